@@ -114,7 +114,7 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "add": operator.add,
     "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
-    **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "reshape"], lambda x: x),
+    **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape"], lambda x: x),
 }
 
 

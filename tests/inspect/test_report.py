@@ -109,6 +109,17 @@ def test_shard_map_over_batch(check_vma):
     check(lambda w, x: unrolled(w, x, lambda x, w: x + mapped(x, w)), w, x, largest(w, x))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_batch_under_a_mask(check_vma):
+    """With `check_vma` each constant of the mask goes through an operation that says where it differs."""
+    w, x = weights(), tokens()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    each = functools.partial(layer, attend=functools.partial(attend, causal=True))
+    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": check_vma}
+    mapped = jax.shard_map(each, mesh=mesh, **specs)
+    check(functools.partial(unrolled, layer=mapped), w, x, by_hand(w, x, causal=True).max((0, 1)))
+
+
 def test_explicit_axes():
     w, x = weights(2), tokens()
     mesh = jax.make_mesh((2, 4), ("data", "head"), axis_types=(AxisType.Explicit,) * 2)
