@@ -45,7 +45,9 @@ class Call(NamedTuple):
     layers: tuple[int, ...] = ()
     heads: int = 1
     problem: str = ""
-    terms: tuple[Term, ...] = ()  # of a refused one, the parameters of its queries and keys
+    terms: tuple[Term, ...] = ()  # the parameters of its queries and keys
+    # What a clip may scale, the best first: both sides of the product, or the queries alone.
+    proposals: tuple[tuple[Span, ...], ...] = ()
 
 
 class _Refused(Exception):
@@ -65,7 +67,8 @@ def attentions(walk: Walk) -> list[list[Call]]:
             why = f"its queries, keys and values can't all be followed to parameters: {walk.graph.line(at)}"
             found[i] = Call(walk.graph.line(i), problem=why)
     each = sorted(found.items())
-    groups = grouped((call.spans or call.terms or call.line, (at, call)) for at, call in each)
+    # What scales the queries of a call scales those of every other call that takes them.
+    groups = grouped((call.proposals[-1:] or call.terms or call.line, (at, call)) for at, call in each)
     trained = [group for group in groups.values() if any(at in walk.graph.trained for at, _ in group)]
     return [_proved(walk, *zip(*group, strict=True)) for group in trained]
 
@@ -75,31 +78,40 @@ def _terms(images: Iterable[Image]) -> tuple[Term, ...]:
 
 
 def _proved(walk: Walk, places: Sequence[int], group: Sequence[Call]) -> list[Call]:
-    """The calls of one attention, or why a clip would not scale the logits of each of its heads alone."""
-    first, random = group[0], np.random.default_rng(0)
-    if not first.spans:
-        return list(group)
-    logs = 2.0 * random.integers(1, 1 << 40, (*first.layers, first.heads))
-    groups = next((s.heads for s in first.spans if s.scale.factor == "key"), first.heads)
-    keys = logs.reshape(*first.layers, groups, -1).min(-1) / 2
-    queries = logs - np.repeat(keys, first.heads // groups, -1)
+    """The calls of one attention, with the first proposal that scales the logits of each of its heads alone."""
+    result = list(group)
+    for spans in group[0].proposals:
+        if all(spans in call.proposals for call in group):
+            result = _tried(walk, places, group, spans)
+        if result[0].spans:
+            break
+    return result
+
+
+def _tried(walk: Walk, places: Sequence[int], group: Sequence[Call], spans: tuple[Span, ...]) -> list[Call]:
+    """The calls with these spans, or why a clip of them would not scale the logits of each head alone."""
+    random = np.random.default_rng(0)
+    heads, layers = spans[0].heads, tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
+    logs = 2.0 * random.integers(1, 1 << 40, (*layers, heads))
+    groups = next((s.heads for s in spans if s.scale.factor == "key"), heads)
+    keys = logs.reshape(*layers, groups, -1).min(-1) / 2
+    queries = logs - np.repeat(keys, heads // groups, -1)
     of_factor = {"rotary": logs, "key": keys, "query": queries}
     logits = [walk.attentions[at][0][0] for at in places]
     values = [x.value if x.raw < 0 else x.raw for x in logits]
     certificate = Certificate(walk, [call.probe for call in group if call.probe], values)
-    for leaf, spans in grouped((s.leaf, s) for s in first.spans).items():
-        certificate.touch(leaf, spans[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in spans])
+    for leaf, touched in grouped((s.leaf, s) for s in spans).items():
+        certificate.touch(leaf, touched[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in touched])
     i = certificate.failure()
     probes = [
         call.probe and certificate.located(call.probe, value, x.value, logs)
         for value, x, call in zip(values, logits, group, strict=True)
     ]
     if i is None and all(probes):
-        return [call._replace(probe=probe) for call, probe in zip(group, probes, strict=True)]
-    why = "the heads of its logits are not those of its projections"
-    if i is not None:
-        why = _not_alone(walk, i)
-    return [call._replace(spans=(), probe=None, problem=why) for call in group]
+        exact = {"spans": spans, "layers": layers, "heads": heads}
+        return [call._replace(probe=probe, **exact) for call, probe in zip(group, probes, strict=True)]
+    why = "the heads of its logits are not those of its projections" if i is None else _not_alone(walk, i)
+    return [call._replace(problem=why) for call in group]
 
 
 def _not_alone(walk: Walk, i: int) -> str:
@@ -140,30 +152,44 @@ class _Finder:
             raise _Refused(_not_alone(walk, walk.graph.producer[logits.lost]))
         if logits.shifted and logits.shifted & self.normalized:
             raise _Refused("the maximum subtracted from its logits is not taken over its keys")
-        for operand, name in ((self.query, "queries"), (self.key, "keys")):
-            for image in operand.value.images:
-                layouts = [image.layout, *(bias.layout for bias in image.biases)]
-                # Nothing tells queries of one head, put together from several products, from several heads of one key.
-                several = operand is self.query and len(operand.value.images) > 1
-                if any(UNORDERED in x.loops for x in layouts):
-                    raise _Refused(f"its {name} are in another order than the parameter's")
-                if operand is self.query and not image.layout.varying:  # made of all columns, by constants
-                    raise _Refused("the heads of its queries can't be told apart")
-                if image.layout.placed(operand.batch) or (several and not self.heads(operand, image.layout)):
-                    raise _Refused(f"heads of its {name} are put together from several products")
-        own, shared = self._split_keys()
-        queries = list(self._spans(self.query, self.query.value.images, "query" if own else "rotary", shared))
-        keys = list(self._spans(self.key, own, "key"))
-        spans = (*queries, *keys)
+        proposals, why = [], ""
+        for keys, shared in (self._split_keys(), ([], [])):
+            try:
+                proposals.append(self._proposal(keys, shared))
+            except _Refused as refused:
+                why = str(refused)
+        if not proposals:
+            raise _Refused(why)
+        terms = _terms((*self.query.value.images, *self._split_keys()[0]))
+        return Call(line, probe=self._probe(), terms=terms, proposals=tuple(dict.fromkeys(proposals)))
+
+    def _proposal(self, keys: Sequence[Image], shared: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+        """What to scale if the keys of these images take a part of the factor."""
+        images = self.query.value.images
+        self._check_order(self.query, images, "queries")
+        self._check_order(self.key, keys, "keys")
+        queries = list(self._spans(self.query, images, "query" if keys else "rotary", shared))
+        spans = (*queries, *self._spans(self.key, keys, "key"))
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
-        entries = [{s.heads for s in found} for found in (queries, keys)]
+        entries = [{s.heads for s in part} for part in (queries, spans[len(queries) :])]
         first = {s.scale.factor: s for s in reversed(spans)}  # of several parts, which others may follow
         features = {first[factor].features for factor in ("query", "key") if factor in first}
         several = max(map(len, (*entries, layers, features))) > 1
-        if several or (keys and queries[0].heads % keys[0].heads):
+        if several or any(queries[0].heads % s.heads for s in spans):
             raise _Refused("its queries and keys are cut into heads, features or layers in several ways")
-        terms = _terms((*self.query.value.images, *own))
-        return Call(line, spans, self._probe(), layers.pop(), queries[0].heads, terms=terms)
+        return spans
+
+    def _check_order(self, operand: Side, images: Sequence[Image], name: str) -> None:
+        # Nothing tells queries of one head, put together from several products, from several heads of one key.
+        several = operand is self.query and len(images) > 1
+        for image in images:
+            layouts = [image.layout, *(bias.layout for bias in image.biases)]
+            if any(UNORDERED in x.loops for x in layouts):
+                raise _Refused(f"its {name} are in another order than the parameter's")
+            if operand is self.query and not image.layout.varying:  # made of all columns, by constants
+                raise _Refused("the heads of its queries can't be told apart")
+            if image.layout.placed(operand.batch) or (several and not self.heads(operand, image.layout)):
+                raise _Refused(f"heads of its {name} are put together from several products")
 
     def _split_keys(self) -> tuple[list[Image], list[tuple[int, int]]]:
         """Keys that each head has for itself; and which features those fill that all heads share."""

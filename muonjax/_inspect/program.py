@@ -382,7 +382,7 @@ def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueE
 def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
     """Named attentions with their calls; one that is called several times is one."""
     groups = attentions(walk)
-    roots = [module_of([paths[x.leaf] for x in group[0].spans or group[0].terms]) for group in groups]
+    roots = [module_of([paths[x.leaf] for x in (*group[0].spans, *group[0].terms)]) for group in groups]
     found, named = [], Counter()
     for group, root in zip(groups, roots, strict=True):
         first = group[0]

@@ -112,8 +112,9 @@ spelled("ones_beside_the_features", ELSE,
 spelled("a_masked_kernel", weights=lambda p: p | {"q": jnp.tril(p["q"])})
 spelled("a_normalized_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] / jnp.linalg.norm(p["q"], axis=0)})  # fmt: skip
+spelled("a_function_of_the_kernel_of_the_keys", weights=lambda p: p | {"k": jnp.tanh(p["k"])})
 spelled("a_function_of_the_kernel", ELSE,
-        weights=lambda p: p | {"k": jnp.tanh(p["k"])})  # fmt: skip
+        weights=lambda p: p | {"q": jnp.tanh(p["q"])})  # fmt: skip
 spelled("added_to_a_frozen_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] + R[0, 0] * jnp.ones((D, D))})  # fmt: skip
 spelled("keys_by_the_transposed_kernel", ELSE, weights=lambda p: p | {"k": p["q"].T})
@@ -142,14 +143,17 @@ spelled("added_to_itself_in_another_order", IN_TURNS,
 spelled("a_function_of_the_bias", SEVERAL,
         lambda q, k, p, x: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k), e=())  # fmt: skip
 spelled("a_bias_that_heads_share", SEVERAL,
-        lambda q, k, p, x: (q, k + p["bias"]), bias=(S,))  # fmt: skip
+        lambda q, k, p, x: (q + p["bias"], k), bias=(S,))  # fmt: skip
+spelled("a_bias_of_the_keys_that_heads_share", change=lambda q, k, p, x: (q, k + p["bias"]), bias=(S,))
 spelled("learned_positions_of_the_queries", SEVERAL,
         lambda q, k, p, x: (q + p["positions"], k), positions=(T, H, S))  # fmt: skip
 spelled("a_reversed_bias", ELSE,
         lambda q, k, p, x: (q + p["bias"][::-1], k), bias=(H, S))  # fmt: skip
-spelled("keys_in_part_of_data", f"{ELSE}: attention_programs.py:",
-        lambda q, k, p, x: (q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
-spelled("keys_padded_with_ones", IN_TURNS, lambda q, k, p, x: (
+spelled("queries_in_part_of_data", f"{ELSE}: attention_programs.py:", lambda q, k, p, x: (
+        jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), q), k))  # fmt: skip
+spelled("keys_in_part_of_data", change=lambda q, k, p, x: (
+        q, jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), k)))  # fmt: skip
+spelled("keys_padded_with_ones", change=lambda q, k, p, x: (
     q, lax.pad(k[:, 1:], 1.0, [(0, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)])))  # fmt: skip
 spelled("logits_in_part_learned", ADDED,
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
@@ -245,7 +249,8 @@ spelled("a_gate_by_the_largest_query", ELSE,
 spelled("a_gate_by_each_heads_norm", None,
         more=lambda q, k, p, x: jnp.mean(jnp.sum(q**2, -1) * jnp.sum(x)))  # fmt: skip
 spelled("a_penalty_on_the_queries", ELSE, more=lambda q, k, p, x: 1e-2 * jnp.sum(q**2))
-spelled("a_sum_of_the_keys", ELSE, more=lambda q, k, p, x: jnp.sum(k))
+spelled("a_sum_of_the_keys", more=lambda q, k, p, x: jnp.sum(k))
+spelled("a_sum_of_the_queries", ELSE, more=lambda q, k, p, x: jnp.sum(q))
 spelled(
     "a_penalty_on_parameters", ELSE, more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values())
 )
@@ -253,6 +258,31 @@ spelled("a_penalty_on_parameters_in_a_loop", ELSE,
         more=lambda q, k, p, x: lax.scan(lambda c, row: (c + jnp.sum(row**2), None), 0.0, p["q"])[0])  # fmt: skip
 spelled("heads_cut_and_put_together_again", change=lambda q, k, p, x: (jnp.concatenate(jnp.split(q, 2, 2), 2), k),
         q=((D, D), "0 | 1; 0 | 1 / 4 of 1"))  # fmt: skip
+
+
+# Keys that a clip can't scale leave the whole factor to the queries, if these alone can take it.
+
+spelled("normalized_keys", change=lambda q, k, p, x: (q, norm(k)))
+spelled("keys_normalized_over_all_heads", change=lambda q, k, p, x: (
+    q, heads(norm(k.reshape(B, T, D)))))  # fmt: skip
+spelled("normalized_keys_and_a_penalty_on_the_queries", ELSE,
+        lambda q, k, p, x: (q, norm(k)), more=lambda q, k, p, x: jnp.mean(q**2))  # fmt: skip
+spelled("normalized_queries_and_keys", "integer_pow", lambda q, k, p, x: (norm(q), norm(k)))
+spelled("keys_that_are_a_gate_too", more=lambda q, k, p, x: jnp.mean(jax.nn.sigmoid(k)))
+spelled("keys_made_of_queries", "integer_pow", lambda q, k, p, x: (q, k + norm(q)))
+spelled("keys_of_the_kernel_of_the_queries", "integer_pow",
+        lambda q, k, p, x: (q, norm(heads(x @ p["q"]))))  # fmt: skip
+spelled("keys_of_queries_with_a_bias", "(add)", lambda q, k, p, x: (q + p["b"], k + q), b=(H, S))
+spelled("normalized_keys_and_a_bias_of_the_queries", 1,
+        lambda q, k, p, x: (q + p["b"], norm(k)), b=(H, S))  # fmt: skip
+spelled("normalized_keys_and_a_constant_beside_the_queries", ELSE, lambda q, k, p, x: (
+    jnp.concatenate([q, jnp.ones_like(q)], -1), jnp.concatenate([norm(k), norm(k)], -1)))  # fmt: skip
+
+
+@attention(sites=1, qkv=((D, 3 * D), "0 | 1 / 3 of 1"), o=(D, D))
+def a_fused_kernel_with_normalized_keys(p, x):
+    q, k, v = map(heads, jnp.split(x @ p["qkv"], 3, -1))
+    return end(p, logits_of(q, norm(k)), v)
 
 
 # Heads and features in another order.
@@ -513,7 +543,7 @@ def heads_of_two_products(p, x):
     return end(p, logits_of(q, k), v)
 
 
-@attention(sites=SEVERAL, a=(D, H * 4), b=(D, H * 2), **QKVO)
+@attention(sites=1, a=(D, H * 4), b=(D, H * 2), **QKVO)
 def keys_of_two_products(p, x):
     k = jnp.concatenate([heads(x @ p["a"]), heads(x @ p["b"])], -1)
     return end(p, logits_of(heads(x @ p["q"]), k), heads(x @ p["v"]))
@@ -592,12 +622,12 @@ def keys_repeated_for_two_queries(p, x):
     return sharing(p, x, lambda y: jnp.repeat(y, 2, 2))
 
 
-@attention(sites=IN_TURNS, **SHARED)
+@attention(sites=1, **SHARED)
 def tiled_keys(p, x):
     return sharing(p, x, lambda y: jnp.tile(y, (1, 1, 2, 1)))
 
 
-@attention(sites=IN_TURNS, **SHARED)
+@attention(sites=1, **SHARED)
 def queries_in_turns(p, x):
     q, (k, v) = (x @ p["q"]).reshape(B, T, 2, 2, S), (heads(x @ p[n], 2) for n in "kv")
     logits = jnp.einsum("bqgnd,bknd->bgnqk", q, k).reshape(B, H, T, T)
@@ -890,10 +920,28 @@ def a_kernel_of_queries_multiplied_again(p, x):
     return end(p, logits_of(q, k), v)[0] + jnp.mean(jnp.tanh(x @ p["q"]) @ p["o"])
 
 
-@program(X, sites=(ELSE, ELSE), q2=(D, D), v2=(D, D), **QKVO)
+@program(X, sites=2, q2=(D, D), v2=(D, D), **QKVO)
 def a_kernel_of_the_keys_of_two_attentions(p, x):
+    """The queries of each take the whole factor."""
     x = layer(p, x)
     return jnp.mean((layer({"q": p["q2"], "k": p["k"], "v": p["v2"], "o": p["o"]}, x)) ** 2)
+
+
+@program(X, sites=1, v2=(D, D), k2=(D, D), **QKVO)
+def a_kernel_of_the_queries_of_two_attentions(p, x):
+    """Its statistic is the larger one of both, and it takes the whole factor."""
+    q, k, v = projected(p, x)
+    k2, v2 = projected(p, x, ("k2", "v2"))
+    y = mixed(jax.nn.softmax(logits_of(q, k)), v) + mixed(jax.nn.softmax(logits_of(q, k2)), v2)
+    return loss_of(p, y)
+
+
+@program(X, sites=("", "(exp)"), v2=(D, D), q2=(D, D), **QKVO)
+def keys_of_one_attention_that_are_queries_of_another(p, x):
+    q, k, v = projected(p, x)
+    q2, v2 = projected(p, x, ("q2", "v2"))
+    y = mixed(jax.nn.softmax(logits_of(q, k)), v) + mixed(jax.nn.softmax(logits_of(k, q2)), v2)
+    return loss_of(p, y)
 
 
 @program(X, sites=("(add)", "(add)"), bias=(H, T, T),
@@ -1170,7 +1218,18 @@ for name, (change, sites) in CHANGES.items():
     program(X, sites=sites, **STACK)(fun)
 
 
-@program(X, sites=IN_TURNS, **STACK)
+@attention(sites=1, **STACK)
+def layers_with_normalized_keys(p, x):
+    def one(x, w):
+        q, k, v = projected(w, x)
+        logits = logits_of(q, norm(k))
+        return x + jnp.tanh(mixed(jax.nn.softmax(logits), v) @ w["o"]), logits
+
+    y, logits = lax.scan(one, x, p)
+    return jnp.mean(y**2), logits.transpose(1, 0, 2, 3, 4).reshape(B, -1, T, T)
+
+
+@program(X, sites=1, **STACK)
 def layers_of_reversed_keys(p, x):
     return scanned(p | {"k": p["k"][::-1]}, x)[0]
 

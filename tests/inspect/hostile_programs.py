@@ -401,7 +401,7 @@ def queries_that_are_a_gate_too(p, x):
 
 @program(
     X,
-    sites="a clip would not scale its logits alone",
+    sites=1,
     **{"q": ((D, D), "0 | 1"), "k": ((D, D), "0 | 1"), "o": ((D, D), "0 | 1"), "out": ((D, 1), "head")},
 )
 def keys_that_are_values_too(p, x):

@@ -322,7 +322,7 @@ def a_learned_temperature_by_head(p, x):
     return done(p, x, jax.nn.softmax(l * jnp.exp(p["temp"])[:, None, None]), v)
 
 
-@program(X, prefix=((3, H, S), "joined"), pv=((3, H, S), "joined"), **A4, **OUT, sites="logits")
+@program(X, prefix=((3, H, S), "joined"), pv=((3, H, S), "joined"), **A4, **OUT, sites=1)
 def prefix_keys(p, x):
     q, k, v, _ = mha(p, x)
     k, v = (
@@ -335,7 +335,7 @@ def prefix_keys(p, x):
 CACHE = jax.ShapeDtypeStruct((B, 3, H, S), "float32")
 
 
-@program(X, CACHE, CACHE, **A4, **OUT, sites="logits")
+@program(X, CACHE, CACHE, **A4, **OUT, sites=1)
 def cached_keys(p, x, ck, cv):
     q, k, v, _ = mha(p, x)
     k, v = jnp.concatenate([ck, k], 1), jnp.concatenate([cv, v], 1)
