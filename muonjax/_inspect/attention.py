@@ -110,7 +110,11 @@ def _tried(walk: Walk, places: Sequence[int], group: Sequence[Call], spans: tupl
     if i is None and all(probes):
         exact = {"spans": spans, "layers": layers, "heads": heads}
         return [call._replace(probe=probe, **exact) for call, probe in zip(group, probes, strict=True)]
-    why = "the heads of its logits are not those of its projections" if i is None else _not_alone(walk, i)
+    why = "the heads of its logits are not those of its projections"
+    if any((table[0] == 0).any() for table in certificate.at.values()):
+        why = "some of its logits, as of a sink or of padding, are not made of the queries that a clip scales"
+    if i is not None:
+        why = _not_alone(walk, i)
     return [call._replace(problem=why) for call in group]
 
 

@@ -38,14 +38,29 @@ def _product(a: np.ndarray, b: np.ndarray, sign: int = 1) -> np.ndarray:
     return np.stack([a[0] + sign * b[0], np.minimum(a[1], b[1]), np.maximum(a[2], b[2])])
 
 
-def _reduced(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
-    """The sum over these axes, along which all have equal factors."""
+def _total(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
+    """The largest logarithm over these axes, of which one entry is left, and all positions."""
     axes = tuple(axis - 1 for axis in axes)
     several = zip((np.fmax, np.minimum, np.maximum), table, strict=True)
-    total = np.stack([f.reduce(x, axes, keepdims=True) for f, x in several])
+    return np.stack([f.reduce(x, axes, keepdims=True) for f, x in several])
+
+
+def _filled(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
+    """With the others' factor for entries that are zero, along axes where all others are equal: padding."""
+    for axis in axes:
+        total = _total(table, [axis])
+        if (np.isnan(table[0]) | (table == total).all(0)).all():
+            table = total
+    return table
+
+
+def _reduced(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
+    """The sum over these axes, along which all have equal factors."""
+    axes = tuple(axes)
+    total = _total(table, axes)
     if (table[0] < total[0]).any():
         raise Unmoved
-    return total.squeeze(tuple(axis + 1 for axis in axes))
+    return total.squeeze(axes)
 
 
 def _smallest(table: np.ndarray | None) -> np.ndarray | None:
@@ -179,7 +194,9 @@ class Certificate:
             rank = len(self.walk.shape(x))
             given = [axis for axis in range(rank) if axis not in (*summed, *batch)]
             order = [self.first + axis for axis in (*batch, *given, *summed)]
-            lined.append(self._table(x, 0).transpose(*range(self.first), *order))
+            along = (*range(1, self.first), *(self.first + axis for axis in given))
+            table = _filled(self._table(x, 0), along)
+            lined.append(table.transpose(*range(self.first), *order))
             counts.append(len(given))
         at, (left, right) = self.first + len(batches[0]), lined
         left = np.expand_dims(left, [at + counts[0] + k for k in range(counts[1])])

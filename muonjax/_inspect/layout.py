@@ -149,14 +149,14 @@ class Layout(NamedTuple):
         holes = ((run, k, run.positions == HOLE) for run in self.runs for k in axes)
         return [run for run, k, there in holes if (there != there.take([0], k)).any()]
 
-    def place(self, axis: int, start: int, size: int) -> Layout:
-        """From `start` on in a longer axis of `size`, whose other entries come from elsewhere."""
+    def place(self, axis: int, start: int, size: int, zeros: bool = False) -> Layout:
+        """From `start` on in a longer axis of `size`, whose other entries come from elsewhere, or are zeros."""
         n = self.shape[axis]
         line = [n if k == axis else 1 for k in range(len(self.shape))]
         pad = [(start, size - start - n) if k == axis else (0, 0) for k in range(len(line))]
         along = [run for run in self.runs if run.shape[axis] > 1]
         runs = [run for run in self.runs if run not in along]
-        for run in along or [Run(OTHER, tuple(line), bytes(4 * n))]:
+        for run in along or ([] if zeros else [Run(OTHER, tuple(line), bytes(4 * n))]):
             runs.append(_run(run.axis, np.pad(run.positions, pad, constant_values=HOLE)))
         shape = tuple(size if k == axis else n for k, n in enumerate(self.shape))
         return self._replace(shape=shape, runs=tuple(sorted(run for run in runs if run.is_known)))

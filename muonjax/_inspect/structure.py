@@ -13,7 +13,7 @@ import numpy as np
 from muonjax._inspect import softmax
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
-from muonjax._inspect.rules import latest, rule, unknown
+from muonjax._inspect.rules import is_zero, latest, rule, unknown
 from muonjax._inspect.values import DATA, MULTIPLIED, Move, Value, all_images, dependent, grouped, move_each
 from muonjax._inspect.walk import Walk
 
@@ -136,7 +136,8 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
     if not joined.is_weight:
         walk.record_terms(i, "joined with data", [v for v in values if v.is_weight])
     starts = zip(values, itertools.accumulate(sizes, initial=0), strict=False)
-    place = functools.partial(Layout.place, axis=axis, size=sum(sizes))
+    zeros = sum(not is_zero(walk, x) for x in node.inputs) == 1
+    place = functools.partial(Layout.place, axis=axis, size=sum(sizes), zeros=zeros)
     placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
     images = latest(walk, i, all_images(placed))
     logits = tuple(x for v in placed for x in v.logits)

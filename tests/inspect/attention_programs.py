@@ -285,6 +285,60 @@ def a_fused_kernel_with_normalized_keys(p, x):
     return end(p, logits_of(q, norm(k)), v)
 
 
+# Padded to a length of its own, as for a kernel or for blocks.
+
+
+def longer(y, before=1, after=2, value=0.0):
+    """Tokens of this value before and after."""
+    return jnp.pad(y, ((0, 0), (before, after), (0, 0), (0, 0)), constant_values=value)
+
+
+def padded(name, sites, queries, keys, kept=None, **parameters):
+    """`queries` and `keys` pad those of T tokens; the loss takes T of the values that are mixed."""
+
+    def fun(p, x):
+        q, k, v = projected(p, x)
+        q, k = queries(q, p), keys(k, p)
+        logits = logits_of(q, k)
+        shares = jax.nn.softmax(logits if kept is None else jnp.where(kept, logits, -1e9))
+        y = mixed(shares, longer(v, 1, k.shape[1] - T - 1) if k.shape[1] > T else v)
+        return loss_of(p, y[:, :T]), logits if kept is None else jnp.where(kept, logits, -jnp.inf)
+
+    fun.__name__ = name
+    attention(sites=sites, **QKVO | parameters)(fun)
+
+
+THERE = (np.arange(T + 3) >= 1) & (np.arange(T + 3) < T + 1)
+padded("padded_queries", 1, lambda q, p: longer(q), lambda k, p: k)
+padded("padded_keys", 1, lambda q, p: q, lambda k, p: longer(k))
+padded("padded_queries_and_keys", 1, lambda q, p: longer(q), lambda k, p: longer(k))
+padded("padded_queries_and_keys_under_a_mask", 1, lambda q, p: longer(q), lambda k, p: longer(k), THERE)
+padded("a_bias_after_the_padding", 1, lambda q, p: longer(q) + p["b"], lambda k, p: longer(k), b=(H, S))
+padded("a_zero_key", 1, lambda q, p: q, lambda k, p: jnp.concatenate([0 * k[:, :1], k, 0 * k[:, :1]], 1))
+padded("keys_padded_with_ones_under_a_mask", 1, lambda q, p: q, lambda k, p: longer(k, value=1.0), THERE)
+padded("queries_padded_with_ones", "or of padding", lambda q, p: longer(q, value=1.0), lambda k, p: k)
+padded("a_number_after_the_padding", "(add)", lambda q, p: longer(q) + 1.0, lambda k, p: k)
+padded("queries_beside_others", "or of padding", lambda q, p: (
+    jnp.concatenate([q, jnp.broadcast_to(p["b"], (B, 3, H, S))], 1)), lambda k, p: k, b=(3, H, S))  # fmt: skip
+
+
+@attention(sites=1, **QKVO)
+def blocks_of_padded_queries(p, x):
+    q, k, v = projected(p, x)
+    blocks = longer(q, 0, 4).reshape(B, 3, 4, H, S).swapaxes(0, 1)
+    y, logits = lax.map(lambda q: (mixed(jax.nn.softmax(logits_of(q, k)), v), logits_of(q, k)), blocks)
+    y, logits = y.swapaxes(0, 1).reshape(B, 12, D)[:, :T], jnp.concatenate([*logits], 2)
+    return loss_of(p, y), logits[:, :, :T]
+
+
+@attention(sites=1, **QKVO)
+def a_zero_logit(p, x):
+    """Softmax with a one in its denominator."""
+    q, k, v = projected(p, x)
+    logits = jnp.pad(logits_of(q, k), ((0, 0), (0, 0), (0, 0), (0, 1)))
+    return loss_of(p, mixed(jax.nn.softmax(logits)[..., :-1], v)), logits
+
+
 # Heads and features in another order.
 
 GATHERED = jnp.array([1, 0, 3, 2])
