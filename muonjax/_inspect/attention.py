@@ -265,8 +265,8 @@ class _Finder:
         own = walk.nodes[walk.graph.producer[logits.value]].place
         custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
         place = min(places, key=lambda place: (custom[place], place not in added, place != own))
-        if any(step.kind in ("while", "cond") for step in place):
-            raise _Refused("it is inside of a branch, or of a loop of unknown length, which has no gradient")
+        if any(step.kind == "while" for step in place):
+            raise _Refused("it is inside of a loop of unknown length, which has no gradient")
         if logits.raw >= 0:  # logits and mask, or a bias as ALiBi's
             if place not in added:
                 raise _Refused(

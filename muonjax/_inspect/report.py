@@ -39,15 +39,16 @@ class Probe(NamedTuple):
     shared: bool = False  # under `vmap`, softmax gets the logits of the first example in all of them
 
 
-def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
+def run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
     """What `body` returns, and for each probe the largest logits, float32 [*layers, *heads].
 
-    NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes.
+    NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes. The type of an array in place of a
+    probe is that of largest logits in another branch: all are -inf.
     """
     jaxpr = opened(body)
     given = [*versions.constants(body), *arrays]
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
-    each = dict.fromkeys(probes)
+    each = dict.fromkeys(probe for probe in probes if isinstance(probe, Probe))
     here = grouped((p.variable, p) for p in each if not p.path)
     deeper = grouped((p.path[0].equation, p) for p in each if p.path)
     maxima: dict[Probe, Any] = {}
@@ -78,7 +79,7 @@ def run(body: Body, probes: Sequence[Probe], *arrays: Any) -> list[Any]:
             if last.get(v, 0) <= index:  # outside of jit it would stay in memory
                 values.pop(v, None)
     results = [jnp.asarray(v.val) if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
-    return [*results, *(maxima[probe] for probe in probes)]
+    return [*results, *(maxima[p] if p in maxima else _nothing(p) for p in probes)]
 
 
 def bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
@@ -118,7 +119,8 @@ def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) ->
         return again[:-count] if probes[0].shared else bound(eqn, operands), again[-count:]
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], deeper, operands)
-    outs = bound(eqn, operands, **versions.with_body(eqn, _traced(bodies[0], deeper), count))
+    new = _branches(bodies, steps, deeper) if name == "cond" else [_traced(bodies[0], deeper)]
+    outs = bound(eqn, operands, **versions.with_bodies(eqn, new, count))
     results, maxima = outs[:-count], outs[-count:]
     if name == "scan":
         each = zip(maxima, steps, strict=True)
@@ -148,7 +150,25 @@ def _shard_map(
     )(*operands)  # fmt: skip
 
 
-def _traced(body: Body, probes: tuple[Probe, ...]) -> Any:
+def _branches(bodies: Sequence[Body], steps: Sequence[Step], probes: Sequence[Probe]) -> list[Any]:
+    """Each returns the maxima of all, those of the others without logits."""
+    types = [
+        opened(_traced(bodies[s.body], (p,))).outvars[-1].aval for s, p in zip(steps, probes, strict=True)
+    ]
+    each = list(zip(steps, probes, types, strict=True))
+    return [
+        _traced(body, tuple(p if s.body == b else t for s, p, t in each)) for b, body in enumerate(bodies)
+    ]
+
+
+def _nothing(kind: Any) -> jax.Array:
+    """Largest logits of this type where there are none."""
+    x = jax.lax.full(kind.shape, -jnp.inf, jnp.float32, sharding=kind.sharding)
+    axes = tuple(versions.varying(kind))
+    return jax.lax.pcast(x, axes, to="varying") if axes else x
+
+
+def _traced(body: Body, probes: tuple[Probe | Any, ...]) -> Any:
     """One for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step."""
     known = _TRACED.setdefault(body, {})
     if probes not in known:

@@ -69,10 +69,16 @@ def inlined() -> Any:
     return True if kinds is None else kinds.JAX_EARLY
 
 
-def with_body(eqn: JaxprEqn, new: ClosedJaxpr, count: int) -> dict[str, Any]:
-    """An equation's parameters with `new` in place of its only body; it returns `count` values more."""
-    ((name, old),) = bodies(eqn)
-    params: dict[str, Any] = eqn.params | {str(name): new if isinstance(old, ClosedJaxpr) else new.jaxpr}
+def with_bodies(eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int) -> dict[str, Any]:
+    """An equation's parameters with `new` in place of its body or branches; each returns `count` values more."""
+    old = bodies(eqn)
+    kept = tuple(
+        x if isinstance(body, ClosedJaxpr) else x.jaxpr for x, (_, body) in zip(new, old, strict=True)
+    )
+    if eqn.primitive.name == "cond":
+        return eqn.params | {"branches": kept}
+    ((name, _),) = old
+    params: dict[str, Any] = eqn.params | {str(name): kept[0]}
     if "ft_out" in params:
         carry, ys = params["ft_out"].unpack()
         tree = type(params["ft_out"])  # a tuple of trees

@@ -763,7 +763,7 @@ def sinks_in_the_sum(p, x):
     return grouped(p, x, soften=soften)
 
 
-@attention(sites=IN_TURNS, **SINKS)
+@attention(sites="or of padding", **SINKS)
 def a_mask_after_a_sink(p, x):
     """The largest logit would be the sink's, or one that is masked."""
     keep = np.tri(T, T + 1, 1, bool)
@@ -995,6 +995,23 @@ def keys_of_one_attention_that_are_queries_of_another(p, x):
     q, k, v = projected(p, x)
     q2, v2 = projected(p, x, ("q2", "v2"))
     y = mixed(jax.nn.softmax(logits_of(q, k)), v) + mixed(jax.nn.softmax(logits_of(k, q2)), v2)
+    return loss_of(p, y)
+
+
+@program(X, sites=1, K=(D, D), **QKVO)
+def queries_of_both_branches(p, x):
+    """Each has keys of its own."""
+    return loss_of(p, lax.cond(x[0, 0, 0] > 0, layer, lambda p, x: layer(p, x, "qKvo"), p, x))
+
+
+@program(X, sites="(gt)", **QKVO)
+def a_branch_that_queries_choose(p, x):
+    return loss_of(p, lax.cond((x @ p["q"])[0, 0, 0] > 1, layer, lambda p, x: x, p, x))
+
+
+@program(X, sites="of unknown length", **QKVO)
+def a_loop_of_unknown_length(p, x):
+    y = lax.while_loop(lambda y: y[0, 0, 0] > 1, lambda y: layer(p, y), x)
     return loss_of(p, y)
 
 

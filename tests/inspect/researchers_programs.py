@@ -930,7 +930,7 @@ def attention_by_a_counter(p, x):
     return sq(lax.fori_loop(0, 3, layer, x) @ p["out"])
 
 
-@program(X, LABEL, **A4, **OUT, sites="it is inside of a branch")
+@program(X, LABEL, **A4, **OUT, sites=1)
 def attention_in_a_branch(p, x, i):
     f = lambda x: x + attend(*(heads(x @ p[n]) for n in "qkv")) @ p["o"]
     return sq(lax.cond(i[0] > 0, f, lambda x: x, x) @ p["out"])

@@ -142,6 +142,49 @@ def test_explicit_axes():
             return x + jnp.einsum("bths,hsd->btd", attend(q, k, v), w["o"], out_sharding=P("data"))
 
         check(functools.partial(scanned, layer=each), placed, on, largest(w, x, 1))
+        skipped = functools.partial(jax.lax.cond, True, each, lambda x, w: x)
+        check(functools.partial(scanned, layer=skipped), placed, on, largest(w, x, 1))
+
+
+def skipped_layer(x, w, keep):
+    return jax.lax.cond(keep, layer, lambda x, w: x, x, w)
+
+
+def second_of_three(x, w, keep):
+    branches = [lambda x, w: x, layer, lambda x, w: x + layer(x, w)]
+    return jax.lax.switch(jnp.where(keep, 1, 0), branches, x, w)
+
+
+@pytest.mark.parametrize(
+    "branch", [skipped_layer, jax.checkpoint(skipped_layer), second_of_three, jax.jit(skipped_layer)]
+)
+@pytest.mark.parametrize("kept", [[0, 1], [1], []])
+def test_layers_of_a_scan_that_are_skipped(branch, kept):
+    """A skipped layer has no logits."""
+    w, x = weights(2), tokens()
+
+    def loss(w, x):
+        is_kept = jnp.array([0 in kept, 1 in kept])
+        y, _ = jax.lax.scan(lambda x, each: (branch(x, *each), None), x, (w, is_kept))
+        return (y**2).mean()
+
+    expected = np.full((2, HEADS), -np.inf)
+    if kept:
+        expected[kept] = largest({name: value[kept] for name, value in w.items()}, x, 1)
+    check(loss, w, x, expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_branch_in_a_shard_map(check_vma):
+    w, x = weights(), tokens()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P("data"), P(), P()), "out_specs": P("data"), "check_vma": check_vma}
+    mapped = jax.shard_map(skipped_layer, mesh=mesh, **specs)
+    for keep in (True, False):
+        expected = largest(w, x) if keep else np.full(HEADS, -np.inf)
+        check(
+            functools.partial(unrolled, layer=lambda x, w, k=keep: mapped(x, w, jnp.array(k))), w, x, expected
+        )
 
 
 def rewritten(loss, w, x):
