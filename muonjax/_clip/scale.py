@@ -21,6 +21,7 @@ class Scale:
 
     The signal has entries: heads, output dimensions, or groups of them. Flatten the parameter's `axes`, take `size`
     positions from `start`: they are `entries` runs of equal length, and of each run the positions `span` are scaled.
+    Between `groups` of runs there may be a gap: the keys and values of a group, where one kernel makes all three.
     So a kernel (d, heads, head_dim) is `axes=(-2, -1)`, and the keys of a fused (d, 3·heads·head_dim) are
     `axes=(-1,)`, `start=heads·head_dim`, `size=heads·head_dim`, `entries=heads`.
 
@@ -33,6 +34,8 @@ class Scale:
       start: First position on the flattened axes.
       size: How many positions; None: all from `start`.
       span: (first, end) within the run of each entry; an end of None is the end of the run.
+      groups: How many equal groups of entries there are with a gap between them.
+      gap: How many positions lie between one group and the next.
       power: The exponent of γ.
       factor: Name of the linear factor that the parameter belongs to; a kernel and its bias share one.
       optional: Whether the parameter may be missing, as a bias may.
@@ -55,14 +58,17 @@ class Scale:
     start: int = 0
     size: int | None = None
     span: tuple[int, int | None] = (0, None)
+    groups: int = 1
+    gap: int = 0
     power: float = 1.0
     factor: str = "output"
     optional: bool = False
 
     def __post_init__(self):
         check_text("Scale", path=self.path, factor=self.factor)
-        for name in ("rank", "start"):
+        for name in ("rank", "start", "gap"):
             whole_number("Scale", name, getattr(self, name), 0, ", at least 0.")
+        whole_number("Scale", "groups", self.groups, 1, ", at least 1.")
         for name in ("entries", "size"):
             if getattr(self, name) is not None:
                 whole_number("Scale", name, getattr(self, name), 1, ", at least 1, or None.")
@@ -85,6 +91,21 @@ class Scale:
         whole_number("Scale", "span", first, 0, " as its first position, at least 0.")
         if end is not None:
             whole_number("Scale", "span", end, first + 1, f" as its end, above {first}, or None.")
+
+
+def run_length(scale: Scale, entries: int, size: int) -> int:
+    """How many positions the run of each entry has; 0 if the positions can't be divided among the entries."""
+    without_gaps = size - (scale.groups - 1) * scale.gap
+    if entries % scale.groups or without_gaps <= 0 or without_gaps % entries:
+        return 0
+    return without_gaps // entries
+
+
+def first_positions(scale: Scale, entries: int, size: int) -> np.ndarray:
+    """[entries]: where the run of each entry begins on the flattened axes."""
+    entry = np.arange(entries)
+    group = entry // (entries // scale.groups)
+    return scale.start + run_length(scale, entries, size) * entry + scale.gap * group
 
 
 class PlacedScale(NamedTuple):
@@ -110,9 +131,8 @@ class PlacedScale(NamedTuple):
 
     def positions(self) -> np.ndarray:
         """[entries, features]: the positions on the flattened axes that are scaled."""
-        run = self.size // self.entries
-        first = self.scale.start + run * np.arange(self.entries)
-        span = np.arange(run)[slice(*self.scale.span)]
+        first = first_positions(self.scale, self.entries, self.size)
+        span = np.arange(run_length(self.scale, self.entries, self.size))[slice(*self.scale.span)]
         return first[:, None] + span
 
     def overlaps(self, other: PlacedScale) -> bool:
@@ -125,12 +145,17 @@ class PlacedScale(NamedTuple):
         """The factors where the parameter holds their entries, broadcastable to it; 1 elsewhere."""
         *layers, entries = factors.shape
         # The run of each entry, of which the span is scaled: [*layers, entries, run].
-        is_scaled = np.zeros(self.size // entries, bool)
+        is_scaled = np.zeros(run_length(self.scale, entries, self.size), bool)
         is_scaled[slice(*self.scale.span)] = True
         # A broadcast and no gather: with the heads sharded it needs no exchange.
         is_scaled = is_scaled.reshape((1,) * factors.ndim + (-1,))
         table = jnp.where(is_scaled, factors[..., None], 1.0)
-        table = table.reshape(*layers, self.size)
+        if self.scale.gap:
+            # A gap follows each group but the last.
+            table = table.reshape(*layers, self.scale.groups, -1)
+            widths = [(0, 0)] * (table.ndim - 1) + [(0, self.scale.gap)]
+            table = jnp.pad(table, widths, constant_values=1.0)
+        table = table.reshape(*layers, -1)[..., : self.size]
         sizes = [self.shape[axis] for axis in self.entry_axes]
         # Outside of start:start + size the axes hold something else, as the values of a fused kernel.
         before = self.scale.start
@@ -174,7 +199,7 @@ def placed(
     size = length - scale.start if scale.size is None else scale.size
     end = scale.start + size
     on_leaf = PlacedScale(leaf, scale, shape, stack, entry_axes, entries, size)
-    fits = size > 0 and size % entries == 0 and end <= length
+    fits = run_length(scale, entries, size) > 0 and end <= length
     if not fits or on_leaf.features == 0:
         raise ValueError(
             f"{leaf!r} of shape {shape} does not hold {entries} heads, features {scale.span} of each, in positions "

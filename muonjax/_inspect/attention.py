@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._clip.scale import Scale
+from muonjax._clip.scale import Scale, first_positions
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.report import Probe
@@ -293,13 +293,19 @@ def _runs(
         return found
 
     first, inside = positions(heads), np.sort(positions(features))
-    count, width = len(first), len(inside)
-    run = int(first[1] - first[0]) if count > 1 else total
-    if (np.diff(first) != run).any() or (np.diff(inside) != 1).any() or run <= 0:
+    entries, width = len(first), len(inside)
+    steps = np.diff(first)
+    run = int(steps[0]) if entries > 1 else total
+    ends = np.flatnonzero(steps != run)  # of a group of heads, before a gap
+    groups = entries // (int(ends[0]) + 1) if len(ends) else 1
+    gap = int(steps[ends[0]]) - run if len(ends) else 0
+    if (np.diff(inside) != 1).any() or run <= 0 or gap < 0:
         return None
     base = int(first[0] + inside[0])
     start = base - base % run if base % run + width <= run else base
-    if start + count * run > total:
-        return None
+    size = entries * run + (groups - 1) * gap
     span = (base - start, base - start + width)
-    return {"entries": count, "start": start, "size": count * run, "span": span}
+    places = {"entries": entries, "start": start, "size": size, "span": span, "groups": groups, "gap": gap}
+    expected = first_positions(Scale(path="", rank=0, **places), entries, size) + span[0] - inside[0]
+    is_right = start + size <= total and np.array_equal(expected, first)
+    return places if is_right else None

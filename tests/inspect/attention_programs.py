@@ -801,6 +801,29 @@ def heads_before_the_width(p, x):
 # One kernel of queries, keys and values.
 
 
+def fused_groups(name, groups, count, turn=0, sites=1):
+    """Falcon and Megatron: `count` queries, a key and a value for each group, in turns; `turn` puts others first."""
+
+    def fun(p, x):
+        y = jnp.roll((x @ p["qkv"] + p["b"]).reshape(B, T, groups, count + 2, S), -turn, 3)
+        q, k, v = y[..., :count, :], y[..., count, :], y[..., count + 1, :]
+        logits = jnp.einsum("bqgnd,bkgd->bgnqk", q, k)
+        z = jnp.einsum("bgnqk,bkgd->bqgnd", jax.nn.softmax(logits), v).reshape(B, T, -1)
+        return jnp.mean((z @ p["o"]) ** 2), logits.reshape(B, groups * count, T, T)
+
+    fun.__name__ = name
+    width = groups * (count + 2) * S
+    attention(sites=sites, qkv=(D, width), b=(width,), o=(groups * count * S, D))(fun)
+
+
+fused_groups("fused_groups", 2, 2)
+fused_groups("fused_groups_of_three", 3, 3)
+fused_groups("fused_groups_of_one", 3, 1)
+fused_groups("one_fused_group", 1, 3)
+fused_groups("fused_groups_with_the_key_first", 2, 2, 2)
+fused_groups("fused_groups_with_the_key_last", 2, 3, 1)
+
+
 @attention(sites=1, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"))
 def parts_of_a_kernel_unpacked(p, x):
     q, k, v = (jnp.einsum("btd,dhs->bths", x, w) for w in jnp.moveaxis(p["qkv"], 1, 0))
