@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muonjax._clip.scale import Scale, first_positions
+from muonjax._inspect import softmax
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.report import Probe
@@ -119,6 +120,8 @@ def _tried(walk: Walk, places: Sequence[int], group: Sequence[Call], spans: tupl
 
 
 def _not_alone(walk: Walk, i: int) -> str:
+    if walk.nodes[i].passes and walk.nodes[i].name == "add_any":
+        return f"the function takes derivatives of it, which a clip would change too: {walk.graph.line(i)}"
     return f"a clip would not scale its logits alone: {walk.graph.line(i)} ({walk.nodes[i].name})"
 
 
@@ -153,7 +156,10 @@ class _Finder:
         if len({(x._replace(layout=logits.layout), keys) for x, keys in walk.attentions[product]}) > 1:
             raise _Refused("several softmaxes take its logits")
         if logits.lost >= 0:
-            raise _Refused(_not_alone(walk, walk.graph.producer[logits.lost]))
+            i = walk.graph.producer[logits.lost]
+            if len(softmax.products([walk.values[x] for x in walk.nodes[i].inputs])) > 1:
+                raise _Refused(f"its logits are made of several products: {walk.graph.line(i)}")
+            raise _Refused(_not_alone(walk, i))
         if logits.shifted and logits.shifted & self.normalized:
             raise _Refused("the maximum subtracted from its logits is not taken over its keys")
         proposals, why = [], ""
@@ -190,8 +196,12 @@ class _Finder:
             layouts = [image.layout, *(bias.layout for bias in image.biases)]
             if any(UNORDERED in x.loops for x in layouts):
                 raise _Refused(f"its {name} are in another order than the parameter's")
-            if operand is self.query and not image.layout.varying:  # made of all columns, by constants
-                raise _Refused("the heads of its queries can't be told apart")
+            if operand is self.query and not image.layout.varying:  # made of all columns
+                why = "the heads of its queries can't be told apart"
+                if not image.linear:
+                    line = self.walk.graph.line(image.bent_by)
+                    why = f"a function of all heads, as a norm, makes its queries: {line}"
+                raise _Refused(why)
             if image.layout.placed(operand.batch) or (several and not self.heads(operand, image.layout)):
                 raise _Refused(f"heads of its {name} are put together from several products")
 

@@ -7,7 +7,7 @@ where they become something else, and an attention with lost logits is refused w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from muonjax._inspect.constants import numbers_in
 from muonjax._inspect.graph import Graph, Node
@@ -84,6 +84,9 @@ def _of_sum(
     name, first = node.name, values[at].logits[0]
     maxima = [x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product]
     is_second = (name, at) == ("sub", 1)
+    added = products(v for k, v in enumerate(values) if k != at)
+    if name in SUMS and name not in CHOICES and added - products([values[at]]):
+        return (first._replace(value=node.outputs[0], lost=node.outputs[0]),)
     if first.lost >= 0 or name not in SUMS or (is_second and not maxima):
         return scaled(node, values[at])
     if maxima and name not in CHOICES and not is_second:
@@ -102,6 +105,11 @@ def _of_sum(
     if name in CHOICES:
         return (masked,)
     return (_with_added(graph, node, masked, operands[1 - at]),)
+
+
+def products(values: Iterable[Value]) -> set[int]:
+    """Those whose logits these are."""
+    return {x.product for v in values for x in v.logits if x.stage == "logits"}
 
 
 def _with_added(graph: Graph, node: Node, logits: Logits, added: int) -> Logits:

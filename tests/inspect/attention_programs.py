@@ -267,6 +267,8 @@ spelled("keys_normalized_over_all_heads", change=lambda q, k, p, x: (
     q, heads(norm(k.reshape(B, T, D)))))  # fmt: skip
 spelled("normalized_keys_and_a_penalty_on_the_queries", ELSE,
         lambda q, k, p, x: (q, norm(k)), more=lambda q, k, p, x: jnp.mean(q**2))  # fmt: skip
+spelled("queries_normalized_over_all_heads", "a function of all heads, as a norm", lambda q, k, p, x: (
+    heads(norm((y := q.reshape(B, T, D)) - y.mean(-1, keepdims=True))), k))  # fmt: skip
 spelled("normalized_queries_and_keys", "integer_pow", lambda q, k, p, x: (norm(q), norm(k)))
 spelled("keys_that_are_a_gate_too", more=lambda q, k, p, x: jnp.mean(jax.nn.sigmoid(k)))
 spelled("keys_made_of_queries", "integer_pow", lambda q, k, p, x: (q, k + norm(q)))
@@ -924,12 +926,28 @@ def queries_that_read_keys_and_their_means(p, x):
     return loss_of(p, y), jnp.concatenate([a for a, _ in pairs], -1)
 
 
-@program(X, sites=(ADDED, ADDED), c=(D, D), **QKVO)
+@program(X, sites=("several products:", "several products:"), c=(D, D), **QKVO)
 def one_softmax_of_two_products(p, x):
     """Keys of two kinds, such as local and compressed ones."""
     q, k, v, c = projected(p, x, "qkvc")
     logits = jnp.concatenate([logits_of(q, keys) for keys in (k, c)], -1)
     return end(p, logits, jnp.concatenate([v, v], 1))[0]
+
+
+@program(X, sites="several products:", r=(D, D), u=(H, S), w=(H, S), **QKVO)
+def logits_of_relative_positions(p, x):
+    """Transformer-XL."""
+    q, k, v = projected(p, x)
+    r = heads(jnp.sin(jnp.arange(T)[:, None] * jnp.arange(1.0, D + 1)) @ p["r"])
+    by_place = jnp.roll(jnp.einsum("bqhd,khd->bhqk", q + p["w"], r), 1, -1)
+    return end(p, logits_of(q + p["u"], k) + by_place, v)[0]
+
+
+@program(X, X, sites="takes derivatives of it", **QKVO)
+def a_derivative_of_an_attention(p, x, v):
+    """MeanFlow's: the logits' derivative gets the factor too."""
+    y, derivative = jax.jvp(lambda x: layer(p, x), (x,), (v,))
+    return jnp.mean((y - lax.stop_gradient(derivative)) ** 2)
 
 
 @attention(sites="several softmaxes take its logits", **QKVO)
