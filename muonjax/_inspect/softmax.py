@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from muonjax._inspect.constants import numbers_in
 from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.values import CHOICES, FROZEN, PARAMETER, SUMS, Logits, Value
@@ -43,6 +45,8 @@ def after(
     if node.name in EXPONENTIALS:
         return tuple(_exponential(node, x) for x in held[0].logits)
     at = next(k for k, v in enumerate(values) if v is held[0])
+    if (factor := _factor(graph, node, operands, at)) is not None and held[0].logits[0].raw >= 0:
+        return tuple(_in_other_units(node, x, factor) for x in held[0].logits)
     return _of_sum(graph, node, which, values, operands, at)
 
 
@@ -74,7 +78,22 @@ def _exponential(node: Node, x: Logits) -> Logits:
     """An exponential takes all logits, and a sigmoid takes them without their maximum subtracted."""
     if not x.layout.is_all or (node.name == "logistic" and x.shifted is not None):
         x = lost(node, x)
-    return x._replace(stage="weights", unit=math.log(2) if node.name == "exp2" else 1.0)
+    return x._replace(stage="weights", unit=x.unit * (math.log(2) if node.name == "exp2" else 1.0))
+
+
+def _factor(graph: Graph, node: Node, operands: Sequence[int], at: int) -> float | None:
+    """The number above zero that operand number `at` is multiplied by."""
+    number = graph.known.get(operands[1 - at]) if len(operands) == 2 else None
+    if number is None or node.name not in ("mul", "div") or np.ndim(number) or not number > 0:
+        return None
+    if node.name == "mul":
+        return float(number)
+    return 1 / float(number) if at == 0 else None
+
+
+def _in_other_units(node: Node, x: Logits, factor: float) -> Logits:
+    """Logits and their mask, scaled together: they are measured before."""
+    return lost(node, x) if x.shifted is not None else x._replace(unit=x.unit * factor)
 
 
 def _of_sum(
@@ -97,7 +116,8 @@ def _of_sum(
     if name in CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else
         same = first.product, first.raw, first.stage
         others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
-    if others or first.shifted is not None or (first.raw >= 0 and which.depends_on & changes):
+    is_scaled = first.unit != 1.0  # what is added now has other units than what was
+    if others or is_scaled or first.shifted is not None or (first.raw >= 0 and which.depends_on & changes):
         return (lost(node, first),)
     # As they are here, not where they were scaled.
     raw = first.raw if name in CHOICES or first.raw >= 0 else operands[at]

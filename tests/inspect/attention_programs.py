@@ -221,6 +221,25 @@ spelled("a_matrix_that_mixes_the_logits_of_heads", f"{ELSE}: attention_programs.
         softmax=lambda a, p: jax.nn.softmax(jnp.einsum("bhtu,hg->bgtu", a, p["mix"])))  # fmt: skip
 
 
+def masked_before_the_scale(name, scale):
+    def fun(p, x):
+        q, k, v = projected(p, x)
+        logits = scale(logits_of(q, k) + jnp.where(CAUSAL, 0.0, -1e9))
+        return loss_of(p, mixed(jax.nn.softmax(logits), v)), jnp.where(CAUSAL, logits, -jnp.inf)
+
+    fun.__name__ = f"masked_before_it_is_{name}"
+    attention(sites=1, **QKVO)(fun)
+
+
+masked_before_the_scale("multiplied", lambda a: a * 0.5)
+masked_before_the_scale("divided", lambda a: a / np.sqrt(S))
+masked_before_the_scale("scaled_twice", lambda a: a / 4 * 2)
+spelled("scaled_by_a_negative_number_after_a_mask", ADDED,
+        softmax=lambda a, p: jax.nn.softmax(-(a + jnp.where(CAUSAL, 0.0, -1e9))))  # fmt: skip
+spelled("a_bias_after_a_scaled_mask", ADDED,
+        softmax=lambda a, p: jax.nn.softmax((a + jnp.where(CAUSAL, 0.0, -1e9)) / 2 + BIAS))  # fmt: skip
+
+
 # What would change where a parameter is scaled: of the kernel, of the queries, of the logits.
 
 spelled("divided_by_the_norm_of_the_kernel", None, lambda q, k, p, x: (q / jnp.linalg.norm(p["q"]), k))
