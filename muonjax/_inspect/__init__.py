@@ -22,9 +22,9 @@ From these records follow two answers:
 - `decisions`: for each parameter its axes as a matrix, or AdamW with the line that says why, or a refusal that
   names two uses that contradict each other. Only a parameter that an unknown operation takes is left to names.
 - `attention`: for each product of queries and keys of which a softmax reads values, the runs of the parameters that
-  a clip has to scale, and where its logits are. This is a proposal: whether the clip scales these logits and nothing
-  else is for the certificate to say. A product whose exponentials read values and that can't be followed
-  is listed and refused with its line; so no attention is missed silently.
+  a clip has to scale, and where its logits are. These are proposals, queries and keys before queries alone: whether a
+  clip scales these logits and nothing else is for the certificate to say. A product whose exponentials read values
+  and that can't be followed is listed and refused with its line; so no attention is missed silently.
 
 `certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
 the factors through every operation that a clip changes: the logits of each head must get exactly their factor, and
