@@ -101,11 +101,19 @@ def run_length(scale: Scale, entries: int, size: int) -> int:
     return without_gaps // entries
 
 
-def first_positions(scale: Scale, entries: int, size: int) -> np.ndarray:
+def first_positions(entries: int, run: int, *, start: int = 0, groups: int = 1, gap: int = 0) -> np.ndarray:
     """[entries]: where the run of each entry begins on the flattened axes."""
     entry = np.arange(entries)
-    group = entry // (entries // scale.groups)
-    return scale.start + run_length(scale, entries, size) * entry + scale.gap * group
+    group = entry // (entries // groups)
+    return start + run * entry + gap * group
+
+
+def runs_of(scale: Scale, entries: int, size: int) -> np.ndarray:
+    """[entries, features]: the positions on the flattened axes that are scaled."""
+    run = run_length(scale, entries, size)
+    first = first_positions(entries, run, start=scale.start, groups=scale.groups, gap=scale.gap)
+    span = np.arange(run)[slice(*scale.span)]
+    return first[:, None] + span
 
 
 class PlacedScale(NamedTuple):
@@ -131,9 +139,7 @@ class PlacedScale(NamedTuple):
 
     def positions(self) -> np.ndarray:
         """[entries, features]: the positions on the flattened axes that are scaled."""
-        first = first_positions(self.scale, self.entries, self.size)
-        span = np.arange(run_length(self.scale, self.entries, self.size))[slice(*self.scale.span)]
-        return first[:, None] + span
+        return runs_of(self.scale, self.entries, self.size)
 
     def overlaps(self, other: PlacedScale) -> bool:
         """Whether both may scale one number of the same parameter."""

@@ -315,7 +315,9 @@ def _runs(
     start = base - base % run if base % run + width <= run else base
     size = entries * run + (groups - 1) * gap
     span = (base - start, base - start + width)
+    if entries % groups:
+        return None
     places = {"entries": entries, "start": start, "size": size, "span": span, "groups": groups, "gap": gap}
-    expected = first_positions(Scale(path="", rank=0, **places), entries, size) + span[0] - inside[0]
+    expected = first_positions(entries, run, start=base - inside[0], groups=groups, gap=gap)
     is_right = start + size <= total and np.array_equal(expected, first)
     return places if is_right else None

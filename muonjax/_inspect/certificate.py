@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from muonjax._clip.factors import first_positions
+from muonjax._clip.scale import runs_of
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, Unmoved
 from muonjax._inspect.report import Probe
@@ -96,8 +96,7 @@ class Certificate:
         for span, logs in spans:
             held = [own[axis] for axis in span.axes]
             order = [*stack, *held]
-            first = first_positions(span, span.entries, span.size)
-            positions = first[:, None] + np.arange(*span.span)
+            positions = runs_of(span, span.entries, span.size)
             total = math.prod(shape[axis] for axis in held)
             table = np.stack([np.full((*logs.shape[:-1], total), x) for x in _UNTOUCHED])
             # Kernels of which each gives other keys may have their heads at other positions.
