@@ -84,8 +84,8 @@ def _is_spec(x: Any) -> bool:
 
 def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
     """Raise unless `spec` shards by axes of the mesh alone."""
-    entries = getattr(spec, "spec", spec) or ()
-    if not _is_spec(spec) or PartitionSpec.UNCONSTRAINED in entries:
+    entries = getattr(spec, "spec", spec) if _is_spec(spec) else None
+    if not _is_spec(spec) or PartitionSpec.UNCONSTRAINED in (entries or ()):
         raise TypeError(
             f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's axes, a "
             "NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, params)."

@@ -282,13 +282,14 @@ def _adamw(
     mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> Callable[[Any], optax.GradientTransformation]:
     """For the leaves of a tree that are no matrices; None as the mask means all but vectors, as the program says."""
-    # Adam's first moment has no 8-bit form.
-    adam_dtype = None if mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8 else mu_dtype
 
     def of_tree(tree: Any) -> optax.GradientTransformation:
         own = decays(tree, getattr(program, "vectors", ())) if mask is None else mask
         if mask is None and callable(own):  # a tree may be callable, as an Equinox module is
             own = partial(lambda found, _: found, own)
+        # Adam's first moment has no 8-bit form.
+        is_int8 = mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
+        adam_dtype = None if is_int8 else mu_dtype
         return optax.adamw(
             learning_rate, b2=0.95, eps=_adam_eps(tree), weight_decay=decay, mask=own, mu_dtype=adam_dtype
         )

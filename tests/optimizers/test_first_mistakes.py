@@ -211,7 +211,9 @@ def test_layouts_of_pytorch_without_a_bias():
     table = muonjax.tabulate(params)
     assert re.search(r"emb/weight +64×16 +Adam +embedding", table)
     assert re.search(r"out/weight +64×16 +Adam +output head", table)
-    over_time = {"conv": {"weight": shape(16, 16, 3)}, "linear": {"weight": shape(8, 16)}}
+    # The bias shows that the linear layer takes what the convolution gives.
+    linear = {"weight": shape(8, 16), "bias": shape(8)}
+    over_time = {"conv": {"weight": shape(16, 16, 3)}, "linear": linear}
     assert re.search(r"conv/weight +16×16×3 +Muon +48×16 +convolution", muonjax.tabulate(over_time))
     hidden = {
         "emb": {"weight": shape(64, 16)},
