@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from muonjax._inspect.graph import Graph
 
@@ -46,18 +45,23 @@ def numbers_in(graph: Graph, value: int) -> frozenset[float] | None:
         return numbers_in(graph, operands[0])
     if node.name != "select_n" and node.name not in _ARITHMETIC:
         return None
-    each = [numbers_in(graph, x) for x in operands]
-    if None in each:
-        return None
-    if node.name == "select_n":
-        numbers = frozenset().union(*each)
-    else:
-        numbers = frozenset(itertools.starmap(_ARITHMETIC[node.name], itertools.product(*each)))
-    return numbers if len(numbers) <= _MOST else None
+    numbers: set[float] | None = None
+    for operand in operands:
+        others = numbers_in(graph, operand)
+        if others is None:
+            return None
+        if numbers is None:
+            numbers = set(others)
+        elif node.name == "select_n":
+            numbers |= others
+        else:
+            operation = _ARITHMETIC[node.name]
+            numbers = {operation(x, y) for x in numbers for y in others}
+    return frozenset(numbers) if numbers is not None and len(numbers) <= _MOST else None
 
 
 def _distinct(constant: Any) -> frozenset[float] | None:
-    if isinstance(constant, jax.core.Tracer):
+    if isinstance(constant, Tracer):
         return None
     numbers = np.unique(np.asarray(constant, np.float64))
     return frozenset(numbers.tolist()) if len(numbers) <= _MOST else None

@@ -133,7 +133,7 @@ def products(values: Iterable[Value]) -> set[int]:
 
 
 def _with_added(graph: Graph, node: Node, logits: Logits, added: int) -> Logits:
-    """Logits to which a mask or a bias was added. A mask of small numbers can't be told from a bias beside one."""
+    """Logits to which a mask or a bias was added. Next to a bias, a mask of small numbers can't be told from it."""
     mask = _number_of_mask(graph, node, added)
     seen = [x for x in (logits.mask, mask) if x is not None]
     is_bias = len(seen) < 2
@@ -143,7 +143,7 @@ def _with_added(graph: Graph, node: Node, logits: Logits, added: int) -> Logits:
 
 
 def _number_of_mask(graph: Graph, node: Node, added: int) -> float | None:
-    """The number below zero that a mask adds to what it hides, beside zeros; None for a bias."""
+    """The number below zero that a mask adds to what it hides; it adds zero to all else. None for a bias."""
     numbers = numbers_in(graph, added) or {math.nan}
     if node.name == "sub":
         numbers = {-x for x in numbers}

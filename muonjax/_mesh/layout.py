@@ -132,7 +132,7 @@ def _among(names: Sequence[str], others: Collection[str]) -> Axes:
 
 
 def units_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
-    """Of how many of the leaf's units one device stores a block."""
+    """The number of the leaf's units of which one device stores a block."""
     batch_axes, _ = leaf.view.unit_axes
     units = 1
     for axis in batch_axes:

@@ -107,7 +107,7 @@ VALUE = Role("attention value", ranks=(2, 3), projection="value")
 OUT = Role("attention output", ranks=(2, 3), projection="out")
 FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3)
 FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
-# Of multi-head latent attention: it takes latents, which are narrower than the model.
+# In multi-head latent attention this projection takes latents, which are narrower than the model.
 MLA_UP = Role("attention key, value", ranks=(2, 3), layouts={3: MuonDimensionNumbers(0, (1, 2))})
 
 # Other matrices.
