@@ -17,7 +17,7 @@ import numpy as np
 from muonjax._inspect.graph import PRODUCTS
 from muonjax._inspect.layout import Layout, Region, Run, sums
 from muonjax._inspect.softmax import EXPONENTIALS
-from muonjax._inspect.values import OF_PRODUCTS, Use, grouped
+from muonjax._inspect.values import OF_PRODUCTS, PRODUCT_OF_PARAMETERS, Use, grouped
 from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
@@ -83,12 +83,13 @@ def _ends(walk: Walk) -> _Ends:
         return [] if i in products else through(i)
 
     backward = {i for i in graph.trained if graph.nodes[i].passes == "backward"}
-    products = (walk.consumers | walk.frozen_layers) & graph.trained - backward
-    frozen = walk.frozen_layers & products
+    consumers = walk.consumers & graph.trained - backward
+    frozen = walk.frozen_layers & graph.trained - backward
     inside = before(i for i in graph.trained - backward if graph.nodes[i].name in (*PRODUCTS, *EXPONENTIALS))
-    layers = [i for i in frozen if graph.nodes[i].outputs[0] in inside]
+    layers = {i for i in frozen | walk.frozen_attentions if graph.nodes[i].outputs[0] in inside}
+    products = consumers | frozen | layers
     return _Ends(
-        consumed=before(products - frozen),
+        consumed=before(consumers),
         frozen=before(frozen),
         layers=before(layers),
         backward=before(backward),
@@ -127,6 +128,8 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
         also = f", and multiplied: {graph.line(products[0].node)}" if products else ""
         return Decision(None, f"looked up: {graph.line(lookups[0].node)}{also}")
     if not products:
+        if factors := [u for u in uses if u.term.inner]:
+            return adam(f"{PRODUCT_OF_PARAMETERS} is not followed", factors[0].node, by_names=True)
         axes = {run.axis for u in uses for run in u.term.layout.runs if len(run.at) > 4}
         found = adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
         return found._replace(is_vector=len(axes) < 2)

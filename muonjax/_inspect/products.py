@@ -167,7 +167,8 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
     for side, rest in ((left, right), (right, left)):
         if not rest.value.depends_on & PARAMETER:
             if _is_frozen_layer(side, rest):
-                walk.frozen_layers.add(i)
+                layers = walk.frozen_attentions if rest.batch else walk.frozen_layers
+                layers.add(i)
             logits = softmax.scaled(walk.nodes[i], side.aligned)
             return product._replace(images=side.added_up.images, logits=logits)
     return product
@@ -176,11 +177,13 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
 def _is_frozen_layer(activation: Side, other: Side) -> bool:
     """Whether this is a product of features by a matrix that does not train: an argument, or one without gradient.
 
-    Numbers that the function makes itself are no layer, nor is a matrix for each example, nor a label.
+    Numbers that the function makes itself are no layer, nor is a label.
     """
     if not other.value.depends_on & (DATA | FROZEN):
         return False
-    if other.batch or not other.given or other.value.axes("one hot"):
+    if not other.given or other.value.axes("one hot"):
+        return False
+    if other.batch and not activation.given:  # a label for each class
         return False
     images = activation.value.images  # an adjacency matrix sums over nodes, and over no columns of a product
     return not images or any(image.layout.atoms(activation.summed) for image in images)

@@ -13,6 +13,7 @@ from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import Layout
 from muonjax._inspect.layout import whole as all_of
 from muonjax._inspect.values import (
+    ADDED,
     CHOICES,
     MULTIPLIED,
     NOISE,
@@ -162,7 +163,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         kept = ("input", "one hot") if name in _SCALES else ("input",) if name in SUMS else ()
         return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
     weights = [v for v in values if v.is_weight]
-    walk.record_terms(i, "added" if name in SUMS else MULTIPLIED if name in _SCALES else name, weights)
+    walk.record_terms(i, ADDED if name in SUMS else MULTIPLIED if name in _SCALES else name, weights)
     if name in _SCALES:
         walk.record_factors(i, *values)
     elif name in SUMS:
@@ -211,7 +212,7 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
             if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
                 continue  # its own mean, say
             if any(mine < other for other in cover) or (several and t.noisy):
-                walk.record(i, "other", t, "added" if name in SUMS else MULTIPLIED)
+                walk.record(i, "other", t, ADDED if name in SUMS else MULTIPLIED)
             else:
                 terms.append(t._replace(noisy=t.noisy or noisy))
     return tuple(dict.fromkeys(terms))

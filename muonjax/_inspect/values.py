@@ -18,6 +18,8 @@ from muonjax._inspect.layout import UNORDERED, Layout, Region, Run, merged, whol
 # What is done with a parameter; "alone": without data, as in a penalty.
 Kind: TypeAlias = Literal["product", "looked up", "unknown", "alone", "other"]
 MULTIPLIED = "multiplied entry by entry"
+ADDED = "added"
+PRODUCT_OF_PARAMETERS = "a product of parameters"
 # Operations entry by entry that are linear in all their operands together.
 CHOICES = ("select_n", "join")
 SUMS = ("add", "sub", "add_any", "complex", *CHOICES)

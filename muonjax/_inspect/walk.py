@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from muonjax._inspect.graph import Graph
 from muonjax._inspect.layout import Run, whole
 from muonjax._inspect.values import (
+    ADDED,
     DATA,
     NOISE,
     OF_PRODUCTS,
     PARAMETER,
+    PRODUCT_OF_PARAMETERS,
     Image,
     Kind,
     Logits,
@@ -52,6 +54,8 @@ class Walk:
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: set[int] = set()  # products that take activations
         self.frozen_layers: set[int] = set()  # products of activations by matrices that do not train
+        # Those by a matrix for each example: frozen keys or values, or data that the outputs are compared with.
+        self.frozen_attentions: set[int] = set()
         # Products that an operation without a rule takes, or an exponential of what is not followed; and which.
         self.unseen: dict[int, int] = {}
         self.no_rule: set[int] = set()  # operations without a rule
@@ -84,8 +88,9 @@ class Walk:
 
     def record_terms(self, i: int, what: str, values: Iterable[Value], kind: Kind = "other") -> None:
         for t in [t for v in values for t in v.terms]:
-            if t.inner and t.layout.shape:  # which factor is a learned input is not followed
-                self.record(i, "unknown", t, "a product of parameters")
+            # Which factor is a learned input is not followed; a sum may be an adapter's with a frozen matrix.
+            if t.inner and t.layout.shape and what != ADDED:
+                self.record(i, "unknown", t, PRODUCT_OF_PARAMETERS)
             else:
                 self.record(i, kind, t, what)
 

@@ -1199,7 +1199,7 @@ def learned_queries_of_raw_keys(p, x):
 
 
 KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
-ADAPTER: Any = {"a": (D, 2), "b": (2, D)}
+ADAPTER: Any = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
 
 
 @program(X, sites=LOST, **ADAPTER)

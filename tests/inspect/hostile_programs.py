@@ -1089,8 +1089,8 @@ def an_expert_cut_out_by_data(p, x):
 
 @program(
     X,
-    a=((D, 2), "by names: a product of parameters is not followed: hostile_programs.py:"),
-    b=((2, D), "by names: a product of parameters is not followed: hostile_programs.py:"),
+    a=((D, 2), "0 | 1"),
+    b=((2, D), "0 | 1"),
     out=((D, 2), "an output head"),
 )
 def an_adapter_of_a_closed_over_kernel(p, x):
