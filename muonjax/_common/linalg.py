@@ -136,24 +136,6 @@ class SymmetricProduct(NamedTuple):
         return self._replace(together=together)
 
 
-def in_blocks(product: MatrixProduct, a: jax.Array, y: jax.Array) -> jax.Array:
-    """A Y^H, known to be Hermitian, by three products of half its size; the fourth block is a transpose.
-
-    The diagonal blocks are not mirrored: their deviation from symmetry is smaller than the rounding of their entries.
-    """
-    half = a.shape[-2] // 2
-    # [A1; A2] [Y1; Y2]^H = [[A1 Y1^H, (A2 Y1^H)^H], [A2 Y1^H, A2 Y2^H]]
-    a1, a2 = a[..., :half, :], a[..., half:, :]
-    y1, y2 = y[..., :half, :], y[..., half:, :]
-    lower_left = product.with_adjoint(a2, y1)
-    # Without barriers XLA fuses the transpose into the products, which then take three times as long.
-    mirrored = adjoint(jax.lax.optimization_barrier(lower_left))
-    upper_right = jax.lax.optimization_barrier(mirrored)
-    upper = jnp.concatenate([product.with_adjoint(a1, y1), upper_right], axis=-1)
-    lower = jnp.concatenate([lower_left, product.with_adjoint(a2, y2)], axis=-1)
-    return jnp.concatenate([upper, lower], axis=-2)
-
-
 def at_least_float32(*dtypes: Any) -> jnp.dtype:
     """The dtype that holds all of these and float32, also where JAX promotes nothing by itself."""
     with jax.numpy_dtype_promotion("standard"):
@@ -243,3 +225,8 @@ def inverse_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
     """1 / |A|_F; of a zero matrix a large number whose square and cube are finite."""
     square = square_norm(a)
     return jax.lax.rsqrt(square + jnp.finfo(square.dtype).eps ** 3)
+
+
+def or_one(number: jax.Array | float) -> jax.Array:
+    """1 instead of 0: for the zero matrix, and before a root, which has no derivative at zero."""
+    return jnp.where(number == 0, 1, number)

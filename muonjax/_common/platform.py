@@ -68,18 +68,9 @@ class Policy:
         return jnp.dtype(jnp.bfloat16 if rounds else dtype)
 
     @property
-    def finer_half(self) -> jnp.dtype:
-        """For thin products and fused steps' m x m matrices: float16 has three digits more, but no unit of a TPU."""
+    def half_dtype(self) -> jnp.dtype:
+        """Half precision with the most digits: float16 has three bits more, but no unit of a TPU."""
         return jnp.dtype(jnp.bfloat16 if self.platform == "tpu" else jnp.float16)
-
-    def symmetric_in_blocks(self, m: int) -> bool:
-        """Whether half precision makes a symmetric product m x m in 2 x 2 blocks, three of them by products.
-
-        That saves a quarter of the flops, and takes copies. Counted (docs/kernels.md): on a v5e
-        and a v6e an update of 4096 x 4096 takes an eighth less time, on a v5p it would take as long or longer. On a GPU
-        it would take up to 6 % less, with four launches more for each product, of which there are too many already.
-        """
-        return self._is_lite_tpu and m >= 2048
 
     def shares_products(self, m: int, dtype: jnp.dtype) -> bool:
         """Whether of a symmetric product of m x m matrices that several devices hold each makes a part.
@@ -136,14 +127,6 @@ class Policy:
 
         XLA's scheduler for GPUs begins some of several at once and keeps them (counted: twice the memory). On a TPU
         waiting would keep the next stack's copy into the chip's memory from running during the products.
-        """
-        return self.platform == "gpu"
-
-    @property
-    def shares_small_matrices(self) -> bool:
-        """Whether the deflation's thin and k x k matrices are made for all stacks at once; each is then rounded twice.
-
-        On a GPU launches take the time, and XLA long to compile each kind of product (docs/performance.md).
         """
         return self.platform == "gpu"
 

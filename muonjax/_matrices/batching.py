@@ -34,21 +34,14 @@ Function = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixFunction:
-    """A function of matrices f, and two other ways to it, by which several stacks share operations.
-
-    In two passes over a wide matrix, f(x) = whole(x, (), small) with [small] = between([first(x)]): what lies between
-    is small, and made for many stacks at once. In blocks of columns, matrices of any numbers of columns are one stack.
+    """A function of matrices f that can also go by blocks of columns, so that matrices of any widths are one stack.
 
     Attributes:
-      whole: f, also with the mesh axes that shard the columns, and with what lies between, where that is known.
-      first: x -> a tree of small arrays.
-      between: A list of these, from matrices of any sizes -> a list.
+      whole: f, also with the mesh axes that shard the columns.
       in_blocks: f of a matrix by its transposed blocks; None: not so.
     """
 
     whole: Function
-    first: Callable[[jax.Array], Any]
-    between: Callable[[list[Any]], list[Any]]
     in_blocks: Callable[[Blocks], Blocks] | None = None
 
     def __call__(self, x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
@@ -82,13 +75,9 @@ def map_groups(
     stacks = [s for group in groups for s in _stacks(group, matrices, policy)]
     whole: Any = f.whole if isinstance(f, MatrixFunction) else f
     whole = whole if policy.is_cpu else jax.jit(whole)  # one trace for all stacks of a shape
-    # One stack shares nothing, and in one pass what it rounds is kept.
-    between: dict[int, Any] = {}
-    if isinstance(f, MatrixFunction) and policy.shares_small_matrices and len(stacks) > 1:
-        between = _between(f, stacks, matrices, policy)
     last: int | None = None
-    for number, indices in enumerate(stacks):
-        parts, small = [matrices[i] for i in indices], between.get(number)
+    for indices in stacks:
+        parts = [matrices[i] for i in indices]
         if in_blocks and len({max(x.shape[-2:]) for x in parts}) > 1:
             tall = [x if _is_tall(x) else x.mT for x in parts]
             blocked = _map_in_blocks(in_blocks, whole, tall, policy.platform)
@@ -96,15 +85,10 @@ def map_groups(
         elif policy.is_cpu and any(map(_is_tall, parts)) and _chunk_size(parts, policy) == 1:
             found = _map_some_tall(whole, parts, policy.platform)
         else:
-            # After a result that is cut and in its own dtype: the last stack itself would have to be kept for it. The
-            # first one after what lies between the passes: XLA would keep what the second shares with the first.
-            if policy.one_stack_at_a_time:
-                if last is None:
-                    parts, small = jax.lax.optimization_barrier((parts, small))
-                else:
-                    parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
-            known = () if small is None else ((), small)
-            stack, last = _map_stack(whole, _stacked(parts, policy), policy, *known), indices[-1]
+            if policy.one_stack_at_a_time and last is not None:
+                # XLA keeps the previous stack in memory until its result is sliced and cast: do that before.
+                parts, results[last] = jax.lax.optimization_barrier((parts, results[last]))
+            stack, last = _map_stack(whole, _stacked(parts, policy), policy), indices[-1]
             wide = _unstacked(stack, [len(x) for x in parts], policy.platform)
             cut = [(x, y[..., : max(x.shape[-2:])]) for x, y in zip(parts, wide, strict=True)]
             found = [y.mT if _is_tall(x) else y for x, y in cut]
@@ -163,24 +147,6 @@ def _stacks(group: list[int], matrices: Sequence[jax.Array], policy: Policy) -> 
         even[(end - 1) * len(full) // sum(sizes.values())].append(i)
     fits = all(len(stack) == 1 or sum(sizes[i] for i in stack) <= bound for stack in even)
     return [stack for stack in even if stack] if fits else full
-
-
-def _between(
-    f: MatrixFunction, stacks: Sequence[list[int]], matrices: Sequence[jax.Array], policy: Policy
-) -> dict[int, Any]:
-    """What lies between the two passes over each stack; not for those that go in several chunks."""
-    first = jax.jit(f.first)
-    found: dict[int, Any] = {}
-    for number, indices in enumerate(stacks):
-        parts = [matrices[i] for i in indices]
-        if last := list(found)[-1:]:  # one stack at a time
-            parts, found[last[0]] = jax.lax.optimization_barrier((parts, found[last[0]]))
-        else:
-            parts = jax.lax.optimization_barrier(parts)
-        chunks = _chunks(_stacked(parts, policy), policy)
-        if len(chunks) == 1:
-            found[number] = first(chunks[0])
-    return dict(zip(found, f.between(list(found.values())), strict=True))
 
 
 def _stacked(parts: Sequence[jax.Array], policy: Policy) -> Inexact[Array, "count m n"]:
@@ -257,10 +223,10 @@ def _map_in_blocks(
     return function(*tall)
 
 
-def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy, *known) -> Inexact[Array, "count m n"]:
+def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "count m n"]:
     chunks = _chunks(stack, policy)
     one = len(chunks) == 1
-    return (f(chunks[0], *known) if one else _map_chunks(lambda x, _: f(x), chunks)).reshape(stack.shape)
+    return (f(chunks[0]) if one else _map_chunks(lambda x, _: f(x), chunks)).reshape(stack.shape)
 
 
 def _map_chunks(f: Callable[[jax.Array, Any], jax.Array], chunks: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from jax import lax
 from muonjax._common.linalg import MatrixProduct, adjoint, hermitian_part, identity_like
 from muonjax._msign.inputs import oriented_like, rows_beside, unit_norm, widened
 from muonjax._msign.polynomial_gradient import about_mean, iterate, plus_transpose
-from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express
+from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express_rows
 from muonjax._newton_schulz.iteration import power_of_two_scale
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _polishing(rows: Coefficients, num_steps: int) -> Coefficients:
     low, high = _range(rows)
     if num_steps == 0 or not 0 < low <= high < np.inf:
         return ()
-    first, *others = polar_express(num_steps, lower=min(low / high, 1 - 1e-6), safety=1.0)
+    first, *others = polar_express_rows((5,) * num_steps, min(low / high, 1 - 1e-6), safety=1.0)
     # These steps are for singular values in [low / high, 1], so the first one divides them by `high`.
     a, b, c = first
     return ((a / high, b / high**3, c / high**5), *others)

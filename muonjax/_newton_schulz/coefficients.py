@@ -93,8 +93,8 @@ def polar_express(
         the true interval are symmetric about 1. Keeps a polynomial from throwing large singular values close to
         zero, where half precision loses them. In [0, 1).
       safety: Every step but the last is evaluated at s / `safety`, so that rounding that lifts a singular
-        value above the interval can't grow without bound; in [1, 2]. The last step stays plain: nothing
-        follows it, and dividing it would keep the whole schedule from converging.
+        value above the interval can't grow without bound; in [1.005, 2], since half precision rounds by up to 0.004.
+        The last step stays plain: nothing follows it, and dividing it would keep the whole schedule from converging.
       degrees: The degree of each step, 3 or 5; None: all quintics. A cubic saves a product and gains half as
         many digits: it comes between two numbers of quintics.
 
@@ -106,8 +106,8 @@ def polar_express(
 
     Example:
       >>> import muonjax
-      >>> [tuple(round(v, 4) for v in row) for row in muonjax.polar_express(2, safety=1.0)]
-      [(8.2872, -23.5959, 17.3004), (4.1071, -2.9478, 0.5448)]
+      >>> [tuple(round(v, 4) for v in row) for row in muonjax.polar_express(2)]
+      [(8.2052, -22.9019, 16.4607), (4.1071, -2.9478, 0.5448)]
 
     Source: Amsel, Persson, Musco, Gower, "The Polar Express", 2025 (arXiv:2505.16932), Algorithm 1 and
     Theorem 3.1; J. Su, kexue.fm/archives/10996. Both of Su's articles print b = +1.268 at t = 6; it is
@@ -116,7 +116,7 @@ def polar_express(
     num_steps = whole_number("polar_express", "num_steps", num_steps, 1, " of steps, at least 1.")
     check_range("polar_express", "lower", lower, "in (0, 1)", ": the largest singular value is 1.")
     check_range("polar_express", "cushion", cushion, "in [0, 1)", "; 0 turns it off.")
-    check_range("polar_express", "safety", safety, "in [1, 2]", "; 1 turns it off.")
+    check_range("polar_express", "safety", safety, "in [1.005, 2]", ": rounding must not leave the interval.")
     given = (5,) * num_steps if degrees is None else tuple(degrees) if isinstance(degrees, Sequence) else ()
     if len(given) != num_steps or any(degree not in (3, 5) for degree in given):
         raise ValueError(

@@ -28,6 +28,7 @@ from muonjax._common.linalg import (
     SymmetricProduct,
     map_columns,
     on_diagonal,
+    or_one,
     scaled,
     sizes,
     square_norm,
@@ -35,9 +36,9 @@ from muonjax._common.linalg import (
 )
 from muonjax._common.platform import Policy
 from muonjax._matrices.columns import Blocks
-from muonjax._newton_schulz.coefficients import Coefficients, polar_express, polar_express_rows
+from muonjax._newton_schulz.coefficients import Coefficients
 from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
-from muonjax._newton_schulz.settings import BALANCED, FAST, NewtonSchulz, Normalization
+from muonjax._newton_schulz.settings import NewtonSchulz, Normalization
 from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
@@ -46,11 +47,6 @@ if TYPE_CHECKING:
 
 # How large the rounding errors of R may grow.
 _TOLERATED = 1e-2
-# In place of `balanced`: less error than three quintics and a cubic, and from 512 rows on less time. Its numbers up to
-# 480 are for float32 alone, for rounding multiplies by them.
-_BALANCED = polar_express_rows((9, 9, 5), lower=1e-2)
-# In place of `fast` and `balanced` for matrices of few rows: no slower than with a deflation, and more accurate.
-_SMALL, _SMALL_SIDE = polar_express(8, lower=1e-4), 64
 
 
 def iterate(
@@ -61,11 +57,11 @@ def iterate(
     X is an array [*batch, m, n], or `Blocks` [size, m] in `dtype`, of columns of one device.
     """
     m, n = (x.shape[1], x.columns) if isinstance(x, Blocks) else sizes(x, axis_name)
-    steps, rank = float32_steps(settings, m)
+    steps, rank = settings.in_full_precision(m)
     multiply = MatrixProduct(dtype.name, "highest")
     symmetric = SymmetricProduct(policy.platform, dtype, settings.implementation)
     small = symmetric.shared_by(axis_name if policy.shares_products(m, dtype) else ())
-    first, *others = _segments(steps, takes_gram_form(settings, m, n), dtype)
+    first, *others = _segments(steps, settings.takes_gram_form(m, n), dtype)
 
     if isinstance(x, Blocks):
         largest = x.sum(_largest_entry, jnp.maximum)
@@ -88,30 +84,6 @@ def iterate(
         q = _composed(rows, Normalized(sum_columns(symmetric, x, axis_name)), small)
         x = map_columns(functools.partial(multiply, q), x)
     return x.transposed() if isinstance(x, Blocks) else x
-
-
-def float32_steps(settings: NewtonSchulz, m: int) -> tuple[Coefficients, int]:
-    """The rows for matrices of the shorter side m in float32, and how many directions are shrunk before.
-
-    The presets have others there than in half precision. Small matrices take more steps and no deflation, which is some
-    four hundred small operations: up to m = 64 they take as long as the steps that they save, and longer to compile for
-    each shape.
-    """
-    rows, rank = settings.coefficients, min(settings.deflation, m // 8)
-    if rows not in (FAST, BALANCED) or settings.deflation != NewtonSchulz.deflation:
-        return rows, rank
-    if m <= _SMALL_SIDE:
-        return _SMALL, 0
-    return _BALANCED if rows == BALANCED else rows, rank
-
-
-def takes_gram_form(settings: NewtonSchulz, m: int, n: int) -> bool:
-    """Whether m x n matrices take the Gram form, for as many steps as rounding allows.
-
-    For each step but the first, that takes three m x m products more and two m x n products less: 3 m against 2 n
-    multiply-adds.
-    """
-    return settings.form == "gram" or (settings.form == "auto" and n > 1.5 * m)
 
 
 def _composed(
@@ -283,8 +255,3 @@ def normalize(
 def trace_or_one(gram: jax.Array) -> Float[Array, "*batch 1 1"]:
     """The trace, which is no smaller than the largest eigenvalue; of a zero matrix 1."""
     return or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
-
-
-def or_one(number: jax.Array | float) -> jax.Array:
-    """1 instead of 0: for the zero matrix, and before a root, which has no derivative at zero."""
-    return jnp.where(number == 0, 1, number)

@@ -14,7 +14,6 @@ from muonjax._matrices.batching import MatrixFunction
 from muonjax._matrices.columns import Blocks
 from muonjax._newton_schulz import half_precision, iteration
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-from muonjax._newton_schulz.thin_deflation import Shrinking, Sketch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
@@ -68,42 +67,30 @@ def newton_schulz(
 def polar_factor(
     x: Inexact[Array, "*batch m n"],
     axis_name: tuple[str, ...] = (),
-    shrinking: Shrinking | None = None,
     *,
     settings: NewtonSchulz,
     policy: Policy,
 ) -> Inexact[Array, "*batch m n"]:
-    """`newton_schulz` of checked arguments; `shrinking` is that of a wide x in half precision, where it is known."""
+    """`newton_schulz` of checked arguments."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     tall = not axis_name and x.shape[-2] > x.shape[-1]
     wide = x.mT if tall else x
     if dtype == jnp.bfloat16:
-        y = half_precision.iterate(wide, settings, policy, dtype, axis_name, shrinking)
+        y = half_precision.iterate(wide, settings, policy, axis_name)
     else:
         y = iteration.iterate(wide, settings, policy, dtype, axis_name)
     if tall and policy.is_cpu and dtype == jnp.bfloat16:
-        # XLA makes the transposition a part of the last product, and has none of bfloat16 with float32 sums.
+        # XLA makes the transposition a part of the last product, and has none of half types with float32 sums.
         y = jax.lax.optimization_barrier(y)
     return (y.mT if tall else y).astype(x.dtype)
 
 
 def polar_function(settings: NewtonSchulz, policy: Policy) -> MatrixFunction:
-    """x -> its polar factor, for batching.
-
-    In half precision a wide x is looked at twice: for what the deflation's k x k matrices are made of, and to apply
-    them. Between the two, batching makes those of many stacks at once.
-    """
-
-    def first(x: Inexact[Array, "*batch m n"]) -> Sketch | None:
-        half = policy.compute_dtype(x.dtype, settings.compute_dtype) == jnp.bfloat16
-        sketch = half_precision.first_pass(x, settings, policy) if half else None
-        # It would stay in memory until the second pass.
-        return None if sketch is None else sketch._replace(rounded=None)
+    """x -> its polar factor, for batching."""
 
     def in_blocks(x: Blocks) -> Blocks:
         return iteration.iterate(x, settings, policy, x.blocks.dtype)
 
     whole = functools.partial(polar_factor, settings=settings, policy=policy)
-    between = functools.partial(half_precision.between, policy=policy)
-    own = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
-    return MatrixFunction(whole, first, between, in_blocks if own else None)
+    is_full = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
+    return MatrixFunction(whole, in_blocks if is_full else None)

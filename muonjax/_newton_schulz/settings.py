@@ -1,13 +1,13 @@
 """The settings of an orthogonalization: which polynomials, in which form and precision."""
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 from muonjax._common.arguments import check_choice, explains_keywords, given_dtype, whole_number
-from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express
+from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, polar_express_rows
 from pallas_kernels._api import IMPLEMENTATIONS
 
 Form = Literal["auto", "standard", "gram"]
@@ -15,9 +15,31 @@ Normalization = Literal["schatten", "frobenius"]
 
 _COMPUTE_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
 
-# The lower ends measured best on recorded momentum whose dominant directions are shrunk.
-FAST = polar_express(3, lower=2e-2)
-BALANCED = polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3))
+
+class Steps(NamedTuple):
+    """The polynomials of a preset: which ones depends on the precision and on the size of a matrix.
+
+    Attributes:
+      full: In float32 or wider, after the deflation.
+      half: In half precision, where there is no deflation.
+      small: In place of `full`, and without a deflation, for matrices of at most 64 rows; None: not so. The deflation
+        is some four hundred small operations: up to there it takes as long as the steps that it saves, and longer to
+        compile for each shape.
+    """
+
+    full: Coefficients
+    half: Coefficients
+    small: Coefficients | None = None
+
+
+_SMALL_SIDE = 64
+_SMALL = polar_express(8, lower=1e-4)
+
+# Lower ends in full precision: the best on recorded momentum whose dominant directions are shrunk. In half precision:
+# a smaller one leaves less error on recorded momentum, and lifts more of the rounding errors of bfloat16 outside of the
+# space of a matrix of low rank. Degree nine has coefficients up to 480, by which rounding is multiplied.
+FAST = Steps(polar_express(3, lower=2e-2), polar_express(4, lower=4e-3), _SMALL)
+BALANCED = Steps(polar_express_rows((9, 9, 5), lower=1e-2), polar_express(5, lower=3e-3), _SMALL)
 _ACCURATE = polar_express(12, lower=1e-5)
 
 
@@ -33,19 +55,19 @@ class NewtonSchulz(metaclass=_Presets):
     """Says how to orthogonalize; hashable, and never part of an optimizer's state.
 
     Args:
-      coefficients: Rows (a, b, c), one for each step: `polar_express(...)`, `5 * JORDAN`, `YOU`, or your own. Those of
-        `fast` and `balanced` stand for these presets, which take other steps in float32.
-      deflation: How many dominant directions to shrink first, at most; never more than m / 8 (m: the matrix's
-        shorter side); on accelerators half as many more. 0 turns it off. Up to m = 64, `fast` and `balanced` in float32
-        take eight steps and no deflation, which takes no longer and is more accurate.
-      form: "standard", "gram", or "auto", which takes the Gram form for n > 1.5 m. In bfloat16 the Gram form has the
-        last steps only, as many as stay accurate.
+      coefficients: Rows (a, b, c), one for each step: `polar_express(...)`, `5 * JORDAN`, `YOU`, or your own. The
+        presets give `Steps`, which differ between full and half precision.
+      deflation: How many dominant directions are shrunk before the steps, at most; never more than m / 8 (m: the
+        matrix's shorter side). 0 turns it off. A setting of full precision: in half precision there is none, nor up to
+        m = 64 with the steps of `fast` and `balanced`.
+      form: "standard", "gram", or "auto", which takes the Gram form for n > 1.5 m. In half precision only float16 (on
+        a GPU) is accurate enough for the Gram form.
       normalization: The bound of the largest singular value: "schatten" (Schatten-8, free) or "frobenius" (as in most
         implementations; wastes a step or more).
       compute_dtype: Dtype of the products' operands; None is the input's own precision on a CPU (half types
-        are widened to float32) and bfloat16 on accelerators, as the arrays' devices or mesh say. "bfloat16" on a CPU
-        computes as a GPU does. float32 means true float32 everywhere, never TF32. float64 and complex inputs keep
-        their own.
+        are widened to float32) and "bfloat16" on accelerators, as the arrays' devices or mesh say. "bfloat16" means
+        half precision: float16, which has three more bits, on a GPU and on a CPU, bfloat16 on a TPU. float32 means true
+        float32 everywhere, never TF32. float64 and complex inputs keep their own.
       implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. A named one computes
         whole products on each device, also where devices share a matrix.
 
@@ -59,7 +81,7 @@ class NewtonSchulz(metaclass=_Presets):
       (6, 64, True)
     """
 
-    coefficients: Coefficients = BALANCED
+    coefficients: Coefficients | Steps = BALANCED
     deflation: int = 64
     form: Form = "auto"
     normalization: Normalization = "schatten"
@@ -71,7 +93,8 @@ class NewtonSchulz(metaclass=_Presets):
             object.__setattr__(self, name, value)
 
         call = "NewtonSchulz"
-        keep("coefficients", checked_rows(call, self.coefficients))
+        if not isinstance(self.coefficients, Steps):
+            keep("coefficients", checked_rows(call, self.coefficients))
         directions = whole_number(call, "deflation", self.deflation, 0, " of directions; 0 turns it off.")
         keep("deflation", directions)
         for name, known in (
@@ -87,16 +110,38 @@ class NewtonSchulz(metaclass=_Presets):
                 given_dtype(call, "compute_dtype", self.compute_dtype, _COMPUTE_DTYPES, wanted),
             )
 
+    @property
+    def steps(self) -> Steps:
+        """Your own rows serve in full and in half precision."""
+        rows = self.coefficients
+        return rows if isinstance(rows, Steps) else Steps(full=rows, half=rows)
+
+    def in_full_precision(self, m: int) -> tuple[Coefficients, int]:
+        """The rows for matrices of the shorter side m, and how many directions are shrunk before them."""
+        steps = self.steps
+        if m <= _SMALL_SIDE and steps.small is not None:
+            return steps.small, 0
+        return steps.full, min(self.deflation, m // 8)
+
+    def takes_gram_form(self, m: int, n: int) -> bool:
+        """Whether m x n matrices take the Gram form, as far as rounding allows.
+
+        For each step but the first, that takes three m x m products more and two m x n products less: 3 m against 2 n
+        multiply-adds.
+        """
+        return self.form == "gram" or (self.form == "auto" and n > 1.5 * m)
+
     @classmethod
     def fast(cls) -> "NewtonSchulz":
-        """Three quintics: the cheapest. On recorded momentum its error is below that of Optax's five steps; on a matrix
-        128 × 128 with singular values spread evenly in the logarithm down to 1e-3 it is above (0.40 against 0.36)."""
+        """The cheapest: three quintics after a deflation; in half precision four quintics without. On recorded momentum
+        its error is below that of Optax's five steps; in float32, on a matrix 128 × 128 with singular values spread
+        evenly in the logarithm down to 1e-3, it is above (0.40 against 0.36)."""
         return cls(coefficients=FAST)
 
     @classmethod
     def balanced(cls) -> "NewtonSchulz":
-        """The default: three quintics and a cubic. In float32, two polynomials of degree nine and a quintic, which are
-        more accurate and, from 512 rows on, take less time; in half precision they would lose their digits."""
+        """The default: two polynomials of degree nine and a quintic after a deflation; in half precision, where degree
+        nine would lose its digits, five quintics without."""
         return cls()
 
     @classmethod

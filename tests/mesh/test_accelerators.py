@@ -19,9 +19,7 @@ from benchmarks.common import ahead_of_time, hlo_counts
 from benchmarks.optimizer import sharding, state_memory
 from tests.mesh.layouts import assigned
 
-QUICK = functools.partial(
-    muonjax.NewtonSchulz, coefficients=muonjax.NewtonSchulz().coefficients[:2], deflation=0
-)
+QUICK = functools.partial(muonjax.NewtonSchulz, coefficients=muonjax.polar_express(2), deflation=0)
 OPTIONS = dict(ahead_of_time.CHIPS["H100"].options)
 
 

@@ -1,4 +1,4 @@
-"""The accelerators' iteration, its rounding emulated on a CPU: products of bfloat16 with float32 sums."""
+"""The accelerators' iteration, its rounding emulated on a CPU: products of half types with float32 sums."""
 
 import dataclasses
 import functools
@@ -14,13 +14,11 @@ import muonjax
 from benchmarks.common import momentum
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import NewtonSchulz
-from muonjax._common.linalg import SymmetricProduct, square_norm
 from muonjax._common.platform import Policy
-from muonjax._newton_schulz import deflation, half_precision, thin_deflation
+from muonjax._newton_schulz import deflation, half_precision
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.polar_factor import polar_factor
 from tests.tools.oracles import normal
-from tests.tools.products import flops_of
 from tests.tools.tiers import nightly, quick, thorough
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
@@ -93,7 +91,7 @@ def test_a_named_implementation_is_as_accurate(preset):
     plain = orthogonalize(x, "gpu", preset)
     for i, (_, polar) in enumerate(pairs):
         want = momentum.polar_error(plain[i], polar)
-        assert momentum.polar_error(y[i], polar) == pytest.approx(want, abs=0.005)
+        assert momentum.polar_error(y[i], polar) <= want + 0.005
 
 
 @pytest.mark.rounding
@@ -119,16 +117,37 @@ def test_a_bad_number_stays_in_its_matrix(bad, platform):
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize(
-    ("preset", "most", "platform"),
-    [("balanced", 0.20, "gpu"), thorough("fast", 0.27, "tpu"), nightly("fast", 0.27, "gpu")],
-)
+@pytest.mark.parametrize(("preset", "most", "platform"), [
+    ("balanced", 0.25, "gpu"),
+    thorough("balanced", 0.25, "tpu"),
+    nightly("fast", 0.40, "gpu"),
+    nightly("fast", 0.40, "tpu"),
+])  # fmt: skip
 def test_polar_error_on_recorded_momentum(preset, most, platform):
     rng = np.random.default_rng(0)
     matrices = [momentum.matrix(s, 96, 192, rng) for s in momentum.spectra()[::6]]
     y = orthogonalize(jnp.stack([x for x, _ in matrices]), platform, preset)
     errors = [momentum.polar_error(a, polar) for a, (_, polar) in zip(y, matrices, strict=True)]
     assert np.mean(errors) <= most
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize(("platform", "most"), [("gpu", 0.8), ("tpu", 1.2)])
+def test_polar_error_of_exact_low_rank(platform, most):
+    """The steps lift what rounding leaves outside of the space of the matrix."""
+    names, xs, ranks = zip(*low_rank(64, 96), strict=True)
+    ys = np.asarray(orthogonalize(jnp.asarray(np.stack(xs), jnp.float32), platform), np.float64)
+    for name, x, y, r in zip(names, xs, ys, ranks, strict=True):
+        u, _, vh = np.linalg.svd(x, full_matrices=False)
+        assert np.linalg.norm(y - u[:, :r] @ vh[:r]) <= most * np.sqrt(r), name
+
+
+@pytest.mark.rounding
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("n", [M, 4 * M])
+def test_polar_error_where_singular_values_are_spread_evenly_in_the_logarithm(n, platform):
+    x, polar = with_spectrum(np.geomspace(1, 1e-3, M), n)
+    assert momentum.polar_error(orthogonalize(x, platform), polar) <= 0.2
 
 
 @quick("zero-gpu", "9 rows-tpu")
@@ -155,76 +174,49 @@ def test_nothing_is_factorized(platform):
     assert not names & set(factorizations.split())
 
 
-def test_full_products_are_not_mirrored():
-    text = str(jax.make_jaxpr(lambda x: traceable(x, "gpu"))(jnp.ones((64, 64))))
-    assert "tril" not in text
-
-
-@pytest.mark.parametrize(("policy", "m", "share"), [
-    (Policy("tpu", "TPU v5 lite"), 2048, 3 / 4),
-    (Policy("tpu", "TPU v6 lite"), 2048, 3 / 4),
-    (Policy("tpu", "TPU v5 lite"), 1024, 1),
-    (Policy("tpu", "TPU v5"), 2048, 1),
-    (Policy("gpu"), 2048, 1),
-])  # fmt: skip
-def test_large_products_on_a_lite_tpu_are_made_in_blocks(policy, m, share):
-    """Three of four, of the two symmetric products of each step. Nothing is compiled for it."""
-    settings = dataclasses.replace(NewtonSchulz.fast(), deflation=0)
-
-    def iterate(x):
-        return half_precision.iterate(x, settings, policy, jnp.dtype("bfloat16"))
-
-    flops = flops_of(iterate, jax.ShapeDtypeStruct((m, m), "float32"))
-    assert flops == pytest.approx(len(settings.coefficients) * (1 + 2 * share) * 2 * m**3)
-
-
-@pytest.mark.parametrize("normalization", ["schatten", "frobenius", "spectral"])
+@pytest.mark.parametrize("normalization", ["schatten", "frobenius"])
 def test_the_bound_is_one_and_at_most_as_loose_as_the_trace(normalization):
-    products = half_precision._Products(SymmetricProduct("gpu", jnp.dtype("bfloat16"), None), (), False)
-    bound = jax.jit(lambda r: half_precision._bound(products, r, None, normalization)[1:])
+    settings = NewtonSchulz(normalization=normalization)
     x = np.random.default_rng(0).standard_normal((8, 24))
-    for scale in (1 / 64, 1, 64):
-        r = jnp.asarray(scale * x @ x.T, "bfloat16")
-        top = np.linalg.eigvalsh(np.asarray(r, np.float64))[-1]
-        inverse, root = (float(a.squeeze()) for a in bound(r))
-        assert 1 / 8 / 1.05 <= inverse * top <= 1
-        np.testing.assert_allclose(root**2, inverse, rtol=1e-5)
+    z = 8 * x / np.linalg.norm(x)
+    r2 = jnp.asarray(z @ z.T @ z @ z.T, "float16")
+    bound = float(half_precision._bound(r2, settings)[0, 0])
+    assert 1 <= bound / np.linalg.norm(z, 2) ** 2 <= 8 * 1.05
+
+
+@pytest.mark.parametrize("scale", [3e-38, 1e-30, 1e-13, 1e-12, 1, 1e12, 1e13, 1e30, 3e38])
+def test_a_matrix_of_any_size_is_scaled_to_one_norm(scale):
+    """Also a single number, where XLA could join the two factors of a square."""
+    for shape in ((1, 1), (3, 5)):
+        z = jax.jit(lambda x: half_precision._scaled_to_norm(x, ()))(jnp.full(shape, scale, jnp.float32))
+        np.testing.assert_allclose(np.linalg.norm(np.asarray(z, np.float64)), 8, rtol=1e-5)
+
+
+def test_where_the_gram_form_restarts():
+    schedules = {
+        "fast": NewtonSchulz.fast().steps.half,
+        "balanced": NewtonSchulz().steps.half,
+        "Jordan": muonjax.JORDAN * 5,
+        "You": muonjax.YOU,
+        "six steps": muonjax.polar_express(6, lower=3e-4),
+    }
+    restarts = {name: half_precision.restarts_of(rows) for name, rows in schedules.items()}
+    assert restarts == {"fast": [2], "balanced": [2], "Jordan": [3], "You": [2], "six steps": [2, 4]}
 
 
 def test_the_polynomials_of_the_inverse_root_are_nowhere_above_one():
     assert evaluate(deflation._POLYNOMIALS, np.linspace(0, 1, 10_001)).max() <= 1 + 1e-7
 
 
-def bounded(h):
-    root, number = thin_deflation.bounded_inverse_root(h)
-    return number * root
-
-
-@pytest.mark.parametrize("root", [deflation.inverse_root, bounded])
-def test_inverse_roots_never_exceed_the_inverse_root(root):
+def test_the_inverse_root_never_exceeds_the_inverse_root():
     s = np.geomspace(1, 1e-7, 32)
     u = np.linalg.qr(np.random.default_rng(0).standard_normal((32, 32)))[0]
     h = jnp.asarray((u * s) @ u.T / np.linalg.norm(s), jnp.float32)
-    q = np.asarray(root(h), np.float64)
+    q = np.asarray(deflation.inverse_root(h), np.float64)
     np.testing.assert_allclose(q, q.T, atol=1e-4 * np.abs(q).max())
     values = np.linalg.eigvalsh(q @ np.asarray(h, np.float64) @ q)
     assert values.max() <= 1.001
     assert np.count_nonzero(values > 0.75) >= 16
-
-
-@pytest.mark.parametrize("eigenvalues", [[1, 0, 0], [1, 1, 1], [0, 0, 0], [1, 1e-3, 1e-9], [1, -1e-7, 1e-7]])
-def test_the_bounded_root_is_right_where_it_should_be_and_bounded_below(eigenvalues):
-    """Of any rank, and where rounding has made an eigenvalue negative: a factorization would fail."""
-    h = np.asarray(eigenvalues, np.float64)
-    u = np.linalg.qr(np.random.default_rng(1).standard_normal((3, 3)))[0]
-    norm = np.linalg.norm(h) or 1
-    q = np.asarray(bounded(jnp.asarray(1e6 * (u * h) @ u.T, jnp.float32)), np.float64)
-    assert np.isfinite(q).all()
-    if any(eigenvalues):
-        found = np.diag(u.T @ q @ u) * np.sqrt(1e6 * norm)
-        clear = h >= 4e-4 * norm
-        np.testing.assert_allclose(found[clear], np.sqrt(norm / h[clear]), rtol=2e-3)
-        assert ((found[~clear] > 200) & (found[~clear] < 222)).all()
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -240,7 +232,7 @@ def test_the_bound_is_one_where_two_directions_are_shrunk(platform):
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("rows", ["alike", "one"])
 def test_rank_one_keeps_its_direction(rows, platform):
-    """Rounding errors of one row, or of equal ones, average out nowhere, and it is shrunk to 1/200."""
+    """Rounding errors of one row, or of equal ones, average out nowhere."""
     x = np.outer(
         np.ones(M) if rows == "alike" else np.eye(M)[3], np.random.default_rng(0).standard_normal(2 * M)
     )
@@ -261,33 +253,6 @@ def low_rank(m, n):
     yield "repeated rows", np.repeat(rng.standard_normal((4, n)), m // 4, 0), 4
 
 
-@pytest.mark.rounding
-@pytest.mark.parametrize(("shape", "platform"), [
-    ((24, 24), "gpu"),
-    ((64, 96), "tpu"),
-    thorough((128, 192), "tpu"),
-        *(nightly(*case) for case in [((24, 24), "tpu"), ((64, 96), "gpu"), ((128, 192), "gpu")]),
-        *(nightly((512, 512), platform) for platform in PLATFORMS),
-])  # fmt: skip
-def test_an_update_stays_in_the_space_of_a_matrix_of_low_rank(shape, platform):
-    """The steps lift what rounding leaves outside. Of 768 [24, 24] of rank one the worst has a cosine of 0.949."""
-    names, xs, ranks = zip(*low_rank(*shape), strict=True)
-    ys = np.asarray(orthogonalize(jnp.asarray(np.stack(xs), jnp.float32), platform), np.float64)
-    for name, x, y, r in zip(names, xs, ys, ranks, strict=True):
-        u, _, vh = np.linalg.svd(x, full_matrices=False)
-        u, vh, norm = u[:, :r], vh[:r], np.linalg.norm(y)
-        assert momentum.cosine(y, u @ vh) >= 0.94, name
-        assert np.linalg.norm(y - u @ (u.T @ y @ vh.T) @ vh) <= 0.34 * norm, name
-
-
-def test_what_lies_between_the_passes_does_not_depend_on_other_stacks():
-    gpu, shapes = Policy("gpu"), [(3, 32, 48), (2, 16, 64), (64, 96), (3, 32, 64), (1, 2, 64, 64)]
-    arrays = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
-    sketches = [half_precision.first_pass(x, NewtonSchulz(), gpu) for x in arrays]
-    for found, alone in zip(half_precision.between(sketches, gpu), sketches, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, found, *half_precision.between([alone], gpu))
-
-
 def test_a_stack_on_an_explicit_mesh_keeps_its_sharding():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     x, f = (
@@ -297,22 +262,6 @@ def test_a_stack_on_an_explicit_mesh_keeps_its_sharding():
     y = f(jax.device_put(x, NamedSharding(mesh, P("a"))))
     assert y.sharding.spec == P("a", None, None)
     np.testing.assert_allclose(y, f(x), atol=0.02)
-
-
-@pytest.mark.rounding
-@pytest.mark.thorough
-@pytest.mark.parametrize("thin", [jnp.float16, jnp.bfloat16])
-def test_what_is_subtracted_leaves_a_bound_of_the_largest_eigenvalue(thin):
-    half, thin = jnp.dtype(jnp.bfloat16), jnp.dtype(thin)
-    products = half_precision._Products(SymmetricProduct("gpu", half, None), (), blocks=False)
-    for name, s in ADVERSARIAL.items():
-        x = with_spectrum(s)[0]
-        (found,) = thin_deflation.shrinkings([thin_deflation.sketch(x, 12, thin)], thin)
-        r = products.gram(thin_deflation.shrink(x, found, half))
-        largest = np.linalg.eigvalsh(np.asarray(r, np.float64))[-1]
-        r2, inverse_bound, _ = half_precision._bound(products, r, found.v, "schatten")
-        bound = float(inverse_bound[0, 0]) ** -4 / half_precision.ABOVE_ROUNDING
-        assert 0.99 * largest**4 <= bound <= 1.01 * (float(square_norm(r2)[0, 0]) or 1), name
 
 
 def wide_spectra():
@@ -327,33 +276,20 @@ def wide_spectra():
 SCHEDULES = {name: settings.coefficients for name, settings in PRESETS.items()} | {
     "Jordan": muonjax.JORDAN * 5,
     "You": muonjax.YOU,
-    "three steps": muonjax.polar_express(3),
-    "four steps": muonjax.polar_express(4),
+    "six steps": muonjax.polar_express(6, lower=1e-3),
 }
 
 
-@pytest.mark.parametrize(
-    ("schedule", "gpu", "tpu"),
-    [("fast", 2, 1), ("balanced", 3, 2), ("Jordan", 2, 2), ("three steps", 1, 1), ("four steps", 2, 2)],
-)
-def test_how_many_steps_are_fused(schedule, gpu, tpu):
-    settings = NewtonSchulz(coefficients=SCHEDULES[schedule])
-    fused = [half_precision.fused_steps(settings, Policy(platform), 64, 256) for platform in PLATFORMS]
-    assert fused == [(gpu, jnp.float16), (tpu, jnp.bfloat16)]
-    square = half_precision.fused_steps(settings, Policy("gpu"), 64, 96)  # not above 1.5, so no step is fused
-    assert square[0] == 1
-
-
 @pytest.mark.rounding
-@pytest.mark.parametrize(("platform", "preset", "vectors"), [
-    ("gpu", "fast", "of the axes"),
-        *(thorough(platform, "balanced", "random") for platform in PLATFORMS),
-    thorough("gpu", "Jordan", "random"),
-        *(nightly("gpu", name, "random") for name in SCHEDULES if name not in ("balanced", "Jordan")),
-        *(nightly("gpu", name, "of the axes") for name in SCHEDULES if name != "fast"),
+@pytest.mark.parametrize(("preset", "vectors"), [
+    ("fast", "of the axes"),
+    thorough("balanced", "random"),
+    thorough("Jordan", "random"),
+    *(nightly(name, "random") for name in SCHEDULES if name not in ("balanced", "Jordan")),
+    *(nightly(name, "of the axes") for name in SCHEDULES if name != "fast"),
 ])  # fmt: skip
-def test_fused_steps_are_as_good_as_the_standard_form(platform, preset, vectors):
-    """Never worse by more than 0.02, and no singular value above 1.2; diagonal matrices have no averaged rounding."""
+def test_updates_are_as_good_as_the_standard_form(preset, vectors):
+    """Never worse by more than 0.03, and no singular value above 1.2; diagonal matrices have no averaged rounding."""
     cases = dict(wide_spectra())
     polar = np.eye(M, 2 * M)
     diagonal = {name: (s[:, None] * polar, polar) for name, s in cases.items()}
@@ -363,17 +299,17 @@ def test_fused_steps_are_as_good_as_the_standard_form(platform, preset, vectors)
 
     def results(form):
         settings = NewtonSchulz(coefficients=SCHEDULES[preset], form=form)
-        one = functools.partial(polar_factor, settings=settings, policy=Policy(platform))
+        one = functools.partial(polar_factor, settings=settings, policy=Policy("gpu"))
         y = jax.jit(lambda x: jax.lax.map(one, x), compiler_options=EMULATED)(x)
         return {n: np.asarray(a, np.float64) for n, a in zip(pairs, y, strict=True)}
 
-    fused, standard = results("auto"), results("standard")
+    updated, standard = results("auto"), results("standard")
     for name, (_, polar) in pairs.items():
         most = max(1.2, np.linalg.norm(standard[name], 2) + 0.02)  # of a short schedule it is larger
-        assert np.linalg.norm(fused[name], 2) <= most, name
+        assert np.linalg.norm(updated[name], 2) <= most, name
         if cases[name].min() > 0:
-            errors = [momentum.polar_error(y[name], polar) for y in (fused, standard)]
-            assert errors[0] <= errors[1] + 0.02, name
+            errors = [momentum.polar_error(y[name], polar) for y in (updated, standard)]
+            assert errors[0] <= errors[1] + 0.03, name
 
 
 @pytest.mark.rounding

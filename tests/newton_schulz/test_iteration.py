@@ -16,9 +16,8 @@ import muonjax
 from muonjax import NewtonSchulz
 from muonjax._common.linalg import SymmetricProduct
 from muonjax._common.platform import Policy
-from muonjax._newton_schulz import iteration
 from muonjax._newton_schulz.coefficients import evaluate, polar_express_rows
-from muonjax._newton_schulz.iteration import float32_steps, gram_restarts
+from muonjax._newton_schulz.iteration import gram_restarts
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, nightly, quick, thorough
 
@@ -33,7 +32,7 @@ LOWER = {"fast": 2e-2, "balanced": 1e-2, "accurate": 1e-5}
 
 def minimax_error(preset, m):
     s = np.concatenate([np.geomspace(LOWER[preset], 1.0, 20_000), np.linspace(0.5, 1.0, 20_000)])
-    return np.abs(evaluate(float32_steps(PRESETS[preset], m)[0], s) - 1).max()
+    return np.abs(evaluate(PRESETS[preset].in_full_precision(m)[0], s) - 1).max()
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -123,8 +122,7 @@ def test_half_precision_loses_little(form):
     half = NewtonSchulz(compute_dtype=jnp.bfloat16, form=form)
     for name in ("log to 1e-3", "one dominant", "gaussian"):
         x = oracles.with_spectrum(spectrum(name, 72), 160)
-        # Nothing is pre-deflated from x in half precision, and so neither here; the rows are those of half precision.
-        plain = NewtonSchulz(form="standard", deflation=9)
+        plain = NewtonSchulz(coefficients=half.steps.half, form="standard", deflation=0)
         single = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x)
         # Errors of truncation and of rounding are independent.
         error = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), half), x)
@@ -279,9 +277,8 @@ def test_float64_is_computed_in_float64():
 
 
 SCHEDULES = {
-    "fast": NewtonSchulz.fast().coefficients,
-    "balanced": NewtonSchulz().coefficients,
-    "balanced in float32": float32_steps(NewtonSchulz(), 65)[0],
+    "fast": NewtonSchulz.fast().steps.full,
+    "balanced": NewtonSchulz().steps.full,
     "Jordan": 10 * muonjax.JORDAN,
     "You": muonjax.YOU,
     **{f"polar express {t}": muonjax.polar_express(t) for t in (4, 6, 8, 12)},
@@ -293,7 +290,6 @@ def test_where_the_gram_form_restarts():
     assert tables == {
         "fast": (),
         "balanced": (),
-        "balanced in float32": (),
         "Jordan": (5,),
         "You": (4,),
         "polar express 4": (),
@@ -339,7 +335,7 @@ def test_restarts_hold_rounding_down(name):
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_polynomials_of_degree_nine(monkeypatch, form, normalization, dtype):
     rows = polar_express_rows((9, 9, 5), 1e-2)
-    monkeypatch.setattr(iteration, "float32_steps", lambda settings, m: (rows, 0))
+    monkeypatch.setattr(NewtonSchulz, "in_full_precision", lambda settings, m: (rows, 0))
     s = spectrum("hilbert", 24)
     x = oracles.with_spectrum(s, 60) * (1 if dtype == "float32" else np.exp(1j * np.arange(24))[:, None])
     u, _, vh = np.linalg.svd(x, full_matrices=False)
@@ -350,7 +346,8 @@ def test_polynomials_of_degree_nine(monkeypatch, form, normalization, dtype):
 
 def test_auto_form_is_gram_only_where_wide():
     def products(shape, dtype, form="auto", deflation=0):
-        value = NewtonSchulz(compute_dtype=dtype, deflation=deflation, form=form)
+        rows = muonjax.polar_express(4)
+        value = NewtonSchulz(coefficients=rows, compute_dtype=dtype, deflation=deflation, form=form)
         text = str(jax.make_jaxpr(lambda x: muonjax.newton_schulz(x, value))(jnp.zeros(shape, jnp.float32)))
         long = [
             line
@@ -366,7 +363,7 @@ def test_auto_form_is_gram_only_where_wide():
     # Pre-deflation makes four, two of which are equal and made once, and the standard form goes without it.
     assert products((64, 256), None, deflation=8) == 5
     assert products((64, 80), None, deflation=8) == 4
-    # In bfloat16 the Gram form has the last three steps.
+    # In half precision the Gram form restarts once.
     assert products((64, 256), jnp.bfloat16) == products((64, 80), jnp.bfloat16, "gram") == 2
     assert products((64, 80), jnp.bfloat16) == products((64, 256), jnp.bfloat16, "standard") == 4
 
@@ -436,7 +433,7 @@ def test_what_half_precision_lacks_is_refused():
     settings = NewtonSchulz(coefficients=((0.0, 1.0, 0.0), (2.0, -1.0, 0.0)))
     muonjax.newton_schulz(jnp.ones((3, 3)), settings)
     half = dataclasses.replace(settings, compute_dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"in bfloat16.*linear term.*compute_dtype='float32'"):
+    with pytest.raises(ValueError, match=r"in half precision.*linear term.*compute_dtype='float32'"):
         muonjax.newton_schulz(jnp.ones((3, 3)), half)
 
 
@@ -453,3 +450,10 @@ def test_bad_matrices():
 def test_settings_are_values():
     assert NewtonSchulz() == NewtonSchulz.balanced()
     assert hash(NewtonSchulz(coefficients=[[1, 2, 3]])) == hash(NewtonSchulz(coefficients=((1.0, 2.0, 3.0),)))
+
+
+@pytest.mark.parametrize("m", [48, 1024])
+def test_the_polynomials_of_a_preset_do_not_depend_on_the_deflation(m):
+    rows, rank = NewtonSchulz(deflation=63).in_full_precision(m)
+    assert rows == NewtonSchulz().in_full_precision(m)[0]
+    assert rank == (63 if m > 64 else 0)

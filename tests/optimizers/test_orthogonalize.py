@@ -1,5 +1,4 @@
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -264,21 +263,3 @@ def test_nan_stays_in_its_matrix_of_the_group():
 def test_a_leaf_that_is_no_matrix_is_refused():
     with pytest.raises(ValueError, match=r"orthogonalize needs matrices, but the leaf 'b' has shape \(3,\)"):
         update({"b": jnp.ones(3)})
-
-
-@pytest.mark.parametrize(("shapes", "times"), [([(3, 32, 48)], 1), ([(3, 32, 48), (3, 32, 64)], 2)])
-def test_a_single_stack_is_rounded_once_on_a_gpu(shapes, times):
-    """Between the passes over several stacks, what is rounded would stay in memory."""
-    f = polar_function(muonjax.NewtonSchulz(), Policy("gpu"))
-    text = str(jax.make_jaxpr(lambda xs: map_groups(f, xs, Policy("gpu")))([jnp.ones(s) for s in shapes]))
-    assert len(re.findall(r":f16\[3,32,48\] = convert_element_type", text)) == times
-
-
-def test_more_stacks_of_one_short_side_make_no_more_thin_products_on_a_gpu():
-    """XLA compiles each kind of product in many ways, to time them."""
-    f = polar_function(muonjax.NewtonSchulz(), Policy("gpu"))
-    stacks = [jnp.ones((3, 32, 48)), jnp.ones((3, 32, 64)), jnp.ones((3, 32, 64), jnp.bfloat16)]
-    two, three = (
-        str(jax.make_jaxpr(lambda xs: map_groups(f, xs, Policy("gpu")))(stacks[:n])) for n in (2, 3)
-    )
-    assert two.count("Precision.HIGHEST") == three.count("Precision.HIGHEST") > 0

@@ -16,7 +16,6 @@ import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.half_precision import ABOVE_ROUNDING
-from muonjax._newton_schulz.iteration import float32_steps
 from tests.reliability.adversarial import BAD
 from tests.tools.tiers import examples, tier
 
@@ -119,7 +118,7 @@ def is_right(y, x, name, dtype):
     """Whether y is what `SETTINGS[name]` mean for x [m, n] of this dtype."""
     m = min(x.shape)
     settings = SETTINGS[name]
-    rows, rank = float32_steps(settings, m)
+    rows, rank = settings.in_full_precision(m)
     compute = "float32" if settings.compute_dtype is None else settings.compute_dtype.name
     rounding = ROUNDING[compute] + float(jnp.finfo(dtype).eps)
     if not rank:

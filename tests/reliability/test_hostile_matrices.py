@@ -20,10 +20,10 @@ PLATFORMS = ("gpu", "tpu")
 # What rounding to bfloat16 may add to the error of the polynomials. Where entries are equal it does not average out.
 ROUNDING = 0.15
 TOP = 1.2
-LOWER = {"fast": 2e-2, "balanced": 1e-2}
+LOWER = {"fast": 4e-3, "balanced": 3e-3}
 
 
-# Short sides with both neighbours of each switch: 8 (deflation), 16 (of two directions), 512 (its largest rank).
+# Short sides of every residue of the tiles.
 QUICK = (9, 136, 160)
 THOROUGH = (1, 2, 7, 8, 15, 16, 17, 24, 64, 72, 128, 320)
 NIGHTLY = sorted({*range(1, 321), 511, 512, 520} - {*QUICK, *THOROUGH})
@@ -58,7 +58,7 @@ def check(factors, y, preset):
     assert np.linalg.norm(y @ y.T, 2) <= TOP**2
     inside = s / np.linalg.norm(s, 8) >= LOWER[preset]
     at = np.geomspace((s / np.linalg.norm(s, 8))[inside].min(), 1.01, 2_000)
-    error = np.abs(evaluate(PRESETS[preset].coefficients, at) - 1).max()
+    error = np.abs(evaluate(PRESETS[preset].steps.half, at) - 1).max()
     found = u[:, inside].T @ y @ vh[inside].T - np.eye(inside.sum())
     assert np.linalg.norm(found) <= (error + ROUNDING) * np.sqrt(inside.sum())
 
@@ -66,7 +66,7 @@ def check(factors, y, preset):
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("m", SIDES)
 def test_hostile_matrices(m, platform):
-    # Wide ones join their last steps.
+    # Wide ones take the Gram form on a GPU.
     n, preset = (2 * m, "balanced") if m % 2 else (m, "fast" if m % 4 else "balanced")
     cases = matrices_and_factors(m, n)
     y = np.asarray(orthogonalize(jnp.stack([x for x, _ in cases.values()]), platform, preset), np.float64)
