@@ -22,7 +22,6 @@ IMPLEMENTATIONS = {
     "reference": "_xla",
     "blocked": "_xla",
     "hopper": "_mosaic_gpu",
-    "tpu": "_mosaic_tpu",
 }
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
@@ -60,8 +59,7 @@ def symmetric_product(
       beta: as `alpha`; counts only where `c` is given.
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
         ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
-        kernel for NVIDIA's H100 and H200; ``"tpu"``: a Pallas kernel for TPUs. If you name one, it runs or raises an
-        error.
+        kernel for NVIDIA's H100 and H200. If you name one, it runs or raises an error.
       axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
         computes a part of the triangle, as plain products, and one all-gather completes it on all of them. Under
         ``check_vma=True`` the result counts as varying over these axes, though it is the same.

@@ -1,14 +1,6 @@
-"""Call the Hopper kernel: whether it can run on the device, padding, and the one visible rule that picks its tiles.
+"""Call the Hopper kernel: whether it can run on the device, and padding."""
 
-A cooperative thread array (CTA) owns a tile of ``rows·block`` by ``block`` entries of the result. Two
-compute warpgroups halve its rows. Only tiles that touch the lower triangle are visited: a triangle of ``t``
-block rows has ``t(t+1)/2`` of them instead of ``t²``, so the gain depends on how well that number fills the
-chip's multiprocessors ("waves"), and the rule below counts just that.
-"""
-
-import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,90 +8,8 @@ import jax.numpy as jnp
 from jax.extend import backend
 
 from pallas_kernels._kernel_batch import launch_batch, refusal
+from pallas_kernels._tiles import CORES, SQUARE, pick
 from pallas_kernels._xla import Operands
-
-# Elements of k that one stage of the pipeline loads: 64 half-precision numbers fill the 128-byte swizzle.
-DEPTH = 64
-# The epilogue stores squares of this size: 64 rows are what one warpgroup's wgmma writes.
-SQUARE = 64
-# Shared memory that one CTA may use on compute capability 9.0, in bytes (CUDA programming guide, table of
-# technical specifications), less a little for barriers and alignment.
-SHARED_MEMORY = 227 * 1024 - 2048
-# Streaming multiprocessors of an H100 SXM, where the device does not say.
-CORES = 132
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Sizes of one launch.
-
-    Attributes:
-      block: columns of a CTA's tile, 64 or 128.
-      rows: the tile's rows in units of `block`, 1 or 2; each warpgroup needs at least 64 rows.
-      stages: how many k-slices of X and Y are in flight, at least 2.
-      slots: how many 64-squares of the result, each with its mirror image, may wait for their store, 1 or 2.
-      group: block columns that the schedule keeps together for the L2 cache.
-    """
-
-    block: int = 128
-    rows: int = 1
-    stages: int = 4
-    slots: int = 2
-    group: int = 8
-
-    def __post_init__(self):
-        if self.shared_memory(addend=False) > SHARED_MEMORY:
-            raise ValueError(
-                f"{self} needs {self.shared_memory(addend=False)} bytes of shared memory; a CTA on Hopper "
-                f"has {SHARED_MEMORY}. Take fewer stages or slots."
-            )
-
-    @property
-    def squares(self) -> int:
-        """64-squares of the result that one warpgroup stores."""
-        return (self.rows * self.block // 2 // SQUARE) * (self.block // SQUARE)
-
-    def shared_memory(self, *, addend: bool) -> int:
-        """Bytes for the pipeline, the result's squares and their mirror images, and C's squares."""
-        square = 2 * SQUARE * SQUARE
-        slots = min(self.slots, self.squares)
-        stage = 2 * (self.rows + 1) * self.block * DEPTH
-        return self.stages * stage + 2 * slots * 2 * square + addend * 2 * min(2, self.squares) * square
-
-    def with_addend(self) -> "Tiles":
-        """The same tiles with room for C: slots, then stages, make way."""
-        tiles = self
-        if tiles.shared_memory(addend=True) > SHARED_MEMORY and tiles.slots > 1:
-            tiles = dataclasses.replace(tiles, slots=1)
-        while tiles.shared_memory(addend=True) > SHARED_MEMORY:
-            tiles = dataclasses.replace(tiles, stages=tiles.stages - 1)
-        return tiles
-
-    def count(self, m: int) -> int:
-        """CTA tiles that touch the lower triangle of an m×m result."""
-        t = math.ceil(m / (self.rows * self.block))
-        return self.rows * t * (t + 1) // 2
-
-    def waves(self, m: int, batch: int, cores: int = CORES) -> int:
-        """Rounds in which every multiprocessor works on one tile."""
-        return math.ceil(batch * self.count(m) / cores)
-
-
-# What one round costs for each shape of tile, in units of a 128×128 tile's. From the bytes that a tile loads for each
-# multiply-add: no tile was timed alone. Only the order of the candidates depends on it.
-_COST = {(128, 1): 1.0, (128, 2): 1.85, (64, 2): 0.6}
-
-SHAPES = (
-    Tiles(block=128, rows=1, stages=5, slots=2),
-    Tiles(block=128, rows=2, stages=4, slots=1),
-    Tiles(block=64, rows=2, stages=7, slots=1),
-)
-
-
-def pick(m: int, batch: int, cores: int = CORES) -> Tiles:
-    """The tiles with the fewest waves, weighed by what a wave of theirs costs."""
-    return min(SHAPES, key=lambda tiles: tiles.waves(m, batch, cores) * _COST[tiles.block, tiles.rows])
-
 
 # Older versions of Pallas lack the transposed store that the mirror image needs.
 NEEDS_JAX = (0, 11)

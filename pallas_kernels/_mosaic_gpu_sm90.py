@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._kernel_batch import rectangle, unfold
-from pallas_kernels._mosaic_gpu import DEPTH, SQUARE, Tiles
+from pallas_kernels._tiles import DEPTH, SQUARE, Tiles
 
 # Registers of a thread: 512 are shared by the three threads of the same rank, one of each warpgroup. The one
 # that loads gives up what it doesn't need (`setmaxnreg`) to the two that hold the accumulators.

@@ -8,7 +8,8 @@ import argparse
 import gzip
 import json
 import pathlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -85,26 +86,26 @@ def optax_update(tree: Tree) -> Tree:
 
 def methods() -> dict[str, Method]:
     """The methods to compare, by their names in the tables."""
-    fast = muonjax.NewtonSchulz.fast().coefficients
     return {
         "Optax, float32": (optax_update, jnp.float32),
         "Optax, bfloat16": (optax_update, jnp.bfloat16),
-        "fast": ours(coefficients=fast),
+        "fast": ours(coefficients=muonjax.NewtonSchulz.fast().coefficients),
         "balanced": ours(),
-        "5 Polar Express steps, no deflation": ours(coefficients=muonjax.polar_express(5), deflation=0),
-        "6 Polar Express steps, no deflation": ours(
-            coefficients=muonjax.polar_express(6, lower=3e-4), deflation=0
-        ),
+        "6 Polar Express steps": ours(coefficients=muonjax.polar_express(6)),
     }
 
 
-def kernel_methods(implementation: str) -> dict[str, Method]:
+def kernel_methods(implementation: str | None) -> dict[str, Method]:
     """Our methods with the named implementation of symmetric products; without a kernel for "no kernel"."""
     presets = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz()}
-    rows = {name: {"coefficients": settings.coefficients} for name, settings in presets.items()}
-    if implementation == "no kernel":
-        return {f"{name}, no kernel": _without_kernels(ours(**row)) for name, row in rows.items()}
-    return {f'{n}, "{implementation}"': ours(**row, implementation=implementation) for n, row in rows.items()}
+    rows: dict[str, Method] = {}
+    for name, settings in presets.items():
+        if implementation == "no kernel":
+            rows[f"{name}, no kernel"] = _without_kernels(ours(coefficients=settings.coefficients))
+        elif implementation is not None:
+            update = ours(coefficients=settings.coefficients, implementation=implementation)
+            rows[f'{name}, "{implementation}"'] = update
+    return rows
 
 
 def _without_kernels(method: Method) -> Method:
@@ -140,6 +141,16 @@ def parts(tree: str, method: str, platform: str) -> list[tuple[dict[str, tuple[i
         ({f"{name}{i:02}": matrices[name][0] for name in group for i in range(matrices[name][1])}, 1)
         for group in groups
     ]
+
+
+def product_kinds(launches: Iterable[hlo_launches.Launch]) -> int:
+    """How many different products a library makes, each of which XLA tunes; a Pallas kernel is no such product."""
+    kinds = {
+        re.sub(r"metadata=\{[^}]*\}", "", x.kernel)
+        for x in launches
+        if x.flops and "symmetric" not in x.flops
+    }
+    return len(kinds)
 
 
 def model(
@@ -181,6 +192,7 @@ def model(
         "milliseconds": [seconds * 1e3 for seconds in roofline.total_seconds(chip.name, launches)],
         "launches": sum(launch.count for launch in launches),
         "kernels": len({launch.kernel for launch in launches}),
+        "product_kinds": product_kinds(launches),
         "factorizations": sum(launch.count for launch in launches if launch.factorization),
         "gigabytes": sum(launch.count * launch.moved for launch in launches) / 1e9,
         "teraflops": flops,
@@ -189,7 +201,7 @@ def model(
     }
 
 
-def main(platform: str, implementation: str, document: str) -> None:
+def main(platform: str, implementation: str | None, document: str) -> None:
     """The command line of benchmarks/gpu/model.py and benchmarks/tpu/model.py."""
     chips = [chip.name for chip in ahead_of_time.CHIPS.values() if chip.platform == platform]
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawTextHelpFormatter)

@@ -179,7 +179,7 @@ def compile_time(tree):
     """With nothing cached, the timing of candidates for products included."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     rows = {}
-    for name in ("Optax, bfloat16", "balanced", "6 Polar Express steps, no deflation"):
+    for name in ("Optax, bfloat16", "balanced", "6 Polar Express steps"):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             rows[name] = pool.submit(seconds_to_compile, tree, name).result()
     return rows

@@ -31,7 +31,7 @@ _ALGORITHMS = {
 }
 
 # Files of pallas_kernels whose launches compute one triangle of a symmetric product.
-_SYMMETRIC_KERNELS = ("_mosaic_gpu", "_mosaic_tpu")
+_SYMMETRIC_KERNELS = ("_mosaic_gpu",)
 
 # Calls of libraries that factorize or solve: far from a roofline, so the model counts them by name.
 _FACTORIZATIONS = re.compile(r"potrf|cholesky|triangular|trsm|geqrf|syev|gesvd|getrf", re.I)

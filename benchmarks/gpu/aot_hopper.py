@@ -34,7 +34,7 @@ from benchmarks.common.ahead_of_time import H100
 from benchmarks.gpu.tiles import candidates
 from pallas_kernels import _mosaic_gpu, _mosaic_gpu_sm90
 from pallas_kernels._kernel_batch import by_batch
-from pallas_kernels._mosaic_gpu import Tiles, pick
+from pallas_kernels._tiles import Tiles, pick
 
 COUNTED = {
     "wgmma": r"wgmma\.mma_async",

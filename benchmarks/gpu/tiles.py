@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from pallas_kernels._mosaic_gpu import SHAPES, Tiles
+from pallas_kernels._tiles import SHAPES, Tiles
 
 
 def candidates() -> Iterator[Tiles]:

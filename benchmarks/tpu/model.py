@@ -8,4 +8,4 @@ Needs `pip install "muonjax[tpu]"`; writes benchmarks/results/tpu_model.json.
 from benchmarks.common import accelerator_model
 
 if __name__ == "__main__":
-    accelerator_model.main("tpu", "tpu", __doc__ or "")
+    accelerator_model.main("tpu", None, __doc__ or "")

@@ -1,12 +1,11 @@
-"""Check and time the TPU kernel and whole updates on a TPU, beside the modeled figures; at most ten minutes.
+"""Time whole updates on a TPU, beside the modeled figures; at most ten minutes.
 
     python -m benchmarks.tpu.run [--out benchmarks/results] [--dry-run]
 
-Writes `tpu_<device>.json` after each result. `--dry-run` runs the same code anywhere, on small matrices and with
-"blocked" in the kernel's place.
+Writes `tpu_<device>.json` after each result. `--dry-run` runs the same code anywhere, on small matrices.
 """
 
 from benchmarks.common import accelerator_run
 
 if __name__ == "__main__":
-    accelerator_run.main("tpu", ["tpu"], __doc__ or "")
+    accelerator_run.main("tpu", [], __doc__ or "")

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu.tiles import candidates
 from pallas_kernels import _kernel_batch, _mosaic_gpu, symmetric_product
-from pallas_kernels._mosaic_gpu import Tiles
+from pallas_kernels._tiles import Tiles
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
     assert_as_accurate_as_xla,

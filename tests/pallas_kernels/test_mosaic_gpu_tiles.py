@@ -1,7 +1,7 @@
 import pytest
 
 from benchmarks.gpu.tiles import candidates
-from pallas_kernels._mosaic_gpu import SHARED_MEMORY, Tiles, pick
+from pallas_kernels._tiles import SHARED_MEMORY, Tiles, pick
 
 
 @pytest.mark.parametrize("tiles", list(candidates()), ids=str)
