@@ -91,6 +91,7 @@ def methods() -> dict[str, Method]:
         "Optax, bfloat16": (optax_update, jnp.bfloat16),
         "fast": ours(coefficients=muonjax.NewtonSchulz.fast().coefficients),
         "balanced": ours(),
+        "balanced, bfloat16 gradients": (ours()[0], jnp.bfloat16),
         "6 Polar Express steps": ours(coefficients=muonjax.polar_express(6)),
     }
 
@@ -98,6 +99,7 @@ def methods() -> dict[str, Method]:
 def kernel_methods(implementation: str | None) -> dict[str, Method]:
     """Our methods with the named implementation of symmetric products; without a kernel for "no kernel"."""
     presets = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz()}
+    presets["6 Polar Express steps"] = muonjax.NewtonSchulz(coefficients=muonjax.polar_express(6))
     rows: dict[str, Method] = {}
     for name, settings in presets.items():
         if implementation == "no kernel":

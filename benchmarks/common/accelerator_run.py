@@ -11,13 +11,15 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import accelerator_model, hlo_launches, measure, momentum, roofline
+from benchmarks.common import accelerator_model, hlo_launches, hostile, measure, momentum, roofline
 from benchmarks.optimizer import many_shapes
+from muonjax._common.platform import Policy
 from pallas_kernels import symmetric_product
 
 # The names of `jax.Device.device_kind`, and the chip whose figures are modeled.
@@ -26,7 +28,9 @@ CHIPS |= {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H100"}
 CHECKS = [(64, 64), (200, 136), (3, 320, 192), (1000, 1000), (4, 2048, 2048), (8192, 1024), (2, 37, 5)]
 PRODUCTS = [(64, 256, 256), (64, 512, 512), (48, 768, 768), (24, 768, 3072), (8, 1024, 4096)]
 PRODUCTS += [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]
+QUEUES = [(48, 768, 768), (2, 2048, 2048), (4, 2048, 2048), (12, 2048, 2048)]
 NO_TRITON = "--xla_gpu_enable_triton_gemm=false"  # in XLA_FLAGS: sections of their own
+IN_A_ROW = 20  # products of one program, the first of which hides the launches of the others
 QUEUED = 5  # calls that are waiting on the device, so that the host's share of a call does not count
 
 Call = tuple[Callable[..., Any], Any]  # a function and its only argument
@@ -115,9 +119,57 @@ def product(kernels, shape, chip, rounds):
     return timed({name: [((f, x), 1)] for name, f in ({"plain": plain} | by).items()}, chip, rounds)
 
 
+def queued_product(kernels, shape, chip, rounds):
+    """A S + S in float16, as the steps of an update make it: a queue that hides what the host takes to launch."""
+    x = draw(shape, "float16", 0) / shape[-1] ** 0.5
+
+    def plain(x):
+        return x + jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type=x.dtype)
+
+    functions = {"plain": plain}
+    for name in kernels:
+        functions[name] = functools.partial(_with_addend, name)
+
+    def in_a_row(f, x):
+        for _ in range(IN_A_ROW):
+            x = jax.lax.optimization_barrier(f(x))
+        return x
+
+    calls = {name: [((functools.partial(in_a_row, f), x), 1)] for name, f in functions.items()}
+    return timed(calls, chip, rounds)
+
+
+def _with_addend(name, x):
+    return symmetric_product(x, c=x, beta=1.0, implementation=name)
+
+
+def stacks(tree, chip, rounds):
+    """Whole updates with larger and smaller stacks."""
+    rows = {}
+    for mebi in (32, 64):
+        with mock.patch.object(Policy, "stack_elements", mebi << 20):
+            rows[f"{mebi} Mi"] = step([], tree, chip, rounds)
+    return rows
+
+
+def hostile_errors(shape):
+    """The largest singular value of the update of any hostile matrix, and which gave one that is not finite."""
+    matrices = hostile.matrices(*shape, np.random.default_rng(0))
+    update, dtype = accelerator_model.methods()["balanced"]
+    one = jax.jit(update)
+    largest, not_finite = 0.0, []
+    for name, x in matrices.items():
+        y = one({"x": jnp.asarray(x, dtype)})["x"]
+        if bool(jnp.isfinite(y).all()):
+            largest = max(largest, float(jnp.linalg.norm(y, 2)))
+        else:
+            not_finite.append(name)
+    return {"count": len(matrices), "largest": largest, "not_finite": not_finite}
+
+
 def methods(kernels):
     """Optax's updates, and ours by default, without a kernel and with each."""
-    chosen = {name: method for name, method in accelerator_model.methods().items() if "steps" not in name}
+    chosen = accelerator_model.methods()
     for name in ("no kernel", *kernels):
         chosen |= accelerator_model.kernel_methods(name)
     return chosen
@@ -208,7 +260,8 @@ def main(platform: str, kernels: list[str], document: str) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS)
     parser.add_argument("--budget", type=float, default=540, help="seconds, after which no case is begun")
     parser.add_argument(
-        "--sections", help="of check, step, shapes, accuracy, compile, product, tiles, in order"
+        "--sections",
+        help="of check, step, queue, stacks, accuracy, hostile, compile, shapes, product, tiles, in order",
     )
     parser.add_argument("--dry-run", action="store_true", help="small matrices, no accelerator needed")
     arguments = parser.parse_args()
@@ -217,19 +270,24 @@ def main(platform: str, kernels: list[str], document: str) -> None:
     if arguments.dry_run:
         kernels, rounds, trees = ["blocked"], 2, ["small"]
         checks, products, sizes = CHECKS[:3], [(128, 64), (2, 64, 64)], [((192, 192), 24)]
+        queues, hostile_shapes = [(2, 64, 64)], [(24, 24)]
     elif jax.default_backend() != platform:
         parser.error(f"the device is {kind!r}, which is no {platform.upper()}. --dry-run runs anywhere.")
     else:
         rounds, trees = 7, accelerator_model.DEFAULT_TREES[platform]
-        checks, products, sizes = CHECKS, PRODUCTS, [((384, 384), 3), ((768, 768), 9), ((2048, 4096), 36)]
+        checks, products, sizes = CHECKS, PRODUCTS, [((768, 768), 9), ((4096, 4096), 36), ((2048, 4096), 36)]
+        queues, hostile_shapes = QUEUES, [(768, 768), (4096, 4096)]
     cases = [("check", [name, shape], check, (name, shape)) for shape in checks for name in kernels]
-    named = [] if platform == "gpu" else kernels  # the default takes a GPU's own
-    cases += [("step", tree, step, (named, tree, chip, rounds)) for tree in trees]
-    cases += [("shapes", "U-Net", shapes, (2 if arguments.dry_run else None, chip, rounds))]
+    cases += [("step", tree, step, (kernels, tree, chip, rounds)) for tree in trees]
+    cases += [("queue", shape, queued_product, (kernels, shape, chip, rounds)) for shape in queues]
+    cases += [("stacks", tree, stacks, (tree, chip, rounds)) for tree in trees]
     cases += [("accuracy", shape, accuracy, (kernels, shape, every)) for shape, every in sizes]
-    cases += [("product", shape, product, (kernels, shape, chip, rounds)) for shape in products]
+    cases += [("hostile", shape, hostile_errors, (shape,)) for shape in hostile_shapes]
     if platform == "gpu":
         cases += [("compile", tree, compile_time, (tree,)) for tree in trees]
+    cases += [("shapes", "U-Net", shapes, (2 if arguments.dry_run else None, chip, rounds))]
+    cases += [("product", shape, product, (kernels, shape, chip, rounds)) for shape in products]
+    if platform == "gpu":
         cases += [("tiles", shape, tiles, (shape, rounds)) for shape in products if not arguments.dry_run]
     name = "dry_run" if arguments.dry_run else kind.lower().replace(" ", "_")
     path = arguments.out / f"{platform}_{name}.json"
