@@ -48,16 +48,17 @@ def test_more_stacks_of_a_shape_need_no_other_kernels(monkeypatch):
         method = accelerator_model.methods()["balanced"]
         monkeypatch.setitem(accelerator_model.TREES, "equal", {"x": ((96, 256), count)})
         found.append(accelerator_model.model(ahead_of_time.CHIPS["H100"], "equal", "balanced", method))
-    assert found[1]["launches"] > 2 * found[0]["launches"]  # some are of all stacks together
+    assert found[1]["launches"] > 2 * found[0]["launches"]
     assert found[1]["kernels"] <= found[0]["kernels"] <= 75
 
 
 def test_the_figures_of_kernels_and_launches_hold_the_update_to_what_was_reached():
     rows = {(row["tree"], row["method"]): row for row in committed("gpu")["results"]}
-    for tree, kernels, launches in (("GPT-2-small", 95, 195), ("Llama-8B, 4 layers", 140, 720)):
+    for tree, kernels, launches in (("GPT-2-small", 95, 133), ("Llama-8B, 4 layers", 140, 696)):
         for preset in ("fast", "balanced"):
             assert rows[tree, preset]["kernels"] <= kernels
             assert rows[tree, preset]["launches"] <= launches
+            assert rows[tree, preset]["product_kinds"] <= rows[tree, "Optax, bfloat16"]["product_kinds"] + 2
             assert rows[tree, preset]["factorizations"] == 0
 
 
