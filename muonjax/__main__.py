@@ -32,8 +32,8 @@ PRESETS = {
     "balanced": NewtonSchulz.balanced(),
     "accurate": NewtonSchulz.accurate(),
 }
-# For each preset and the bits of the operands: the lower end of its polynomials' interval, and the mean polar error that
-# it may have on recorded momentum.
+# For each preset and the bits of the operands: the lower end of its polynomials' interval, and the mean polar error
+# that it may have on recorded momentum.
 STATED = {
     ("fast", 32): (2e-2, 0.27),
     ("fast", 16): (4e-3, 0.45),

@@ -16,7 +16,7 @@ relative to Q and T, and a step multiplies them no more than it multiplies X.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,8 @@ def iterate(
     r2 = products.symmetric(r)
     u = 1 / _bound(r2, settings)
 
-    total, gain = None, 1.0
+    total: Any = None
+    gain = 1.0
     for t, (a, b, c) in enumerate(rows):
         if t in restarts:
             # z <- gain (1 + T) z

@@ -15,9 +15,9 @@ def test_the_dry_run(platform, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run", "--dry-run", "--out", str(tmp_path)])
     runpy.run_module(f"benchmarks.{platform}.run", run_name="__main__")
     rows = json.loads((tmp_path / f"{platform}_dry_run.json").read_text())["rows"]
-    sections = {"check", "step", "shapes", "accuracy", "product"} | (
-        {"compile"} if platform == "gpu" else set()
-    )
+    sections = {"check", "step", "queue", "stacks", "accuracy", "hostile", "shapes", "product"}
+    if platform == "gpu":
+        sections.add("compile")
     assert {row["section"] for row in rows} == sections
     for result in (row["result"] for row in rows):
         assert not [
