@@ -32,9 +32,9 @@ from muonjax._mesh.host_memory import offload
 from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._optimizers.partition import check_program, partition_by_route, sharded_as
+from muonjax._transforms.hyperball import hyperball
 from muonjax._transforms.momentum import momentum_dtype, trace
 from muonjax._transforms.orthogonalize import match_rms, normalize_neurons, orthogonalize
-from muonjax._transforms.weight_size import hyperball
 
 _USUAL_RMS = "; 0.2 is the usual RMS of AdamW's."
 
