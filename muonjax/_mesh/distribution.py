@@ -20,7 +20,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from muonjax._common.arguments import warn_user
 from muonjax._common.trees import broadcast_prefix
-from muonjax._mesh.host_memory import leaf_by_leaf as leaf_by_leaf  # for `_transforms`
 
 Axes = tuple[str, ...]
 """Names of mesh axes."""

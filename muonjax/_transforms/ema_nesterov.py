@@ -10,7 +10,7 @@ import optax
 from muonjax._common.arguments import check_range, check_transformation
 from muonjax._common.linalg import at_least_float32, scaled
 from muonjax._common.trees import dtype_of, unboxed
-from muonjax._mesh.distribution import leaf_by_leaf
+from muonjax._mesh.host_memory import leaf_by_leaf
 
 
 class EmaNesterovState(NamedTuple):

@@ -10,7 +10,8 @@ import optax
 
 from muonjax._common.arguments import WIDE_FLOATS, check_flag, check_range, given_dtype
 from muonjax._common.linalg import at_least_float32
-from muonjax._mesh.distribution import Distribution, check_distribution, leaf_by_leaf, shards_of_last_axis
+from muonjax._mesh.distribution import Distribution, check_distribution, shards_of_last_axis
+from muonjax._mesh.host_memory import leaf_by_leaf
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int8
