@@ -33,7 +33,7 @@ from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._optimizers.partition import check_program, partition_by_route, sharded_as
 from muonjax._transforms.hyperball import hyperball
-from muonjax._transforms.momentum import momentum_dtype, trace
+from muonjax._transforms.momentum import check_decay, momentum_dtype, trace
 from muonjax._transforms.orthogonalize import match_rms, normalize_neurons, orthogonalize
 
 _USUAL_RMS = "; 0.2 is the usual RMS of AdamW's."
@@ -42,7 +42,7 @@ _USUAL_RMS = "; 0.2 is the usual RMS of AdamW's."
 class MatrixSettings(TypedDict, total=False):
     """Keywords that `muon`, `normuon` and `muonh` have in common; described in `muon`."""
 
-    decay: float
+    decay: optax.ScalarOrSchedule
     nesterov: bool
     mu_dtype: jax.typing.DTypeLike | None
     newton_schulz: NewtonSchulz | None
@@ -74,7 +74,7 @@ def _orthogonalized(
     adamw: Callable[[Any], optax.GradientTransformation],
     program: DimensionNumbersTree | None,
     *,
-    decay: float = 0.95,
+    decay: optax.ScalarOrSchedule = 0.95,
     nesterov: bool = True,
     mu_dtype: jax.typing.DTypeLike | None = None,
     newton_schulz: NewtonSchulz | None = None,
@@ -90,7 +90,7 @@ def _orthogonalized(
       adamw: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
       program: As in `muon`, and so are the settings.
     """
-    check_range(call, "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
+    check_decay(call, decay)
     check_flag(call, "nesterov", nesterov)
     momentum_dtype(call, "mu_dtype", mu_dtype)
     check_distribution(distribution, call=call)
@@ -138,7 +138,7 @@ def muon(
         None: all matrices, embeddings and heads; no biases, no norms.
       rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
         sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
-      decay: Coefficient of the momentum, in [0, 1).
+      decay: Coefficient of the momentum, a number in [0, 1) or an Optax schedule.
       nesterov: Look one step ahead, G + decay M; False takes M itself.
       mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's. A
         float type is that of AdamW's first moment too.

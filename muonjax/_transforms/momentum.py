@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import WIDE_FLOATS, check_flag, check_range, given_dtype
-from muonjax._common.linalg import at_least_float32
+from muonjax._common.arguments import WIDE_FLOATS, check_flag, check_range, given_dtype, other_state
+from muonjax._common.linalg import at_least_float32, scaled
 from muonjax._mesh.distribution import Distribution, check_distribution, shards_of_last_axis
 from muonjax._mesh.host_memory import leaf_by_leaf
 
@@ -39,8 +40,26 @@ class Int8TraceState(NamedTuple):
     scale: Any
 
 
+class ScheduledTraceState(NamedTuple):
+    """State of `trace` whose decay is a schedule.
+
+    Attributes:
+      count: Updates so far, int32.
+      momentum: The state that `trace` has for a number: `optax.TraceState`, or an `Int8TraceState`.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax, optax
+      >>> state = muonjax.trace(optax.linear_schedule(0.85, 0.95, 300)).init({"w": jnp.ones((2, 3))})
+      >>> int(state.count), state.momentum.trace["w"].shape
+      (0, (2, 3))
+    """
+
+    count: jax.Array
+    momentum: Any
+
+
 def trace(
-    decay: float,
+    decay: optax.ScalarOrSchedule,
     nesterov: bool = False,
     accumulator_dtype: jax.typing.DTypeLike | None = None,
     *,
@@ -55,17 +74,18 @@ def trace(
     update is taken from M before it is rounded.
 
     Args:
-      decay: In [0, 1).
+      decay: A number in [0, 1), or an Optax schedule of such numbers.
       nesterov: Return G + decay M instead of M.
       accumulator_dtype: The dtype of M; None is the parameter's. `muonjax.cast_momentum` converts a state.
       distribution: As in `orthogonalize`; with it, or with explicit axis types, blocks that would cross a shard are
         refused. They would need collectives.
 
     Returns:
-      An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`.
+      An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`; with a schedule it is
+      a `ScheduledTraceState` around either.
 
     Raises:
-      TypeError: A decay that is no number; while tracing, a complex leaf for int8.
+      TypeError: A decay that is neither a number nor a schedule; while tracing, a complex leaf for int8.
       ValueError: A decay out of its range; while tracing, a block that would cross a shard, or a state in int8 for
         another dtype or the reverse.
 
@@ -77,48 +97,74 @@ def trace(
 
     Source: `optax.trace`; linear 8-bit momentum for Muon: Gupta et al., 2025 (arXiv:2509.23106).
     """
-    check_range("trace", "decay", decay, "in [0, 1)", ": momentum would grow without end; 0.95 is usual.")
+    check_decay("trace", decay)
     check_flag("trace", "nesterov", nesterov)
     check_distribution(distribution, call="trace")
     dtype = momentum_dtype("trace", "accumulator_dtype", accumulator_dtype)
     int8 = dtype == jnp.int8
     kind: Any = Int8TraceState if int8 else optax.TraceState
 
-    def wide_step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def wide_step(g: jax.Array, m: jax.Array, decay: Any) -> tuple[jax.Array, jax.Array]:
         # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
         wide = at_least_float32(g.dtype, m.dtype)
         g, m = g.astype(wide), m.astype(wide)
-        new = g + decay * m
-        return g + decay * new if nesterov else new, new
+        new = g + scaled(m, decay)
+        return g + scaled(new, decay) if nesterov else new, new
 
-    def step(g: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ahead, new = wide_step(g, m)
+    def step(g: jax.Array, m: jax.Array, *, decay: Any) -> tuple[jax.Array, jax.Array]:
+        ahead, new = wide_step(g, m, decay)
         with jax.numpy_dtype_promotion("standard"):
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
         return ahead.astype(update_dtype), new.astype(dtype or m.dtype)
 
-    def int8_step(g: jax.Array, values: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
-        ahead, new = wide_step(g, dequantize(values, scale))
+    def int8_step(g: jax.Array, values: jax.Array, scale: jax.Array, *, decay: Any) -> tuple[jax.Array, ...]:
+        ahead, new = wide_step(g, dequantize(values, scale), decay)
         return ahead.astype(g.dtype), *quantize(new)
 
-    def init(params: optax.Params) -> Any:
+    def init_momentum(params: optax.Params) -> Any:
         if not int8:
-            return optax.trace(decay, accumulator_dtype=dtype).init(params)
+            return optax.trace(0.0, accumulator_dtype=dtype).init(params)
         _check_blocks(params, distribution)
         # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
         values = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int8), params)
         scales = jax.tree.map(lambda v: jnp.zeros_like(_in_blocks(v)[..., 0], jnp.float32), values)
         return Int8TraceState(values, scales)
 
-    def update(updates: optax.Updates, state: Any, params: Any = None):
-        del params
-        check_kind("trace", state, int8)
+    def update_momentum(updates: optax.Updates, momentum: Any, decay: Any) -> tuple[Any, Any]:
+        check_kind("trace", momentum, int8)
         if int8:
             _check_blocks(updates, distribution)
-        updates, *new = leaf_by_leaf(int8_step if int8 else step, updates, *state)
-        return updates, kind(*new)
+        leaf_step = partial(int8_step if int8 else step, decay=decay)
+        updates, *arrays = leaf_by_leaf(leaf_step, updates, *momentum)
+        return updates, kind(*arrays)
+
+    def init(params: optax.Params) -> Any:
+        momentum = init_momentum(params)
+        return ScheduledTraceState(jnp.zeros([], jnp.int32), momentum) if callable(decay) else momentum
+
+    def value_and_count(_: Any, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        assert callable(decay)
+        value = jnp.asarray(decay(count), jnp.result_type(float))
+        return value, jnp.asarray(optax.safe_increment(count))
+
+    def update(updates: optax.Updates, state: Any, params: Any = None):
+        del params
+        if not callable(decay):
+            return update_momentum(updates, state, decay)
+        if not hasattr(state, "momentum"):
+            raise ValueError(other_state("trace", state))
+        # The count may be in host memory, as the momentum.
+        value, count = leaf_by_leaf(value_and_count, 0.0, state.count)
+        updates, momentum = update_momentum(updates, state.momentum, value)
+        return updates, ScheduledTraceState(count, momentum)
 
     return optax.GradientTransformation(init, update)
+
+
+def check_decay(call: str, decay: Any) -> None:
+    """Raise unless it is a coefficient of momentum or a schedule of them."""
+    why = ": momentum would grow without end; 0.95 is usual."
+    check_range(call, "decay", decay, "in [0, 1)", why, schedule=True)
 
 
 _MOMENTUM = (*WIDE_FLOATS, jnp.complexfloating, jnp.int8), "a float type of 16 bits or more, or jnp.int8"

@@ -1,0 +1,90 @@
+"""Schedules: of the momentum, and of the two rates, whose last values the state keeps for a log."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import muonjax
+from tests.tools.oracles import SHORT, normal
+
+PARAMS = {
+    "attention": {name: {"kernel": normal(8, 2, 4, seed=seed)} for seed, name in enumerate(("query", "key"))},
+    "scale": jnp.ones(8),
+}
+NUMBERS = {"attention": muonjax.MuonDimensionNumbers(0, (1, 2)), "scale": None}
+SITE = muonjax.mha_site()
+STEPS = 4
+
+
+def warm_up(count):
+    """The momentum at a step, also in NumPy."""
+    return 0.5 + 0.125 * count
+
+
+def gradients(step):
+    return jax.tree.map(lambda p: normal(*p.shape, seed=step + p.size), PARAMS)
+
+
+def after_steps(tx, **extra):
+    state = tx.init(PARAMS)
+    for step in range(STEPS):
+        _, state = jax.jit(tx.update)(gradients(step), state, PARAMS, **extra)
+    return state
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_schedule_of_the_momentum_equals_float64(nesterov):
+    tx = muonjax.trace(warm_up, nesterov)
+    state = tx.init(PARAMS["scale"])
+    momentum = np.zeros(8)
+    for step in range(STEPS):
+        gradient = normal(8, seed=step)
+        update, state = tx.update(gradient, state)
+        momentum = np.asarray(gradient, np.float64) + warm_up(step) * momentum
+        expected = gradient + warm_up(step) * momentum if nesterov else momentum
+        np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-6)
+
+
+OPTIMIZERS = {
+    "muon": lambda rate, **kw: muonjax.muon(rate, NUMBERS, **kw),
+    "normuon": lambda rate, **kw: muonjax.normuon(rate, NUMBERS, **kw),
+    "muonh": lambda rate, **kw: muonjax.muonh(rate, NUMBERS, adam_learning_rate=rate, **kw),
+    "muonclip": lambda rate, **kw: muonjax.muonclip(rate, SITE, dimension_numbers=NUMBERS, **kw),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_takes_a_schedule_of_the_momentum(name):
+    extra = {"max_logits": {"attention": jnp.ones(2)}} if name == "muonclip" else {}
+    state = after_steps(OPTIMIZERS[name](1e-3, decay=warm_up, newton_schulz=SHORT), **extra)
+    momenta = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if ".trace" in jax.tree_util.keystr(path)
+    }
+    assert len(momenta) == 2
+    for leaf, momentum in zip(("key", "query"), momenta.values(), strict=True):
+        expected = np.zeros((8, 2, 4))
+        for step in range(STEPS):
+            gradient = gradients(step)["attention"][leaf]["kernel"]
+            expected = np.asarray(gradient, np.float64) + warm_up(step) * expected
+        np.testing.assert_allclose(momentum, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_number_keeps_the_state_of_optax():
+    assert type(muonjax.trace(0.9).init(PARAMS)) is optax.TraceState
+
+
+def test_a_state_without_a_count_is_refused():
+    state = muonjax.trace(0.9).init(PARAMS)
+    with pytest.raises(ValueError, match=r"trace: this is the state of another optimizer, with TraceState"):
+        muonjax.trace(warm_up).update(PARAMS, state)
+
+
+def test_the_momentum_of_a_schedule_can_be_cast():
+    state = muonjax.trace(warm_up).init(PARAMS)
+    cast = muonjax.cast_momentum(state, jnp.int8)
+    _, after = muonjax.trace(warm_up, accumulator_dtype=jnp.int8).update(PARAMS, cast)
+    assert jax.tree.structure(after) == jax.tree.structure(cast)
