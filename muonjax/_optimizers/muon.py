@@ -33,6 +33,7 @@ from muonjax._names.dimension_numbers import decays
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 from muonjax._optimizers.partition import check_program, partition_by_route, sharded_as
 from muonjax._transforms.hyperball import hyperball
+from muonjax._transforms.learning_rate import adamw, scale_by_learning_rate
 from muonjax._transforms.momentum import check_decay, momentum_dtype, trace
 from muonjax._transforms.orthogonalize import match_rms, normalize_neurons, orthogonalize
 
@@ -71,7 +72,7 @@ def _orthogonalized(
     call: str,
     members: Sequence[Callable[..., optax.GradientTransformation]],
     end: Sequence[optax.GradientTransformation],
-    adamw: Callable[[Any], optax.GradientTransformation],
+    others: Callable[[Any], optax.GradientTransformation],
     program: DimensionNumbersTree | None,
     *,
     decay: optax.ScalarOrSchedule = 0.95,
@@ -87,7 +88,7 @@ def _orthogonalized(
       call: Names the optimizer in errors.
       members: Make what follows in the chain, from `dimension_numbers`, those of the matrices.
       end: What follows them.
-      adamw: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
+      others: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
       program: As in `muon`, and so are the settings.
     """
     check_decay(call, decay)
@@ -108,7 +109,7 @@ def _orthogonalized(
             *map(offload, end),
         )
 
-    return partition_by_route(call, matrices, adamw if adam is None else lambda _: adam, program)
+    return partition_by_route(call, matrices, others if adam is None else lambda _: adam, program)
 
 
 @explains_keywords("muon", _orthogonalized)
@@ -144,6 +145,7 @@ def muon(
         float type is that of AdamW's first moment too.
       newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
       adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
+        For its rate in `metrics` under a schedule, give `optax.inject_hyperparams(optax.adamw)(schedule)`.
       distribution: How the parameters are sharded (see `orthogonalize`).
 
     Returns:
@@ -253,8 +255,8 @@ def muonh(
         check_rates("muonh", adam_learning_rate=adam_learning_rate)
 
     adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
-    adamw = _adamw(adam_rate, 0.0, None, mu_dtype=settings.get("mu_dtype"))
-    return _orthogonalized("muonh", [partial(hyperball, learning_rate)], (), adamw, program, **settings)
+    others = _adamw(adam_rate, 0.0, None, mu_dtype=settings.get("mu_dtype"))
+    return _orthogonalized("muonh", [partial(hyperball, learning_rate)], (), others, program, **settings)
 
 
 def _decayed(
@@ -269,9 +271,9 @@ def _decayed(
     """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
     check_rates(call, learning_rate=learning_rate, weight_decay=weight_decay)
     check_mask(call, "weight_decay_mask", mask)
-    end = optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
-    adamw = _adamw(learning_rate, weight_decay, mask, program, settings.get("mu_dtype"))
-    return _orthogonalized(call, members, end, adamw, program, **settings)
+    end = optax.add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
+    others = _adamw(learning_rate, weight_decay, mask, program, settings.get("mu_dtype"))
+    return _orthogonalized(call, members, end, others, program, **settings)
 
 
 def _adamw(
@@ -290,7 +292,7 @@ def _adamw(
         # Adam's first moment has no 8-bit form.
         is_int8 = mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
         adam_dtype = None if is_int8 else mu_dtype
-        return optax.adamw(
+        return adamw(
             learning_rate, b2=0.95, eps=_adam_eps(tree), weight_decay=decay, mask=own, mu_dtype=adam_dtype
         )
 
@@ -406,7 +408,7 @@ def adamclip(
     Source: J. Su, kexue.fm/archives/11126.
     """
     _check_adamw(learning_rate=learning_rate, **settings)
-    optimizer = offload(optax.adamw(learning_rate, **settings))
+    optimizer = offload(adamw(learning_rate, **settings))
     return _clipped(optimizer, clip_of_logits("adamclip", threshold, program, every_k, axis_name))
 
 

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from muonjax._common.arguments import check_mask, check_rates, require_params
 from muonjax._common.linalg import at_least_float32
 from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
+from muonjax._transforms.learning_rate import scale_by_learning_rate
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact, Num
@@ -78,7 +79,7 @@ class HyperballState(NamedTuple):
     """State of `hyperball`.
 
     Attributes:
-      learning_rate: The state of `optax.scale_by_learning_rate`.
+      learning_rate: A `LearningRateState` for a schedule, `optax.EmptyState()` for a number.
       rms: A tree like the parameters. For each matrix ||W||_F / sqrt(m n), which it keeps; float32 or wider, in the
         leaf's shape with the axes of the matrix of size 1. `optax.MaskedNode()` in place of a leaf that is no matrix, a
         tuple where a leaf has unequal parts.
@@ -137,7 +138,7 @@ def hyperball(
     (arXiv:2606.16899); with R that follows `qk_clip`, so that what it has shrunk stays shrunk.
     """
     check_rates("hyperball", learning_rate=learning_rate)
-    rate = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
+    rate = scale_by_learning_rate(learning_rate, flip_sign=False)
 
     def init(params: optax.Params) -> HyperballState:
         pieces = matrix_pieces(dimension_numbers, params, call="hyperball")

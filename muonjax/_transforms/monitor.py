@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,7 +239,10 @@ def metrics(state: Any) -> dict[str, Any]:
     """What an optimizer's state keeps for a log, as one flat mapping from names to numbers.
 
     - `count`: how many updates there were, where a part of the state counts them; of several counts the largest;
-    - `learning_rate`, where `optax.inject_hyperparams` keeps it.
+    - `learning_rate`: the rate of the last update, under a schedule of muonjax's optimizers or where
+      `optax.inject_hyperparams` keeps it;
+    - `adam_learning_rate`: the same of the leaves that are no matrices. With a schedule of your own, give
+      `adam=optax.inject_hyperparams(optax.adamw)(schedule)`: the state of `optax.adamw(schedule)` has no rate.
 
     What clips and monitors have measured is found wherever they are: in a chain at any depth, in `optax.MultiSteps`, in
     Flax's `TrainState.opt_state`, in `nnx.Optimizer.opt_state`, and in `nnx.state` of an optimizer or train state. For
@@ -246,6 +250,7 @@ def metrics(state: Any) -> dict[str, Any]:
 
     - `qk_clip/largest`: the largest signal that the last clip went by; for `qk_clip` a logit;
     - `qk_clip/num_clipped`, `qk_clip/total_clipped`: heads that the last clip scaled, and the sum over all clips;
+    - `qk_clip/share_clipped`: the heads that the last clip scaled, over all heads;
     - `qk_clip/smallest_factor`: the smallest γ at the last clip, 1 if nothing was scaled;
     - `qk_clip/largest/<module>`: the largest signal of one module, over its heads and layers.
 
@@ -270,7 +275,7 @@ def metrics(state: Any) -> dict[str, Any]:
       (1.0, 1.0)
     """
     leaves = [(names(path), leaf) for path, leaf in jax.tree.leaves_with_path(state) if not jnp.shape(leaf)]
-    found = {path[-1]: x for path, x in leaves if path[-2:] == ("hyperparams", "learning_rate")}
+    found = _rates(dict(leaves))
     # A parameter of this name is no integer.
     counts = [x for path, x in leaves if path[-1:] == ("count",) and jnp.issubdtype(dtype_of(x), jnp.integer)]
     found |= {"count": functools.reduce(jnp.maximum, counts)} if counts else {}
@@ -285,6 +290,26 @@ def metrics(state: Any) -> dict[str, Any]:
         numbers = {key: jnp.asarray(value, jnp.float32) for key, value in found.items()}
         return {key: jnp.where(value == -jnp.inf, jnp.nan, value) for key, value in numbers.items()}
     return {key: math.nan if x == -math.inf else float(x) for key, x in jax.device_get(found).items()}
+
+
+def _rates(scalars: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """The learning rates that `optax.inject_hyperparams` and a `LearningRateState` keep."""
+    rates: dict[str, Any] = {}
+    for path, value in scalars.items():
+        if path[-1:] != ("learning_rate",):
+            continue
+        count = scalars.get((*path[:-1], "count"))
+        # A parameter may be called `learning_rate`, but no moment is an integer.
+        has_count = count is not None and jnp.issubdtype(dtype_of(count), jnp.integer)
+        if path[-2:-1] == ("hyperparams",) or has_count:
+            rates["adam_learning_rate" if _is_of_adam(path) else "learning_rate"] = value
+    return rates
+
+
+def _is_of_adam(path: tuple[str, ...]) -> bool:
+    """Whether the innermost partition around this entry gives it to the part for all but matrices."""
+    labels = [label for name, label in itertools.pairwise(path) if name == "inner_states"]
+    return labels[-1:] == ["adam"]
 
 
 def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
@@ -306,9 +331,12 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
     maxima, factors, clips = ({path: unboxed(x) for path, x in state[name].items()} for name in names)
     largest = {path: signal.max() for path, signal in maxima.items()}
     smallest = [factor.min() for factor in factors.values()]
+    num_clipped = sum(jnp.sum(factor < 1) for factor in factors.values())
+    num_heads = sum(factor.size for factor in factors.values())
     return {
         "largest": functools.reduce(jnp.maximum, largest.values(), -jnp.inf),
-        "num_clipped": sum(jnp.sum(factor < 1) for factor in factors.values()),
+        "num_clipped": num_clipped,
+        "share_clipped": num_clipped / max(1, num_heads),
         "total_clipped": sum(jnp.sum(count) for count in clips.values()),
         "smallest_factor": functools.reduce(jnp.minimum, smallest, 1.0),
         **{f"largest/{path}" if path else "largest/model": value for path, value in largest.items()},

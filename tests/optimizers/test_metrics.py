@@ -38,6 +38,7 @@ def test_finds_the_clip(tx):
         "qk_clip/largest": 400.0,
         "qk_clip/num_clipped": 1.0,
         "qk_clip/total_clipped": 1.0,
+        "qk_clip/share_clipped": 0.5,
         "qk_clip/smallest_factor": 0.25,
         "qk_clip/largest/attention": 400.0,
     }
@@ -54,12 +55,12 @@ def test_before_the_first_step():
 
 @pytest.mark.parametrize("tx", [
     muonjax.muon(1e-3, newton_schulz=SHORT),
-    muonjax.muonh(schedule, adam=optax.sgd(0.1), newton_schulz=SHORT),
+    muonjax.muonh(lambda count: 1e-3, adam=optax.sgd(0.1), newton_schulz=SHORT),
     optax.MultiSteps(optax.inject_hyperparams(muonjax.muon)(1e-3, newton_schulz=SHORT), 1),
     optax.chain(muonjax.monitor(optax.identity(), groups=lambda path: None), optax.scale(2.0)),
 ])  # fmt: skip
 def test_the_count_and_the_rate_of_any_optimizer(tx):
-    params = PARAMS | {"count": jnp.ones(())}  # a parameter of that name
+    params = PARAMS | {"count": jnp.ones(()), "learning_rate": jnp.ones(())}  # parameters of these names
     state = tx.init(params)
     assert muonjax.metrics(state)["count"] == 0
     for _ in range(2):

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import muonjax
+from muonjax._transforms.learning_rate import adamw
 from tests.tools.oracles import SHORT, normal
 
 PARAMS = {
@@ -88,3 +89,35 @@ def test_the_momentum_of_a_schedule_can_be_cast():
     cast = muonjax.cast_momentum(state, jnp.int8)
     _, after = muonjax.trace(warm_up, accumulator_dtype=jnp.int8).update(PARAMS, cast)
     assert jax.tree.structure(after) == jax.tree.structure(cast)
+
+
+RATE = optax.linear_schedule(1e-2, 0.0, 8)
+ADAM_RATE = optax.linear_schedule(1e-3, 0.0, 16)
+INJECTED = optax.inject_hyperparams(optax.adamw)(ADAM_RATE)
+
+
+@pytest.mark.parametrize(("make", "adam_rate"), [
+    (lambda: muonjax.muon(RATE, NUMBERS, newton_schulz=SHORT), RATE),
+    (lambda: muonjax.muon(RATE, NUMBERS, newton_schulz=SHORT, adam=INJECTED), ADAM_RATE),
+    (lambda: muonjax.normuon(RATE, NUMBERS, newton_schulz=SHORT), RATE),
+    (lambda: muonjax.muonh(RATE, NUMBERS, newton_schulz=SHORT, adam_learning_rate=ADAM_RATE), ADAM_RATE),
+    (lambda: optax.chain(optax.clip(1.0), muonjax.muon(RATE, NUMBERS, newton_schulz=SHORT)), RATE),
+])  # fmt: skip
+def test_the_metrics_have_the_rates_of_the_last_update(make, adam_rate):
+    metrics = muonjax.metrics(after_steps(make()))
+    assert metrics["learning_rate"] == pytest.approx(float(RATE(STEPS - 1)))
+    assert metrics["adam_learning_rate"] == pytest.approx(float(adam_rate(STEPS - 1)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rate", [1e-2, RATE])
+def test_adamw_and_its_rate_are_those_of_optax(rate, dtype):
+    settings = {"b2": 0.95, "weight_decay": 0.1, "mask": {"attention": True, "scale": False}}
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    ours, theirs = adamw(rate, **settings), optax.adamw(rate, **settings)
+    states = [ours.init(params), theirs.init(params)]
+    for step in range(STEPS):
+        grads = jax.tree.map(lambda g: g.astype(dtype), gradients(step))
+        updates, states[0] = ours.update(grads, states[0], params)
+        expected, states[1] = theirs.update(grads, states[1], params)
+        jax.tree.map(np.testing.assert_array_equal, updates, expected)
