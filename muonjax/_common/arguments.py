@@ -176,6 +176,25 @@ def check_mask(call: str, name: str, mask: Any) -> None:
             )
 
 
+def fitted_mask(call: str, name: str, mask: Any) -> Any:
+    """`mask` after its check; a tree becomes a function that raises where the tree does not fit the parameters."""
+    check_mask(call, name, mask)
+    if mask is None or callable(mask):
+        return mask
+
+    def fitted(params: Any) -> Any:
+        try:
+            jax.tree.map(lambda decays, part: None, mask, params)
+        except ValueError as error:
+            raise ValueError(
+                f"{call}({name}={shown(mask)}) does not fit the parameters: give True for all, False for "
+                "none, a tree of booleans like the parameters or a prefix of it, or a function of them."
+            ) from error
+        return mask
+
+    return fitted
+
+
 def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
     """`value` as Python's; raises ValueError unless it is a whole number, at least `least`. `why` ends the message."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -14,13 +14,13 @@ from muonjax._clip.site import Sites
 from muonjax._common.arguments import (
     WIDE_FLOATS,
     check_flag,
-    check_mask,
     check_range,
     check_rates,
     check_transformation,
     check_update,
     errors_of,
     explains_keywords,
+    fitted_mask,
     given_dtype,
     other_state,
 )
@@ -270,7 +270,7 @@ def _decayed(
 ) -> optax.GradientTransformationExtraArgs:
     """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
     check_rates(call, learning_rate=learning_rate, weight_decay=weight_decay)
-    check_mask(call, "weight_decay_mask", mask)
+    mask = fitted_mask(call, "weight_decay_mask", mask)
     end = optax.add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
     others = _adamw(learning_rate, weight_decay, mask, program, settings.get("mu_dtype"))
     return _orthogonalized(call, members, end, others, program, **settings)
@@ -407,13 +407,14 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    _check_adamw(learning_rate=learning_rate, **settings)
-    optimizer = offload(adamw(learning_rate, **settings))
+    numbers: dict[str, Any] = dict(settings)
+    mask = fitted_mask("adamclip", "mask", numbers.pop("mask", None))
+    _check_adamw(learning_rate=learning_rate, **numbers)
+    optimizer = offload(adamw(learning_rate, mask=mask, **numbers))
     return _clipped(optimizer, clip_of_logits("adamclip", threshold, program, every_k, axis_name))
 
 
-def _check_adamw(mask: Any = None, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
-    check_mask("adamclip", "mask", mask)
+def _check_adamw(*, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
     check_flag("adamclip", "nesterov", nesterov)
     if mu_dtype is not None:
         given_dtype("adamclip", "mu_dtype", mu_dtype, WIDE_FLOATS, "a float type of 16 bits or more")

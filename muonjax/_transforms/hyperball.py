@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._common.arguments import check_mask, check_rates, require_params
+from muonjax._common.arguments import check_rates, fitted_mask, require_params
 from muonjax._common.linalg import at_least_float32
 from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
 from muonjax._transforms.learning_rate import scale_by_learning_rate
@@ -49,7 +49,7 @@ def cautious_weight_decay(
     Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
     """
     check_rates("cautious_weight_decay", weight_decay=weight_decay)
-    check_mask("cautious_weight_decay", "mask", mask)
+    mask = fitted_mask("cautious_weight_decay", "mask", mask)
     decay = optax.add_decayed_weights(weight_decay, mask)
 
     def agreeing(u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]) -> Num[Array, "*leaf"] | None:
@@ -142,11 +142,19 @@ def hyperball(
 
     def init(params: optax.Params) -> HyperballState:
         pieces = matrix_pieces(dimension_numbers, params, call="hyperball")
+        paths_and_leaves = jax.tree.leaves_with_path(params)
+        for piece in pieces:
+            path, leaf = paths_and_leaves[piece.leaf]
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"hyperball: init(params) keeps the norms of the weights, and {jax.tree_util.keystr(path)} is "
+                    f"{leaf}; for the shapes of the state call jax.eval_shape(tx.init, params)."
+                )
         weights = pieces.of(params)
         kept = [_rms(_wide(w, piece.view), piece.view) for w, piece in zip(weights, pieces, strict=True)]
         for piece, rms in zip(pieces, kept, strict=True):
             if not isinstance(rms, Tracer) and not bool((rms > 0).all()):
-                where = jax.tree_util.keystr(jax.tree.leaves_with_path(params)[piece.leaf][0])
+                where = jax.tree_util.keystr(paths_and_leaves[piece.leaf][0])
                 raise ValueError(f"hyperball: {where} has a matrix of zeros; start it from random numbers.")
         return HyperballState(rate.init(jnp.zeros(())), pieces.as_state(kept))
 

@@ -223,3 +223,24 @@ def test_layouts_of_pytorch_without_a_bias():
     assert re.search(
         r"up/weight +64×16 +Muon", muonjax.tabulate(hidden)
     )  # as wide as the vocabulary by chance
+
+
+@pytest.mark.parametrize("mask", [[], {"dense": {"kernel": True}}])
+@pytest.mark.parametrize(("make", "call"), [
+    (lambda mask: MUON(weight_decay_mask=mask), "muon(weight_decay_mask="),
+    (lambda mask: MUON(weight_decay_mask=mask, adam=optax.sgd(0.1)), "muon(weight_decay_mask="),
+    (lambda mask: muonjax.cautious_weight_decay(0.1, mask), "cautious_weight_decay(mask="),
+    (lambda mask: muonjax.adamclip(1e-2, muonjax.mha_site(), mask=mask), "adamclip(mask="),
+])  # fmt: skip
+def test_a_mask_that_does_not_fit_the_parameters(make, call, mask):
+    with pytest.raises(ValueError, match=re.escape(call)) as error:
+        make(mask).init(PARAMS)
+    assert "give True for all, False for none" in str(error.value)
+
+
+def test_hyperball_needs_weights_and_not_shapes():
+    tx = muonjax.muonh(1e-2, adam_learning_rate=1e-3)
+    shapes = jax.eval_shape(lambda: PARAMS)
+    with pytest.raises(TypeError, match=r"hyperball.*\['kernel'\].*jax.eval_shape\(tx.init, params\)"):
+        tx.init(shapes)
+    assert jax.tree.leaves(jax.eval_shape(tx.init, shapes))
