@@ -23,15 +23,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-# One of each library and of each kind of layer.
-QUICK = (
-    "transformers-gpt2", "transformers-bert_masked", "transformers-bloom", "transformers-t5",
-    "transformers-vit", "transformers-regnet", "transformers-roformer", "flax-linen_scan_on_axis_1",
-    "flax-linen_images", "flax-linen_recurrent", "flax-nnx_fused_in_a_jax_scan", "flax-nnx_others",
-    "haiku-haiku_layer_stack", "haiku-haiku_recurrent", "equinox-equinox_scan", "equinox-equinox_images",
-    "jax-byte_model", "jax-grouped_queries_by_einsum", "jax-latent_attention", "jax-chosen_experts",
-    "jax-diffusion_transformer", "jax-state_space",
-)  # fmt: skip
+# One of each kind: a fused projection, heads side by side, refused attentions beside others, layers on another axis
+# than the first, convolutions, a loop over layers, gates, shared parameters, latent attention, and experts.
+KINDS = (
+    "transformers-gpt2",
+    "transformers-bloom",
+    "transformers-t5",
+    "flax-linen_scan_on_axis_1",
+    "flax-linen_images",
+    "flax-nnx_fused_in_a_jax_scan",
+    "haiku-haiku_recurrent",
+    "equinox-equinox_scan",
+    "jax-latent_attention",
+    "jax-chosen_experts",
+)
 
 
 def inspected(model):
@@ -60,7 +65,7 @@ def wrong(model, found, answers):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@tiers.quick(*QUICK)
+@tiers.quick(*KINDS, others="nightly")
 def test_every_parameter_and_attention_is_decided_rightly_whatever_the_names_are(name):
     pytest.importorskip(MODELS[name].needs, reason=f"{MODELS[name].needs} is not installed")
     model = MODELS[name].make()

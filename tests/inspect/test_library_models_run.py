@@ -16,21 +16,32 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-QUICK = ("transformers-gpt2", "haiku-haiku_layer_stack")
+QUICK = ("transformers-gpt2", "jax-latent_attention")
 RUN = (
-    *QUICK, "transformers-bert_masked", "transformers-gptj", "transformers-mistral", "transformers-t5",
-    "transformers-vit", "flax-linen_scan_on_axis_1", "flax-linen_cross_attention", "flax-nnx_scan",
-    "equinox-equinox_rotary", "jax-byte_model", "jax-grouped_queries_by_einsum", "jax-latent_attention",
-    "jax-sliced_projections", "flax-vit_with_a_learned_query", "maxtext-gpt_oss", "maxtext-deepseek3",
-    "levanter-gpt2", "tunix-llama3", "penzai-llama", "keras_hub-gpt2", "keras_hub-llama", "gemma-gemma",
-)  # fmt: skip
-
-# Their attention is read, computed and clipped as that of "transformers-mistral" or "transformers-t5" is.
-AT_NIGHT = ("transformers-bert_masked", "transformers-gptj", "flax-linen_cross_attention")
-
-
-def at_night(names):
-    return [tiers.nightly(name) if name in AT_NIGHT else name for name in names]
+    *QUICK,
+    "transformers-bert_masked",
+    "transformers-gptj",
+    "transformers-mistral",
+    "transformers-t5",
+    "transformers-vit",
+    "haiku-haiku_layer_stack",
+    "flax-linen_scan_on_axis_1",
+    "flax-linen_cross_attention",
+    "flax-nnx_scan",
+    "equinox-equinox_rotary",
+    "jax-byte_model",
+    "jax-grouped_queries_by_einsum",
+    "jax-sliced_projections",
+    "flax-vit_with_a_learned_query",
+    "maxtext-gpt_oss",
+    "maxtext-deepseek3",
+    "levanter-gpt2",
+    "tunix-llama3",
+    "penzai-llama",
+    "keras_hub-gpt2",
+    "keras_hub-llama",
+    "gemma-gemma",
+)
 
 
 @functools.cache
@@ -82,14 +93,22 @@ def what_softmax_gets(name):
 # But for NNX, whose softmax is called inside of JAX, Equinox, which calls it for each example, Linen's scan, which
 # takes the effect of a report for a dependence between layers, and libraries that have a softmax of their own.
 OTHERS = (
-    "nnx", "equinox", "linen_scan", "vit_with", "maxtext", "levanter", "tunix", "penzai", "keras_hub",
+    "nnx",
+    "equinox",
+    "linen_scan",
+    "vit_with",
+    "maxtext",
+    "levanter",
+    "tunix",
+    "penzai",
+    "keras_hub",
     "gemma-",
-)  # fmt: skip
+)
 REPORTING = [name for name in RUN if not any(kind in name for kind in OTHERS)]
 
 
-@pytest.mark.parametrize("name", at_night(REPORTING))
-@tiers.quick(*QUICK)
+@pytest.mark.parametrize("name", REPORTING)
+@tiers.quick(*QUICK, others="nightly")
 def test_the_largest_logits_are_what_softmax_gets(name):
     (_, maxima), _ = measured(name)
     found = [row for maximum in maxima.values() for row in np.asarray(maximum).reshape(-1, maximum.shape[-1])]
@@ -99,8 +118,8 @@ def test_the_largest_logits_are_what_softmax_gets(name):
         assert any(np.allclose(row, other, rtol=1e-5) for other in seen), (row, seen)
 
 
-@pytest.mark.parametrize("name", at_night(RUN))
-@tiers.quick(*QUICK)
+@pytest.mark.parametrize("name", RUN)
+@tiers.quick(*QUICK, others="nightly")
 def test_loss_and_gradients_are_those_of_jax(name, pytestconfig):
     """To the bit with XLA's optimizations (`--optimized`); without them the rest is fused in another way."""
     model, params, inputs = made(name)
@@ -112,8 +131,8 @@ def test_loss_and_gradients_are_those_of_jax(name, pytestconfig):
         np.testing.assert_allclose(found, right, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", at_night(RUN))
-@tiers.quick(*QUICK)
+@pytest.mark.parametrize("name", RUN)
+@tiers.quick(*QUICK, others="nightly")
 @pytest.mark.filterwarnings("ignore:.*not clipped")
 def test_a_clip_holds_the_threshold(name):
     """In the first layer: those above get other inputs, once it is clipped."""

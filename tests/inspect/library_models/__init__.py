@@ -1,14 +1,13 @@
-"""Models that nobody here wrote, as functions at tiny sizes, with what is right for each of their parameters."""
+"""Models that nobody here wrote, as functions at tiny sizes, with what is right for each of their parameters.
 
-import importlib
+The right answers, and the sizes of those models that a library makes from a configuration, are the data of the files
+`*.toml`: a table for each model. Its `make` is a function in the file of makers that the first line names.
+"""
+
+import os
 
 from tests.inspect.library_models.model import MODELS, Model
 
-for _file in (
-    *("transformers_text", "transformers_others", "linen", "nnx", "published", "haiku", "equinox", "plain"),
-    # Each in an environment of its own.
-    *("maxtext", "levanter", "tunix", "penzai", "keras_hub_text", "keras_hub_others", "gemma"),
-):
-    importlib.import_module(f"tests.inspect.library_models.{_file}_models")
+os.environ.setdefault("KERAS_BACKEND", "jax")  # Before anything imports Keras.
 
 __all__ = ["MODELS", "Model"]

@@ -5,8 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tests.inspect.library_models.linen_models import HEAD
-from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
+from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
 
 
 def split(make):
@@ -44,19 +43,6 @@ def blocks(key, layers=2):
     return Block, [Block(k) for k in jax.random.split(key, layers)]
 
 
-def site(at: str, stacked: bool = False) -> str:
-    """Stored (out, in): heads of 8 on the first axis."""
-    a = int(stacked)
-    return (
-        f"query {at}/attention/query_proj/weight@{a} 4x8; query {at}/attention/query_proj/bias@{a} 4x8; "
-        f"key {at}/attention/key_proj/weight@{a} 4x8"
-    )
-
-
-NORMS = {"*norms/*/weight": "multiplied entry by entry"}
-
-
-@model("equinox")
 def equinox_transformer():
     import equinox as eqx
 
@@ -82,12 +68,9 @@ def equinox_transformer():
     def loss(params, text):
         return cross_entropy(jax.vmap(whole(params))(text)[:, :-1], text[:, 1:])
 
-    leaves = NORMS | {"table/weight": "looked up", "head/weight": HEAD, "*/weight": "1>0"}
-    heads = {"*/{query_proj,key_proj,value_proj}/weight": "1>0/4@0"}
-    return Model(loss, params, [tokens(2, 8)], leaves, [site("layers/0"), site("layers/1")], heads)
+    return loss, params, [tokens(2, 8)]
 
 
-@model("equinox")
 def equinox_scan():
     """Layers made by `filter_vmap`, run by `jax.lax.scan` under `jax.checkpoint`, a tied head."""
     import equinox as eqx
@@ -119,12 +102,9 @@ def equinox_scan():
     def loss(params, text):
         return cross_entropy(jax.vmap(whole(params))(text)[:, :-1], text[:, 1:])
 
-    leaves = NORMS | {"shared/*": "looked up", "*/weight": "2>1"}
-    heads = {"*/{query_proj,key_proj,value_proj}/weight": "2>1/4@1"}
-    return Model(loss, params, [tokens(2, 8)], leaves, [site("layers", True)], heads)
+    return loss, params, [tokens(2, 8)]
 
 
-@model("equinox")
 def equinox_rotary():
     """The rotary embedding of Equinox, given to its attention by `process_heads`."""
     import equinox as eqx
@@ -152,13 +132,9 @@ def equinox_rotary():
     def loss(params, x, labels):
         return cross_entropy(jax.vmap(whole(params))(x), labels)
 
-    leaves = {"head/weight": HEAD, "*/weight": "1>0"}
-    line = "query attention/query_proj/weight@0 4x8; key attention/key_proj/weight@0 4x8"
-    heads = {"*/{query_proj,key_proj,value_proj}/weight": "1>0/4@0"}
-    return Model(loss, params, [shape(2, 6, 32), tokens(2, 6)], leaves, [line], heads)
+    return loss, params, [shape(2, 6, 32), tokens(2, 6)]
 
 
-@model("equinox")
 def equinox_images():
     import equinox as eqx
 
@@ -188,20 +164,9 @@ def equinox_images():
     def loss(params, x, labels):
         return cross_entropy(jax.vmap(whole(params))(x), labels)
 
-    leaves = {
-        "layers/0/weight": "1,2,3>0",
-        "layers/2/weight": "1,2,3>0/4@0",
-        "layers/3/weight": "multiplied entry by entry",
-        "layers/5/weight": "a depthwise convolution",
-        "layers/7/weight": "1,2,3>0",
-        "layers/11/layer/weight": "1>0",
-        "layers/11/g": "multiplied entry by entry",
-        "layers/13/weight": HEAD,
-    }
-    return Model(loss, params, [shape(2, 3, 8, 8), tokens(2)], leaves)
+    return loss, params, [shape(2, 3, 8, 8), tokens(2)]
 
 
-@model("equinox")
 def equinox_recurrent():
     import equinox as eqx
 
@@ -226,16 +191,9 @@ def equinox_recurrent():
             return jax.vmap(self.head)(jax.lax.scan(step, start, x)[1])
 
     params, whole = split(Net)
-    leaves = {
-        "lstm/{weight_ih,weight_hh}": "1>0/4@0",
-        "gru/{weight_ih,weight_hh}": "1>0/3@0",
-        "head/weight": f"{HEAD}|multiplied by vectors",
-        "*/{bias,bias_n}": "added",
-    }
-    return Model(lambda params, x: mean_square(jax.vmap(whole(params))(x)), params, [shape(2, 7, 6)], leaves)
+    return lambda params, x: mean_square(jax.vmap(whole(params))(x)), params, [shape(2, 7, 6)]
 
 
-@model("equinox")
 def equinox_ensemble():
     """Five perceptrons at once."""
     import equinox as eqx
@@ -250,5 +208,4 @@ def equinox_ensemble():
         predicted = eqx.filter_vmap(one, in_axes=(eqx.if_array(0), None))(whole(params), x)
         return mean_square(predicted - y)
 
-    leaves = {"layers/2/weight": HEAD, "*/weight": "2>1"}
-    return Model(loss, params, [shape(4, 6), shape(4, 3)], leaves)
+    return loss, params, [shape(4, 6), shape(4, 3)]

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from tests.inspect.library_models.linen_models import HEAD
-from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
+from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
 
 
 def transformed(forward, *inputs):
@@ -25,15 +24,6 @@ def block(x):
     return x + hk.nets.MLP([64, 32], name="m")(hk.LayerNorm(-1, True, True)(x))
 
 
-BLOCK_HEADS = {"*/{query,key,value}/w": "0>1/4@1"}
-
-
-def site(at: str, stacked: bool = False) -> str:
-    axis = 1 + stacked
-    return "; ".join(f"{n} {at}/{n}/w@{axis} 4x8; {n} {at}/{n}/b@{axis - 1} 4x8" for n in ("query", "key"))
-
-
-@model("haiku")
 def haiku_transformer():
     def forward(text):
         import haiku as hk
@@ -49,11 +39,9 @@ def haiku_transformer():
     def loss(params, text):
         return cross_entropy(apply(params, text)[:, :-1], text[:, 1:])
 
-    leaves = {"*positions": "added", "head/w": HEAD}
-    return Model(loss, params, [tokens(2, 8)], leaves, [site("a"), site("a_1")], BLOCK_HEADS)
+    return loss, params, [tokens(2, 8)]
 
 
-@model("haiku")
 def haiku_layer_stack():
     """Layers scanned by `layer_stack`, rematerialized."""
 
@@ -69,13 +57,9 @@ def haiku_layer_stack():
     def loss(params, text):
         return cross_entropy(apply(params, text)[:, :-1], text[:, 1:])
 
-    leaves = {"head/w": HEAD, "*/w": "1>2"}
-    return Model(
-        loss, params, [tokens(2, 8)], leaves, [site("stack/a", True)], {"*/{query,key,value}/w": "1>2/4@2"}
-    )
+    return loss, params, [tokens(2, 8)]
 
 
-@model("haiku")
 def haiku_images():
     def forward(x):
         import haiku as hk
@@ -93,18 +77,9 @@ def haiku_images():
     def loss(params, x, labels):
         return cross_entropy(apply(params, x), labels)
 
-    leaves = {
-        "first/w": "0,1,2>3",
-        "grouped/w": "0,1,2>3/4@3",
-        "depthwise*/w": "a depthwise convolution",
-        "separable*/w": "a depthwise convolution",
-        "transposed/w": "0,1,3>2",  # stored (window, out, in)
-        "head/w": HEAD,
-    }
-    return Model(loss, params, [shape(2, 8, 8, 3), tokens(2)], leaves)
+    return loss, params, [shape(2, 8, 8, 3), tokens(2)]
 
 
-@model("haiku")
 def haiku_resnet():
     """Batch normalization whose averages are an input."""
     import haiku as hk
@@ -120,16 +95,9 @@ def haiku_resnet():
     def loss(params, state, x, labels):
         return cross_entropy(made.apply(params, state, None, x)[0], labels)
 
-    leaves = {
-        "*initial_conv/w": "0,1,2>3",
-        "*conv_1/w": "0,1,2>3",
-        "*conv*/w": "2>3",  # 1 × 1
-        "*logits/w": HEAD,
-    }
-    return Model(loss, params, [state, x, tokens(2)], leaves)
+    return loss, params, [state, x, tokens(2)]
 
 
-@model("haiku")
 def haiku_recurrent():
     """Input and state joined before one product with the four gates; a gated cell with three."""
 
@@ -147,16 +115,9 @@ def haiku_recurrent():
     def loss(params, text):
         return cross_entropy(apply(params, text).swapaxes(0, 1)[:, :-1], text[:, 1:])
 
-    leaves = {
-        "lstm/linear/w": "0>1/4@1",
-        "gru/w_i": "0>1/48,24@1|0>1/3@1",  # update and reset gate pass the sigmoid together
-        "gru/w_h": "0>1/48,24@1|0>1/3@1",  # cut before its products
-        "head/w": HEAD,
-    }
-    return Model(loss, params, [tokens(2, 7)], leaves)
+    return loss, params, [tokens(2, 7)]
 
 
-@model("haiku")
 def haiku_autoencoder():
     """A variational autoencoder: the last layer is a head, the code's layers are none."""
 
@@ -171,5 +132,4 @@ def haiku_autoencoder():
         return mean_square(hk.Linear(20, name="out")(y) - x) + divergence
 
     apply, params = transformed(forward, shape(2, 20), shape(2, 4))
-    leaves = {"out/w": HEAD}
-    return Model(apply, params, [shape(2, 20), shape(2, 4)], leaves)
+    return apply, params, [shape(2, 20), shape(2, 4)]

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
+from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
 
-HEAD = "an output head, as no product follows it"
 ATTENTION = {"*/{query,key,value}/kernel": "0>1,2", "*/out/kernel": "0,1>2"}
 ATTENTION_HEADS = {"*/{query,key,value}/kernel": "0>2"}
 
@@ -21,13 +20,6 @@ def measured(module: nn.Module, *inputs):
     """A model without a head, of parameters alone."""
     params, _ = parameters(module, *inputs)
     return (lambda params, *inputs: mean_square(module.apply({"params": params}, *inputs))), params, inputs
-
-
-def site(at: str, axis: int = 1) -> str:
-    """Heads on an axis of their own; `axis` is the kernel's, the bias's is one less."""
-    return "; ".join(
-        f"{name} {at}/{name}/kernel@{axis} 4x1; {name} {at}/{name}/bias@{axis - 1} 4x1" for name in ("query", "key")
-    )  # fmt: skip
 
 
 class Block(nn.Module):
@@ -68,69 +60,17 @@ class Language(nn.Module):
         return table.attend(nn.LayerNorm()(x))
 
 
-def language(module, leaves, attentions, per_head):
-    params, _ = parameters(module, tokens(2, 8))
-
-    def loss(params, text):
-        return cross_entropy(module.apply({"params": params}, text)[:, :-1], text[:, 1:])
-
-    return Model(loss, params, [tokens(2, 8)], leaves, attentions, per_head)
-
-
-EMBEDDED = {"positions": "added"}
-
-
-@model("flax")
-def linen_attention():
-    leaves = EMBEDDED | ATTENTION
-    return language(Language(), leaves, [site("Block_0/a"), site("Block_1/a")], ATTENTION_HEADS)
-
-
-@model("flax")
-def linen_scan():
-    """Layers on the first axis, rematerialized."""
-    leaves = EMBEDDED | {"*/{query,key,value}/kernel": "1>2,3", "*/out/kernel": "1,2>3", "*/kernel": "1>2"}
-    heads = {"*/{query,key,value}/kernel": "1>3"}
-    return language(Language(0), leaves, [site("layers/a", 2)], heads)
-
-
-@model("flax")
-def linen_scan_on_axis_1():
-    """A kernel (d, layers, heads, size), but a bias (heads, layers, size)."""
-    leaves = EMBEDDED | {"*/{query,key,value}/kernel": "0>2,3", "*/out/kernel": "0,2>3", "*/kernel": "0>2"}
-    biases = "; ".join(
-        f"{n} layers/a/{n}/kernel@2 4x1; {n} layers/a/{n}/bias@0 4x1" for n in ("query", "key")
-    )
-    return language(Language(1), leaves, [biases], {"*/{query,key,value}/kernel": "0>3"})
-
-
-@model("flax")
-def linen_normalized_queries():
-    """Scaling the projection of a query that is normalized afterwards changes nothing."""
-    leaves = EMBEDDED | ATTENTION | {
-
-    }  # fmt: skip
-    refused = ["refused: a clip would not scale"] * 2
-    return language(Language(options=(("normalize_qk", True),)), leaves, refused, ATTENTION_HEADS)
-
-
-@model("flax")
-def linen_dropout():
-    """Dropout on the weights of attention; random keys are an input."""
-    module = Language(options=(("dropout_rate", 0.1), ("deterministic", False)))
-    text = tokens(2, 8)
-    variables = jax.eval_shape(
-        lambda text: module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, text), text
-    )
+def linen_language(scan_axis=None, **options):
+    """The next token, with the options of attention; random keys, of which dropout takes some, are an input."""
+    module = Language(scan_axis, tuple(options.items()))
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    params = jax.eval_shape(lambda text: module.init(keys, text), tokens(2, 8))["params"]
 
     def loss(params, text, key):
         logits = module.apply({"params": params}, text, rngs={"dropout": key})
         return cross_entropy(logits[:, :-1], text[:, 1:])
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    leaves = EMBEDDED | ATTENTION
-    sites = [site("Block_0/a"), site("Block_1/a")]
-    return Model(loss, variables["params"], [text, key], leaves, sites, ATTENTION_HEADS)
+    return loss, params, [tokens(2, 8), jax.eval_shape(lambda: jax.random.key(0))]
 
 
 class Translator(nn.Module):
@@ -141,7 +81,6 @@ class Translator(nn.Module):
         return nn.Dense(99, name="head")(x)
 
 
-@model("flax")
 def linen_cross_attention():
     module = Translator()
     inputs = [shape(2, 6, 64), shape(2, 5, 48)]
@@ -150,8 +89,7 @@ def linen_cross_attention():
     def loss(params, x, states, labels):
         return cross_entropy(module.apply({"params": params}, x, states), labels)
 
-    leaves = ATTENTION | {"head/kernel": HEAD}
-    return Model(loss, params, [*inputs, tokens(2, 6)], leaves, [site("own"), site("other")], ATTENTION_HEADS)
+    return loss, params, [*inputs, tokens(2, 6)]
 
 
 class General(nn.Module):
@@ -166,16 +104,9 @@ class General(nn.Module):
         return nn.DenseGeneral(3, axis=(1, 2, 3), name="head")(x)
 
 
-@model("flax")
 def linen_general():
     loss, params, inputs = measured(General(), shape(2, 6, 8, 10))
-    leaves = {
-        "two_to_two/kernel": "0,1>2,3",
-        "for_each_example/kernel": "1>2",
-        "for_each_group/kernel": "1>2",
-        "head/kernel": HEAD,
-    }
-    return Model(loss, params, inputs, leaves)
+    return loss, params, inputs
 
 
 class Images(nn.Module):
@@ -195,7 +126,6 @@ class Images(nn.Module):
         return nn.Dense(5, name="head")(nn.relu(x).mean((1, 2)))
 
 
-@model("flax")
 def linen_images():
     module = Images()
     params, averages = parameters(module, shape(2, 16, 16, 3))
@@ -204,16 +134,7 @@ def linen_images():
         logits, _ = module.apply({"params": params, **averages}, x, mutable=["batch_stats"])
         return cross_entropy(logits, labels)
 
-    leaves = {
-        "{first,strided,windows,transposed}/kernel": "0,1,2>3",
-        "grouped/kernel": "0,1,2>3/4@3",
-        "depthwise/kernel": "a depthwise convolution",
-        "pointwise/kernel": "2>3",
-        "local/kernel": "2>3",  # a matrix for each of 2 × 2 places
-        "turned/kernel": "0,1,3>2",
-        "head/kernel": HEAD,
-    }
-    return Model(loss, params, [averages, shape(2, 16, 16, 3), tokens(2)], leaves)
+    return loss, params, [averages, shape(2, 16, 16, 3), tokens(2)]
 
 
 class Recurrent(nn.Module):
@@ -225,7 +146,6 @@ class Recurrent(nn.Module):
         return nn.Dense(30, name="head")(x)
 
 
-@model("flax")
 def linen_recurrent():
     """The gates are parameters of their own, joined before the product in some cells."""
     module = Recurrent()
@@ -234,8 +154,7 @@ def linen_recurrent():
     def loss(params, text):
         return cross_entropy(module.apply({"params": params}, text)[:, :-1], text[:, 1:])
 
-    leaves = {"head/kernel": HEAD}
-    return Model(loss, params, [tokens(2, 7)], leaves)
+    return loss, params, [tokens(2, 7)]
 
 
 class BothWays(nn.Module):
@@ -246,15 +165,9 @@ class BothWays(nn.Module):
         return nn.Dense(1, name="head")(x.mean((2, 3)))
 
 
-@model("flax")
 def linen_recurrent_convolution():
     loss, params, inputs = measured(BothWays(), shape(2, 5, 6))
-    leaves = {
-        "head/kernel": f"{HEAD}|multiplied by vectors",
-        "*/ih/kernel": "0>2/4@2",  # of one feature
-        "*/hh/kernel": "0,1>2/4@2",
-    }
-    return Model(loss, params, inputs, leaves)
+    return loss, params, inputs
 
 
 class Normalized(nn.Module):
@@ -268,7 +181,6 @@ class Normalized(nn.Module):
         return nn.Dense(4, name="head")(nn.PReLU()(x))
 
 
-@model("flax")
 def linen_normalized_weights():
     module = Normalized()
     params, averages = parameters(module, shape(2, 8))
@@ -276,8 +188,7 @@ def linen_normalized_weights():
     def loss(params, averages, x):
         return mean_square(module.apply({"params": params, **averages}, x, mutable=["batch_stats"])[0])
 
-    leaves = {"PReLU_0/negative_slope": "multiplied entry by entry", "head/kernel": HEAD}
-    return Model(loss, params, [averages, shape(2, 8)], leaves)
+    return loss, params, [averages, shape(2, 8)]
 
 
 class ActorCritic(nn.Module):
@@ -289,7 +200,6 @@ class ActorCritic(nn.Module):
         return nn.Dense(6, name="actor")(x), nn.Dense(1, name="critic")(x)[:, 0]
 
 
-@model("flax")
 def linen_actor_critic():
     """The loss of PPO: two heads."""
     module = ActorCritic()
@@ -303,9 +213,4 @@ def linen_actor_critic():
         policy = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain)
         return jnp.mean((values - returns) ** 2) - policy.mean() + 0.01 * jnp.sum(jnp.exp(logs) * logs)
 
-    leaves = {
-        "Conv_*/kernel": "0,1,2>3",
-        "actor/kernel": HEAD,
-        "critic/kernel": f"{HEAD}|multiplied by vectors",
-    }
-    return Model(loss, params, [shape(2, 52, 52, 4), tokens(2), shape(2), shape(2)], leaves)
+    return loss, params, [shape(2, 52, 52, 4), tokens(2), shape(2), shape(2)]

@@ -1,7 +1,11 @@
 """A model as a function of its parameters, and the same function with other names for them."""
 
+import importlib
+import pathlib
+import pkgutil
 import random
 import string
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +29,7 @@ class Model(NamedTuple):
     loss: Callable[..., Any]
     params: Any
     inputs: Sequence[Any]
-    leaves: Mapping[str, str]
+    leaves: Mapping[str, str] = {}
     attentions: Sequence[str] = ()
     per_head: Mapping[str, str] = {}
 
@@ -33,23 +37,28 @@ class Model(NamedTuple):
 class Entry(NamedTuple):
     """A model that is made when a test wants it."""
 
-    make: Callable[[], Model]
+    makers: str  # the module with the function that makes it
+    table: dict[str, Any]
     needs: str  # the library that has to be there
+
+    def make(self) -> Model:
+        table = dict(self.table)
+        answers = {name: table.pop(name) for name in ("leaves", "attentions", "per_head") if name in table}
+        maker = getattr(importlib.import_module(self.makers), table.pop("make"))
+        loss, params, inputs = maker(**table)
+        return Model(loss, params, inputs, **answers)
+
+
+def read(path: pathlib.Path) -> dict[str, Entry]:
+    """The models of a file of tables."""
+    tables = tomllib.loads(path.read_text())
+    needs, makers = tables.pop("needs"), f"{__package__}.{tables.pop('makers')}"
+    return {f"{needs}-{name}": Entry(makers, table, needs) for name, table in tables.items()}
 
 
 MODELS: dict[str, Entry] = {}
-
-
-def model(needs: str) -> Callable[[Callable[[], Model]], Callable[[], Model]]:
-    """Adds a function that makes a `Model` to `MODELS`."""
-
-    def register(make: Callable[[], Model]) -> Callable[[], Model]:
-        name = f"{needs}-{make.__name__}"
-        assert name not in MODELS
-        MODELS[name] = Entry(make, needs)
-        return make
-
-    return register
+for _path in sorted(pathlib.Path(__file__).parent.glob("*.toml")):
+    MODELS |= read(_path)
 
 
 def scrambled(made: Model, seed: int = 0) -> tuple[Model, dict[str, str]]:
@@ -89,3 +98,30 @@ def cross_entropy(logits: Any, labels: Any) -> Any:
 
 def mean_square(predicted: Any) -> Any:
     return jnp.mean(predicted.astype(jnp.float32) ** 2)
+
+
+def array(words: str) -> jax.ShapeDtypeStruct:
+    """A dtype and sizes: `float32 2 8`."""
+    dtype, *sizes = words.split()
+    return shape(*map(int, sizes), dtype=dtype)
+
+
+def arrays(named: Mapping[str, str]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: array(words) for name, words in named.items()}
+
+
+def instance(value: Any) -> Any:
+    """What a table means: one with a `class` is an object with those arguments, `@a.b` is that name, `@` is None."""
+    if isinstance(value, list):
+        return [instance(item) for item in value]
+    if isinstance(value, str) and value.startswith("@"):
+        return pkgutil.resolve_name(value[1:]) if value != "@" else None
+    if not isinstance(value, dict):
+        return value
+    arguments = {word: instance(item) for word, item in value.items() if word not in ("class", "args")}
+    for word in arguments:
+        if word.endswith(("shape", "patch_size")) and isinstance(arguments[word], list):
+            arguments[word] = tuple(arguments[word])
+    if "class" not in value:
+        return arguments
+    return pkgutil.resolve_name(value["class"])(*instance(value.get("args", [])), **arguments)

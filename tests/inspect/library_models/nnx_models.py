@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.inspect.library_models.linen_models import ATTENTION, ATTENTION_HEADS, HEAD, site
-from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
+from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
 
 
 def split(make, kind=nnx.Param):
@@ -40,29 +39,16 @@ class Language(nnx.Module):
         return self.table.attend(self.norm_out(x))
 
 
-def language(make, leaves, attentions, per_head):
-    graph, params, rest = split(make)
+def nnx_language(module="Language", **options):
+    """The next token, by one of the modules of this file."""
+    kind = globals()[module]
+    graph, params, rest = split(lambda rngs: kind(rngs, **options))
 
     def loss(params, rest, text):
         logits = nnx.merge(graph, params, rest)(text)
         return cross_entropy(logits[:, :-1], text[:, 1:])
 
-    return Model(loss, params, [rest, tokens(2, 8)], leaves, attentions, per_head)
-
-
-@model("flax")
-def nnx_attention():
-    leaves = ATTENTION
-    return language(Language, leaves, [site("layers/0/a"), site("layers/1/a")], ATTENTION_HEADS)
-
-
-@model("flax")
-def nnx_normalized_queries():
-    leaves = ATTENTION | {
-
-    }  # fmt: skip
-    refused = ["refused: a clip would not scale"] * 2
-    return language(lambda rngs: Language(rngs, normalize_qk=True), leaves, refused, ATTENTION_HEADS)
+    return loss, params, [rest, tokens(2, 8)]
 
 
 class Scanned(nnx.Module):
@@ -85,14 +71,6 @@ class Scanned(nnx.Module):
         return self.table.attend(run(self.table(text), self.layers))
 
 
-SCANNED = {"*/{query,key,value}/kernel": "1>2,3", "*/out/kernel": "1,2>3", "*/kernel": "1>2"}
-
-
-@model("flax")
-def nnx_scan():
-    return language(Scanned, SCANNED, [site("layers/a", 2)], {"*/{query,key,value}/kernel": "1>3"})
-
-
 class FusedBlock(nnx.Module):
     """One projection for queries, keys and values, which `jax.nn.dot_product_attention` takes."""
 
@@ -106,7 +84,6 @@ class FusedBlock(nnx.Module):
         return x + self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True))
 
 
-@model("flax")
 def nnx_fused_in_a_jax_scan():
     """`jax.lax.scan` and `jax.checkpoint` over the layers' state."""
 
@@ -124,15 +101,7 @@ def nnx_fused_in_a_jax_scan():
 
         return mean_square(jax.lax.scan(run, x, (params, rest))[0])
 
-    leaves = {
-        "qkv/kernel": "1>3,4",  # queries, keys and values are counted by axis 2
-        "out/kernel": "1,2>3",
-    }
-    line = "; ".join(
-        f"{name} qkv/kernel@3 4x1 {i}:{i + 1}@2; {name} qkv/bias@2 4x1 {i}:{i + 1}@1"
-        for i, name in enumerate(("query", "key"))
-    )
-    return Model(loss, params, [rest, shape(2, 6, 32)], leaves, [line], {"qkv/kernel": "1>4"})
+    return loss, params, [rest, shape(2, 6, 32)]
 
 
 class Others(nnx.Module):
@@ -156,7 +125,6 @@ class Others(nnx.Module):
         return self.head(nnx.relu(self.lora(x)))
 
 
-@model("flax")
 def nnx_others():
     """Convolutions, dropout, and an adapter beside its layer."""
     graph, params, rest = split(Others)
@@ -164,17 +132,9 @@ def nnx_others():
     def loss(params, rest, x, labels):
         return cross_entropy(nnx.merge(graph, params, rest)(x), labels)
 
-    leaves = {
-        "{first,transposed}/kernel": "0,1,2>3",
-        "grouped/kernel": "0,1,2>3/2@3",
-        "depthwise/kernel": "a depthwise convolution",
-        "head/kernel": HEAD,
-        "*/{kernel,lora_a,lora_b}": "0>1",
-    }
-    return Model(loss, params, [rest, shape(2, 8, 8, 3), tokens(2)], leaves)
+    return loss, params, [rest, shape(2, 8, 8, 3), tokens(2)]
 
 
-@model("flax")
 def nnx_adapters_alone():
     """The parameters are the adapters; the layers' own weights are inputs."""
 
@@ -193,8 +153,7 @@ def nnx_adapters_alone():
         return cross_entropy(nnx.merge(graph, adapters, rest)(x), labels)
 
     # Whether the frozen head after the last adapter is one more product or a part of the loss, no program says.
-    leaves = {"layers/2/*/lora_b": f"0>1|{HEAD}", "*/{lora_a,lora_b}": "0>1"}
-    return Model(loss, adapters, [rest, shape(2, 12), tokens(2)], leaves)
+    return loss, adapters, [rest, shape(2, 12), tokens(2)]
 
 
 class Recurrent(nnx.Module):
@@ -209,10 +168,3 @@ class Recurrent(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-
-@model("flax")
-def nnx_recurrent():
-    """Four gates side by side in the optimized cell, three in the gated one."""
-    leaves = {"head/kernel": HEAD, "layers/1/*/kernel": "0>1/4@1", "layers/2/*/kernel": "0>1/3@1"}
-    return language(Recurrent, leaves, [], {})

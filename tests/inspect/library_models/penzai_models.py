@@ -2,22 +2,10 @@
 
 import jax
 
-from tests.inspect.library_models.linen_models import HEAD
-from tests.inspect.library_models.model import Model, cross_entropy, model, shape, tokens
-
-LEAVES = {
-    "*scale.weights": "multiplied entry by entry",
-    "*/attention/query.weights": "0>1,2,3",
-    "*/attention/{key,value}.weights": "0>1,2",
-    "*/attention/output.weights": "0,1,2>3",
-    "*/mlp/*.weights": "0>1",
-}
-PER_HEAD = {"*/attention/query.weights": "0>3", "*/attention/{key,value}.weights": "0>2"}
-LINE = "query lm/block_*/attention/query.weights@1,2 4x1; key lm/block_*/attention/key.weights@1 2x1"
-SITES = [LINE.replace("*", str(i)) for i in range(2)]
+from tests.inspect.library_models.model import cross_entropy, shape, tokens
 
 
-def language(leaves, attentions, **settings):
+def language(**settings):
     from penzai import pz
     from penzai.models.transformer.variants import llamalike_common
 
@@ -38,21 +26,4 @@ def language(leaves, attentions, **settings):
         return cross_entropy(logits.unwrap("batch", "seq", "vocabulary")[:, :-1], text[:, 1:])
 
     params = {name: shape(*x.shape) for name, x in zip(names, arrays, strict=True)}
-    return Model(loss, params, [tokens(2, 8)], LEAVES | leaves, attentions, PER_HEAD)
-
-
-@model("penzai")
-def llama():
-    return language({"*lm_head.weights": HEAD}, SITES, mlp_variant="swiglu", tie_embedder_and_logits=False)
-
-
-@model("penzai")
-def gemma():
-    return language({}, SITES, mlp_variant="geglu_approx", tie_embedder_and_logits=True)
-
-
-@model("penzai")
-def gemma2():
-    settings = {"attn_logits_soft_cap": 50.0, "use_post_attn_norm": True, "use_post_ffw_norm": True}
-    refused = ["refused: a clip would not scale"] * 2
-    return language({}, refused, mlp_variant="geglu_approx", tie_embedder_and_logits=True, **settings)
+    return loss, params, [tokens(2, 8)]

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.inspect.library_models.linen_models import HEAD
-from tests.inspect.library_models.model import Model, cross_entropy, mean_square, model, shape, tokens
+from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
 
 
 def weights(**shapes):
@@ -30,7 +29,6 @@ def causal_softmax(logits):
     return jax.nn.softmax(jnp.where(mask, logits, -1e30))
 
 
-@model("jax")
 def byte_model():
     """As many symbols as hidden features: only what is done with a kernel tells the head from a layer."""
     params = {"table": shape(256, 64), "lm_head": shape(64, 256)}
@@ -48,18 +46,9 @@ def byte_model():
             x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
         return cross_entropy((x @ params["lm_head"])[:, :-1], text[:, 1:])
 
-    leaves = {
-        "table": "looked up",
-        "lm_head": HEAD,
-        "*/qkv": "0>1/3@1",
-        "*/scale": "multiplied entry by entry",
-        "*": "0>1",
-    }
-    sites = [f"query {p}/qkv@1 4x16; key {p}/qkv@1 4x16+64" for p in ("below", "above")]
-    return Model(loss, params, [tokens(2, 8)], leaves, sites, {"*/qkv": "0>1/12@1"})
+    return loss, params, [tokens(2, 8)]
 
 
-@model("jax")
 def grouped_queries_by_einsum():
     """Four query heads, two key heads, weights of three axes, and layers on a leading axis that `scan` slices."""
     params = {
@@ -86,19 +75,9 @@ def grouped_queries_by_einsum():
         x, _ = jax.lax.scan(jax.checkpoint(layer), params["table"][text], params["layers"])
         return cross_entropy((x @ params["head"])[:, :-1], text[:, 1:])
 
-    leaves = {
-        "table": "looked up",
-        "head": HEAD,
-        "*/norm": "multiplied entry by entry",
-        "*/{q,k,v}": "2>1,3",
-        "*/o": "1,2>3",
-        "*": "1>2",
-    }
-    site = "query layers/q@1 4x1; key layers/k@1 2x1"
-    return Model(loss, params, [tokens(2, 8)], leaves, [site], {"*/{q,k,v}": "2>3"})
+    return loss, params, [tokens(2, 8)]
 
 
-@model("jax")
 def latent_attention():
     """DeepSeek's: compressed queries and keys, and a rotary part of the key that all heads share."""
     params = weights(
@@ -117,22 +96,9 @@ def latent_attention():
         z = jnp.einsum("bhqk,bkhd->bqhd", a, own[..., 8:])
         return cross_entropy(jnp.einsum("bqhd,hde->bqe", z, p["o"]) @ p["head"], labels)
 
-    leaves = {
-        "q_a": "0>1",
-        "{q_norm,kv_norm}": "multiplied entry by entry",
-        "q_b": "0>1,2",
-        "kv_a": "0>1/16,4@1",
-        "kv_b": "0>1,2/2@2",
-        "o": "0,1>2",
-        "head": HEAD,
-    }
-    site = "query q_b@1 4x1 0:8@2; rotary q_b@1 4x1 8:12@2; key kv_b@1 4x1 0:8@2"
-    return Model(
-        loss, params, [shape(2, 5, 32), tokens(2, 5)], leaves, [site], {"q_b": "0>2", "kv_b": "0>2/2@2"}
-    )
+    return loss, params, [shape(2, 5, 32), tokens(2, 5)]
 
 
-@model("jax")
 def dense_experts():
     """Every expert sees every token; a router weighs them."""
     params = weights(first=(20, 32), router=(32, 6), up=(6, 32, 48), down=(6, 48, 32), head=(32, 7))
@@ -144,11 +110,9 @@ def dense_experts():
         x = x + jnp.einsum("bte,betd->btd", gates, jnp.einsum("betf,efd->betd", y, p["down"]))
         return cross_entropy(x @ p["head"], labels)
 
-    leaves = {"{first,router}": "0>1", "{up,down}": "1>2", "head": HEAD}
-    return Model(loss, params, [shape(2, 5, 20), tokens(2, 5)], leaves)
+    return loss, params, [shape(2, 5, 20), tokens(2, 5)]
 
 
-@model("jax")
 def chosen_experts():
     """Mixtral's: the best two of four, tokens sorted by expert, products of ragged groups."""
     params = weights(
@@ -167,11 +131,9 @@ def chosen_experts():
         x = x + jnp.einsum("tk,tkd->td", jax.nn.softmax(best), y)
         return cross_entropy(x @ p["head"], labels)
 
-    leaves = {"{first,router}": "0>1", "{gate,up,down}": "1>2", "head": HEAD}
-    return Model(loss, params, [shape(10, 20), tokens(10)], leaves)
+    return loss, params, [shape(10, 20), tokens(10)]
 
 
-@model("jax")
 def merged_adapters():
     """A low-rank adapter added to its weight, DoRA's normalized one, and a weight of a sum that is trained alone."""
     params = weights(
@@ -184,11 +146,9 @@ def merged_adapters():
         x = jnp.tanh(x @ (p["magnitude"] * whole / jnp.linalg.norm(whole, axis=0)))
         return cross_entropy(x @ p["head"], labels)
 
-    leaves = {"magnitude": "multiplied entry by entry", "head": HEAD, "*": "0>1"}
-    return Model(loss, params, [shape(4, 32), tokens(4)], leaves)
+    return loss, params, [shape(4, 32), tokens(4)]
 
 
-@model("jax")
 def diffusion_transformer():
     """DiT: patches by a reshape, six modulations from the noise level by one kernel, a head to patches."""
     params = weights(
@@ -214,21 +174,10 @@ def diffusion_transformer():
         shift, scale = jnp.split(c @ p["last_adaln"], 2, -1)
         return mean_square((normalized(x) * (1 + scale) + shift) @ p["last"] - noise)
 
-    leaves = {
-        "patches": "an embedding of patches|0>1",  # a reshape and a dense layer, or what a convolution would be
-        "position": "added",
-        "labels": "looked up",
-        "adaln": "0>1/6@1",
-        "qkv": "0>1/3@1",
-        "last_adaln": "0>1/2@1",
-        "last": HEAD,
-        "*": "0>1",
-    }
     inputs = [shape(2, 16, 16, 3), shape(2), tokens(2), shape(2, 16, 48)]
-    return Model(loss, params, inputs, leaves, ["query qkv@1 4x8; key qkv@1 4x8+32"], {"qkv": "0>1/12@1"})
+    return loss, params, inputs
 
 
-@model("jax")
 def graph_network():
     """Messages along edges, added up at their ends; a graph's embedding by a mean."""
     params = weights(
@@ -246,12 +195,10 @@ def graph_network():
             x = jax.nn.relu(jnp.concatenate([x, sums], -1) @ p["update"])
         return cross_entropy(x @ p["head"], labels)
 
-    leaves = {"{nodes,edges}": "looked up", "head": HEAD, "*": "0>1"}
     inputs = [tokens(6), tokens(9), tokens(9), tokens(9), tokens(6)]
-    return Model(loss, params, inputs, leaves)
+    return loss, params, inputs
 
 
-@model("jax")
 def graph_attention():
     """GAT: a softmax over neighbours, but of sums of two numbers for each node, not of products."""
     params = weights(first=(10, 3, 8), own=(3, 8), other=(3, 8), head=(24, 4))
@@ -265,12 +212,10 @@ def graph_attention():
         y = jax.nn.elu(jnp.einsum("nmh,mhf->nhf", a, h)).reshape(x.shape[0], -1)
         return cross_entropy(y @ p["head"], labels)
 
-    leaves = {"first": "0>1,2", "{own,other}": "multiplied by vectors", "head": HEAD}
     inputs = [shape(6, 10), shape(6, 6, dtype=bool), tokens(6)]
-    return Model(loss, params, inputs, leaves, [], {"first": "0>2|0>1,2"})
+    return loss, params, inputs
 
 
-@model("jax")
 def state_space():
     """Mamba's: a causal depthwise convolution, and a scan whose step, input and output depend on the token."""
     params = weights(
@@ -298,20 +243,9 @@ def state_space():
         y = (y.swapaxes(0, 1) + u * p["skip"]) * jax.nn.silu(gate)
         return cross_entropy(((x + y @ p["out"]) @ p["head"])[:, :-1], text[:, 1:])
 
-    leaves = {
-        "table": "looked up",
-        "into": "0>1/2@1",
-        "{window,skip}": "multiplied entry by entry",
-        "select": "0>1/1,4,4@1",
-        "step": "multiplied",  # of rank one
-        "log_a": "",
-        "out": "0>1",
-        "head": HEAD,
-    }
-    return Model(loss, params, [tokens(2, 6)], leaves)
+    return loss, params, [tokens(2, 6)]
 
 
-@model("jax")
 def linear_attention():
     """No softmax: RetNet's decay of past keys. Nothing to clip."""
     params = weights(table=(20, 32), qkv=(32, 96), out=(32, 32), head=(32, 20))
@@ -324,11 +258,9 @@ def linear_attention():
         y = jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", q, k) * decay, v)
         return cross_entropy(((x + y.reshape(x.shape) @ p["out"]) @ p["head"])[:, :-1], text[:, 1:])
 
-    leaves = {"table": "looked up", "qkv": "0>1/3@1", "out": "0>1", "head": HEAD}
-    return Model(loss, params, [tokens(2, 6)], leaves, [], {"qkv": "0>1/12@1"})
+    return loss, params, [tokens(2, 6)]
 
 
-@model("jax")
 def sliced_projections():
     """PyTorch's `in_proj_weight`, (3 d, d), cut before its products."""
     params = weights(table=(20, 32), in_proj=(96, 32), in_bias=(96,), out_proj=(32, 32), head=(20, 32))
@@ -341,12 +273,9 @@ def sliced_projections():
         y = jnp.einsum("bhqk,bkhd->bqhd", a, v).reshape(x.shape)
         return cross_entropy(((x + y @ p["out_proj"].T) @ p["head"].T)[:, :-1], text[:, 1:])
 
-    leaves = {"table": "looked up", "in_proj": "1>0/3@0", "out_proj": "1>0", "head": HEAD}
-    site = "query in_proj@0 4x8; query in_bias@0 4x8; key in_proj@0 4x8+32; key in_bias@0 4x8+32"
-    return Model(loss, params, [tokens(2, 6)], leaves, [site], {"in_proj": "1>0/12@0"})
+    return loss, params, [tokens(2, 6)]
 
 
-@model("jax")
 def unet():
     """Convolutions down and up, a skipped connection, the noise level added to all places, attention over pixels."""
     params = weights(
@@ -377,18 +306,10 @@ def unet():
         x = jax.nn.silu(conv(jnp.concatenate([x, h], -1), p["joined"]))
         return mean_square(conv(x, p["last"]) - noise)
 
-    leaves = {
-        "scale": "multiplied entry by entry",
-        "offset": "added",
-        "{first,down,up,joined}": "0,1,2>3",
-        "last": HEAD,
-        "*": "0>1",
-    }
     inputs = [shape(2, 8, 8, 3), shape(2), shape(2, 8, 8, 3)]
-    return Model(loss, params, inputs, leaves, ["query q@1 1x32; key k@1 1x32"])
+    return loss, params, inputs
 
 
-@model("jax")
 def soft_actor_critic():
     """The critics' loss and the actor's, added, as `inspect` asks for: two critics, a target that is an input."""
     params = {
@@ -414,12 +335,5 @@ def soft_actor_critic():
         temperature = -jnp.mean(alpha * jax.lax.stop_gradient(likely - 2.0))
         return actor + temperature + mean_square(critic(p["critic"], x, action)[..., 0] - target)
 
-    leaves = {
-        "actor/{mean,log}": f"0>1|{HEAD}",  # its actions go into the critic
-        "actor/*": "0>1",
-        "critic/out": f"{HEAD}|multiplied by vectors",
-        "critic/*": "1>2",
-        "log_temperature": "",
-    }
     inputs = [shape(4, 8), shape(4, 2), shape(4), shape(4, 2)]
-    return Model(loss, params, inputs, leaves)
+    return loss, params, inputs

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from tests.inspect.library_models.linen_models import HEAD, parameters
-from tests.inspect.library_models.model import Model, cross_entropy, model, shape, tokens
+from tests.inspect.library_models.linen_models import parameters
+from tests.inspect.library_models.model import cross_entropy, shape, tokens
 
 
 class NanoDO(nn.Module):
@@ -35,20 +35,13 @@ class NanoDO(nn.Module):
         return x + nn.Dense(32, use_bias=False, name=f"{at}_down")(y)
 
 
-@model("flax")
 def nanodo():
     params, _ = parameters(NanoDO(), tokens(2, 8))
 
     def loss(params, text):
         return cross_entropy(NanoDO().apply({"params": params}, text)[:, :-1], text[:, 1:])
 
-    leaves = {
-        "pos_embed/embedding": "looked up|added",
-        "*_{query,key,value}/kernel": "0>1,2",
-        "*_out/kernel": "0,1>2",
-    }
-    sites = [f"query block_{i}_query/kernel@1 4x1; key block_{i}_key/kernel@1 4x1" for i in range(2)]
-    return Model(loss, params, [tokens(2, 8)], leaves, sites, {"*_{query,key,value}/kernel": "0>2"})
+    return loss, params, [tokens(2, 8)]
 
 
 class ViT(nn.Module):
@@ -83,7 +76,6 @@ class Block(nn.Module):
         return x + MlpBlock(name="mlp")(nn.LayerNorm()(x)), None
 
 
-@model("flax")
 def vit_with_a_learned_query():
     images = shape(2, 8, 8, 3)
     params, _ = parameters(ViT(), images)
@@ -91,23 +83,7 @@ def vit_with_a_learned_query():
     def loss(params, images, labels):
         return cross_entropy(ViT().apply({"params": params}, images), labels)
 
-    leaves = {
-        "embedding/kernel": "an embedding of patches",
-        "pos_embedding": "added",
-        "probe": "a learned input",
-        "head/kernel": HEAD,
-        "encoderblock/attention/out/kernel": "1,2>3",
-        "encoderblock/attention/*/kernel": "1>2,3",
-        "encoderblock/mlp/*/kernel": "1>2",
-        "pool/out/kernel": "0,1>2",
-        "pool/*/kernel": "0>1,2",
-    }
-    sites = [
-        "; ".join(f"{n} {at}/{n}/kernel@{k + 1} 4x1; {n} {at}/{n}/bias@{k} 4x1" for n in ("query", "key"))
-        for at, k in (("encoderblock/attention", 1), ("pool", 0))
-    ]
-    heads = {"encoderblock/attention/{query,key,value}/kernel": "1>3", "pool/{query,key,value}/kernel": "0>2"}
-    return Model(loss, params, [images, tokens(2)], leaves, sites, heads)
+    return loss, params, [images, tokens(2)]
 
 
 class LM1B(nn.Module):
@@ -134,7 +110,6 @@ class LM1B(nn.Module):
         return embed.attend(nn.LayerNorm(name="norm_out")(x)) / 32**0.5
 
 
-@model("flax")
 def lm1b():
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     params = jax.eval_shape(LM1B().init, keys, tokens(2, 8))["params"]
@@ -146,6 +121,4 @@ def lm1b():
         losses = -jnp.sum(jax.nn.one_hot(text, 99) * nn.log_softmax(logits), -1)
         return jnp.sum(losses * weights) / jnp.sum(weights)
 
-    leaves = {"*/out/kernel": "0,1>2", "attention_*/kernel": "0>1,2"}
-    sites = [f"query attention_{i}/query/kernel@1 4x1; key attention_{i}/key/kernel@1 4x1" for i in range(2)]
-    return Model(loss, params, [key, tokens(2, 8)], leaves, sites, {"*/{query,key,value}/kernel": "0>2"})
+    return loss, params, [key, tokens(2, 8)]
