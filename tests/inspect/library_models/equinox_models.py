@@ -17,7 +17,7 @@ def split(make):
     return arrays, lambda arrays: eqx.combine(arrays, static)
 
 
-def blocks(key, layers=2):
+def block_of():
     """Attention and a perceptron, with norms before them."""
     import equinox as eqx
 
@@ -40,35 +40,7 @@ def blocks(key, layers=2):
             x = x + self.attention(y, y, y, mask)
             return x + jax.vmap(self.perceptron)(jax.vmap(self.norms[1])(x))
 
-    return Block, [Block(k) for k in jax.random.split(key, layers)]
-
-
-def equinox_transformer():
-    import equinox as eqx
-
-    class Language(eqx.Module):
-        table: eqx.nn.Embedding
-        layers: list
-        head: eqx.nn.Linear
-
-        def __init__(self, key):
-            a, b, c = jax.random.split(key, 3)
-            self.table = eqx.nn.Embedding(99, 32, key=a)
-            self.layers = blocks(b)[1]
-            self.head = eqx.nn.Linear(32, 99, key=c)
-
-        def __call__(self, text):
-            x = jax.vmap(self.table)(text)
-            for layer in self.layers:
-                x = layer(x)
-            return jax.vmap(self.head)(x)
-
-    params, whole = split(Language)
-
-    def loss(params, text):
-        return cross_entropy(jax.vmap(whole(params))(text)[:, :-1], text[:, 1:])
-
-    return loss, params, [tokens(2, 8)]
+    return Block
 
 
 def equinox_scan():
@@ -83,7 +55,7 @@ def equinox_scan():
             a, b, c = jax.random.split(key, 3)
             tied = eqx.nn.Embedding(99, 32, key=a), eqx.nn.Linear(32, 99, use_bias=False, key=b)
             self.shared = eqx.nn.Shared(tied, lambda pair: pair[1].weight, lambda pair: pair[0].weight)
-            block = blocks(key, 1)[0]
+            block = block_of()
             self.layers = eqx.filter_vmap(block)(jax.random.split(c, 3))
 
         def __call__(self, text):

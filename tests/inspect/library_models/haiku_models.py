@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
+from tests.inspect.library_models.model import cross_entropy, shape, tokens
 
 
 def transformed(forward, *inputs):
@@ -22,24 +22,6 @@ def block(x):
     y = hk.LayerNorm(-1, True, True)(x)
     x = x + hk.MultiHeadAttention(4, 8, w_init=init, model_size=32, name="a")(y, y, y, mask=mask)
     return x + hk.nets.MLP([64, 32], name="m")(hk.LayerNorm(-1, True, True)(x))
-
-
-def haiku_transformer():
-    def forward(text):
-        import haiku as hk
-
-        x = hk.Embed(99, 32)(text)
-        x = x + hk.get_parameter("positions", (8, 32), init=jnp.zeros)
-        for _ in range(2):
-            x = block(x)
-        return hk.Linear(99, name="head")(hk.RMSNorm(-1)(x))
-
-    apply, params = transformed(forward, tokens(2, 8))
-
-    def loss(params, text):
-        return cross_entropy(apply(params, text)[:, :-1], text[:, 1:])
-
-    return loss, params, [tokens(2, 8)]
 
 
 def haiku_layer_stack():
@@ -116,20 +98,3 @@ def haiku_recurrent():
         return cross_entropy(apply(params, text).swapaxes(0, 1)[:, :-1], text[:, 1:])
 
     return loss, params, [tokens(2, 7)]
-
-
-def haiku_autoencoder():
-    """A variational autoencoder: the last layer is a head, the code's layers are none."""
-
-    def forward(x, noise):
-        import haiku as hk
-
-        y = jax.nn.relu(hk.Linear(32, name="encoder")(x))
-        mean, log = hk.Linear(4, name="mean")(y), hk.Linear(4, name="log")(y)
-        code = mean + jnp.exp(log / 2) * noise
-        y = jax.nn.relu(hk.Linear(32, name="decoder")(code))
-        divergence = jnp.mean(mean**2 + jnp.exp(log) - log)
-        return mean_square(hk.Linear(20, name="out")(y) - x) + divergence
-
-    apply, params = transformed(forward, shape(2, 20), shape(2, 4))
-    return apply, params, [shape(2, 20), shape(2, 4)]

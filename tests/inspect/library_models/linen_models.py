@@ -1,7 +1,6 @@
 """Models of Flax Linen's own layers."""
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
@@ -189,28 +188,3 @@ def linen_normalized_weights():
         return mean_square(module.apply({"params": params, **averages}, x, mutable=["batch_stats"])[0])
 
     return loss, params, [averages, shape(2, 8)]
-
-
-class ActorCritic(nn.Module):
-    @nn.compact
-    def __call__(self, x):  # (batch, 84, 84, 4) in small
-        for features, size, stride in ((8, 8, 4), (16, 4, 2), (16, 3, 1)):
-            x = nn.relu(nn.Conv(features, (size, size), strides=stride, padding="VALID")(x))
-        x = nn.relu(nn.Dense(32, name="hidden")(x.reshape(x.shape[0], -1)))
-        return nn.Dense(6, name="actor")(x), nn.Dense(1, name="critic")(x)[:, 0]
-
-
-def linen_actor_critic():
-    """The loss of PPO: two heads."""
-    module = ActorCritic()
-    params, _ = parameters(module, shape(2, 52, 52, 4))
-
-    def loss(params, x, actions, old, returns):
-        logits, values = module.apply({"params": params}, x)
-        logs = jax.nn.log_softmax(logits)
-        ratio = jnp.exp(jnp.take_along_axis(logs, actions[:, None], 1)[:, 0] - old)
-        gain = returns - jax.lax.stop_gradient(values)
-        policy = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain)
-        return jnp.mean((values - returns) ** 2) - policy.mean() + 0.01 * jnp.sum(jnp.exp(logs) * logs)
-
-    return loss, params, [shape(2, 52, 52, 4), tokens(2), shape(2), shape(2)]
