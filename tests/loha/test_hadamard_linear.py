@@ -27,7 +27,13 @@ def weight64(a, b, c, d, scale=1.0):
 def gradients64(g, a, b, c, d, scale):
     """The vector-Jacobian product of `weight64`, by hand."""
     left, right = scale * g * (c @ d), scale * g * (a @ b)
-    return left @ b.T, a.T @ left, right @ d.T, c.T @ right, np.sum(g * (a @ b) * (c @ d))
+    return (
+        left @ b.T,
+        a.T @ left,
+        right @ d.T,
+        c.T @ right,
+        np.sum(g * (a @ b) * (c @ d)),
+    )
 
 
 def relative(got, want):
@@ -57,12 +63,18 @@ def check_gradients(exact, run):
 
 
 def test_the_product_and_its_gradients():
-    check_gradients(1e-6, lambda call, s, *args: jax.vjp(call, jnp.float32(s), *as_float32(args)))
+    check_gradients(
+        1e-6,
+        lambda call, s, *args: jax.vjp(call, jnp.float32(s), *as_float32(args)),
+    )
 
 
 def test_double_precision_stays_double():
     with jax.enable_x64(True):
-        check_gradients(1e-13, lambda call, *args: jax.vjp(call, *(jnp.asarray(a) for a in args)))
+        check_gradients(
+            1e-13,
+            lambda call, *args: jax.vjp(call, *(jnp.asarray(a) for a in args)),
+        )
 
 
 def test_forward_mode_is_the_transpose_of_reverse_mode():
@@ -87,23 +99,39 @@ def test_second_derivatives_are_those_of_the_plain_product():
         backward = jax.jacrev(jax.grad(value), argnums=(0, 1, 2))
         return jax.jit(lambda *args: (*forward(*args), *backward(*args)))(x, w, *f)
 
-    for one, other in zip(*(jax.tree.leaves(mixed(call)) for call in (hadamard_linear, plain)), strict=True):
+    for one, other in zip(
+        *(jax.tree.leaves(mixed(call)) for call in (hadamard_linear, plain)),
+        strict=True,
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_vmap_over_examples_and_over_adapters():
     f = as_float32(factors(m=9, n=6, r=2, batch=(3,)))
-    x, w = jax.random.normal(jax.random.key(0), (3, T, 9)), jax.random.normal(jax.random.key(1), (9, 6))
-    grad = jax.jit(jax.grad(lambda x, *f: jnp.sum(hadamard_linear(x, w, *f) ** 2), argnums=(0, 1)))
+    x, w = (
+        jax.random.normal(jax.random.key(0), (3, T, 9)),
+        jax.random.normal(jax.random.key(1), (9, 6)),
+    )
+    grad = jax.jit(
+        jax.grad(
+            lambda x, *f: jnp.sum(hadamard_linear(x, w, *f) ** 2),
+            argnums=(0, 1),
+        )
+    )
     for got, *each in zip(
-        jax.vmap(grad)(x, *f), *(grad(x[i], *(a[i] for a in f)) for i in range(3)), strict=True
+        jax.vmap(grad)(x, *f),
+        *(grad(x[i], *(a[i] for a in f)) for i in range(3)),
+        strict=True,
     ):
         np.testing.assert_allclose(got, jnp.stack(each), rtol=1e-4, atol=1e-4)
 
 
 def test_vmap_over_examples_computes_one_weight():
     f = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(M, R), (R, N)] * 2]
-    x, w = jax.ShapeDtypeStruct((3, M), jnp.float32), jax.ShapeDtypeStruct((M, N), jnp.float32)
+    x, w = (
+        jax.ShapeDtypeStruct((3, M), jnp.float32),
+        jax.ShapeDtypeStruct((M, N), jnp.float32),
+    )
     over_examples = jax.vmap(hadamard_linear, in_axes=(0, *[None] * 5))
     assert f"[3,{M},{N}]" not in str(jax.make_jaxpr(over_examples)(x, w, *f))
 
@@ -127,7 +155,10 @@ def test_half_precision_rounds_the_weight_once():
 
 def test_a_half_precision_input_is_promoted_as_in_a_plain_product():
     f, rng = factors(m=64, n=32, r=4), np.random.default_rng(9)
-    x, w = jnp.asarray(rng.standard_normal((T, 64)), jnp.bfloat16), rng.standard_normal((64, 32))
+    x, w = (
+        jnp.asarray(rng.standard_normal((T, 64)), jnp.bfloat16),
+        rng.standard_normal((64, 32)),
+    )
     got = hadamard_linear(x, *as_float32([w, *f]))
     assert got.dtype == jnp.float32
     assert relative(got, np.asarray(x, np.float64) @ (w + weight64(*f))) < 1e-6
@@ -145,7 +176,13 @@ def test_a_double_precision_scale_of_single_precision_factors():
 
 def test_precision_is_that_of_every_product():
     call = functools.partial(hadamard_linear, precision="highest")
-    jaxpr = str(jax.make_jaxpr(call)(jnp.ones((2, 9)), jnp.ones((9, 6)), *as_float32(factors(m=9, n=6, r=2))))
+    jaxpr = str(
+        jax.make_jaxpr(call)(
+            jnp.ones((2, 9)),
+            jnp.ones((9, 6)),
+            *as_float32(factors(m=9, n=6, r=2)),
+        )
+    )
     assert jaxpr.count("dot_general[") == jaxpr.count("HIGHEST") / 2 == 3  # one for each side
 
 
@@ -164,7 +201,8 @@ def test_the_weight_waits_for_x_and_its_recomputation_for_the_cotangent():
 
 # JAX 0.10's CPU compiler drops optimization barriers.
 @pytest.mark.skipif(
-    jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12), reason="its compiler drops barriers"
+    jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12),
+    reason="its compiler drops barriers",
 )
 @pytest.mark.parametrize("kind", ["dense", "convolution"])
 def test_unrolled_layers_keep_no_matrix(kind):
@@ -194,26 +232,31 @@ def test_unrolled_layers_keep_no_matrix(kind):
     )
 
 
+A, B = jnp.ones((6, 2)), jnp.ones((2, 4))
+X, W = jnp.ones((3, 6)), jnp.ones((6, 4))
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("arguments", "message"),
     [
-        (lambda a, b, x, w: hadamard_linear(x, w, a, a, a, b), "exchanged"),
-        (lambda a, b, x, w: hadamard_linear(x, w, a, b, a, b[:, :3]), "exchanged"),
-        (lambda a, b, x, w: hadamard_linear(x, w, a[:, :0], b[:0], a[:, :0], b[:0]), "none of them empty"),
-        (lambda a, b, x, w: hadamard_linear(x, w, *(f.astype(int) for f in (a, b, a, b))), "floating-point"),
-        (lambda a, b, x, w: hadamard_linear(x[:, :5], w, a, b, a, b), r"need x \[..., 6\]"),
-        (lambda a, b, x, w: hadamard_linear(x, w, a[None], b[None], a[None], b[None]), "jax.vmap"),
-        (lambda a, b, x, w: hadamard_linear(x, x, a, b, a, b), r"w \(6, 4\), got \(3, 6\) and \(3, 6\)"),
+        ((X, W, A, A, A, B), "exchanged"),
+        ((X, W, A, B, A, B[:, :3]), "exchanged"),
+        ((X, W, A[:, :0], B[:0], A[:, :0], B[:0]), "none of them empty"),
         (
-            lambda a, b, x, w: hadamard_linear(x, w, a, b, a, b, precision="x"),
-            r"linear\(precision='x'\) is unk",
+            (X, W, *(jnp.ones(f.shape, int) for f in (A, B, A, B))),
+            "floating-point",
         ),
-        (
-            lambda a, b, x, w: hadamard_linear(x, "w", a, b, a, b),
-            "hadamard_linear: w='w' must be an array",
-        ),
+        ((X[:, :5], W, A, B, A, B), r"need x \[..., 6\]"),
+        ((X, W, A[None], B[None], A[None], B[None]), "jax.vmap"),
+        ((X, X, A, B, A, B), r"w \(6, 4\), got \(3, 6\) and \(3, 6\)"),
+        ((X, "w", A, B, A, B), "hadamard_linear: w='w' must be an array"),
     ],
 )
-def test_bad_input_is_named(call, message):
+def test_bad_input_is_named(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        call(jnp.ones((6, 2)), jnp.ones((2, 4)), jnp.ones((3, 6)), jnp.ones((6, 4)))
+        hadamard_linear(*arguments)
+
+
+def test_an_unknown_precision_is_named():
+    with pytest.raises(ValueError, match=r"linear\(precision='x'\) is unk"):
+        hadamard_linear(X, W, A, B, A, B, precision="x")

@@ -30,8 +30,17 @@ def test_linear():
     def own_model(*arguments):
         return jnp.sum(jax.vmap(loss)(*arguments))
 
-    check(loss, (SPLIT, *[REPLICATED] * 6), (random(4, M), random(M, N), jnp.float32(0.5), *factors()))
-    own = random(DEVICES, 4, M), random(DEVICES, M, N), random(DEVICES), *factors(DEVICES)
+    check(
+        loss,
+        (SPLIT, *[REPLICATED] * 6),
+        (random(4, M), random(M, N), jnp.float32(0.5), *factors()),
+    )
+    own = (
+        random(DEVICES, 4, M),
+        random(DEVICES, M, N),
+        random(DEVICES),
+        *factors(DEVICES),
+    )
     check(own_model, (SPLIT,) * 7, own)
 
 
@@ -41,7 +50,11 @@ def test_adapters_split_over_devices_under_tokens_that_are_replicated():
     def loss(x, w, *f):
         return jnp.sum(jnp.tanh(jax.vmap(functools.partial(hadamard_linear, x, w))(*f)))
 
-    check(loss, (REPLICATED, REPLICATED, *[SPLIT] * 4), (random(4, M), random(M, N), *factors(DEVICES)))
+    check(
+        loss,
+        (REPLICATED, REPLICATED, *[SPLIT] * 4),
+        (random(4, M), random(M, N), *factors(DEVICES)),
+    )
 
 
 def test_convolution():
@@ -49,7 +62,16 @@ def test_convolution():
     dimensions = jax.lax.ConvDimensionNumbers((0, 2, 1), (2, 1, 0), (0, 2, 1))
 
     def loss(x, kernel, *f):
-        y = apply_adapter(convolve, f, 1.0, x, kernel, (1,), "SAME", dimension_numbers=dimensions)
+        y = apply_adapter(
+            convolve,
+            f,
+            1.0,
+            x,
+            kernel,
+            (1,),
+            "SAME",
+            dimension_numbers=dimensions,
+        )
         return jnp.sum(jnp.tanh(y))
 
     f = [random(*shape) for shape in ((9, 2), (2, 8)) * 2]

@@ -7,8 +7,7 @@ A file holds several trees. A tree begins with `== name`; each line after it is 
 Braces list names that take this place in turn. After the path come the shape (`scalar` for ()), the dtype unless it is
 float32, and what is right, unless it is Adam alone:
 
-    0>1,2        axis 0 are a matrix's rows, axes 1 and 2 its columns; all others count matrices
-    0>1/3@1      three equal parts on axis 1; 0>1/16,4,4@1 parts of these sizes
+    0>1,2        matrices, in the notation of tests/inspect/library_models/answers.py
     Adam|0>1     either is right
     Adam|warn    the leaf goes to Adam with a warning that names it, whatever it is
 """
@@ -19,9 +18,8 @@ import re
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
-import muonjax
+from tests.inspect.library_models.answers import numbers_of
 
 DIRECTORY = pathlib.Path(__file__).parent / "trees"
 
@@ -76,10 +74,16 @@ def matches(numbers: Any, right: tuple[Any, ...]) -> bool:
 def same_matrices(numbers: Any, right: tuple[Any, ...]) -> bool:
     """As `matches`, whichever side of a matrix is called rows."""
     if numbers is not None and None not in right:
-        numbers = numbers._replace(reduction_axis=numbers.output_axis, output_axis=numbers.reduction_axis)
+        numbers = numbers._replace(
+            reduction_axis=numbers.output_axis,
+            output_axis=numbers.reduction_axis,
+        )
         if matches(numbers, right):
             return True
-        numbers = numbers._replace(reduction_axis=numbers.output_axis, output_axis=numbers.reduction_axis)
+        numbers = numbers._replace(
+            reduction_axis=numbers.output_axis,
+            output_axis=numbers.reduction_axis,
+        )
     return matches(numbers, right)
 
 
@@ -101,17 +105,8 @@ def _leaves(line: str) -> list[Leaf]:
 
 
 def _answer(text: str) -> Any:
-    if text in ("Adam", "warn"):
-        return None if text == "Adam" else text
-    sides, _, fused = text.partition("/")
-    rows, columns = (_axes(side) for side in sides.split(">"))
-    if not fused:
-        return optax.contrib.MuonDimensionNumbers(rows, columns)
-    parts, axis = fused.split("@")
-    sizes = tuple(map(int, parts.split(",")))
-    return muonjax.FusedDimensionNumbers(rows, columns, sizes if len(sizes) > 1 else sizes[0], int(axis))
-
-
-def _axes(text: str) -> Any:
-    axes = tuple(map(int, text.split(",")))
-    return axes[0] if len(axes) == 1 else axes
+    if text == "warn":
+        return text
+    numbers = numbers_of(text)
+    assert numbers is not None or text == "Adam", f"{text} is no answer"
+    return numbers
