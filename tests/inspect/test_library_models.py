@@ -66,7 +66,9 @@ def wrong(model, found, answers):
 
 @pytest.mark.parametrize("name", MODELS)
 @tiers.quick(*KINDS, others="nightly")
-def test_every_parameter_and_attention_is_decided_rightly_whatever_the_names_are(name):
+def test_every_parameter_and_attention_is_decided_rightly_whatever_the_names_are(
+    name,
+):
     pytest.importorskip(MODELS[name].needs, reason=f"{MODELS[name].needs} is not installed")
     model = MODELS[name].make()
     program = inspected(model)

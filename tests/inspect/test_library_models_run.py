@@ -112,7 +112,10 @@ def test_the_largest_logits_are_what_softmax_gets(name):
     seen = what_softmax_gets(name)
     assert found
     for row in found:  # refused attentions have softmaxes too
-        assert any(np.allclose(row, other, rtol=1e-5) for other in seen), (row, seen)
+        assert any(np.allclose(row, other, rtol=1e-5) for other in seen), (
+            row,
+            seen,
+        )
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -36,7 +36,14 @@ def trained(optimizer, epochs=2, number=0):
     ]
     model = keras.Sequential(layers)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    model.fit(TOKENS, TOKENS[:, 0], epochs=epochs, batch_size=4, shuffle=False, verbose=0)
+    model.fit(
+        TOKENS,
+        TOKENS[:, 0],
+        epochs=epochs,
+        batch_size=4,
+        shuffle=False,
+        verbose=0,
+    )
     return model
 
 
@@ -45,15 +52,24 @@ def assert_same(a, b, rtol=1e-4):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"global_clipnorm": 0.1}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"global_clipnorm": 0.1}, {"gradient_accumulation_steps": 2}],
+)
 def test_it_is_the_optimizer_of_keras_that_optax_has_too(settings):
     """Not Adam: its ε stands in another place in Keras."""
     ours = Optimizer(optax.sgd(0.1, momentum=0.9), **settings)
-    assert_same(trained(ours), trained(keras.optimizers.SGD(0.1, momentum=0.9, **settings)))
+    assert_same(
+        trained(ours),
+        trained(keras.optimizers.SGD(0.1, momentum=0.9, **settings)),
+    )
 
 
 def test_the_rate_of_keras_is_a_factor():
-    assert_same(trained(Optimizer(optax.sgd(0.2), learning_rate=0.5)), trained(Optimizer(optax.sgd(0.1))))
+    assert_same(
+        trained(Optimizer(optax.sgd(0.2), learning_rate=0.5)),
+        trained(Optimizer(optax.sgd(0.1))),
+    )
 
 
 def test_muon_gets_the_paths():
@@ -94,5 +110,8 @@ def test_its_state_is_saved(tmp_path):
 
 def test_two_variables_with_one_path_are_refused():
     variables = [keras.Variable(jnp.ones(2), name="same") for _ in range(2)]
-    with pytest.raises(ValueError, match="two variables are called 'same'; give their layers a name="):
+    with pytest.raises(
+        ValueError,
+        match="two variables are called 'same'; give their layers a name=",
+    ):
         Optimizer(muonjax.muon(1e-2)).build(variables)

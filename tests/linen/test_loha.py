@@ -86,7 +86,10 @@ def test_only_adapters_train_in_linen_by_a_mask():
 
     mask = adapter_mask(params)
     frozen = jax.tree.map(lambda trains: not trains, mask)
-    tx = optax.chain(optax.masked(optax.adam(0.1), mask), optax.masked(optax.set_to_zero(), frozen))
+    tx = optax.chain(
+        optax.masked(optax.adam(0.1), mask),
+        optax.masked(optax.set_to_zero(), frozen),
+    )
     state, now = tx.init(params), params
     for _ in range(2):
         updates, state = tx.update(jax.grad(loss)(now), state, now)
@@ -130,13 +133,18 @@ def test_linen_scanned_layers_merge_as_a_stack():
     params = trained(params)
     adapted = Stack(True).apply({"params": params}, X)
     np.testing.assert_allclose(
-        Stack(False).apply({"params": linen_loha.merge(params)}, X), adapted, atol=1e-5
+        Stack(False).apply({"params": linen_loha.merge(params)}, X),
+        adapted,
+        atol=1e-5,
     )
 
 
 def test_linen_stacks_along_another_axis_are_refused():
     params = jax.eval_shape(Stack(True, axis=-1).init, jax.random.key(0), X)["params"]
-    with pytest.raises(ValueError, match=r"merge: the adapter at 'up': .* are stacked along another axis"):
+    with pytest.raises(
+        ValueError,
+        match=r"merge: the adapter at 'up': .* are stacked along another axis",
+    ):
         linen_loha.merge(params)
 
 
@@ -145,8 +153,14 @@ def test_linen_stacks_along_another_axis_are_refused():
     [
         (lambda: linen_loha.LoHaDense(4, rank=5), "choose 1 to 4"),
         (lambda: linen_loha.LoHaDense(4, rank=0), "rank=0"),
-        (lambda: linen_loha.LoHaDense(4, rank=2, alpha=-1.0), "alpha=-1.0.* must be positive"),
-        (lambda: linen_loha.LoHaConv(2, (3,), rank=1, mask=jnp.ones((3, 2, 2))), "mask"),
+        (
+            lambda: linen_loha.LoHaDense(4, rank=2, alpha=-1.0),
+            "alpha=-1.0.* must be positive",
+        ),
+        (
+            lambda: linen_loha.LoHaConv(2, (3,), rank=1, mask=jnp.ones((3, 2, 2))),
+            "mask",
+        ),
     ],
 )
 def test_linen_bad_settings_are_named(layer, message):
@@ -155,6 +169,11 @@ def test_linen_bad_settings_are_named(layer, message):
 
 
 def test_linen_merge_needs_the_scales():
-    alone = {"up": {"kernel": jnp.ones((2, 2)), "loha": {"hada_w1_a": jnp.ones((2, 1))}}}
+    alone = {
+        "up": {
+            "kernel": jnp.ones((2, 2)),
+            "loha": {"hada_w1_a": jnp.ones((2, 1))},
+        }
+    }
     with pytest.raises(ValueError, match="no hada_scale at up"):
         linen_loha.merge(alone)

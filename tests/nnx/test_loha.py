@@ -52,7 +52,14 @@ def paths_of(model):
 
 
 TOKENS = jnp.arange(10).reshape(2, 5)
-LAYERS = ["attention/key", "attention/out", "attention/query", "attention/value", "conv", "up"]
+LAYERS = [
+    "attention/key",
+    "attention/out",
+    "attention/query",
+    "attention/value",
+    "conv",
+    "up",
+]
 
 
 @pytest.mark.parametrize("alpha", [None, 5.0])
@@ -109,8 +116,14 @@ def test_add_loha_takes_the_layers_of_the_rule():
     [
         ({"path_rule": "nothing", "rank": 2}, "matches none of the layers"),
         ({"path_rule": ".", "rank": 0}, "rank=0.* needs a whole number"),
-        ({"path_rule": "conv|up", "rank": 9}, "'conv'|'up'.*rank=9 is not possible.*choose 1 to 8"),
-        ({"path_rule": "up", "rank": 2, "alpha": float("nan")}, "alpha=nan.* must be positive and finite"),
+        (
+            {"path_rule": "conv|up", "rank": 9},
+            "'conv'|'up'.*rank=9 is not possible.*choose 1 to 8",
+        ),
+        (
+            {"path_rule": "up", "rank": 2, "alpha": float("nan")},
+            "alpha=nan.* must be positive and finite",
+        ),
     ],
 )
 def test_add_loha_refuses_and_leaves_the_model_alone(settings, message):
@@ -186,7 +199,10 @@ def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
 
     with pytest.raises(ValueError, match=r"hada_w1_a.*Merge them into the kernels"):
         clipped(nnx.Param)
-    with pytest.raises(ValueError, match=r"no parameter 'attention/query/kernel'\. If it is frozen, or only"):
+    with pytest.raises(
+        ValueError,
+        match=r"no parameter 'attention/query/kernel'\. If it is frozen, or only",
+    ):
         clipped(LoHaParam)
     nnx_loha.merge(train_nnx(model))
     kernel = clipped(nnx.Param)["attention"]["query"]["kernel"]
@@ -197,7 +213,12 @@ def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
     "conv",
     [
         {"padding": "CIRCULAR"},
-        {"strides": 2, "padding": "VALID", "feature_group_count": 2, "kernel_dilation": 2},
+        {
+            "strides": 2,
+            "padding": "VALID",
+            "feature_group_count": 2,
+            "kernel_dilation": 2,
+        },
     ],
 )
 def test_nnx_convolution_is_the_one_with_the_adapted_kernel(conv):

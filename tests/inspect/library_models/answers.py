@@ -62,9 +62,13 @@ def _regex(pattern: str) -> str:
     """Patterns of a shell: `*` for anything, `{a,b}` for one of several."""
     pieces = re.split(r"(\*|\{[^}]*\})", pattern)
     return "".join(
-        ".*" if x == "*" else f"(?:{'|'.join(map(re.escape, x[1:-1].split(',')))})" if x[:1] == "{" else re.escape(x)
+        ".*"
+        if x == "*"
+        else f"(?:{'|'.join(map(re.escape, x[1:-1].split(',')))})"
+        if x[:1] == "{"
+        else re.escape(x)
         for x in pieces
-    )  # fmt: skip
+    )
 
 
 def is_right(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -> bool:
@@ -80,7 +84,10 @@ def _is_this(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -
     if wanted is None or numbers is None:
         return numbers is wanted and (why is None or why.startswith(answer))
     turned = wanted._replace(reduction_axis=wanted.output_axis, output_axis=wanted.reduction_axis)
-    return _normal(numbers, shape) in (_normal(wanted, shape), _normal(turned, shape))
+    return _normal(numbers, shape) in (
+        _normal(wanted, shape),
+        _normal(turned, shape),
+    )
 
 
 def numbers_of(answer: str) -> Any:
@@ -118,11 +125,18 @@ def expected_attention(model: Model, line: str) -> Heads | str:
         count, width, start, stride = re.fullmatch(
             r"(\d+)x(\d+)(?:\+(\d+))?(?:/(\d+))?", count_width
         ).groups()
-        grid, axes = np.zeros(shapes[path], int), [int(a) for a in axis.split(",")]
+        grid, axes = (
+            np.zeros(shapes[path], int),
+            [int(a) for a in axis.split(",")],
+        )
         for head, offset in itertools.product(range(int(count)), range(int(width))):
             position = int(start or 0) + head * int(stride or width) + offset
             index: list[Any] = [slice(None)] * grid.ndim
-            for a, at in zip(axes, np.unravel_index(position, [grid.shape[a] for a in axes]), strict=True):
+            for a, at in zip(
+                axes,
+                np.unravel_index(position, [grid.shape[a] for a in axes]),
+                strict=True,
+            ):
                 index[a] = at
             for other in others:
                 low, high, along = re.split("[:@]", other)
@@ -139,8 +153,13 @@ def found_attention(params: Any, attention: Any) -> Heads | str:
     shapes = {path: leaf.shape for path, leaf in zip(*flattened(params)[:2], strict=True)}
     heads: Heads = {}
     for scale in attention.site.scales:
-        (path,) = (p for p in shapes if re.fullmatch(attention.site.path, p.removesuffix(scale.path).rstrip("/"))
-                   and p.endswith(scale.path) and (attention.site.path or p == scale.path))  # fmt: skip
+        (path,) = (
+            p
+            for p in shapes
+            if re.fullmatch(attention.site.path, p.removesuffix(scale.path).rstrip("/"))
+            and p.endswith(scale.path)
+            and (attention.site.path or p == scale.path)
+        )
         grid = _grid(shapes[path], scale, attention.site.scan_axis or ())
         heads[scale.factor, path] = heads.get((scale.factor, path), 0) + grid
     return heads

@@ -5,7 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
+from tests.inspect.library_models.model import (
+    cross_entropy,
+    mean_square,
+    shape,
+    tokens,
+)
 
 
 def split(make):
@@ -53,7 +58,10 @@ def equinox_scan():
 
         def __init__(self, key):
             a, b, c = jax.random.split(key, 3)
-            tied = eqx.nn.Embedding(99, 32, key=a), eqx.nn.Linear(32, 99, use_bias=False, key=b)
+            tied = (
+                eqx.nn.Embedding(99, 32, key=a),
+                eqx.nn.Linear(32, 99, use_bias=False, key=b),
+            )
             self.shared = eqx.nn.Shared(tied, lambda pair: pair[1].weight, lambda pair: pair[0].weight)
             block = block_of()
             self.layers = eqx.filter_vmap(block)(jax.random.split(c, 3))
@@ -149,7 +157,10 @@ def equinox_recurrent():
 
         def __init__(self, key):
             a, b, c = jax.random.split(key, 3)
-            self.lstm, self.gru = eqx.nn.LSTMCell(6, 16, key=a), eqx.nn.GRUCell(16, 16, key=b)
+            self.lstm, self.gru = (
+                eqx.nn.LSTMCell(6, 16, key=a),
+                eqx.nn.GRUCell(16, 16, key=b),
+            )
             self.head = eqx.nn.Linear(16, 1, key=c)
 
         def __call__(self, x):
@@ -163,7 +174,11 @@ def equinox_recurrent():
             return jax.vmap(self.head)(jax.lax.scan(step, start, x)[1])
 
     params, whole = split(Net)
-    return lambda params, x: mean_square(jax.vmap(whole(params))(x)), params, [shape(2, 7, 6)]
+    return (
+        lambda params, x: mean_square(jax.vmap(whole(params))(x)),
+        params,
+        [shape(2, 7, 6)],
+    )
 
 
 def equinox_ensemble():

@@ -67,7 +67,12 @@ def haiku_resnet():
     import haiku as hk
 
     def forward(x):
-        net = hk.nets.ResNet((1, 1, 1, 1), 10, channels_per_group=(16, 16, 32, 32), bottleneck=True)
+        net = hk.nets.ResNet(
+            (1, 1, 1, 1),
+            10,
+            channels_per_group=(16, 16, 32, 32),
+            bottleneck=True,
+        )
         return net(x, is_training=True)
 
     made = hk.transform_with_state(forward)
@@ -87,7 +92,11 @@ def haiku_recurrent():
         import haiku as hk
 
         x = hk.Embed(30, 16)(text).swapaxes(0, 1)
-        lstm, gru, vanilla = hk.LSTM(24, name="lstm"), hk.GRU(24, name="gru"), hk.VanillaRNN(24, name="rnn")
+        lstm, gru, vanilla = (
+            hk.LSTM(24, name="lstm"),
+            hk.GRU(24, name="gru"),
+            hk.VanillaRNN(24, name="rnn"),
+        )
         for cell in (lstm, gru, vanilla):
             x, _ = hk.dynamic_unroll(cell, x, cell.initial_state(x.shape[1]))
         return hk.Linear(30, name="head")(x)

@@ -3,7 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from tests.inspect.library_models.model import arrays, cross_entropy, instance, shape
+from tests.inspect.library_models.model import (
+    arrays,
+    cross_entropy,
+    instance,
+    shape,
+)
 
 
 def next_token(logits, text):
@@ -18,7 +23,12 @@ def pairs(logits, _):
     return -jnp.mean(jax.nn.log_sigmoid((2 * jnp.eye(len(logits)) - 1) * logits))
 
 
-LOSSES = {"next token": next_token, "label": cross_entropy, "square": square, "pairs": pairs}
+LOSSES = {
+    "next token": next_token,
+    "label": cross_entropy,
+    "square": square,
+    "pairs": pairs,
+}
 
 
 def built(model, task, probe):
@@ -32,7 +42,11 @@ def built(model, task, probe):
             head = keras.layers.Dense(probe, name="probe")
             made = keras.Model(made.input, head(made.output[:, 0]))
         if task:
-            arguments = {"backbone": made, "preprocessor": None, "compile": False}
+            arguments = {
+                "backbone": made,
+                "preprocessor": None,
+                "compile": False,
+            }
             made = instance(task | arguments)
     return made
 
@@ -49,13 +63,19 @@ def shapes(variables):
 def keras_model(model, inputs, loss, of, task=None, probe=None, table=None, output=None):
     """The loss of what is predicted `of` an input, and the losses of layers; a `table` of the parameters as head."""
     made = built(model, task, probe)
-    all_params, all_rest = shapes(made.trainable_variables), shapes(made.non_trainable_variables)
+    all_params, all_rest = (
+        shapes(made.trainable_variables),
+        shapes(made.non_trainable_variables),
+    )
     words = [spec.name for spec in jax.tree.leaves(made.input)]
     is_single = not isinstance(made.input, (dict, list))
 
     def whole(params, rest, inputs):
         data = inputs["images"] if is_single else {word: inputs[word] for word in words}
-        values = [params[name] for name in all_params], [rest[name] for name in all_rest]
+        values = (
+            [params[name] for name in all_params],
+            [rest[name] for name in all_rest],
+        )
         out, _, losses = made.stateless_call(*values, data, training=True, return_losses=True)
         if output:
             out = out[output]

@@ -12,7 +12,14 @@ def language(config):
     from levanter.models.lm_model import LmExample
 
     # Experts are chosen in a shard_map. Its trainer sets a mesh too.
-    jax.set_mesh(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]))
+    jax.set_mesh(
+        jax.make_mesh(
+            (1,),
+            ("data",),
+            (jax.sharding.AxisType.Auto,),
+            devices=jax.devices()[:1],
+        )
+    )
     config = instance(config)
     whole = eqx.filter_eval_shape(lambda: config.build(hax.Axis("vocab", 99), key=jax.random.key(0)))
     arrays, static = eqx.partition(whole, lambda x: isinstance(x, jax.ShapeDtypeStruct))
@@ -23,7 +30,10 @@ def language(config):
     names = [path.removesuffix("/0") for path in paths]  # the array of a named array
 
     def loss(params, text):
-        model = eqx.combine(jax.tree.unflatten(structure, [params[name] for name in names]), static)
+        model = eqx.combine(
+            jax.tree.unflatten(structure, [params[name] for name in names]),
+            static,
+        )
 
         example = LmExample.causal(hax.named(text, config.max_Pos))
         return model.compute_next_token_loss(example, key=jax.random.key(0)).scalar()

@@ -3,7 +3,12 @@
 import jax
 from flax import linen as nn
 
-from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
+from tests.inspect.library_models.model import (
+    cross_entropy,
+    mean_square,
+    shape,
+    tokens,
+)
 
 ATTENTION = {"*/{query,key,value}/kernel": "0>1,2", "*/out/kernel": "0,1>2"}
 ATTENTION_HEADS = {"*/{query,key,value}/kernel": "0>2"}
@@ -18,7 +23,11 @@ def parameters(module: nn.Module, *inputs, **settings):
 def measured(module: nn.Module, *inputs):
     """A model without a head, of parameters alone."""
     params, _ = parameters(module, *inputs)
-    return (lambda params, *inputs: mean_square(module.apply({"params": params}, *inputs))), params, inputs
+    return (
+        (lambda params, *inputs: mean_square(module.apply({"params": params}, *inputs))),
+        params,
+        inputs,
+    )
 
 
 class Block(nn.Module):
@@ -69,7 +78,11 @@ def linen_language(scan_axis=None, **options):
         logits = module.apply({"params": params}, text, rngs={"dropout": key})
         return cross_entropy(logits[:, :-1], text[:, 1:])
 
-    return loss, params, [tokens(2, 8), jax.eval_shape(lambda: jax.random.key(0))]
+    return (
+        loss,
+        params,
+        [tokens(2, 8), jax.eval_shape(lambda: jax.random.key(0))],
+    )
 
 
 class Translator(nn.Module):
@@ -140,7 +153,15 @@ class Recurrent(nn.Module):
     @nn.compact
     def __call__(self, text):
         x = nn.Embed(30, 16, name="table")(text)
-        for i, cell in enumerate((nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell, nn.SimpleCell, nn.MGUCell)):
+        for i, cell in enumerate(
+            (
+                nn.LSTMCell,
+                nn.OptimizedLSTMCell,
+                nn.GRUCell,
+                nn.SimpleCell,
+                nn.MGUCell,
+            )
+        ):
             x = nn.RNN(cell(24, name=f"cell_{i}"))(x)
         return nn.Dense(30, name="head")(x)
 

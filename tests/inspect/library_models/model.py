@@ -80,7 +80,11 @@ def flattened(tree: Any) -> tuple[list[str], list[Any], Any]:
     """Paths, leaves and structure."""
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
-    return [path.removesuffix("/value") for path in paths], [leaf for _, leaf in found], structure
+    return (
+        [path.removesuffix("/value") for path in paths],
+        [leaf for _, leaf in found],
+        structure,
+    )
 
 
 def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

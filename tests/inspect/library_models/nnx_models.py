@@ -4,7 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.inspect.library_models.model import cross_entropy, mean_square, shape, tokens
+from tests.inspect.library_models.model import (
+    cross_entropy,
+    mean_square,
+    shape,
+    tokens,
+)
 
 
 def split(make, kind=nnx.Param):
@@ -14,7 +19,10 @@ def split(make, kind=nnx.Param):
 
 class Block(nnx.Module):
     def __init__(self, rngs, **options):
-        self.norm_a, self.norm_b = nnx.LayerNorm(64, rngs=rngs), nnx.RMSNorm(64, rngs=rngs)
+        self.norm_a, self.norm_b = (
+            nnx.LayerNorm(64, rngs=rngs),
+            nnx.RMSNorm(64, rngs=rngs),
+        )
         self.a = nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs, **options)
         self.gate = nnx.Linear(64, 128, use_bias=False, rngs=rngs)
         self.up = nnx.Linear(64, 128, use_bias=False, rngs=rngs)
@@ -159,7 +167,12 @@ def nnx_adapters_alone():
 class Recurrent(nnx.Module):
     def __init__(self, rngs):
         self.table = nnx.Embed(30, 16, rngs=rngs)
-        kinds = (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell)
+        kinds = (
+            nnx.LSTMCell,
+            nnx.OptimizedLSTMCell,
+            nnx.GRUCell,
+            nnx.SimpleCell,
+        )
         self.layers = nnx.List([nnx.RNN(kind(16, 16, rngs=rngs)) for kind in kinds])
         self.head = nnx.Linear(16, 30, rngs=rngs)
 

@@ -10,9 +10,15 @@ def language(**settings):
     from penzai.models.transformer.variants import llamalike_common
 
     config = llamalike_common.LlamalikeTransformerConfig(
-        num_kv_heads=2, query_head_multiplier=2, embedding_dim=32, projection_dim=8, mlp_hidden_dim=48,
-        num_decoder_blocks=2, vocab_size=99, **settings,
-    )  # fmt: skip
+        num_kv_heads=2,
+        query_head_multiplier=2,
+        embedding_dim=32,
+        projection_dim=8,
+        mlp_hidden_dim=48,
+        num_decoder_blocks=2,
+        vocab_size=99,
+        **settings,
+    )
     made = llamalike_common.build_llamalike_transformer(config, init_base_rng=jax.random.key(0), name="lm")
     slots, values = pz.unbind_params(made, freeze=True)
     arrays, structure = jax.tree.flatten(values)

@@ -32,9 +32,15 @@ def causal_softmax(logits):
 def latent_attention():
     """DeepSeek's: compressed queries and keys, and a rotary part of the key that all heads share."""
     params = weights(
-        q_a=(32, 16), q_norm=(16,), q_b=(16, 4, 12), kv_a=(32, 20), kv_norm=(16,), kv_b=(16, 4, 16), o=(4, 8, 32),
+        q_a=(32, 16),
+        q_norm=(16,),
+        q_b=(16, 4, 12),
+        kv_a=(32, 20),
+        kv_norm=(16,),
+        kv_b=(16, 4, 16),
+        o=(4, 8, 32),
         head=(32, 9),
-    )  # fmt: skip
+    )
 
     def loss(p, x, labels):
         q = jnp.einsum("btr,rhs->bths", rms_norm(x @ p["q_a"], p["q_norm"]), p["q_b"])
@@ -53,14 +59,22 @@ def latent_attention():
 def chosen_experts():
     """Mixtral's: the best two of four, tokens sorted by expert, products of ragged groups."""
     params = weights(
-        first=(20, 32), router=(32, 4), gate=(4, 32, 48), up=(4, 32, 48), down=(4, 48, 32), head=(32, 7)
+        first=(20, 32),
+        router=(32, 4),
+        gate=(4, 32, 48),
+        up=(4, 32, 48),
+        down=(4, 48, 32),
+        head=(32, 7),
     )
 
     def loss(p, x, labels):
         x = jnp.tanh(x @ p["first"])
         best, which = jax.lax.top_k(x @ p["router"], 2)
         order = jnp.argsort(which.reshape(-1))
-        tokens, sizes = jnp.repeat(x, 2, axis=0)[order], jnp.bincount(which.reshape(-1), length=4)
+        tokens, sizes = (
+            jnp.repeat(x, 2, axis=0)[order],
+            jnp.bincount(which.reshape(-1), length=4),
+        )
         y = jax.nn.silu(jax.lax.ragged_dot(tokens, p["gate"], sizes)) * jax.lax.ragged_dot(
             tokens, p["up"], sizes
         )
@@ -74,7 +88,12 @@ def chosen_experts():
 def graph_network():
     """Messages along edges, added up at their ends; a graph's embedding by a mean."""
     params = weights(
-        nodes=(7, 16), message_1=(40, 32), message_2=(32, 16), update=(32, 16), edges=(5, 8), head=(16, 3)
+        nodes=(7, 16),
+        message_1=(40, 32),
+        message_2=(32, 16),
+        update=(32, 16),
+        edges=(5, 8),
+        head=(16, 3),
     )
 
     def loss(p, kinds, edge_kinds, sender, receiver, labels):

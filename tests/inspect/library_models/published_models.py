@@ -14,10 +14,16 @@ class ViT(nn.Module):
     def __call__(self, images):
         x = nn.Conv(32, (4, 4), (4, 4), "VALID", name="embedding")(images).reshape(images.shape[0], -1, 32)
         x = x + self.param("pos_embedding", nn.initializers.normal(), (1, x.shape[1], 32))
-        block = nn.scan(nn.remat(Block), {"params": 0}, split_rngs={"params": True}, length=3)
+        block = nn.scan(
+            nn.remat(Block),
+            {"params": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
         x = nn.LayerNorm(name="encoder_norm")(block(name="encoderblock")(x)[0])
         probe = jnp.tile(
-            self.param("probe", nn.initializers.xavier_uniform(), (1, 1, 32)), (x.shape[0], 1, 1)
+            self.param("probe", nn.initializers.xavier_uniform(), (1, 1, 32)),
+            (x.shape[0], 1, 1),
         )
         x = nn.MultiHeadDotProductAttention(4, name="pool")(probe, x)
         return nn.Dense(10, name="head")(

@@ -5,7 +5,13 @@ import types
 import jax.numpy as jnp
 import optax
 
-from tests.inspect.library_models.model import array, arrays, cross_entropy, shape, tokens
+from tests.inspect.library_models.model import (
+    array,
+    arrays,
+    cross_entropy,
+    shape,
+    tokens,
+)
 
 
 class _WithOldClip(types.ModuleType):
@@ -80,7 +86,11 @@ def batch_normalized(**names):
         out, _ = module(images, params=variables, train=True)
         return cross_entropy(out.logits, labels)
 
-    return loss, variables["params"], [variables["batch_stats"], shape(4, 3, 32, 32), tokens(4)]
+    return (
+        loss,
+        variables["params"],
+        [variables["batch_stats"], shape(4, 3, 32, 32), tokens(4)],
+    )
 
 
 def pairs(call, **names):

@@ -20,7 +20,10 @@ def language(family, name, config):
 
     def loss(params, rest, text):
         mask = jnp.ones_like(text, bool)
-        inputs = utils.build_positions_from_mask(mask), utils.make_causal_attn_mask(mask)
+        inputs = (
+            utils.build_positions_from_mask(mask),
+            utils.make_causal_attn_mask(mask),
+        )
         result = peft_trainer._default_loss_fn(nnx.merge(graph, params, rest, copy=True), text, mask, *inputs)
         return jax.tree.leaves(result)[0]
 
