@@ -49,7 +49,7 @@ from muonjax._transforms.orthogonalize import orthogonalize as orthogonalize
 from muonjax.loha import adapter_mask as adapter_mask
 from muonjax.loha import hadamard_linear as hadamard_linear
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # muonjax.nnx imports Flax, so it is loaded only with the first NNX model.
 _models.register("flax.nnx", module="muonjax.nnx")

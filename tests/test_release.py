@@ -61,6 +61,23 @@ def test_links_of_the_readme_work_elsewhere(tmp_path):
     )
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_a_page_can_say_how_to_install_from_pypi(tmp_path, page):
+    copy = tmp_path / "page.md"
+    text = (ROOT / page).read_text()
+    copy.write_text(text)
+    code = f"r['write_install'](__import__('pathlib').Path('{copy}'))"
+    done = release(code)
+    assert done.returncode == 0, done.stderr
+    before, rest = text.split("<!-- install -->")
+    written = copy.read_text()
+    assert written.startswith(before)
+    assert written.endswith(rest.split("<!-- end -->", 1)[1])
+    assert "pip install muonjax\n" in written
+    assert "not on PyPI" not in written
+    assert "it needs one" in release(code).stderr
+
+
 def test_the_workflow_publishes_on_a_tag_without_secrets():
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     assert 'tags: ["v*"]' in text
