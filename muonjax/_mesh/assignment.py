@@ -171,13 +171,13 @@ def seconds_of_unit(kind: UnitKind, mesh_shape: MeshShape) -> float:
     matrices, m, columns = kind.layout.stack_shape
     devices = devices_along(mesh_shape, kind.group.column_axes)
     # Full precision makes X X^H and Q X once. In half precision rounding allows the Gram form for a few steps only, so
-    # that both are made again.
-    wide_products, gram_matrices = 2, 1
+    # that both are made again, and the steps are five quintics without a deflation.
+    wide_products, square_products, gram_matrices = 2, 6, 1
     if kind.group.dtype.itemsize <= 2:
-        wide_products, gram_matrices = 5, 2
-    # multiply-adds, with 6 m^3 for the polynomials of m x m matrices:
-    #   wide_products m^2 columns + 6 m^3
-    multiply_adds = wide_products * m**2 * columns + 6 * m**3
+        wide_products, square_products, gram_matrices = 5, 11, 2
+    # multiply-adds, with square_products m^3 for the polynomials of m x m matrices:
+    #   wide_products m^2 columns + square_products m^3
+    multiply_adds = wide_products * m**2 * columns + square_products * m**3
     seconds = 2 * multiply_adds / flops_a_second(kind.group.dtype)
     # bytes that a device sends in all-reduces of float32 Gram matrices:
     #   gram_matrices 2 (devices - 1) / devices 4 m^2
