@@ -18,6 +18,8 @@ from muonjax._inspect.values import CHOICES, FROZEN, PARAMETER, SUMS, Logits, Va
 # What is added to a logit to mask it is this or less, where it may be any number; an ALiBi bias of this size masks as
 # well. It is -1e4 in many models, which is -9984 in bfloat16, and less exact where a logit of this precision takes it.
 MASKED = -9e3
+# Softmax gives e^-20, 2e-9, of a share to what so much is added to; a larger number hides nothing.
+_HIDES = -20.0
 EXPONENTIALS = ("exp", "exp2", "logistic")
 _ROOTS = ("sqrt", "rsqrt", "cbrt")
 _POWERS = (*EXPONENTIALS, *_ROOTS, "pow", "integer_pow", "square", "one_minus_square", "polynomial")
@@ -137,7 +139,8 @@ def _with_added(graph: Graph, node: Node, logits: Logits, added: int) -> Logits:
     mask = _number_of_mask(graph, node, added)
     seen = [x for x in (logits.mask, mask) if x is not None]
     is_bias = len(seen) < 2
-    if is_bias and max(seen, default=-math.inf) > 2 * MASKED:
+    # A bias of ordinary size stays far above `MASKED`, and a mask of -1e4 below it.
+    if is_bias and max(seen, default=-math.inf) > MASKED:
         return lost(node, logits)
     return logits._replace(mask=None if is_bias else max(seen))
 
@@ -147,4 +150,4 @@ def _number_of_mask(graph: Graph, node: Node, added: int) -> float | None:
     numbers = numbers_in(graph, added) or {math.nan}
     if node.name == "sub":
         numbers = {-x for x in numbers}
-    return min(numbers) if min(numbers) < 0 == max(numbers) else None
+    return min(numbers) if min(numbers) <= _HIDES and max(numbers) == 0 else None

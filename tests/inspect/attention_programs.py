@@ -1506,7 +1506,7 @@ ADD_MASK = {
 }
 SLOPES = -np.abs(np.arange(T)[:, None] - np.arange(T)).astype(np.float32)
 for kind, table in ADD_MASK.items():
-    for size in (-1e1, -1e2, -1e3, -1e4):
+    for size in (-3e1, -1e2, -1e3, -1e4):
         spelled(f"a_mask_that_adds_{-size:.0f}_by_{kind}", kept=CAUSAL,
                 softmax=lambda a, p, table=table, size=size: jax.nn.softmax(a + table(size)))  # fmt: skip
     spelled(f"a_mask_that_subtracts_{kind}", kept=CAUSAL,
@@ -1523,3 +1523,11 @@ spelled("a_bias_of_several_numbers", softmax=lambda a, p: jax.nn.softmax(a + SLO
 spelled(
     "a_bias_above_zero", softmax=lambda a, p: jax.nn.softmax(a + np.where(CAUSAL, 0, 2.0).astype("float32"))
 )
+for size in (-1e4, -65504.0, -1e9):
+    for kind, table in ADD_MASK.items():
+        spelled(f"a_bias_and_a_mask_of_{size:.0e}_by_{kind}", kept=CAUSAL,
+                softmax=lambda a, p, table=table, size=size: jax.nn.softmax(a + SLOPES + table(size)))  # fmt: skip
+DIAGONAL = -np.eye(T, dtype=np.float32)
+spelled("a_small_number_on_the_diagonal_hides_nothing", softmax=lambda a, p: jax.nn.softmax(a + DIAGONAL))
+SOME_HEADS = np.array([0, 0, -1, -1], np.float32)[:, None, None]
+spelled("a_small_number_for_some_heads_hides_nothing", softmax=lambda a, p: jax.nn.softmax(a + SOME_HEADS))
