@@ -141,7 +141,8 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
     a, b = left.value, right.value
     for side in (left, right):
         walk.record_contracted(i, side)
-    for side in (left, right) if a.depends_on & b.depends_on & PARAMETER else ():
+    of_a_model = PARAMETER | FROZEN  # heads are heads where the queries and keys do not train
+    for side in (left, right) if a.depends_on & of_a_model and b.depends_on & of_a_model else ():
         walk.record_parts(side.value.images)
         walk.record_heads(side.value.images, side.batch)
     for side, values in ((left, right), (right, left)):

@@ -1209,7 +1209,8 @@ def a_layer_trained_inside_of_the_function(p, x):
 
 
 @program(
-    X, q=((D, H, S), "stop_gradient"), k=((D, H, S), "stop_gradient"), v=((D, H, S), "0 | 1, 2"),
+    X, q=((D, H, S), "stop_gradient"), k=((D, H, S), "stop_gradient"),
+    v=((D, H, S), "0 | 1, 2; 0 | 2"),
     out=((D, 3), "head"),
 )  # fmt: skip
 def an_attention_of_frozen_queries_and_keys(p, x):
