@@ -13,12 +13,12 @@ import numpy as np
 from muonjax._clip.scale import Scale, first_positions
 from muonjax._inspect import softmax
 from muonjax._inspect.certificate import Certificate
+from muonjax._inspect.findings import Walk
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.report import Probe
 from muonjax._inspect.softmax import MASKED
 from muonjax._inspect.structure import reshaped
 from muonjax._inspect.values import Image, Side, Term, grouped
-from muonjax._inspect.walk import Walk
 
 
 class Span(NamedTuple):

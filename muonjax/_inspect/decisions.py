@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import PRODUCTS
 from muonjax._inspect.layout import Layout, Region, Run, sums
 from muonjax._inspect.softmax import EXPONENTIALS
 from muonjax._inspect.values import OF_PRODUCTS, PRODUCT_OF_PARAMETERS, Use, grouped
-from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,

@@ -1,4 +1,4 @@
-"""Follow every parameter through a function, operation by operation, as `rules`, `structure` and `products` say."""
+"""Follow every parameter through a function, operation by operation, as `entrywise`, `structure` and `products` say."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from muonjax._inspect import products, structure  # noqa: F401  with `rules`, they fill RULES
+from muonjax._inspect import products, structure  # noqa: F401  with `entrywise`, they fill RULES
+from muonjax._inspect.entrywise import FOLDED, RULES, SPREADING, spread, unknown
+from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Graph, Node
-from muonjax._inspect.rules import FOLDED, RULES, SPREADING, spread, unknown
 from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
 from muonjax._inspect.versions import Body
-from muonjax._inspect.walk import Walk
 
 
 @contextlib.contextmanager

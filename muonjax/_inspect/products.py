@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from muonjax._inspect import softmax
+from muonjax._inspect.entrywise import RULES, bent, rule, unknown
+from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
-from muonjax._inspect.rules import RULES, bent, rule, unknown
 from muonjax._inspect.structure import looked_up
 from muonjax._inspect.values import DATA, FROZEN, MULTIPLIED, PARAMETER, Image, Logits, Side, Value, dependent
-from muonjax._inspect.walk import Walk
 
 
 @rule("dot_general")

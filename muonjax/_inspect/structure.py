@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from muonjax._inspect import softmax
+from muonjax._inspect.entrywise import is_zero, latest, rule, unknown
+from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
-from muonjax._inspect.rules import is_zero, latest, rule, unknown
 from muonjax._inspect.values import DATA, MULTIPLIED, Move, Value, all_images, dependent, grouped, move_each
-from muonjax._inspect.walk import Walk
 
 SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard

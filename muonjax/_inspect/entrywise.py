@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from muonjax._inspect import softmax
+from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import Layout
 from muonjax._inspect.layout import whole as all_of
@@ -26,7 +27,6 @@ from muonjax._inspect.values import (
     all_images,
     dependent,
 )
-from muonjax._inspect.walk import Walk
 
 Rule = Callable[[Walk, int, Node, Sequence[Value]], Sequence[Value]]
 RULES: dict[str, Rule] = {}
