@@ -40,7 +40,7 @@ from muonjax._common.platform import Policy
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
-from muonjax._newton_schulz.iteration import power_of_two_scale
+from muonjax._newton_schulz.full_precision import power_of_two_scale
 from muonjax._optimizers.partition import check_program, partition_by_route
 from muonjax._transforms.orthogonalize import map_matrices, match_rms
 

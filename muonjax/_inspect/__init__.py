@@ -6,7 +6,7 @@ for each primitive. It keeps for each array a `Value`:
 
 - **terms**: the parameters that the array is made of, each with a `layout`: for each axis of the parameter the
   position of every entry, an array of NumPy's that a reshape, a slice or a transpose moves as it moves the entries
-  (`structure.moved_by`, which moves the tables of the certificate too).
+  (`moves.moved_by`, which moves the tables of the certificate too).
 - **images**: the products with parameters that the array comes from, again with a layout: which columns are where.
   An image that no operation has bent yet is linear in its parameter.
 - **logits**: a product of two images, up to the maximum and the exponential of its softmax (`softmax`).
@@ -38,7 +38,7 @@ each that are put together.
 A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry, in `SAME` (`structure`)
 if it moves nothing, in `_MIXES` (`entrywise`) if it mixes columns, in `_ENTERED` (`graph`) if it calls a body. One that
 JAX can say in others has a line in `_REWRITTEN` (`graph`), one that moves the entries of one operand a case in
-`structure.moved_by`, which the certificate uses too. Otherwise write a function (walk, i, node, values) -> values under
+`moves.moved_by`, which the certificate uses too. Otherwise write a function (walk, i, node, values) -> values under
 `@rule("its name")`: `values` are the operands, `node.params` the equation's parameters. Return `unknown(...)` for
 settings that you do not handle. If it has several operands and a clip may pass it, the certificate needs its own
 line.

@@ -15,9 +15,9 @@ from muonjax._inspect import softmax
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
-from muonjax._inspect.report import Probe
+from muonjax._inspect.measure import Probe
+from muonjax._inspect.moves import reshaped
 from muonjax._inspect.softmax import MASKED
-from muonjax._inspect.structure import reshaped
 from muonjax._inspect.values import Image, Side, Term, grouped
 
 

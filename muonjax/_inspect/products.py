@@ -11,7 +11,7 @@ from muonjax._inspect.entrywise import RULES, bent, rule, unknown
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
-from muonjax._inspect.structure import looked_up
+from muonjax._inspect.moves import looked_up
 from muonjax._inspect.values import DATA, FROZEN, MULTIPLIED, PARAMETER, Image, Logits, Side, Value, dependent
 
 

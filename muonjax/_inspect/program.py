@@ -27,7 +27,7 @@ from muonjax._inspect.attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.follow import follow, no_collection
-from muonjax._inspect.report import run
+from muonjax._inspect.measure import run
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.dimension_numbers import numbers_tree, routes
 

@@ -20,7 +20,7 @@ from muonjax._msign.inputs import (
 )
 from muonjax._msign.polynomial_gradient import iterate, tangent_by_normalization
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows
-from muonjax._newton_schulz.iteration import power_of_two_scale
+from muonjax._newton_schulz.full_precision import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

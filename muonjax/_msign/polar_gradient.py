@@ -22,7 +22,7 @@ from muonjax._common.linalg import MatrixProduct, adjoint, hermitian_part, ident
 from muonjax._msign.inputs import oriented_like, rows_beside, unit_norm, widened
 from muonjax._msign.polynomial_gradient import about_mean, iterate, plus_transpose
 from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express_rows
-from muonjax._newton_schulz.iteration import power_of_two_scale
+from muonjax._newton_schulz.full_precision import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

@@ -12,7 +12,7 @@ from muonjax._common.arguments import mesh_axes
 from muonjax._common.platform import Policy, policy_of
 from muonjax._matrices.batching import MatrixFunction
 from muonjax._matrices.columns import Blocks
-from muonjax._newton_schulz import half_precision, iteration
+from muonjax._newton_schulz import full_precision, half_precision
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def polar_factor(
     if dtype == jnp.bfloat16:
         y = half_precision.iterate(wide, settings, policy, axis_name)
     else:
-        y = iteration.iterate(wide, settings, policy, dtype, axis_name)
+        y = full_precision.iterate(wide, settings, policy, dtype, axis_name)
     if tall and policy.is_cpu and dtype == jnp.bfloat16:
         # XLA makes the transposition a part of the last product, and has none of half types with float32 sums.
         y = jax.lax.optimization_barrier(y)
@@ -89,7 +89,7 @@ def polar_function(settings: NewtonSchulz, policy: Policy) -> MatrixFunction:
     """x -> its polar factor, for batching."""
 
     def in_blocks(x: Blocks) -> Blocks:
-        return iteration.iterate(x, settings, policy, x.blocks.dtype)
+        return full_precision.iterate(x, settings, policy, x.blocks.dtype)
 
     whole = functools.partial(polar_factor, settings=settings, policy=policy)
     is_full = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._inspect.report import _inlined, run
+from muonjax._inspect.measure import _inlined, run
 from tests.inspect.attention import layer, tokens, unstacked, weights
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from muonjax._inspect.layout import HOLE, UNORDERED, merged, sums, whole
-from muonjax._inspect.structure import moved_by
+from muonjax._inspect.moves import moved_by
 
 ORIGINS = [(12,), (4, 6), (2, 6, 4)]
 

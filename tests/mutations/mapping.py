@@ -16,7 +16,7 @@ USED_BY = {
     "muonjax/_common/models": "nnx inspect/test_inspect.py inspect/test_value_and_grad.py names",
     "muonjax/_common/platform": "test_policy.py newton_schulz optimizers/test_orthogonalize.py mesh",
     "muonjax/_common/trees": "test_trees.py inspect/test_inspect.py names optimizers clip nnx",
-    "muonjax/_inspect/": "inspect/test_inspect.py inspect/test_report.py inspect/test_programs.py",
+    "muonjax/_inspect/": "inspect/test_inspect.py inspect/test_measure.py inspect/test_programs.py",
     "muonjax/_matrices/": "optimizers/test_orthogonalize.py names/test_dimension_numbers.py mesh",
     "muonjax/_mesh/": "mesh/test_layouts.py reliability/test_restored_elsewhere.py clip/test_qk_clip_on_a_mesh.py",
     "muonjax/_names/": "zoo",
@@ -28,7 +28,7 @@ USED_BY = {
     "muonjax/loha": "loha linen nnx",
     "muonjax/nnx": "nnx clip/test_in_flax.py inspect/test_inspect.py",
     "muonjax/optax_contrib": "optimizers/test_optimizers.py",
-    "pallas_kernels/": "newton_schulz/test_iteration.py newton_schulz/test_half_precision.py",
+    "pallas_kernels/": "newton_schulz/test_full_precision.py newton_schulz/test_half_precision.py",
 }
 
 

@@ -11,8 +11,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from muonjax import value_and_grad
+from muonjax._inspect.measure import Probe, run
 from muonjax._inspect.program import find_maxima
-from muonjax._inspect.report import Probe, run
 from tests.inspect import attention
 from tests.inspect.attention import (
     HEADS,

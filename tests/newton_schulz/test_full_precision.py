@@ -17,7 +17,7 @@ from muonjax import NewtonSchulz
 from muonjax._common.linalg import SymmetricProduct
 from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import evaluate, polar_express_rows
-from muonjax._newton_schulz.iteration import gram_restarts
+from muonjax._newton_schulz.full_precision import gram_restarts
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, nightly, quick, thorough
 
