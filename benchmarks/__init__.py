@@ -3,4 +3,6 @@
 import pathlib
 import sys
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))  # the benchmarks run the examples
+sys.path.append(
+    str(pathlib.Path(__file__).parents[1] / "examples")
+)  # the benchmarks run the examples

@@ -43,7 +43,9 @@ def render(text: str, templates: dict[str, str]) -> str:
                 f"<!-- results: {name} --> has no {{# {name} #}} in a benchmarks/*/tables.jinja."
             )
         if not source.exists():
-            raise ValueError(f"<!-- results: {name} --> needs {source.name}, which its benchmark writes.")
+            raise ValueError(
+                f"<!-- results: {name} --> needs {source.name}, which its benchmark writes."
+            )
         filled = tables.fill(templates[name], json.loads(source.read_text()))
         return f"<!-- results: {name} -->\n{filled}\n<!-- end -->"
 

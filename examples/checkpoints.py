@@ -40,14 +40,18 @@ class Checkpoints:
 
 def steps(folder: pathlib.Path) -> list[int]:
     """The steps of all complete checkpoints, in order."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.is_dir() and path.name.isdigit())
+    return sorted(
+        int(path.name) for path in folder.glob("*") if path.is_dir() and path.name.isdigit()
+    )
 
 
 def read_run(folder: pathlib.Path) -> dict[str, Any]:
     """The settings of the run that wrote the newest checkpoint in `folder`, and that checkpoint's digest."""
     options = ocp.CheckpointManagerOptions(read_only=True)
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
-        return manager.restore(steps(folder)[-1], args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        return manager.restore(
+            steps(folder)[-1], args=ocp.args.Composite(run=ocp.args.JsonRestore())
+        )["run"]
 
 
 def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[int, Any]:
@@ -56,7 +60,9 @@ def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[
     Raises SystemExit, and writes nothing, if there is none, if it is damaged, or if another run made it.
     """
     if not steps(folder):
-        raise SystemExit(f"--resume: {folder} holds no complete checkpoint; start a run there with --out.")
+        raise SystemExit(
+            f"--resume: {folder} holds no complete checkpoint; start a run there with --out."
+        )
     step = steps(folder)[-1]
     refuse = f"--resume: the checkpoint {folder / str(step)} "
     try:
@@ -66,10 +72,15 @@ def restore(folder: pathlib.Path, settings: dict[str, Any], like: Any) -> tuple[
         raise SystemExit(
             refuse + f"was not written by this program, or is damaged ({type(error).__name__})."
         ) from None
-    different = [f"{k}: {found.get(k)!r} there, {v!r} here" for k, v in settings.items() if found.get(k) != v]
+    different = [
+        f"{k}: {found.get(k)!r} there, {v!r} here" for k, v in settings.items() if found.get(k) != v
+    ]
     if different:
         raise SystemExit(
-            refuse + "belongs to another run (" + "; ".join(different) + "): give it the same settings."
+            refuse
+            + "belongs to another run ("
+            + "; ".join(different)
+            + "): give it the same settings."
         )
     try:
         options = ocp.CheckpointManagerOptions(read_only=True)

@@ -35,7 +35,9 @@ def load(folder: pathlib.Path) -> tuple[Transformer, int]:
     """The model of a run of train_transformer.py, and its context length in bytes."""
     saved = folder / "checkpoints"
     if not checkpoints.steps(saved):
-        raise SystemExit(f"--start {folder} holds no checkpoint; first: python examples/train_transformer.py")
+        raise SystemExit(
+            f"--start {folder} holds no checkpoint; first: python examples/train_transformer.py"
+        )
     settings = checkpoints.read_run(saved)["settings"]
     args = argparse.Namespace(**settings, mesh=None)  # whatever mesh it was trained on
     trainer = Trainer(args)
@@ -74,7 +76,11 @@ evaluate = nnx.jit(loss_of)
 
 
 def fine_tune(
-    model: Transformer, tx: optax.GradientTransformation, text: Text, context: int, args: argparse.Namespace
+    model: Transformer,
+    tx: optax.GradientTransformation,
+    text: Text,
+    context: int,
+    args: argparse.Namespace,
 ) -> dict[str, float]:
     """Train the adapters of `model` in place; returns parameter count, memory and time."""
     graph, adapters, frozen = nnx.split(model, muonjax.nnx.LoHaParam, ...)
@@ -92,7 +98,11 @@ def fine_tune(
     def windows(i: int) -> np.ndarray:
         return text.batch(args.seed, i, args.batch, context)
 
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(adapters, opt_state, frozen, windows(0)).compile()
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1))
+        .lower(adapters, opt_state, frozen, windows(0))
+        .compile()
+    )
     began = time.perf_counter()
     for i in (bar := tqdm(range(args.steps), disable=args.quiet)):
         adapters, opt_state, loss = compiled(adapters, opt_state, frozen, windows(i))
@@ -109,10 +119,14 @@ def fine_tune(
     }
 
 
-def adapt(model: Transformer, optimizer: str, rate: float, text: Text, context: int, args: Any) -> dict:
+def adapt(
+    model: Transformer, optimizer: str, rate: float, text: Text, context: int, args: Any
+) -> dict:
     """Train and merge adapters on a copy of `model`; returns held-out losses, memory and time."""
     model = nnx.clone(model)
-    muonjax.nnx.add_loha(model, LAYERS, rank=args.rank, alpha=args.alpha, rngs=nnx.Rngs(args.seed + 1))
+    muonjax.nnx.add_loha(
+        model, LAYERS, rank=args.rank, alpha=args.alpha, rngs=nnx.Rngs(args.seed + 1)
+    )
     took = fine_tune(model, make_optimizer(optimizer, rate, args.steps), text, context, args)
     held_out = text.held_out_windows(context)
     adapted, loss_adapted = model(held_out[:4, :-1]), float(evaluate(model, held_out))
@@ -120,7 +134,9 @@ def adapt(model: Transformer, optimizer: str, rate: float, text: Text, context: 
     merged, loss_merged = model(held_out[:4, :-1]), float(evaluate(model, held_out))
     difference = float(jnp.abs(merged - adapted).max())
     if difference > 1e-3 * float(jnp.abs(adapted).max()):
-        raise SystemExit(f"The merged model's logits differ from the adapted one's by {difference}.")
+        raise SystemExit(
+            f"The merged model's logits differ from the adapted one's by {difference}."
+        )
     return {
         "optimizer": optimizer,
         "learning_rate": rate,
@@ -141,7 +157,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     start = runs / "muonclip"
     add("--start", type=pathlib.Path, default=start, help="folder of a run of train_transformer.py")
     add("--data", help="a file to fine-tune on; None: packages of Python's standard library")
-    add("--optimizers", nargs="+", choices=("muon", "adamw"), default=["muon", "adamw"], help="what trains")
+    add(
+        "--optimizers",
+        nargs="+",
+        choices=("muon", "adamw"),
+        default=["muon", "adamw"],
+        help="what trains",
+    )
     add("--muon-rate", type=float, default=2e-2, help="Muon's peak learning rate")
     add("--adamw-rate", type=float, default=2e-2, help="AdamW's peak learning rate")
     add("--rank", type=int, default=4, help="rank of each of an adapter's two products")
@@ -149,7 +171,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=150, help="length of each run and of its schedule")
     add("--batch", type=int, default=16, help="windows per step")
     add("--seed", type=int, default=0, help="seed of the adapters and of the data")
-    add("--out", type=pathlib.Path, default=runs / "loha", help="folder for the text and the report")
+    add(
+        "--out", type=pathlib.Path, default=runs / "loha", help="folder for the text and the report"
+    )
     add("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)
     for name in ("steps", "batch", "rank"):

@@ -58,7 +58,9 @@ class Layout:
 
     def _sharding(self, path: Any, leaf: Any) -> NamedSharding:
         name = "/".join(str(getattr(key, "key", key)) for key in path)
-        return NamedSharding(self.mesh, next(spec for rule, spec in RULES if re.fullmatch(f".*{rule}", name)))
+        return NamedSharding(
+            self.mesh, next(spec for rule, spec in RULES if re.fullmatch(f".*{rule}", name))
+        )
 
     def params(self, params: Any) -> Any:
         """Sharded parameters. Each process computed all of them and keeps its shards."""

@@ -52,7 +52,9 @@ class LatentAttention(nn.Module):
         q = dense((self.heads, self.nope + self.rotary), "wq_b")(q)
         q = jnp.concatenate([q[..., : self.nope], rotate(q[..., self.nope :])], -1)
 
-        latent, shared = jnp.split(dense(self.latent_rank + self.rotary, "wkv_a")(x), [self.latent_rank], -1)
+        latent, shared = jnp.split(
+            dense(self.latent_rank + self.rotary, "wkv_a")(x), [self.latent_rank], -1
+        )
         size = self.nope + self.rotary  # values have the same size
         kv = dense((self.heads, self.nope + size), "wkv_b")(nn.RMSNorm(name="kv_norm")(latent))
         k, v = jnp.split(kv, [self.nope], -1)
@@ -111,7 +113,9 @@ def train(args: argparse.Namespace, clip: bool) -> dict[str, np.ndarray]:
         losses.append(float(loss))
         maxima.append(np.asarray(largest))
         if (count + 1) % max(1, args.steps // 10) == 0:
-            print(f"{name:9} step {count + 1}: loss {losses[-1]:.3f}, largest logit {largest.max():.1f}")
+            print(
+                f"{name:9} step {count + 1}: loss {losses[-1]:.3f}, largest logit {largest.max():.1f}"
+            )
     return {"loss": np.array(losses), "maxima": np.array(maxima)}
 
 
@@ -136,7 +140,9 @@ def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.P
         )
         for head in np.ndindex(run["maxima"].shape[1:]):
             label = None if any(head) else name
-            axes["logits"].plot(run["maxima"][:, *head], color=color, alpha=0.6, linewidth=0.8, label=label)
+            axes["logits"].plot(
+                run["maxima"][:, *head], color=color, alpha=0.6, linewidth=0.8, label=label
+            )
     axes["logits"].axhline(
         threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}"
     )
@@ -144,12 +150,18 @@ def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.P
     maxima = runs["MuonClip"]["maxima"]
     steps, layers, heads = maxima.shape
     hot = (maxima > threshold).reshape(steps, layers * heads)
-    axes["clipped"].imshow(hot.T, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
+    axes["clipped"].imshow(
+        hot.T, aspect="auto", cmap="Greys", interpolation="nearest", vmin=0, vmax=1
+    )
     for layer in range(1, layers):
         axes["clipped"].axhline(layer * heads - 0.5, color="C1", linewidth=1)
-    axes["clipped"].set_yticks((np.arange(layers) + 0.5) * heads - 0.5, [f"layer {i}" for i in range(layers)])
+    axes["clipped"].set_yticks(
+        (np.arange(layers) + 0.5) * heads - 0.5, [f"layer {i}" for i in range(layers)]
+    )
     axes["clipped"].set(
-        xlim=axes["logits"].get_xlim(), xlabel="step", title="Heads (rows) that MuonClip scaled: black"
+        xlim=axes["logits"].get_xlim(),
+        xlabel="step",
+        title="Heads (rows) that MuonClip scaled: black",
     )
     axes["loss"].set(xlabel="step", ylabel="loss (nats per byte)", title="Training loss")
     for panel in ("loss", "logits"):
@@ -162,7 +174,15 @@ def draw(runs: dict[str, dict[str, np.ndarray]], threshold: float, to: pathlib.P
 
 def parse(flags: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    sizes = {"steps": 300, "layers": 3, "width": 96, "heads": 4, "context": 64, "batch": 8, "seed": 0}
+    sizes = {
+        "steps": 300,
+        "layers": 3,
+        "width": 96,
+        "heads": 4,
+        "context": 64,
+        "batch": 8,
+        "seed": 0,
+    }
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=0.07)
@@ -176,7 +196,9 @@ def main() -> None:
     runs = {"Muon": train(args, clip=False), "MuonClip": train(args, clip=True)}
     draw(runs, args.threshold, args.out / "mla_qk_clip.png")
     for name, run in runs.items():
-        print(f"{name}: last loss {run['loss'][-20:].mean():.3f}, largest logit {run['maxima'].max():.1f}")
+        print(
+            f"{name}: last loss {run['loss'][-20:].mean():.3f}, largest logit {run['maxima'].max():.1f}"
+        )
     print(f"The picture is in {args.out / 'mla_qk_clip.png'}")
 
 

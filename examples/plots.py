@@ -24,7 +24,9 @@ def read(path: pathlib.Path) -> list[dict[str, float]]:
 def column(history: History, name: str) -> tuple[list[float], list[float]]:
     """The steps at which a metric was recorded, and its values."""
     found = [
-        (row.get("step", row.get("count", i + 1)), row[name]) for i, row in enumerate(history) if name in row
+        (row.get("step", row.get("count", i + 1)), row[name])
+        for i, row in enumerate(history)
+        if name in row
     ]
     return [step for step, _ in found], [value for _, value in found]
 
@@ -51,7 +53,9 @@ def plot(runs: Mapping[str, History], threshold: float | None = None) -> Figure:
         for group, style in (("muon", "-"), ("adam", "--")):
             ratios = column(history, f"monitor/{group}/update_to_weight")
             what = "matrices" if group == "muon" else "other parameters"
-            label = what if name == next(iter(runs)) else None  # the colors are those of the other panels
+            label = (
+                what if name == next(iter(runs)) else None
+            )  # the colors are those of the other panels
             sizes.plot(*ratios, style, color=color, linewidth=1, label=label)
         steps, heads = column(history, "qk_clip/num_clipped")
         if heads:
@@ -81,7 +85,10 @@ def save(figure: Figure, path: pathlib.Path) -> None:
 
 def _plot_logits(axes: Axes, name: str, history: History, color: str) -> None:
     names = history[0] if history else {}
-    found = ([key for key in names if key.startswith(prefix)] for prefix in ("logit/", "qk_clip/largest/"))
+    found = (
+        [key for key in names if key.startswith(prefix)]
+        for prefix in ("logit/", "qk_clip/largest/")
+    )
     layers = next(filter(None, found), [])
     for i, key in enumerate(layers):
         alpha, label = 0.35 + 0.65 * (i + 1) / len(layers), name if i == len(layers) - 1 else None

@@ -49,7 +49,9 @@ def recall_batch(
     A token is a key, its value and a 1; in a question the last two are 0.
     """
     rotation_key, basis_key, key_key, noise_key, question_key = jax.random.split(key, 5)
-    rotation, basis = (jax.random.orthogonal(k, dimension, (size,)) for k in (rotation_key, basis_key))
+    rotation, basis = (
+        jax.random.orthogonal(k, dimension, (size,)) for k in (rotation_key, basis_key)
+    )
     spread = jnp.geomspace(1, 0.1, dimension)
     keys = jax.random.normal(key_key, (size, pairs, dimension)) * spread @ basis
     noise = 0.05 * jax.random.normal(noise_key, keys.shape)
@@ -67,12 +69,18 @@ def unit(x: jax.Array) -> jax.Array:
 class Memory(nnx.Module):
     """Fast weights, one matrix per head, that each chunk of tokens reads and then updates."""
 
-    def __init__(self, width: int, heads: int, chunk: int, kind: str, gradient: str, *, rngs: nnx.Rngs):
+    def __init__(
+        self, width: int, heads: int, chunk: int, kind: str, gradient: str, *, rngs: nnx.Rngs
+    ):
         size = width // heads
-        project = functools.partial(nnx.LinearGeneral, width, (heads, size), use_bias=False, rngs=rngs)
+        project = functools.partial(
+            nnx.LinearGeneral, width, (heads, size), use_bias=False, rngs=rngs
+        )
         self.key, self.value = project(), project()
         self.out = nnx.LinearGeneral((heads, size), width, axis=(-2, -1), use_bias=False, rngs=rngs)
-        self.keep = nnx.Param(jnp.full(heads, MEMORIES[kind], jnp.float32))  # a logit: momentum or decay
+        self.keep = nnx.Param(
+            jnp.full(heads, MEMORIES[kind], jnp.float32)
+        )  # a logit: momentum or decay
         self.rate = nnx.Param(jnp.zeros(heads))  # a logarithm
         # Five steps, as in Muon. The polar derivative needs an orthogonal factor: three further steps, for it only.
         options = {"polish": 3} if gradient == "polar" else {}
@@ -119,7 +127,9 @@ class Model(nnx.Module):
         dimension = width // args.heads
         self.embedding = nnx.Linear(2 * dimension + 1, width, use_bias=False, rngs=rngs)
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(args.heads, width, use_bias=False, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            args.heads, width, use_bias=False, decode=False, rngs=rngs
+        )
         self.memory_norm = nnx.RMSNorm(width, rngs=rngs)
         self.memory = Memory(width, args.heads, args.chunk, kind, gradient, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
@@ -143,7 +153,9 @@ class Trainer:
     """A model's structure, its optimizer, and the compiled step and evaluation."""
 
     def __init__(self, args: argparse.Namespace, kind: str, gradient: str):
-        self.graph, params = nnx.split(Model(args, kind, gradient, rngs=nnx.Rngs(args.seed)), nnx.Param)
+        self.graph, params = nnx.split(
+            Model(args, kind, gradient, rngs=nnx.Rngs(args.seed)), nnx.Param
+        )
         self.params = nnx.to_pure_dict(params)
         rate = optax.warmup_cosine_decay_schedule(
             0.0, args.learning_rate, max(1, args.steps // 10), args.steps, 0.05 * args.learning_rate
@@ -154,7 +166,9 @@ class Trainer:
         )
         self.size, self.key = args.batch, jax.random.key(args.seed)
         program = muonjax.inspect(
-            self.loss, self.params, *jax.eval_shape(functools.partial(self.batch, size=self.size), self.key)
+            self.loss,
+            self.params,
+            *jax.eval_shape(functools.partial(self.batch, size=self.size), self.key),
         )
         self.optimizer = muonjax.muonclip(rate, program, weight_decay=0.01)
         self.opt_state = self.optimizer.init(self.params)
@@ -174,7 +188,9 @@ class Trainer:
 
     def fresh_loss(self, params) -> float:
         """The loss on sixteen batches of sequences that were not trained on."""
-        return float(self.evaluate(params, *self.batch(jax.random.fold_in(self.key, 2**30), 16 * self.size)))
+        return float(
+            self.evaluate(params, *self.batch(jax.random.fold_in(self.key, 2**30), 16 * self.size))
+        )
 
 
 def train(args: argparse.Namespace, kind: str) -> dict:
@@ -233,11 +249,17 @@ def draw(runs: list[dict], gradients: list[dict], path: pathlib.Path) -> None:
     )
     losses.grid(alpha=0.3)
     losses.legend(fontsize=8, frameon=False)
-    costs.bar([row["gradient"] for row in gradients], [row["temporary_mib"] for row in gradients], width=0.5)
+    costs.bar(
+        [row["gradient"] for row in gradients],
+        [row["temporary_mib"] for row in gradients],
+        width=0.5,
+    )
     for i, row in enumerate(gradients):
         text = f"{row['temporary_mib']:.0f} MiB\n{row['milliseconds']:.0f} ms"
         costs.text(i, row["temporary_mib"], text, ha="center", va="bottom", fontsize=8)
-    costs.set(ylabel="temporary memory of one step, MiB", title="What each derivative of msign costs")
+    costs.set(
+        ylabel="temporary memory of one step, MiB", title="What each derivative of msign costs"
+    )
     costs.margins(y=0.2)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -260,7 +282,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--batch", type=int, default=32)
     add("--width", type=int, default=64)
-    add("--heads", type=int, default=4, help="of attention and memory; width / heads is the size of a key")
+    add(
+        "--heads",
+        type=int,
+        default=4,
+        help="of attention and memory; width / heads is the size of a key",
+    )
     add("--learning-rate", type=float, default=1e-2)
     add("--seed", type=int, default=0)
     add("--timing-rounds", type=int, default=9)

@@ -27,7 +27,9 @@ class Text:
             raise SystemExit(
                 f"The text has {len(self.train)} bytes to train on; --context {context} needs more."
             )
-        starts = np.random.default_rng((seed, step)).integers(0, len(self.train) - context - 1, size)
+        starts = np.random.default_rng((seed, step)).integers(
+            0, len(self.train) - context - 1, size
+        )
         return self.train[starts[:, None] + np.arange(context + 1)].astype(np.int32)
 
     def held_out_windows(self, context: int, most: int = 64) -> np.ndarray:

@@ -77,11 +77,15 @@ def make_schedule(args: argparse.Namespace) -> optax.Schedule:
     """Linear warm-up over a tenth of the steps, then a cosine decay to a tenth of the peak rate."""
     rate, warmup = args.learning_rate, max(1, args.steps // 10)
     # From rate / warmup and not from 0, which would make the first step do nothing.
-    return optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, max(args.steps, 2), 0.1 * rate)
+    return optax.warmup_cosine_decay_schedule(
+        rate / warmup, rate, warmup, max(args.steps, 2), 0.1 * rate
+    )
 
 
 def make_optimizer(
-    args: argparse.Namespace, program: muonjax.Program, distribution: muonjax.Distribution | None = None
+    args: argparse.Namespace,
+    program: muonjax.Program,
+    distribution: muonjax.Distribution | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer by name: weight decay 0.1 on matrices, b2 = 0.95 where Adam is involved."""
     schedule = make_schedule(args)
@@ -92,14 +96,18 @@ def make_optimizer(
     }
     match args.optimizer:
         case "muonclip":
-            return muonjax.muonclip(schedule, program, threshold=args.threshold, distribution=distribution)
+            return muonjax.muonclip(
+                schedule, program, threshold=args.threshold, distribution=distribution
+            )
         case "muon":
             return muonjax.muon(schedule, program, distribution=distribution)
         case "adamw":
             return optax.adamw(schedule, **adam)
         case "adamclip":
             return muonjax.adamclip(schedule, program, threshold=args.threshold, **adam)
-    raise SystemExit(f"--optimizer {args.optimizer} is unknown; choose one of {', '.join(OPTIMIZERS)}.")
+    raise SystemExit(
+        f"--optimizer {args.optimizer} is unknown; choose one of {', '.join(OPTIMIZERS)}."
+    )
 
 
 def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -111,7 +119,9 @@ class Trainer:
     """The model's structure, the optimizer, and the three compiled functions that a run needs."""
 
     def __init__(self, args: argparse.Namespace):
-        model = Transformer(args.layers, args.width, args.heads, args.context, rngs=nnx.Rngs(args.seed))
+        model = Transformer(
+            args.layers, args.width, args.heads, args.context, rngs=nnx.Rngs(args.seed)
+        )
         self.graph, params = nnx.split(model, nnx.Param)
         params = nnx.to_pure_dict(params)
         tokens = jax.ShapeDtypeStruct((args.batch, args.context + 1), jnp.int32)
@@ -129,7 +139,9 @@ class Trainer:
             out = (*jax.tree.map(lambda x: x.sharding, (self.params, self.opt_state)), None, None)
         self.step = jax.jit(self._step, donate_argnums=(0, 1), out_shardings=out)
         self.evaluate = jax.jit(self.loss)
-        self.next_logits = jax.jit(lambda params, tokens, last: self.forward(params, tokens)[0, last])
+        self.next_logits = jax.jit(
+            lambda params, tokens, last: self.forward(params, tokens)[0, last]
+        )
 
     def forward(self, params: Any, tokens: jax.Array) -> jax.Array:
         """Logits [batch, time, 256]."""
@@ -240,7 +252,9 @@ def train(args: argparse.Namespace) -> float:
     plots.save(figure, args.out / "metrics.png")
     print(f"{args.optimizer}: held-out loss {held_out:.4f} nats per byte after {args.steps} steps")
     if args.sample and jax.process_count() == 1:
-        print(f"--- a sample\n{trainer.sample(params, b'The ', args.sample, args.context, args.seed)}\n---")
+        print(
+            f"--- a sample\n{trainer.sample(params, b'The ', args.sample, args.context, args.seed)}\n---"
+        )
     print(f"Metrics, picture and checkpoints are in {args.out}")
     return held_out
 
@@ -253,7 +267,9 @@ def describe(trainer: Trainer, args: argparse.Namespace) -> str:
     muon = next(line for line in table.splitlines() if line.startswith("Muon: "))
     count = len(trainer.program.attentions)
     clips = f"the clip watches {count} attention{'s' * (count != 1)}"
-    parts = [f"{muon}, read from the loss"] * args.optimizer.startswith("muon") + [clips] * trainer.clips
+    parts = [f"{muon}, read from the loss"] * args.optimizer.startswith("muon") + [
+        clips
+    ] * trainer.clips
     return f"{table}\n" * args.table + "; ".join(parts)
 
 
@@ -278,11 +294,19 @@ def run(
         done = step + 1
         if done % args.eval_every == 0 or done == args.steps:
             held_out = row["held_out"] = float(trainer.evaluate(params, windows))
-        row |= {name: float(x) for name, x in meshes.whole(logits).items()} | measured(step, opt_state)
+        row |= {name: float(x) for name, x in meshes.whole(logits).items()} | measured(
+            step, opt_state
+        )
         log.write(row)
-        parts = [f"loss {row['loss']:.2f}", *([] if held_out is None else [f"held out {held_out:.2f}"])]
+        parts = [
+            f"loss {row['loss']:.2f}",
+            *([] if held_out is None else [f"held out {held_out:.2f}"]),
+        ]
         if trainer.clips:
-            parts += [f"logit {row['qk_clip/largest']:.1f}", f"clipped {row['qk_clip/num_clipped']:.0f}"]
+            parts += [
+                f"logit {row['qk_clip/largest']:.1f}",
+                f"clipped {row['qk_clip/num_clipped']:.0f}",
+            ]
         bar.set_postfix_str(", ".join(parts))
         if done % args.checkpoint_every == 0 or done == args.steps:
             saver.save(done, {"params": params, "opt_state": opt_state})
@@ -313,7 +337,10 @@ def compare(args: argparse.Namespace) -> None:
         runs[optimizer] = plots.read(args.out / optimizer / "metrics.csv")
         seconds[optimizer] = statistics.median(row["seconds"] for row in runs[optimizer])
     plots.save(plots.plot(runs, args.threshold), args.out / "compare.png")
-    ends = [f"{runs[name][-1]['held_out']:.3f} with {name} (rate {rate:g})" for name, rate in rates.items()]
+    ends = [
+        f"{runs[name][-1]['held_out']:.3f} with {name} (rate {rate:g})"
+        for name, rate in rates.items()
+    ]
     print(
         f"Held-out loss after {args.steps} steps, in nats per byte: {', '.join(ends)}.\n"
         f"A training step with muonclip takes {seconds['muonclip'] / seconds['adamw']:.2f} times as long.\n"
@@ -354,11 +381,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=meshes.parse,
         help="mesh axes and their sizes, such as fsdp=4,tensor=2; None: one device",
     )
-    add("--coordinator", help="host:port of process 0 of several; 'auto' under Slurm and on TPU pods")
+    add(
+        "--coordinator",
+        help="host:port of process 0 of several; 'auto' under Slurm and on TPU pods",
+    )
     add("--processes", type=int, default=1, help="number of processes, if not 'auto'")
     add("--process", type=int, default=0, help="number of this process")
     args = parser.parse_args(argv)
-    for name in ("steps", "layers", "width", "heads", "context", "batch", "checkpoint_every", "eval_every"):
+    for name in (
+        "steps",
+        "layers",
+        "width",
+        "heads",
+        "context",
+        "batch",
+        "checkpoint_every",
+        "eval_every",
+    ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.width % args.heads:

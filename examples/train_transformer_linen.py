@@ -40,7 +40,9 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(256, self.width, name="embedding")(tokens)
-        x = x + nn.Embed(self.context, self.width, name="position_embedding")(jnp.arange(tokens.shape[1]))
+        x = x + nn.Embed(self.context, self.width, name="position_embedding")(
+            jnp.arange(tokens.shape[1])
+        )
         blocks = nn.scan(
             Block,
             variable_axes={"params": 0},  # kernels become (layers, ...)
@@ -75,7 +77,9 @@ def main() -> None:
 
     rate = args.learning_rate
     warmup = max(1, args.steps // 10)
-    schedule = optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, args.steps, 0.1 * rate)
+    schedule = optax.warmup_cosine_decay_schedule(
+        rate / warmup, rate, warmup, args.steps, 0.1 * rate
+    )
     tx = muonjax.muonclip(schedule, program, threshold=args.threshold)
     state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
@@ -87,7 +91,9 @@ def main() -> None:
     for count in range(args.steps):
         state, loss = step(state, text.batch(0, count, args.batch, args.context))
         if (count + 1) % 20 == 0 or count + 1 == args.steps:
-            clips = muonjax.metrics(state.opt_state)["qk_clip/total_clipped"]  # heads scaled, over all steps
+            clips = muonjax.metrics(state.opt_state)[
+                "qk_clip/total_clipped"
+            ]  # heads scaled, over all steps
             print(
                 f"step {count + 1}: loss {loss:.3f}, held out {loss_fn(state.params, held_out):.3f}, {clips:.0f} clips"
             )

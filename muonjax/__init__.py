@@ -62,7 +62,9 @@ def __getattr__(name: str):
     if name in ("linen", "nnx"):  # They import Flax, which need not be loaded without them.
         return import_module(f"muonjax.{name}")
     near = get_close_matches(name.lower(), [n for n in globals() if n[0] != "_"], 1)
-    raise AttributeError(f"muonjax has no attribute {name!r}{f'. Did you mean {near[0]}?' if near else ''}")
+    raise AttributeError(
+        f"muonjax has no attribute {name!r}{f'. Did you mean {near[0]}?' if near else ''}"
+    )
 
 
 def __dir__():

@@ -147,7 +147,9 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     what = f"{preset}, {m} x {n}"
     return [
         _compared(f"{what}, recorded", mean, recorded_bound),
-        _compared(f"{what}, worst hostile, {worst!r}", errors[worst], _stated(settings, bits, lower, m)),
+        _compared(
+            f"{what}, worst hostile, {worst!r}", errors[worst], _stated(settings, bits, lower, m)
+        ),
         _compared(f"{what}, largest singular value", largest, LARGEST),
     ]
 

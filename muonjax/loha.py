@@ -163,7 +163,9 @@ def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
         raise ValueError(f"the factors must be floating-point, got {dtype}.")
     m, n = w1a[0], w1b[1]
     if w.shape != (m, n) or x.shape[-1:] != (m,):
-        raise ValueError(f"the factors need x [..., {m}] and w {m, n}, got {x.shape} and {w.shape}.")
+        raise ValueError(
+            f"the factors need x [..., {m}] and w {m, n}, got {x.shape} and {w.shape}."
+        )
 
 
 # What the layers of Linen and NNX share.
@@ -195,7 +197,9 @@ def factor_shapes(
     m = math.prod(kernel[:inputs])
     n = math.prod(kernel[inputs:])
     if rank > min(m, n):
-        raise ValueError(f"rank={rank} is not possible for a matrix {m} × {n}; choose 1 to {min(m, n)}.")
+        raise ValueError(
+            f"rank={rank} is not possible for a matrix {m} × {n}; choose 1 to {min(m, n)}."
+        )
     pair = ((m, rank), (rank, n))
     return dict(zip(FACTORS, pair * 2, strict=True))
 

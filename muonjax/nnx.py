@@ -181,12 +181,16 @@ def add_loha(
     scale = shared.scale_of("add_loha", rank, alpha)
     matches = re.compile(path_rule).search if isinstance(path_rule, str) else path_rule
     if not callable(matches):
-        raise TypeError(f"add_loha(path_rule={path_rule!r}) must be a regular expression or a function.")
+        raise TypeError(
+            f"add_loha(path_rule={path_rule!r}) must be a regular expression or a function."
+        )
     layers = dict(_layers(model))
     paths = [path for path in layers if matches(path)]
     if not paths:
         available = listed([*layers], ", ")
-        raise ValueError(f"add_loha(path_rule={path_rule!r}) matches none of the layers {available}.")
+        raise ValueError(
+            f"add_loha(path_rule={path_rule!r}) matches none of the layers {available}."
+        )
     # All adapters are made before the first layer changes, for an error must leave the model unchanged.
     adapters = []
     for path in paths:
@@ -261,7 +265,9 @@ def _check_layer(layer: Layer) -> None:
     """Raises ValueError for a layer that can't have a new adapter."""
     function = getattr(layer, _function(layer))
     if isinstance(function, LoHa):
-        raise ValueError("the layer has an adapter already; muonjax.nnx.merge(model) adds it to the kernel.")
+        raise ValueError(
+            "the layer has an adapter already; muonjax.nnx.merge(model) adds it to the kernel."
+        )
     if isinstance(layer, nnx.Conv) and layer.mask is not None:
         raise ValueError("the layer has a mask, and ΔW is not masked; remove the mask.")
     # LinearGeneral prefers its dot_general_cls to its dot_general.

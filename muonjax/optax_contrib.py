@@ -105,14 +105,18 @@ def muon(
     """
     call = "optax_contrib.muon"
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    check_rates(call, learning_rate=learning_rate, adam_learning_rate=adam_rate, weight_decay=weight_decay)
+    check_rates(
+        call, learning_rate=learning_rate, adam_learning_rate=adam_rate, weight_decay=weight_decay
+    )
     check_rates(call, adam_weight_decay=adam_weight_decay, adam_eps_root=adam_eps_root)
     check_range(call, "adam_b1", adam_b1, "in [0, 1)", ".")
     check_range(call, "adam_b2", adam_b2, "in [0, 1)", ".")
     check_mask(call, "weight_decay_mask", weight_decay_mask)
     check_program(call, "muon_weight_dimension_numbers", muon_weight_dimension_numbers)
     if consistent_rms is not None:
-        check_range(call, "consistent_rms", consistent_rms, "positive and finite", "; 0.2 is usual.")
+        check_range(
+            call, "consistent_rms", consistent_rms, "positive and finite", "; 0.2 is usual."
+        )
     if isinstance(ns_coeffs, str):
         check_choice(call, "ns_coeffs", ns_coeffs, tuple(_PRESETS))
         ns_coeffs = _PRESETS[ns_coeffs]
@@ -121,7 +125,11 @@ def muon(
     settings: Any = {"nesterov": nesterov, "adaptive": adaptive, "preconditioning": preconditioning}
     settings |= {"distribution": distribution}
     scaled_by_muon = partial(scale_by_muon, ns_coeffs, ns_steps, beta, eps, mu_dtype, **settings)
-    sized = partial(match_rms, rule="width") if consistent_rms is None else partial(match_rms, consistent_rms)
+    sized = (
+        partial(match_rms, rule="width")
+        if consistent_rms is None
+        else partial(match_rms, consistent_rms)
+    )
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
@@ -179,7 +187,9 @@ def scale_by_muon(
     check_range(call, "beta", beta, "in [0, 1)", "; 0.95 is usual.")
     check_rates(call, eps=eps)
     if mu_dtype is not None:
-        given_dtype(call, "mu_dtype", mu_dtype, (jnp.inexact,), "a float type, such as jnp.bfloat16")
+        given_dtype(
+            call, "mu_dtype", mu_dtype, (jnp.inexact,), "a float type, such as jnp.bfloat16"
+        )
     check_flag(call, "nesterov", nesterov)
     check_flag(call, "adaptive", adaptive)
     check_choice(call, "preconditioning", preconditioning, get_args(_Preconditioning))
@@ -187,7 +197,9 @@ def scale_by_muon(
 
     shape = np.shape(ns_coeffs)
     if len(shape) not in (1, 2) or shape[-1] != 3:
-        raise ValueError(f"{call}(ns_coeffs={shown(ns_coeffs)}) must have shape (3,) or (n, 3), not {shape}.")
+        raise ValueError(
+            f"{call}(ns_coeffs={shown(ns_coeffs)}) must have shape (3,) or (n, 3), not {shape}."
+        )
     check_range(call, "ns_steps", ns_steps, "positive and finite", "; it counts steps.")
 
     def init(params: optax.Params) -> MuonState:
@@ -265,7 +277,9 @@ def _iteration(
         num_steps = ns_steps if coefficients.ndim == 1 else len(rows)
         last = len(rows) - 1
         x = step(rows[0], x, gram)
-        x = jax.lax.fori_loop(1, num_steps, lambda i, x: step(rows[jnp.minimum(i, last)], x, gram_of(x)), x)
+        x = jax.lax.fori_loop(
+            1, num_steps, lambda i, x: step(rows[jnp.minimum(i, last)], x, gram_of(x)), x
+        )
         return x.astype(original.dtype)
 
     return iterate

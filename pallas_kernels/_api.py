@@ -80,7 +80,9 @@ def symmetric_product(
              [12., 19.]], dtype=float32)
     """
     arrays = [a for a in (x, y, c) if a is not None]
-    return symmetric_product_on(platform_of(*arrays), x, y, c, alpha, beta, implementation, axis_name)
+    return symmetric_product_on(
+        platform_of(*arrays), x, y, c, alpha, beta, implementation, axis_name
+    )
 
 
 def symmetric_product_on(
@@ -143,7 +145,9 @@ def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
     x = jnp.asarray(x)
     if x.ndim < 2:
-        raise ValueError(f"symmetric_product(x) needs a matrix [*batch, m, k], got shape {x.shape}.")
+        raise ValueError(
+            f"symmetric_product(x) needs a matrix [*batch, m, k], got shape {x.shape}."
+        )
     if x.dtype.name not in _DTYPES:
         raise ValueError(
             f"symmetric_product(x) needs one of {', '.join(_DTYPES)}, got {x.dtype.name}; cast it first."

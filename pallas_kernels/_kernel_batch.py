@@ -51,7 +51,9 @@ def by_batch(function: Callable[..., jax.Array], implementation: str) -> Callabl
         own = (f"own{n}" for n in itertools.count())
 
         def axes(values):
-            return ", ".join(" ".join(["batch", *(next(own) for _ in value.shape[1:])]) for value in values)
+            return ", ".join(
+                " ".join(["batch", *(next(own) for _ in value.shape[1:])]) for value in values
+            )
 
         return f"{axes(arguments)} -> {axes(results)}"
 
@@ -66,7 +68,9 @@ def by_batch(function: Callable[..., jax.Array], implementation: str) -> Callabl
         # The mesh is explicit: its axes are in the arrays' types, which a kernel does not accept.
         mesh = next(sharding.mesh for sharding in shardings if not sharding.mesh.empty)
         out = NamedSharding(mesh, PartitionSpec(batch, None, None))
-        return jax.sharding.auto_axes(partitioned, axes=mesh.axis_names, out_sharding=out)(*arguments)
+        return jax.sharding.auto_axes(partitioned, axes=mesh.axis_names, out_sharding=out)(
+            *arguments
+        )
 
     return run
 
@@ -98,7 +102,9 @@ def launch_batch(implementation: str, launch: Launch, o: Operands) -> jax.Array:
     if 0 in o.x.shape:
         raise NotImplementedError(refusal(implementation, f"got the empty shape {o.x.shape}"))
     size = math.prod(batch)
-    scale = jnp.stack([jnp.broadcast_to(n, batch).reshape(size) for n in (o.alpha, o.beta)], axis=-1)
+    scale = jnp.stack(
+        [jnp.broadcast_to(n, batch).reshape(size) for n in (o.alpha, o.beta)], axis=-1
+    )
     flat = jax.tree.map(lambda a: a.reshape(size, *a.shape[-2:]), (o.x, o.y, o.c))
     return _folded(implementation, launch, *flat, scale).reshape(*batch, m, m)
 

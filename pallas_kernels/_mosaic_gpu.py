@@ -72,7 +72,9 @@ def _unsuitable(dtype: jnp.dtype) -> str | None:
     device = _device()
     if device.platform == "gpu" and any(name in device.device_kind for name in _HOPPER):
         return None
-    return f"needs a GPU of compute capability 9.0 (H100, H200), the device is {device.device_kind!r}"
+    return (
+        f"needs a GPU of compute capability 9.0 (H100, H200), the device is {device.device_kind!r}"
+    )
 
 
 def _device() -> Any:

@@ -82,7 +82,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
             def _(loop, carry):
                 (step,) = loop.index
                 b, step = lax.div(step, jnp.int32(count)), lax.rem(step, jnp.int32(count))
-                i, j = triangle(lax.div(step, jnp.int32(tiles.rows)), pl.cdiv(m, height), tiles.group)
+                i, j = triangle(
+                    lax.div(step, jnp.int32(tiles.rows)), pl.cdiv(m, height), tiles.group
+                )
                 return body(b, i, j * tiles.rows + lax.rem(step, jnp.int32(tiles.rows)), carry)
 
         def following(stage):
@@ -162,14 +164,17 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                         def _():
                             direct[...] = result
                             plgpu.commit_smem()
-                            plgpu.copy_smem_to_gmem(mirror, out_gmem.at[b, columns, rows], commit_group=False)
+                            plgpu.copy_smem_to_gmem(
+                                mirror, out_gmem.at[b, columns, rows], commit_group=False
+                            )
 
                         @pl.when(column == row)
                         def _():
                             # Rounding may differ above and below the diagonal: below counts.
                             plgpu.commit_smem()
                             row_of, column_of = (
-                                lax.broadcasted_iota(jnp.int32, (SQUARE, SQUARE), axis) for axis in (0, 1)
+                                lax.broadcasted_iota(jnp.int32, (SQUARE, SQUARE), axis)
+                                for axis in (0, 1)
                             )
                             direct[...] = jnp.where(row_of >= column_of, result, mirror[...])
                             plgpu.commit_smem()

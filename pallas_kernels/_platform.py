@@ -68,7 +68,9 @@ def _of_mesh(mesh: Any) -> Any:
 
 
 def _of_sharding(array: Any) -> Any:
-    sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
+    sharding = (
+        array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
+    )
     return _of_mesh(getattr(sharding, "mesh", None))
 
 

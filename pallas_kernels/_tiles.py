@@ -55,7 +55,11 @@ class Tiles:
         square = 2 * SQUARE * SQUARE
         slots = min(self.slots, self.squares)
         stage = 2 * (self.rows + 1) * self.block * DEPTH
-        return self.stages * stage + 2 * slots * 2 * square + addend * 2 * min(2, self.squares) * square
+        return (
+            self.stages * stage
+            + 2 * slots * 2 * square
+            + addend * 2 * min(2, self.squares) * square
+        )
 
     def with_addend(self) -> "Tiles":
         """The same tiles with room for C: slots, then stages, make way."""
@@ -89,4 +93,6 @@ SHAPES = (
 
 def pick(m: int, batch: int, cores: int = CORES) -> Tiles:
     """The tiles with the fewest waves, weighed by what a wave of theirs costs."""
-    return min(SHAPES, key=lambda tiles: tiles.waves(m, batch, cores) * _COST[tiles.block, tiles.rows])
+    return min(
+        SHAPES, key=lambda tiles: tiles.waves(m, batch, cores) * _COST[tiles.block, tiles.rows]
+    )

@@ -95,7 +95,9 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST
 
 
-def product(x: Inexact[Array, "*batch m k"], y: Inexact[Array, "*batch n k"]) -> Inexact[Array, "*batch m n"]:
+def product(
+    x: Inexact[Array, "*batch m k"], y: Inexact[Array, "*batch n k"]
+) -> Inexact[Array, "*batch m n"]:
     """``X Yᴴ`` in the accumulator's dtype."""
     return jnp.einsum(
         "...ik,...jk->...ij",
@@ -199,7 +201,9 @@ def shared_product(o: Operands, *, axis_name: tuple[str, ...]) -> jax.Array:
     own_i, own_j = (jnp.asarray(k.reshape(devices, -1))[lax.axis_index(axis_name)] for k in (i, j))
 
     def padded(a, *axes):
-        return jnp.pad(a, [(0, rows * size - m if axis - a.ndim in axes else 0) for axis in range(a.ndim)])
+        return jnp.pad(
+            a, [(0, rows * size - m if axis - a.ndim in axes else 0) for axis in range(a.ndim)]
+        )
 
     def cut(a, i, axis):
         return lax.dynamic_slice_in_dim(a, i * size, size, axis, allow_negative_indices=False)
@@ -210,7 +214,8 @@ def shared_product(o: Operands, *, axis_name: tuple[str, ...]) -> jax.Array:
 
     x, y = padded(x, -2), None if y is None else padded(y, -2)
     p = product(
-        of_own(lambda i: cut(x, i, -2), own_i), of_own(lambda j: cut(x if y is None else y, j, -2), own_j)
+        of_own(lambda i: cut(x, i, -2), own_i),
+        of_own(lambda j: cut(x if y is None else y, j, -2), own_j),
     )
     if c is not None:
         c = padded(c, -2, -1)

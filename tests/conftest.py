@@ -19,7 +19,11 @@ tiers.register_profiles()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--optimized", action="store_true", help="compile with XLA's optimizations, as users do")
+    parser.addoption(
+        "--optimized",
+        action="store_true",
+        help="compile with XLA's optimizations, as users do",
+    )
     parser.addoption(
         "--jax-debug-nans",
         action="store_true",
@@ -31,7 +35,9 @@ def pytest_configure(config):
     use_one_core()
     sources.install(*shapes.DECORATORS)
     if not config.getoption("hypothesis_profile", None):
-        settings.load_profile("quick" if "not thorough" in config.option.markexpr else "thorough")
+        settings.load_profile(
+            "quick" if "not thorough" in config.option.markexpr else "thorough"
+        )
     compile_quickly(config.getoption("optimized"))
     keep_compiled_programs(config)
 
@@ -47,13 +53,20 @@ def use_one_core():
 
 def compile_quickly(optimized):
     """Most of the tests' time is compilation, and most programs are one operation outside of `jax.jit`."""
-    flags = ["--xla_cpu_parallel_codegen_split_count=1"]  # no parts for other cores: a tenth less time
+    flags = [
+        "--xla_cpu_parallel_codegen_split_count=1"
+    ]  # no parts for other cores: a tenth less time
     if not optimized:
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # the examples' processes
         flags.append("--xla_cpu_use_fusion_emitters=false")  # a third less
-    if jax.__version_info__[:2] == (0, 10):  # XLA ends a process that gives it a flag that it does not know
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+    if jax.__version_info__[:2] == (
+        0,
+        10,
+    ):  # XLA ends a process that gives it a flag that it does not know
+        os.environ["XLA_FLAGS"] = " ".join(
+            [os.environ.get("XLA_FLAGS", ""), *flags]
+        ).strip()
         # An MLIR context for each thread, as later versions of JAX have it, and not for each program: a seventh less.
         of_thread = functools.cache(lambda thread, new=mlir.make_ir_context: new())
         mlir.make_ir_context = lambda: of_thread(threading.get_ident())
@@ -61,7 +74,9 @@ def compile_quickly(optimized):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    nans = item.config.getoption("jax_debug_nans") and not item.get_closest_marker("nan")
+    nans = item.config.getoption("jax_debug_nans") and not item.get_closest_marker(
+        "nan"
+    )
     with jax.debug_nans(nans):
         return (yield)
 

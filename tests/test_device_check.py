@@ -15,7 +15,9 @@ from tests.tools.tiers import thorough
 
 
 def test_the_recorded_spectra_are_those_of_the_data():
-    spectra = [-np.log10(s[list(device_check.PLACES)]) for s in momentum.spectra()[5::11]]
+    spectra = [
+        -np.log10(s[list(device_check.PLACES)]) for s in momentum.spectra()[5::11]
+    ]
     np.testing.assert_allclose(device_check.RECORDED, spectra, atol=0.0051)
 
 
@@ -64,15 +66,21 @@ def test_a_kernel_that_does_not_compile_gives_exit_status_1(monkeypatch, capsys)
 
 @pytest.mark.nan
 @pytest.mark.usefixtures("one_quick_check")
-@pytest.mark.parametrize("broken", [thorough("nan"), thorough("lower precision"), thorough("not orthogonal")])
+@pytest.mark.parametrize(
+    "broken", [thorough("nan"), thorough("lower precision"), thorough("not orthogonal")]
+)
 def test_results_that_are_off_give_exit_status_1(broken, monkeypatch, capsys):
     right = device_check.newton_schulz
     change = {
         "nan": lambda y: y.at[3, 2, 5].set(np.nan),
-        "lower precision": lambda y: y + 0.05 * jax.random.normal(jax.random.key(0), y.shape),
+        "lower precision": lambda y: (
+            y + 0.05 * jax.random.normal(jax.random.key(0), y.shape)
+        ),
         "not orthogonal": lambda y: 1.3 * y,
     }[broken]
-    monkeypatch.setattr(device_check, "newton_schulz", lambda x, settings: change(right(x, settings)))
+    monkeypatch.setattr(
+        device_check, "newton_schulz", lambda x, settings: change(right(x, settings))
+    )
     assert main(["--quick"]) == 1
     assert "WRONG: fast" in capsys.readouterr().out
 

@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    use_abstract_mesh,
+)
 from jax.sharding import PartitionSpec as P
 
 import muonjax
@@ -25,22 +31,30 @@ def device(platform):
 
 
 def mesh_on(platform, axis_types=AxisType.Auto):
-    return AbstractMesh((2,), ("fsdp",), axis_types=(axis_types,), abstract_device=device(platform))
+    return AbstractMesh(
+        (2,), ("fsdp",), axis_types=(axis_types,), abstract_device=device(platform)
+    )
 
 
 @pytest.fixture
 def pretend(monkeypatch):
     """Another default backend, as far as the library can see."""
-    return lambda platform: monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    return lambda platform: monkeypatch.setattr(
+        jax, "default_backend", lambda: platform
+    )
 
 
 def update(transformation, x):
-    return transformation.update({"kernel": x}, transformation.init({"kernel": x}), {"kernel": x})[0]
+    return transformation.update(
+        {"kernel": x}, transformation.init({"kernel": x}), {"kernel": x}
+    )[0]
 
 
 CALLS = {
     "newton_schulz": muonjax.newton_schulz,
-    "orthogonalize": lambda x: update(muonjax.orthogonalize(dimension_numbers=NUMBERS), x),
+    "orthogonalize": lambda x: update(
+        muonjax.orthogonalize(dimension_numbers=NUMBERS), x
+    ),
     "muon": lambda x: update(muonjax.muon(1e-3, NUMBERS), x),
     "symmetric_product": symmetric_product,
 }
@@ -51,7 +65,9 @@ def dots(jaxpr):
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield tuple((v.aval.shape, v.aval.dtype.name) for v in equation.invars)
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
                 yield from dots(getattr(inner, "jaxpr", inner))
 
@@ -74,23 +90,33 @@ def test_the_platforms_have_programs_of_their_own(name):
 
 @pytest.mark.filterwarnings("ignore:.*axis types are Auto")
 @pytest.mark.parametrize(
-    ("default", "there"), [("gpu", "cpu"), ("cpu", "gpu"), ("tpu", "cpu"), ("cpu", "tpu")]
+    ("default", "there"),
+    [("gpu", "cpu"), ("cpu", "gpu"), ("tpu", "cpu"), ("cpu", "tpu")],
 )
 @pytest.mark.parametrize("name", CALLS)
 def test_the_mesh_of_the_arrays_decides(name, default, there, pretend):
     pretend(default)
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh_on(there), P()))
+    x = jax.ShapeDtypeStruct(
+        SHAPE, jnp.float32, sharding=NamedSharding(mesh_on(there), P())
+    )
     assert program(CALLS[name], x) == expected(name, there)
 
 
 @pytest.mark.parametrize(("default", "there"), [("gpu", "cpu"), ("cpu", "gpu")])
 def test_the_mesh_of_a_distribution_decides(default, there, pretend):
     pretend(default)
-    assert policy_of(jax.ShapeDtypeStruct((256, 320), jnp.float32), mesh=mesh_on(there)).platform == there
+    assert (
+        policy_of(
+            jax.ShapeDtypeStruct((256, 320), jnp.float32), mesh=mesh_on(there)
+        ).platform
+        == there
+    )
 
 
 @quick("newton_schulz", "symmetric_product")
-@pytest.mark.parametrize("name", ["newton_schulz", "orthogonalize", "muon", "symmetric_product"])
+@pytest.mark.parametrize(
+    "name", ["newton_schulz", "orthogonalize", "muon", "symmetric_product"]
+)
 def test_a_cpu_mesh_gives_the_same_values_under_another_default(name, pretend):
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))
     x = np.random.default_rng(0).standard_normal((2, 32, 48)).astype(np.float32)
@@ -112,7 +138,9 @@ def test_what_decides_comes_in_this_order(pretend):
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device("cpu"))):
             assert platform_of() == "cpu"
             assert platform_of(mesh=mesh_on("gpu")) == "gpu"
-            sharded = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh_on("tpu"), P()))
+            sharded = jax.ShapeDtypeStruct(
+                (4, 4), jnp.float32, sharding=NamedSharding(mesh_on("tpu"), P())
+            )
             assert platform_of(sharded) == "tpu"
             assert platform_of(sharded, mesh=mesh_on("gpu")) == "gpu"
     with jax.default_device(jax.devices("cpu")[0]):
@@ -123,14 +151,18 @@ def test_the_kind_is_that_of_the_same_device(pretend):
     sharding = NamedSharding(mesh_on("tpu"), P())
     assert kind_of(jnp.ones(3)) == kind_of() == jax.devices()[0].device_kind
     assert kind_of(mesh=mesh_on("gpu")) == KINDS["gpu"]
-    assert kind_of(jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)) == KINDS["tpu"]
+    assert (
+        kind_of(jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding))
+        == KINDS["tpu"]
+    )
     pretend("tpu")
     assert kind_of() == ""
 
 
 def test_small_chips_get_small_stacks():
     sizes = {
-        kind: Policy("tpu", kind).stack_elements for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "")
+        kind: Policy("tpu", kind).stack_elements
+        for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "")
     }
     assert sizes["TPU v5 lite"] == sizes["TPU v6 lite"] == 1024 * 4096
     assert sizes["TPU v5"] == sizes[""] >= 4096 * 4096
@@ -155,5 +187,7 @@ def test_small_matrices_run_in_larger_batches_on_a_gpu():
     ("tpu", "float64", None, "float64"), ("tpu", "complex64", "bfloat16", "complex64"),
     ("cpu", "float32", None, "float32"), ("cpu", "float32", "bfloat16", "bfloat16"),
 ])  # fmt: skip
-def test_a_mesh_exchanges_half_precision_where_products_round_to_it_anyway(platform, dtype, asked, sent):
+def test_a_mesh_exchanges_half_precision_where_products_round_to_it_anyway(
+    platform, dtype, asked, sent
+):
     assert Policy(platform).exchange_dtype(dtype, asked) == sent

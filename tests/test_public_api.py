@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 LIST = pathlib.Path(__file__).with_name("public_api.txt")
-PACKAGES = ["muonjax", "muonjax.linen", "muonjax.nnx", "muonjax.optax_contrib", "pallas_kernels"]
+PACKAGES = [
+    "muonjax",
+    "muonjax.linen",
+    "muonjax.nnx",
+    "muonjax.optax_contrib",
+    "pallas_kernels",
+]
 
 
 def public_names(module) -> set[str]:
@@ -26,9 +32,13 @@ def public_names(module) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            names |= {
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            }
         elif isinstance(node, ast.ImportFrom):
-            names |= {alias.asname for alias in node.names if alias.asname == alias.name}
+            names |= {
+                alias.asname for alias in node.names if alias.asname == alias.name
+            }
     return {name for name in names if not name.startswith("_")}
 
 
@@ -37,7 +47,9 @@ def signature(value: Any) -> str:
     found = inspect.signature(value)
     bare = [p.replace(annotation=p.empty) for p in found.parameters.values()]
     text = str(found.replace(parameters=bare, return_annotation=found.empty))
-    text = re.sub(r"<(?:function|class|PjitFunction of <function) '?([\w.]+).*?>+", r"<\1>", text)
+    text = re.sub(
+        r"<(?:function|class|PjitFunction of <function) '?([\w.]+).*?>+", r"<\1>", text
+    )
     return re.sub(r"\d+\.\d{7,}", lambda number: f"{float(number[0]):.7g}", text)
 
 
@@ -46,15 +58,23 @@ def constructor(cls: type) -> str:
     made_by = cls.__init__
     if made_by is object.__init__:
         return signature(cls)
-    return "" if made_by.__module__.startswith("flax") else re.sub(r"\(self(, )?", "(", signature(made_by))
+    return (
+        ""
+        if made_by.__module__.startswith("flax")
+        else re.sub(r"\(self(, )?", "(", signature(made_by))
+    )
 
 
 def members(cls: type) -> Iterator[str]:
     """The public fields, properties and methods that a class has from these packages, not from Flax."""
     ours = [
-        base for base in cls.__mro__ if base.__module__.partition(".")[0] in ("muonjax", "pallas_kernels")
+        base
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] in ("muonjax", "pallas_kernels")
     ]
-    names = {name for base in ours for name in [*vars(base), *inspect.get_annotations(base)]}
+    names = {
+        name for base in ours for name in [*vars(base), *inspect.get_annotations(base)]
+    }
     for name in names | set(getattr(cls, "_fields", ())):
         if not name.startswith("_"):
             value = getattr(cls, name, None)
@@ -67,19 +87,26 @@ def public_api(package: str) -> list[str]:
     for name in public_names(module):
         value, full = getattr(module, name), f"{package}.{name}"
         if inspect.isclass(value):
-            lines += [full + constructor(value), *(f"{full}.{member}" for member in members(value))]
+            lines += [
+                full + constructor(value),
+                *(f"{full}.{member}" for member in members(value)),
+            ]
         else:
             lines.append(full + (signature(value) if callable(value) else ""))
     return sorted(lines)
 
 
 def listed() -> dict[str, list[str]]:
-    return dict(zip(PACKAGES, map(str.splitlines, LIST.read_text().split("\n\n")), strict=True))
+    return dict(
+        zip(PACKAGES, map(str.splitlines, LIST.read_text().split("\n\n")), strict=True)
+    )
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_names_and_signatures_are_those_of_the_list(package):
-    assert public_api(package) == listed()[package], "if this is wanted: python -m tests.test_public_api"
+    assert public_api(package) == listed()[package], (
+        "if this is wanted: python -m tests.test_public_api"
+    )
 
 
 def test_dir_lists_the_package_and_no_module_that_it_uses():

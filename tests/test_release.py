@@ -16,9 +16,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 def release(code):
     """Run `code` with the functions of `.ci/release` in `r`."""
     code = f"import runpy; r = runpy.run_path('.ci/release'); {code}"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GITHUB")}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("GITHUB")
+    }
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -31,7 +38,9 @@ def test_version_is_the_same_everywhere():
 def test_an_editable_install_has_the_two_packages_alone(tmp_path):
     code = "import muonjax, pallas_kernels, importlib.util as u; print([n for n in %r if u.find_spec(n)])"
     others = ["tests", "benchmarks", "plots", "meshes", "checkpoints"]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {
+        key: value for key, value in os.environ.items() if key != "PYTHONPATH"
+    }
     done = subprocess.run(
         [sys.executable, "-c", code % others],
         cwd=tmp_path,

@@ -21,19 +21,36 @@ PARAMS |= {
     "mlp": {"kernel": jnp.ones((3, 16, 40)), "bias": jnp.ones((3, 40))},
     "embedding": jnp.ones((9, 16)),
 }
-STACKED = {"mlp": {"kernel": muonjax.MuonDimensionNumbers(1, 2), "bias": None}, "embedding": None}
+STACKED = {
+    "mlp": {"kernel": muonjax.MuonDimensionNumbers(1, 2), "bias": None},
+    "embedding": None,
+}
 PROGRAM = {"attention": muonjax.MuonDimensionNumbers(0, (1, 2))} | STACKED
 SITES = muonjax.mha_site()
 OPTIMIZERS = {
-    "muon": lambda **own: muonjax.muon(optax.linear_schedule(1e-3, 0, 9), PROGRAM, **own),
-    "muon, bfloat16": lambda **own: muonjax.muon(1e-3, PROGRAM, mu_dtype=jnp.bfloat16, **own),
+    "muon": lambda **own: muonjax.muon(
+        optax.linear_schedule(1e-3, 0, 9), PROGRAM, **own
+    ),
+    "muon, bfloat16": lambda **own: muonjax.muon(
+        1e-3, PROGRAM, mu_dtype=jnp.bfloat16, **own
+    ),
     "muon, int8": lambda **own: muonjax.muon(1e-3, PROGRAM, mu_dtype=jnp.int8, **own),
     "normuon": lambda **own: muonjax.normuon(1e-3, PROGRAM, **own),
-    "muonh": lambda **own: muonjax.muonh(1e-3, PROGRAM, **(own or {"adam_learning_rate": 1e-3})),
-    "muonclip": lambda **own: muonjax.muonclip(1e-3, SITES, every_k=2, dimension_numbers=PROGRAM, **own),
-    "optax_contrib": lambda **own: muonjax.optax_contrib.scale_by_muon(weight_dimension_numbers=PROGRAM),
-    "ema_nesterov": lambda **own: muonjax.ema_nesterov(muonjax.muon(1e-3, PROGRAM, **own), beta=0.9),
-    "monitor": lambda **own: muonjax.monitor(muonjax.muon(1e-3, PROGRAM, **own), PROGRAM, every_k=2),
+    "muonh": lambda **own: muonjax.muonh(
+        1e-3, PROGRAM, **(own or {"adam_learning_rate": 1e-3})
+    ),
+    "muonclip": lambda **own: muonjax.muonclip(
+        1e-3, SITES, every_k=2, dimension_numbers=PROGRAM, **own
+    ),
+    "optax_contrib": lambda **own: muonjax.optax_contrib.scale_by_muon(
+        weight_dimension_numbers=PROGRAM
+    ),
+    "ema_nesterov": lambda **own: muonjax.ema_nesterov(
+        muonjax.muon(1e-3, PROGRAM, **own), beta=0.9
+    ),
+    "monitor": lambda **own: muonjax.monitor(
+        muonjax.muon(1e-3, PROGRAM, **own), PROGRAM, every_k=2
+    ),
 }
 
 
@@ -43,12 +60,22 @@ OPTIMIZERS = {
     *(("standard", name) for name in OPTIMIZERS),
     *(("strict", name) for name in OPTIMIZERS if name != "optax_contrib"),
 ])  # fmt: skip
-@pytest.mark.parametrize(("x64", "dtype"), [(False, "float32"), (True, "float32"), (True, "float64")])
+@pytest.mark.parametrize(
+    ("x64", "dtype"), [(False, "float32"), (True, "float32"), (True, "float64")]
+)
 def test_optimizers_without_promotion(dtypes, name, x64, dtype):
     tx = OPTIMIZERS[name](**({"adam": optax.sgd(1e-3)} if dtypes == "strict" else {}))
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion(dtypes), jax.enable_x64(x64):
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion(dtypes),
+        jax.enable_x64(x64),
+    ):
         params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
-        given = {"max_logits": {"attention": jnp.ones(2, "float32")}} if name == "muonclip" else {}
+        given = (
+            {"max_logits": {"attention": jnp.ones(2, "float32")}}
+            if name == "muonclip"
+            else {}
+        )
         state = tx.init(params)
         jax.eval_shape(lambda p, s: tx.update(p, s, p, **given), params, state)
 
@@ -59,7 +86,9 @@ def test_polar_factors_without_promotion(platform, shape):
     settings = muonjax.NewtonSchulz()
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         for dtype in ("float32", "bfloat16"):
-            one = functools.partial(polar_factor, settings=settings, policy=Policy(platform))
+            one = functools.partial(
+                polar_factor, settings=settings, policy=Policy(platform)
+            )
             jax.eval_shape(one, jnp.ones(shape, dtype))
 
 
@@ -78,11 +107,15 @@ def test_normalized_complex_neurons_without_promotion():
 
 
 @quick("standard-9", "standard-zero", others="nightly")
-@pytest.mark.parametrize("x", [STACK[0, :9], STACK[0, :15], np.zeros((16, 24))], ids=["9", "15", "zero"])
+@pytest.mark.parametrize(
+    "x", [STACK[0, :9], STACK[0, :15], np.zeros((16, 24))], ids=["9", "15", "zero"]
+)
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_gradients_through_newton_schulz_are_numbers(x, form):
     settings = muonjax.NewtonSchulz(form=form)
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(muonjax.newton_schulz(x, settings) * (x + 1))))(x)
+    gradient = jax.jit(
+        jax.grad(lambda x: jnp.sum(muonjax.newton_schulz(x, settings) * (x + 1)))
+    )(x)
     assert bool(jnp.isfinite(gradient).all())
 
 
@@ -100,6 +133,8 @@ def test_half_precision_parameters_keep_their_state_under_float32_gradients(nest
 def test_other_bad_settings():
     with pytest.raises(TypeError, match=r"muon\(mu_dtype="):
         muonjax.muon(1e-3, mu_dtype=jnp.int32)
-    assert muonjax.NewtonSchulz(deflation=np.int32(8)) == muonjax.NewtonSchulz(deflation=8)
+    assert muonjax.NewtonSchulz(deflation=np.int32(8)) == muonjax.NewtonSchulz(
+        deflation=8
+    )
     with pytest.raises(ValueError, match="deflation"):
         muonjax.NewtonSchulz(deflation=np.int32(-1))

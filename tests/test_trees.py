@@ -10,13 +10,27 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
-from muonjax._common.trees import broadcast_prefix, dtype_of, flatten_paths, flatten_with_names, tree_of
+from muonjax._common.trees import (
+    broadcast_prefix,
+    dtype_of,
+    flatten_paths,
+    flatten_with_names,
+    tree_of,
+)
 
 
 def test_paths():
     """Boxes of Flax are no names, masked leaves are leaves, None is none, integers and attributes are names."""
-    tree = {"a": [1.0, None, optax.MaskedNode()], "b": nn.Partitioned(2.0, ("x",)), 3: ()}
-    tree = {"t": tree["a"], "b": tree["b"], "n": nnx.State({"k": nnx.Param(jnp.ones(2))})}
+    tree = {
+        "a": [1.0, None, optax.MaskedNode()],
+        "b": nn.Partitioned(2.0, ("x",)),
+        3: (),
+    }
+    tree = {
+        "t": tree["a"],
+        "b": tree["b"],
+        "n": nnx.State({"k": nnx.Param(jnp.ones(2))}),
+    }
     assert list(flatten_paths(tree)) == ["b", "n/k", "t/0", "t/2"]
     paths, leaves, treedef = flatten_with_names(tree)
     assert len(paths) == len(leaves) == treedef.num_leaves
@@ -50,20 +64,30 @@ def is_leaf(x):
 
 
 def broadcast(prefix, tree):
-    return broadcast_prefix(prefix, tree, is_leaf=is_leaf, call="f(x=...)", what="the labels")
+    return broadcast_prefix(
+        prefix, tree, is_leaf=is_leaf, call="f(x=...)", what="the labels"
+    )
 
 
 def test_prefix_broadcasting():
     tree = {"a": {"b": 1, "c": (2, 3)}, "d": optax.MaskedNode(), "e": 4}
     assert broadcast("x", tree) == ["x"] * 4
     assert broadcast({"a": None, "d": "y", "e": "z"}, tree) == [None, None, None, "z"]
-    assert broadcast({"a": {"b": "x", "c": None}, "d": None, "e": "z"}, tree) == ["x", None, None, "z"]
+    assert broadcast({"a": {"b": "x", "c": None}, "d": None, "e": "z"}, tree) == [
+        "x",
+        None,
+        None,
+        "z",
+    ]
 
 
 @pytest.mark.parametrize(
     ("prefix", "message"),
     [
-        ({"a": "x"}, r"^f\(x=...\): the labels are neither .*: the leaf 'b/c' has no entry\.$"),
+        (
+            {"a": "x"},
+            r"^f\(x=...\): the labels are neither .*: the leaf 'b/c' has no entry\.$",
+        ),
         ({"a": "x", "b": {"c": "y", "d": "z"}}, r"the entry 'b/d' has no leaf\.$"),
         ([], "the leaf 'a' has no entry"),
         ({"a": "x", "b": nnx.State({"c": "y"})}, "the containers differ.*State"),

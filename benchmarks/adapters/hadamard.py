@@ -21,14 +21,20 @@ def plain(x, w, a, b, c, d):
     return x @ (w + (a @ b) * (c @ d))
 
 
-VARIANTS = {"plain": plain, "jax.checkpoint": jax.checkpoint(plain), "hadamard_linear": hadamard_linear}
+VARIANTS = {
+    "plain": plain,
+    "jax.checkpoint": jax.checkpoint(plain),
+    "hadamard_linear": hadamard_linear,
+}
 
 
 def gradient(linear, layout):
     """The gradient with respect to the adapters, of a loop over stacked layers or of a list of layers."""
 
     def scanned(adapters, kernels, x):
-        x, _ = jax.lax.scan(lambda x, layer: (jnp.tanh(linear(x, *layer)), None), x, (kernels, *adapters))
+        x, _ = jax.lax.scan(
+            lambda x, layer: (jnp.tanh(linear(x, *layer)), None), x, (kernels, *adapters)
+        )
         return jnp.mean(x**2)
 
     def unrolled(adapters, kernels, x):
@@ -54,7 +60,9 @@ def memory():
             row = {"layers": layout, "tokens": tokens}
             x = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)
             for name, linear in VARIANTS.items():
-                lowered = jax.jit(gradient(linear, layout)).lower(adapters, layers(layout, WIDTH, WIDTH), x)
+                lowered = jax.jit(gradient(linear, layout)).lower(
+                    adapters, layers(layout, WIDTH, WIDTH), x
+                )
                 row[name] = lowered.compile().memory_analysis().temp_size_in_bytes / MIB
             rows.append(row)
             print(row, flush=True)

@@ -31,7 +31,9 @@ def main() -> None:
     before = float(example.evaluate(model, text.held_out_windows(context)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     measure.write(
-        "loha_finetune", {**settings, "before": before, "parameters": parameters, "runs": rows}, rows
+        "loha_finetune",
+        {**settings, "before": before, "parameters": parameters, "runs": rows},
+        rows,
     )
 
 

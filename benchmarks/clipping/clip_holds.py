@@ -25,12 +25,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for optimizer in ("muon", "muonclip"):
             out = pathlib.Path(folder) / optimizer
-            flags = ["--optimizer", optimizer, "--out", str(out), "--quiet", "--sample", "0", *extra]
+            flags = [
+                "--optimizer",
+                optimizer,
+                "--out",
+                str(out),
+                "--quiet",
+                "--sample",
+                "0",
+                *extra,
+            ]
             flags += [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items()]
             held_out = train_transformer.train(train_transformer.parse(flags))
             runs[optimizer] = plots.read(out / "metrics.csv")
             logits = [
-                max(x for name, x in row.items() if name.startswith("logit/")) for row in runs[optimizer]
+                max(x for name, x in row.items() if name.startswith("logit/"))
+                for row in runs[optimizer]
             ]
             results[optimizer] = {
                 "held_out": round(held_out, 4),

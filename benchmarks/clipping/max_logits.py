@@ -27,7 +27,9 @@ def with_bound(query, key, value):
 
 
 def main() -> None:
-    args = measure.options(__doc__, batch=1, length=4096, heads=8, size=64, rounds=5, dtype="float32")
+    args = measure.options(
+        __doc__, batch=1, length=4096, heads=8, size=64, rounds=5, dtype="float32"
+    )
     shape = (args.batch, args.length, args.heads, args.size)
     qkv = jax.random.normal(jax.random.key(0), (3, *shape), jnp.dtype(args.dtype))
     whole = {"block_q": args.length, "block_k": args.length}
@@ -35,7 +37,9 @@ def main() -> None:
     programs = {
         "attention, forward and backward": gradients(attention),
         "max_logits alone": lambda q, k, v: muonjax.max_logits(q, k, is_causal=True),
-        "max_logits alone, one block": lambda q, k, v: muonjax.max_logits(q, k, is_causal=True, **whole),
+        "max_logits alone, one block": lambda q, k, v: muonjax.max_logits(
+            q, k, is_causal=True, **whole
+        ),
         "attention with max_logits": gradients(with_maxima, has_aux=True),
         "attention with max_logits_bound": gradients(with_bound, has_aux=True),
     }

@@ -19,7 +19,9 @@ def main() -> None:
     rows = [
         {
             "optimizer": name,
-            "loss_lowest_20": round(float(np.convolve(run["loss"], np.full(20, 1 / 20), "valid").min()), 4),
+            "loss_lowest_20": round(
+                float(np.convolve(run["loss"], np.full(20, 1 / 20), "valid").min()), 4
+            ),
             "loss_last_20": round(float(run["loss"][-20:].mean()), 4),
             "largest_logit": round(float(run["maxima"].max()), 2),
             "share_above_threshold": round(float((run["maxima"] > args.threshold).mean()), 4),

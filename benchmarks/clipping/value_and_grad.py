@@ -113,7 +113,9 @@ def main() -> None:
     args = measure.options(__doc__, layers=80, compiled_layers=4, rounds=7)
     rows = []
     for name, wrap in (("as they are", lambda f: f), ("under `jax.checkpoint`", jax.checkpoint)):
-        ratios = trace_ratios(wrap, args.layers, args.rounds) | compiled_ratios(wrap, args.compiled_layers)
+        ratios = trace_ratios(wrap, args.layers, args.rounds) | compiled_ratios(
+            wrap, args.compiled_layers
+        )
         rows.append({"layers": name, **ratios})
         print(rows[-1], flush=True)
     measure.write("value_and_grad", {**vars(args), "rows": rows})

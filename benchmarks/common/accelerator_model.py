@@ -79,7 +79,9 @@ def optax_update(tree: Tree) -> Tree:
     def one(x):
         dimensions = optax_muon.MuonDimensionNumbers(0, 1)
         coefficients = jnp.asarray(muonjax.JORDAN[0])
-        return optax_muon.orthogonalize_via_newton_schulz(x, coefficients, dimension_numbers=dimensions)
+        return optax_muon.orthogonalize_via_newton_schulz(
+            x, coefficients, dimension_numbers=dimensions
+        )
 
     return jax.tree.map(one, tree)
 
@@ -138,9 +140,19 @@ def parts(tree: str, method: str, platform: str) -> list[tuple[dict[str, tuple[i
         return [({"x": shape}, count) for shape, count in counts.items()]
     else:
         sides = dict.fromkeys(tuple(sorted(shape)) for shape, _ in matrices.values())
-        groups = [[name for name, (shape, _) in matrices.items() if tuple(sorted(shape)) == s] for s in sides]
+        groups = [
+            [name for name, (shape, _) in matrices.items() if tuple(sorted(shape)) == s]
+            for s in sides
+        ]
     return [
-        ({f"{name}{i:02}": matrices[name][0] for name in group for i in range(matrices[name][1])}, 1)
+        (
+            {
+                f"{name}{i:02}": matrices[name][0]
+                for name in group
+                for i in range(matrices[name][1])
+            },
+            1,
+        )
         for group in groups
     ]
 
@@ -156,7 +168,11 @@ def product_kinds(launches: Iterable[hlo_launches.Launch]) -> int:
 
 
 def model(
-    chip: ahead_of_time.Chip, tree: str, name: str, method: Method, texts: pathlib.Path | None = None
+    chip: ahead_of_time.Chip,
+    tree: str,
+    name: str,
+    method: Method,
+    texts: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """One row of the table: one update of a tree, by one method, on one chip.
 
@@ -206,15 +222,21 @@ def model(
 def main(platform: str, implementation: str | None, document: str) -> None:
     """The command line of benchmarks/gpu/model.py and benchmarks/tpu/model.py."""
     chips = [chip.name for chip in ahead_of_time.CHIPS.values() if chip.platform == platform]
-    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--chips", default=",".join(chips))
-    parser.add_argument("--trees", default=";".join(DEFAULT_TREES[platform]), help="with semicolons between")
+    parser.add_argument(
+        "--trees", default=";".join(DEFAULT_TREES[platform]), help="with semicolons between"
+    )
     parser.add_argument("--methods", help="with semicolons between; all if left out")
     parser.add_argument("--again", action="store_true", help="compile what stands in the JSON too")
     parser.add_argument(
         "--texts", type=pathlib.Path, help="a folder that keeps the programs, to count them again"
     )
-    parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS / f"{platform}_model.json")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=measure.RESULTS / f"{platform}_model.json"
+    )
     arguments = parser.parse_args()
     rows = json.loads(arguments.out.read_text())["results"] if arguments.out.exists() else []
     if reason := ahead_of_time.missing(platform):
@@ -232,7 +254,13 @@ def main(platform: str, implementation: str | None, document: str) -> None:
                 if same and not arguments.again:
                     continue
                 try:
-                    row = model(ahead_of_time.CHIPS[chip], tree, name, available[name], texts=arguments.texts)
+                    row = model(
+                        ahead_of_time.CHIPS[chip],
+                        tree,
+                        name,
+                        available[name],
+                        texts=arguments.texts,
+                    )
                 except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
                     row = {**key, "error": f"{type(error).__name__}: {error}"[:500]}
                 row |= {"commit": measure.provenance()["commit"]}

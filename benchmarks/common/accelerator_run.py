@@ -23,15 +23,31 @@ from muonjax._common.platform import Policy
 from pallas_kernels import symmetric_product
 
 # The names of `jax.Device.device_kind`, and the chip whose figures are modeled.
-CHIPS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e", "TPU v6e": "v6e"}
+CHIPS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
 CHIPS |= {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H100"}
-CHECKS = [(64, 64), (200, 136), (3, 320, 192), (1000, 1000), (4, 2048, 2048), (8192, 1024), (2, 37, 5)]
+CHECKS = [
+    (64, 64),
+    (200, 136),
+    (3, 320, 192),
+    (1000, 1000),
+    (4, 2048, 2048),
+    (8192, 1024),
+    (2, 37, 5),
+]
 PRODUCTS = [(64, 256, 256), (64, 512, 512), (48, 768, 768), (24, 768, 3072), (8, 1024, 4096)]
 PRODUCTS += [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]
 QUEUES = [(48, 768, 768), (2, 2048, 2048), (4, 2048, 2048), (12, 2048, 2048)]
 NO_TRITON = "--xla_gpu_enable_triton_gemm=false"  # in XLA_FLAGS: sections of their own
 IN_A_ROW = 20  # products of one program, the first of which hides the launches of the others
-QUEUED = 5  # calls that are waiting on the device, so that the host's share of a call does not count
+QUEUED = (
+    5  # calls that are waiting on the device, so that the host's share of a call does not count
+)
 
 Call = tuple[Callable[..., Any], Any]  # a function and its only argument
 
@@ -67,7 +83,9 @@ def check(implementation, shape):
     }
 
 
-def timed(calls: dict[str, list[tuple[Call, int]]], chip: str | None, rounds: int) -> dict[str, Any]:
+def timed(
+    calls: dict[str, list[tuple[Call, int]]], chip: str | None, rounds: int
+) -> dict[str, Any]:
     """Seconds of methods in turn, each a sum of programs that count so often; the first is the baseline.
 
     With the time that the model gives the compiled programs.
@@ -86,7 +104,8 @@ def timed(calls: dict[str, list[tuple[Call, int]]], chip: str | None, rounds: in
             ends = [roofline.total_seconds(chip, own) for own in found]
             counts = [count for _, count in parts]
             rows[name]["modelled_ms"] = [
-                sum(1e3 * n * s for n, s in zip(counts, end, strict=True)) for end in zip(*ends, strict=True)
+                sum(1e3 * n * s for n, s in zip(counts, end, strict=True))
+                for end in zip(*ends, strict=True)
             ]
             rows[name]["launches"] = sum(
                 n * x.count for n, own in zip(counts, found, strict=True) for x in own
@@ -115,7 +134,10 @@ def product(kernels, shape, chip, rounds):
     def plain(x):
         return jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type=x.dtype)
 
-    by = {name: functools.partial(symmetric_product, implementation=name) for name in (*kernels, "reference")}
+    by = {
+        name: functools.partial(symmetric_product, implementation=name)
+        for name in (*kernels, "reference")
+    }
     return timed({name: [((f, x), 1)] for name, f in ({"plain": plain} | by).items()}, chip, rounds)
 
 
@@ -181,7 +203,13 @@ def step(chosen, tree, chip, rounds):
     drawn = functools.cache(draw)  # the methods share their gradients
     calls = {
         name: [
-            ((update, {key: drawn(shape, dtype, i) for i, (key, shape) in enumerate(shapes.items())}), count)
+            (
+                (
+                    update,
+                    {key: drawn(shape, dtype, i) for i, (key, shape) in enumerate(shapes.items())},
+                ),
+                count,
+            )
             for shapes, count in accelerator_model.parts(tree, name, jax.default_backend())
         ]
         for name, (update, dtype) in chosen.items()
@@ -214,7 +242,10 @@ def accuracy(kernels, shape, every):
         errors = [momentum.polar_error(*pair) for pair in pairs]
         largest = max(float(np.linalg.norm(y, 2)) for y in found)
         rows[name] = {"mean": float(np.mean(errors)), "worst": max(errors)}
-        rows[name] |= {"worst_cosine": min(momentum.cosine(*pair) for pair in pairs), "largest": largest}
+        rows[name] |= {
+            "worst_cosine": min(momentum.cosine(*pair) for pair in pairs),
+            "largest": largest,
+        }
     return rows
 
 
@@ -257,14 +288,20 @@ def tiles(shape, rounds):
 
 def main(platform: str, kernels: list[str], document: str) -> None:
     """The command line of benchmarks/gpu/run.py and benchmarks/tpu/run.py; what time cuts off is last."""
-    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS)
-    parser.add_argument("--budget", type=float, default=540, help="seconds, after which no case is begun")
+    parser.add_argument(
+        "--budget", type=float, default=540, help="seconds, after which no case is begun"
+    )
     parser.add_argument(
         "--sections",
         help="of check, step, queue, stacks, accuracy, hostile, compile, shapes, product, tiles, in order",
     )
-    parser.add_argument("--dry-run", action="store_true", help="small matrices, no accelerator needed")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="small matrices, no accelerator needed"
+    )
     arguments = parser.parse_args()
     kind = jax.devices()[0].device_kind
     chip = CHIPS.get(kind)
@@ -273,10 +310,16 @@ def main(platform: str, kernels: list[str], document: str) -> None:
         checks, products, sizes = CHECKS[:3], [(128, 64), (2, 64, 64)], [((192, 192), 24)]
         queues, hostile_shapes = [(2, 64, 64)], [(24, 24)]
     elif jax.default_backend() != platform:
-        parser.error(f"the device is {kind!r}, which is no {platform.upper()}. --dry-run runs anywhere.")
+        parser.error(
+            f"the device is {kind!r}, which is no {platform.upper()}. --dry-run runs anywhere."
+        )
     else:
         rounds, trees = 7, accelerator_model.DEFAULT_TREES[platform]
-        checks, products, sizes = CHECKS, PRODUCTS, [((768, 768), 9), ((4096, 4096), 36), ((2048, 4096), 36)]
+        checks, products, sizes = (
+            CHECKS,
+            PRODUCTS,
+            [((768, 768), 9), ((4096, 4096), 36), ((2048, 4096), 36)],
+        )
         queues, hostile_shapes = QUEUES, [(768, 768), (4096, 4096)]
     cases = [("check", [name, shape], check, (name, shape)) for shape in checks for name in kernels]
     cases += [("step", tree, step, (methods(kernels), tree, chip, rounds)) for tree in trees]
@@ -289,7 +332,9 @@ def main(platform: str, kernels: list[str], document: str) -> None:
     cases += [("shapes", "U-Net", shapes, (2 if arguments.dry_run else None, chip, rounds))]
     cases += [("product", shape, product, (kernels, shape, chip, rounds)) for shape in products]
     if platform == "gpu":
-        cases += [("tiles", shape, tiles, (shape, rounds)) for shape in products if not arguments.dry_run]
+        cases += [
+            ("tiles", shape, tiles, (shape, rounds)) for shape in products if not arguments.dry_run
+        ]
     name = "dry_run" if arguments.dry_run else kind.lower().replace(" ", "_")
     path = arguments.out / f"{platform}_{name}.json"
     head = {"provenance": measure.provenance(), "question": "are the kernels right, and how fast"}
@@ -312,5 +357,11 @@ def main(platform: str, kernels: list[str], document: str) -> None:
         row = {"section": section + without, "what": json.loads(json.dumps(what))}
         rows = [other for other in rows if not row.items() <= other.items()]
         rows.append(row | {"result": result, "commit": head["provenance"]["commit"]})
-        print(section, what, f"{time.monotonic() - start:.0f} s", json.dumps(result)[:3000], flush=True)
+        print(
+            section,
+            what,
+            f"{time.monotonic() - start:.0f} s",
+            json.dumps(result)[:3000],
+            flush=True,
+        )
         path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")

@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 
 # ptxas and nvlink of NVIDIA's wheels, behind those that are on the path already.
 if spec := importlib.util.find_spec("nvidia"):
-    wheels = [os.path.join(folder, "cu13", "bin") for folder in spec.submodule_search_locations or ()]
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), *filter(os.path.isdir, wheels)])
+    wheels = [
+        os.path.join(folder, "cu13", "bin") for folder in spec.submodule_search_locations or ()
+    ]
+    os.environ["PATH"] = os.pathsep.join(
+        [os.environ.get("PATH", ""), *filter(os.path.isdir, wheels)]
+    )
 
 # Read by the plugins when they are loaded: no GPU's driver, and no server that describes a TPU, is asked for. Several
 # processes may load a TPU's library at once, as two test workers do.
@@ -81,7 +85,11 @@ CHIPS = {
 def missing(platform: str) -> str | None:
     """What has to be installed before this machine can compile for "gpu" or "tpu"; None if nothing."""
     if platform == "tpu":
-        return None if importlib.util.find_spec("libtpu") else 'libtpu is missing; pip install "muonjax[tpu]"'
+        return (
+            None
+            if importlib.util.find_spec("libtpu")
+            else 'libtpu is missing; pip install "muonjax[tpu]"'
+        )
     if not importlib.util.find_spec("jax_cuda13_plugin"):
         return 'the CUDA 13 plugin is missing; pip install "muonjax[cuda13]" on Python 3.12'
     if not shutil.which("ptxas"):
@@ -136,7 +144,9 @@ def compile_for(chip: Chip, f: Callable[..., Any], *arguments: Any) -> Compiled:
     """
     mesh = Mesh(np.array(devices(chip)[:1]), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
     start = _processor_seconds()
     # Programs from the compilation cache would seem to take no time.
     kept = jax.config.jax_enable_compilation_cache

@@ -74,7 +74,9 @@ def _group(attributes: str, devices: int) -> int:
 
 
 class _Counter:
-    def __init__(self, computations: dict[str, list[Instruction]], devices: int, unknown_trips: int | None):
+    def __init__(
+        self, computations: dict[str, list[Instruction]], devices: int, unknown_trips: int | None
+    ):
         self.computations, self.devices, self.unknown_trips = computations, devices, unknown_trips
         self.seen: dict[str, Counts] = {}
 
@@ -131,7 +133,9 @@ class _Counter:
             )
             return [(max(map(self.visit, names), key=lambda c: (c.flops, sum(c.sent.values()))), 1)]
         if i.op in ("fusion", "call", "async-start", "custom-call"):
-            called = re.findall(r"(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)", i.attributes)
+            called = re.findall(
+                r"(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)", i.attributes
+            )
             return [(self.visit(name), 1) for name in called if name in self.computations]
         return []
 

@@ -89,12 +89,15 @@ class _Walk:
         self.computations, self.entry = parse(text)
         self.frames = source_frames(text)
         self.by_name = {
-            name: {i.name: i for i in instructions} for name, instructions in self.computations.items()
+            name: {i.name: i for i in instructions}
+            for name, instructions in self.computations.items()
         }
 
     def visit(self, name: str, times: int) -> list[Launch]:
         """Of a computation that runs so often."""
-        return [launch for i in self.computations[name] for launch in self._launches_of(i, name, times)]
+        return [
+            launch for i in self.computations[name] for launch in self._launches_of(i, name, times)
+        ]
 
     def _launches_of(self, i: Instruction, computation: str, times: int) -> list[Launch]:
         if i.op == "while":
@@ -103,7 +106,9 @@ class _Walk:
             return self.visit(_required(i, "to_apply" if i.op == "call" else "calls"), times)
         if i.op == "conditional":
             branches = [self.visit(branch, times) for branch in _branches(i)]
-            return max(branches, key=lambda branch: sum(launch.moved * launch.count for launch in branch))
+            return max(
+                branches, key=lambda branch: sum(launch.moved * launch.count for launch in branch)
+            )
         return [] if i.op in _FREE else [self._launch(i, computation, times)]
 
     def _trips(self, i: Instruction) -> int:
@@ -141,9 +146,13 @@ class _Walk:
 
     def _kernel(self, i: Instruction, computation: str) -> str:
         """The instruction, and what it calls, without names and origins."""
-        attributes = re.sub(r"(, )?(metadata=\{[^}]*\}|control-predecessors=\{[^}]*\})", "", i.attributes)
+        attributes = re.sub(
+            r"(, )?(metadata=\{[^}]*\}|control-predecessors=\{[^}]*\})", "", i.attributes
+        )
         operands = [self._shape(computation, operand) or operand for operand in i.operands]
-        called = [name for name in re.findall(r"=%([\w.\-]+)", attributes) if name in self.computations]
+        called = [
+            name for name in re.findall(r"=%([\w.\-]+)", attributes) if name in self.computations
+        ]
         inside = [self._kernel(k, name) for name in called for k in self.computations[name]]
         return str((i.op, i.shape, operands, re.sub(r"=%[\w.\-]+", "", attributes), inside))
 
@@ -158,14 +167,20 @@ class _Walk:
         if i.op == "dot":
             operand = shapes(left(i.operands[0]))[0]
             dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
-            depth = math.prod(operand[1][int(d)] for d in dims.group(1).split(",") if d) if dims else 1
+            depth = (
+                math.prod(operand[1][int(d)] for d in dims.group(1).split(",") if d) if dims else 1
+            )
         elif i.op == "convolution":
             operand = shapes(left(i.operands[0]))[0]
             depth = _convolution_depth(i, operand[1], shapes(i.shape)[0][1])
         elif i.op == "custom-call" and "gemm_backend_config" in i.attributes:
             operand = shapes(left(i.operands[0]))[0]
             dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
-            depth = math.prod(operand[1][int(d)] for d in re.findall(r"\d+", dims.group(1))) if dims else 1
+            depth = (
+                math.prod(operand[1][int(d)] for d in re.findall(r"\d+", dims.group(1)))
+                if dims
+                else 1
+            )
         elif i.op == "custom-call" and self._is_symmetric_kernel(i):
             # [batch, m, k], the first operand with three axes. A kernel that says what it costs is believed.
             operand = next(s for o in i.operands for s in shapes(left(o)) if len(s[1]) == 3)
@@ -182,7 +197,10 @@ class _Walk:
         results.append(result)
 
     def _is_symmetric_kernel(self, i: Instruction) -> bool:
-        return any(pathlib.PurePath(file).stem in _SYMMETRIC_KERNELS for file, _ in self.frames(i.attributes))
+        return any(
+            pathlib.PurePath(file).stem in _SYMMETRIC_KERNELS
+            for file, _ in self.frames(i.attributes)
+        )
 
     def _shape(self, computation: str, operand: str) -> str:
         found = self.by_name[computation].get(operand.split(" ")[-1].lstrip("%"))
@@ -223,11 +241,17 @@ class _Walk:
             own = users[parameter.name]
             if own and all(k.op in ("slice", "dynamic-slice") for k, _ in own):
                 read = min(read, sum(size(k.shape) for k, _ in own))
-            elif own and all(k.op == "dynamic-update-slice" and position == 0 for k, position in own):
+            elif own and all(
+                k.op == "dynamic-update-slice" and position == 0 for k, position in own
+            ):
                 read = 0
             moved += read
         root = next(k for k in body if k.root)
-        made = [names.get(operand.lstrip("%")) for operand in root.operands] if root.op == "tuple" else [root]
+        made = (
+            [names.get(operand.lstrip("%")) for operand in root.operands]
+            if root.op == "tuple"
+            else [root]
+        )
         for shape, k in zip(results, made, strict=False):
             if size(shape, main_memory=True):
                 updated = k is not None and k.op == "dynamic-update-slice"

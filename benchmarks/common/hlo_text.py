@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-_BYTES = {"pred": 1, "bf16": 2} | {f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)}
+_BYTES = {"pred": 1, "bf16": 2} | {
+    f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)
+}
 _BYTES |= {"c64": 8, "c128": 16}
 
 

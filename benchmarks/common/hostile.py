@@ -10,7 +10,9 @@ def matrices(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Finite float32 matrices [m, n], by name."""
     normal = rng.standard_normal((m, n))
     rows, columns = np.arange(m), np.arange(n)
-    low = {f"rank {k}": rng.standard_normal((m, k)) @ rng.standard_normal((k, n)) for k in (1, 2, 3)}
+    low = {
+        f"rank {k}": rng.standard_normal((m, k)) @ rng.standard_normal((k, n)) for k in (1, 2, 3)
+    }
     found = low | {
         "zero": np.zeros((m, n)),
         "constant": np.full((m, n), 0.37),

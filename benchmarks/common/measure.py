@@ -21,7 +21,9 @@ def provenance() -> dict[str, Any]:
     """Device, commit, date and versions of a measurement."""
     device = jax.devices()[0]
     cores = _cores()
-    name = device.device_kind if device.platform != "cpu" else f"CPU, {cores} core{'s' * (cores > 1)}"
+    name = (
+        device.device_kind if device.platform != "cpu" else f"CPU, {cores} core{'s' * (cores > 1)}"
+    )
     return {
         "device": name,
         "commit": _commit(),
@@ -41,7 +43,9 @@ def _commit() -> str:
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
         here = pathlib.Path(__file__).parent
-        return subprocess.run(command, cwd=here, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            command, cwd=here, capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)*.py")
     return git("describe", "--always", "--exclude=*") + "-dirty" * bool(changed) or "unknown"
@@ -65,7 +69,9 @@ def run_parts(
     document: str | None, name: str, parts: Mapping[str, Callable[[], list[dict[str, Any]]]]
 ) -> None:
     """The command line of a benchmark of several parts: write those that it names, or all, and keep the others."""
-    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
     chosen = parser.parse_args().parts or parts
     known = read(name)
@@ -74,7 +80,9 @@ def run_parts(
         write(name, {part: known[part] for part in parts if part in known}, known[part])
 
 
-def interleave(calls: Mapping[str, Callable[[], Any]], *, rounds: int = 9) -> dict[str, list[float]]:
+def interleave(
+    calls: Mapping[str, Callable[[], Any]], *, rounds: int = 9
+) -> dict[str, list[float]]:
     """Seconds of each call, called in turn `rounds` times, after one round that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for count in range(rounds + 1):
@@ -90,7 +98,12 @@ def summary(seconds: list[float], baseline: list[float]) -> dict[str, float]:
     """Median seconds; median and quartiles of the ratios to the baseline of the same round."""
     ratios = sorted(s / b for s, b in zip(seconds, baseline, strict=True))
     low, middle, high = statistics.quantiles(ratios, n=4)
-    return {"seconds": statistics.median(seconds), "ratio": middle, "ratio_low": low, "ratio_high": high}
+    return {
+        "seconds": statistics.median(seconds),
+        "ratio": middle,
+        "ratio_low": low,
+        "ratio_high": high,
+    }
 
 
 def table(rows: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> str:
@@ -104,7 +117,8 @@ def table(rows: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> str:
     lines = [heads, *([cell(row.get(head, "")) for head in heads] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True))
+        for line in lines
     )
 
 

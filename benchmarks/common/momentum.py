@@ -36,7 +36,9 @@ def adversarial(m: int) -> dict[str, np.ndarray]:
     }
 
 
-def matrix(spectrum: np.ndarray, m: int, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def matrix(
+    spectrum: np.ndarray, m: int, n: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """A float32 matrix [m, n] with the spectrum interpolated to min(m, n) values, and its exact polar factor."""
     short, long = sorted((m, n))
     s = interpolated(spectrum, short)

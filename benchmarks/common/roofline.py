@@ -43,7 +43,8 @@ class Gpu:
         if launch.factorization:
             return self.factorization
         arithmetic = sum(
-            flops / (self.peak[kind] * self.efficiency[kind]) for kind, flops in launch.flops.items()
+            flops / (self.peak[kind] * self.efficiency[kind])
+            for kind, flops in launch.flops.items()
         )
         if launch.results:
             *batch, rows, columns = launch.results[0]

@@ -39,7 +39,11 @@ class _Cells(string.Formatter):
 def _shown(value: Any) -> Any:
     if isinstance(value, list):
         return " × ".join(map(str, value))
-    return {None: "", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else value
+    return (
+        {None: "", True: "yes", False: "no"}[value]
+        if value is None or isinstance(value, bool)
+        else value
+    )
 
 
 def _format(value: Any, form: str) -> str:
@@ -62,14 +66,20 @@ def _read(name: str) -> dict[str, Any]:
 
 def _added_lines(page: str, client: str) -> int:
     """The lines that a recipe's diffs add, in the head of its page and in the client's own section."""
-    first, *sections = (BENCHMARKS.parent / "docs" / "recipes" / f"{page}.md").read_text().split("\n## ")
+    first, *sections = (
+        (BENCHMARKS.parent / "docs" / "recipes" / f"{page}.md").read_text().split("\n## ")
+    )
     own = [section for section in sections if section.startswith(f"{client}\n")] or sections
     diffs = re.findall(r"```diff\n(.*?)```", "\n## ".join([first, *own]), flags=re.DOTALL)
     return sum(bool(re.match(r"\+\s*[^+\s]", line)) for diff in diffs for line in diff.splitlines())
 
 
 _JINJA = jinja2.Environment(
-    undefined=_Missing, finalize=_shown, trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.do"]
+    undefined=_Missing,
+    finalize=_shown,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=["jinja2.ext.do"],
 )
 _JINJA.globals |= {"read": _read, "added_lines": _added_lines}
 _JINJA.filters |= {
@@ -77,7 +87,9 @@ _JINJA.filters |= {
     "f": _format,
     "quartiles": _quartiles,
     "column": lambda rows, key: [row[key] for row in rows],
-    "where": lambda rows, **keys: [row for row in rows if all(row[key] == keys[key] for key in keys)],
+    "where": lambda rows, **keys: [
+        row for row in rows if all(row[key] == keys[key] for key in keys)
+    ],
     # The optimistic and the pessimistic end, or their common value.
     "interval": lambda ends, form: " to ".join(dict.fromkeys(format(end, form) for end in ends)),
 }
@@ -91,11 +103,14 @@ def fill(template: str, results: dict[str, Any]) -> str:
         return f"\n{heading}\n|{' --- |' * (heading.count(' | ') + 1)}\n{rows}\n"
 
     made = results["provenance"]
-    versions = [f"{name} {made['versions'][name]}" for name in ("jax", "optax") if name in made["versions"]]
+    versions = [
+        f"{name} {made['versions'][name]}" for name in ("jax", "optax") if name in made["versions"]
+    ]
     machine = f"{made['device']}; {', '.join(versions)}."
     text = _JINJA.from_string(template).render(results, machine=machine).strip()
     text = re.sub(r"(^\|.*\n)+", ruled, f"{text}\n", flags=re.MULTILINE).strip()
     parts = [*re.split(r"\n{2,}", text), *([machine] if text.endswith("|") else [])]
     return "\n\n".join(
-        part if part[0] == "|" else textwrap.fill(part, 120, break_on_hyphens=False) for part in parts
+        part if part[0] == "|" else textwrap.fill(part, 120, break_on_hyphens=False)
+        for part in parts
     )

@@ -78,7 +78,9 @@ def compile_case(sharding, shape, tiles, *, addend, dtype):
     with captured(printed):
         jax.jit(run).lower(struct(shape, dtype), c, struct((batch, 2), jnp.float32)).compile()
     (text,) = printed
-    spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    spills = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
+    )
     registers = re.search(r"Used (\d+) registers", text)
     return {
         "shape": shape,
@@ -90,7 +92,9 @@ def compile_case(sharding, shape, tiles, *, addend, dtype):
         "stack_bytes": int(spills.group(1)) if spills else None,
         "spilled_bytes": int(spills.group(2)) + int(spills.group(3)) if spills else None,
         "serialized_wgmma": "wgmma.mma_async instructions are serialized" in text,
-        "ptx_instructions": {name: len(re.findall(pattern, text)) for name, pattern in COUNTED.items()},
+        "ptx_instructions": {
+            name: len(re.findall(pattern, text)) for name, pattern in COUNTED.items()
+        },
     }
 
 
@@ -105,7 +109,12 @@ def shared_out(target):
     ]
     run = by_batch(functools.partial(_mosaic_gpu.launched, 132), "hopper")
     with captured([]):
-        text = jax.jit(lambda x, scale: run(x, None, None, scale)).lower(*arguments).compile().as_text()
+        text = (
+            jax.jit(lambda x, scale: run(x, None, None, scale))
+            .lower(*arguments)
+            .compile()
+            .as_text()
+        )
     return {
         "devices": 4,
         "shape": shapes[0],
@@ -115,12 +124,16 @@ def shared_out(target):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one case")
     parser.add_argument(
         "--target", type=pathlib.Path, help="a file with the target_config of a GPU's topology"
     )
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parents[1] / "results")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path(__file__).parents[1] / "results"
+    )
     arguments = parser.parse_args()
     target = arguments.target.read_text() if arguments.target else H100
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
@@ -129,7 +142,13 @@ def main():
 
     shapes = [(1, 4096, 4096), (8, 2048, 2048)]
     cases = [(shape, tiles) for shape in shapes for tiles in candidates() if tiles.group == 8]
-    for shape in [(1, 256, 64), (8, 1024, 1024), (1, 8192, 8192), (1, 1088, 1152), (1, 4096, 16384)]:
+    for shape in [
+        (1, 256, 64),
+        (8, 1024, 1024),
+        (1, 8192, 8192),
+        (1, 1088, 1152),
+        (1, 4096, 16384),
+    ]:
         cases.append((shape, pick(shape[1], shape[0])))
     rows = []
     for shape, tiles in cases[:1] if arguments.quick else cases:
@@ -148,7 +167,10 @@ def main():
     mesh_row = shared_out(target)
     print(mesh_row)
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     ptxas = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=False)
     report = {

@@ -36,7 +36,10 @@ def unrolled(x):
 
 VARIANTS = {
     "plain autodiff, unrolled": unrolled,
-    **{f"msign, {mode}": functools.partial(msign, coefficients=ROWS, gradient=mode) for mode in MODES},
+    **{
+        f"msign, {mode}": functools.partial(msign, coefficients=ROWS, gradient=mode)
+        for mode in MODES
+    },
 }
 
 
@@ -59,7 +62,9 @@ def gradient(x, c, dtype, **settings):
 def half_an_ulp(x):
     """The change of the polar factor if each entry of float32 x changes by up to half a unit in its last place."""
     moved = np.asarray(x, np.float64)
-    moved = moved + np.random.default_rng(1).uniform(-0.5, 0.5, x.shape) * np.spacing(np.abs(np.asarray(x)))
+    moved = moved + np.random.default_rng(1).uniform(-0.5, 0.5, x.shape) * np.spacing(
+        np.abs(np.asarray(x))
+    )
     u, _, vt = np.linalg.svd(moved, full_matrices=False)
     return oracles.polar_error(u @ vt, np.asarray(x, np.float64))
 
@@ -70,7 +75,9 @@ def accuracy():
     rng = np.random.default_rng(0)
     for m, n in ((128, 128), (128, 512), (512, 128)):
         for condition in (1e2, 1e3):
-            x = oracles.with_spectrum(np.geomspace(1, 1 / condition, min(m, n)), max(m, n), tall=m > n)
+            x = oracles.with_spectrum(
+                np.geomspace(1, 1 / condition, min(m, n)), max(m, n), tall=m > n
+            )
             c = rng.standard_normal((m, n))
             row = {"shape": f"{m}x{n}", "condition": condition}
             for mode, truth in (("polynomial", CONVERGED), ("polar", None)):
@@ -82,9 +89,12 @@ def accuracy():
             row["article, float64"] = msign_oracles.relative(msign_oracles.article_vjp(x, c), exact)
             single = jnp.asarray(x, jnp.float32)
             u, _, vt = jnp.linalg.svd(single, full_matrices=False)
-            row["value, float32"] = oracles.polar_error(msign(single), np.asarray(single, np.float64))
+            row["value, float32"] = oracles.polar_error(
+                msign(single), np.asarray(single, np.float64)
+            )
             row["value, float32 SVD"] = oracles.polar_error(
-                np.asarray(u, np.float64) @ np.asarray(vt, np.float64), np.asarray(single, np.float64)
+                np.asarray(u, np.float64) @ np.asarray(vt, np.float64),
+                np.asarray(single, np.float64),
             )
             row["value, half an ulp of x"] = half_an_ulp(single)
             rows.append(row)
@@ -144,7 +154,9 @@ def deficient():
             row[f"polynomial, {dtype}"] = msign_oracles.relative(
                 g, msign_oracles.svd_derivative(*low, table) if dtype == "float32" else expected
             )
-        row["gradient's size"] = float(np.linalg.norm(expected) * np.linalg.norm(x) / np.linalg.norm(c))
+        row["gradient's size"] = float(
+            np.linalg.norm(expected) * np.linalg.norm(x) / np.linalg.norm(c)
+        )
         rows.append(row)
     return rows
 
@@ -185,13 +197,18 @@ def times(batch=8, rounds=9):
     rows = []
     for m, n in ((512, 512), (512, 2048)):
         x, c = np.random.default_rng(0).standard_normal((2, batch, m, n)).astype(np.float32)
-        compiled = {name: jax.jit(value_and_vjp(f)).lower(x, c).compile() for name, f in VARIANTS.items()}
+        compiled = {
+            name: jax.jit(value_and_vjp(f)).lower(x, c).compile() for name, f in VARIANTS.items()
+        }
         seconds = measure.interleave(
             {name: functools.partial(run, x, c) for name, run in compiled.items()}, rounds=rounds
         )
         baseline = seconds["plain autodiff, unrolled"]
         for name, measured in seconds.items():
-            rows.append({"case": f"{batch} x {m}x{n}", "variant": name} | measure.summary(measured, baseline))
+            rows.append(
+                {"case": f"{batch} x {m}x{n}", "variant": name}
+                | measure.summary(measured, baseline)
+            )
     return rows
 
 

@@ -68,7 +68,9 @@ def ours(settings: NewtonSchulz, updates: Any) -> Any:
 
 def compile_times(leaves: int, width: int, rounds: int) -> dict[str, Any]:
     """Seconds to trace and compile, in units of Optax's."""
-    updates = {f"layer_{i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(leaves)}
+    updates = {
+        f"layer_{i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(leaves)
+    }
     functions = {
         "optax": theirs,
         "fast": functools.partial(ours, NewtonSchulz.fast()),
@@ -96,7 +98,9 @@ def main() -> None:
         | {n: chunk["ratio"] for n, chunk in row["chunks"].items()}
         for row in shapes
     ]
-    measure.write("batching", {"shapes": shapes, "compile": compiled}, ratios, compiled["optimizers"])
+    measure.write(
+        "batching", {"shapes": shapes, "compile": compiled}, ratios, compiled["optimizers"]
+    )
 
 
 if __name__ == "__main__":

@@ -37,13 +37,17 @@ def optax_bfloat16(x: jax.Array) -> jax.Array:
     """Optax's five steps on a matrix rounded to bfloat16."""
     numbers = optax.contrib.MuonDimensionNumbers(0, 1)
     coefficients = jnp.asarray((3.4445, -4.7750, 2.0315))
-    y = _muon.orthogonalize_via_newton_schulz(x.astype(jnp.bfloat16), coefficients, dimension_numbers=numbers)
+    y = _muon.orthogonalize_via_newton_schulz(
+        x.astype(jnp.bfloat16), coefficients, dimension_numbers=numbers
+    )
     return y.astype(jnp.float32)
 
 
 def methods() -> dict[str, Any]:
     ours = {
-        f"{preset} {name}": functools.partial(polar_factor, settings=settings, policy=Policy(platform))
+        f"{preset} {name}": functools.partial(
+            polar_factor, settings=settings, policy=Policy(platform)
+        )
         for preset, settings in PRESETS.items()
         for name, platform in PLATFORMS.items()
     }
@@ -58,7 +62,9 @@ def errors(m: int, n: int, every: int = 3) -> dict[str, dict[str, float]]:
     for name, method in methods().items():
         f = jax.jit(method, compiler_options=EMULATED)
         results = [np.asarray(f(jnp.asarray(x)), np.float64) for x, _ in matrices]
-        found = [momentum.polar_error(y, polar) for y, (_, polar) in zip(results, matrices, strict=True)]
+        found = [
+            momentum.polar_error(y, polar) for y, (_, polar) in zip(results, matrices, strict=True)
+        ]
         top = max(float(np.linalg.norm(y, 2)) for y in results)
         rows[name] = {"mean": float(np.mean(found)), "worst": float(np.max(found)), "largest": top}
     return rows
@@ -104,7 +110,9 @@ def _orthogonalizer(preset: str, policy: Policy) -> Any:
 def recorded() -> list[dict[str, Any]]:
     """A row for each shape and method, on recorded spectra."""
     return [
-        {"shape": shape, "method": name, **row} for shape in SHAPES for name, row in errors(*shape).items()
+        {"shape": shape, "method": name, **row}
+        for shape in SHAPES
+        for name, row in errors(*shape).items()
     ]
 
 

@@ -40,7 +40,9 @@ def updates(
     most: int | None = None,
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Callable[[Any], Any]]]:
     """The shapes of the gradients, all or the first few, and both orthogonalizations of them."""
-    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in [*shapes().items()][:most]}
+    tree = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in [*shapes().items()][:most]
+    }
     kernel, dense = muonjax.MuonDimensionNumbers((0, 1, 2), 3), muonjax.MuonDimensionNumbers()
     numbers = {name: kernel if len(x.shape) == 4 else dense for name, x in tree.items()}
 
@@ -66,7 +68,9 @@ def on_cpu(rounds: int) -> dict[str, Any]:
             seconds[name].append(time.process_time() - start)
     rng = np.random.default_rng(0)
     grads = {name: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in tree.items()}
-    steps = measure.interleave({n: lambda f=f: f(grads) for n, f in compiled.items()}, rounds=4 * rounds)
+    steps = measure.interleave(
+        {n: lambda f=f: f(grads) for n, f in compiled.items()}, rounds=4 * rounds
+    )
     return {
         # The first round also fills caches of Python and of the compiler.
         "compile": {n: measure.summary(s[1:], seconds["optax"][1:]) for n, s in seconds.items()},

@@ -52,9 +52,13 @@ def main() -> None:
     numbers = muonjax.dimension_numbers(grads)
     adam = optax.adamw(1e-3)
     optimizers = {
-        "optax": optax.contrib.muon(1e-3, consistent_rms=0.2, muon_weight_dimension_numbers=numbers),
+        "optax": optax.contrib.muon(
+            1e-3, consistent_rms=0.2, muon_weight_dimension_numbers=numbers
+        ),
         **{
-            name: muonjax.muon(1e-3, newton_schulz=preset, program=numbers, adam=adam, weight_decay=0.0)
+            name: muonjax.muon(
+                1e-3, newton_schulz=preset, program=numbers, adam=adam, weight_decay=0.0
+            )
             for name, preset in PRESETS.items()
         },
     }

@@ -29,7 +29,11 @@ IMAGE = pathlib.Path(__file__).parents[2] / "docs" / "images" / "newton_schulz.p
 ASPECTS = (1, 4, 16)
 
 plain = functools.partial(NewtonSchulz, deflation=0, normalization="frobenius")
-OURS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced(), "accurate": NewtonSchulz.accurate()}
+OURS = {
+    "fast": NewtonSchulz.fast(),
+    "balanced": NewtonSchulz.balanced(),
+    "accurate": NewtonSchulz.accurate(),
+}
 PEERS = {
     "Jordan, 5 steps": plain(coefficients=5 * muonjax.JORDAN, form="standard"),
     "You, 5 steps": plain(coefficients=muonjax.YOU, form="standard"),
@@ -40,7 +44,9 @@ PEERS = {
 }
 # The effect of deflation alone, and of the number of steps alone.
 STEPS = {
-    **{f"{t} steps": NewtonSchulz(coefficients=polar_express(t), deflation=0) for t in (4, 5, 6, 7)},
+    **{
+        f"{t} steps": NewtonSchulz(coefficients=polar_express(t), deflation=0) for t in (4, 5, 6, 7)
+    },
     "5 steps, deflated": NewtonSchulz(coefficients=polar_express(5, lower=3e-3)),
 }
 
@@ -56,7 +62,9 @@ def optax(x: jax.Array) -> jax.Array:
 def methods() -> dict[str, Any]:
     """Functions of one matrix, by name."""
     ours = {**OURS, **STEPS, **PEERS}
-    return {"optax": optax} | {k: functools.partial(newton_schulz, settings=v) for k, v in ours.items()}
+    return {"optax": optax} | {
+        k: functools.partial(newton_schulz, settings=v) for k, v in ours.items()
+    }
 
 
 def real_errors(method: Any, aspect: int) -> dict[str, float]:
@@ -118,7 +126,9 @@ def times(width: int, aspect: int, rounds: int) -> dict[str, dict[str, float]]:
 
 def draw(content: dict[str, Any]) -> None:
     """Error against time, one panel per shape; lower and further left is better."""
-    figure, panels = plt.subplots(1, len(ASPECTS), figsize=(10, 4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(ASPECTS), figsize=(10, 4), sharey=True, layout="constrained"
+    )
     for axes, aspect in zip(panels, ASPECTS, strict=True):
         rows = content["shapes"][str(aspect)]
         # Labels of the presets below their marks, most others to the right: many are close together.
@@ -129,14 +139,24 @@ def draw(content: dict[str, Any]) -> None:
             (peers, "C3", "x", (4, 3), "left"),
         )
         beside = ((-5, -4), "right") if aspect == 1 else ((4, -5), "left")
-        crowded = {"4 steps": ((4, 3), "left"), "You, 5 steps": beside, "Polar Express, 5 steps": beside}
+        crowded = {
+            "4 steps": ((4, 3), "left"),
+            "You, 5 steps": beside,
+            "Polar Express, 5 steps": beside,
+        }
         for names, color, marker, aside, align in kinds:
             for name in names:
                 at = rows[name]["ratio"], rows[name]["polar_error"]
                 axes.plot(*at, marker, color=color)
-                label = name.removesuffix(", 5 steps").removesuffix(", 10 steps") if names is peers else name
+                label = (
+                    name.removesuffix(", 5 steps").removesuffix(", 10 steps")
+                    if names is peers
+                    else name
+                )
                 offset, end = crowded.get(name, (aside, align))
-                axes.annotate(label, at, offset, textcoords="offset points", fontsize=7, color=color, ha=end)
+                axes.annotate(
+                    label, at, offset, textcoords="offset points", fontsize=7, color=color, ha=end
+                )
         width = content["width"]
         axes.set(
             title=f"{width} × {aspect * width}",
@@ -155,7 +175,9 @@ def main() -> None:
     shapes: dict[str, Any] = {}
     for aspect in ASPECTS:
         timed = times(args.width, aspect, args.rounds)
-        shapes[str(aspect)] = {name: timed[name] | real_errors(f, aspect) for name, f in methods().items()}
+        shapes[str(aspect)] = {
+            name: timed[name] | real_errors(f, aspect) for name, f in methods().items()
+        }
     content = {
         **vars(args),
         "shapes": shapes,

@@ -25,7 +25,9 @@ def errors(schedule: Sequence[tuple[float, float, float]]) -> list[float]:
     found = []
     for spectrum in momentum.spectra():
         sigma = np.asarray(spectrum, np.float64)
-        found.append(float(np.sqrt(np.mean((evaluate(schedule, sigma / np.linalg.norm(sigma)) - 1) ** 2))))
+        found.append(
+            float(np.sqrt(np.mean((evaluate(schedule, sigma / np.linalg.norm(sigma)) - 1) ** 2)))
+        )
     return found
 
 
@@ -33,7 +35,11 @@ def main() -> None:
     rows = {}
     for name, schedule in SCHEDULES.items():
         found = errors(schedule)
-        rows[name] = {"steps": len(schedule), "polar_error": float(np.mean(found)), "worst": max(found)}
+        rows[name] = {
+            "steps": len(schedule),
+            "polar_error": float(np.mean(found)),
+            "worst": max(found),
+        }
     measure.write("schedules", {"schedules": rows}, rows)
 
 

@@ -78,7 +78,9 @@ CASES = {
         {"fsdp": 4, "tensor": 2},
         both_ways(P("fsdp", "tensor"), P("tensor", "fsdp")),
     ),
-    "hsdp": Case("HSDP 2 × 4", {"replica": 2, "fsdp": 4}, both_ways(P("fsdp", None), P("fsdp", None))),
+    "hsdp": Case(
+        "HSDP 2 × 4", {"replica": 2, "fsdp": 4}, both_ways(P("fsdp", None), P("fsdp", None))
+    ),
     "replicated": Case("replicated (data parallel)", {"data": 8}, both_ways(P(), P())),
     "experts": Case(
         "experts P('ep', None, 'fsdp')",
@@ -113,7 +115,11 @@ def compile_step(tx: optax.GradientTransformation, case: Case, axis_type: AxisTy
     out = None if mesh is None else jax.tree.map(lambda x: x.sharding, (params, state))
     under = jax.set_mesh(mesh) if axis_type == AxisType.Explicit else contextlib.nullcontext()
     with under:
-        return jax.jit(step, out_shardings=out, donate_argnums=(1, 2)).lower(params, state, params).compile()
+        return (
+            jax.jit(step, out_shardings=out, donate_argnums=(1, 2))
+            .lower(params, state, params)
+            .compile()
+        )
 
 
 def compile_orthogonalize(case: Case) -> Any:
@@ -123,7 +129,11 @@ def compile_orthogonalize(case: Case) -> Any:
     tx = muonjax.orthogonalize(dimension_numbers=NUMBERS, distribution=distribution)
     params = case.params(mesh)
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    return jax.jit(lambda x: tx.update(x, tx.init(x))[0], out_shardings=shardings).lower(params).compile()
+    return (
+        jax.jit(lambda x: tx.update(x, tx.init(x))[0], out_shardings=shardings)
+        .lower(params)
+        .compile()
+    )
 
 
 def needed_mebibytes(case: Case) -> float:
@@ -132,7 +142,10 @@ def needed_mebibytes(case: Case) -> float:
     shares = {
         name: held[name]
         / math.prod(
-            case.mesh_shape[axis] for cut in spec if cut for axis in ([cut] if isinstance(cut, str) else cut)
+            case.mesh_shape[axis]
+            for cut in spec
+            if cut
+            for axis in ([cut] if isinstance(cut, str) else cut)
         )
         for name, spec in case.specs.items()
     }
@@ -214,7 +227,9 @@ def main() -> None:
         rows[name] = run_case(case)
         print(name, rows[name], flush=True)
     deeper = [memory(f"FSDP 8, {2 * count} matrices", fsdp(count)) for count in (4, 12, 24, 48)]
-    wider = [memory(f"{CASES[name].title}, 24 matrices", CASES[name]) for name in ("hsdp", "replicated")]
+    wider = [
+        memory(f"{CASES[name].title}, 24 matrices", CASES[name]) for name in ("hsdp", "replicated")
+    ]
     results = {"rows": rows, "memory": [*deeper, *wider]}
     measure.write("sharding", results, results["memory"])
 

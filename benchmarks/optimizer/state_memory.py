@@ -65,10 +65,14 @@ def compiled(case: Case, memory_kind: str | None) -> Any:
 
     def update(grads: Any, state: Any, params: Any) -> Any:
         if on_host:  # the description of a GPU has no memories, and shardings lose their kind
-            state = jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, state)
+            state = jax.tree.map(
+                lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, state
+            )
         return tx.update(grads, state, params)
 
-    step = jax.jit(update, donate_argnums=(0, 1), out_shardings=None if on_host else (here, shardings))
+    step = jax.jit(
+        update, donate_argnums=(0, 1), out_shardings=None if on_host else (here, shardings)
+    )
     with ahead_of_time.traced_for(chip):
         return step.lower(params, state, params).compile(compiler_options=dict(chip.options))
 
@@ -78,18 +82,28 @@ def count(case: Case) -> dict[str, Any]:
     host = compiled(case, "pinned_host")
     device = None if case.note.startswith("1.5") else compiled(case, None)  # which does not fit
     policy, matrix = Policy(ahead_of_time.CHIPS[case.chip].platform), 4 * case.size**2
-    together = 1 if case.optimizer.startswith("trace") else int(policy.stack_elements // case.size**2)
+    together = (
+        1 if case.optimizer.startswith("trace") else int(policy.stack_elements // case.size**2)
+    )
     group = matrix * min(case.count, max(1, together))
     after = host.memory_analysis()
-    added = after.temp_size_in_bytes - (device.memory_analysis().temp_size_in_bytes if device else 0)
+    added = after.temp_size_in_bytes - (
+        device.memory_analysis().temp_size_in_bytes if device else 0
+    )
     # The device's arguments without state: gradients and parameters.
-    others = 2 * case.count * matrix if not case.optimizer.startswith("trace") else case.count * matrix
+    others = (
+        2 * case.count * matrix if not case.optimizer.startswith("trace") else case.count * matrix
+    )
     text = host.as_text()
     # Memory space 5 is the host's.
-    copies = [line.partition(" copy-start(")[0] for line in text.splitlines() if " copy-start(" in line]
+    copies = [
+        line.partition(" copy-start(")[0] for line in text.splitlines() if " copy-start(" in line
+    ]
     return {
         **case._asdict(),
-        "state_mib": (device.memory_analysis().argument_size_in_bytes - others) / 2**20 if device else None,
+        "state_mib": (device.memory_analysis().argument_size_in_bytes - others) / 2**20
+        if device
+        else None,
         "state_on_device": max(0, after.argument_size_in_bytes - others),
         "state_on_host_mib": after.host_argument_size_in_bytes / 2**20,
         "added_mib": added / 2**20,
@@ -119,7 +133,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--chips", nargs="+", default=["H100", "v5e"], choices=["H100", "v5e"])
     args = parser.parse_args(arguments)
     rows = []
-    passes = [moved(dtype, nesterov) for dtype in ("float32", "bfloat16") for nesterov in (True, False)]
+    passes = [
+        moved(dtype, nesterov) for dtype in ("float32", "bfloat16") for nesterov in (True, False)
+    ]
     for case in CASES:
         if case.chip in args.chips:
             if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):

@@ -66,7 +66,9 @@ def case(shape, dtype, budget):
 
 def main():
     cases = [(shape, "float32") for shape in SHAPES]
-    cases += [(shape, dtype) for shape in ((1024, 1024), (512, 2048)) for dtype in ("bfloat16", "float64")]
+    cases += [
+        (shape, dtype) for shape in ((1024, 1024), (512, 2048)) for dtype in ("bfloat16", "float64")
+    ]
     results = []
     for shape, dtype in cases:
         with jax.enable_x64(dtype == "float64"):

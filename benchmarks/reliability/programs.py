@@ -37,7 +37,8 @@ Answers = Mapping[str, Any]  # dimension numbers, None, `OPEN` or "refused" by p
 def of_program(program: muonjax.Program) -> Answers:
     """What `muonjax.inspect` says."""
     return {
-        path: "refused" if d.problem or d.by_names else d.numbers for path, d in program._decisions.items()
+        path: "refused" if d.problem or d.by_names else d.numbers
+        for path, d in program._decisions.items()
     }
 
 
@@ -89,14 +90,21 @@ def rows_of(models: Mapping[str, Entry]) -> list[dict[str, Any]]:
         attentions = [_renamed(line, back) for line in model.attentions]
         renamed = other._replace(attentions=attentions)
         other_right = {back[path]: answer for path, answer in right.items()}
-        totals[kinds[0]] += count(model, of_program(program), right) + count_attentions(model, program)
-        totals[kinds[1]] += count(other, of_program(there), other_right) + count_attentions(renamed, there)
+        totals[kinds[0]] += count(model, of_program(program), right) + count_attentions(
+            model, program
+        )
+        totals[kinds[1]] += count(other, of_program(there), other_right) + count_attentions(
+            renamed, there
+        )
         totals[kinds[2]] += count(model, by_names(model.params), right)
         totals[kinds[3]] += count(other, by_names(other.params), other_right)
-    columns = [f"{what}_{how}" for what in ("models", "leaves") for how in ("right", "wrong", "refused")]
+    columns = [
+        f"{what}_{how}" for what in ("models", "leaves") for how in ("right", "wrong", "refused")
+    ]
     attention_columns = [f"attentions_{how}" for how in ("found", "refused", "wrong")]
     return [
-        {"rule": kind} | {c: totals[kind][c] for c in [*columns, *(attention_columns if i < 2 else [])]}
+        {"rule": kind}
+        | {c: totals[kind][c] for c in [*columns, *(attention_columns if i < 2 else [])]}
         for i, kind in enumerate(kinds)
     ]
 
@@ -150,7 +158,9 @@ def main() -> None:
         models = of_libraries({entry.needs for entry in MODELS.values()}.difference(CLIENTS))
         rows = rows_of(models)
         measure.write(
-            "programs", {"models": sorted(models), "rows": rows, "clients": [*clients.values()]}, rows
+            "programs",
+            {"models": sorted(models), "rows": rows, "clients": [*clients.values()]},
+            rows,
         )
 
 

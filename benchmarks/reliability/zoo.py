@@ -56,7 +56,9 @@ def _maxtext(names: set[str], rank: int) -> MuonDimensionNumbers | None:
         "conv1d",
         "shared_expert_gate",
     )
-    if rank < 2 or any(name.endswith("bias") or any(part in name for part in excluded) for name in names):
+    if rank < 2 or any(
+        name.endswith("bias") or any(part in name for part in excluded) for name in names
+    ):
         return None
     experts = names & {"MoeBlock_0", "moe_block", "routed_experts", "GptOssMlp"}
     if experts and not names & {"shared_experts", "shared_expert"}:
@@ -64,11 +66,20 @@ def _maxtext(names: set[str], rank: int) -> MuonDimensionNumbers | None:
             return MuonDimensionNumbers(rank - 2, rank - 1)
         if names & {"gate", "router"}:
             return MuonDimensionNumbers(0, rank - 1)
-    attentions = {"self_attention", "full_attention", "attention", "self_attn", "attn", "GptOssAttention"}
+    attentions = {
+        "self_attention",
+        "full_attention",
+        "attention",
+        "self_attn",
+        "attn",
+        "GptOssAttention",
+    }
     if names & attentions and rank > 2:
         if names & {"query", "key", "value", "wq_b", "wkv_b", "wkv", "q_proj", "k_proj", "v_proj"}:
             return MuonDimensionNumbers(0, (rank - 2, rank - 1))
-        if names & {"out", "o_proj"} and (names & {"self_attention", "GptOssAttention"} or rank == 4):
+        if names & {"out", "o_proj"} and (
+            names & {"self_attention", "GptOssAttention"} or rank == 4
+        ):
             return MuonDimensionNumbers((0, rank - 2), rank - 1)
     return MuonDimensionNumbers(0, rank - 1)
 
@@ -80,7 +91,9 @@ RULES: dict[str, Callable[[Sequence[Leaf]], Answers]] = {
 }
 
 
-def count(rule: Callable[[Sequence[Leaf]], Answers], trees: Sequence[Sequence[Leaf]]) -> dict[str, int]:
+def count(
+    rule: Callable[[Sequence[Leaf]], Answers], trees: Sequence[Sequence[Leaf]]
+) -> dict[str, int]:
     """Trees, leaves and parameters that are right, wrong and open."""
     totals: Counter[str] = Counter()
     for leaves in trees:
@@ -92,7 +105,9 @@ def count(rule: Callable[[Sequence[Leaf]], Answers], trees: Sequence[Sequence[Le
             totals[f"parameters_{verdicts[-1]}"] += math.prod(leaf.shape)
         totals[f"trees_{min(verdicts, key=('wrong', 'open', 'right').index)}"] += 1
     kinds = [
-        f"{what}_{how}" for what in ("trees", "leaves", "parameters") for how in ("right", "wrong", "open")
+        f"{what}_{how}"
+        for what in ("trees", "leaves", "parameters")
+        for how in ("right", "wrong", "open")
     ]
     return {kind: totals[kind] for kind in kinds}
 
@@ -100,8 +115,13 @@ def count(rule: Callable[[Sequence[Leaf]], Answers], trees: Sequence[Sequence[Le
 def main() -> None:
     zoo = read_zoo()
     maxtext = [leaves for name, leaves in zoo.items() if name.startswith("maxtext")]
-    rows = [{"trees": "all", "rule": name, **count(rule, list(zoo.values()))} for name, rule in RULES.items()]
-    rows += [{"trees": "MaxText's", "rule": name, **count(rule, maxtext)} for name, rule in RULES.items()]
+    rows = [
+        {"trees": "all", "rule": name, **count(rule, list(zoo.values()))}
+        for name, rule in RULES.items()
+    ]
+    rows += [
+        {"trees": "MaxText's", "rule": name, **count(rule, maxtext)} for name, rule in RULES.items()
+    ]
     measure.write("zoo", {"rows": rows}, rows)
 
 

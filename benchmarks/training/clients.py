@@ -27,7 +27,11 @@ PACKAGES = {
     "haiku": "dm-haiku",
     "equinox": "equinox",
 }
-RATES = {"AdamW": (3e-3, 1e-2, 3e-2), "Optax's Muon": (1e-2, 3e-2, 1e-1), "muonjax": (3e-3, 1e-2, 3e-2)}
+RATES = {
+    "AdamW": (3e-3, 1e-2, 3e-2),
+    "Optax's Muon": (1e-2, 3e-2, 1e-1),
+    "muonjax": (3e-3, 1e-2, 3e-2),
+}
 
 
 def run(recipe: Any, name: str, rate: float, steps: int) -> float:

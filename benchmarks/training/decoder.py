@@ -49,7 +49,9 @@ SIZES = {
 }
 
 
-def attention(implementation: str, statistic: str | None = None, measure: jax.Array | bool = True) -> Attend:
+def attention(
+    implementation: str, statistic: str | None = None, measure: jax.Array | bool = True
+) -> Attend:
     """Causal attention that also measures its logits.
 
     Args:
@@ -89,7 +91,9 @@ def rotate(x: jax.Array) -> jax.Array:
 
 def linear(inputs: int, outputs: int, rngs: nnx.Rngs, variance: float = 1.0) -> nnx.Linear:
     init = nnx.initializers.variance_scaling(variance, "fan_in", "truncated_normal")
-    return nnx.Linear(inputs, outputs, use_bias=False, dtype=jnp.bfloat16, kernel_init=init, rngs=rngs)
+    return nnx.Linear(
+        inputs, outputs, use_bias=False, dtype=jnp.bfloat16, kernel_init=init, rngs=rngs
+    )
 
 
 def norm(size: Size, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -106,7 +110,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, attend: Attend) -> tuple[jax.Array, jax.Array | None]:
         query, key, value = (
-            layer(x).reshape(*x.shape[:-1], -1, self.depth) for layer in (self.query, self.key, self.value)
+            layer(x).reshape(*x.shape[:-1], -1, self.depth)
+            for layer in (self.query, self.key, self.value)
         )
         y, largest = attend(rotate(query), rotate(key), value)
         return self.out(y.reshape(x.shape)), largest

@@ -101,13 +101,17 @@ def pieces(rows: list[Row], sizes: tuple[str, ...], fastest: str) -> Iterator[Pi
                     yield piece._replace(rate=rate)
             elif by_rate := losses(rows, BUDGETS[size].tuned_at, method):
                 best = piece._replace(rate=min(by_rate, key=by_rate.__getitem__))
-                yield best._replace(seed=int("seed" in what), fraction=0.5 if what == "half" else 1.0)
+                yield best._replace(
+                    seed=int("seed" in what), fraction=0.5 if what == "half" else 1.0
+                )
 
 
 def expected(piece: Piece) -> float:
     """Seconds, at a guess."""
     budget = BUDGETS[piece.size]
-    return budget.to_begin + (budget.step if piece.kind == "step" else 1.2 * piece.fraction * budget.run)
+    return budget.to_begin + (
+        budget.step if piece.kind == "step" else 1.2 * piece.fraction * budget.run
+    )
 
 
 class Session:
@@ -120,7 +124,13 @@ class Session:
         self.failed: set[Piece] = set()
         self.texts = args.work / ("library" if args.size == "tiny" else "packages")
         # The tokens are made in a process of their own, while steps are timed on random ones.
-        command = [sys.executable, "-m", "benchmarks.training.source_text", self.texts, self.texts.name]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.training.source_text",
+            self.texts,
+            self.texts.name,
+        ]
         threads = str(max(1, (os.cpu_count() or 2) // 2))
         environment = os.environ | {"RAYON_NUM_THREADS": threads}
         self.preparing = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment)
@@ -209,12 +219,19 @@ def cudnn_runs() -> bool:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     add = parser.add_argument
     add("--minutes", type=float, default=9, help="this process takes no longer")
     add("--size", choices=SIZES, help="None: 124M and 30M")
     add("--out", type=pathlib.Path, help="folder of pretrain.json; benchmarks/results on a GPU")
-    add("--work", type=pathlib.Path, default=ROOT / "runs" / "pretrain", help="tokens and checkpoints")
+    add(
+        "--work",
+        type=pathlib.Path,
+        default=ROOT / "runs" / "pretrain",
+        help="tokens and checkpoints",
+    )
     add("--draw", action="store_true", help="draw docs/images/pretrain.png, and measure nothing")
     add("--steps", type=int, help="of a whole run, for a dry run")
     add("--batch", type=int, help="for a dry run")
@@ -222,7 +239,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.sizes = (args.size,) if args.size else ("124M", "30M")
     dry = args.steps or args.batch or args.size == "tiny"
     if not (dry or args.draw) and jax.default_backend() != "gpu":
-        parser.error("there is no GPU. --size tiny runs anywhere, and so does --steps 10 --batch 1.")
+        parser.error(
+            "there is no GPU. --size tiny runs anywhere, and so does --steps 10 --batch 1."
+        )
     args.out = args.out or (args.work if dry else measure.RESULTS)
     return args
 

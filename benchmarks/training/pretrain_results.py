@@ -50,7 +50,9 @@ class Results:
         same = [other for other in self.content["rows"] if key.items() <= other.items()]
         if same and same[0]["complete"] and not row["complete"]:
             return
-        self.content["rows"] = [other for other in self.content["rows"] if other not in same] + [row]
+        self.content["rows"] = [other for other in self.content["rows"] if other not in same] + [
+            row
+        ]
 
     @property
     def rows(self) -> list[Row]:
@@ -75,13 +77,17 @@ def losses(rows: list[Row], size: str, method: str) -> dict[float, float]:
     """The last held-out losses by rate, of the runs that did not diverge."""
     key = {"kind": "run", "size": size, "method": method, "seed": 0, "fraction": 1.0}
     same = [row for row in rows if key.items() <= row.items()]
-    return {row["rate"]: row["curve"]["held_out"][-1] for row in same if row["curve"]["held_out"][-1]}
+    return {
+        row["rate"]: row["curve"]["held_out"][-1] for row in same if row["curve"]["held_out"][-1]
+    }
 
 
 def best_runs(rows: list[Row]) -> dict[tuple[str, str, float], Row]:
     """The runs with the lowest last loss, by size, method and fraction of the steps."""
     runs = [row for row in rows if row["kind"] == "run" and row["seed"] == 0]
-    by_loss = sorted(runs, key=lambda row: row["curve"]["held_out"][-1] or float("inf"), reverse=True)
+    by_loss = sorted(
+        runs, key=lambda row: row["curve"]["held_out"][-1] or float("inf"), reverse=True
+    )
     return {(row["size"], row["method"], row["fraction"]): row for row in by_loss}
 
 
@@ -92,10 +98,14 @@ def summary(rows: list[Row]) -> list[Row]:
         reference, curve = best.get((size, "adamw", 1.0)), row["curve"]
         if reference is None:
             continue
-        line = {name: row[name] for name in ("size", "method", "fraction", "rate", "steps", "tokens")}
+        line = {
+            name: row[name] for name in ("size", "method", "fraction", "rate", "steps", "tokens")
+        }
         line |= {"held_out": curve["held_out"][-1], "seconds": curve["seconds"][-1]}
         line |= {"largest_logit": max(curve["largest_logit"]), "clipped": row.get("clipped")}
-        line["losses"] = {f"{rate:g}": loss for rate, loss in sorted(losses(rows, size, method).items())}
+        line["losses"] = {
+            f"{rate:g}": loss for rate, loss in sorted(losses(rows, size, method).items())
+        }
         for axis in ("step", "seconds"):
             at = crossing(curve[axis], curve["held_out"], reference["curve"]["held_out"][-1])
             line[f"part_of_{axis}"] = at and at / reference["curve"][axis][-1]
@@ -125,7 +135,13 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
         label = f"{method}, rate {row['rate']:g}" + ", half the steps" * (fraction < 1)
         million_tokens = [step * row["tokens"] / 1e6 for step in curve["step"]]
         for axes, x in zip(panels, (million_tokens, curve["seconds"]), strict=True):
-            axes.plot(x[1:], curve["held_out"][1:], "--" if fraction < 1 else "-", label=label, linewidth=1.2)
+            axes.plot(
+                x[1:],
+                curve["held_out"][1:],
+                "--" if fraction < 1 else "-",
+                label=label,
+                linewidth=1.2,
+            )
     panels[0].set(xlabel="million tokens", ylabel="held-out loss (nats per token)")
     panels[1].set(xlabel=f"seconds on one {rows[0]['device']}")
     panels[0].legend(frameon=False, fontsize=8)

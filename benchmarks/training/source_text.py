@@ -49,7 +49,9 @@ def read(corpus: str) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
         if key in contents or not 0 < len(content) <= LARGEST:
             continue
         contents[key] = content
-        row = packages.setdefault((name, version), {"name": name, "version": version, "files": 0, "bytes": 0})
+        row = packages.setdefault(
+            (name, version), {"name": name, "version": version, "files": 0, "bytes": 0}
+        )
         row["files"] += 1
         row["bytes"] += len(content)
     return dict(sorted(contents.items())), list(packages.values())
@@ -110,7 +112,9 @@ def prepare(folder: pathlib.Path, corpus: str) -> dict[str, Any]:
         "bytes": sum(map(len, contents.values())),
     }
     for part in ("train", "held_out"):
-        files = [content for key, content in contents.items() if is_held_out(key) == (part == "held_out")]
+        files = [
+            content for key, content in contents.items() if is_held_out(key) == (part == "held_out")
+        ]
         tokens = np.concatenate(list(encode(tokenizer, files)))
         tokens.tofile(folder / f"{part}.bin")
         row[part] = {"files": len(files), "bytes": sum(map(len, files)), "tokens": len(tokens)}

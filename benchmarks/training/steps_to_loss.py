@@ -29,9 +29,17 @@ EVERY = 20  # steps between held-out losses
 def arguments(optimizer: str, rate: float, seed: int, out: str) -> argparse.Namespace:
     """The example's settings for one run."""
     steps = STEPS[optimizer]
-    flags = {"optimizer": optimizer, "learning-rate": rate, "steps": steps, "seed": seed, "out": out}
+    flags = {
+        "optimizer": optimizer,
+        "learning-rate": rate,
+        "steps": steps,
+        "seed": seed,
+        "out": out,
+    }
     flags |= {"sample": 0, "checkpoint-every": steps, "eval-every": EVERY}
-    return train_transformer.parse([*(f"--{name}={value}" for name, value in flags.items()), "--quiet"])
+    return train_transformer.parse(
+        [*(f"--{name}={value}" for name, value in flags.items()), "--quiet"]
+    )
 
 
 def run(optimizer: str, rate: float, seed: int) -> dict[str, Any]:
@@ -93,8 +101,12 @@ def draw(runs: list[dict[str, Any]]) -> None:
         for r in at_best_rate(runs, optimizer):
             steps = range(EVERY, r["steps"] + 1, EVERY)
             label = f"{name}, {r['steps']} steps" if r["seed"] == SEEDS[0] else None
-            axes.plot(steps, r["held_out"], color=plots.COLORS[optimizer], label=label, linewidth=1.2)
-            axes.plot(r["steps"], r["held_out"][-1], "o", color=plots.COLORS[optimizer], markersize=4)
+            axes.plot(
+                steps, r["held_out"], color=plots.COLORS[optimizer], label=label, linewidth=1.2
+            )
+            axes.plot(
+                r["steps"], r["held_out"][-1], "o", color=plots.COLORS[optimizer], markersize=4
+            )
     axes.set(xlabel="training step", ylabel="held-out loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

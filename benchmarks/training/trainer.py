@@ -51,12 +51,16 @@ class Task:
         self.tokens = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32)
         # XLA's softmax is visible, and both attentions have the same weights.
         self.program = muonjax.inspect(self.visible_loss, self.params, self.tokens)
-        self.init = jax.jit(lambda seed: nnx.to_pure_dict(nnx.split(self._model(seed), nnx.Param)[1]))
+        self.init = jax.jit(
+            lambda seed: nnx.to_pure_dict(nnx.split(self._model(seed), nnx.Param)[1])
+        )
 
     def _model(self, seed: jax.typing.ArrayLike) -> Decoder:
         return Decoder(self.size, rngs=nnx.Rngs(jax.random.key(seed)))
 
-    def loss(self, params: Tree, tokens: jax.Array, attend: Attend) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(
+        self, params: Tree, tokens: jax.Array, attend: Attend
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Mean loss in nats per token, and the largest logits that `attend` measures."""
         logits, max_logits = nnx.merge(self.graph, nnx.State(params))(tokens[:, :-1], attend)
         return cross_entropy(logits, tokens), max_logits
@@ -64,7 +68,9 @@ class Task:
     def visible_loss(self, params: Tree, tokens: jax.Array) -> jax.Array:
         return self.loss(params, tokens, attention("xla"))[0]
 
-    def gradients(self, statistic: str | None, params: Tree, tokens: jax.Array, count: jax.Array) -> Tree:
+    def gradients(
+        self, statistic: str | None, params: Tree, tokens: jax.Array, count: jax.Array
+    ) -> Tree:
         """((loss, largest logits), gradients), the means of the parts and their largest logits."""
 
         def of_part(tokens: jax.Array) -> Tree:
@@ -75,7 +81,9 @@ class Task:
 
         if self.parts == 1:
             return of_part(tokens)
-        (loss, max_logits), grads = lax.map(of_part, tokens.reshape(self.parts, -1, tokens.shape[-1]))
+        (loss, max_logits), grads = lax.map(
+            of_part, tokens.reshape(self.parts, -1, tokens.shape[-1])
+        )
         max_logits = jax.tree.map(lambda x: x.max(0), max_logits)
         return (loss.mean(), max_logits), jax.tree.map(lambda x: x.mean(0), grads)
 
@@ -107,7 +115,9 @@ class Trainer:
         params = state["params"]
         (loss, max_logits), grads = self.task.gradients(self.statistic, params, tokens, count)
         clip = {"max_logits": max_logits} if self.statistic else {}
-        updates, opt_state = self._optimizer(rate, steps).update(grads, state["opt_state"], params, **clip)
+        updates, opt_state = self._optimizer(rate, steps).update(
+            grads, state["opt_state"], params, **clip
+        )
         return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, loss
 
     def init(self, seed: int) -> Tree:
@@ -216,7 +226,12 @@ def train(
     """
     size, every = trainer.task.size, max(5, run.steps // EVALUATIONS)
     identity = run._asdict() | {"data": text.record["hash"], "tokens": size.tokens}
-    curve: dict[str, list[float | None]] = {"step": [], "seconds": [], "held_out": [], "largest_logit": []}
+    curve: dict[str, list[float | None]] = {
+        "step": [],
+        "seconds": [],
+        "held_out": [],
+        "largest_logit": [],
+    }
     row = identity | {"done": 0, "seconds": 0.0, "complete": False, "curve": curve}
     state = trainer.init(run.seed)
     state, row = restore(checkpoint, state, identity) or (state, row)
@@ -253,7 +268,9 @@ def train(
         began, first = time.perf_counter(), row["done"]
 
 
-def add_evaluation(row: dict[str, Any], trainer: Trainer, state: Tree, held_out: np.ndarray) -> float:
+def add_evaluation(
+    row: dict[str, Any], trainer: Trainer, state: Tree, held_out: np.ndarray
+) -> float:
     """Add the held-out loss and the largest logit to the results; returns how many seconds it took."""
     evaluate = trainer.task.evaluate
     began = time.perf_counter()
@@ -262,7 +279,9 @@ def add_evaluation(row: dict[str, Any], trainer: Trainer, state: Tree, held_out:
     point = {"step": row["done"], "seconds": row["seconds"], "held_out": np.mean(losses)}
     point["largest_logit"] = np.max(jax.tree.leaves(max_logits))
     for name, value in point.items():
-        row["curve"][name].append(round(float(value), 5) if math.isfinite(value) else None)  # None: diverged
+        row["curve"][name].append(
+            round(float(value), 5) if math.isfinite(value) else None
+        )  # None: diverged
     if trainer.statistic:
         row["clipped"] = int(muonjax.metrics(state["opt_state"])["qk_clip/total_clipped"])
     return time.perf_counter() - began
@@ -290,7 +309,9 @@ def save(path: pathlib.Path, state: Tree, row: dict[str, Any]) -> None:
     os.replace(unfinished, path)
 
 
-def restore(path: pathlib.Path, like: Tree, identity: dict[str, Any]) -> tuple[Tree, dict[str, Any]] | None:
+def restore(
+    path: pathlib.Path, like: Tree, identity: dict[str, Any]
+) -> tuple[Tree, dict[str, Any]] | None:
     """The state and the results of a checkpoint; None without one, or if it is damaged or another run's."""
     leaves, structure = jax.tree.flatten(like)
     try:

@@ -11,4 +11,6 @@ class ExampleSections(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
         """Called for every object that has been read from the source."""
         if obj.docstring:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(
+                r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE
+            )

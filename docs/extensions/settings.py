@@ -11,7 +11,9 @@ class Settings(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
         """Called for every object that has been read from the source."""
-        last = obj.parameters[-1] if isinstance(obj, griffe.Function) and len(obj.parameters) else None
+        last = (
+            obj.parameters[-1] if isinstance(obj, griffe.Function) and len(obj.parameters) else None
+        )
         if last is None or "Unpack" not in str(last.annotation):
             return
         public = getattr(importlib.import_module(obj.module.path), obj.name)
@@ -21,7 +23,9 @@ class Settings(griffe.Extension):
             if name not in obj.parameters:
                 kind = griffe.ParameterKind.keyword_only
                 obj.parameters.add(
-                    griffe.Parameter(name, annotation=types[name], kind=kind, default=repr(parameter.default))
+                    griffe.Parameter(
+                        name, annotation=types[name], kind=kind, default=repr(parameter.default)
+                    )
                 )
         if obj.docstring:
             obj.docstring.value = inspect.cleandoc(public.__doc__)
@@ -35,5 +39,7 @@ def _types(module: griffe.Module, name: str) -> dict[str, object]:
         return _types(griffe.load(home), name)
     if not isinstance(group, griffe.Class):  # TypedDict itself
         return {}
-    inherited = {key: value for base in group.bases for key, value in _types(module, str(base)).items()}
+    inherited = {
+        key: value for base in group.bases for key, value in _types(module, str(base)).items()
+    }
     return inherited | {key: attribute.annotation for key, attribute in group.attributes.items()}

@@ -18,13 +18,19 @@ import muonjax
 SPECS = {"up": P("fsdp", "tensor"), "down": P("tensor", "fsdp"), "head": P("fsdp")}
 
 
-def train(fsdp: int, tensor: int, folder: pathlib.Path, restore: bool = False, steps: int = 3) -> list[float]:
+def train(
+    fsdp: int, tensor: int, folder: pathlib.Path, restore: bool = False, steps: int = 3
+) -> list[float]:
     devices = jax.devices()[: fsdp * tensor]
     mesh = jax.make_mesh((fsdp, tensor), ("fsdp", "tensor"), (AxisType.Auto,) * 2, devices=devices)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    params = {n: jax.random.normal(jax.random.key(i), s) / 8 for i, (n, s) in enumerate(SHAPES.items())}
+    params = {
+        n: jax.random.normal(jax.random.key(i), s) / 8 for i, (n, s) in enumerate(SHAPES.items())
+    }
     params = jax.device_put(params, shardings)
-    x = jax.device_put(jax.random.normal(jax.random.key(9), (64, 32)), NamedSharding(mesh, P("fsdp")))
+    x = jax.device_put(
+        jax.random.normal(jax.random.key(9), (64, 32)), NamedSharding(mesh, P("fsdp"))
+    )
     distribution = muonjax.Distribution(mesh, shardings)
     tx = muonjax.muon(1e-2, muonjax.inspect(loss_fn, params, x), distribution=distribution)
     state_shardings = muonjax.state_shardings(tx, params, distribution)

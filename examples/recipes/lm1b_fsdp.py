@@ -32,7 +32,9 @@ def logical(init, *axes):
 
 def layer_norm(name=None):
     zeros, ones = nn.initializers.zeros, nn.initializers.ones
-    return nn.LayerNorm(bias_init=logical(zeros, "embed"), scale_init=logical(ones, "embed"), name=name)
+    return nn.LayerNorm(
+        bias_init=logical(zeros, "embed"), scale_init=logical(ones, "embed"), name=name
+    )
 
 
 class MlpBlock(nn.Module):
@@ -62,7 +64,9 @@ class Decoder(nn.Module):
         for i in range(LAYERS):
             x = EncoderDecoder1DBlock(name=f"encoderdecoderblock_{i}")(x, mask)
         init = logical(nn.initializers.xavier_uniform(), "embed", "vocab")
-        return nn.Dense(VOCABULARY, kernel_init=init, name="logitdense")(layer_norm("encoderdecoder_norm")(x))
+        return nn.Dense(VOCABULARY, kernel_init=init, name="logitdense")(
+            layer_norm("encoderdecoder_norm")(x)
+        )
 
 
 class TransformerLM(nn.Module):
@@ -88,7 +92,9 @@ def loss_fn(params, apply_fn, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
 
-def make_state(model: nn.Module, tokens: jax.Array, mesh: Mesh, threshold: float) -> muonjax.linen.TrainState:
+def make_state(
+    model: nn.Module, tokens: jax.Array, mesh: Mesh, threshold: float
+) -> muonjax.linen.TrainState:
     """Parameters and optimizer state, created with their shardings."""
 
     def init():
@@ -111,7 +117,9 @@ def make_state(model: nn.Module, tokens: jax.Array, mesh: Mesh, threshold: float
 
 def step(state, tokens):
     """One update, with the largest logits of each attention."""
-    (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(state.params, state.apply_fn, tokens)
+    (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(
+        state.params, state.apply_fn, tokens
+    )
     return state.apply_gradients(grads=grads, max_logits=max_logits), loss
 
 
@@ -133,7 +141,9 @@ def main():
         state, loss = train(state, tokens)
     metrics = muonjax.metrics(state.opt_state)
     kernel = state.params["decoder"]["encoderdecoderblock_0"]["MlpBlock_0"]["Dense_0"]["kernel"]
-    print(f"a kernel: {kernel.shape}, of which each device has {kernel.addressable_shards[0].data.shape}")
+    print(
+        f"a kernel: {kernel.shape}, of which each device has {kernel.addressable_shards[0].data.shape}"
+    )
     print(f"loss {loss:.3f}, largest logit {metrics['qk_clip/largest']:.2f}, "
           f"{metrics['qk_clip/total_clipped']:.0f} clips")  # fmt: skip
 

@@ -22,7 +22,9 @@ def decoder(tokens, blocks=2):
     x = hk.Embed(VOCABULARY, WIDTH)(tokens)
     x += hk.get_parameter("positions", (time, WIDTH), init=hk.initializers.RandomNormal(0.02))
     for _ in range(blocks):
-        attention = hk.MultiHeadAttention(HEADS, WIDTH // HEADS, w_init=hk.initializers.VarianceScaling())
+        attention = hk.MultiHeadAttention(
+            HEADS, WIDTH // HEADS, w_init=hk.initializers.VarianceScaling()
+        )
         y = hk.LayerNorm(-1, True, True)(x)
         x += attention(y, y, y, mask=jnp.tri(time, dtype=bool)[None, None])
         y = hk.LayerNorm(-1, True, True)(x)

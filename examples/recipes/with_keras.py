@@ -52,7 +52,9 @@ class Optimizer(keras.optimizers.Optimizer):
         tree = OrderedDict()
         for variable, value in zip(variables, values or [v.value for v in variables], strict=True):
             *layers, name = variable.path.split("/")
-            node = functools.reduce(lambda node, layer: node.setdefault(layer, OrderedDict()), layers, tree)
+            node = functools.reduce(
+                lambda node, layer: node.setdefault(layer, OrderedDict()), layers, tree
+            )
             if name in node:
                 raise ValueError(
                     f"Optimizer: two variables are called {variable.path!r}; give their layers a name=."
@@ -86,7 +88,9 @@ class Optimizer(keras.optimizers.Optimizer):
         for variable, leaf in zip(self._state, jax.tree.leaves(state), strict=True):
             variable.assign(leaf)
         variables = self.params(trainable_variables, trainable_variables)
-        jax.tree.map(lambda variable, update: variable.assign_add(learning_rate * update), variables, updates)
+        jax.tree.map(
+            lambda variable, update: variable.assign_add(learning_rate * update), variables, updates
+        )
 
 
 def optimizer(rate):

@@ -31,7 +31,9 @@ TINY = LlamaConfig(
 @dataclasses.dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
     def build(self, num_train_steps):
-        return muonjax.muon(self.lr_scheduler(num_train_steps), program(), weight_decay=self.weight_decay)
+        return muonjax.muon(
+            self.lr_scheduler(num_train_steps), program(), weight_decay=self.weight_decay
+        )
 
 
 def loss_fn(model, example, *, key=None):
@@ -43,7 +45,9 @@ def program():
     model = eqx.filter_eval_shape(lambda: TINY.build(hax.Axis("vocab", 256), key=jax.random.key(0)))
     params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     example = LmExample.causal(hax.zeros(TINY.max_Pos, int))
-    return muonjax.inspect(lambda params: loss_fn(eqx.combine(params, static), example).scalar(), params)
+    return muonjax.inspect(
+        lambda params: loss_fn(eqx.combine(params, static), example).scalar(), params
+    )
 
 
 def optimizer(schedule):
@@ -53,7 +57,9 @@ def optimizer(schedule):
 def train(optimizer, rate, steps, batch=8):
     """The loss of each step, and the optimizer's state."""
     text, Pos = Text(), TINY.max_Pos
-    windows = [window for step in range(steps) for window in text.batch(0, step, batch, Pos.size - 1)]
+    windows = [
+        window for step in range(steps) for window in text.batch(0, step, batch, Pos.size - 1)
+    ]
     dataset = ListAsyncDataset([LmExample.causal(hax.named(window, Pos)) for window in windows])
     with tempfile.TemporaryDirectory() as folder:
         config = TrainerConfig(
@@ -71,7 +77,9 @@ def train(optimizer, rate, steps, batch=8):
         tx = optimizer(MuonConfig(learning_rate=rate).lr_scheduler(steps))
         with Trainer(config, tx, loss_fn) as trainer:
             key = jax.random.key(0)
-            state = trainer.initial_state(key, model_init=lambda: TINY.build(hax.Axis("vocab", 256), key=key))
+            state = trainer.initial_state(
+                key, model_init=lambda: TINY.build(hax.Axis("vocab", 256), key=key)
+            )
             infos = trainer.training_steps(state, trainer.data_loader(dataset))
             losses = [float((last := info).loss) for info in infos]
             return losses, last.state.opt_state

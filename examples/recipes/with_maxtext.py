@@ -49,7 +49,11 @@ def optimizer(learning_rate_schedule, config, model=None, mesh=None):
         return trainer.loss_fn(model, config, data, None, None)[0]
 
     shape = jax.ShapeDtypeStruct((1, config.max_target_length), jnp.int32)
-    names = [f"{name}{end}" for name in ("inputs", "targets") for end in ("", "_position", "_segmentation")]
+    names = [
+        f"{name}{end}"
+        for name in ("inputs", "targets")
+        for end in ("", "_position", "_segmentation")
+    ]
     with mesh, nn.logical_axis_rules(config.logical_axis_rules):
         program = muonjax.inspect(loss, model, dict.fromkeys(names, shape))
     params = nnx.state(model, nnx.Param)
@@ -73,8 +77,14 @@ def optimizer(learning_rate_schedule, config, model=None, mesh=None):
 def largest_logits(sown):
     """{module path: [layers, heads]} from what MaxText's attentions have sown: of all calls and examples."""
     leaves = traverse_util.flatten_dict(sown, sep="/")
-    found = {path.removesuffix("/max_logits"): x for path, x in leaves.items() if path.endswith("max_logits")}
-    largest = {path: jnp.stack(jax.tree.leaves(calls)).max((0, -2)) for path, calls in found.items()}
+    found = {
+        path.removesuffix("/max_logits"): x
+        for path, x in leaves.items()
+        if path.endswith("max_logits")
+    }
+    largest = {
+        path: jnp.stack(jax.tree.leaves(calls)).max((0, -2)) for path, calls in found.items()
+    }
     return {path.removesuffix("/attention_op"): x for path, x in largest.items()}
 
 
@@ -113,11 +123,21 @@ EDITS = [  # a line of MaxText, and what replaces it
 ]
 
 
-for module, name, line, replacement in EDITS:  # in memory; in your own copy of MaxText, in its files
+for (
+    module,
+    name,
+    line,
+    replacement,
+) in EDITS:  # in memory; in your own copy of MaxText, in its files
     source = inspect.getsource(getattr(module, name))
     if source.count(line) != 1:
-        raise SystemExit(f"{module.__name__}.{name} has not one line {line!r}: another version of MaxText?")
-    exec(source.replace(line, "; ".join(textwrap.dedent(replacement).split("\n")[1:-1])), module.__dict__)
+        raise SystemExit(
+            f"{module.__name__}.{name} has not one line {line!r}: another version of MaxText?"
+        )
+    exec(
+        source.replace(line, "; ".join(textwrap.dedent(replacement).split("\n")[1:-1])),
+        module.__dict__,
+    )
     setattr(trainer, name, getattr(module, name))
 trainer.largest_logits = largest_logits
 record_max_logits(AttentionOp)
@@ -135,8 +155,12 @@ def train(optimizer, rate, steps, *settings):
         base = pathlib.Path(pyconfig.__file__).parent / "base.yml"
         where = [f"base_output_directory={folder}", f"metrics_file={metrics}"]
         length = [f"steps={steps}", f"learning_rate={rate}"]
-        state = trainer.train_loop(*trainer.initialize(["", str(base), *TINY, *where, *length, *settings]))
-        return [json.loads(line)["learning/loss"] for line in metrics.read_text().splitlines()], state
+        state = trainer.train_loop(
+            *trainer.initialize(["", str(base), *TINY, *where, *length, *settings])
+        )
+        return [
+            json.loads(line)["learning/loss"] for line in metrics.read_text().splitlines()
+        ], state
 
 
 def main():

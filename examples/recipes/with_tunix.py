@@ -37,7 +37,9 @@ class Losses(TrainingHooks):
     def nothing(self, *_, **__):
         """For the other hooks."""
 
-    on_train_start = on_train_end = on_train_step_start = on_eval_step_start = on_eval_step_end = nothing
+    on_train_start = on_train_end = on_train_step_start = on_eval_step_start = on_eval_step_end = (
+        nothing
+    )
 
 
 def model_input(batch):
@@ -56,7 +58,9 @@ def train(optimizer, rate, steps, batch=8, context=64):
     tokens = [text.batch(0, step, batch, context - 1) for step in range(steps)]
     batches = [TrainingInput(input_tokens=x, input_mask=jnp.ones_like(x, bool)) for x in tokens]
     model = Llama3(TINY, rngs=nnx.Rngs(0))
-    trainer = PeftTrainer(model, optimizer(rate), TrainingConfig(eval_every_n_steps=steps, max_steps=steps))
+    trainer = PeftTrainer(
+        model, optimizer(rate), TrainingConfig(eval_every_n_steps=steps, max_steps=steps)
+    )
     trainer.with_training_hooks(losses)
     trainer.with_gen_model_input_fn(model_input).train(batches)
     return losses.steps, trainer.optimizer.opt_state

@@ -21,7 +21,9 @@ def loss_fn(params: dict, x: jax.Array) -> jax.Array:
 def train(count: int, kind: AxisType = AxisType.Explicit, steps: int = 5) -> list[float]:
     mesh = jax.make_mesh((count,), ("data",), (kind,), devices=jax.devices()[:count])
     whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    params = {n: jax.random.normal(jax.random.key(i), s) / 8 for i, (n, s) in enumerate(SHAPES.items())}
+    params = {
+        n: jax.random.normal(jax.random.key(i), s) / 8 for i, (n, s) in enumerate(SHAPES.items())
+    }
     params = jax.device_put(params, whole)
     x = jax.device_put(jax.random.normal(jax.random.key(9), (64, 32)), divided)
     program = muonjax.inspect(loss_fn, params, x)
@@ -44,7 +46,9 @@ def train(count: int, kind: AxisType = AxisType.Explicit, steps: int = 5) -> lis
         params, state, loss = compiled(params, state, x)
         losses.append(float(loss))
     momentum = max(jax.tree.leaves(state), key=lambda leaf: leaf.size)
-    print(f"each device has {momentum.addressable_shards[0].data.shape} of a momentum {momentum.shape}")
+    print(
+        f"each device has {momentum.addressable_shards[0].data.shape} of a momentum {momentum.shape}"
+    )
     return losses
 
 

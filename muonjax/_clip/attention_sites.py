@@ -152,7 +152,11 @@ def fused_qkv_site(
     """
     check_text("fused_qkv_site", name=name, layout=layout)
     key_heads = num_heads if num_kv_heads is None else num_kv_heads
-    for argument, value in {"num_heads": num_heads, "head_dim": head_dim, "num_kv_heads": key_heads}.items():
+    for argument, value in {
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "num_kv_heads": key_heads,
+    }.items():
         whole_number("fused_qkv_site", argument, value, 1, _AT_LEAST_ONE)
     with errors_of("fused_qkv_site"):
         _check_groups(num_heads, key_heads)
@@ -170,7 +174,9 @@ def fused_qkv_site(
         else:
             width = num_heads * head_dim
             queries = kernel.part(name, "query", entries=num_heads, size=width)
-            keys = kernel.part(name, "key", entries=key_heads, start=width, size=key_heads * head_dim)
+            keys = kernel.part(
+                name, "key", entries=key_heads, start=width, size=key_heads * head_dim
+            )
         return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
 
 
@@ -199,11 +205,15 @@ class _Kernel(NamedTuple):
 
     def part(self, projection: str, factor: str, **fields: Any) -> tuple[Scale, Scale]:
         """The part of a projection's kernel and bias that is this factor of the logits."""
-        kernel = Scale(path=f"{projection}/kernel", rank=self.rank, axes=self.axes, factor=factor, **fields)
+        kernel = Scale(
+            path=f"{projection}/kernel", rank=self.rank, axes=self.axes, factor=factor, **fields
+        )
         # A bias has the kernel's axes but the input's.
         rank = len(self.axes)
         axes = tuple(range(-rank, 0))
-        bias = dataclasses.replace(kernel, path=f"{projection}/bias", rank=rank, axes=axes, optional=True)
+        bias = dataclasses.replace(
+            kernel, path=f"{projection}/bias", rank=rank, axes=axes, optional=True
+        )
         return kernel, bias
 
 

@@ -70,7 +70,9 @@ def find_sites(
         for root in _matched(site, only, modules):
             module = _placed(site, root, modules)
             if module.signal in by_signal:
-                raise ValueError(f"two sites match {root!r} by {site.signal!r}; narrow or merge them.")
+                raise ValueError(
+                    f"two sites match {root!r} by {site.signal!r}; narrow or merge them."
+                )
             by_signal[module.signal] = module
     if not by_signal:
         raise ValueError(
@@ -100,11 +102,17 @@ def _matched(site: Site, only: str | None, modules: Modules) -> list[str]:
     # One look in place of a search: a program has a site for each of perhaps a thousand modules.
     candidates = sorted(modules.inside) if only is None else [only]
     matched = [
-        root for root in candidates if modules.has(below(root, child)) and re.fullmatch(site.path, root)
+        root
+        for root in candidates
+        if modules.has(below(root, child)) and re.fullmatch(site.path, root)
     ]
     if not matched:
         roots = sorted(root for root in modules.inside if modules.has(below(root, child)))
-        why = "it has to match a whole path, one of" if roots else f"none has {child!r} among those of"
+        why = (
+            "it has to match a whole path, one of"
+            if roots
+            else f"none has {child!r} among those of"
+        )
         known = roots or sorted({_parent(path) for path in modules.leaves})
         raise ValueError(
             f"the site {site.path!r} matches no module with {child!r}: {why} "
@@ -199,5 +207,7 @@ def _shape(root: str, path: str, modules: Modules) -> tuple[int, ...]:
     leaf = modules.leaves[path]
     dtype = dtype_of(leaf)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
-        raise TypeError(f"{path!r} is {dtype}; only floats can be scaled: clip in float32, then quantize.")
+        raise TypeError(
+            f"{path!r} is {dtype}; only floats can be scaled: clip in float32, then quantize."
+        )
     return jnp.shape(leaf)

@@ -183,9 +183,13 @@ def max_logits_bound(
     """
     _check_array("max_logits_bound", "lse", lse, "of floats, [*batch, T, heads]")
     if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
-        raise ValueError(f"max_logits_bound needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}.")
+        raise ValueError(
+            f"max_logits_bound needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}."
+        )
     if dtype is not None:
-        dtype = given_dtype("max_logits_bound", "dtype", dtype, (jnp.floating,), "a floating-point dtype")
+        dtype = given_dtype(
+            "max_logits_bound", "dtype", dtype, (jnp.floating,), "a floating-point dtype"
+        )
     cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
     # The error of the float32 sum and logarithm; absolute too, because a relative margin vanishes near 0.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)
@@ -226,7 +230,9 @@ def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
     is_pair = isinstance(local_window_size, Sequence) and len(local_window_size) == 2
     sides = local_window_size if is_pair else (local_window_size, local_window_size)
     for side in sides:
-        whole_number("max_logits", "local_window_size", side, 0, " or two, (left, right), none negative.")
+        whole_number(
+            "max_logits", "local_window_size", side, 0, " or two, (left, right), none negative."
+        )
     return tuple(sides)
 
 
@@ -235,7 +241,9 @@ def _by_key_head(
 ) -> Bool[Array, "*#batch #key_heads #group #T #S"]:
     """The mask of logits [*batch, heads, T, S], with heads as key heads and groups; no axis is enlarged."""
     shape = (1,) * (len(logits) - mask.ndim) + mask.shape
-    fits = len(shape) == len(logits) and all(m in (1, n) for m, n in zip(shape, logits, strict=True))
+    fits = len(shape) == len(logits) and all(
+        m in (1, n) for m, n in zip(shape, logits, strict=True)
+    )
     if not fits:
         raise ValueError(
             f"max_logits(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._common.arguments import axis_numbers, check_flag, check_range, check_text, shown, whole_number
+from muonjax._common.arguments import (
+    axis_numbers,
+    check_flag,
+    check_range,
+    check_text,
+    shown,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -77,7 +84,9 @@ class Scale:
         # As counted from the front, so that 1 and -1 of two axes are one.
         different = {axis % self.rank for axis in axes if -self.rank <= axis < self.rank}
         if len(different) < len(axes):
-            raise ValueError(f"Scale({axes=}) must be different axes of the {self.rank} of one layer.")
+            raise ValueError(
+                f"Scale({axes=}) must be different axes of the {self.rank} of one layer."
+            )
         if not axes and self.entries is None:
             raise ValueError("Scale(axes=()) has no axis that counts entries: give entries=1.")
         self._check_span()
@@ -86,7 +95,9 @@ class Scale:
 
     def _check_span(self) -> None:
         if not isinstance(self.span, tuple) or len(self.span) != 2:
-            raise TypeError(f"Scale(span={shown(self.span)}) must be a pair (first, end), as (0, None).")
+            raise TypeError(
+                f"Scale(span={shown(self.span)}) must be a pair (first, end), as (0, None)."
+            )
         first, end = self.span
         whole_number("Scale", "span", first, 0, " as its first position, at least 0.")
         if end is not None:
@@ -101,7 +112,9 @@ def run_length(scale: Scale, entries: int, size: int) -> int:
     return without_gaps // entries
 
 
-def first_positions(entries: int, run: int, *, start: int = 0, groups: int = 1, gap: int = 0) -> np.ndarray:
+def first_positions(
+    entries: int, run: int, *, start: int = 0, groups: int = 1, gap: int = 0
+) -> np.ndarray:
     """[entries]: where the run of each entry begins on the flattened axes."""
     entry = np.arange(entries)
     group = entry // (entries // groups)

@@ -77,7 +77,9 @@ def _check_powers(site: Site) -> None:
     powers: dict[str, float] = {}
     for scale in site.scales:
         if powers.setdefault(scale.factor, scale.power) != scale.power:
-            raise ValueError(f"{name}: {scale.path!r} has another power than others of its factor; give one.")
+            raise ValueError(
+                f"{name}: {scale.path!r} has another power than others of its factor; give one."
+            )
     products = site.products or [(factor,) for factor in powers]
     for product in products:
         total = sum(powers[factor] for factor in product)
@@ -90,5 +92,7 @@ def _each_scales_its_own(sites: list[PlacedSite]) -> list[PlacedSite]:
     for site in sites:
         for scale in site.scales:
             if scale.scale.power != 0 and scale.entries != site.entries:
-                raise ValueError(f"several entries of {site.signal!r} share {scale.leaf!r}: give it power=0.")
+                raise ValueError(
+                    f"several entries of {site.signal!r} share {scale.leaf!r}: give it power=0."
+                )
     return sites

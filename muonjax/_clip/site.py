@@ -8,7 +8,14 @@ from typing import Any, NamedTuple, TypeAlias
 import optax
 
 from muonjax._clip.scale import PlacedScale, Scale
-from muonjax._common.arguments import axis_numbers, check_flag, check_pattern, check_range, check_text, shown
+from muonjax._common.arguments import (
+    axis_numbers,
+    check_flag,
+    check_pattern,
+    check_range,
+    check_text,
+    shown,
+)
 
 # Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
 # in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers,
@@ -75,7 +82,9 @@ class Site:
             check_pattern("Site", "norms", pattern)
         check_flag("Site", "exact", self.exact)
         if self.threshold is not None:
-            check_range("Site", "threshold", self.threshold, "positive and finite", ".", schedule=True)
+            check_range(
+                "Site", "threshold", self.threshold, "positive and finite", ".", schedule=True
+            )
         if self.products is not None:
             self._check_products(self.products)
 
@@ -84,7 +93,9 @@ class Site:
         if not is_several or not all(isinstance(scale, Scale) for scale in self.scales):
             raise TypeError(f"Site(scales={shown(self.scales)}) must be a tuple of muonjax.Scale.")
         if not self.scales:
-            raise ValueError(f"Site(path={self.path!r}, scales=()) scales nothing; name a parameter.")
+            raise ValueError(
+                f"Site(path={self.path!r}, scales=()) scales nothing; name a parameter."
+            )
 
     def _check_products(self, products: Any) -> None:
         factors = {scale.factor for scale in self.scales}
@@ -124,7 +135,9 @@ class PlacedSite(NamedTuple):
     signal: str  # full path of the statistic
     scales: tuple[PlacedScale, ...]  # only of parameters that exist
     threshold: Any
-    name: str = ""  # in a clip's state: the path of the module; the signal's where a module has several
+    name: str = (
+        ""  # in a clip's state: the path of the module; the signal's where a module has several
+    )
 
     @property
     def layers(self) -> tuple[int, ...]:

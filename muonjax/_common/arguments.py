@@ -97,7 +97,9 @@ def check_choice(
     """Raise unless it is one of these words, or None where that is one of them."""
     is_word = isinstance(value, str | None)
     if not is_word or value not in choices:
-        raise ValueError(f"{call}({name}={shown(value)}) is unknown; choose one of {tuple(choices)}.")
+        raise ValueError(
+            f"{call}({name}={shown(value)}) is unknown; choose one of {tuple(choices)}."
+        )
 
 
 # What momentum may be in: float8 keeps half of a constant gradient's momentum, and none of a small one's.
@@ -120,7 +122,9 @@ def given_dtype(
                 return dtype
     advice = ""
     if is_array:
-        advice = f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
+        advice = (
+            f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
+        )
     raise TypeError(f"{call}({name}={shown(value)}) must be {wanted}.{advice}")
 
 
@@ -215,7 +219,9 @@ def check_transformation(argument: str, given: Any) -> None:
     """Raise unless it is an Optax transformation; `argument` begins the message, as "muon(adam"."""
     is_transformation = hasattr(given, "init") and hasattr(given, "update")
     if not is_transformation:
-        raise TypeError(f"{argument}={shown(given)}) must be an Optax transformation: optax.adamw(1e-3).")
+        raise TypeError(
+            f"{argument}={shown(given)}) must be an Optax transformation: optax.adamw(1e-3)."
+        )
 
 
 def require_params(call: str, params: Any) -> None:
@@ -252,7 +258,9 @@ def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
 def refuse_positional(unnamed: tuple[Any, ...]) -> None:
     """Raise on extra positional arguments, which would reach a member of the chain as something else."""
     if unnamed:
-        raise TypeError("update(grads, state, params) takes all further arguments by name, as max_logits=.")
+        raise TypeError(
+            "update(grads, state, params) takes all further arguments by name, as max_logits=."
+        )
 
 
 def other_state(call: str, state: Any) -> str:

@@ -187,4 +187,6 @@ def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"
     # Not of zeros_like(x): jit would not see that x, and with it the mesh, is needed.
     if isinstance(x, jax.Array) and is_explicit(x):
         return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
-    return jnp.zeros([1 if i in axes else size for i, size in enumerate(x.shape)] if axes else [], int)
+    return jnp.zeros(
+        [1 if i in axes else size for i, size in enumerate(x.shape)] if axes else [], int
+    )

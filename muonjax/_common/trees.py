@@ -79,7 +79,9 @@ def _refuse_equal_names(paths: list[tuple[str, ...]]) -> None:
             module = path[:length]
             name = "/".join(module)
             if path_of.setdefault(name, module) != module:
-                raise ValueError(f"two modules or leaves are both called {name!r}; rename one of them.")
+                raise ValueError(
+                    f"two modules or leaves are both called {name!r}; rename one of them."
+                )
 
 
 def flatten_paths(tree: Any) -> dict[str, Any]:

@@ -69,8 +69,12 @@ def attentions(walk: Walk) -> list[list[Call]]:
             found[i] = Call(walk.graph.line(i), problem=why)
     each = sorted(found.items())
     # What scales the queries of a call scales those of every other call that takes them.
-    groups = grouped((call.proposals[-1:] or call.terms or call.line, (at, call)) for at, call in each)
-    trained = [group for group in groups.values() if any(at in walk.graph.trained for at, _ in group)]
+    groups = grouped(
+        (call.proposals[-1:] or call.terms or call.line, (at, call)) for at, call in each
+    )
+    trained = [
+        group for group in groups.values() if any(at in walk.graph.trained for at, _ in group)
+    ]
     return [_proved(walk, *zip(*group, strict=True)) for group in trained]
 
 
@@ -89,10 +93,15 @@ def _proved(walk: Walk, places: Sequence[int], group: Sequence[Call]) -> list[Ca
     return result
 
 
-def _tried(walk: Walk, places: Sequence[int], group: Sequence[Call], spans: tuple[Span, ...]) -> list[Call]:
+def _tried(
+    walk: Walk, places: Sequence[int], group: Sequence[Call], spans: tuple[Span, ...]
+) -> list[Call]:
     """The calls with these spans, or why a clip of them would not scale the logits of each head alone."""
     random = np.random.default_rng(0)
-    heads, layers = spans[0].heads, tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
+    heads, layers = (
+        spans[0].heads,
+        tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack),
+    )
     logs = 2.0 * random.integers(1, 1 << 40, (*layers, heads))
     groups = next((s.heads for s in spans if s.scale.factor == "key"), heads)
     keys = logs.reshape(*layers, groups, -1).min(-1) / 2
@@ -102,7 +111,9 @@ def _tried(walk: Walk, places: Sequence[int], group: Sequence[Call], spans: tupl
     values = [x.value if x.raw < 0 else x.raw for x in logits]
     certificate = Certificate(walk, [call.probe for call in group if call.probe], values)
     for leaf, touched in grouped((s.leaf, s) for s in spans).items():
-        certificate.touch(leaf, touched[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in touched])
+        certificate.touch(
+            leaf, touched[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in touched]
+        )
     i = certificate.failure()
     probes = [
         call.probe and certificate.located(call.probe, value, x.value, logs)
@@ -110,7 +121,9 @@ def _tried(walk: Walk, places: Sequence[int], group: Sequence[Call], spans: tupl
     ]
     if i is None and all(probes):
         exact = {"spans": spans, "layers": layers, "heads": heads}
-        return [call._replace(probe=probe, **exact) for call, probe in zip(group, probes, strict=True)]
+        return [
+            call._replace(probe=probe, **exact) for call, probe in zip(group, probes, strict=True)
+        ]
     why = "the heads of its logits are not those of its projections"
     if any((table[0] == 0).any() for table in certificate.at.values()):
         why = "some of its logits, as of a sink or of padding, are not made of the queries that a clip scales"
@@ -146,14 +159,21 @@ class _Finder:
 
     def heads(self, operand: Side, layout: Layout) -> dict[int, int]:
         """Axes of the product that softmax does not normalize, and the operand's, if parameters differ along them."""
-        axes = {d: k for d, k in enumerate(operand.sources) if k is not None and d not in self.normalized}
+        axes = {
+            d: k
+            for d, k in enumerate(operand.sources)
+            if k is not None and d not in self.normalized
+        }
         return {d: k for d, k in axes.items() if layout.atoms([k])}
 
     def call(self, line: str) -> Call:
         walk, logits, product = self.walk, self.logits, self.logits.product
         if product in walk.unseen:
             raise _Refused(_not_alone(walk, walk.unseen[product]))
-        if len({(x._replace(layout=logits.layout), keys) for x, keys in walk.attentions[product]}) > 1:
+        if (
+            len({(x._replace(layout=logits.layout), keys) for x, keys in walk.attentions[product]})
+            > 1
+        ):
             raise _Refused("several softmaxes take its logits")
         if logits.lost >= 0:
             i = walk.graph.producer[logits.lost]
@@ -171,9 +191,13 @@ class _Finder:
         if not proposals:
             raise _Refused(why)
         terms = _terms((*self.query.value.images, *self._split_keys()[0]))
-        return Call(line, probe=self._probe(), terms=terms, proposals=tuple(dict.fromkeys(proposals)))
+        return Call(
+            line, probe=self._probe(), terms=terms, proposals=tuple(dict.fromkeys(proposals))
+        )
 
-    def _proposal(self, keys: Sequence[Image], shared: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+    def _proposal(
+        self, keys: Sequence[Image], shared: Sequence[tuple[int, int]]
+    ) -> tuple[Span, ...]:
         """What to scale if the keys of these images take a part of the factor."""
         images = self.query.value.images
         self._check_order(self.query, images, "queries")
@@ -182,11 +206,15 @@ class _Finder:
         spans = (*queries, *self._spans(self.key, keys, "key"))
         layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
         entries = [{s.heads for s in part} for part in (queries, spans[len(queries) :])]
-        first = {s.scale.factor: s for s in reversed(spans)}  # of several parts, which others may follow
+        first = {
+            s.scale.factor: s for s in reversed(spans)
+        }  # of several parts, which others may follow
         features = {first[factor].features for factor in ("query", "key") if factor in first}
         several = max(map(len, (*entries, layers, features))) > 1
         if several or any(queries[0].heads % s.heads for s in spans):
-            raise _Refused("its queries and keys are cut into heads, features or layers in several ways")
+            raise _Refused(
+                "its queries and keys are cut into heads, features or layers in several ways"
+            )
         return spans
 
     def _check_order(self, operand: Side, images: Sequence[Image], name: str) -> None:
@@ -202,12 +230,16 @@ class _Finder:
                     line = self.walk.graph.line(image.bent_by)
                     why = f"a function of all heads, as a norm, makes its queries: {line}"
                 raise _Refused(why)
-            if image.layout.placed(operand.batch) or (several and not self.heads(operand, image.layout)):
+            if image.layout.placed(operand.batch) or (
+                several and not self.heads(operand, image.layout)
+            ):
                 raise _Refused(f"heads of its {name} are put together from several products")
 
     def _split_keys(self) -> tuple[list[Image], list[tuple[int, int]]]:
         """Keys that each head has for itself; and which features those fill that all heads share."""
-        heads = {d for image in self.query.value.images for d in self.heads(self.query, image.layout)}
+        heads = {
+            d for image in self.query.value.images for d in self.heads(self.query, image.layout)
+        }
         own, shared = [], []
         for image in self.key.value.images:
             alone = heads and heads.isdisjoint(self.heads(self.key, image.layout))
@@ -228,13 +260,20 @@ class _Finder:
         return int(there.min()), int(there.max()) + 1
 
     def _spans(
-        self, operand: Side, images: Sequence[Image], factor: str, shared: Sequence[tuple[int, int]] = ()
+        self,
+        operand: Side,
+        images: Sequence[Image],
+        factor: str,
+        shared: Sequence[tuple[int, int]] = (),
     ) -> Iterator[Span]:
         for image in images:
             use, (start, stop) = image.product.use, self._place(operand, image) or (0, HOLE)
             parts = ((max(first, start), min(last, stop)) for first, last in shared)
             here = [(first - start, last - start) for first, last in parts if first < last]
-            for leaf, layout in [(use.term.leaf, image.layout), *((t.leaf, t.layout) for t in image.biases)]:
+            for leaf, layout in [
+                (use.term.leaf, image.layout),
+                *((t.leaf, t.layout) for t in image.biases),
+            ]:
                 yield from self._apart(self._span(leaf, layout, operand, factor), here)
 
     def _apart(self, span: Span, shared: Sequence[tuple[int, int]]) -> Iterator[Span]:
@@ -245,7 +284,9 @@ class _Finder:
             if start < stop:
                 is_shared = any(a + first <= start and stop <= b + first for a, b in shared)
                 name = "rotary" if is_shared else factor
-                yield span._replace(scale=dataclasses.replace(span.scale, span=(start, stop), factor=name))
+                yield span._replace(
+                    scale=dataclasses.replace(span.scale, span=(start, stop), factor=name)
+                )
 
     def _span(self, leaf: int, layout: Layout, operand: Side, factor: str) -> Span:
         shape = self.shapes[leaf]
@@ -317,7 +358,14 @@ def _runs(
     span = (base - start, base - start + width)
     if entries % groups:
         return None
-    places = {"entries": entries, "start": start, "size": size, "span": span, "groups": groups, "gap": gap}
+    places = {
+        "entries": entries,
+        "start": start,
+        "size": size,
+        "span": span,
+        "groups": groups,
+        "gap": gap,
+    }
     expected = first_positions(entries, run, start=base - inside[0], groups=groups, gap=gap)
     is_right = start + size <= total and np.array_equal(expected, first)
     return places if is_right else None

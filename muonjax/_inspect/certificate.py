@@ -88,7 +88,9 @@ class Certificate:
         self.tables: dict[int, np.ndarray] = {}
         self.at: dict[int, np.ndarray] = {}  # those that arrive at the logits
 
-    def touch(self, leaf: int, stack: tuple[int, ...], spans: Sequence[tuple[Any, np.ndarray]]) -> None:
+    def touch(
+        self, leaf: int, stack: tuple[int, ...], spans: Sequence[tuple[Any, np.ndarray]]
+    ) -> None:
         """A clip scales these parts of a parameter by logarithms [*layers, entries]; axes of `stack` count layers."""
         shape = self.walk.shapes[leaf]
         own = [axis for axis in range(len(shape)) if axis not in stack]
@@ -101,12 +103,18 @@ class Certificate:
             table = np.stack([np.full((*logs.shape[:-1], total), x) for x in _UNTOUCHED])
             # Kernels of which each gives other keys may have their heads at other positions.
             part = sorted({s.start for s, _ in spans if s.factor == span.factor}).index(span.start)
-            numbers = (part << 40) + (np.arange(span.entries)[:, None] << 20) + np.arange(positions.shape[1])
+            numbers = (
+                (part << 40)
+                + (np.arange(span.entries)[:, None] << 20)
+                + np.arange(positions.shape[1])
+            )
             table[0][..., positions] = logs[..., None]
             table[1:, ..., positions] = numbers
             table = table.reshape(3, *(shape[axis] for axis in order))
             table = table.transpose(0, *(1 + np.argsort(order)))
-            tables.append(np.expand_dims(table, [1 + k for k in range(len(shape)) if k not in order]))
+            tables.append(
+                np.expand_dims(table, [1 + k for k in range(len(shape)) if k not in order])
+            )
         table = functools.reduce(_product, tables)  # an entry of two spans is scaled twice
         found = _smallest(np.expand_dims(table, tuple(range(1, self.first))))
         self.tables |= {} if found is None else {self.graph.parameters[leaf]: found}
@@ -204,7 +212,9 @@ class Certificate:
         both = _product(left, right)
         return _reduced(both, range(both.ndim - len(sums[0]), both.ndim))
 
-    def _moved(self, node: Node, table: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
+    def _moved(
+        self, node: Node, table: np.ndarray, old: Sequence[int], new: Sequence[int]
+    ) -> np.ndarray:
         """Operations on one array."""
         p, first, name = node.params, self.first, node.name
         if name in ("reduce_sum", "reduce_max", "reduce_min"):
@@ -215,7 +225,9 @@ class Certificate:
             return np.swapaxes(table, k, first).squeeze(first)
         if name == "scan_slice":
             return table.squeeze(first)
-        if name == "conv_general_dilated":  # of a kernel: queries by 1 x 1 convolutions, as in an autoencoder
+        if (
+            name == "conv_general_dilated"
+        ):  # of a kernel: queries by 1 x 1 convolutions, as in an autoencoder
             _, *others = (first + axis for axis in p["dimension_numbers"].rhs_spec)
             table = _reduced(table, others)
             shape = [-1 if k == p["dimension_numbers"].out_spec[1] else 1 for k in range(len(new))]
@@ -248,9 +260,16 @@ class Certificate:
         if math.prod(table.shape[1 : 1 + len(layers)]) != len(heads):
             return None
         table = table.reshape(3, len(heads), -1)
-        head_of = (heads[:, :, None] == table[0, :, None]).argmax(1)[0]  # of each entry along the axes
+        head_of = (heads[:, :, None] == table[0, :, None]).argmax(1)[
+            0
+        ]  # of each entry along the axes
         first = np.array([(head_of == head).argmax() for head in range(heads.shape[1])])
-        if not np.array_equal(table[0][:, first], heads) or (table[..., first[head_of]] != table).any():
+        if (
+            not np.array_equal(table[0][:, first], heads)
+            or (table[..., first[head_of]] != table).any()
+        ):
             return None
         entries = tuple(head_of) if (np.diff(head_of) != 1).any() else ()
-        return probe._replace(path=path, heads=tuple(axis - self.first for axis in axes), entries=entries)
+        return probe._replace(
+            path=path, heads=tuple(axis - self.first for axis in axes), entries=entries
+        )

@@ -36,12 +36,16 @@ class Decision(NamedTuple):
     problem: str = ""  # why it can't be decided: two uses with their lines
     by_names: bool = False  # nothing is decided; routing by names may
     trains: bool = True  # it has a gradient, and meets data
-    is_vector: bool = False  # a bias, a gain, but for axes that count layers: weight decay is not for it
+    is_vector: bool = (
+        False  # a bias, a gain, but for axes that count layers: weight decay is not for it
+    )
     doubt: str = ""  # what can't be told, for a warning
 
 
 _Place: TypeAlias = Literal["head", "layer", "frozen layer", "inner"]
-_Cut: TypeAlias = tuple[int, tuple[int, ...], int]  # axis, sizes of the parts, how often they repeat
+_Cut: TypeAlias = tuple[
+    int, tuple[int, ...], int
+]  # axis, sizes of the parts, how often they repeat
 
 
 class _Form(NamedTuple):
@@ -73,11 +77,17 @@ def _ends(walk: Walk) -> _Ends:
 
     def through(i: int) -> list[int]:
         node = graph.nodes[i]
-        return [] if node.passes == "backward" or node.name == "stop_gradient" else numbers(node.inputs)
+        return (
+            []
+            if node.passes == "backward" or node.name == "stop_gradient"
+            else numbers(node.inputs)
+        )
 
     def before(operations: Iterable[int]) -> set[int]:
         """The values that these operations take, and all before them."""
-        return graph.upstream([x for i in operations for x in numbers(graph.nodes[i].inputs)], through)
+        return graph.upstream(
+            [x for i in operations for x in numbers(graph.nodes[i].inputs)], through
+        )
 
     def directly(i: int) -> list[int]:
         return [] if i in products else through(i)
@@ -85,7 +95,9 @@ def _ends(walk: Walk) -> _Ends:
     backward = {i for i in graph.trained if graph.nodes[i].passes == "backward"}
     consumers = walk.consumers & graph.trained - backward
     frozen = walk.frozen_layers & graph.trained - backward
-    inside = before(i for i in graph.trained - backward if graph.nodes[i].name in (*PRODUCTS, *EXPONENTIALS))
+    inside = before(
+        i for i in graph.trained - backward if graph.nodes[i].name in (*PRODUCTS, *EXPONENTIALS)
+    )
     layers = {i for i in frozen | walk.frozen_attentions if graph.nodes[i].outputs[0] in inside}
     products = consumers | frozen | layers
     return _Ends(
@@ -103,10 +115,15 @@ def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     ends = _ends(walk)
     uses = [use for use in walk.uses.values() if use.node in walk.graph.trained]
     by_leaf = grouped((use.term.leaf, use) for use in uses)
-    return [_decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss) for k, shape in enumerate(walk.shapes)]
+    return [
+        _decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss)
+        for k, shape in enumerate(walk.shapes)
+    ]
 
 
-def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool) -> Decision:
+def _decide(
+    walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool
+) -> Decision:
     graph = walk.graph
 
     def adam(why: str, node: int, by_names: bool = False) -> Decision:
@@ -123,7 +140,9 @@ def _decide(walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_
     if unknown := [u for u in uses if u.kind == "unknown"]:
         return adam(f"{unknown[0].what} is not followed", unknown[0].node, by_names=True)
     products = [u for u in uses if u.kind == "product"]
-    visited = {run for u in products for run in u.term.layout.loops}  # of a matrix: an expert's, an adapter's
+    visited = {
+        run for u in products for run in u.term.layout.loops
+    }  # of a matrix: an expert's, an adapter's
     if lookups := [u for u in uses if u.kind == "looked up" and not visited.issuperset(u.rows)]:
         also = f", and multiplied: {graph.line(products[0].node)}" if products else ""
         return Decision(None, f"looked up: {graph.line(lookups[0].node)}{also}")
@@ -191,7 +210,9 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
         if turned not in forms:
             forms.setdefault(form, use)
     if len(forms) > 1:
-        first, second, *_ = (f"{_described(x)} in {walk.graph.line(u.node)}" for x, u in forms.items())
+        first, second, *_ = (
+            f"{_described(x)} in {walk.graph.line(u.node)}" for x, u in forms.items()
+        )
         problem = f"{first}, but {second}"
         return Decision(None, problem, problem=problem)
     ((form, use),) = forms.items()
@@ -207,7 +228,9 @@ def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) 
 def _described(form: _Form) -> str:
     axes = sorted(form.rows)
     parts = f", in {len(form.cut[1])} parts" if form.cut else ""
-    return f"multiplied along ax{'is' if len(axes) == 1 else 'es'} {', '.join(map(str, axes))}{parts}"
+    return (
+        f"multiplied along ax{'is' if len(axes) == 1 else 'es'} {', '.join(map(str, axes))}{parts}"
+    )
 
 
 def _axes(atoms: Iterable[Run]) -> frozenset[int]:
@@ -238,7 +261,9 @@ def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | st
     cut = _parts(product.parts, shape, column_axes, sliced, product.mixed)
     if cut is None or cut[1] != (1,) * shape[cut[0]]:
         return form._replace(cut=cut)
-    others = column_axes - {cut[0]}  # an axis that counts query, key and value; vectors stay one matrix
+    others = column_axes - {
+        cut[0]
+    }  # an axis that counts query, key and value; vectors stay one matrix
     return form._replace(columns=others or column_axes)
 
 

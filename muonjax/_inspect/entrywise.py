@@ -60,20 +60,28 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         result = result._replace(no_rule=i, weights=max(result.weights, result.scores))
         walk.normalized.add(result.weights)
         walk.no_rule.add(i)
-    alone = all(v.is_weight or not v.depends_on for v in values)  # a penalty perhaps, as a determinant
+    alone = all(
+        v.is_weight or not v.depends_on for v in values
+    )  # a penalty perhaps, as a determinant
     weights = [v for v in values if v.is_weight or has_no_rule]
     walk.record_terms(i, node.name, weights, "alone" if alone else "unknown")
     images = [m for v in values for m in v.images]
     if has_no_rule:
         taken = [x.product for v in values for x in v.logits]
         walk.unseen |= dict.fromkeys(taken, i)
-        images += [m for product in taken for side in walk.pairs[product] for m in side.value.images]
+        images += [
+            m for product in taken for side in walk.pairs[product] for m in side.value.images
+        ]
     walk.record_parts(images)
     for m in images if not is_call and node.name not in _MIXING else ():
-        if m.apart or has_no_rule:  # which of its columns are used together, or chosen, is not known any more
+        if (
+            m.apart or has_no_rule
+        ):  # which of its columns are used together, or chosen, is not known any more
             walk.record(i, "unknown", m.product.use.term, node.name)
     parts = {(m.product, m.layout.region): m for m in images}
-    arrays = [v for v, x in zip(values, node.inputs, strict=True) if v.is_activation and walk.shape(x)]
+    arrays = [
+        v for v, x in zip(values, node.inputs, strict=True) if v.is_activation and walk.shape(x)
+    ]
     if is_call and len(arrays) > 2:
         walk.opaque[i] = tuple(parts.values())
         walk.consumers.add(i)
@@ -97,7 +105,9 @@ def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
 def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
     """An index equals one of the numbers that count along an axis, so the result is one hot along it."""
     counting, index = (v.axes("counts") for v in values)
-    marks = [m for v in values for m in v.marks if m.what == "counts" and set(counting).isdisjoint(index)]
+    marks = [
+        m for v in values for m in v.marks if m.what == "counts" and set(counting).isdisjoint(index)
+    ]
     return [dependent(values)._replace(marks=tuple(m._replace(what="one hot") for m in marks))]
 
 
@@ -115,7 +125,9 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "add": operator.add,
     "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
-    **dict.fromkeys(["broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape"], lambda x: x),
+    **dict.fromkeys(
+        ["broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape"], lambda x: x
+    ),
 }
 
 
@@ -163,7 +175,9 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         kept = ("input", "one hot") if name in _SCALES else ("input",) if name in SUMS else ()
         return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
     weights = [v for v in values if v.is_weight]
-    walk.record_terms(i, ADDED if name in SUMS else MULTIPLIED if name in _SCALES else name, weights)
+    walk.record_terms(
+        i, ADDED if name in SUMS else MULTIPLIED if name in _SCALES else name, weights
+    )
     if name in _SCALES:
         walk.record_factors(i, *values)
     elif name in SUMS:
@@ -181,7 +195,9 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     if name in (*softmax.EXPONENTIALS, "pow") and not is_seen:
         walk.unseen[whole.scores] = i
     # A masked parameter, or one of several that data choose or mix.
-    is_mixed = not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
+    is_mixed = (
+        not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
+    )
     kept = values if name in _SCALES or (name in SUMS and is_mixed) else ()
     no_rule = -1 if name in SUMS and images else whole.no_rule  # no residual stream is one hot
     terms = tuple(t for v in kept for t in v.terms)
@@ -190,7 +206,9 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
 
 def _parts(values: Sequence[Value]) -> list[Term]:
     """Parameters of which one of several parts is chosen, before or after a product with them."""
-    held: list[tuple[Any, Any, Term]] = [(t.leaf, t.layout.region, t) for v in values for t in v.terms]
+    held: list[tuple[Any, Any, Term]] = [
+        (t.leaf, t.layout.region, t) for v in values for t in v.terms
+    ]
     held += [(m.product, m.layout.region, m.product.use.term) for v in values for m in v.images]
     return [t for x, region, t in held if any(x == y and region != part for y, part, _ in held)]
 
@@ -233,13 +251,19 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
     may_add = [u for u in values if not u.is_weight and not u.images]
     strangers = [u for u in may_add if u.depends_on or name not in CHOICES]
     is_divisor = name == "div" and v is values[1]
-    if strangers == [] if name in SUMS else name in _SCALES and not (factor.is_activation or is_divisor):
+    if (
+        strangers == []
+        if name in SUMS
+        else name in _SCALES and not (factor.is_activation or is_divisor)
+    ):
         return v.images
     for m in v.images:
         if name in SUMS:
             apart = all(_keeps_apart(m, u) for u in strangers)
         elif name in _SCALES:
-            apart = (m.product, m.layout) in own or (factor.is_activation and _keeps_apart(m, factor))
+            apart = (m.product, m.layout) in own or (
+                factor.is_activation and _keeps_apart(m, factor)
+            )
         else:
             apart = not m.layout.atoms(axes) or bool(m.layout.atoms_beside(axes))
             walk.record_reduced([m] if m.layout.atoms(axes) else [], axes)
@@ -287,7 +311,9 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     (x,), axes = values, node.params["axes"]
     terms = _reduced_terms(i, x, axes)
     towers = walk.entrywise.get(node.inputs[0], ())
-    if len({m.product for m in towers if m.layout.atoms(axes)}) > 1:  # a product over features, as by einsum
+    if (
+        len({m.product for m in towers if m.layout.atoms(axes)}) > 1
+    ):  # a product over features, as by einsum
         walk.consumers.add(i)
         x = x._replace(scores=i)
     own = [m for m in x.images if m.product.use.node == x.weights]

@@ -44,7 +44,9 @@ class Walk:
         self.uses: dict[tuple[int, int, int], Use] = {}
         # By product: the logits that enter each softmax, and the axes of the product that it normalizes.
         self.attentions: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(list)
-        self.opaque: dict[int, tuple[Image, ...]] = {}  # calls of three products: queries, keys, values?
+        self.opaque: dict[
+            int, tuple[Image, ...]
+        ] = {}  # calls of three products: queries, keys, values?
         # Products of two activations of which an exponential multiplies a third, where that is.
         self.softmaxes: dict[int, int] = {}
         # Products of an activation with learned queries or with data, perhaps frozen keys: they are attention if their
@@ -53,7 +55,9 @@ class Walk:
         self.normalized: set[int] = set()
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: set[int] = set()  # products that take activations
-        self.frozen_layers: set[int] = set()  # products of activations by matrices that do not train
+        self.frozen_layers: set[int] = (
+            set()
+        )  # products of activations by matrices that do not train
         # Those by a matrix for each example: frozen keys or values, or data that the outputs are compared with.
         self.frozen_attentions: set[int] = set()
         # Products that an operation without a rule takes, or an exponential of what is not followed; and which.
@@ -63,10 +67,14 @@ class Walk:
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         # For the products that give queries, keys and values, the parts of the last one.
         self.operands: dict[tuple[Product, ...], Any] = {}
-        self.summed_slices: dict[int, set[int]] = defaultdict(set)  # axes whose products are added up
+        self.summed_slices: dict[int, set[int]] = defaultdict(
+            set
+        )  # axes whose products are added up
         # For each parameter, the products in its scale, as bits.
         self.scales: dict[int, int] = defaultdict(int)
-        self.entrywise: dict[int, tuple[Image, ...]] = {}  # products of two activations entry by entry
+        self.entrywise: dict[
+            int, tuple[Image, ...]
+        ] = {}  # products of two activations entry by entry
         for k, x in enumerate(graph.parameters):
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(PARAMETER, terms)
@@ -86,7 +94,9 @@ class Walk:
         if product is not None:
             product.use = use
 
-    def record_terms(self, i: int, what: str, values: Iterable[Value], kind: Kind = "other") -> None:
+    def record_terms(
+        self, i: int, what: str, values: Iterable[Value], kind: Kind = "other"
+    ) -> None:
         for t in [t for v in values for t in v.terms]:
             # Which factor is a learned input is not followed; a sum may be an adapter's with a frozen matrix.
             if t.inner and t.layout.shape and what != ADDED:
@@ -120,7 +130,9 @@ class Walk:
             repeats, hot = factor.axes("repeats"), factor.axes("one hot")
             if repeats:
                 self.record_weights(i, factor, v)
-            if v.is_weight and len(repeats) == sum(n > 1 for n in self.shape(self.nodes[i].outputs[0])):
+            if v.is_weight and len(repeats) == sum(
+                n > 1 for n in self.shape(self.nodes[i].outputs[0])
+            ):
                 for t in v.terms:  # one factor for all of it, as a spectral norm
                     self.scales[t.leaf] |= factor.depends_on
             self.record_read(v, hot, factor)
@@ -185,7 +197,9 @@ class Walk:
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
             self.record_heads(side.value.images, side.given)
-        operands = [m for side in (*self.pairs[logits.product], values) for m in side.value.images[:1]]
+        operands = [
+            m for side in (*self.pairs[logits.product], values) for m in side.value.images[:1]
+        ]
         part = operands[-1].layout.region if operands else None
         # Heads one by one, whose parts are no matrices; subtracted softmaxes share their values.
         if self.operands.setdefault(tuple(m.product for m in operands), part) != part:

@@ -1,4 +1,4 @@
-"""Follow every parameter through a function, operation by operation, as `entrywise`, `structure` and `products` say."""
+"""Follow every parameter through a function, operation by operation, as `entrywise`, `moves` and `products` say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from muonjax._inspect import products, structure  # noqa: F401  with `entrywise`, they fill RULES
+from muonjax._inspect import moves, products  # noqa: F401  with `entrywise`, they fill RULES
 from muonjax._inspect.entrywise import FOLDED, RULES, SPREADING, spread, unknown
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Graph, Node
@@ -60,10 +60,14 @@ def _follow(walk: Walk, first: int, last: int) -> None:
             before, now = now, [_next(walk, c) for c in carries]
             if now == before:
                 break
-        trains_inside = any(walk.nodes[k].passes == "backward" for k in range(loop.carries.stop, loop.last))
+        trains_inside = any(
+            walk.nodes[k].passes == "backward" for k in range(loop.carries.stop, loop.last)
+        )
         for carry, value in zip(carries, now, strict=True):
             start = walk.values[walk.nodes[carry].inputs[0]]
-            if start.is_weight and not value.is_weight:  # an initial state, or weights that the loop trains
+            if (
+                start.is_weight and not value.is_weight
+            ):  # an initial state, or weights that the loop trains
                 kind = "unknown" if trains_inside else "other"
                 walk.record_terms(carry, "the start of a loop that changes it", [start], kind)
         i = loop.last

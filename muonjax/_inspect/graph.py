@@ -58,7 +58,9 @@ def _tiled(x: jax.Array, reps: Sequence[int]) -> jax.Array:
     return lax.reshape(repeated, [n * size for n, size in zip(reps, x.shape, strict=True)])
 
 
-def _padded(x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]) -> jax.Array:
+def _padded(
+    x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
+) -> jax.Array:
     every = zip(x.shape, padding_config, strict=True)
     if any(inside or n + min(low, 0) + min(high, 0) < 0 for n, (low, high, inside) in every):
         return lax.pad(x, value, padding_config)  # not followed
@@ -94,7 +96,9 @@ class Step(NamedTuple):
     body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
     kind: str = ""  # the primitive
     # Where logits are reported:
-    layer: bool = False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
+    layer: bool = (
+        False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
+    )
 
 
 Place: TypeAlias = tuple[Step, ...]
@@ -136,8 +140,12 @@ class Graph:
         self.nodes: list[Node] = []
         self.loops: dict[int, Loop] = {}  # by its first operation
         self.avals: list[Any] = []
-        self.known: dict[int, Any] = {}  # values of literals, of constant numbers and of constant indices
-        self.variables: list[Any] = []  # the variable of each value, in the body where it is first seen
+        self.known: dict[
+            int, Any
+        ] = {}  # values of literals, of constant numbers and of constant indices
+        self.variables: list[
+            Any
+        ] = []  # the variable of each value, in the body where it is first seen
         self.callers: dict[Place, JaxprEqn] = {}  # of each body, by its place
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
@@ -153,7 +161,9 @@ class Graph:
         self.live = self._before_outputs(lambda i: self.nodes[i].inputs)
         # Those that a gradient of the outputs comes back to.
         self.trained = {
-            i for i in self._before_outputs(self._inputs_with_gradient) if not self._stops_gradient(i)
+            i
+            for i in self._before_outputs(self._inputs_with_gradient)
+            if not self._stops_gradient(i)
         }
 
     def _stops_gradient(self, operation: int) -> bool:
@@ -187,11 +197,19 @@ class Graph:
         return len(self.avals) - 1
 
     def _add(
-        self, name: str, params: Any, inputs: Sequence[int], outs: Sequence[Any], equation: Any, place: Place
+        self,
+        name: str,
+        params: Any,
+        inputs: Sequence[int],
+        outs: Sequence[Any],
+        equation: Any,
+        place: Place,
     ) -> list[int]:
         outputs = [self._new(v) for v in outs]
         passes = "" if equation is None else _pass(equation.source_info.name_stack)
-        self.nodes.append(Node(name, params, tuple(inputs), tuple(outputs), equation, place, passes))
+        self.nodes.append(
+            Node(name, params, tuple(inputs), tuple(outputs), equation, place, passes)
+        )
         return outputs
 
     def _each(
@@ -210,7 +228,12 @@ class Graph:
         ]
 
     def _walk(
-        self, jaxpr: Any, consts: Sequence[int], args: Sequence[int], place: Place, source: Any = None
+        self,
+        jaxpr: Any,
+        consts: Sequence[int],
+        args: Sequence[int],
+        place: Place,
+        source: Any = None,
     ) -> list[int]:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
@@ -223,22 +246,30 @@ class Graph:
         for position, eqn in enumerate(jaxpr.eqns):
             inputs, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
             inside = bodies(eqn) if name in _ENTERED else []
-            found = [(body, (*place, Step(position, i, name))) for i, (_, body) in enumerate(inside)]
+            found = [
+                (body, (*place, Step(position, i, name))) for i, (_, body) in enumerate(inside)
+            ]
             self.callers |= {inner: eqn for _, inner in found}
             if name == "scan":
                 constants, carried = scan_counts(eqn)
                 outputs = self._loop(eqn, *found[0], inputs, constants, carried)
             elif name == "while":
                 conditions, constants = while_counts(eqn)
-                outputs = self._loop(eqn, *found[0], inputs[conditions:], constants, len(eqn.outvars))
+                outputs = self._loop(
+                    eqn, *found[0], inputs[conditions:], constants, len(eqn.outvars)
+                )
             elif name == "cond":
                 branches = [self._enter(body, inputs[1:], inner) for body, inner in found]
                 which = [inputs[0]] * len(eqn.outvars)
                 outputs = self._each("join", [which, *branches], eqn.outvars, eqn, place)
             elif found:
                 outputs = self._call(eqn, *found[0], inputs)
-            elif name in _COLLECTIVES and (axes := [a for a in eqn.params["axes"] if isinstance(a, int)]):
-                outputs = self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=tuple(axes))
+            elif name in _COLLECTIVES and (
+                axes := [a for a in eqn.params["axes"] if isinstance(a, int)]
+            ):
+                outputs = self._each(
+                    _COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=tuple(axes)
+                )
             elif name in _REWRITTEN and source is None:
                 arrays = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
                 other = _rewritten(name, arrays, tuple(eqn.params.items()))
@@ -274,7 +305,9 @@ class Graph:
         first, after = len(self.nodes), consts + carried
         variables = opened(body).invars
         carry = self._each("carry", [inputs[consts:after]], variables[consts:after], None, inner)
-        sliced = self._each("scan_slice", [inputs[after:]], variables[after:], eqn, inner, scan=inner)
+        sliced = self._each(
+            "scan_slice", [inputs[after:]], variables[after:], eqn, inner, scan=inner
+        )
         outs = self._enter(body, [*inputs[:consts], *carry, *sliced], inner)
         for i, out in enumerate(outs[:carried]):  # its second source is the end of the body
             self.nodes[first + i].inputs += (out,)
@@ -314,7 +347,9 @@ class Graph:
         made = [self.nodes[self.producer[value]]] if value in self.producer else []
         inputs = [x for node in made if node.name == "concatenate" for x in node.inputs]
         singles = [self.nodes[self.producer[x]].inputs for x in inputs if x in self.producer]
-        return 0 < len(inputs) == len(singles) and all(xs and self.shape(xs[0]) == () for xs in singles)
+        return 0 < len(inputs) == len(singles) and all(
+            xs and self.shape(xs[0]) == () for xs in singles
+        )
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.avals[value].shape

@@ -128,11 +128,15 @@ class Layout(NamedTuple):
         new = [i for i, k in enumerate(sources) if k is None]
 
         def move(x: np.ndarray) -> np.ndarray:
-            return np.expand_dims(x.transpose(*kept, *gone).reshape([x.shape[k] for k in kept]), new)
+            return np.expand_dims(
+                x.transpose(*kept, *gone).reshape([x.shape[k] for k in kept]), new
+            )
 
         return self.split(gone)[0].moved(shape, move) or self
 
-    def moved(self, shape: Sequence[int], move: Callable[[np.ndarray], np.ndarray]) -> Layout | None:
+    def moved(
+        self, shape: Sequence[int], move: Callable[[np.ndarray], np.ndarray]
+    ) -> Layout | None:
         """After an operation that moves entries; None if it leaves none of the origin."""
         runs, taken, loops = [], self.taken, self.loops
         for run in self.runs:
@@ -142,7 +146,9 @@ class Layout(NamedTuple):
                 taken, loops = (*taken, _set(run.axis, run.positions)), (*loops, UNORDERED)
         if any(run.positions.min(initial=HOLE) == HOLE for run in runs):
             return None
-        return Layout(tuple(shape), self.origin, tuple(run for run in runs if run.is_known), taken, loops)
+        return Layout(
+            tuple(shape), self.origin, tuple(run for run in runs if run.is_known), taken, loops
+        )
 
     def placed(self, axes: Iterable[int]) -> list[Run]:
         """Runs that have holes at other places for each entry of one of these axes."""
@@ -189,12 +195,15 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     taken = tuple(t for t in first.taken if all(t in x.taken for x in others))
     loops = tuple(dict.fromkeys(run for x in layouts for run in x.loops))
     holes = [
-        np.any(np.broadcast_arrays(False, *(run.positions == HOLE for run in x.runs)), 0) for x in layouts
+        np.any(np.broadcast_arrays(False, *(run.positions == HOLE for run in x.runs)), 0)
+        for x in layouts
     ]
     apart = bool(np.all(sum(np.asarray(~x, int) for x in holes) <= 1))  # put together
     apart = apart and all((x.taken, x.loops) == (first.taken, first.loops) for x in others)
     runs, mixed = [], []
-    for axis in dict.fromkeys(run.axis for x in layouts for run in (*x.runs, *x.taken) if run not in taken):
+    for axis in dict.fromkeys(
+        run.axis for x in layouts for run in (*x.runs, *x.taken) if run not in taken
+    ):
         found = [[run for run in x.runs if run.axis == axis] for x in layouts]
         gone = [[run for run in x.taken if run.axis == axis and run not in taken] for x in layouts]
         if not any(gone) and all(x == found[0] for x in found):
@@ -202,7 +211,9 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
             continue
         if all(len(one) == 1 for one in found):
             if apart:
-                each = [np.where(x, HOLE, run.positions) for x, (run,) in zip(holes, found, strict=True)]
+                each = [
+                    np.where(x, HOLE, run.positions) for x, (run,) in zip(holes, found, strict=True)
+                ]
                 runs.append(_run(axis, functools.reduce(np.minimum, each)))
                 continue
             each = np.stack(np.broadcast_arrays(*(run.positions for (run,) in found)))
@@ -228,18 +239,24 @@ def _region(layout: Layout) -> Region:
         is_there = np.isin(np.arange(n), sums([*mine, *visited]))
         others = [run for run in layout.runs if run.axis not in (axis, OTHER)]
         if mine and not is_there.all() and all(_is_product(a, b) for a in mine for b in others):
-            periods = (p for p in range(1, n + 1) if n % p == 0 and (is_there[p:] == is_there[:-p]).all())
+            periods = (
+                p for p in range(1, n + 1) if n % p == 0 and (is_there[p:] == is_there[:-p]).all()
+            )
             found.append((axis, is_there[: next(periods)].tobytes()))
     return frozenset(found)
 
 
 def _is_product(a: Run, b: Run) -> bool:
     """Whether all positions of one come with all of the other."""
-    if len(a.shape) != len(b.shape) or not any(m > 1 < n for m, n in zip(a.shape, b.shape, strict=True)):
+    if len(a.shape) != len(b.shape) or not any(
+        m > 1 < n for m, n in zip(a.shape, b.shape, strict=True)
+    ):
         return True
     x, y = np.broadcast_arrays(a.positions.astype(np.int64), b.positions)
     there = (x < HOLE) & (y < HOLE)
-    return len(np.unique((x * HOLE + y)[there])) == len(np.unique(x[there])) * len(np.unique(y[there]))
+    return len(np.unique((x * HOLE + y)[there])) == len(np.unique(x[there])) * len(
+        np.unique(y[there])
+    )
 
 
 @functools.lru_cache(4096)

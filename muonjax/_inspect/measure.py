@@ -31,12 +31,18 @@ class Probe(NamedTuple):
     path: tuple[Step, ...]
     variable: Var  # the logits after scale, bias and mask, in the innermost body
     heads: tuple[int, ...] = ()  # the axes kept; all others are maximized over
-    raw: Var | None = None  # the logits before mask and bias: measured where `variable` does not mask
-    hidden: float = 0.0  # where `variable` is less than `raw` by this number below zero, it is masked
+    raw: Var | None = (
+        None  # the logits before mask and bias: measured where `variable` does not mask
+    )
+    hidden: float = (
+        0.0  # where `variable` is less than `raw` by this number below zero, it is masked
+    )
     # The head of each entry of these axes, if they are more or in another order.
     entries: tuple[int, ...] = ()
     unit: float = 1.0  # of the logits, in those of exp
-    shared: bool = False  # under `vmap`, softmax gets the logits of the first example in all of them
+    shared: bool = (
+        False  # under `vmap`, softmax gets the logits of the first example in all of them
+    )
 
 
 def run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
@@ -61,13 +67,18 @@ def run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
                 values[probe.variable] = _of_the_first(values[probe.variable])
 
     measure(list(values))
-    returned = {v for v in jaxpr.outvars if isinstance(v, Var)}  # a constant is a Literal, which has no hash
+    returned = {
+        v for v in jaxpr.outvars if isinstance(v, Var)
+    }  # a constant is a Literal, which has no hash
     kept = {*returned, *here, *(p.raw for found in here.values() for p in found)}
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     for index, eqn in enumerate(jaxpr.eqns):
         operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
+        with (
+            source_info_util.user_context(eqn.source_info.traceback, name_stack=scope),
+            eqn.ctx.manager,
+        ):
             if index in deeper:
                 outs, found = _enclosing(eqn, tuple(deeper[index]), operands)
                 maxima |= zip(deeper[index], found, strict=True)
@@ -107,7 +118,9 @@ def _inlined(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..
     return jax.jit(_bind(primitive, dict(params)), inline=versions.inlined())
 
 
-def _enclosing(eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]) -> tuple[list[Any], list[Any]]:
+def _enclosing(
+    eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]
+) -> tuple[list[Any], list[Any]]:
     """What `eqn` returns, and the maxima of the probes in its bodies."""
     name, count = eqn.primitive.name, len(probes)
     steps = [probe.path[0] for probe in probes]
@@ -132,7 +145,9 @@ def _shard_map(
     eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Maxima over all devices."""
-    mesh, axis_names, check_vma = (eqn.params[key] for key in ("mesh", "newly_manual_axes", "check_vma"))
+    mesh, axis_names, check_vma = (
+        eqn.params[key] for key in ("mesh", "newly_manual_axes", "check_vma")
+    )
 
     def local(*operands: Any) -> Any:
         outs = run(body, probes, *operands)
@@ -153,11 +168,13 @@ def _shard_map(
 def _branches(bodies: Sequence[Body], steps: Sequence[Step], probes: Sequence[Probe]) -> list[Any]:
     """Each returns the maxima of all, those of the others without logits."""
     types = [
-        opened(_traced(bodies[s.body], (p,))).outvars[-1].aval for s, p in zip(steps, probes, strict=True)
+        opened(_traced(bodies[s.body], (p,))).outvars[-1].aval
+        for s, p in zip(steps, probes, strict=True)
     ]
     each = list(zip(steps, probes, types, strict=True))
     return [
-        _traced(body, tuple(p if s.body == b else t for s, p, t in each)) for b, body in enumerate(bodies)
+        _traced(body, tuple(p if s.body == b else t for s, p, t in each))
+        for b, body in enumerate(bodies)
     ]
 
 

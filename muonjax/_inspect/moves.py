@@ -15,7 +15,16 @@ from muonjax._inspect.entrywise import is_zero, latest, rule, unknown
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
-from muonjax._inspect.values import DATA, MULTIPLIED, Move, Value, all_images, dependent, grouped, move_each
+from muonjax._inspect.values import (
+    DATA,
+    MULTIPLIED,
+    Move,
+    Value,
+    all_images,
+    dependent,
+    grouped,
+    move_each,
+)
 
 SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
@@ -73,7 +82,9 @@ def moved_by(node: Node, x: np.ndarray, old: Shape, new: Shape, start: Any = Non
             return np.expand_dims(x, first)
         case "slice":
             strides = p["strides"] or [1] * len(old)
-            for axis, part in enumerate(zip(p["start_indices"], p["limit_indices"], strides, strict=True)):
+            for axis, part in enumerate(
+                zip(p["start_indices"], p["limit_indices"], strides, strict=True)
+            ):
                 x = cut(axis, *part)
             return x
         case "gather":
@@ -186,7 +197,9 @@ def looked_up(
     by_data = any(v.depends_on & DATA for v in indices)
     terms = []
     for k, t in enumerate(x.terms):
-        if by_data and t.inner and not t.layout.atoms(picked):  # a table times a matrix: rows of the product
+        if (
+            by_data and t.inner and not t.layout.atoms(picked)
+        ):  # a table times a matrix: rows of the product
             every = t.layout.atoms(range(len(t.layout.shape)))
             walk.record(i, "product", t, MULTIPLIED, k=k, rows=t.inner[0], columns=every)
             continue
@@ -195,7 +208,11 @@ def looked_up(
         if by_data and rows:
             walk.record(i, "looked up", t, "looked up", rows=rows)
         terms.append(t._replace(layout=layout))
-    images = move_each(x.images, lambda layout: layout.pick(tuple(sources), shape)) if not x.terms else ()
+    images = (
+        move_each(x.images, lambda layout: layout.pick(tuple(sources), shape))
+        if not x.terms
+        else ()
+    )
     return dependent(values)._replace(terms=tuple(terms), images=images)
 
 
@@ -204,7 +221,9 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
     picked = [axis for axis, source in enumerate(sources) if source is None]
-    runs = [axis for axis in picked if new[axis] > 1]  # which of them an index reaches is not followed
+    runs = [
+        axis for axis in picked if new[axis] > 1
+    ]  # which of them an index reaches is not followed
     if any(x.layout.atoms(runs) for x in (*values[0].terms, *values[0].images)):
         return unknown(walk, i, node, values)
     return [looked_up(walk, i, values, picked, sources, new)]

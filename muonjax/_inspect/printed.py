@@ -26,7 +26,9 @@ def printed(fun: Callable[..., Any], params: Any, *args: Any, path: str) -> Iter
         for x in node.outputs:
             value = walk.values[x]
             held = [("", t.layout) for t in value.terms if t.leaf == leaf]
-            held += [("product, ", m.layout) for m in value.images if m.product.use.term.leaf == leaf]
+            held += [
+                ("product, ", m.layout) for m in value.images if m.product.use.term.leaf == leaf
+            ]
             if held:
                 shape = " × ".join(map(str, walk.shape(x)))
                 said = "; ".join(what + _described(layout) for what, layout in held)
@@ -45,12 +47,17 @@ def _described(layout: Layout) -> str:
 def _formula(positions: np.ndarray) -> str:
     """The positions as a sum over axes i, j, k, ..., or the first of them."""
     start = int(positions.flat[0])
-    steps = [int(positions.take(1, k).flat[0]) - start if n > 1 else 0 for k, n in enumerate(positions.shape)]
+    steps = [
+        int(positions.take(1, k).flat[0]) - start if n > 1 else 0
+        for k, n in enumerate(positions.shape)
+    ]
     if (positions != start + np.tensordot(steps, np.indices(positions.shape), 1)).any():
         known = positions[positions < HOLE]
         return f"{known[:6].tolist()} and {max(0, known.size - 6)} more"
     names = "ijklmnop"
     parts = [
-        f"{step} {name}" if step != 1 else name for step, name in zip(steps, names, strict=False) if step
+        f"{step} {name}" if step != 1 else name
+        for step, name in zip(steps, names, strict=False)
+        if step
     ]
     return " + ".join([str(start)] * (start > 0 or not parts) + parts)

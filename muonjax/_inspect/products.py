@@ -12,7 +12,17 @@ from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
 from muonjax._inspect.moves import looked_up
-from muonjax._inspect.values import DATA, FROZEN, MULTIPLIED, PARAMETER, Image, Logits, Side, Value, dependent
+from muonjax._inspect.values import (
+    DATA,
+    FROZEN,
+    MULTIPLIED,
+    PARAMETER,
+    Image,
+    Logits,
+    Side,
+    Value,
+    dependent,
+)
 
 
 @rule("dot_general")
@@ -42,9 +52,13 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
     for side, rest in ((left, right), (right, left)):
         hot = rest.value.axes("one hot")
         if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
-            return looked_up(walk, i, [side.value, rest.value], side.summed, side.sources, side.shape)
+            return looked_up(
+                walk, i, [side.value, rest.value], side.summed, side.sources, side.shape
+            )
         if hot:
-            chosen = [mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot]
+            chosen = [
+                mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot
+            ]
             walk.record_read(side.value, chosen, rest.value)
             for image in side.value.images:
                 image.product.batches.update(image.layout.atoms(chosen))
@@ -100,13 +114,17 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
         each = t.layout.atoms(experts)
         rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
         axes = {"rows": rows, "columns": columns, "batch": batch}
-        walk.record(i, kind, t, MULTIPLIED, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra)
+        walk.record(
+            i, kind, t, MULTIPLIED, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra
+        )
         if kind == "product":
             images.append(Image(walk.product(i, k), side.along(t.layout)))
             depends_on |= images[-1].product.bit
     if not images:  # a scale, written as a product
         return product._replace(images=rest.aligned.images)
-    for image in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
+    for (
+        image
+    ) in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
         image.product.batches.update(image.layout.atoms(rest.batch))
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
         return product
@@ -146,7 +164,9 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
         walk.record_parts(side.value.images)
         walk.record_heads(side.value.images, side.batch)
     for side, values in ((left, right), (right, left)):
-        found = [x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)]
+        found = [
+            x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)
+        ]
         for x in found:  # several where softmaxes are subtracted
             walk.record_attention(i, x, x.layout.atoms(side.summed), values)
         if not found or side.value.no_rule >= 0:
@@ -186,7 +206,9 @@ def _is_frozen_layer(activation: Side, other: Side) -> bool:
         return False
     if other.batch and not activation.given:  # a label for each class
         return False
-    images = activation.value.images  # an adjacency matrix sums over nodes, and over no columns of a product
+    images = (
+        activation.value.images
+    )  # an adjacency matrix sums over nodes, and over no columns of a product
     return not images or any(image.layout.atoms(activation.summed) for image in images)
 
 
@@ -215,7 +237,9 @@ def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     batch = (*batch, *numbers.rhs_group_dimensions)
-    given = [axis for axis in range(len(walk.shape(node.inputs[1]))) if axis not in (*summed, *batch)]
+    given = [
+        axis for axis in range(len(walk.shape(node.inputs[1]))) if axis not in (*summed, *batch)
+    ]
     rank = len(walk.shape(node.outputs[0]))
     return [_by_kernel(walk, i, node, values, summed, batch, [None] * (rank - len(given)) + given)]
 
@@ -226,7 +250,9 @@ def _by_kernel(
 ) -> Value:  # fmt: skip
     """A product whose second operand has the parameters; of the first one, only features that stay are followed."""
     product = dependent(values)
-    if not values[1].terms or (extra.get("groups", 1) > 1 and not values[1].is_weight):  # groups of examples
+    if not values[1].terms or (
+        extra.get("groups", 1) > 1 and not values[1].is_weight
+    ):  # groups of examples
         walk.record_terms(i, node.name, values, "unknown")
         if values[1].depends_on & PARAMETER:
             walk.consumers.add(i)

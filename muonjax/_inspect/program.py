@@ -112,7 +112,9 @@ class Program:
         by_name = dict.fromkeys(named)
         if any(d.by_names for d in found.values()):
             # Names are asked about these alone, and warn of what they decide or leave open.
-            rules = [(f"^{re.escape(name)}$", d.numbers) for name, d in found.items() if not d.by_names]
+            rules = [
+                (f"^{re.escape(name)}$", d.numbers) for name, d in found.items() if not d.by_names
+            ]
             reasons = {name: d.why for name, d in found.items() if d.by_names}
             tree = numbers_tree(*routes(structure.unflatten(leaves), rules=rules, reasons=reasons))
             by_name = dict(zip(named, structure.flatten_up_to(tree), strict=True))
@@ -121,7 +123,9 @@ class Program:
             if name not in found:
                 return named[name]
             d = found[name]
-            return by_name[name] if d.by_names else d.per_head if attention == "heads" else d.numbers
+            return (
+                by_name[name] if d.by_names else d.per_head if attention == "heads" else d.numbers
+            )
 
         return structure.unflatten(map(numbers, named))
 
@@ -138,8 +142,14 @@ class Program:
         trained = {name for name, leaf in flatten_paths(params).items() if not is_masked(leaf)}
         if not (left := [name for name in self._decisions if name not in trained]):
             return ""
-        sites = [(a.name, a.site, f"{a.name}/" if a.site.path else "") for a in self.attentions if a.site]
-        calm = [name for name, site, root in sites if any(root + scale.path in left for scale in site.scales)]
+        sites = [
+            (a.name, a.site, f"{a.name}/" if a.site.path else "") for a in self.attentions if a.site
+        ]
+        calm = [
+            name
+            for name, site, root in sites
+            if any(root + scale.path in left for scale in site.scales)
+        ]
         clips = f"; not clipped: {listed(calm, ', ')}" if calm else ""
         return f"Not among these parameters: {listed(left, ', ')}{clips}."
 
@@ -208,7 +218,9 @@ class Program:
         for name, shape in shapes.items():
             factors = jnp.linspace(0.5, 1.0, shape.size).reshape(shape.shape)
             clipped = apply_qk_clip(params, nothing | {name: 1 / factors}, sites, 1.0)
-            results, maxima = jax.vmap(run_both)(jax.tree.map(lambda *x: jnp.stack(x), params, clipped))
+            results, maxima = jax.vmap(run_both)(
+                jax.tree.map(lambda *x: jnp.stack(x), params, clipped)
+            )
             logits, after = maxima[name]
             found = [_deviation(factors * logits, after, each=True)]
             found += [_deviation(*x) for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -273,14 +285,18 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     rest, rest_structure = jax.tree.flatten((args, kwargs))
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
     try:
-        closed, outputs = jax.make_jaxpr(traced, return_shape=True)(shapes, [x for x in rest if _is_array(x)])
+        closed, outputs = jax.make_jaxpr(traced, return_shape=True)(
+            shapes, [x for x in rest if _is_array(x)]
+        )
     except Exception as error:
         if type(error).__name__ == "TraceContextError":  # Flax's
             error.add_note(
                 f"{call}: fun changes a module that is not one of its arguments. Give the model itself, "
                 "muonjax.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
             )
-        error.add_note(f"{call} called your function with ({given}): first the parameters, then the batch.")
+        error.add_note(
+            f"{call} called your function with ({given}): first the parameters, then the batch."
+        )
         raise
     first = next(iter(jax.tree.leaves(outputs)), None)
     is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
@@ -297,7 +313,9 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         )
     if unused:
         names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
-        warn_user(f"{call}: parameters that meet no data, or have no gradient, go to Adam: {names}.")
+        warn_user(
+            f"{call}: parameters that meet no data, or have no gradient, go to Adam: {names}."
+        )
     doubts = [f"{name} ({d.doubt})" for name, d in decisions.items() if d.doubt]
     if doubts:
         warn_user(
@@ -342,13 +360,17 @@ def find_maxima(
     count = len(results) - len(probes)
     maxima = iter(results[count:])
     found = {
-        name: functools.reduce(larger, [next(maxima).reshape(*one.layers, one.heads) for one in calls])
+        name: functools.reduce(
+            larger, [next(maxima).reshape(*one.layers, one.heads) for one in calls]
+        )
         for name, calls in sites
     }
     return results[:count], found
 
 
-def _clippable(closed: ClosedJaxpr, arguments: Sequence[Any], call: str) -> list[tuple[str, list[Call]]]:
+def _clippable(
+    closed: ClosedJaxpr, arguments: Sequence[Any], call: str
+) -> list[tuple[str, list[Call]]]:
     """Name and calls of each attention that can be clipped."""
     trees = [arguments, *arguments] if len(arguments) > 1 else arguments
     ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in arguments), initial=0)
@@ -373,16 +395,16 @@ def _refused(attentions: Iterable[Attention]) -> str:
 def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueError:
     why = f": no attention can be clipped. {_refused(attentions)}"
     if not attentions:
-        why = (
-            " has no attention that trains: no softmax of a product of two activations, multiplied by a third"
-        )
+        why = " has no attention that trains: no softmax of a product of two activations, multiplied by a third"
     return ValueError(f"{call}{why}. Use {instead}.")
 
 
 def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
     """Named attentions with their calls; one that is called several times is one."""
     groups = attentions(walk)
-    roots = [module_of([paths[x.leaf] for x in (*group[0].spans, *group[0].terms)]) for group in groups]
+    roots = [
+        module_of([paths[x.leaf] for x in (*group[0].spans, *group[0].terms)]) for group in groups
+    ]
     found, named = [], Counter()
     for group, root in zip(groups, roots, strict=True):
         first = group[0]
@@ -394,8 +416,12 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
         named[name] += 1
         if named[name] > 1:  # heads of one projection, written one by one
             name = f"{name}:{named[name]}"
-        below = [paths[s.leaf].removeprefix(f"{root}/" if root and is_alone else "") for s in first.spans]
-        scales = tuple(dataclasses.replace(s.scale, path=x) for s, x in zip(first.spans, below, strict=True))
+        below = [
+            paths[s.leaf].removeprefix(f"{root}/" if root and is_alone else "") for s in first.spans
+        ]
+        scales = tuple(
+            dataclasses.replace(s.scale, path=x) for s, x in zip(first.spans, below, strict=True)
+        )
         stack = first.spans[0].stack
         path, signal = (re.escape(root), "max_logits") if is_alone else ("", name)
         public = Site(path=path, scales=scales, signal=signal, scan_axis=stack or None, exact=True)

@@ -99,11 +99,18 @@ def _in_other_units(node: Node, x: Logits, factor: float) -> Logits:
 
 
 def _of_sum(
-    graph: Graph, node: Node, which: Value, values: Sequence[Value], operands: Sequence[int], at: int
+    graph: Graph,
+    node: Node,
+    which: Value,
+    values: Sequence[Value],
+    operands: Sequence[int],
+    at: int,
 ) -> tuple[Logits, ...]:
     """Logits, operand number `at`, less their maximum, or with a mask; anything else that is added loses them."""
     name, first = node.name, values[at].logits[0]
-    maxima = [x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product]
+    maxima = [
+        x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product
+    ]
     is_second = (name, at) == ("sub", 1)
     added = products(v for k, v in enumerate(values) if k != at)
     if name in SUMS and name not in CHOICES and added - products([values[at]]):
@@ -115,11 +122,18 @@ def _of_sum(
         return (first._replace(shifted=(first.shifted or frozenset()) | axes),)
     changes = PARAMETER | FROZEN  # what a clip may change as well
     others = [v for k, v in enumerate(values) if k != at and v.depends_on & changes]
-    if name in CHOICES and first.raw < 0:  # the same logits, masked; to a sum they are something else
+    if (
+        name in CHOICES and first.raw < 0
+    ):  # the same logits, masked; to a sum they are something else
         same = first.product, first.raw, first.stage
         others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
     is_scaled = first.unit != 1.0  # what is added now has other units than what was
-    if others or is_scaled or first.shifted is not None or (first.raw >= 0 and which.depends_on & changes):
+    if (
+        others
+        or is_scaled
+        or first.shifted is not None
+        or (first.raw >= 0 and which.depends_on & changes)
+    ):
         return (lost(node, first),)
     # As they are here, not where they were scaled.
     raw = first.raw if name in CHOICES or first.raw >= 0 else operands[at]

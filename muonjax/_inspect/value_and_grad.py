@@ -67,7 +67,9 @@ def value_and_grad(
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
         library = functions_for(args[0]) if args else None
         if library is not None:
-            differentiated = library.value_and_grad_of_model(_with_max_logits, fun, argnums, has_aux)
+            differentiated = library.value_and_grad_of_model(
+                _with_max_logits, fun, argnums, has_aux
+            )
             return differentiated(*args, **kwargs)
         for argument in (args[i] for i in _chosen(argnums) if i < len(args)):
             _check_differentiable(_call(fun), argument)
@@ -109,10 +111,15 @@ def _with_max_logits(
             aux_leaves, aux_structure = jax.tree.flatten(aux)
             return [loss, *filter(_is_traced, aux_leaves)]
 
-        (loss, *results), max_logits = find_maxima(jax.make_jaxpr(traced)(*arguments), arguments, call)
+        (loss, *results), max_logits = find_maxima(
+            jax.make_jaxpr(traced)(*arguments), arguments, call
+        )
         arrays = iter(results)
         aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]
-        return loss, (jax.tree.unflatten(aux_structure, aux_leaves), max_logits) if has_aux else max_logits
+        return loss, (
+            jax.tree.unflatten(aux_structure, aux_leaves),
+            max_logits,
+        ) if has_aux else max_logits
 
     return measured
 

@@ -28,7 +28,9 @@ SUMS = ("add", "sub", "add_any", "complex", *CHOICES)
 # made of parameters and went through a `stop_gradient` is frozen.
 DATA, NOISE, PARAMETER, FROZEN, OF_PRODUCTS = 1, 2, 4, 8, 16
 
-Move: TypeAlias = Callable[[Layout], Layout | None]  # where entries go; None if nothing of the origin is left
+Move: TypeAlias = Callable[
+    [Layout], Layout | None
+]  # where entries go; None if nothing of the origin is left
 
 
 class Term(NamedTuple):
@@ -36,7 +38,9 @@ class Term(NamedTuple):
 
     leaf: int
     layout: Layout
-    inner: tuple[tuple[Run, ...], ...] = ()  # axes of the leaf over which products with other parameters sum
+    inner: tuple[
+        tuple[Run, ...], ...
+    ] = ()  # axes of the leaf over which products with other parameters sum
     noisy: bool = False  # multiplied by random numbers
 
 
@@ -66,7 +70,9 @@ class Product:
     added_up: set[Run] = dataclasses.field(default_factory=set)  # afterwards
     # Columns that the same einsum of several operands sums over later. In which order it multiplies depends on sizes.
     contracted: set[Run] = dataclasses.field(default_factory=set)
-    batches: set[Run] = dataclasses.field(default_factory=set)  # of a product with another parameter
+    batches: set[Run] = dataclasses.field(
+        default_factory=set
+    )  # of a product with another parameter
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
     # The parts that are used apart.
@@ -97,7 +103,9 @@ class Logits(NamedTuple):
     stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
     value: int = -1  # the logits that enter softmax, scaled and masked
     raw: int = -1  # the logits before data or constants were added, if any were
-    shifted: frozenset[int] | None = None  # axes of the product along which a subtracted maximum differs
+    shifted: frozenset[int] | None = (
+        None  # axes of the product along which a subtracted maximum differs
+    )
     lost: int = -1  # the first result that is something else: more is added, or scaled after it was
     # The largest number below zero that masks have added so far; None after a bias, whose numbers may be any.
     mask: float | None = -math.inf
@@ -157,26 +165,36 @@ class Value(NamedTuple):
         )
         return self._replace(terms=terms, images=images, logits=logits, marks=marks)
 
-    def repeated(self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]) -> Value:
+    def repeated(
+        self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]
+    ) -> Value:
         """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""
         return self.repeating(old).map(lambda layout: layout.pick(tuple(sources), shape))
 
     def repeating(self, shape: Sequence[int]) -> Value:
         """Before axes are added along which entries repeat."""
         known = any(m.what == "repeats" for m in self.marks) or not self.depends_on
-        return self if known else self._replace(marks=(*self.marks, Mark("repeats", whole(tuple(shape)))))
+        return (
+            self
+            if known
+            else self._replace(marks=(*self.marks, Mark("repeats", whole(tuple(shape)))))
+        )
 
     def axes(self, what: str) -> tuple[int, ...]:
         """The axes along which it is one hot, or counts, or repeats itself."""
         repeats = what == "repeats"
         found = [mark.layout for mark in self.marks if mark.what == what]
-        return tuple(k for x in found for k, n in enumerate(x.shape) if n > 1 and (k in x.varying) != repeats)
+        return tuple(
+            k for x in found for k, n in enumerate(x.shape) if n > 1 and (k in x.varying) != repeats
+        )
 
 
 class Side:
     """One operand of a product: its value, and which of its axes are summed over, are batches, are given."""
 
-    def __init__(self, value: Value, operand: int, rank: int, summed: Sequence[int], batch: Sequence[int]):
+    def __init__(
+        self, value: Value, operand: int, rank: int, summed: Sequence[int], batch: Sequence[int]
+    ):
         self.value, self.operand = value, operand
         self.summed, self.batch = tuple(summed), tuple(batch)
         self.given = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
@@ -227,7 +245,11 @@ class Side:
 def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
     """Each with another layout; those of which nothing is left, or known, are left out."""
     found = ((x, move(x.layout)) for x in items)
-    found = [(x, y) for x, y in found if y is not None and not (isinstance(x, Mark) and UNORDERED in y.loops)]
+    found = [
+        (x, y)
+        for x, y in found
+        if y is not None and not (isinstance(x, Mark) and UNORDERED in y.loops)
+    ]
     return tuple(
         x._replace(layout=y, biases=move_each(x.biases, move))
         if isinstance(x, Image)
@@ -241,7 +263,11 @@ def dependent(values: Iterable[Value]) -> Value:
     depends_on, scores, weights, no_rule = 0, -1, -1, -1
     for v in values:
         depends_on |= v.depends_on
-        scores, weights, no_rule = max(scores, v.scores), max(weights, v.weights), max(no_rule, v.no_rule)
+        scores, weights, no_rule = (
+            max(scores, v.scores),
+            max(weights, v.weights),
+            max(no_rule, v.no_rule),
+        )
     return Value(depends_on, scores=scores, weights=weights, no_rule=no_rule)
 
 

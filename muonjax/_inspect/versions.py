@@ -30,7 +30,9 @@ def bodies(eqn: JaxprEqn) -> list[tuple[str | int, Body]]:
         if isinstance(value, Jaxpr | ClosedJaxpr):
             found.append((name, value))
         elif isinstance(value, tuple):
-            found += [(i, body) for i, body in enumerate(value) if isinstance(body, Jaxpr | ClosedJaxpr)]
+            found += [
+                (i, body) for i, body in enumerate(value) if isinstance(body, Jaxpr | ClosedJaxpr)
+            ]
     return sorted(found, key=lambda entry: entry[0] == "cond_jaxpr")
 
 
@@ -73,7 +75,8 @@ def with_bodies(eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int) -> dict[s
     """An equation's parameters with `new` in place of its body or branches; each returns `count` values more."""
     old = bodies(eqn)
     kept = tuple(
-        x if isinstance(body, ClosedJaxpr) else x.jaxpr for x, (_, body) in zip(new, old, strict=True)
+        x if isinstance(body, ClosedJaxpr) else x.jaxpr
+        for x, (_, body) in zip(new, old, strict=True)
     )
     if eqn.primitive.name == "cond":
         return eqn.params | {"branches": kept}
@@ -87,7 +90,10 @@ def with_bodies(eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int) -> dict[s
         if name in params:
             params[name] = (*params[name], *[_unspecified()[name]] * count)
     if "out_memory_spaces" in params:
-        params["out_memory_spaces"] = (*params["out_memory_spaces"], *[jax.memory.Space.Device] * count)
+        params["out_memory_spaces"] = (
+            *params["out_memory_spaces"],
+            *[jax.memory.Space.Device] * count,
+        )
     return params
 
 

@@ -50,7 +50,10 @@ class MatrixFunction:
 
 
 def map_leaves(
-    f: Function | MatrixFunction, leaves: Sequence[jax.Array], views: Sequence[MatrixView], policy: Policy
+    f: Function | MatrixFunction,
+    leaves: Sequence[jax.Array],
+    views: Sequence[MatrixView],
+    policy: Policy,
 ) -> list[jax.Array]:
     """f on each matrix that `views` show in these leaves, as `map_groups`."""
     matrices = [view.to_matrices(x) for view, x in zip(views, leaves, strict=True)]
@@ -120,7 +123,9 @@ def _with_neighbors(
     merged: list[list[int]] = []
     for (m, *_), side in sides.items():
         small = [i for i in itertools.chain(*side) if policy.chunk_size(2, (m, longer[i])) > 1]
-        together = in_blocks and policy.goes_in_blocks(m, len(side), sum(len(matrices[i]) for i in small))
+        together = in_blocks and policy.goes_in_blocks(
+            m, len(side), sum(len(matrices[i]) for i in small)
+        )
         merged.append(side[0])
         for group in side[1:]:
             zeros = sum(len(matrices[i]) * (longer[group[0]] - longer[i]) for i in merged[-1])
@@ -211,11 +216,15 @@ def _map_in_blocks(
 
         def body(i, blocks):
             stop = jnp.asarray(stops)[i]
-            return f(Blocks(blocks, (size, m), max(lengths), stop - jnp.asarray(each)[i], stop)).blocks
+            return f(
+                Blocks(blocks, (size, m), max(lengths), stop - jnp.asarray(each)[i], stop)
+            ).blocks
 
         blocks = jnp.concatenate(parts).astype(at_least_float32(parts[0].dtype))
         blocks = jax.lax.fori_loop(0, len(each), body, blocks)
-        results = zip(tall, _unstacked(blocks, [len(part) for part in parts], platform), strict=True)
+        results = zip(
+            tall, _unstacked(blocks, [len(part) for part in parts], platform), strict=True
+        )
         return [y.reshape(len(x), -1, m)[:, : x.shape[1]].astype(x.dtype) for x, y in results]
 
     function = jax.custom_jvp(together)
@@ -223,7 +232,9 @@ def _map_in_blocks(
     return function(*tall)
 
 
-def _map_stack(f, stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "count m n"]:
+def _map_stack(
+    f, stack: Inexact[Array, "count m n"], policy: Policy
+) -> Inexact[Array, "count m n"]:
     chunks = _chunks(stack, policy)
     one = len(chunks) == 1
     return (f(chunks[0]) if one else _map_chunks(lambda x, _: f(x), chunks)).reshape(stack.shape)
@@ -233,14 +244,18 @@ def _map_chunks(f: Callable[[jax.Array, Any], jax.Array], chunks: jax.Array) -> 
     """f of each chunk and its number, in the chunk's place."""
 
     def body(step, chunks):
-        chunk = jax.lax.dynamic_index_in_dim(chunks, step, keepdims=False, allow_negative_indices=False)
+        chunk = jax.lax.dynamic_index_in_dim(
+            chunks, step, keepdims=False, allow_negative_indices=False
+        )
         y = f(chunk, step)
         return jax.lax.dynamic_update_index_in_dim(chunks, y, step, 0, allow_negative_indices=False)
 
     return jax.lax.fori_loop(0, len(chunks), body, chunks)
 
 
-def _chunks(stack: Inexact[Array, "count m n"], policy: Policy) -> Inexact[Array, "number *chunk m n"]:
+def _chunks(
+    stack: Inexact[Array, "count m n"], policy: Policy
+) -> Inexact[Array, "number *chunk m n"]:
     size = _chunk_size([stack], policy)
     # One matrix goes without a batch axis: products of batches of one take a slower way through XLA on a CPU.
     return stack if size == 1 else stack.reshape(-1, size, *stack.shape[1:])

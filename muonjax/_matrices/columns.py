@@ -37,7 +37,9 @@ class Blocks(NamedTuple):
 
     def block(self, j: jax.typing.ArrayLike) -> Inexact[Array, "m size"]:
         """Block number j of all."""
-        block = jax.lax.dynamic_index_in_dim(self.blocks, j, keepdims=False, allow_negative_indices=False)
+        block = jax.lax.dynamic_index_in_dim(
+            self.blocks, j, keepdims=False, allow_negative_indices=False
+        )
         return block.reshape(self.shape)
 
     def map(self, f: Function) -> Blocks:
@@ -45,11 +47,15 @@ class Blocks(NamedTuple):
 
         def body(j, blocks):
             block = f(self._replace(blocks=blocks).block(j)).reshape(-1)
-            return jax.lax.dynamic_update_index_in_dim(blocks, block, j, 0, allow_negative_indices=False)
+            return jax.lax.dynamic_update_index_in_dim(
+                blocks, block, j, 0, allow_negative_indices=False
+            )
 
         return self._replace(blocks=jax.lax.fori_loop(self.start, self.stop, body, self.blocks))
 
-    def sum(self, f: Function, add: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add) -> jax.Array:
+    def sum(
+        self, f: Function, add: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add
+    ) -> jax.Array:
         """f of each block of X, added to zero."""
         zero = jax.eval_shape(lambda: f(self.block(0)))
         # With the varying axes of X, inside of `jax.shard_map`.
@@ -68,4 +74,6 @@ def block_size(matrices: Sequence[tuple[int, int]], m: int) -> int:
     Zeros fill the last block of each. The fewest columns in all, where a block takes as long as 32 of them more.
     """
     sizes = {-(-n // parts) for _, n in matrices for parts in range(1, -(-n // m) + 1)}
-    return min(sizes, key=lambda size: sum(count * -(-n // size) * (size + 32) for count, n in matrices))
+    return min(
+        sizes, key=lambda size: sum(count * -(-n // size) * (size + 32) for count, n in matrices)
+    )

@@ -93,15 +93,21 @@ def resolve_dimension_numbers(
     if not jax.tree.leaves(tree):
         return []
     given = tree_of(MuonDimensionNumbers() if numbers is None else numbers, tree)
-    entries = broadcast_prefix(given, tree, is_leaf=_is_entry, call=call, what="the dimension numbers")
+    entries = broadcast_prefix(
+        given, tree, is_leaf=_is_entry, call=call, what="the dimension numbers"
+    )
     for entry in entries:
         if not _is_entry(entry):
-            raise TypeError(f"{call}: dimension numbers hold {entry!r}, not MuonDimensionNumbers or None.")
+            raise TypeError(
+                f"{call}: dimension numbers hold {entry!r}, not MuonDimensionNumbers or None."
+            )
     return [None if is_masked(entry) else entry for entry in entries]
 
 
 def _is_entry(x: Any) -> bool:
-    return x is None or isinstance(x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode))
+    return x is None or isinstance(
+        x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode)
+    )
 
 
 def matrix_pieces(numbers: DimensionNumbersTree, tree: Any, *, call: str) -> Pieces:
@@ -120,15 +126,30 @@ def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str)
     """The pieces of the i-th leaf, after all checks."""
     shape, dtype = tuple(leaf.shape), leaf.dtype
     if len(shape) < 2:
-        raise ValueError(f"{call} needs matrices, but {named} has shape {shape}; give it to Adam, by None.")
+        raise ValueError(
+            f"{call} needs matrices, but {named} has shape {shape}; give it to Adam, by None."
+        )
     if not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
-        raise TypeError(f"{call} needs float or complex leaves, but {named} is {dtype}; see optax.masked.")
+        raise TypeError(
+            f"{call} needs float or complex leaves, but {named} is {dtype}; see optax.masked."
+        )
     if jax.numpy.finfo(dtype).bits < 16:
-        raise TypeError(f"{call}: {named} is {dtype}, whose few bits round steps away; train in float32.")
+        raise TypeError(
+            f"{call}: {named} is {dtype}, whose few bits round steps away; train in float32."
+        )
     reduction = _checked_axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
     output = _checked_axes(call, named, "output_axis", numbers.output_axis, shape)
-    if not reduction or not output or len({*reduction, *output}) != len(reduction + output) or 0 in shape:
-        why = "has an empty dimension" if 0 in shape else "needs disjoint axes for its sides, none twice"
+    if (
+        not reduction
+        or not output
+        or len({*reduction, *output}) != len(reduction + output)
+        or 0 in shape
+    ):
+        why = (
+            "has an empty dimension"
+            if 0 in shape
+            else "needs disjoint axes for its sides, none twice"
+        )
         raise ValueError(f"{call}: {named} of shape {shape} {why}, got {numbers}.")
     if not isinstance(numbers, FusedDimensionNumbers):
         return [Piece(i, view_of(shape, reduction, output))]
@@ -151,24 +172,34 @@ def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str)
     return found
 
 
-def _checked_axes(call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _checked_axes(
+    call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]
+) -> tuple[int, ...]:
     try:
         axes = tuple(map(operator.index, value if isinstance(value, Sequence) else (value,)))
     except TypeError:
-        raise TypeError(f"{call}: {name}={value!r} must be an axis, a whole number, or several.") from None
+        raise TypeError(
+            f"{call}: {name}={value!r} must be an axis, a whole number, or several."
+        ) from None
     for axis in axes:
         if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"{call}: {name}={value!r} names axis {axis}, but {leaf} has shape {shape}.")
+            raise ValueError(
+                f"{call}: {name}={value!r} names axis {axis}, but {leaf} has shape {shape}."
+            )
     return tuple(axis % len(shape) for axis in axes)
 
 
-def view_of(shape: Ints, reduction: Ints, output: Ints, cut: int | None = None, parts: int = 1) -> MatrixView:
+def view_of(
+    shape: Ints, reduction: Ints, output: Ints, cut: int | None = None, parts: int = 1
+) -> MatrixView:
     """The view of a leaf of this shape by checked axes, one of which may be cut into equal parts."""
     cut_shape = shape
     if cut is not None:
         # (..., parts * size, ...) -> (..., parts, size, ...): the parts become a batch axis.
         cut_shape = (*shape[:cut], parts, shape[cut] // parts, *shape[cut + 1 :])
-        reduction, output = (tuple(axis + (axis >= cut) for axis in axes) for axes in (reduction, output))
+        reduction, output = (
+            tuple(axis + (axis >= cut) for axis in axes) for axes in (reduction, output)
+        )
     batch = tuple(axis for axis in range(len(cut_shape)) if axis not in reduction + output)
     return MatrixView(shape, cut_shape, batch, reduction, output, cut)
 
@@ -192,7 +223,9 @@ class Piece(NamedTuple):
             return jax.ShapeDtypeStruct(self.view.leaf_shape, x.dtype)
         x = _in_stretches(whole_along(x, self.axis, self.step if self.repeats == 1 else None), self)
         size = self.view.leaf_shape[self.axis] // self.repeats
-        part = jax.lax.slice_in_dim(x, self.start, self.start + size, axis=self.axis + (self.repeats > 1))
+        part = jax.lax.slice_in_dim(
+            x, self.start, self.start + size, axis=self.axis + (self.repeats > 1)
+        )
         return part.reshape(self.view.leaf_shape)
 
 
@@ -252,19 +285,27 @@ class MatrixView(NamedTuple):
         """`leaf` in `shape`. With explicit axis types a fused axis is gathered: shards need not end where parts do."""
         return (leaf if self.cut is None else whole_along(leaf, self.cut)).reshape(self.shape)
 
-    def join(self, split: Inexact[Array, "*split"], like: Inexact[Array, "*leaf"]) -> Inexact[Array, "*leaf"]:
+    def join(
+        self, split: Inexact[Array, "*split"], like: Inexact[Array, "*leaf"]
+    ) -> Inexact[Array, "*leaf"]:
         """The inverse of `split`, sharded as `like`."""
         leaf = split.reshape(self.leaf_shape)
         return leaf if self.cut is None else sharded_like(leaf, like)
 
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
         """The leaf as a stack of matrices."""
-        return leaf.reshape(self.shape).transpose(self._order).reshape(self.batch, self.fan_in, self.fan_out)
+        return (
+            leaf.reshape(self.shape)
+            .transpose(self._order)
+            .reshape(self.batch, self.fan_in, self.fan_out)
+        )
 
     def to_leaf(self, matrices: Inexact[Array, "batch fan_in fan_out"]) -> jax.Array:
         """The inverse of `to_matrices`."""
         inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
-        return matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
+        return (
+            matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
+        )
 
 
 class Pieces(list[Piece]):
@@ -313,5 +354,7 @@ class Pieces(list[Piece]):
         arrays = jax.tree.leaves(state)
         found = [jax.numpy.shape(array) for array in arrays]
         if found != [*shapes]:
-            raise ValueError(f"{call}: the state has shapes {found[:9]}, these updates need {[*shapes][:9]}.")
+            raise ValueError(
+                f"{call}: the state has shapes {found[:9]}, these updates need {[*shapes][:9]}."
+            )
         return arrays

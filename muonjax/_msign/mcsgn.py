@@ -67,7 +67,9 @@ def mcsgn(
     """
     x = matrices("mcsgn", x)
     if x.shape[-2] != x.shape[-1]:
-        raise ValueError(f"mcsgn(x) needs square matrices, got shape {x.shape}; msign takes others.")
+        raise ValueError(
+            f"mcsgn(x) needs square matrices, got shape {x.shape}; msign takes others."
+        )
     rows = CONVERGED if coefficients is None else checked_rows("mcsgn", coefficients)
     dot = product_of("mcsgn", x, precision)
     if x.size == 0:

@@ -62,11 +62,15 @@ def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float
         return np.array(classical) / upper**powers, 0.0
     signs = (-1.0) ** np.arange(len(powers) + 1)
     # Extrema of Chebyshev's polynomial: exact in the limit lower -> upper.
-    nodes = (lower + upper) / 2 - (upper - lower) / 2 * np.cos(np.pi * np.arange(len(signs)) / len(powers))
+    nodes = (lower + upper) / 2 - (upper - lower) / 2 * np.cos(
+        np.pi * np.arange(len(signs)) / len(powers)
+    )
     row, error, previous = [], math.inf, math.nan
     while not abs(error - previous) <= 1e-15:
         previous = error
-        *row, error = np.linalg.solve(np.column_stack([nodes[:, None] ** powers, signs]), np.ones(len(signs)))
+        *row, error = np.linalg.solve(
+            np.column_stack([nodes[:, None] ** powers, signs]), np.ones(len(signs))
+        )
         squares = np.polynomial.polynomial.polyroots(powers * row)  # where the derivative is zero
         nodes = np.array([lower, *np.sqrt(np.sort(squares.real)), upper])
     return np.array(row), error
@@ -116,8 +120,20 @@ def polar_express(
     num_steps = whole_number("polar_express", "num_steps", num_steps, 1, " of steps, at least 1.")
     check_range("polar_express", "lower", lower, "in (0, 1)", ": the largest singular value is 1.")
     check_range("polar_express", "cushion", cushion, "in [0, 1)", "; 0 turns it off.")
-    check_range("polar_express", "safety", safety, "in [1.005, 2]", ": rounding must not leave the interval.")
-    given = (5,) * num_steps if degrees is None else tuple(degrees) if isinstance(degrees, Sequence) else ()
+    check_range(
+        "polar_express",
+        "safety",
+        safety,
+        "in [1.005, 2]",
+        ": rounding must not leave the interval.",
+    )
+    given = (
+        (5,) * num_steps
+        if degrees is None
+        else tuple(degrees)
+        if isinstance(degrees, Sequence)
+        else ()
+    )
     if len(given) != num_steps or any(degree not in (3, 5) for degree in given):
         raise ValueError(
             f"polar_express(degrees={degrees!r}) needs a 3 or a 5 for each of {num_steps} steps."
@@ -157,7 +173,9 @@ def checked_rows(call: str, coefficients: Any) -> Coefficients:
             f"{call}(coefficients={coefficients!r}) needs rows of three numbers (a, b, c)."
         ) from error
     if not rows or not all(math.isfinite(v) for row in rows for v in row):
-        raise ValueError(f"{call}(coefficients={coefficients!r}) needs at least one row, all of it finite.")
+        raise ValueError(
+            f"{call}(coefficients={coefficients!r}) needs at least one row, all of it finite."
+        )
     return rows
 
 

@@ -109,7 +109,9 @@ def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
     return map_columns(lambda x: x - dot(dot(v, d), dot(adjoint(v), x)), x)
 
 
-@functools.partial(jax.jit, static_argnames=("rank", "platform"))  # one trace, whatever the longer side of X
+@functools.partial(
+    jax.jit, static_argnames=("rank", "platform")
+)  # one trace, whatever the longer side of X
 def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str) -> Deflation:
     """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
 
@@ -148,7 +150,9 @@ def _map_to_one_target(
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
     # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, off its diagonal.
     residual = dot(av - dot(v, h), dot(d, inverse))
-    return h, scaled(d, jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)))
+    return h, scaled(
+        d, jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual))
+    )
 
 
 def _mean_of_largest(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
@@ -190,7 +194,9 @@ def inverse_root(h: jax.Array) -> jax.Array:
 
     def step(t, carry):
         r, q = carry
-        a, b, c = jax.lax.dynamic_index_in_dim(rows, t, keepdims=False, allow_negative_indices=False)
+        a, b, c = jax.lax.dynamic_index_in_dim(
+            rows, t, keepdims=False, allow_negative_indices=False
+        )
         p = a * eye + b * r + c * dot(r, r)
         return hermitian_part(dot(dot(p, r), p)), hermitian_part(dot(q, p))
 
@@ -222,7 +228,9 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.
     mask = on_diagonal(gram)
     diagonal = jnp.sum(jnp.where(mask, gram.real, 0), -1)
-    delta = ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + tiny)
+    delta = (
+        ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + tiny)
+    )
     return jnp.where(mask, gram + delta[..., None, None].astype(gram.dtype), gram)
 
 
@@ -246,4 +254,6 @@ def _like(
     a: Inexact[Array, "*batch m #k"], value: Inexact[Array, "*#batch m k"]
 ) -> Inexact[Array, "*batch m k"]:
     """`value` with the batch, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
-    return jnp.zeros_like(a) + jnp.expand_dims(value.astype(a.dtype), tuple(range(a.ndim - value.ndim)))
+    return jnp.zeros_like(a) + jnp.expand_dims(
+        value.astype(a.dtype), tuple(range(a.ndim - value.ndim))
+    )

@@ -50,7 +50,11 @@ _TOLERATED = 1e-2
 
 
 def iterate(
-    x: Any, settings: NewtonSchulz, policy: Policy, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
+    x: Any,
+    settings: NewtonSchulz,
+    policy: Policy,
+    dtype: jnp.dtype,
+    axis_name: tuple[str, ...] = (),
 ) -> Any:
     """X with m <= n, n counted over `axis_name` -> its orthogonalization, in `dtype`: float32 or wider.
 
@@ -185,7 +189,9 @@ def power_of_two_scale(
 def _scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*batch 1 1"]:
     """The power of two that brings a matrix's largest entry into [0.5, 1); see `power_of_two_scale`."""
     info = jnp.finfo(largest.dtype)
-    largest = jnp.where((largest >= info.tiny) & (largest < jnp.inf), largest, jnp.ones_like(largest))
+    largest = jnp.where(
+        (largest >= info.tiny) & (largest < jnp.inf), largest, jnp.ones_like(largest)
+    )
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
     # By bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
     bias = info.maxexp - 1

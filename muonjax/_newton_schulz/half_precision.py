@@ -83,7 +83,9 @@ def iterate(
         if t in restarts:
             # z <- gain (1 + T) z
             z = (gain * (_wide(z) + _wide(products.rounded(total, z)))).astype(z.dtype)
-            z = jax.lax.optimization_barrier(z)  # or XLA would keep all that it is made of for its later uses
+            z = jax.lax.optimization_barrier(
+                z
+            )  # or XLA would keep all that it is made of for its later uses
             r, r2 = products.gram(z), None
             total, gain = None, 1.0
 
@@ -103,7 +105,11 @@ def iterate(
             r = products.symmetric(once, q, c=once, alpha=a**2, beta=a**2)
             r2 = None
         # 1 + T <- (1 + Q) (1 + T)
-        total = q if total is None else products.symmetric(jax.lax.optimization_barrier(q), total, total + q)
+        total = (
+            q
+            if total is None
+            else products.symmetric(jax.lax.optimization_barrier(q), total, total + q)
+        )
         gain *= a
 
     # No step multiplies the error of the last map, so this is rounded as gain sqrt(u) (1 + T).

@@ -51,13 +51,17 @@ def newton_schulz(
     """
     settings = settings_of(settings, "newton_schulz", "x, settings")
     if not hasattr(x, "ndim"):
-        raise TypeError(f"newton_schulz(x) needs an array, got {type(x).__name__}; give jnp.asarray(x).")
+        raise TypeError(
+            f"newton_schulz(x) needs an array, got {type(x).__name__}; give jnp.asarray(x)."
+        )
     if x.ndim < 2:
         raise ValueError(
             f"newton_schulz(x) needs a matrix, got shape {x.shape}; give a bias to Adam instead."
         )
     if 0 in x.shape:
-        raise ValueError(f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor.")
+        raise ValueError(
+            f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor."
+        )
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
     axes = mesh_axes("newton_schulz", "axis_name", axis_name)

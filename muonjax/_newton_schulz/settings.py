@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._common.arguments import check_choice, explains_keywords, given_dtype, whole_number
-from muonjax._newton_schulz.coefficients import Coefficients, checked_rows, polar_express, polar_express_rows
+from muonjax._newton_schulz.coefficients import (
+    Coefficients,
+    checked_rows,
+    polar_express,
+    polar_express_rows,
+)
 from pallas_kernels._api import IMPLEMENTATIONS
 
 Form = Literal["auto", "standard", "gram"]
@@ -47,7 +52,9 @@ class _Presets(type):
     """Names the presets if another name is asked for."""
 
     def __getattr__(cls, name: str) -> Any:
-        raise AttributeError(f"NewtonSchulz has no preset {name!r}; there are accurate, balanced, fast.")
+        raise AttributeError(
+            f"NewtonSchulz has no preset {name!r}; there are accurate, balanced, fast."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +102,9 @@ class NewtonSchulz(metaclass=_Presets):
         call = "NewtonSchulz"
         if not isinstance(self.coefficients, Steps):
             keep("coefficients", checked_rows(call, self.coefficients))
-        directions = whole_number(call, "deflation", self.deflation, 0, " of directions; 0 turns it off.")
+        directions = whole_number(
+            call, "deflation", self.deflation, 0, " of directions; 0 turns it off."
+        )
         keep("deflation", directions)
         for name, known in (
             ("form", get_args(Form)),
@@ -104,7 +113,9 @@ class NewtonSchulz(metaclass=_Presets):
         ):
             check_choice(call, name, getattr(self, name), known)
         if self.compute_dtype is not None:
-            wanted = "one of bfloat16, float32, float64: others lack the range for products of products"
+            wanted = (
+                "one of bfloat16, float32, float64: others lack the range for products of products"
+            )
             keep(
                 "compute_dtype",
                 given_dtype(call, "compute_dtype", self.compute_dtype, _COMPUTE_DTYPES, wanted),
@@ -154,7 +165,9 @@ class NewtonSchulz(metaclass=_Presets):
 def settings_of(given: Any, call: str, name: str = "newton_schulz") -> NewtonSchulz:
     """The settings that are given, `NewtonSchulz()` for None; for all else an error in the name of `call`."""
     if not isinstance(given, NewtonSchulz | None):
-        raise TypeError(f"{call}({name}={given!r}) must be a NewtonSchulz, such as NewtonSchulz.fast().")
+        raise TypeError(
+            f"{call}({name}={given!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
+        )
     return NewtonSchulz() if given is None else given
 
 

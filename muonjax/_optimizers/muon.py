@@ -103,7 +103,9 @@ def _orthogonalized(
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
             trace(decay, nesterov, mu_dtype, distribution=distribution),
-            orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution),
+            orthogonalize(
+                dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution
+            ),
             # `trace` moves its own state, and `orthogonalize` has none.
             *(offload(member(dimension_numbers=numbers)) for member in members),
             *map(offload, end),
@@ -207,7 +209,9 @@ def normuon(
     check_range("normuon", "neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
     check_range("normuon", "rms", rms, "positive and finite", _USUAL_RMS)
     members = partial(normalize_neurons, neuron_decay), partial(match_rms, rms)
-    return _decayed("normuon", learning_rate, program, weight_decay, weight_decay_mask, settings, *members)
+    return _decayed(
+        "normuon", learning_rate, program, weight_decay, weight_decay_mask, settings, *members
+    )
 
 
 @explains_keywords("muonh", _orthogonalized)
@@ -250,13 +254,17 @@ def muonh(
     """
     check_rates("muonh", learning_rate=learning_rate)
     if adam_learning_rate is None and settings.get("adam") is None:
-        raise ValueError("muonh(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3.")
+        raise ValueError(
+            "muonh(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3."
+        )
     if adam_learning_rate is not None:
         check_rates("muonh", adam_learning_rate=adam_learning_rate)
 
     adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
     others = _adamw(adam_rate, 0.0, None, mu_dtype=settings.get("mu_dtype"))
-    return _orthogonalized("muonh", [partial(hyperball, learning_rate)], (), others, program, **settings)
+    return _orthogonalized(
+        "muonh", [partial(hyperball, learning_rate)], (), others, program, **settings
+    )
 
 
 def _decayed(
@@ -293,7 +301,12 @@ def _adamw(
         is_int8 = mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
         adam_dtype = None if is_int8 else mu_dtype
         return adamw(
-            learning_rate, b2=0.95, eps=_adam_eps(tree), weight_decay=decay, mask=own, mu_dtype=adam_dtype
+            learning_rate,
+            b2=0.95,
+            eps=_adam_eps(tree),
+            weight_decay=decay,
+            mask=own,
+            mu_dtype=adam_dtype,
         )
 
     return of_tree
@@ -417,7 +430,9 @@ def adamclip(
 def _check_adamw(*, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
     check_flag("adamclip", "nesterov", nesterov)
     if mu_dtype is not None:
-        given_dtype("adamclip", "mu_dtype", mu_dtype, WIDE_FLOATS, "a float type of 16 bits or more")
+        given_dtype(
+            "adamclip", "mu_dtype", mu_dtype, WIDE_FLOATS, "a float type of 16 bits or more"
+        )
     for name in numbers.keys() & {"b1", "b2"}:
         check_range("adamclip", name, numbers.pop(name), "in [0, 1)", ".")
     check_rates("adamclip", **numbers)
@@ -430,7 +445,9 @@ def _clipped(
     chain = optax.chain(optimizer, clip.transformation())
     own: Any = optimizer.init({})
 
-    def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
+    def update(
+        updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any
+    ):
         check_update(clip.call, updates, state, params, unnamed)
         pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
         if not (pair and len(state[0]) == len(own)):

@@ -11,7 +11,11 @@ import optax
 from muonjax._common.arguments import check_update, other_state, warn_user
 from muonjax._common.platform import sharded_like
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
-from muonjax._matrices.matrix_view import DimensionNumbersTree, matrix_pieces, resolve_dimension_numbers
+from muonjax._matrices.matrix_view import (
+    DimensionNumbersTree,
+    matrix_pieces,
+    resolve_dimension_numbers,
+)
 from muonjax._mesh.host_memory import offload
 from muonjax._names.dimension_numbers import numbers_tree, routes
 from muonjax._names.parameters import check_parameters
@@ -34,7 +38,9 @@ def partition_by_route(
     """
     last: Any = None, None  # the last tree, as `_kinds` tells it, and its partition
 
-    def decide(tree: Any, params: Any, *, warn: bool = False) -> optax.GradientTransformationExtraArgs:
+    def decide(
+        tree: Any, params: Any, *, warn: bool = False
+    ) -> optax.GradientTransformationExtraArgs:
         nonlocal last
         # For the whole tree: routing looks at the neighbors of a leaf, which a partition hides.
         numbers, labels = _route(dimension_numbers, tree, params, call, warn=warn)
@@ -52,7 +58,9 @@ def partition_by_route(
     def init(params: optax.Params):
         return decide(params, params, warn=True).init(params)
 
-    def update(updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any):
+    def update(
+        updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any
+    ):
         check_update(call, updates, state, params, unnamed)
         params = _with_gradients(updates, params, call)
         kinds, partition = last
@@ -82,7 +90,9 @@ def _kinds(*trees: Any) -> list[Any]:
 def check_program(call: str, argument: str, given: Any) -> None:
     """Raise for a setting without its name, or parameters, in place of a program or a tree."""
     for leaf in jax.tree.leaves(given, is_leaf=lambda x: hasattr(x, "reduction_axis")):
-        if not (hasattr(leaf, "reduction_axis") or hasattr(leaf, "dimension_numbers") or callable(leaf)):
+        if not (
+            hasattr(leaf, "reduction_axis") or hasattr(leaf, "dimension_numbers") or callable(leaf)
+        ):
             injected = f" optax.inject_hyperparams takes a function for a schedule: give it static_args={argument!r}."
             raise TypeError(
                 f"{call}({argument}={reprlib.repr(given)}) must be what muonjax.inspect(loss_fn, params, batch) "
@@ -113,7 +123,9 @@ def _route(given: Any, tree: Any, params: Any, call: str, *, warn: bool) -> tupl
         matrix_pieces(numbers, tree, call=call)
     elif warn and flat:
         what = "params" if given is None else "params, program"
-        warn_user(f"{call}: none of the parameters is a matrix for Muon; muonjax.tabulate({what}) says why.")
+        warn_user(
+            f"{call}: none of the parameters is a matrix for Muon; muonjax.tabulate({what}) says why."
+        )
     trained = map(_is_trainable, jax.tree.leaves(params))
     labels = treedef.unflatten(
         "muon" if n is not None else "adam" if floating else "fixed"
@@ -130,16 +142,24 @@ def _with_gradients(updates: Any, params: Any, call: str) -> Any:
     found, given = flatten_paths(updates), flatten_paths(params)
     fixed = {path for path in given if path not in found and not _is_trainable(given[path])}
     if fixed and given.keys() - fixed == found.keys():
-        params = jax.tree.structure(updates, is_leaf=is_masked).unflatten(given[path] for path in found)
+        params = jax.tree.structure(updates, is_leaf=is_masked).unflatten(
+            given[path] for path in found
+        )
     elif lone := [path for path in (*given, *found) if not (path in found and path in given)]:
-        what = "gradient without a parameter" if lone[0] in found else "parameter without a gradient"
-        raise ValueError(f"{call}: {lone[0]!r} is a {what}; update(grads, state, params) needs equal trees.")
+        what = (
+            "gradient without a parameter" if lone[0] in found else "parameter without a gradient"
+        )
+        raise ValueError(
+            f"{call}: {lone[0]!r} is a {what}; update(grads, state, params) needs equal trees."
+        )
     for path, gradient in found.items():
         if is_masked(gradient) or is_masked(given[path]):
             continue
         got, want = jnp.shape(gradient), jnp.shape(given[path])
         if got != want:
-            raise ValueError(f"{call}: the gradient of {path!r} has shape {got}, the parameter {want}.")
+            raise ValueError(
+                f"{call}: the gradient of {path!r} has shape {got}, the parameter {want}."
+            )
     return params
 
 
@@ -152,7 +172,10 @@ def _check_state(state: Any, expected: Any, call: str) -> None:
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
         raise ValueError(other_state(call, state))
     check_kind(call, state, has_int8(expected))
-    paths = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in jax.tree.leaves_with_path(expected)]
+    paths = [
+        (jax.tree_util.keystr(path), leaf.shape)
+        for path, leaf in jax.tree.leaves_with_path(expected)
+    ]
     found = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
     if found != [shape for _, shape in paths]:
         pairs = zip(paths, found, strict=False)

@@ -89,7 +89,9 @@ def ema_nesterov(
 
     def init(params: optax.Params) -> EmaNesterovState:
         state = inner.init(params)
-        if _members(state, lambda node: hasattr(node, "maxima") or isinstance(node, optax.MultiStepsState)):
+        if _members(
+            state, lambda node: hasattr(node, "maxima") or isinstance(node, optax.MultiStepsState)
+        ):
             raise ValueError(
                 "ema_nesterov(inner): a clip or optax.MultiSteps is inside; put the clip after it, "
                 "optax.chain(ema_nesterov(...), qk_clip(...)), and optax.MultiSteps around it."
@@ -98,7 +100,9 @@ def ema_nesterov(
         ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params)
         return EmaNesterovState(state, count, at(count), ema)
 
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ):
         updates, after = inner.update(updates, state.inner, params, **extra_args)
 
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -141,11 +145,15 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
     """
     found = _members(state, lambda node: isinstance(node, EmaNesterovState))
     if len(found) != 1:
-        raise ValueError(f"ema_nesterov_params(state, params) needs one ema_nesterov, not {len(found)}.")
+        raise ValueError(
+            f"ema_nesterov_params(state, params) needs one ema_nesterov, not {len(found)}."
+        )
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
     means = jax.tree.leaves(found[0].ema)
     if [p.shape for p in leaves] != [m.shape for m in means]:
-        raise ValueError("ema_nesterov_params(state, params): params have other shapes than the state.")
+        raise ValueError(
+            "ema_nesterov_params(state, params): params have other shapes than the state."
+        )
     beta = unboxed(found[0].beta)
     pairs = zip(leaves, means, strict=True)
     weights = [(p.astype(m.dtype) - scaled(m, beta)).astype(p.dtype) for p, m in pairs]

@@ -52,7 +52,9 @@ def cautious_weight_decay(
     mask = fitted_mask("cautious_weight_decay", "mask", mask)
     decay = optax.add_decayed_weights(weight_decay, mask)
 
-    def agreeing(u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]) -> Num[Array, "*leaf"] | None:
+    def agreeing(
+        u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]
+    ) -> Num[Array, "*leaf"] | None:
         """The weight where its sign is the update's, else 0."""
         if u is None:
             return None
@@ -151,11 +153,15 @@ def hyperball(
                     f"{leaf}; for the shapes of the state call jax.eval_shape(tx.init, params)."
                 )
         weights = pieces.of(params)
-        kept = [_rms(_wide(w, piece.view), piece.view) for w, piece in zip(weights, pieces, strict=True)]
+        kept = [
+            _rms(_wide(w, piece.view), piece.view) for w, piece in zip(weights, pieces, strict=True)
+        ]
         for piece, rms in zip(pieces, kept, strict=True):
             if not isinstance(rms, Tracer) and not bool((rms > 0).all()):
                 where = jax.tree_util.keystr(paths_and_leaves[piece.leaf][0])
-                raise ValueError(f"hyperball: {where} has a matrix of zeros; start it from random numbers.")
+                raise ValueError(
+                    f"hyperball: {where} has a matrix of zeros; start it from random numbers."
+                )
         return HyperballState(rate.init(jnp.zeros(())), pieces.as_state(kept))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
@@ -189,9 +195,13 @@ def _rms(x: Inexact[Array, "*split"], view: MatrixView) -> Float[Array, "*#split
 
     Sums of three scales together are one pass, and one all-reduce; the largest entry would have to be known before.
     """
-    square, large, small = (_mean(jnp.abs(factor * x) ** 2, view) for factor in (1.0, _SMALL, 1 / _SMALL))
+    square, large, small = (
+        _mean(jnp.abs(factor * x) ** 2, view) for factor in (1.0, _SMALL, 1 / _SMALL)
+    )
     large, small = jnp.sqrt(large) / _SMALL, jnp.sqrt(small) * _SMALL
-    return jnp.where(square < _SMALL, small, jnp.where(square > 1 / _SMALL, large, jnp.sqrt(square)))
+    return jnp.where(
+        square < _SMALL, small, jnp.where(square > 1 / _SMALL, large, jnp.sqrt(square))
+    )
 
 
 def _step(
@@ -203,7 +213,9 @@ def _step(
 ) -> tuple[Inexact[Array, "*leaf"], Float[Array, "*sphere"]]:
     """What to add to W, and the root mean square that it keeps."""
     w, u = _wide(weight, view), _wide(leaf, view)
-    kept = jnp.asarray(kept, jnp.finfo(w.dtype).dtype)  # a checkpoint may have been restored in another dtype
+    kept = jnp.asarray(
+        kept, jnp.finfo(w.dtype).dtype
+    )  # a checkpoint may have been restored in another dtype
     unit = jnp.where(kept > 0, kept, 1)  # of all sizes below but the update's
     w = w / unit
     size, length = _rms(w, view), _rms(u, view)

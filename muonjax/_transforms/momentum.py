@@ -117,7 +117,9 @@ def trace(
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
         return ahead.astype(update_dtype), new.astype(dtype or m.dtype)
 
-    def int8_step(g: jax.Array, values: jax.Array, scale: jax.Array, *, decay: Any) -> tuple[jax.Array, ...]:
+    def int8_step(
+        g: jax.Array, values: jax.Array, scale: jax.Array, *, decay: Any
+    ) -> tuple[jax.Array, ...]:
         ahead, new = wide_step(g, dequantize(values, scale), decay)
         return ahead.astype(g.dtype), *quantize(new)
 
@@ -140,7 +142,9 @@ def trace(
 
     def init(params: optax.Params) -> Any:
         momentum = init_momentum(params)
-        return ScheduledTraceState(jnp.zeros([], jnp.int32), momentum) if callable(decay) else momentum
+        return (
+            ScheduledTraceState(jnp.zeros([], jnp.int32), momentum) if callable(decay) else momentum
+        )
 
     def value_and_count(_: Any, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         assert callable(decay)
@@ -167,7 +171,10 @@ def check_decay(call: str, decay: Any) -> None:
     check_range(call, "decay", decay, "in [0, 1)", why, schedule=True)
 
 
-_MOMENTUM = (*WIDE_FLOATS, jnp.complexfloating, jnp.int8), "a float type of 16 bits or more, or jnp.int8"
+_MOMENTUM = (
+    (*WIDE_FLOATS, jnp.complexfloating, jnp.int8),
+    "a float type of 16 bits or more, or jnp.int8",
+)
 
 
 def momentum_dtype(call: str, name: str, given: Any) -> Any:
@@ -193,7 +200,9 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
 
 def block_size(length: int) -> int:
     """The largest divisor of the length from 64 to 128, so that no block is cut; else the whole axis."""
-    return next((size for size in range(min(length, 128), 63, -1) if length % size == 0), max(length, 1))
+    return next(
+        (size for size in range(min(length, 128), 63, -1) if length % size == 0), max(length, 1)
+    )
 
 
 def _in_blocks(x: jax.Array) -> jax.Array:
@@ -209,10 +218,14 @@ def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Ar
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
     # Zeros are divided too: a branch would be one more kernel on a GPU.
     scale = jnp.maximum(largest, _SMALLEST) / _LARGEST
-    return jnp.round(blocks / scale[..., None].astype(x.dtype)).astype(jnp.int8).reshape(x.shape), scale
+    return jnp.round(blocks / scale[..., None].astype(x.dtype)).astype(jnp.int8).reshape(
+        x.shape
+    ), scale
 
 
-def dequantize(values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]) -> Float32[Array, "*leaf"]:
+def dequantize(
+    values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]
+) -> Float32[Array, "*leaf"]:
     """The inverse of `quantize`, up to its rounding."""
     return (_in_blocks(values).astype(jnp.float32) * scale[..., None]).reshape(values.shape)
 
@@ -245,7 +258,9 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
     dtype = given_dtype("cast_momentum", "dtype", dtype, *_MOMENTUM)
     nodes, treedef = jax.tree.flatten(state, is_leaf=_is_trace)
     if not any(map(_is_trace, nodes)):
-        raise ValueError("cast_momentum(state) finds no momentum; give the state of muon or of trace.")
+        raise ValueError(
+            "cast_momentum(state) finds no momentum; give the state of muon or of trace."
+        )
 
     def cast(node: Any) -> Any:
         if not _is_trace(node):
@@ -268,7 +283,9 @@ def _check_real(tree: Any, call: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             name = jax.tree_util.keystr(path)
-            raise TypeError(f"{call}: int8 momentum has no imaginary part, and {name} is {leaf.dtype}.")
+            raise TypeError(
+                f"{call}: int8 momentum has no imaginary part, and {name} is {leaf.dtype}."
+            )
 
 
 def has_int8(state: Any) -> bool | None:
@@ -282,4 +299,6 @@ def check_kind(call: str, state: Any, wanted: bool | None) -> None:
     found = has_int8(state)
     if None not in (found, wanted) and found != wanted:
         held, name = ("a float type", "jnp.int8") if wanted else ("int8", "jnp.float32")
-        raise ValueError(f"{call}: this momentum is in {held}; see muonjax.cast_momentum(state, {name}).")
+        raise ValueError(
+            f"{call}: this momentum is in {held}; see muonjax.cast_momentum(state, {name})."
+        )

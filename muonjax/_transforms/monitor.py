@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 
 Groups = Callable[[str], str | None]
 
-STATISTICS = ("update_rms", "weight_rms", "update_to_weight", "momentum_norm", "orthogonality", "non_finite")
+STATISTICS = (
+    "update_rms",
+    "weight_rms",
+    "update_to_weight",
+    "momentum_norm",
+    "orthogonality",
+    "non_finite",
+)
 
 
 class MonitorState(NamedTuple):
@@ -104,36 +111,48 @@ def monitor(
     """
     check_transformation("monitor(inner", inner)
     if not (groups is None or callable(groups)):
-        raise TypeError(f"monitor(groups={groups!r}) must be a function from a leaf's path to its group.")
+        raise TypeError(
+            f"monitor(groups={groups!r}) must be a function from a leaf's path to its group."
+        )
     every_k = whole_number("monitor", "every_k", every_k, 1, " of steps, at least 1.")
     inner = optax.with_extra_args_support(inner)
-    matrices = functools.partial(matrix_pieces, by_names if program is None else program, call="monitor")
+    matrices = functools.partial(
+        matrix_pieces, by_names if program is None else program, call="monitor"
+    )
 
     def init(params: optax.Params) -> MonitorState:
         state, pieces = inner.init(params), matrices(params)
         _check_matrices(state, params, {piece.leaf for piece in pieces})
         members = _members(groups, params, pieces)
         # A new array for each: a buffer that is in two places can't be donated.
-        statistics: Any = {g: {s: jnp.full((), jnp.nan, jnp.float32) for s in STATISTICS} for g in members}
+        statistics: Any = {
+            g: {s: jnp.full((), jnp.nan, jnp.float32) for s in STATISTICS} for g in members
+        }
         if not jax.tree.leaves(params, is_leaf=is_masked):
             # Optax's placeholder for the parameters has no groups; one array in the place of the dictionary tells it
             # that no part of it is like a parameter.
             statistics = jnp.zeros([])
         return MonitorState(state, jnp.zeros([], jnp.int32), statistics)
 
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any):
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ):
         require_params("monitor", params)
         found, inner_state = inner.update(updates, state.inner, params, **extra_args)
         pieces = matrices(params)
         members = _members(groups, params, pieces)
         if set(members) != set(state.statistics):
-            raise ValueError(f"monitor: the state has groups {[*state.statistics]}, not {[*members]}.")
+            raise ValueError(
+                f"monitor: the state has groups {[*state.statistics]}, not {[*members]}."
+            )
         # A checkpoint may have been restored in another dtype.
         last = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state.statistics)
 
         measured = functools.partial(_measure, members, pieces, updates, found, inner_state, params)
         statistics = jax.lax.cond(state.count % every_k == 0, measured, lambda: last)
-        return found, MonitorState(inner_state, jnp.asarray(optax.safe_increment(state.count)), statistics)
+        return found, MonitorState(
+            inner_state, jnp.asarray(optax.safe_increment(state.count)), statistics
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -143,7 +162,9 @@ def _check_matrices(state: Any, params: Any, matrices: set[int]) -> None:
     for node in jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "inner_states")):
         taken = _momentum(getattr(node, "inner_states", {}).get("muon"), _paths(params))
         if taken and {*taken} != matrices:
-            raise ValueError("monitor needs its optimizer's program: monitor(muon(1e-3, program), program).")
+            raise ValueError(
+                "monitor needs its optimizer's program: monitor(muon(1e-3, program), program)."
+            )
 
 
 def _paths(params: Any) -> dict[tuple[str, ...], int]:
@@ -156,7 +177,9 @@ def _members(groups: Groups | None, params: Any, pieces: Sequence[Piece]) -> dic
     matrices = {piece.leaf for piece in pieces}
     members: dict[str, list[int]] = {}
     for path, index in _paths(params).items():
-        label = ("muon" if index in matrices else "adam") if groups is None else groups("/".join(path))
+        label = (
+            ("muon" if index in matrices else "adam") if groups is None else groups("/".join(path))
+        )
         if label is not None:
             members.setdefault(label, []).append(index)
     return members
@@ -170,12 +193,16 @@ def _measure(
     state: Any,
     params: Any,
 ) -> dict[str, dict[str, jax.Array]]:
-    momentum = _momentum(cast_momentum(state, jnp.float32) if has_int8(state) else state, _paths(params))
+    momentum = _momentum(
+        cast_momentum(state, jnp.float32) if has_int8(state) else state, _paths(params)
+    )
     gradients, updates, weights = (jax.tree.leaves(tree) for tree in (gradients, updates, params))
 
     def of_group(indices: list[int]) -> dict[str, Any]:
         size = sum(jnp.size(weights[i]) for i in indices)
-        update, weight = (_root([leaves[i] for i in indices], size) for leaves in (updates, weights))
+        update, weight = (
+            _root([leaves[i] for i in indices], size) for leaves in (updates, weights)
+        )
         deviations = [_deviation(p.take(updates), p.view) for p in pieces if p.leaf in indices]
         non_finite = sum(jnp.any(~jnp.isfinite(gradients[i])).astype(jnp.float32) for i in indices)
         values = (
@@ -274,14 +301,24 @@ def metrics(state: Any) -> dict[str, Any]:
       >>> found["count"], found["qk_clip/num_clipped"]
       (1.0, 1.0)
     """
-    leaves = [(names(path), leaf) for path, leaf in jax.tree.leaves_with_path(state) if not jnp.shape(leaf)]
+    leaves = [
+        (names(path), leaf)
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if not jnp.shape(leaf)
+    ]
     found = _rates(dict(leaves))
     # A parameter of this name is no integer.
-    counts = [x for path, x in leaves if path[-1:] == ("count",) and jnp.issubdtype(dtype_of(x), jnp.integer)]
+    counts = [
+        x
+        for path, x in leaves
+        if path[-1:] == ("count",) and jnp.issubdtype(dtype_of(x), jnp.integer)
+    ]
     found |= {"count": functools.reduce(jnp.maximum, counts)} if counts else {}
     seen = Counter[str]()
     for part in _parts(state):
-        name, values = ("qk_clip", _of_clip(part)) if "maxima" in part else ("monitor", _of_monitor(part))
+        name, values = (
+            ("qk_clip", _of_clip(part)) if "maxima" in part else ("monitor", _of_monitor(part))
+        )
         prefix = f"{name}_{seen[name]}" if seen[name] else name
         seen[name] += 1
         found |= {f"{prefix}/{key}": value for key, value in values.items()}
@@ -289,7 +326,9 @@ def metrics(state: Any) -> dict[str, Any]:
     if any(isinstance(value, Tracer) for value in found.values()):
         numbers = {key: jnp.asarray(value, jnp.float32) for key, value in found.items()}
         return {key: jnp.where(value == -jnp.inf, jnp.nan, value) for key, value in numbers.items()}
-    return {key: math.nan if x == -math.inf else float(x) for key, x in jax.device_get(found).items()}
+    return {
+        key: math.nan if x == -math.inf else float(x) for key, x in jax.device_get(found).items()
+    }
 
 
 def _rates(scalars: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
@@ -321,14 +360,18 @@ def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
 
 def _fields(node: Any) -> Mapping[str, Any]:
     """What a clip or a monitor keeps, by name: of its named tuple, or of the mapping that `nnx.state` makes of one."""
-    fields = node if isinstance(node, Mapping) else node._asdict() if hasattr(node, "_asdict") else {}
+    fields = (
+        node if isinstance(node, Mapping) else node._asdict() if hasattr(node, "_asdict") else {}
+    )
     is_clip = fields.keys() >= {"count", "maxima", "factors", "clips"}
     return fields if is_clip or fields.keys() == {"inner", "count", "statistics"} else {}
 
 
 def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
     names = "maxima", "factors", "clips"
-    maxima, factors, clips = ({path: unboxed(x) for path, x in state[name].items()} for name in names)
+    maxima, factors, clips = (
+        {path: unboxed(x) for path, x in state[name].items()} for name in names
+    )
     largest = {path: signal.max() for path, signal in maxima.items()}
     smallest = [factor.min() for factor in factors.values()]
     num_clipped = sum(jnp.sum(factor < 1) for factor in factors.values())
@@ -339,7 +382,9 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
         "share_clipped": num_clipped / max(1, num_heads),
         "total_clipped": sum(jnp.sum(count) for count in clips.values()),
         "smallest_factor": functools.reduce(jnp.minimum, smallest, 1.0),
-        **{f"largest/{path}" if path else "largest/model": value for path, value in largest.items()},
+        **{
+            f"largest/{path}" if path else "largest/model": value for path, value in largest.items()
+        },
     }
 
 

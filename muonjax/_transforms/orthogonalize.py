@@ -149,7 +149,9 @@ def match_rms(
     Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et al.,
     "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
     """
-    check_range("match_rms", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
+    check_range(
+        "match_rms", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's."
+    )
     check_choice("match_rms", "rule", rule, get_args(Rule))
 
     def scale(view: MatrixView) -> float:
@@ -161,7 +163,9 @@ def match_rms(
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
         pieces = matrix_pieces(dimension_numbers, updates, call="match_rms")
-        scaled = [x * scale(piece.view) for x, piece in zip(pieces.of(updates), pieces, strict=True)]
+        scaled = [
+            x * scale(piece.view) for x, piece in zip(pieces.of(updates), pieces, strict=True)
+        ]
         return pieces.replaced(updates, scaled), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -229,7 +233,9 @@ def normalize_neurons(
     def init(params: optax.Params) -> NormalizeNeuronsState:
         pieces = matrix_pieces(dimension_numbers, params, call="normalize_neurons")
         # This works for a `jax.ShapeDtypeStruct` too.
-        arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.zeros_like(x), params)
+        arrays = jax.tree.map(
+            lambda x: x if isinstance(x, jax.Array) else jnp.zeros_like(x), params
+        )
         # By a sum like that of `update`, so that with explicit axis types they are sharded as it returns them.
         moments = [
             zero_beside(piece.view.split(x), piece.view.reduction_axes).astype(jnp.float32)
@@ -251,7 +257,11 @@ def normalize_neurons(
 
 
 def _normalize(
-    leaf: Inexact[Array, "*leaf"], moment: Float[Array, "*neurons"], view: MatrixView, decay: Any, eps: Any
+    leaf: Inexact[Array, "*leaf"],
+    moment: Float[Array, "*neurons"],
+    view: MatrixView,
+    decay: Any,
+    eps: Any,
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
     """The leaf's normalized update and its new second moment."""
     o = view.split(leaf).astype(at_least_float32(leaf.dtype))
@@ -259,6 +269,10 @@ def _normalize(
     moment = decay * moment.astype(squares.dtype) + (1 - decay) * squares / view.fan_in
     factor = 1 / (jnp.sqrt(moment) + eps)
     # ||P||_F from the neurons' own norms: no second pass over the update.
-    norm2, scaled2 = (jnp.sum(s, view.output_axes, keepdims=True) for s in (squares, squares * factor**2))
+    norm2, scaled2 = (
+        jnp.sum(s, view.output_axes, keepdims=True) for s in (squares, squares * factor**2)
+    )
     factor *= jnp.sqrt(norm2 / jnp.where(scaled2 == 0, 1, scaled2))
-    return view.join((o * factor.astype(o.dtype)).astype(leaf.dtype), like=leaf), moment.astype(jnp.float32)
+    return view.join((o * factor.astype(o.dtype)).astype(leaf.dtype), like=leaf), moment.astype(
+        jnp.float32
+    )

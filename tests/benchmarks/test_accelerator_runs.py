@@ -15,12 +15,23 @@ def test_the_dry_run(platform, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run", "--dry-run", "--out", str(tmp_path)])
     runpy.run_module(f"benchmarks.{platform}.run", run_name="__main__")
     rows = json.loads((tmp_path / f"{platform}_dry_run.json").read_text())["rows"]
-    sections = {"check", "step", "queue", "stacks", "accuracy", "hostile", "shapes", "product"}
+    sections = {
+        "check",
+        "step",
+        "queue",
+        "stacks",
+        "accuracy",
+        "hostile",
+        "shapes",
+        "product",
+    }
     if platform == "gpu":
         sections.add("compile")
     assert {row["section"] for row in rows} == sections
     for result in (row["result"] for row in rows):
         assert not [
-            found for found in (result, *result.values()) if isinstance(found, dict) and "error" in found
+            found
+            for found in (result, *result.values())
+            if isinstance(found, dict) and "error" in found
         ]
     assert all(row["result"]["ok"] for row in rows if row["section"] == "check")

@@ -21,7 +21,12 @@ def named(text):
 
 def test_a_loop_counts_as_often_as_it_runs():
     found = named(GPU)
-    assert {name: launch.count for name, launch in found.items()} == {"f": 5, "g": 5, "copied": 1, "out": 1}
+    assert {name: launch.count for name, launch in found.items()} == {
+        "f": 5,
+        "g": 5,
+        "copied": 1,
+        "out": 1,
+    }
 
 
 def test_products_count_by_the_type_that_they_multiply():
@@ -37,7 +42,9 @@ def test_products_count_by_the_type_that_they_multiply():
 def test_bytes_are_what_main_memory_moves():
     found = named(GPU)
     assert found["f"].moved == 2 * (64 * 32 + 32 * 16 + 64 * 16)
-    assert found["g"].moved == 4 * (2 * 64 * 32 + 64 * 64)  # without the library's scratch space
+    assert found["g"].moved == 4 * (
+        2 * 64 * 32 + 64 * 64
+    )  # without the library's scratch space
     assert found["out"].moved == 4 * (32 + 32) + 4  # the row, twice, and its number
     tpu = named(TPU)
     assert tpu["start"].moved == 2 * 3 * 64 * 32  # the other end is on the chip
@@ -58,21 +65,35 @@ def test_a_loop_without_a_length_is_an_error():
 
 def test_a_large_product_takes_its_flops_and_a_copy_its_bytes():
     h100 = roofline.ROOFLINES["H100"].pessimistic
-    large = GPU.replace("64,32", "8448,4096").replace("32,16", "4096,8192").replace("64,16", "8448,8192")
+    large = (
+        GPU.replace("64,32", "8448,4096")
+        .replace("32,16", "4096,8192")
+        .replace("64,16", "8448,8192")
+    )
     seconds = h100.seconds(named(large)["f"])
     arithmetic = 2 * 8448 * 8192 * 4096 / (h100.efficiency["bf16"] * 990e12)
     assert seconds == pytest.approx(
         arithmetic + 32 * h100.round + h100.gap
     )  # 66 x 64 tiles: 32 rounds of 132
     copied = named(large)["copied"]
-    assert h100.seconds(copied) == pytest.approx(2 * 4 * 8448 * 4096 / (0.85 * 3.35e12) + h100.gap)
+    assert h100.seconds(copied) == pytest.approx(
+        2 * 4 * 8448 * 4096 / (0.85 * 3.35e12) + h100.gap
+    )
 
 
 def test_a_small_product_pays_for_a_whole_round_and_a_factorization_its_own_price():
     h100 = roofline.ROOFLINES["H100"].pessimistic
-    small = GPU.replace("64,32", "1024,1024").replace("32,16", "1024,1024").replace("64,16", "1024,1024")
-    full = 2 * 1024**3 / (h100.efficiency["bf16"] * 990e12) * 132 / 64  # 64 tiles on 132 multiprocessors
-    assert h100.seconds(named(small)["f"]) == pytest.approx(full + h100.round + h100.gap)
+    small = (
+        GPU.replace("64,32", "1024,1024")
+        .replace("32,16", "1024,1024")
+        .replace("64,16", "1024,1024")
+    )
+    full = (
+        2 * 1024**3 / (h100.efficiency["bf16"] * 990e12) * 132 / 64
+    )  # 64 tiles on 132 multiprocessors
+    assert h100.seconds(named(small)["f"]) == pytest.approx(
+        full + h100.round + h100.gap
+    )
     cholesky = dataclasses.replace(named(GPU)["f"], kind="cusolver_potrf_ffi")
     assert h100.seconds(cholesky) == h100.factorization > 10 * h100.launch
 

@@ -26,12 +26,18 @@ def test_no_default_got_a_tenth_worse(name, method):
         pytest.skip(reason)
     content = committed(chip.platform)
     if (counted_with := content["provenance"]["versions"]["jax"]) != jax.__version__:
-        pytest.skip(f"XLA differs: counted with jax {counted_with}, this is {jax.__version__}")
+        pytest.skip(
+            f"XLA differs: counted with jax {counted_with}, this is {jax.__version__}"
+        )
     key = {"chip": name, "tree": "small", "method": method}
-    before = next((row for row in content["results"] if key.items() <= row.items()), None)
+    before = next(
+        (row for row in content["results"] if key.items() <= row.items()), None
+    )
     if before is None:
         pytest.skip(f"no committed figures of {key}")
-    after = accelerator_model.model(chip, "small", method, accelerator_model.methods()[method])
+    after = accelerator_model.model(
+        chip, "small", method, accelerator_model.methods()[method]
+    )
     assert after["factorizations"] == 0
     for figure in ("launches", "gigabytes", "temporary_megabytes", "kernels"):
         assert after[figure] <= 1.1 * before.get(figure, after[figure]), figure
@@ -44,21 +50,34 @@ def test_more_stacks_of_a_shape_need_no_other_kernels(monkeypatch):
         pytest.skip(reason)
     monkeypatch.setattr(Policy, "stack_elements", 96 * 256)  # one matrix in each
     found = []
-    for count in (4, 12):  # XLA fuses what fewer stacks have in common into one kernel less
+    for count in (
+        4,
+        12,
+    ):  # XLA fuses what fewer stacks have in common into one kernel less
         method = accelerator_model.methods()["balanced"]
         monkeypatch.setitem(accelerator_model.TREES, "equal", {"x": ((96, 256), count)})
-        found.append(accelerator_model.model(ahead_of_time.CHIPS["H100"], "equal", "balanced", method))
+        found.append(
+            accelerator_model.model(
+                ahead_of_time.CHIPS["H100"], "equal", "balanced", method
+            )
+        )
     assert found[1]["launches"] > 2 * found[0]["launches"]
     assert found[1]["kernels"] <= found[0]["kernels"] <= 75
 
 
 def test_the_figures_of_kernels_and_launches_hold_the_update_to_what_was_reached():
     rows = {(row["tree"], row["method"]): row for row in committed("gpu")["results"]}
-    for tree, kernels, launches in (("GPT-2-small", 95, 133), ("Llama-8B, 4 layers", 140, 696)):
+    for tree, kernels, launches in (
+        ("GPT-2-small", 95, 133),
+        ("Llama-8B, 4 layers", 140, 696),
+    ):
         for preset in ("fast", "balanced"):
             assert rows[tree, preset]["kernels"] <= kernels
             assert rows[tree, preset]["launches"] <= launches
-            assert rows[tree, preset]["product_kinds"] <= rows[tree, "Optax, bfloat16"]["product_kinds"] + 2
+            assert (
+                rows[tree, preset]["product_kinds"]
+                <= rows[tree, "Optax, bfloat16"]["product_kinds"] + 2
+            )
             assert rows[tree, preset]["factorizations"] == 0
 
 

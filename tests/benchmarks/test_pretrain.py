@@ -38,14 +38,18 @@ def made(method):
 
 def run(text, method, checkpoint, left=lambda: math.inf, rate=2e-3):
     """The rows that a run yields, as JSON keeps them."""
-    rows = trainer.train(made(method), text, trainer.Run(rate, 0, STEPS), checkpoint, left)
+    rows = trainer.train(
+        made(method), text, trainer.Run(rate, 0, STEPS), checkpoint, left
+    )
     return [json.loads(json.dumps(row)) for row in rows]
 
 
 @quick("muonclip")
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_trains(text, method, tmp_path):
-    rows = run(text, method, tmp_path / "run.npz", rate=2e-2 if method == "muonh" else 4e-3)
+    rows = run(
+        text, method, tmp_path / "run.npz", rate=2e-2 if method == "muonh" else 4e-3
+    )
     assert [row["complete"] for row in rows] == [False, False, False, True]
     curve = rows[-1]["curve"]
     assert curve["step"] == [0, 5, 10, 12]
@@ -66,7 +70,9 @@ def test_a_run_that_is_cut_goes_on_bit_for_bit(text, tmp_path):
     assert rest[0]["done"] == 7
     for name in ("step", "held_out", "largest_logit"):
         assert rest[-1]["curve"][name] == whole[name]
-    cut.write_bytes(kept[: len(kept) // 2])  # as a process leaves it that is killed while it writes
+    cut.write_bytes(
+        kept[: len(kept) // 2]
+    )  # as a process leaves it that is killed while it writes
     assert run(text, "muonclip", cut)[-1]["curve"]["held_out"] == whole["held_out"]
 
 
@@ -74,9 +80,15 @@ def test_parts_of_a_batch_give_the_gradients_of_the_whole():
     tokens, count = trainer.random_tokens(TINY), np.int32(0)
     task, in_parts = (trainer.task_of(TINY, "xla", parts) for parts in (1, 2))
     params = task.init(0)
-    (_, largest), grads = jax.jit(task.gradients, static_argnums=0)("exact", params, tokens, count)
-    (_, of_parts), means = jax.jit(in_parts.gradients, static_argnums=0)("exact", params, tokens, count)
-    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), largest, of_parts))
+    (_, largest), grads = jax.jit(task.gradients, static_argnums=0)(
+        "exact", params, tokens, count
+    )
+    (_, of_parts), means = jax.jit(in_parts.gradients, static_argnums=0)(
+        "exact", params, tokens, count
+    )
+    assert jax.tree.all(
+        jax.tree.map(lambda x, y: bool((x == y).all()), largest, of_parts)
+    )
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(means), strict=True):
         # Sums of bfloat16 products, in another order.
         assert jnp.linalg.norm(x - y) <= 2e-2 * jnp.linalg.norm(x)
@@ -92,7 +104,9 @@ def test_a_batch_is_cut_until_it_fits(monkeypatch):
         return run
 
     monkeypatch.setattr(trainer.Trainer, "step", property(step))
-    monkeypatch.setattr(trainer.Task, "without_optimizer", property(lambda self: lambda *arguments: 0.0))
+    monkeypatch.setattr(
+        trainer.Task, "without_optimizer", property(lambda self: lambda *arguments: 0.0)
+    )
     assert trainer.fitting.__wrapped__(TINY, "xla", "adamw").task.parts == 4
 
 
@@ -119,10 +133,14 @@ def test_the_text(implementation, tmp_path, monkeypatch):
     for i, content in enumerate([*contents, *contents]):
         (tmp_path / f"{i}.py").write_text(content)
     paths = sorted(tmp_path.glob("*.py"))
-    monkeypatch.setattr(source_text, "sources", lambda corpus: [("p", "1", path) for path in paths])
+    monkeypatch.setattr(
+        source_text, "sources", lambda corpus: [("p", "1", path) for path in paths]
+    )
     record = source_text.prepare(tmp_path / "made", "packages")
     size = sum(map(len, contents))
-    assert record["packages"] == [{"name": "p", "version": "1", "files": 200, "bytes": size}]
+    assert record["packages"] == [
+        {"name": "p", "version": "1", "files": 200, "bytes": size}
+    ]
     assert record["train"]["bytes"] + record["held_out"]["bytes"] == size
     assert 0 < record["held_out"]["files"] < 20
     assert str(tmp_path) not in json.dumps(record)
@@ -135,7 +153,9 @@ def test_an_epoch_has_every_window_once(tmp_path):
     np.arange(41, dtype=np.uint16).tofile(tmp_path / "held_out.bin")
     (tmp_path / "record.json").write_text("{}")
     text = source_text.Text(tmp_path)
-    windows = np.concatenate([text.batch(0, step, 4, 10) for step in range(5)])  # two epochs of ten
+    windows = np.concatenate(
+        [text.batch(0, step, 4, 10) for step in range(5)]
+    )  # two epochs of ten
     assert (np.diff(windows) == 1).all()
     for epoch in (windows[:10], windows[10:]):
         assert sorted(epoch[:, 0]) == list(range(0, 100, 10))
@@ -144,15 +164,26 @@ def test_an_epoch_has_every_window_once(tmp_path):
 
 
 def run_row(method, rate, held_out, **others):
-    curve = {"step": [0, 10, 20], "seconds": [0, 1, 2], "held_out": held_out, "largest_logit": [1, 3, 2]}
+    curve = {
+        "step": [0, 10, 20],
+        "seconds": [0, 1, 2],
+        "held_out": held_out,
+        "largest_logit": [1, 3, 2],
+    }
     piece = pretrain.Piece("run", "30M", method, "cudnn", rate)._asdict()
-    return piece | {"device": "d", "steps": 20, "tokens": 7, "complete": True, "curve": curve} | others
+    return (
+        piece
+        | {"device": "d", "steps": 20, "tokens": 7, "complete": True, "curve": curve}
+        | others
+    )
 
 
 def next_runs(rows):
     keys = [{name: row[name] for name in pretrain.Piece._fields} for row in rows]
     found = pretrain.pieces(rows, ("30M", "124M"), "cudnn")
-    return [piece for piece in found if piece.kind == "run" and piece._asdict() not in keys]
+    return [
+        piece for piece in found if piece.kind == "run" and piece._asdict() not in keys
+    ]
 
 
 def test_the_order_goes_on_from_the_rows():
@@ -172,7 +203,11 @@ def test_the_order_goes_on_from_the_rows():
 def test_the_part_of_adamws_tokens_and_seconds():
     slower = run_row("muon", 4e-3, [9, 4, 3])
     slower["curve"]["seconds"] = [0, 2, 4]
-    rows = [run_row("adamw", 2e-3, [9, 5, 3.75]), run_row("adamw", 4e-3, [9, 5, 3.8]), slower]
+    rows = [
+        run_row("adamw", 2e-3, [9, 5, 3.75]),
+        run_row("adamw", 4e-3, [9, 5, 3.8]),
+        slower,
+    ]
     lines = {line["method"]: line for line in pretrain_results.summary(rows)}
     assert lines["adamw"]["rate"] == 2e-3
     assert lines["adamw"]["losses"] == {"0.002": 3.75, "0.004": 3.8}
@@ -184,14 +219,20 @@ def test_the_part_of_adamws_tokens_and_seconds():
 def test_the_json_keeps_what_others_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(measure, "provenance", lambda: {"device": "d", "commit": "c"})
-    whole, part = (run_row("muon", 4e-3, [9, 5, loss], complete=loss == 3) for loss in (3, 4))
+    whole, part = (
+        run_row("muon", 4e-3, [9, 5, loss], complete=loss == 3) for loss in (3, 4)
+    )
     other = run_row("muon", 4e-3, [9, 5, 2], device="another")
     content = {"provenance": {}, "data": {"hash": {}}, "rows": [other, whole]}
     (tmp_path / "pretrain.json").write_text(json.dumps(content))
     results = pretrain.Results(tmp_path / "out", "d")
     piece = pretrain.Piece("run", "30M", "muon", "cudnn", 4e-3)
-    results.add(piece, {name: part[name] for name in ("complete", "curve", "steps", "tokens")})
-    results.add(piece._replace(rate=8e-3), {"complete": False, "error": "out of memory"})
+    results.add(
+        piece, {name: part[name] for name in ("complete", "curve", "steps", "tokens")}
+    )
+    results.add(
+        piece._replace(rate=8e-3), {"complete": False, "error": "out of memory"}
+    )
     again = pretrain.Results(tmp_path / "out", "d")
     assert again.rows == [whole]
     assert [row["device"] for row in again.content["rows"]] == ["another", "d", "d"]
@@ -226,8 +267,16 @@ def test_the_step_compiles_for_a_gpu(monkeypatch):
     """With cuDNN's attention and the bound that its log-sum-exp gives."""
     if reason := ahead_of_time.missing("gpu"):
         pytest.skip(reason)
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000
+    )
     on_gpu = trainer.Trainer(trainer.task_of(TINY, "cudnn", 1), "muonclip")
-    arguments = jax.eval_shape(on_gpu.init, 0), on_gpu.task.tokens, *trainer.numbers(0, 1, 0)
-    text = ahead_of_time.compile_for(ahead_of_time.CHIPS["H100"], on_gpu._step, *arguments).text
+    arguments = (
+        jax.eval_shape(on_gpu.init, 0),
+        on_gpu.task.tokens,
+        *trainer.numbers(0, 1, 0),
+    )
+    text = ahead_of_time.compile_for(
+        ahead_of_time.CHIPS["H100"], on_gpu._step, *arguments
+    ).text
     assert "__cudnn$fmhaSoftmaxBackward" in text

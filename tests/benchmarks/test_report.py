@@ -11,13 +11,28 @@ import pytest
 from benchmarks import report
 from benchmarks.common import tables
 
-PROVENANCE = {"device": "CPU, 2 cores", "versions": {"python": "3.11", "jax": "0.10.2", "optax": "0.2.8"}}
+PROVENANCE = {
+    "device": "CPU, 2 cores",
+    "versions": {"python": "3.11", "jax": "0.10.2", "optax": "0.2.8"},
+}
 CONTENT = {
     "provenance": PROVENANCE,
     "seconds": 1.25,
     "rows": {
-        "a, b": {"ratio": 0.5, "ratio_low": 0.25, "ratio_high": 0.75, "shape": [8, 16], "key.1": {"1": 2}},
-        "c": {"ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0, "shape": [4], "key.1": {"1": None}},
+        "a, b": {
+            "ratio": 0.5,
+            "ratio_low": 0.25,
+            "ratio_high": 0.75,
+            "shape": [8, 16],
+            "key.1": {"1": 2},
+        },
+        "c": {
+            "ratio": 1.0,
+            "ratio_low": 1.0,
+            "ratio_high": 1.0,
+            "shape": [4],
+            "key.1": {"1": None},
+        },
     },
 }
 TABLE = """{{ rows|table(" | size | time | dots", "{name} | {shape} | {row:quartiles} | {key.1[1]:.1f}") }}
@@ -58,13 +73,17 @@ def test_a_table_without_a_sentence_names_the_machine():
     ]
 
 
-@pytest.mark.parametrize("template", ["{{ rato }}", '{{ rato|f(".1f") }}', '{{ rows.c.rato|f("") }}'])
+@pytest.mark.parametrize(
+    "template", ["{{ rato }}", '{{ rato|f(".1f") }}', '{{ rows.c.rato|f("") }}']
+)
 def test_a_value_that_the_json_lacks_is_an_error(template):
     with pytest.raises(jinja2.UndefinedError, match="rato"):
         tables.fill(template, CONTENT)
 
 
-@pytest.mark.parametrize("use", ['table("time", "{rato}")', 'column("rato")', "where(rato=1)"])
+@pytest.mark.parametrize(
+    "use", ['table("time", "{rato}")', 'column("rato")', "where(rato=1)"]
+)
 def test_a_column_that_the_json_lacks_is_an_error(use):
     with pytest.raises(KeyError, match="rato"):
         tables.fill(f"{{{{ [rows.c]|{use} }}}}", CONTENT)
@@ -73,14 +92,20 @@ def test_a_column_that_the_json_lacks_is_an_error(use):
 def test_an_unknown_template_and_a_missing_json_are_named():
     with pytest.raises(ValueError, match=r"results: nothing --> has no {# nothing #}"):
         report.render("<!-- results: nothing -->\n<!-- end -->", {})
-    with pytest.raises(ValueError, match=r"results: nothing.text --> needs nothing\.json"):
-        report.render("<!-- results: nothing.text -->\n<!-- end -->", {"nothing.text": ""})
+    with pytest.raises(
+        ValueError, match=r"results: nothing.text --> needs nothing\.json"
+    ):
+        report.render(
+            "<!-- results: nothing.text -->\n<!-- end -->", {"nothing.text": ""}
+        )
 
 
 def test_a_changed_figure_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(report, "find_templates", lambda: {"a.text": '{{ seconds|f("g") }} s'})
+    monkeypatch.setattr(
+        report, "find_templates", lambda: {"a.text": '{{ seconds|f("g") }} s'}
+    )
     (tmp_path / "a.json").write_text(json.dumps(CONTENT))
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- results: a.text -->\n1.24 s\n<!-- end -->\nafter\n")
@@ -90,21 +115,35 @@ def test_a_changed_figure_is_found(tmp_path, monkeypatch):
     assert "1.24 s" in page.read_text()
     monkeypatch.setattr(sys, "argv", ["report"])
     report.main()
-    assert page.read_text() == "before\n<!-- results: a.text -->\n1.25 s\n<!-- end -->\nafter\n"
+    assert (
+        page.read_text()
+        == "before\n<!-- results: a.text -->\n1.25 s\n<!-- end -->\nafter\n"
+    )
 
 
 def test_every_template_is_used_and_every_result_has_its_provenance():
     used = set(
-        re.findall(r"<!-- results: ([\w.]+) -->", "".join(path.read_text() for path in report.pages()))
+        re.findall(
+            r"<!-- results: ([\w.]+) -->",
+            "".join(path.read_text() for path in report.pages()),
+        )
     )
     assert used == set(report.find_templates())
     for path in report.RESULTS.glob("*.json"):
-        assert {"device", "commit", "versions"} <= set(json.loads(path.read_text())["provenance"]), path.name
+        assert {"device", "commit", "versions"} <= set(
+            json.loads(path.read_text())["provenance"]
+        ), path.name
 
 
 def test_the_documentation_is_checked_without_jax():
     code = "import sys; from benchmarks import report; report.find_templates(); print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=report.ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=report.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert not {"jax", "numpy", "matplotlib", "sklearn", "torch"} & set(done.stdout.split())
+    assert not {"jax", "numpy", "matplotlib", "sklearn", "torch"} & set(
+        done.stdout.split()
+    )

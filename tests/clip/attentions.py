@@ -22,14 +22,20 @@ def rope(x, base=100.0):
     angle = np.arange(x.shape[-3])[:, None, None] * base ** (-np.arange(half) / half)
     angle = jnp.broadcast_to(jnp.asarray(angle, x.dtype), a.shape)
     return jnp.concatenate(
-        [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1
+        [
+            a * jnp.cos(angle) - b * jnp.sin(angle),
+            a * jnp.sin(angle) + b * jnp.cos(angle),
+        ],
+        -1,
     )
 
 
 def zero_update(tx, params, statistics):
     """The parameters after one step at learning rate zero, and the clip's state."""
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, state = jax.jit(tx.update)(zeros, tx.init(params), params, max_logits=statistics)
+    updates, state = jax.jit(tx.update)(
+        zeros, tx.init(params), params, max_logits=statistics
+    )
     return optax.apply_updates(params, updates), state
 
 
@@ -40,12 +46,19 @@ def projected(p, name, x=X):
 
 def multi_head(heads=4, key_heads=4, rotate=lambda x: x, seed=0):
     params = {
-        name: {"kernel": normal(16, h, 8, seed=seed + i), "bias": normal(h, 8, seed=seed + 7 + i, scale=3.0)}
-        for i, (name, h) in enumerate((("query", heads), ("key", key_heads), ("value", key_heads)))
+        name: {
+            "kernel": normal(16, h, 8, seed=seed + i),
+            "bias": normal(h, 8, seed=seed + 7 + i, scale=3.0),
+        }
+        for i, (name, h) in enumerate(
+            (("query", heads), ("key", key_heads), ("value", key_heads))
+        )
     }
 
     def maxima(p):
-        return muonjax.max_logits(rotate(projected(p, "query")), rotate(projected(p, "key")), is_causal=True)
+        return muonjax.max_logits(
+            rotate(projected(p, "query")), rotate(projected(p, "key")), is_causal=True
+        )
 
     return params, jax.jit(maxima), muonjax.mha_site()
 
@@ -58,39 +71,59 @@ def latent(low_rank, layout, heads=4, nope=8, rotary=4, value=6, rank=12):
         if low_rank
         else {"wq": (16, heads, nope + rotary)}
     )
-    params = {n: {"kernel": normal(*s, seed=i)} for i, (n, s) in enumerate(sizes.items())}
+    params = {
+        n: {"kernel": normal(*s, seed=i)} for i, (n, s) in enumerate(sizes.items())
+    }
     if flat:
         params = jax.tree.map(lambda w: w.reshape(w.shape[0], -1), params)
 
     def kernel(p, name):
-        return p[name]["kernel"].reshape(-1, heads, p[name]["kernel"].size // heads // sizes[name][0])
+        return p[name]["kernel"].reshape(
+            -1, heads, p[name]["kernel"].size // heads // sizes[name][0]
+        )
 
     def maxima(p):
         latent_q = X @ p["wq_a"]["kernel"] if low_rank else X
-        q = jnp.einsum("btr,rhe->bthe", latent_q, kernel(p, "wq_b" if low_rank else "wq"))
+        q = jnp.einsum(
+            "btr,rhe->bthe", latent_q, kernel(p, "wq_b" if low_rank else "wq")
+        )
         c = X @ p["wkv_a"]["kernel"]
         kv = jnp.einsum("btr,rhe->bthe", c[..., :rank], kernel(p, "wkv_b"))
         shared = jnp.broadcast_to(rope(c[..., None, rank:]), (*kv.shape[:-1], rotary))
         q = jnp.concatenate([q[..., :nope], rope(q[..., nope:])], -1)
-        return muonjax.max_logits(q, jnp.concatenate([kv[..., :nope], shared], -1), is_causal=True)
+        return muonjax.max_logits(
+            q, jnp.concatenate([kv[..., :nope], shared], -1), is_causal=True
+        )
 
     site = muonjax.mla_site(
-        nope=nope, query="wq_b" if low_rank else "wq", layout=layout, num_heads=heads if flat else None
+        nope=nope,
+        query="wq_b" if low_rank else "wq",
+        layout=layout,
+        num_heads=heads if flat else None,
     )
     return params, jax.jit(maxima), site
 
 
 def fused(layout, shape, heads=4, size=8):
-    params = {"qkv": {"kernel": normal(16, *shape), "bias": normal(*shape, seed=1, scale=3.0)}}
+    params = {
+        "qkv": {"kernel": normal(16, *shape), "bias": normal(*shape, seed=1, scale=3.0)}
+    }
     order = "3hd" if layout.index("3") < layout.index("h") else "h3d"
 
     def maxima(p):
         y = jnp.tensordot(X, p["qkv"]["kernel"], 1) + p["qkv"]["bias"]
-        y = y.reshape(*X.shape[:2], *(3 if c == "3" else heads if c == "h" else size for c in order))
+        y = y.reshape(
+            *X.shape[:2],
+            *(3 if c == "3" else heads if c == "h" else size for c in order),
+        )
         q, k, _ = jnp.moveaxis(y, 2 + order.index("3"), 0)
         return muonjax.max_logits(q, k)
 
-    return params, jax.jit(maxima), muonjax.fused_qkv_site(num_heads=heads, head_dim=size, layout=layout)
+    return (
+        params,
+        jax.jit(maxima),
+        muonjax.fused_qkv_site(num_heads=heads, head_dim=size, layout=layout),
+    )
 
 
 ATTENTIONS = {

@@ -32,7 +32,9 @@ def test_every_k_in_inject_hyperparams(make):
     with pytest.raises(ValueError, match=r"every_k=.* needs a whole number") as error:
         optax.inject_hyperparams(make)(1.0, SITE, every_k=2).init(ATTENTION)
     (code,) = calls(str(error.value))
-    tx = eval(code.replace("...", "make"), {"optax": optax, "make": make})(1.0, SITE, every_k=2)
+    tx = eval(code.replace("...", "make"), {"optax": optax, "make": make})(
+        1.0, SITE, every_k=2
+    )
     assert tx.init(ATTENTION)
 
 
@@ -49,10 +51,20 @@ def test_settings_are_checked_when_the_optimizer_is_made():
 
 def of(make, rate=1e-3):
     settings = {"newton_schulz": SHORT} if "muon" in make.__name__ else {}
-    return make(rate, SITE, **settings) if "clip" in make.__name__ else make(rate, **settings)
+    return (
+        make(rate, SITE, **settings)
+        if "clip" in make.__name__
+        else make(rate, **settings)
+    )
 
 
-OPTIMIZERS = [muonjax.muon, muonjax.normuon, muonjax.muonclip, muonjax.adamclip, muonjax.qk_clip]
+OPTIMIZERS = [
+    muonjax.muon,
+    muonjax.normuon,
+    muonjax.muonclip,
+    muonjax.adamclip,
+    muonjax.qk_clip,
+]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -60,17 +72,22 @@ def test_states(make):
     tx, statistics = of(make), {"a": jnp.ones(2)}
     more = {"max_logits": statistics} if "clip" in make.__name__ else {}
     state = tx.init(ATTENTION)
-    with pytest.raises(ValueError, match=r"state and parameters are exchanged; call tx\.update") as error:
+    with pytest.raises(
+        ValueError, match=r"state and parameters are exchanged; call tx\.update"
+    ) as error:
         tx.update(ATTENTION, ATTENTION, state, **more)
     (code,) = re.findall(r"tx\.update\((.*?)\)", str(error.value))
     names = {"grads": ATTENTION, "state": state, "params": ATTENTION}
     jax.jit(tx.update)(*eval(code, names), **more)
     with pytest.raises(
-        ValueError, match=r"gradients and state are exchanged; call tx\.update\(grads, state, params"
+        ValueError,
+        match=r"gradients and state are exchanged; call tx\.update\(grads, state, params",
     ):
         tx.update(state, ATTENTION, ATTENTION, **more)
     if make is not muonjax.qk_clip:
-        with pytest.raises(TypeError, match=r"takes all further arguments by name.*max_logits="):
+        with pytest.raises(
+            TypeError, match=r"takes all further arguments by name.*max_logits="
+        ):
             tx.update(ATTENTION, state, ATTENTION, statistics)
     others = (
         optax.adamw(1e-3), optax.sgd(0.1, 0.9), optax.chain(*[optax.scale(1.0)] * 3), muonjax.muonclip(1e-3, SITE),
@@ -80,7 +97,9 @@ def test_states(make):
         theirs = other.init(ATTENTION)
         if jax.tree.structure(theirs) == jax.tree.structure(state):
             continue
-        with pytest.raises(ValueError, match=f"{make.__name__}: this is the state of another optimizer"):
+        with pytest.raises(
+            ValueError, match=f"{make.__name__}: this is the state of another optimizer"
+        ):
             tx.update(ATTENTION, theirs, ATTENTION, **more)
 
 
@@ -98,15 +117,25 @@ def test_equinox_modules_in_update():
         def __call__(self, x):
             return self.function(self.linear(x))
 
-    model = Patches(eqx.nn.Linear(8, 16, key=jax.random.key(0)), jnp.arange(3), 4, jax.nn.relu)
+    model = Patches(
+        eqx.nn.Linear(8, 16, key=jax.random.key(0)), jnp.arange(3), 4, jax.nn.relu
+    )
     grads = eqx.filter_grad(lambda m: (m(jnp.ones(8)) ** 2).sum())(model)
     arrays = eqx.filter(model, eqx.is_inexact_array)
-    for tx in (muonjax.muon(1e-3), muonjax.normuon(1e-3), muonjax.muonh(1e-2, adam_learning_rate=1e-3)):
+    for tx in (
+        muonjax.muon(1e-3),
+        muonjax.normuon(1e-3),
+        muonjax.muonh(1e-2, adam_learning_rate=1e-3),
+    ):
         state = tx.init(arrays)
-        whole, alone = (tx.update(grads, state, params)[0] for params in (model, arrays))
+        whole, alone = (
+            tx.update(grads, state, params)[0] for params in (model, arrays)
+        )
         assert eqx.tree_equal(whole, alone)
         assert eqx.apply_updates(model, whole).patch_size == 4
-        with pytest.raises(ValueError, match="linear/bias' is a parameter without a gradient"):
+        with pytest.raises(
+            ValueError, match="linear/bias' is a parameter without a gradient"
+        ):
             tx.update(eqx.tree_at(lambda m: m.linear.bias, grads, None), state, model)
 
 

@@ -25,7 +25,8 @@ def want(params, x=X, **settings):
     """The maxima from the parameters of an attention."""
     params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
     q, k = (
-        jnp.einsum("...d,dhe->...he", x, params[n]["kernel"]) + params[n]["bias"] for n in ("query", "key")
+        jnp.einsum("...d,dhe->...he", x, params[n]["kernel"]) + params[n]["bias"]
+        for n in ("query", "key")
     )
     return muonjax.max_logits(q, k, **settings)
 
@@ -43,7 +44,12 @@ class Block(nnx.Module):
     def __init__(self, rngs, **settings):
         self.norm = nnx.LayerNorm(8, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
-            4, 8, decode=False, bias_init=nnx.initializers.normal(1.0), rngs=rngs, **settings
+            4,
+            8,
+            decode=False,
+            bias_init=nnx.initializers.normal(1.0),
+            rngs=rngs,
+            **settings,
         )
 
     def __call__(self, x):
@@ -70,7 +76,9 @@ def trained(model, tx, wrt=nnx.Param):
     @nnx.jit
     def step(model, optimizer, x):
         argnums = nnx.DiffState(0, wrt)
-        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn, argnums=argnums)(model, x)
+        (loss, max_logits), grads = muonjax.value_and_grad(loss_fn, argnums=argnums)(
+            model, x
+        )
         optimizer.update(model, grads, max_logits=max_logits)
         return loss, max_logits
 
@@ -81,12 +89,16 @@ def test_one_clip_is_exact():
     """`nnx.Optimizer` initializes with paths that end in .value and updates without."""
     model = Model(nnx.Rngs(0))
     program = muonjax.inspect(loss_fn, model, X)
-    optimizer, step = trained(model, optax.chain(optax.sgd(0.0), muonjax.qk_clip(0.5, program)))
+    optimizer, step = trained(
+        model, optax.chain(optax.sgd(0.0), muonjax.qk_clip(0.5, program))
+    )
     _, before = step(model, optimizer, X)
     first = muonjax.metrics(optimizer.opt_state)
     assert first["qk_clip/num_clipped"] > 0
     largest = before["blocks/0/attention"].max()
-    np.testing.assert_allclose(first["qk_clip/largest/blocks/0/attention"], largest, rtol=1e-6)
+    np.testing.assert_allclose(
+        first["qk_clip/largest/blocks/0/attention"], largest, rtol=1e-6
+    )
     params = nnx.state(model.blocks[0].attention, nnx.Param)
     assert want(params, model.blocks[0].norm(X), is_causal=True).max() <= 0.5 * EXACT
 
@@ -94,18 +106,24 @@ def test_one_clip_is_exact():
 def test_muonclip_trains_a_model():
     model = Model(nnx.Rngs(0))
     program = muonjax.inspect(loss_fn, model, X)
-    optimizer, step = trained(model, muonjax.muonclip(1e-2, program, threshold=1.0, newton_schulz=SHORT))
+    optimizer, step = trained(
+        model, muonjax.muonclip(1e-2, program, threshold=1.0, newton_schulz=SHORT)
+    )
     losses = [float(step(model, optimizer, X)[0]) for _ in range(3)]
     assert losses[2] < losses[0]
     assert muonjax.metrics(optimizer.opt_state)["qk_clip/total_clipped"] > 0
 
 
 SECOND = nnx.All(nnx.Param, nnx.PathContains(1))
-KEYS = nnx.All(nnx.Param, nnx.Not(nnx.All(nnx.PathContains(0), nnx.PathContains("query"))))
+KEYS = nnx.All(
+    nnx.Param, nnx.Not(nnx.All(nnx.PathContains(0), nnx.PathContains("query")))
+)
 
 
 @pytest.mark.parametrize("wrt", [SECOND, KEYS])
-@pytest.mark.parametrize("make", [functools.partial(muonjax.muonclip, newton_schulz=SHORT), muonjax.adamclip])
+@pytest.mark.parametrize(
+    "make", [functools.partial(muonjax.muonclip, newton_schulz=SHORT), muonjax.adamclip]
+)
 def test_parts_of_a_model(make, wrt):
     """The attention of which queries or keys are not trained is skipped, and its statistic is left aside."""
     model = Model(nnx.Rngs(0))
@@ -115,7 +133,9 @@ def test_parts_of_a_model(make, wrt):
     _, max_logits = step(model, optimizer, X)
     assert set(max_logits) == {"blocks/0/attention", "blocks/1/attention"}
     assert set(optimizer.opt_state[-1].factors) == {"blocks/1/attention"}
-    jax.tree.map(np.testing.assert_array_equal, frozen, nnx.state(model.blocks[0], nnx.Param))
+    jax.tree.map(
+        np.testing.assert_array_equal, frozen, nnx.state(model.blocks[0], nnx.Param)
+    )
     attention = model.blocks[1].attention
     x = model.blocks[1].norm(model.blocks[0](X))
     assert want(nnx.state(attention, nnx.Param), x, is_causal=True).max() <= 0.5 * EXACT
@@ -124,14 +144,21 @@ def test_parts_of_a_model(make, wrt):
 def test_a_part_without_attention():
     model = Model(nnx.Rngs(0))
     program = muonjax.inspect(loss_fn, model, X)
-    with pytest.raises(ValueError, match=r"adamclip: no attention of the program is trained.*muonjax\.muon"):
+    with pytest.raises(
+        ValueError,
+        match=r"adamclip: no attention of the program is trained.*muonjax\.muon",
+    ):
         nnx.Optimizer(
-            model, muonjax.adamclip(1e-3, program), wrt=nnx.All(nnx.Param, nnx.PathContains("norm"))
+            model,
+            muonjax.adamclip(1e-3, program),
+            wrt=nnx.All(nnx.Param, nnx.PathContains("norm")),
         )
 
 
 def test_aux_of_the_loss():
-    fun = muonjax.value_and_grad(lambda model, x: (loss_fn(model, x), {"accuracy": 1.0}), has_aux=True)
+    fun = muonjax.value_and_grad(
+        lambda model, x: (loss_fn(model, x), {"accuracy": 1.0}), has_aux=True
+    )
     (_, (aux, max_logits)), _ = fun(Block(nnx.Rngs(0)), X)
     assert aux == {"accuracy": 1.0}
     assert max_logits["attention"].shape == (4,)
@@ -146,7 +173,9 @@ class Noisy(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x, rngs):
-        return self.dropout(self.block(self.norm(x))) + jax.random.normal(rngs.noise(), x.shape)
+        return self.dropout(self.block(self.norm(x))) + jax.random.normal(
+            rngs.noise(), x.shape
+        )
 
 
 def noisy_loss(model, x, rngs, kind="mean"):
@@ -163,17 +192,23 @@ def test_all_else_is_as_nnx_has_it(argnums):
     for value_and_grad in (nnx.value_and_grad, muonjax.value_and_grad):
         model, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(noise=1)
 
-        keywords = {} if value_and_grad is nnx.value_and_grad else {"kind": "mean"}  # Flax's takes none
+        # Flax's takes none.
+        keywords = {} if value_and_grad is nnx.value_and_grad else {"kind": "mean"}
 
         @nnx.jit
         def step(model, rngs):
-            return value_and_grad(noisy_loss, argnums=argnums)(model, X, rngs, **keywords)  # noqa: B023
+            grad_of = value_and_grad(noisy_loss, argnums=argnums)  # noqa: B023
+            return grad_of(model, X, rngs, **keywords)  # noqa: B023
 
         loss, grads = step(model, rngs)
         if keywords:
             loss, max_logits = loss
-            assert {name: x.shape for name, x in max_logits.items()} == {"block/attention": (4,)}
-        results.append((loss, grads, nnx.state(model, nnx.Not(nnx.RngKey)), rngs.noise.count[...]))
+            assert {name: x.shape for name, x in max_logits.items()} == {
+                "block/attention": (4,)
+            }
+        results.append(
+            (loss, grads, nnx.state(model, nnx.Not(nnx.RngKey)), rngs.noise.count[...])
+        )
     assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
     jax.tree.map(np.testing.assert_array_equal, *results)
 
@@ -188,7 +223,9 @@ def capped(query, key, value, **_):
 ])  # fmt: skip
 def test_says_what_it_cannot_measure(settings, reason):
     block = Block(nnx.Rngs(0), **settings)
-    with pytest.raises(ValueError, match=rf"no attention can be clipped.*\.py:\d+.*: {reason}"):
+    with pytest.raises(
+        ValueError, match=rf"no attention can be clipped.*\.py:\d+.*: {reason}"
+    ):
         muonjax.value_and_grad(loss_fn)(block, X)
     both = nnx.List([Block(nnx.Rngs(0)), block])
     grad = muonjax.value_and_grad(lambda blocks: (blocks[1](blocks[0](X)) ** 2).mean())
@@ -219,7 +256,9 @@ def test_train_state_hands_the_statistics_on():
     def linen_loss(params):
         return (model.apply({"params": params}, X) ** 2).mean()
 
-    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(0.5, muonjax.inspect(linen_loss, params)))
+    tx = optax.chain(
+        optax.sgd(0.0), muonjax.qk_clip(0.5, muonjax.inspect(linen_loss, params))
+    )
     state = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     @jax.jit
@@ -236,11 +275,20 @@ def test_train_state_hands_the_statistics_on():
         want(params["attention_0"], mask=MASK).max(), rtol=1e-6,
     )  # fmt: skip
     assert want(after.params["attention_0"], mask=MASK).max() <= 0.5 * EXACT
-    with pytest.raises(ValueError, match=r"(?s)update needs max_logits.*muonjax\.linen\.TrainState"):
+    with pytest.raises(
+        ValueError, match=r"(?s)update needs max_logits.*muonjax\.linen\.TrainState"
+    ):
         state.apply_gradients(grads=params)
-    plain = muonjax.linen.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
-    expected = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
-    jax.tree.map(
-        np.testing.assert_array_equal, *(s.apply_gradients(grads=params).params for s in (plain, expected))
+    plain = muonjax.linen.TrainState.create(
+        apply_fn=model.apply, params=params, tx=optax.sgd(0.1)
     )
-    plain.apply_gradients(grads=params, max_logits={})  # as Optax's own, which drop what they don't take
+    expected = train_state.TrainState.create(
+        apply_fn=model.apply, params=params, tx=optax.sgd(0.1)
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(s.apply_gradients(grads=params).params for s in (plain, expected)),
+    )
+    plain.apply_gradients(
+        grads=params, max_logits={}
+    )  # as Optax's own, which drop what they don't take

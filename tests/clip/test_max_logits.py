@@ -15,7 +15,14 @@ from tests.tools.tiers import thorough
 
 max_logits = jax.jit(
     muonjax.max_logits,
-    static_argnames=("is_causal", "local_window_size", "scale", "precision", "block_q", "block_k"),
+    static_argnames=(
+        "is_causal",
+        "local_window_size",
+        "scale",
+        "precision",
+        "block_q",
+        "block_k",
+    ),
 )
 
 
@@ -23,7 +30,9 @@ def dense(q, k, *, mask=None, causal=False, window=None, scale=None):
     """[heads], from the whole matrix in float64."""
     q = np.asarray(q, np.float64)
     k = np.repeat(np.asarray(k, np.float64), q.shape[-2] // k.shape[-2], axis=-2)
-    logits = np.einsum("...thd,...shd->...hts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    logits = np.einsum("...thd,...shd->...hts", q, k) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
     t, s = np.arange(logits.shape[-2])[:, None], np.arange(logits.shape[-1])
     keep = np.ones(logits.shape, bool)
     if causal:
@@ -33,7 +42,9 @@ def dense(q, k, *, mask=None, causal=False, window=None, scale=None):
     if mask is not None:
         keep &= np.asarray(mask, bool)
     logits = np.where(keep, logits, -np.inf)
-    return np.moveaxis(logits, -3, 0).reshape(logits.shape[-3], -1).max(1, initial=-np.inf)
+    return (
+        np.moveaxis(logits, -3, 0).reshape(logits.shape[-3], -1).max(1, initial=-np.inf)
+    )
 
 
 def inputs(batch=(2,), t=13, s=13, heads=4, key_heads=4, size=8, seed=0):
@@ -45,10 +56,12 @@ def inputs(batch=(2,), t=13, s=13, heads=4, key_heads=4, size=8, seed=0):
 
 @pytest.mark.parametrize("blocks", [(512, 512), (5, 3)])
 @pytest.mark.parametrize(
-    "hidden", [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "window": (3, 3)}]
+    "hidden",
+    [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "window": (3, 3)}],
 )
 @pytest.mark.parametrize(
-    ("t", "s", "key_heads", "batch"), [(6, 17, 2, (2,)), thorough(13, 13, 4, ()), thorough(17, 6, 1, (2, 3))]
+    ("t", "s", "key_heads", "batch"),
+    [(6, 17, 2, (2,)), thorough(13, 13, 4, ()), thorough(17, 6, 1, (2, 3))],
 )
 def test_equals_the_dense_maximum(blocks, hidden, t, s, key_heads, batch):
     q, k = inputs(batch, t, s, key_heads=key_heads)
@@ -63,7 +76,16 @@ def test_equals_the_dense_maximum(blocks, hidden, t, s, key_heads, batch):
     np.testing.assert_allclose(largest, dense(q, k, **hidden), rtol=1e-5)
 
 
-MASKS = [(2, 4, 13, 13), (1, 1, 13, 13), (2, 1, 1, 13), (13, 13), (4, 1, 13), (1, 4, 13, 1), (13,), (1,)]
+MASKS = [
+    (2, 4, 13, 13),
+    (1, 1, 13, 13),
+    (2, 1, 1, 13),
+    (13, 13),
+    (4, 1, 13),
+    (1, 4, 13, 1),
+    (13,),
+    (1,),
+]
 
 
 @pytest.mark.parametrize("shape", MASKS)
@@ -71,35 +93,47 @@ MASKS = [(2, 4, 13, 13), (1, 1, 13, 13), (2, 1, 1, 13), (13, 13), (4, 1, 13), (1
 def test_masks_of_every_shape(shape, blocks):
     q, k = inputs(key_heads=2)
     mask = np.random.default_rng(3).random(shape) < 0.3
-    largest = max_logits(q, k, mask=jnp.asarray(mask), block_q=blocks[0], block_k=blocks[1])
+    largest = max_logits(
+        q, k, mask=jnp.asarray(mask), block_q=blocks[0], block_k=blocks[1]
+    )
     np.testing.assert_allclose(largest, dense(q, k, mask=mask), rtol=1e-5)
 
 
 def test_masks_on_one_of_two_batch_axes():
     q, k = inputs((3, 2))
     mask = np.random.default_rng(4).random((3, 1, 4, 13, 13)) < 0.1
-    np.testing.assert_allclose(max_logits(q, k, mask=mask, block_k=4), dense(q, k, mask=mask), rtol=1e-5)
+    np.testing.assert_allclose(
+        max_logits(q, k, mask=mask, block_k=4), dense(q, k, mask=mask), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    "mask", [nn.make_causal_mask(jnp.ones((2, 13))), nnx.make_causal_mask(jnp.ones((2, 13)))]
+    "mask",
+    [nn.make_causal_mask(jnp.ones((2, 13))), nnx.make_causal_mask(jnp.ones((2, 13)))],
 )
 def test_flax_masks_hold_floats(mask):
     q, k = inputs()
     assert mask.dtype == jnp.float32
-    np.testing.assert_allclose(max_logits(q, k, mask=mask), dense(q, k, causal=True), rtol=1e-5)
+    np.testing.assert_allclose(
+        max_logits(q, k, mask=mask), dense(q, k, causal=True), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("t", "s"), [(5, 11), thorough(11, 5)])
 @pytest.mark.parametrize(
-    "hidden", [{"is_causal": True}, {"local_window_size": (2, 1)}, {"local_window_size": 1}]
+    "hidden",
+    [{"is_causal": True}, {"local_window_size": (2, 1)}, {"local_window_size": 1}],
 )
 def test_hides_the_pairs_that_jax_hides(t, s, hidden):
     """At a large scale the log-sum-exp of JAX's own attention is the maximum."""
     q, k = inputs((1,), t, s)
-    attention = functools.partial(jax.nn.dot_product_attention, scale=1e3, return_residual=True, **hidden)
+    attention = functools.partial(
+        jax.nn.dot_product_attention, scale=1e3, return_residual=True, **hidden
+    )
     _, lse = jax.jit(attention)(q, k, k)
-    np.testing.assert_allclose(max_logits(q, k, scale=1e3, **hidden), lse.max((0, 1)), rtol=1e-4)
+    np.testing.assert_allclose(
+        max_logits(q, k, scale=1e3, **hidden), lse.max((0, 1)), rtol=1e-4
+    )
 
 
 def test_a_head_that_is_masked_everywhere_is_minus_infinity():
@@ -119,22 +153,33 @@ def test_no_pair_at_all_is_minus_infinity(shape):
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 def test_signed_scaled_and_without_gradient(scale):
     q, k = inputs()
-    np.testing.assert_allclose(max_logits(q, k, scale=scale), dense(q, k, scale=scale), rtol=1e-5)
-    np.testing.assert_allclose(max_logits(jnp.ones((3, 1, 4)), -jnp.ones((3, 1, 4)), scale=0.5), [-2.0])
+    np.testing.assert_allclose(
+        max_logits(q, k, scale=scale), dense(q, k, scale=scale), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        max_logits(jnp.ones((3, 1, 4)), -jnp.ones((3, 1, 4)), scale=0.5), [-2.0]
+    )
     gradients = jax.grad(lambda q, k: max_logits(q, k).sum(), (0, 1))(q, k)
     for gradient in gradients:
         np.testing.assert_array_equal(gradient, 0)
 
 
 @pytest.mark.parametrize(
-    "dtypes", [(jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16), (jnp.bfloat16, jnp.float32)]
+    "dtypes",
+    [
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.float16, jnp.float16),
+        (jnp.bfloat16, jnp.float32),
+    ],
 )
 def test_half_precision_is_summed_in_float32(dtypes):
     q, k = (x.astype(dtype) for x, dtype in zip(inputs(size=64), dtypes, strict=True))
     with jax.numpy_dtype_promotion("strict"):
         half = max_logits(q, k)
     assert half.dtype == jnp.float32
-    np.testing.assert_allclose(half, dense(np.asarray(q, np.float32), np.asarray(k, np.float32)), rtol=1e-5)
+    np.testing.assert_allclose(
+        half, dense(np.asarray(q, np.float32), np.asarray(k, np.float32)), rtol=1e-5
+    )
 
 
 @pytest.mark.nan
@@ -149,20 +194,29 @@ def test_nan_is_not_hidden():
     [
         ({}, 64),
         ({"is_causal": True}, 36),  # 8 · 9 / 2 on and below the diagonal
-        ({"is_causal": True, "local_window_size": (8, 0)}, 15),  # the diagonal and the one below
+        (
+            {"is_causal": True, "local_window_size": (8, 0)},
+            15,
+        ),  # the diagonal and the one below
         ({"local_window_size": 1}, 22),
     ],
 )
 def test_blocks_that_are_hidden_whole_are_not_made(hidden, blocks):
     q, k = inputs(t=64, s=64)
-    jaxpr = jax.make_jaxpr(functools.partial(muonjax.max_logits, block_q=8, block_k=8, **hidden))(q, k)
+    jaxpr = jax.make_jaxpr(
+        functools.partial(muonjax.max_logits, block_q=8, block_k=8, **hidden)
+    )(q, k)
     (loop,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan")
     assert loop.params["length"] + 1 == blocks  # the first block stands before the loop
 
 
 def test_memory_is_blocks_and_no_square():
     q = jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.float32)
-    compiled = jax.jit(functools.partial(muonjax.max_logits, is_causal=True)).lower(q, q).compile()
+    compiled = (
+        jax.jit(functools.partial(muonjax.max_logits, is_causal=True))
+        .lower(q, q)
+        .compile()
+    )
     assert compiled.memory_analysis().temp_size_in_bytes <= 32 * 2**20
 
 
@@ -202,18 +256,24 @@ def test_what_is_no_array(arguments, message):
 # The bound from the log-sum-exp.
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])  # JAX's attention takes no float16 on a CPU
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16]
+)  # JAX's attention takes no float16 on a CPU
 @pytest.mark.parametrize("size", [4.0, thorough(0.1)])
 @pytest.mark.parametrize("hidden", [{}, {"is_causal": True}])
 def test_the_bound_is_sound_and_near(dtype, size, hidden):
     q, k = (size * x for x in inputs((3,), 64, 64, size=32))
     q, k = q.astype(dtype), k.astype(dtype)
-    _, lse = jax.jit(functools.partial(jax.nn.dot_product_attention, return_residual=True, **hidden))(q, k, k)
+    _, lse = jax.jit(
+        functools.partial(jax.nn.dot_product_attention, return_residual=True, **hidden)
+    )(q, k, k)
     assert lse.dtype == dtype
     largest, bound = max_logits(q, k, **hidden), muonjax.max_logits_bound(lse)
     assert bound.dtype == jnp.float32
     assert (bound >= largest).all()
-    assert (bound <= largest + np.log(64) + 2 * jnp.finfo(dtype).eps * jnp.abs(bound) + 1e-5).all()
+    assert (
+        bound <= largest + np.log(64) + 2 * jnp.finfo(dtype).eps * jnp.abs(bound) + 1e-5
+    ).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -225,13 +285,19 @@ def test_the_bound_covers_the_rounding_of_its_dtype(dtype):
         assert (np.asarray(rounded, np.float32)[0] < sign * exact).any()
         assert (np.asarray(muonjax.max_logits_bound(rounded)) >= sign * exact).all()
         upcast = rounded.astype(jnp.float32)
-        assert (np.asarray(muonjax.max_logits_bound(upcast, dtype=dtype)) >= sign * exact).all()
+        assert (
+            np.asarray(muonjax.max_logits_bound(upcast, dtype=dtype)) >= sign * exact
+        ).all()
 
 
 @pytest.mark.nan
 def test_the_bound_of_nothing_is_minus_infinity():
-    lse = jnp.full((2, 5, 3), -jnp.inf).at[0, 0, 1].set(jnp.inf).at[1, 1, 2].set(jnp.nan)
-    np.testing.assert_array_equal(muonjax.max_logits_bound(lse), [-np.inf, np.inf, np.nan])
+    lse = (
+        jnp.full((2, 5, 3), -jnp.inf).at[0, 0, 1].set(jnp.inf).at[1, 1, 2].set(jnp.nan)
+    )
+    np.testing.assert_array_equal(
+        muonjax.max_logits_bound(lse), [-np.inf, np.inf, np.nan]
+    )
 
 
 def test_the_bound_of_one_key_near_zero():
@@ -243,5 +309,7 @@ def test_the_bound_of_one_key_near_zero():
 def test_bad_bounds(lse):
     with pytest.raises(ValueError, match="max_logits_bound"):
         muonjax.max_logits_bound(lse)
-    with pytest.raises(TypeError, match=r"max_logits_bound\(lse=\[1.0\]\) must be an array"):
+    with pytest.raises(
+        TypeError, match=r"max_logits_bound\(lse=\[1.0\]\) must be an array"
+    ):
         muonjax.max_logits_bound([1.0])

@@ -36,7 +36,9 @@ def test_a_head_that_was_never_finite():
     tx = muonjax.qk_clip(100.0, muonjax.mha_site(), every_k=3)
     state, update = tx.init(PARAMS), jax.jit(tx.update)
     for maxima in ([-np.inf, -np.inf], [np.nan, np.inf], [-np.inf, -np.inf]):
-        updates, state = update(ZEROS, state, PARAMS, max_logits={"a": jnp.array(maxima)})
+        updates, state = update(
+            ZEROS, state, PARAMS, max_logits={"a": jnp.array(maxima)}
+        )
     np.testing.assert_array_equal(state.maxima["a"], [np.nan, np.inf])
     np.testing.assert_array_equal(state.factors["a"], 1.0)
     jax.tree.map(np.testing.assert_array_equal, updates, ZEROS)
@@ -49,8 +51,12 @@ def test_a_head_that_was_never_finite():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_one_call_or_example(bad, dtype):
     calls = jnp.array([[bad, 50.0], [400.0, bad], [50.0, 50.0]], dtype)
-    expected = muonjax.apply_qk_clip(PARAMS, {"a": jnp.array([400.0, 50.0])}, muonjax.mha_site())
-    got = jax.jit(lambda s: muonjax.apply_qk_clip(PARAMS, {"a": s}, muonjax.mha_site()))(calls)
+    expected = muonjax.apply_qk_clip(
+        PARAMS, {"a": jnp.array([400.0, 50.0])}, muonjax.mha_site()
+    )
+    got = jax.jit(
+        lambda s: muonjax.apply_qk_clip(PARAMS, {"a": s}, muonjax.mha_site())
+    )(calls)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
@@ -60,13 +66,19 @@ def test_one_device(bad):
     tx = muonjax.qk_clip(100.0, muonjax.mha_site(), axis_name="data")
 
     def factors(maxima):
-        return tx.update(ZEROS, tx.init(PARAMS), PARAMS, max_logits={"a": maxima})[1].factors["a"]
+        return tx.update(ZEROS, tx.init(PARAMS), PARAMS, max_logits={"a": maxima})[
+            1
+        ].factors["a"]
 
     maxima = jnp.array([[bad, 50.0], [400.0, bad], [200.0, bad]])
     found = jax.jit(jax.vmap(factors, axis_name="data"))(maxima)
     np.testing.assert_array_equal(found, [[0.25, 1.0]] * 3)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    alone = jax.jit(jax.shard_map(lambda m: factors(m[0]), mesh=mesh, in_specs=P("data"), out_specs=P()))
+    alone = jax.jit(
+        jax.shard_map(
+            lambda m: factors(m[0]), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )
+    )
     np.testing.assert_array_equal(alone(maxima[1:2]), [0.25, 1.0])
 
 
@@ -82,7 +94,9 @@ def test_one_call_of_a_module():
 
     model = Twice()
     variables = model.init(jax.random.key(0), X)
-    (_, max_logits), _ = jax.jit(muonjax.value_and_grad(lambda v: model.apply(v, X)))(variables)
+    (_, max_logits), _ = jax.jit(muonjax.value_and_grad(lambda v: model.apply(v, X)))(
+        variables
+    )
     assert np.isfinite(max_logits["params/attention"]).all()
 
 
@@ -93,13 +107,19 @@ def test_the_larger_of_two():
             finite = [x for x in (a, b) if np.isfinite(x)]
             want = max(finite) if finite else np.maximum(a, b)
             np.testing.assert_array_equal(larger(jnp.float32(a), jnp.float32(b)), want)
-            np.testing.assert_array_equal(largest(jnp.array([a, b], jnp.float32), (0,)), want)
+            np.testing.assert_array_equal(
+                largest(jnp.array([a, b], jnp.float32), (0,)), want
+            )
 
 
 def test_a_restored_state_with_nan():
     """From a version that let NaN stay in the running maximum."""
     tx = optax.chain(muonjax.qk_clip(100.0, muonjax.mha_site(), every_k=2))
     (state,) = tx.init(PARAMS)
-    state = state._replace(count=jnp.ones((), jnp.int32), running_max={"a": jnp.full(2, jnp.nan)})
-    _, (state,) = tx.update(ZEROS, (state,), PARAMS, max_logits={"a": jnp.array([400.0, 50.0])})
+    state = state._replace(
+        count=jnp.ones((), jnp.int32), running_max={"a": jnp.full(2, jnp.nan)}
+    )
+    _, (state,) = tx.update(
+        ZEROS, (state,), PARAMS, max_logits={"a": jnp.array([400.0, 50.0])}
+    )
     np.testing.assert_array_equal(state.factors["a"], [0.25, 1.0])

@@ -14,7 +14,16 @@ from flax import linen as nn
 
 import muonjax
 from muonjax._clip.clip_by_statistic import clip_factor
-from tests.clip.attentions import ATTENTIONS, EXACT, X, latent, multi_head, normal, projected, zero_update
+from tests.clip.attentions import (
+    ATTENTIONS,
+    EXACT,
+    X,
+    latent,
+    multi_head,
+    normal,
+    projected,
+    zero_update,
+)
 from tests.tools.oracles import SHORT
 from tests.tools.tiers import quick, thorough
 
@@ -43,18 +52,29 @@ def test_one_clip_is_exact(kind):
     assert (after <= threshold * EXACT).all()
     np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=3e-6)
     assert muonjax.metrics(state)["qk_clip/num_clipped"] == hot.sum()
-    np.testing.assert_allclose(state.factors[""], np.where(hot, threshold / before, 1), rtol=1e-6)
+    np.testing.assert_allclose(
+        state.factors[""], np.where(hot, threshold / before, 1), rtol=1e-6
+    )
     apply = functools.partial(muonjax.apply_qk_clip, sites=site, threshold=threshold)
     direct = jax.jit(apply)(params, {"max_logits": before})
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), direct, clipped)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7),
+        direct,
+        clipped,
+    )
 
 
 def test_calm_heads_that_share_a_key_with_a_hot_one_stay():
     params, maxima, site = multi_head(4, 2)
-    clipped = muonjax.apply_qk_clip(params, {"max_logits": jnp.asarray([400.0, 1.0, 1.0, 1.0])}, site, 100.0)
+    clipped = muonjax.apply_qk_clip(
+        params, {"max_logits": jnp.asarray([400.0, 1.0, 1.0, 1.0])}, site, 100.0
+    )
     before, after = maxima(params), maxima(clipped)
     np.testing.assert_allclose(after / before, [0.25, 1, 1, 1], rtol=1e-5)
-    same = [(clipped[n]["kernel"] == params[n]["kernel"]).all((0, 2)).tolist() for n in ("query", "key")]
+    same = [
+        (clipped[n]["kernel"] == params[n]["kernel"]).all((0, 2)).tolist()
+        for n in ("query", "key")
+    ]
     assert same == [[False, True, True, True], [True, True]]
 
 
@@ -71,25 +91,47 @@ def test_heads_below_the_threshold_are_bit_identical_to_muon_alone():
                 np.testing.assert_array_equal(
                     got[name][leaf][..., calm, :], expected[name][leaf][..., calm, :]
                 )
-                assert (got[name][leaf][..., ~calm, :] != expected[name][leaf][..., ~calm, :]).any()
-        np.testing.assert_array_equal(got["value"]["kernel"], expected["value"]["kernel"])
+                assert (
+                    got[name][leaf][..., ~calm, :]
+                    != expected[name][leaf][..., ~calm, :]
+                ).any()
+        np.testing.assert_array_equal(
+            got["value"]["kernel"], expected["value"]["kernel"]
+        )
 
     # Muon's own program, then the clip's.
-    muon, clip = muonjax.muon(0.01, newton_schulz=SHORT), muonjax.qk_clip(threshold, site)
+    muon, clip = (
+        muonjax.muon(0.01, newton_schulz=SHORT),
+        muonjax.qk_clip(threshold, site),
+    )
     alone, _ = jax.jit(muon.update)(grads, muon.init(params), params)
-    same(jax.jit(clip.update)(alone, clip.init(params), params, max_logits={"max_logits": before})[0], alone)
+    same(
+        jax.jit(clip.update)(
+            alone, clip.init(params), params, max_logits={"max_logits": before}
+        )[0],
+        alone,
+    )
     # One program for both, which XLA may round otherwise than Muon's: with and without a hot head.
     both = muonjax.muonclip(0.01, [site], threshold=threshold, newton_schulz=SHORT)
     update = jax.jit(both.update)
-    cold, _ = update(grads, both.init(params), params, max_logits={"max_logits": jnp.zeros(4)})
-    same(update(grads, both.init(params), params, max_logits={"max_logits": before})[0], cold)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8), cold, alone)
+    cold, _ = update(
+        grads, both.init(params), params, max_logits={"max_logits": jnp.zeros(4)}
+    )
+    same(
+        update(grads, both.init(params), params, max_logits={"max_logits": before})[0],
+        cold,
+    )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8), cold, alone
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_clipped_parameters_keep_their_dtype(dtype):
     params = {n: {"kernel": jnp.ones((3, 2, 2), dtype)} for n in ("query", "key")}
-    clipped = muonjax.apply_qk_clip(params, {"max_logits": jnp.array([400.0, 50.0])}, muonjax.mha_site())
+    clipped = muonjax.apply_qk_clip(
+        params, {"max_logits": jnp.array([400.0, 50.0])}, muonjax.mha_site()
+    )
     for leaf in jax.tree.leaves(clipped):
         assert leaf.dtype == dtype
         np.testing.assert_array_equal(leaf[:, 0], 0.5)
@@ -99,14 +141,24 @@ def test_clipped_parameters_keep_their_dtype(dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_updates_of_calm_heads_pass_bit_by_bit(dtype):
     """Also −0, which f·u + (f − 1)·p would turn into 0, and beside infinite weights, which would give NaN."""
-    params = {n: {"kernel": jnp.full((3, 2, 2), jnp.inf, dtype)} for n in ("query", "key")}
-    u = jnp.asarray([-0.0, 1e-7, -3.0], dtype)[:, None, None] * jnp.ones((3, 2, 2), dtype)
+    params = {
+        n: {"kernel": jnp.full((3, 2, 2), jnp.inf, dtype)} for n in ("query", "key")
+    }
+    u = jnp.asarray([-0.0, 1e-7, -3.0], dtype)[:, None, None] * jnp.ones(
+        (3, 2, 2), dtype
+    )
     tx = muonjax.qk_clip(100.0, muonjax.mha_site())
-    low = pytest.warns(UserWarning, match="rounds away") if dtype != jnp.float32 else contextlib.nullcontext()
+    low = (
+        pytest.warns(UserWarning, match="rounds away")
+        if dtype != jnp.float32
+        else contextlib.nullcontext()
+    )
     with low:
         state = tx.init(params)
     updates = {n: {"kernel": u} for n in params}
-    got, _ = jax.jit(tx.update)(updates, state, params, max_logits={"max_logits": jnp.asarray([1.0, 100.0])})
+    got, _ = jax.jit(tx.update)(
+        updates, state, params, max_logits={"max_logits": jnp.asarray([1.0, 100.0])}
+    )
     for name in params:
         assert got[name]["kernel"].dtype == dtype
         assert np.asarray(got[name]["kernel"]).tobytes() == np.asarray(u).tobytes()
@@ -117,8 +169,12 @@ def test_half_precision_updates_of_float32_weights_keep_the_bound():
     before = maxima(params)
     tx = muonjax.qk_clip(5.0, site)
     updates = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
-    updates, _ = tx.update(updates, tx.init(params), params, max_logits={"max_logits": before})
-    np.testing.assert_allclose(maxima(optax.apply_updates(params, updates)), 5.0, rtol=3e-6)
+    updates, _ = tx.update(
+        updates, tx.init(params), params, max_logits={"max_logits": before}
+    )
+    np.testing.assert_allclose(
+        maxima(optax.apply_updates(params, updates)), 5.0, rtol=3e-6
+    )
 
 
 def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_it():
@@ -131,7 +187,9 @@ def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_i
     assert maxima(once).max() <= threshold * (1 + 1e-3)
     twice, _ = zero_update(tx, once, {"max_logits": maxima(once)})
     assert maxima(twice).max() <= threshold * EXACT
-    direct = muonjax.apply_qk_clip(params, {"max_logits": before}, site, threshold)  # multiplies
+    direct = muonjax.apply_qk_clip(
+        params, {"max_logits": before}, site, threshold
+    )  # multiplies
     np.testing.assert_allclose(maxima(direct), threshold, rtol=3e-6)
 
 
@@ -142,9 +200,13 @@ def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_i
 @pytest.mark.parametrize("bad", [-5.0, 0.0, -np.inf, np.inf, np.nan])
 def test_a_negative_maximum_gives_no_nan(bad):
     """√(τ/S) of a negative maximum made NaN weights. γ is exactly 1 wherever S says nothing."""
-    np.testing.assert_array_equal(clip_factor(jnp.asarray([bad, 200.0, 100.0]), 100.0), [1.0, 0.5, 1.0])
+    np.testing.assert_array_equal(
+        clip_factor(jnp.asarray([bad, 200.0, 100.0]), 100.0), [1.0, 0.5, 1.0]
+    )
     params, _, site = multi_head()
-    clipped, state = zero_update(muonjax.qk_clip(100.0, site), params, {"max_logits": jnp.full(4, bad)})
+    clipped, state = zero_update(
+        muonjax.qk_clip(100.0, site), params, {"max_logits": jnp.full(4, bad)}
+    )
     jax.tree.map(np.testing.assert_array_equal, clipped, params)
     assert muonjax.metrics(state)["qk_clip/num_clipped"] == 0
 
@@ -157,14 +219,19 @@ def test_accumulation_takes_the_maximum_of_maxima_not_their_sum():
     for i, hot in enumerate((60.0, 200.0, 50.0)):
         maxima = jnp.asarray([hot, 60.0, 60.0, 60.0])
         updates, state = update(
-            jax.tree.map(jnp.ones_like, params), state, params, max_logits={"max_logits": maxima}
+            jax.tree.map(jnp.ones_like, params),
+            state,
+            params,
+            max_logits={"max_logits": maxima},
         )
         moved = np.asarray(updates["query"]["kernel"] != 1)
         assert moved[:, 0].any() == (i == 2)
         assert not moved[:, 1:].any()
         assert muonjax.metrics(state)["qk_clip/num_clipped"] == (i == 2)
     np.testing.assert_array_equal(state.running_max[""], -np.inf)
-    _, state = update(params, state, params, max_logits={"max_logits": jnp.full(4, 300.0)})
+    _, state = update(
+        params, state, params, max_logits={"max_logits": jnp.full(4, 300.0)}
+    )
     # Between two clips the state shows the last one.
     np.testing.assert_array_equal(state.maxima[""], [200.0, 60.0, 60.0, 60.0])
     np.testing.assert_array_equal(state.factors[""], [0.5, 1.0, 1.0, 1.0])
@@ -177,14 +244,27 @@ def test_the_square_root_on_a_rotary_query_misses_the_bound():
     """Its counterpart is a key that all heads share and nobody scales."""
     params, maxima, site = latent(True, "i h d")
     before = {"max_logits": maxima(params)}
-    np.testing.assert_allclose(maxima(muonjax.apply_qk_clip(params, before, site, 5.0)), 5.0, rtol=3e-6)
-    kernels = [scale for scale in site.scales if not scale.optional and scale.factor != "rotary"]
-    whole = [
-        dataclasses.replace(s, power=0.5, span=(0, None) if s.factor == "query" else s.span) for s in kernels
+    np.testing.assert_allclose(
+        maxima(muonjax.apply_qk_clip(params, before, site, 5.0)), 5.0, rtol=3e-6
+    )
+    kernels = [
+        scale
+        for scale in site.scales
+        if not scale.optional and scale.factor != "rotary"
     ]
-    site = muonjax.Site(path="", scales=tuple(whole), threshold=5.0, products=(("query", "key"),))
+    whole = [
+        dataclasses.replace(
+            s, power=0.5, span=(0, None) if s.factor == "query" else s.span
+        )
+        for s in kernels
+    ]
+    site = muonjax.Site(
+        path="", scales=tuple(whole), threshold=5.0, products=(("query", "key"),)
+    )
     tx = muonjax.signal_clip(site)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params, signals=before)
+    updates, _ = tx.update(
+        jax.tree.map(jnp.zeros_like, params), tx.init(params), params, signals=before
+    )
     assert maxima(optax.apply_updates(params, updates)).max() > 5.5
 
 
@@ -195,15 +275,23 @@ def test_the_threshold_of_a_site_comes_before_that_of_all():
     _, state = zero_update(muonjax.qk_clip(100.0, site), params, hot)
     np.testing.assert_array_equal(state.factors[""], 0.5)
     clipped = muonjax.apply_qk_clip(params, hot, site, 100.0)
-    np.testing.assert_allclose(clipped["key"]["kernel"], np.sqrt(0.5) * params["key"]["kernel"], rtol=1e-6)
+    np.testing.assert_allclose(
+        clipped["key"]["kernel"], np.sqrt(0.5) * params["key"]["kernel"], rtol=1e-6
+    )
 
 
 def test_every_head_has_a_count_of_its_own():
     params, _, site = multi_head()
     tx = muonjax.qk_clip(100.0, site)
     state = tx.init(params)
-    for hot in ([400.0, 1.0, 1.0, 1.0], [400.0, 200.0, 1.0, 100.0], [1.0, 1.0, 1.0, 1.0]):
-        _, state = tx.update(params, state, params, max_logits={"max_logits": jnp.asarray(hot)})
+    for hot in (
+        [400.0, 1.0, 1.0, 1.0],
+        [400.0, 200.0, 1.0, 100.0],
+        [1.0, 1.0, 1.0, 1.0],
+    ):
+        _, state = tx.update(
+            params, state, params, max_logits={"max_logits": jnp.asarray(hot)}
+        )
     np.testing.assert_array_equal(state.clips[""], [2, 1, 0, 0])
     assert clips_of(state) == (0, 3)
 
@@ -212,7 +300,9 @@ def test_every_state_buffer_can_be_donated():
     params, maxima, site = multi_head()
     tx = muonjax.qk_clip(5.0, site, every_k=2)
     step = jax.jit(
-        lambda state: tx.update(params, state, params, max_logits={"max_logits": maxima(params)})[1],
+        lambda state: tx.update(
+            params, state, params, max_logits={"max_logits": maxima(params)}
+        )[1],
         donate_argnums=0,
     )
     state = step(step(tx.init(params)))
@@ -248,7 +338,9 @@ def stack(block, scan_axis):
 @pytest.mark.parametrize("scan_axis", [1, *map(thorough, [0, -1])])
 def test_scanned_rematerialised_and_donated(scan_axis):
     loss_fn, params = stack(nn.remat(Block, prevent_cse=False), scan_axis)
-    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(5.0, muonjax.mha_site(scan_axis=scan_axis)))
+    tx = optax.chain(
+        optax.sgd(0.0), muonjax.qk_clip(5.0, muonjax.mha_site(scan_axis=scan_axis))
+    )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
@@ -262,8 +354,12 @@ def test_scanned_rematerialised_and_donated(scan_axis):
     assert before.shape == (3, 4)
     assert (before[0] > 5).all()
     after = muonjax.value_and_grad(loss_fn)(clipped)[0][1]["attention"]
-    np.testing.assert_allclose(after[0], 5.0, rtol=3e-6)  # deeper layers see other inputs now
-    np.testing.assert_allclose(state[1].factors["attention"], jnp.minimum(1, 5 / before), rtol=1e-6)
+    np.testing.assert_allclose(
+        after[0], 5.0, rtol=3e-6
+    )  # deeper layers see other inputs now
+    np.testing.assert_allclose(
+        state[1].factors["attention"], jnp.minimum(1, 5 / before), rtol=1e-6
+    )
 
 
 @pytest.mark.rounding
@@ -300,25 +396,34 @@ def test_multisteps_keeps_the_bound():
         p, state = params, tx.init(params)
         for x in batches:
             zeros = jax.tree.map(jnp.zeros_like, p)
-            updates, state = tx.update(zeros, state, p, max_logits={"max_logits": maxima(p, x)})
+            updates, state = tx.update(
+                zeros, state, p, max_logits={"max_logits": maxima(p, x)}
+            )
             p = optax.apply_updates(p, updates)
         return max(float(maxima(p, x).max()) for x in batches)
 
     inner = optax.MultiSteps(optax.sgd(0.0), 4).gradient_transformation()
     assert run(optax.chain(inner, muonjax.qk_clip(5.0, site, every_k=4))) <= 5 * EXACT
-    inside = optax.MultiSteps(optax.chain(optax.sgd(0.0), muonjax.qk_clip(5.0, site)), 4)
+    inside = optax.MultiSteps(
+        optax.chain(optax.sgd(0.0), muonjax.qk_clip(5.0, site)), 4
+    )
     assert run(inside.gradient_transformation()) > 10
 
 
 def test_a_threshold_schedule_counts_clips():
     params, _, site = multi_head()
-    tx = muonjax.qk_clip(lambda count: jnp.where(count < 2, 1000.0, 100.0), site, every_k=2)
+    tx = muonjax.qk_clip(
+        lambda count: jnp.where(count < 2, 1000.0, 100.0), site, every_k=2
+    )
     state = tx.init(params)
     update = jax.jit(tx.update)
     seen = []
     for _ in range(6):
         _, state = update(
-            params, state, params, max_logits={"max_logits": jnp.asarray([400.0, 1.0, 1.0, 1.0])}
+            params,
+            state,
+            params,
+            max_logits={"max_logits": jnp.asarray([400.0, 1.0, 1.0, 1.0])},
         )
         seen.append(muonjax.metrics(state)["qk_clip/num_clipped"])
     assert seen == [0, 0, 0, 0, 0, 1]
@@ -340,7 +445,9 @@ def test_optax_can_map_over_the_state():
     "kind",
     [
         "latent, low-rank query",
-        *map(thorough, ["multi-head with biases", "grouped 8:2 with RoPE", "fused, flat"]),
+        *map(
+            thorough, ["multi-head with biases", "grouped 8:2 with RoPE", "fused, flat"]
+        ),
     ],
 )
 def test_tug_of_war(kind):
@@ -352,26 +459,39 @@ def test_tug_of_war(kind):
     hot = jnp.where(jnp.arange(before.size) == 0, 5.0 * 1.01, 0.0)
     # What the clip would scale down, and by how much, is what is pushed up.
     ones = jax.tree.map(jnp.ones_like, params)
-    push = jax.tree.map(lambda f: 1 / f - 1, muonjax.apply_qk_clip(ones, {"max_logits": hot}, site, 5.0))
+    push = jax.tree.map(
+        lambda f: 1 / f - 1, muonjax.apply_qk_clip(ones, {"max_logits": hot}, site, 5.0)
+    )
 
     def step(carry, _):
         params, state = carry
         largest = maxima(params)
         updates, state = tx.update(
-            jax.tree.map(jnp.multiply, push, params), state, params, max_logits={"max_logits": largest}
+            jax.tree.map(jnp.multiply, push, params),
+            state,
+            params,
+            max_logits={"max_logits": largest},
         )
         return (optax.apply_updates(params, updates), state), largest
 
-    (end, state), history = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=3000))(
-        (start, tx.init(start))
+    (end, state), history = jax.jit(
+        lambda carry: jax.lax.scan(step, carry, None, length=3000)
+    )((start, tx.init(start)))
+    assert (
+        5.0 * 0.9999 <= history[100:, 0].min() <= history[100:, 0].max() <= 5.0 * 1.0102
     )
-    assert 5.0 * 0.9999 <= history[100:, 0].min() <= history[100:, 0].max() <= 5.0 * 1.0102
-    np.testing.assert_array_equal(history[:, 1:], np.broadcast_to(history[0, 1:], history[:, 1:].shape))
+    np.testing.assert_array_equal(
+        history[:, 1:], np.broadcast_to(history[0, 1:], history[:, 1:].shape)
+    )
     np.testing.assert_array_equal(state.clips[""] > 2900, jnp.arange(before.size) == 0)
     for old, new, pushed in zip(*map(jax.tree.leaves, (start, end, push)), strict=True):
-        np.testing.assert_array_equal(np.where(pushed > 0, 0, new), np.where(pushed > 0, 0, old))
+        np.testing.assert_array_equal(
+            np.where(pushed > 0, 0, new), np.where(pushed > 0, 0, old)
+        )
         ratio = np.asarray(new / old)[np.asarray(pushed) > 0]
-        assert ((ratio > 1) & (ratio < 5.1 / 4)).all()  # from 4 to 5.05, between the factors
+        assert (
+            (ratio > 1) & (ratio < 5.1 / 4)
+        ).all()  # from 4 to 5.05, between the factors
 
 
 def test_a_query_that_is_pushed_alone_drains_its_key():
@@ -385,13 +505,18 @@ def test_a_query_that_is_pushed_alone_drains_its_key():
         params, state = carry
         updates = jax.tree.map(jnp.zeros_like, params)
         updates["query"] = jax.tree.map(lambda p: 0.01 * p, params["query"])
-        updates, state = tx.update(updates, state, params, max_logits={"max_logits": maxima(params)})
+        updates, state = tx.update(
+            updates, state, params, max_logits={"max_logits": maxima(params)}
+        )
         return (optax.apply_updates(params, updates), state), None
 
-    (end, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=500))((start, tx.init(start)))
+    (end, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=500))(
+        (start, tx.init(start))
+    )
     np.testing.assert_allclose(maxima(end), 5.05, rtol=1e-3)
     grown, drained = (
-        np.linalg.norm(end[n]["kernel"]) / np.linalg.norm(start[n]["kernel"]) for n in ("query", "key")
+        np.linalg.norm(end[n]["kernel"]) / np.linalg.norm(start[n]["kernel"])
+        for n in ("query", "key")
     )
     assert grown > 10
     assert drained < 0.1
@@ -408,7 +533,11 @@ OPTIMIZERS = [muonjax.qk_clip, muonjax.muonclip, muonjax.adamclip]
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"threshold": 0.0}, ValueError, r"\(threshold=0.0\) must be positive and finite"),
+        (
+            {"threshold": 0.0},
+            ValueError,
+            r"\(threshold=0.0\) must be positive and finite",
+        ),
         ({"threshold": np.float32(-1)}, ValueError, "threshold=.*must be positive"),
         ({"threshold": jnp.float32(-1)}, ValueError, "threshold=.*must be positive"),
         ({"threshold": np.bool_(True)}, TypeError, "must be a number or a schedule"),
@@ -431,10 +560,16 @@ NAMES = {make: list(inspect.signature(make).parameters)[1] for make in OPTIMIZER
 def test_bad_settings_of_adamw():
     with pytest.raises(ValueError, match=r"^adamclip\(b1=1.0\) must be in \[0, 1\)"):
         muonjax.adamclip(1e-3, SITE, b1=1.0)
-    with pytest.raises(TypeError, match=r"^adamclip\(mask='yes'\) must be a tree or prefix of booleans"):
+    with pytest.raises(
+        TypeError, match=r"^adamclip\(mask='yes'\) must be a tree or prefix of booleans"
+    ):
         muonjax.adamclip(1e-3, SITE, mask="yes")
-    with pytest.raises(TypeError, match=r"^adamclip\(mu_dtype=.*int8.*must be a float type"):
-        muonjax.adamclip(1e-3, SITE, mu_dtype=jnp.int8)  # Optax would round the momentum to whole numbers
+    with pytest.raises(
+        TypeError, match=r"^adamclip\(mu_dtype=.*int8.*must be a float type"
+    ):
+        muonjax.adamclip(
+            1e-3, SITE, mu_dtype=jnp.int8
+        )  # Optax would round the momentum to whole numbers
 
 
 def test_bad_settings_of_muon_are_muonclip_s():
@@ -448,7 +583,9 @@ def test_bad_settings_of_muon_are_muonclip_s():
 def test_without_a_program(make):
     """The two lines that are shown make the optimizer."""
     params, _, _ = multi_head()
-    with pytest.raises(ValueError, match=rf"^{make.__name__} needs to know where attention is: ") as error:
+    with pytest.raises(
+        ValueError, match=rf"^{make.__name__} needs to know where attention is: "
+    ) as error:
         make(1e-3)
     first, second = str(error.value).splitlines()
     first = first.partition(": ")[2].removesuffix(", then")
@@ -463,7 +600,9 @@ def test_without_a_program(make):
 
 
 def test_a_site_for_another_signal_is_no_site_of_qk_clip():
-    site = muonjax.Site(path="out", scales=(muonjax.Scale(path="kernel", rank=2),), signal="max_output")
+    site = muonjax.Site(
+        path="out", scales=(muonjax.Scale(path="kernel", rank=2),), signal="max_output"
+    )
     with pytest.raises(ValueError, match="a factor 'output', not query, key or rotary"):
         muonjax.qk_clip(1.0, site).init({"out": {"kernel": jnp.ones((4, 2))}})
 
@@ -474,10 +613,14 @@ def test_low_precision_parameters_are_warned_of(dtype):
     params, _, site = multi_head()
     params = jax.tree.map(lambda p: p.astype(dtype), params)
     tx = muonjax.qk_clip(100.0, site)
-    with pytest.warns(UserWarning, match=r"a factor near 1 rounds away.*float32 master weights"):
+    with pytest.warns(
+        UserWarning, match=r"a factor near 1 rounds away.*float32 master weights"
+    ):
         state = tx.init(params)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = tx.update(zeros, state, params, max_logits={"max_logits": jnp.full(4, 100.2)})
+    updates, _ = tx.update(
+        zeros, state, params, max_logits={"max_logits": jnp.full(4, 100.2)}
+    )
     new = optax.apply_updates(params, updates)
     if dtype == jnp.bfloat16:
         np.testing.assert_array_equal(new["query"]["kernel"], params["query"]["kernel"])

@@ -12,12 +12,19 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 
-pytestmark = [pytest.mark.thorough, pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])]
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit]),
+]
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((8, 64, 16), np.float32)
 X[5] *= 3  # the largest logits on one device
 KERNELS = [
-    {n: {"kernel": RNG.standard_normal((16, 4, 8), np.float32)} for n in ("query", "key")} for _ in range(3)
+    {
+        n: {"kernel": RNG.standard_normal((16, 4, 8), np.float32)}
+        for n in ("query", "key")
+    }
+    for _ in range(3)
 ]
 PARAMS = KERNELS[0]
 THRESHOLD = 5.0
@@ -25,16 +32,22 @@ THRESHOLD = 5.0
 
 def make_mesh(axis_type, **sizes):
     axis_types, devices = (axis_type,) * len(sizes), jax.devices()[:4]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices)
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices
+    )
 
 
 def put(tree, mesh, *spec):
-    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P(*spec[: x.ndim]))), tree)
+    return jax.tree.map(
+        lambda x: jax.device_put(x, NamedSharding(mesh, P(*spec[: x.ndim]))), tree
+    )
 
 
 @jax.jit
 def maxima(params, x):
-    q, k = (jnp.einsum("btd,dhe->bthe", x, params[n]["kernel"]) for n in ("query", "key"))
+    q, k = (
+        jnp.einsum("btd,dhe->bthe", x, params[n]["kernel"]) for n in ("query", "key")
+    )
     return muonjax.max_logits(q, k, is_causal=True, block_q=16, block_k=16)
 
 
@@ -45,7 +58,9 @@ def stepper(axis_name=None):
     def step(params, state, x):
         layers = {"max_logits": params} if "query" in params else params
         logits = {name: maxima(layer, x) for name, layer in layers.items()}
-        updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params, max_logits=logits)
+        updates, state = tx.update(
+            jax.tree.map(jnp.zeros_like, params), state, params, max_logits=logits
+        )
         return optax.apply_updates(params, updates), state
 
     return tx.init, step
@@ -62,12 +77,16 @@ def check(params):
     assert maxima(jax.device_get(params), X).max() <= THRESHOLD * (1 + 3e-6)
 
 
-def test_a_sharded_batch_costs_one_all_reduce_of_the_maxima_outside_of_the_loop(axis_type):
+def test_a_sharded_batch_costs_one_all_reduce_of_the_maxima_outside_of_the_loop(
+    axis_type,
+):
     mesh, (init, step) = make_mesh(axis_type, data=4), stepper()
     arguments = put(PARAMS, mesh), init(PARAMS), put(X, mesh, "data")
     program, collectives = compiled(step, *arguments)
     assert collectives == ["all-reduce"]
-    (line,) = (line for line in program.as_text().splitlines() if " all-reduce(" in line)
+    (line,) = (
+        line for line in program.as_text().splitlines() if " all-reduce(" in line
+    )
     assert re.search(r"f32\[(4|1,4|4,1)\b", line), line
     assert " all-reduce(" in program.as_text().split("ENTRY")[1], "inside the loop"
     check(program(*arguments)[0])
@@ -80,7 +99,9 @@ def test_sharded_heads_cost_no_collective(axis_type):
     program, collectives = compiled(step, *arguments)
     assert not collectives
     params, state = program(*arguments)
-    assert muonjax.metrics(state)["qk_clip/num_clipped"] == int((maxima(PARAMS, X) > THRESHOLD).sum())
+    assert muonjax.metrics(state)["qk_clip/num_clipped"] == int(
+        (maxima(PARAMS, X) > THRESHOLD).sum()
+    )
     assert params["query"]["kernel"].sharding.spec[1] == "tensor"
     check(params)
 

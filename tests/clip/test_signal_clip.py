@@ -43,11 +43,17 @@ def test_max_output(entries, signal):
     tx = muonjax.signal_clip(output_site(entries, threshold))
     zeros = jax.tree.map(jnp.zeros_like, params)
     statistics = {"out": before}
-    updates, state = jax.jit(tx.update)(zeros, tx.init(params), params, signals=statistics)
-    np.testing.assert_allclose(
-        signal(optax.apply_updates(params, updates)), jnp.minimum(before, threshold), rtol=3e-6
+    updates, state = jax.jit(tx.update)(
+        zeros, tx.init(params), params, signals=statistics
     )
-    assert muonjax.metrics(state)["qk_clip/num_clipped"] == int((before > threshold).sum())
+    np.testing.assert_allclose(
+        signal(optax.apply_updates(params, updates)),
+        jnp.minimum(before, threshold),
+        rtol=3e-6,
+    )
+    assert muonjax.metrics(state)["qk_clip/num_clipped"] == int(
+        (before > threshold).sum()
+    )
     assert set(state.maxima) == {"out"}
 
 
@@ -57,7 +63,9 @@ def test_qk_clip_is_an_instance_of_signal_clip():
     powers = {"query": 0.5, "key": 0.5, "rotary": 1.0}
     scales = tuple(dataclasses.replace(s, power=powers[s.factor]) for s in site.scales)
     products = (("query", "key"), ("rotary",))
-    tx = muonjax.signal_clip([dataclasses.replace(site, scales=scales, threshold=5.0, products=products)])
+    tx = muonjax.signal_clip(
+        [dataclasses.replace(site, scales=scales, threshold=5.0, products=products)]
+    )
     zeros = jax.tree.map(jnp.zeros_like, params)
     statistics = {"max_logits": maxima(params)}
     updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
@@ -72,10 +80,17 @@ def test_qk_clip_is_an_instance_of_signal_clip():
 @pytest.mark.thorough
 def test_two_sites_at_once():
     params, maxima, site = multi_head()
-    params = {"attention": params, "out": {"kernel": normal(16, 24), "bias": normal(24, seed=1)}}
+    params = {
+        "attention": params,
+        "out": {"kernel": normal(16, 24), "bias": normal(24, seed=1)},
+    }
     qk = tuple(dataclasses.replace(s, power=0.5) for s in site.scales)
-    attention = muonjax.Site(path="attention", scales=qk, threshold=5.0, products=(("query", "key"),))
-    tx = muonjax.signal_clip([attention, output_site(threshold=optax.constant_schedule(6.0))])
+    attention = muonjax.Site(
+        path="attention", scales=qk, threshold=5.0, products=(("query", "key"),)
+    )
+    tx = muonjax.signal_clip(
+        [attention, output_site(threshold=optax.constant_schedule(6.0))]
+    )
     statistics = {"attention": maxima(params["attention"]), "out": max_output(params)}
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
@@ -87,7 +102,11 @@ def test_two_sites_at_once():
 @pytest.mark.parametrize(
     ("powers", "products", "message"),
     [
-        ({"query": 1.0, "key": 1.0}, (("query", "key"),), "powers sum to 2.0"),  # the seed's misprint
+        (
+            {"query": 1.0, "key": 1.0},
+            (("query", "key"),),
+            "powers sum to 2.0",
+        ),  # the seed's misprint
         ({"query": 0.5, "key": 0.5}, None, "powers sum to 0.5"),
         ({"query": 0.5, "key": 0.5}, (("query",),), "tuples of factors, of all .*key"),
         ({"query": 0.5, "key": 0.5}, (("query", "kye"),), "kye"),
@@ -95,14 +114,20 @@ def test_two_sites_at_once():
 )
 def test_powers_must_sum_to_one(powers, products, message):
     scales = tuple(
-        muonjax.Scale(path=f"{n}/kernel", rank=3, axes=(-2, -1), factor=n, power=p) for n, p in powers.items()
+        muonjax.Scale(path=f"{n}/kernel", rank=3, axes=(-2, -1), factor=n, power=p)
+        for n, p in powers.items()
     )
     with pytest.raises(ValueError, match=message):
-        muonjax.signal_clip(muonjax.Site(path="a", scales=scales, threshold=5.0, products=products))
+        muonjax.signal_clip(
+            muonjax.Site(path="a", scales=scales, threshold=5.0, products=products)
+        )
 
 
 def test_a_bias_must_scale_with_its_kernel():
-    scales = (muonjax.Scale(path="kernel", rank=2), muonjax.Scale(path="bias", rank=1, power=0.5))
+    scales = (
+        muonjax.Scale(path="kernel", rank=2),
+        muonjax.Scale(path="bias", rank=1, power=0.5),
+    )
     with pytest.raises(ValueError, match="'bias' has another power"):
         muonjax.signal_clip(muonjax.Site(path="a", scales=scales, threshold=5.0))
 
@@ -110,18 +135,28 @@ def test_a_bias_must_scale_with_its_kernel():
 def test_entries_that_share_a_parameter_cannot_each_scale_it():
     _, _, site = multi_head()
     scales = tuple(dataclasses.replace(s, power=0.5) for s in site.scales)
-    site = dataclasses.replace(site, scales=scales, threshold=5.0, products=(("query", "key"),))
+    site = dataclasses.replace(
+        site, scales=scales, threshold=5.0, products=(("query", "key"),)
+    )
     muonjax.signal_clip(site).init(multi_head(4, 4)[0])
-    with pytest.raises(ValueError, match=r"several entries of 'max_logits' share 'key/kernel': .*power=0"):
+    with pytest.raises(
+        ValueError,
+        match=r"several entries of 'max_logits' share 'key/kernel': .*power=0",
+    ):
         muonjax.signal_clip(site).init(multi_head(4, 2)[0])
 
 
 def test_sites_with_a_threshold_are_needed():
     with pytest.raises(TypeError, match=r"signal_clip\(sites=\[\]\) must be"):
         muonjax.signal_clip([])
-    with pytest.raises(ValueError, match=r"signal_clip\(sites=Site\('out'\)\) has no threshold: give it"):
+    with pytest.raises(
+        ValueError,
+        match=r"signal_clip\(sites=Site\('out'\)\) has no threshold: give it",
+    ):
         muonjax.signal_clip(output_site(threshold=None))
     tx = muonjax.signal_clip(output_site())
     params = {"out": {"kernel": jnp.ones((4, 2))}}
-    with pytest.raises(ValueError, match=r"signal_clip: update needs signals: .*signals=signals"):
+    with pytest.raises(
+        ValueError, match=r"signal_clip: update needs signals: .*signals=signals"
+    ):
         tx.update(params, tx.init(params), params)

@@ -24,7 +24,11 @@ def clip(params, site, gamma=GAMMA, name="attention", **settings):
     """What each parameter was multiplied by, if `gamma` is what the logits ask for."""
     ones = jax.tree.map(lambda x: np.ones(x.shape, np.float32), params)
     statistics = {name: jnp.asarray(THRESHOLD / gamma)}
-    apply = jax.jit(lambda tree, seen: muonjax.apply_qk_clip(tree, seen, site, THRESHOLD, **settings))
+    apply = jax.jit(
+        lambda tree, seen: muonjax.apply_qk_clip(
+            tree, seen, site, THRESHOLD, **settings
+        )
+    )
     return apply({name: ones}, statistics)[name]
 
 
@@ -42,15 +46,21 @@ ROOT = np.sqrt(GAMMA)
 
 def rows(*features):
     """Factors [heads, features] from pairs of one number for each head and how many features have it."""
-    return np.concatenate([np.repeat(np.asarray(f)[:, None], n, 1) for f, n in features], 1)
+    return np.concatenate(
+        [np.repeat(np.asarray(f)[:, None], n, 1) for f, n in features], 1
+    )
 
 
 def arranged(factors, letters, layout, *, bias=False):
     """Factors with axes `letters` as a kernel of this layout, or as its bias."""
-    parts = [merged or single for merged, single in re.findall(r"\(([^()]*)\)|(\S+)", layout)]
+    parts = [
+        merged or single for merged, single in re.findall(r"\(([^()]*)\)|(\S+)", layout)
+    ]
     parts = [part.split() for part in parts if not (bias and part == "i")]
     order = [letter for part in parts for letter in part]
-    x = np.transpose(factors, [letters.index(letter) for letter in order if letter != "i"])
+    x = np.transpose(
+        factors, [letters.index(letter) for letter in order if letter != "i"]
+    )
     if not bias:
         x = np.stack([x] * D, order.index("i"))
     lengths = dict(zip(order, x.shape, strict=True))
@@ -62,8 +72,15 @@ def layouts():
     for layout in ("i h d", "i (h d)", "(h d) i", "h d i", "h i d"):
         for keys, query, key in (("own", ROOT, ROOT), ("shared", GAMMA, np.ones(K))):
             heads = {"num_heads": H, "num_kv_heads": len(key)} if "(" in layout else {}
-            projections = {"query": (layout, rows((query, DH)), "hd"), "key": (layout, rows((key, DH)), "hd")}
-            yield f"mha {layout} {keys}", muonjax.mha_site(layout=layout, **heads), projections
+            projections = {
+                "query": (layout, rows((query, DH)), "hd"),
+                "key": (layout, rows((key, DH)), "hd"),
+            }
+            yield (
+                f"mha {layout} {keys}",
+                muonjax.mha_site(layout=layout, **heads),
+                projections,
+            )
     nope, rotary, value = 2, 3, 4
     for layout in ("i h d", "i (h d)", "(h d) i"):
         for name in ("wq_b", "wq"):
@@ -73,7 +90,9 @@ def layouts():
                 "wkv_b": (layout, rows((ROOT, nope), (np.ones(H), value)), "hd"),
                 "wkv_a": ("i h d", np.ones((1, 5 + rotary)), "hd"),
             }
-            site = muonjax.mla_site(nope=nope, query=name, layout=layout, num_heads=heads)
+            site = muonjax.mla_site(
+                nope=nope, query=name, layout=layout, num_heads=heads
+            )
             yield f"mla {layout} {name}", site, projections
     fused = np.stack([rows((f, DH)) for f in (ROOT, ROOT, np.ones(H))])
     for layout in (
@@ -82,7 +101,9 @@ def layouts():
         site = muonjax.fused_qkv_site(num_heads=H, head_dim=DH, layout=layout)
         yield f"fused {layout}", site, {"qkv": (layout, fused, "3hd")}
     for layout, flat in (("i (3 h d)", "i (h d)"), ("i (3 h) d", "i h d")):
-        site = muonjax.fused_qkv_site(num_heads=H, num_kv_heads=K, head_dim=DH, layout=layout)
+        site = muonjax.fused_qkv_site(
+            num_heads=H, num_kv_heads=K, head_dim=DH, layout=layout
+        )
         factors = rows((np.concatenate([GAMMA, np.ones(2 * K)]), DH))
         yield f"fused grouped {layout}", site, {"qkv": (flat, factors, "hd")}
 
@@ -108,7 +129,11 @@ def test_layouts(name):
         for path, (layout, factors, letters) in projections.items()
     }
     scaled = clip(expected, site)
-    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), scaled, expected)
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6),
+        scaled,
+        expected,
+    )
 
 
 @quick("0", "-1", "axes5")
@@ -124,23 +149,37 @@ def test_stacked_layers_on_any_axis(axes):
         x = jnp.ones((*depths, *shape))
         return jnp.moveaxis(x, range(len(depths)), where)
 
-    params = {n: {leaf: stack(shape) for leaf, shape in shapes.items()} for n in ("query", "key")}
+    params = {
+        n: {leaf: stack(shape) for leaf, shape in shapes.items()}
+        for n in ("query", "key")
+    }
     scaled = clip(params, muonjax.mha_site(scan_axis=axes), gamma)
     for leaf in shapes:
         got = np.moveaxis(np.asarray(scaled["query"][leaf]), where, range(len(depths)))
         got = got if leaf == "bias" else got[..., 0, :, :]
-        np.testing.assert_allclose(got, np.sqrt(gamma)[..., None] * np.ones(DH), rtol=1e-6)
+        np.testing.assert_allclose(
+            got, np.sqrt(gamma)[..., None] * np.ones(DH), rtol=1e-6
+        )
 
 
 def test_a_name_is_a_regular_expression_for_the_whole_path():
-    params = {"encoder": {"attention": weights(query__kernel=(D, H, DH), key__kernel=(D, H, DH))}}
+    params = {
+        "encoder": {
+            "attention": weights(query__kernel=(D, H, DH), key__kernel=(D, H, DH))
+        }
+    }
     params = params | {"decoder": params["encoder"]}
     statistics = {"decoder/attention": jnp.full(H, 400.0)}
-    scaled = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site("decoder/.*"), THRESHOLD)
-    np.testing.assert_array_equal(scaled["decoder"]["attention"]["query"]["kernel"], 0.5)
+    scaled = muonjax.apply_qk_clip(
+        params, statistics, muonjax.mha_site("decoder/.*"), THRESHOLD
+    )
+    np.testing.assert_array_equal(
+        scaled["decoder"]["attention"]["query"]["kernel"], 0.5
+    )
     np.testing.assert_array_equal(scaled["encoder"]["attention"]["query"]["kernel"], 1)
     with pytest.raises(
-        ValueError, match=r"'coder' matches no module.*\['decoder/attention', 'encoder/attention'\]"
+        ValueError,
+        match=r"'coder' matches no module.*\['decoder/attention', 'encoder/attention'\]",
     ):
         muonjax.apply_qk_clip(params, statistics, muonjax.mha_site("coder"), THRESHOLD)
 
@@ -150,12 +189,24 @@ def test_parameter_trees_of_every_kind():
         H, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "heads", None))
     )
     boxed = {"attention": linen.init(jax.random.key(0), jnp.ones((1, 2, 8)))["params"]}
-    model = nnx.Dict(attention=nnx.MultiHeadAttention(H, 8, decode=False, rngs=nnx.Rngs(0)))
+    model = nnx.Dict(
+        attention=nnx.MultiHeadAttention(H, 8, decode=False, rngs=nnx.Rngs(0))
+    )
     state = nnx.state(model, nnx.Param)
-    for tree in (boxed, freeze(boxed), state, nnx.to_pure_dict(state), jax.tree.map(lambda x: x, state)):
+    for tree in (
+        boxed,
+        freeze(boxed),
+        state,
+        nnx.to_pure_dict(state),
+        jax.tree.map(lambda x: x, state),
+    ):
         for seen in (tree, jax.eval_shape(lambda tree=tree: tree)):
-            assert set(muonjax.qk_clip(1.0, muonjax.mha_site()).init(seen).factors) == {"attention"}
-        scaled = muonjax.apply_qk_clip(tree, {"attention": jnp.full(H, 400.0)}, muonjax.mha_site(), THRESHOLD)
+            assert set(muonjax.qk_clip(1.0, muonjax.mha_site()).init(seen).factors) == {
+                "attention"
+            }
+        scaled = muonjax.apply_qk_clip(
+            tree, {"attention": jnp.full(H, 400.0)}, muonjax.mha_site(), THRESHOLD
+        )
         assert jax.tree.structure(scaled) == jax.tree.structure(tree)
         halves = [
             np.allclose(a, 0.5 * b) and np.any(b)
@@ -188,7 +239,9 @@ def attention(**more):
 ])  # fmt: skip
 def test_refusals(tree, site, message):
     with pytest.raises(ValueError, match=message):
-        muonjax.qk_clip(1.0, muonjax.mha_site(**site)).init({"attention": attention(**tree)})
+        muonjax.qk_clip(1.0, muonjax.mha_site(**site)).init(
+            {"attention": attention(**tree)}
+        )
 
 
 @quick("query_ln", "_key_norm", "LayerNorm_0")
@@ -199,23 +252,31 @@ def test_refusals(tree, site, message):
 def test_norms_of_other_libraries(norm):
     """Clipped, such a module would not change its logits, and its weights would shrink at every step."""
     params = {"attention": attention(**{f"{norm}__scale": (DH,)})}
-    message = (
-        rf"normalizes its queries and keys \({norm}\).*Take it out of the sites.* give its Site norms=\(\)"
-    )
+    message = rf"normalizes its queries and keys \({norm}\).*Take it out of the sites.* give its Site norms=\(\)"
     scales = muonjax.mha_site().scales
     for site in (muonjax.mha_site(), muonjax.Site(path="attention", scales=scales)):
         with pytest.raises(ValueError, match=message):
             muonjax.qk_clip(1.0, site).init(params)
-    muonjax.qk_clip(1.0, muonjax.Site(path="attention", scales=scales, norms=())).init(params)
-    fused = {"attention": weights(qkv__kernel=(D, 3 * H * DH), **{f"{norm}__scale": (DH,)})}
+    muonjax.qk_clip(1.0, muonjax.Site(path="attention", scales=scales, norms=())).init(
+        params
+    )
+    fused = {
+        "attention": weights(qkv__kernel=(D, 3 * H * DH), **{f"{norm}__scale": (DH,)})
+    }
     with pytest.raises(ValueError, match=norm):
-        muonjax.qk_clip(1.0, muonjax.fused_qkv_site(num_heads=H, head_dim=DH)).init(fused)
+        muonjax.qk_clip(1.0, muonjax.fused_qkv_site(num_heads=H, head_dim=DH)).init(
+            fused
+        )
 
 
-@pytest.mark.parametrize("names", [("q_norm", "kv_norm"), ("q_layernorm", "kv_layernorm")])
+@pytest.mark.parametrize(
+    "names", [("q_norm", "kv_norm"), ("q_layernorm", "kv_layernorm")]
+)
 def test_norms_of_latents_are_no_norms_of_queries(names):
     latents = {f"{name}__scale": (5,) for name in names}
-    params = {"mla": weights(wq_b__kernel=(5, H, 5), wkv_b__kernel=(5, H, 6), **latents)}
+    params = {
+        "mla": weights(wq_b__kernel=(5, H, 5), wkv_b__kernel=(5, H, 6), **latents)
+    }
     muonjax.qk_clip(1.0, muonjax.mla_site(nope=2)).init(params)
     with pytest.raises(ValueError, match="k_norm"):
         muonjax.qk_clip(1.0, muonjax.mla_site(nope=2)).init(
@@ -227,22 +288,31 @@ def test_norms_of_latents_are_no_norms_of_queries(names):
 def test_frozen_and_adapter_only_attention(side):
     site = muonjax.mha_site()
     frozen = {"attention": attention() | {side: {"kernel": optax.MaskedNode()}}}
-    with pytest.raises(ValueError, match=f"'attention/{side}/kernel' that is not masked out"):
+    with pytest.raises(
+        ValueError, match=f"'attention/{side}/kernel' that is not masked out"
+    ):
         muonjax.qk_clip(1.0, site).init(frozen)
     mask = jax.tree_util.tree_map_with_path(
-        lambda path, _: side not in jax.tree_util.keystr(path), {"attention": attention()}
+        lambda path, _: side not in jax.tree_util.keystr(path),
+        {"attention": attention()},
     )
-    with pytest.raises(ValueError, match=r"masked out.*If it is frozen.*take 'attention' out of the sites"):
+    with pytest.raises(
+        ValueError,
+        match=r"masked out.*If it is frozen.*take 'attention' out of the sites",
+    ):
         optax.masked(muonjax.qk_clip(1.0, site), mask).init({"attention": attention()})
     adapter = {"attention": attention() | {side: {"lora_a": jnp.ones((D, 2))}}}
-    with pytest.raises(ValueError, match=f"no parameter 'attention/{side}/kernel'.*adapter"):
+    with pytest.raises(
+        ValueError, match=f"no parameter 'attention/{side}/kernel'.*adapter"
+    ):
         muonjax.qk_clip(1.0, site).init(adapter)
 
 
 def test_an_attention_that_is_frozen_whole():
     """Nothing but masked leaves is left of it, which is not Optax's placeholder without leaves."""
     clip = optax.masked(
-        muonjax.qk_clip(1.0, muonjax.mha_site()), lambda params: jax.tree.map(lambda _: False, params)
+        muonjax.qk_clip(1.0, muonjax.mha_site()),
+        lambda params: jax.tree.map(lambda _: False, params),
     )
     with pytest.raises(ValueError, match="masked out"):
         clip.init({"attention": attention()})
@@ -251,10 +321,15 @@ def test_an_attention_that_is_frozen_whole():
 def test_a_frozen_attention_before_the_clip_is_scaled():
     """It stands among the parameters with updates of zero, as at learning rate zero: its logits are held."""
     params = {"attention": attention()}
-    frozen = optax.partition({"frozen": optax.set_to_zero()}, jax.tree.map(lambda _: "frozen", params))
+    frozen = optax.partition(
+        {"frozen": optax.set_to_zero()}, jax.tree.map(lambda _: "frozen", params)
+    )
     tx = optax.chain(frozen, muonjax.qk_clip(THRESHOLD, muonjax.mha_site()))
     updates, _ = tx.update(
-        params, tx.init(params), params, max_logits={"attention": jnp.full(H, 4 * THRESHOLD)}
+        params,
+        tx.init(params),
+        params,
+        max_logits={"attention": jnp.full(H, 4 * THRESHOLD)},
     )
     np.testing.assert_array_equal(updates["attention"]["query"]["kernel"], -0.5)
 
@@ -268,7 +343,9 @@ def test_two_sites_for_one_module():
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_kernels_that_cannot_be_scaled_are_refused_by_name(dtype):
     params = {"attention": jax.tree.map(lambda x: x.astype(dtype), attention())}
-    with pytest.raises(TypeError, match=rf"'attention/query/kernel' is {dtype.__name__}; only.*float32"):
+    with pytest.raises(
+        TypeError, match=rf"'attention/query/kernel' is {dtype.__name__}; only.*float32"
+    ):
         muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
 
 
@@ -315,7 +392,9 @@ SCALES = muonjax.mha_site().scales
     ({"optional": None}, "True or False"),
 ])  # fmt: skip
 def test_a_scale_by_hand_is_checked(fields, message):
-    with pytest.raises((TypeError, ValueError), match=rf"^Scale\({next(iter(fields))}=.*{message}"):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"^Scale\({next(iter(fields))}=.*{message}"
+    ):
         muonjax.Scale(**{"path": "key/kernel", "rank": 2} | fields)
 
 
@@ -333,36 +412,53 @@ def test_a_scale_by_hand_is_checked(fields, message):
     ({"exact": []}, "True or False"),
 ])  # fmt: skip
 def test_a_site_by_hand_is_checked(fields, message):
-    with pytest.raises((TypeError, ValueError), match=rf"^Site\({next(iter(fields))}=.*{message}"):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"^Site\({next(iter(fields))}=.*{message}"
+    ):
         muonjax.Site(**{"path": "a", "scales": SCALES} | fields)
 
 
 def test_exact_sites_skip_what_is_not_trained_by_one_path_alone():
     """A regular expression that matches nothing is a mistake of a hand, and a module without its query is one too."""
     scales = tuple(scale for scale in muonjax.mha_site().scales if not scale.optional)
-    a, b, anything = (muonjax.Site(path=path, scales=scales, exact=True) for path in ("a", "b", "a|c"))
+    a, b, anything = (
+        muonjax.Site(path=path, scales=scales, exact=True) for path in ("a", "b", "a|c")
+    )
     assert set(muonjax.qk_clip(1.0, [a, b]).init({"a": attention()}).factors) == {"a"}
     assert set(muonjax.qk_clip(1.0, anything).init({"a": attention()}).factors) == {"a"}
-    masked = {"a": attention(), "b": attention() | {"query": {"kernel": optax.MaskedNode()}}}
+    masked = {
+        "a": attention(),
+        "b": attention() | {"query": {"kernel": optax.MaskedNode()}},
+    }
     assert set(muonjax.qk_clip(1.0, [a, b]).init(masked).factors) == {"a"}
     with pytest.raises(ValueError, match=r"'a\|c' matches no module"):
         muonjax.qk_clip(1.0, [a, anything]).init({"b": attention()})
     with pytest.raises(
-        ValueError, match="no attention of the program is trained here: the parameters lack a, b"
+        ValueError,
+        match="no attention of the program is trained here: the parameters lack a, b",
     ):
         muonjax.qk_clip(1.0, [a, b]).init({"c": attention()})
 
 
 @pytest.mark.parametrize("sites", [[], "attention", [None]])
 def test_no_sites(sites):
-    with pytest.raises(TypeError, match=rf"qk_clip\(sites={re.escape(repr(sites))}\).*muonjax\.mha_site"):
+    with pytest.raises(
+        TypeError,
+        match=rf"qk_clip\(sites={re.escape(repr(sites))}\).*muonjax\.mha_site",
+    ):
         muonjax.qk_clip(1.0, sites)
-    with pytest.raises(TypeError, match=rf"apply_qk_clip\(sites={re.escape(repr(sites))}\)"):
-        muonjax.apply_qk_clip({"attention": attention()}, {"attention": jnp.ones(H)}, sites)
+    with pytest.raises(
+        TypeError, match=rf"apply_qk_clip\(sites={re.escape(repr(sites))}\)"
+    ):
+        muonjax.apply_qk_clip(
+            {"attention": attention()}, {"attention": jnp.ones(H)}, sites
+        )
 
 
 def test_a_threshold_in_the_place_of_sites():
-    with pytest.raises(TypeError, match=r"muonclip\(program=100\.0\) must be .* by their names"):
+    with pytest.raises(
+        TypeError, match=r"muonclip\(program=100\.0\) must be .* by their names"
+    ):
         muonjax.muonclip(1e-3, 100.0)
 
 
@@ -372,11 +468,13 @@ def test_a_threshold_in_the_place_of_sites():
 def test_parameters_under_other_names():
     params = {"attention": weights(query__w=(D, H, DH), key__w=(D, H, DH))}
     with pytest.raises(
-        ValueError, match=r"no parameter 'attention/query/kernel'.*another name, write a Site"
+        ValueError,
+        match=r"no parameter 'attention/query/kernel'.*another name, write a Site",
     ):
         muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
     scales = [
-        muonjax.Scale(path=f"{name}/w", rank=3, axes=(-2, -1), factor=name) for name in ("query", "key")
+        muonjax.Scale(path=f"{name}/w", rank=3, axes=(-2, -1), factor=name)
+        for name in ("query", "key")
     ]
     site = muonjax.Site(path="attention", scales=tuple(scales))
     for scaled in jax.tree.leaves(clip(params["attention"], site)):
@@ -404,7 +502,8 @@ def test_key_heads_that_were_forgotten():
 
 def test_leaves_that_are_none_or_something_else():
     params = {
-        "attention": attention() | {"query": {"kernel": jnp.ones((D, H, DH)), "bias": None}},
+        "attention": attention()
+        | {"query": {"kernel": jnp.ones((D, H, DH)), "bias": None}},
         0: {
             "rng": jax.random.key(0),
             "step": 3,
@@ -413,12 +512,16 @@ def test_leaves_that_are_none_or_something_else():
             "int4": jnp.ones(2, jnp.int4),
         },
     }
-    params = {str(name): value for name, value in params.items()} | {"list": [None, jnp.ones(2)]}
+    params = {str(name): value for name, value in params.items()} | {
+        "list": [None, jnp.ones(2)]
+    }
     tx = muonjax.qk_clip(THRESHOLD, muonjax.mha_site())
     hot = {"attention": jnp.full(H, 4 * THRESHOLD)}
     updates, _ = tx.update(params, tx.init(params), params, max_logits=hot)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
-    np.testing.assert_array_equal(updates["attention"]["query"]["kernel"], 0.0)  # half of 1 + 1, less 1
+    np.testing.assert_array_equal(
+        updates["attention"]["query"]["kernel"], 0.0
+    )  # half of 1 + 1, less 1
     assert updates["0"]["step"] == 3
 
 
@@ -427,14 +530,19 @@ def test_updates_without_a_leaf_for_a_hot_weight(missing):
     params = {"attention": attention()}
     tx = muonjax.qk_clip(1.0, muonjax.mha_site())
     updates = {"attention": attention() | {"query": {"kernel": missing}}}
-    with pytest.raises(ValueError, match="qk_clip: the updates have no leaf 'attention/query/kernel'"):
-        tx.update(updates, tx.init(params), params, max_logits={"attention": jnp.ones(H)})
+    with pytest.raises(
+        ValueError, match="qk_clip: the updates have no leaf 'attention/query/kernel'"
+    ):
+        tx.update(
+            updates, tx.init(params), params, max_logits={"attention": jnp.ones(H)}
+        )
 
 
 def calls(count, sites):
     """Function calls, Python's and C's, that it takes to find so many attentions."""
     params = {
-        f"layer_{i}": {"attention": attention(), "mlp": {"kernel": np.ones((8, 8))}} for i in range(count)
+        f"layer_{i}": {"attention": attention(), "mlp": {"kernel": np.ones((8, 8))}}
+        for i in range(count)
     }
     total = 0
 

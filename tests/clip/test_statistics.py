@@ -26,55 +26,88 @@ def test_axes_of_batch_between_layers_and_heads():
     assert (expected["a"]["query"]["kernel"] != params["query"]["kernel"]).any()
     batch = jnp.stack([HOT, jnp.ones(4), -HOT])
     for statistic in (batch, batch[:, None], np.asarray(batch), batch.astype(int)):
-        same(muonjax.apply_qk_clip({"a": params}, {"a": statistic}, site, 100.0), expected)
+        same(
+            muonjax.apply_qk_clip({"a": params}, {"a": statistic}, site, 100.0),
+            expected,
+        )
     layers = jax.tree.map(
         lambda p: jnp.stack([p] * 4), params
     )  # as many as heads: the order tells them apart
     by_layer = jnp.stack([batch, jnp.ones((3, 4)), -abs(batch), -abs(batch)])
-    stacked = muonjax.apply_qk_clip({"a": layers}, {"a": by_layer}, site, 100.0)["a"]["query"]["kernel"]
+    stacked = muonjax.apply_qk_clip({"a": layers}, {"a": by_layer}, site, 100.0)["a"][
+        "query"
+    ]["kernel"]
     np.testing.assert_array_equal(stacked[0], expected["a"]["query"]["kernel"])
     np.testing.assert_array_equal(stacked[1:], layers["query"]["kernel"][1:])
 
 
 def test_micro_batches_are_not_taken_for_layers():
     """`lax.map` stacks micro-batches in front of the layers: the first of two equal axes may be either."""
-    params = {"a": {name: {"kernel": jnp.ones((4, 8, 2, 4))} for name in ("query", "key")}}
+    params = {
+        "a": {name: {"kernel": jnp.ones((4, 8, 2, 4))} for name in ("query", "key")}
+    }
     by_layer = jnp.ones((4, 2)).at[0].set(400.0)
-    for micro_batches, message in ((4, "as long as that of layers"), (3, r"parameters say \(4, 2\)")):
+    for micro_batches, message in (
+        (4, "as long as that of layers"),
+        (3, r"parameters say \(4, 2\)"),
+    ):
         stacked = jnp.stack([by_layer] * micro_batches)
-        with pytest.raises(ValueError, match=rf"'a' has shape \({micro_batches}, 4, 2\).*{message}"):
+        with pytest.raises(
+            ValueError, match=rf"'a' has shape \({micro_batches}, 4, 2\).*{message}"
+        ):
             muonjax.apply_qk_clip(params, {"a": stacked}, muonjax.mha_site(), 100.0)
-    clipped = muonjax.apply_qk_clip(params, {"a": stacked.max(0)}, muonjax.mha_site(), 100.0)
-    np.testing.assert_array_equal(clipped["a"]["key"]["kernel"][:, 0, 0, 0], [0.5, 1, 1, 1])
+    clipped = muonjax.apply_qk_clip(
+        params, {"a": stacked.max(0)}, muonjax.mha_site(), 100.0
+    )
+    np.testing.assert_array_equal(
+        clipped["a"]["key"]["kernel"][:, 0, 0, 0], [0.5, 1, 1, 1]
+    )
 
 
 def test_two_levels_of_layers():
-    params = {"a": {name: {"kernel": jnp.ones((2, 2, 12, 2, 4))} for name in ("query", "key")}}
+    params = {
+        "a": {name: {"kernel": jnp.ones((2, 2, 12, 2, 4))} for name in ("query", "key")}
+    }
     statistic = jnp.ones((2, 2, 2)).at[1, 0, 1].set(400.0)
-    got = muonjax.apply_qk_clip(params, {"a": statistic[:, :, None]}, muonjax.mha_site(), 100.0)
+    got = muonjax.apply_qk_clip(
+        params, {"a": statistic[:, :, None]}, muonjax.mha_site(), 100.0
+    )
     factors = np.asarray(got["a"]["key"]["kernel"])[:, :, 0, :, 0]
     np.testing.assert_array_equal(factors, np.where(statistic > 100, 0.5, 1.0))
 
 
 def test_a_stack_of_one_layer():
     """A scan of length one is no loop for the program, whose statistic has no axis of layers then."""
-    params = {"a": {name: {"kernel": jnp.ones((1, 8, 2, 4))} for name in ("query", "key")}}
+    params = {
+        "a": {name: {"kernel": jnp.ones((1, 8, 2, 4))} for name in ("query", "key")}
+    }
     tx = muonjax.qk_clip(10.0, muonjax.mha_site())
     state = tx.init(params)
     assert state.factors["a"].shape == (1, 2)
     for statistic in (jnp.array([40.0, 5.0]), jnp.array([[40.0, 5.0]])):
         _, new = jax.jit(tx.update)(params, state, params, max_logits={"a": statistic})
         np.testing.assert_allclose(new.factors["a"], [[0.25, 1.0]])
-    with pytest.raises(ValueError, match=r"has shape \(3,\); the parameters say \(1, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"has shape \(3,\); the parameters say \(1, 2\)"
+    ):
         tx.update(params, state, params, max_logits={"a": jnp.ones(3)})
 
 
 MISMATCHES = [
-    ({"other": HOT}, r"sites without statistics \[a\], statistics without a site \[other\]"),
+    (
+        {"other": HOT},
+        r"sites without statistics \[a\], statistics without a site \[other\]",
+    ),
     ({}, r"sites without statistics \[a\], statistics without a site \[\]"),
-    ({"a": HOT, "b": HOT}, r"statistics without a site \[b\].*as muonjax.value_and_grad returns it"),
+    (
+        {"a": HOT, "b": HOT},
+        r"statistics without a site \[b\].*as muonjax.value_and_grad returns it",
+    ),
     ({"a/max_logits": HOT}, r"statistics without a site \[a/max_logits\]"),
-    ({"intermediates": {"a": {"max_logits": (HOT,)}}}, r"statistics without a site \[intermediates\]"),
+    (
+        {"intermediates": {"a": {"max_logits": (HOT,)}}},
+        r"statistics without a site \[intermediates\]",
+    ),
     ({"a": jnp.ones(3)}, r"'a' has shape \(3,\); the parameters say \(4,\)"),
     (
         {"a": jnp.ones(12)},
@@ -91,7 +124,10 @@ MISMATCHES = [
     ({"a": {"max_logits": HOT}}, "'a' is dict; give"),
     ({"a": None}, "'a' is NoneType; give"),
     ({"a": "x"}, "'a' is str; give"),
-    (5.0, r"max_logits=float: max_logits is a dict \{module path: array \[\*layers, heads\]\}"),
+    (
+        5.0,
+        r"max_logits=float: max_logits is a dict \{module path: array \[\*layers, heads\]\}",
+    ),
 ]
 
 
@@ -106,8 +142,13 @@ def test_statistics_that_do_not_fit(statistics, message):
 
 
 def test_stacked_statistics_in_another_order():
-    params = {"a": {name: {"kernel": jnp.ones((3, 12, 2, 4))} for name in ("query", "key")}}
-    with pytest.raises(ValueError, match=r"shape \(2, 3\); the parameters say \(3, 2\), layers before heads"):
+    params = {
+        "a": {name: {"kernel": jnp.ones((3, 12, 2, 4))} for name in ("query", "key")}
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"shape \(2, 3\); the parameters say \(3, 2\), layers before heads",
+    ):
         muonjax.apply_qk_clip(params, {"a": jnp.ones((2, 3))}, muonjax.mha_site(), 1.0)
 
 
@@ -120,9 +161,13 @@ def test_missing_arguments():
         return (jax.nn.dot_product_attention(q, k, v) ** 2).mean()
 
     batch = normal(2, 5, 16)
-    tx = muonjax.muonclip(1e-3, muonjax.inspect(loss_fn, params, batch), newton_schulz=SHORT)
+    tx = muonjax.muonclip(
+        1e-3, muonjax.inspect(loss_fn, params, batch), newton_schulz=SHORT
+    )
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"(?s)muonclip: update needs max_logits: .*TrainState") as error:
+    with pytest.raises(
+        ValueError, match=r"(?s)muonclip: update needs max_logits: .*TrainState"
+    ) as error:
         tx.update(params, state, params)
     first, second = str(error.value).splitlines()
     assert len(str(error.value)) < 300
@@ -146,7 +191,10 @@ def test_modules_of_lists_and_integers():
     params, _, site = multi_head()
     one_head = jax.tree.map(lambda p: p[..., :1, :], params)
     clipped = muonjax.apply_qk_clip(
-        {"layers": [one_head, one_head]}, {"layers/0": np.array([400.0]), "layers/1": 1.0}, site, 100.0
+        {"layers": [one_head, one_head]},
+        {"layers/0": np.array([400.0]), "layers/1": 1.0},
+        site,
+        100.0,
     )
     same(clipped["layers"][0]["key"]["bias"], 0.5 * one_head["key"]["bias"])
     same(clipped["layers"][1]["key"]["bias"], one_head["key"]["bias"])
@@ -163,7 +211,9 @@ class Fused(nn.Module):
     @nn.compact
     def __call__(self, x):
         q, k, v = jnp.moveaxis(nn.DenseGeneral((3, 4, 3), name="qkv_proj")(x), -3, 0)
-        return nn.DenseGeneral(12, axis=(-2, -1), name="out")(nn.dot_product_attention(q, k, v))
+        return nn.DenseGeneral(12, axis=(-2, -1), name="out")(
+            nn.dot_product_attention(q, k, v)
+        )
 
 
 def test_the_program_s_statistic_of_a_fused_projection():
@@ -175,35 +225,56 @@ def test_the_program_s_statistic_of_a_fused_projection():
     (_, statistics), _ = jax.jit(muonjax.value_and_grad(loss))(params)
     assert list(statistics) == ["layers_0/qkv_proj", "layers_1/qkv_proj"]
     threshold = 0.5 * statistics["layers_0/qkv_proj"].max()
-    by_program = muonjax.apply_qk_clip(params, statistics, muonjax.inspect(loss, params), threshold)
-    site = muonjax.fused_qkv_site(num_heads=4, head_dim=3, name="qkv_proj", layout="i 3 h d")
+    by_program = muonjax.apply_qk_clip(
+        params, statistics, muonjax.inspect(loss, params), threshold
+    )
+    site = muonjax.fused_qkv_site(
+        num_heads=4, head_dim=3, name="qkv_proj", layout="i 3 h d"
+    )
     statistics = {path.removesuffix("/qkv_proj"): x for path, x in statistics.items()}
     same(muonjax.apply_qk_clip(params, statistics, site, threshold), by_program)
-    assert (by_program["layers_0"]["qkv_proj"]["kernel"] != params["layers_0"]["qkv_proj"]["kernel"]).any()
+    assert (
+        by_program["layers_0"]["qkv_proj"]["kernel"]
+        != params["layers_0"]["qkv_proj"]["kernel"]
+    ).any()
 
 
 def test_two_attentions_in_one_module_have_a_statistic_each():
     params, _, _ = multi_head()
-    params = {f"{which}_{name}": params[name] for which in ("self", "cross") for name in ("query", "key")}
+    params = {
+        f"{which}_{name}": params[name]
+        for which in ("self", "cross")
+        for name in ("query", "key")
+    }
     sites = [
         dataclasses.replace(
-            muonjax.mha_site("a", query=f"{which}_query", key=f"{which}_key"), signal=f"{which}_logits"
+            muonjax.mha_site("a", query=f"{which}_query", key=f"{which}_key"),
+            signal=f"{which}_logits",
         )
         for which in ("self", "cross")
     ]
     cold, hot = jnp.ones(4), jnp.full(4, 400.0)
     statistics = {"a/self_logits": hot, "a/cross_logits": cold}
-    clipped, state = zero_update(muonjax.qk_clip(100.0, sites), {"a": params}, statistics)
+    clipped, state = zero_update(
+        muonjax.qk_clip(100.0, sites), {"a": params}, statistics
+    )
     np.testing.assert_allclose(
-        clipped["a"]["self_query"]["kernel"], 0.5 * params["self_query"]["kernel"], rtol=1e-6
+        clipped["a"]["self_query"]["kernel"],
+        0.5 * params["self_query"]["kernel"],
+        rtol=1e-6,
     )
     same(clipped["a"]["cross_key"], params["cross_key"])
     assert set(state.factors) == set(statistics)
     shared = [
-        dataclasses.replace(muonjax.mha_site("a", query=f"{which}_query", key="self_key"), signal=which)
+        dataclasses.replace(
+            muonjax.mha_site("a", query=f"{which}_query", key="self_key"), signal=which
+        )
         for which in ("self", "cross")
     ]
-    with pytest.raises(ValueError, match=r"scale 'a/self_key/(kernel|bias)', which would be clipped twice"):
+    with pytest.raises(
+        ValueError,
+        match=r"scale 'a/self_key/(kernel|bias)', which would be clipped twice",
+    ):
         muonjax.qk_clip(100.0, shared).init({"a": params})
 
 
@@ -211,9 +282,16 @@ def test_sown_arrays_become_the_dict():
     """The recipe of docs/qk_clip.md: of several calls the largest, and arrays in modules inside of the attention."""
     cold = jnp.ones(4)
     variables = {
-        "intermediates": {"a": {"max_logits": (HOT, cold), "features": (cold,)}, "b": {"max_logits": (cold,)}}
+        "intermediates": {
+            "a": {"max_logits": (HOT, cold), "features": (cold,)},
+            "b": {"max_logits": (cold,)},
+        }
     }
     sown = flatten_dict(variables["intermediates"], sep="/")
-    sown = {path.removesuffix("/max_logits"): x for path, x in sown.items() if path.endswith("max_logits")}
+    sown = {
+        path.removesuffix("/max_logits"): x
+        for path, x in sown.items()
+        if path.endswith("max_logits")
+    }
     max_logits = {path: jnp.stack(calls).max(0) for path, calls in sown.items()}
     same(max_logits, {"a": HOT, "b": cold})

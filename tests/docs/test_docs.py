@@ -19,16 +19,29 @@ from tests.tools.tiers import quick
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(DOCS / p for p in PAGES)]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    *(DOCS / p for p in PAGES),
+]
 
 # A block of code, up to the next one.
-BLOCK = re.compile(r"```python\n(?P<code>.*?)```(?P<after>.*?)(?=```python|\Z)", flags=re.DOTALL)
+BLOCK = re.compile(
+    r"```python\n(?P<code>.*?)```(?P<after>.*?)(?=```python|\Z)", flags=re.DOTALL
+)
 
 
 # Code
 
 
-@quick("choosing.md-0", "kernels.md-0", "qk_clip.md-1", "saving.md-1", "way_of_a_gradient.md-2")
+@quick(
+    "choosing.md-0",
+    "kernels.md-0",
+    "qk_clip.md-1",
+    "saving.md-1",
+    "way_of_a_gradient.md-2",
+)
 @pytest.mark.parametrize(
     ("code", "after"),
     [
@@ -52,7 +65,9 @@ def test_code_runs_and_prints_what_the_page_shows(code, after):
 
 def prose(path: pathlib.Path) -> str:
     """A document without its code."""
-    text = re.sub(r"^( *)```.*?^\1```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^( *)```.*?^\1```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     return re.sub(r"`[^`\n]*`", "", text)
 
 
@@ -61,7 +76,9 @@ def links(path: pathlib.Path) -> list[str]:
     text = prose(path)
     references = dict(re.findall(r"^\[([^\]]+)\]: *(\S+)", text, flags=re.MULTILINE))
     used = re.findall(r"\]\[([^\]]+)\]", text)
-    assert set(used) == set(references), f"{path.name}: references {set(used) ^ set(references)}"
+    assert set(used) == set(references), (
+        f"{path.name}: references {set(used) ^ set(references)}"
+    )
     return [*re.findall(r"\]\(([^)\s]+)[^)]*\)", text), *references.values()]
 
 
@@ -72,13 +89,20 @@ def anchors(path: pathlib.Path) -> set[str]:
     for heading in re.findall(r"^#+ +(.*?) *$", text, flags=re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
         kept = re.sub(r"[^\w\s-]", "", plain.lower())
-        ascii_only = unicodedata.normalize("NFKD", kept).encode("ascii", "ignore").decode().strip()
+        ascii_only = (
+            unicodedata.normalize("NFKD", kept)
+            .encode("ascii", "ignore")
+            .decode()
+            .strip()
+        )
         if kept.replace(" ", "-") == re.sub(r"[-\s]+", "-", ascii_only):
             found.add(kept.replace(" ", "-"))
     return found
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
+)
 def test_links_lead_somewhere(document):
     for link in links(document):
         if re.match(r"https?://", link):
@@ -86,11 +110,15 @@ def test_links_lead_somewhere(document):
         name, _, anchor = link.partition("#")
         target = (document.parent / name).resolve() if name else document
         assert target.exists(), link
-        assert DOCS not in document.parents or DOCS in target.parents, f"{link} leaves the site"
+        assert DOCS not in document.parents or DOCS in target.parents, (
+            f"{link} leaves the site"
+        )
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
+)
 def test_paths_exist(document):
     text = document.read_text()
     folders = "muonjax|pallas_kernels|tests|benchmarks|examples|docs"
@@ -98,7 +126,9 @@ def test_paths_exist(document):
         assert (ROOT / path).exists(), path
     for module in re.findall(r"python -m ((?:benchmarks|tests)\.[\w.]+)", text):
         path = ROOT / module.rstrip(".").replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (
+            module
+        )
 
 
 def test_errors_of_the_index_are_messages_of_the_library():
@@ -110,7 +140,9 @@ def test_errors_of_the_index_are_messages_of_the_library():
 
 
 def test_every_page_is_in_the_navigation():
-    navigation = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    navigation = re.findall(
+        r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE
+    )
     assert sorted(navigation) == PAGES
 
 
@@ -119,14 +151,20 @@ def test_every_page_is_in_the_navigation():
 
 def table(name: str) -> list[list[str]]:
     """The rows of the table that coming_from.md has for `name`."""
-    text = (DOCS / "coming_from.md").read_text().split(f"<!-- signature: {name} -->\n\n")[1]
+    text = (
+        (DOCS / "coming_from.md")
+        .read_text()
+        .split(f"<!-- signature: {name} -->\n\n")[1]
+    )
     lines = text.split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
 def check_table(name: str, signature: inspect.Signature):
     """Its first column has every argument of theirs, with its default where one is given, and its second ours."""
-    theirs = {name: p.default for name, p in signature.parameters.items() if name != "self"}
+    theirs = {
+        name: p.default for name, p in signature.parameters.items() if name != "self"
+    }
     seen = set()
     for first, second, *_ in table(name):
         for argument, default in re.findall(r"`(\w+)(?:=([^`]*))?`", first):
@@ -140,17 +178,25 @@ def check_table(name: str, signature: inspect.Signature):
 
 
 @pytest.mark.parametrize(
-    ("name", "call"), [("optax.adamw", optax.adamw), ("optax.contrib.muon", optax.contrib.muon)]
+    ("name", "call"),
+    [("optax.adamw", optax.adamw), ("optax.contrib.muon", optax.contrib.muon)],
 )
 def test_settings_of_optax(name, call):
-    if name == "optax.contrib.muon" and "consistent_rms" not in inspect.signature(call).parameters:
-        pytest.skip(f"the Muon of Optax {optax.__version__} has fewer arguments than that of 0.2.8")
+    if (
+        name == "optax.contrib.muon"
+        and "consistent_rms" not in inspect.signature(call).parameters
+    ):
+        pytest.skip(
+            f"the Muon of Optax {optax.__version__} has fewer arguments than that of 0.2.8"
+        )
     check_table(name, inspect.signature(call))
 
 
 @pytest.mark.interop
 def test_settings_of_torch():
-    torch = pytest.importorskip("torch", reason="torch.optim.Muon: pip install -e '.[interop]'")
+    torch = pytest.importorskip(
+        "torch", reason="torch.optim.Muon: pip install -e '.[interop]'"
+    )
     check_table("torch.optim.Muon", inspect.signature(torch.optim.Muon))
 
 
@@ -163,17 +209,23 @@ def test_gradient_picture_names_what_is_there():
     assert len(parts) > 5
     assert len(names) > 1
     for part in parts:
-        assert (ROOT / "muonjax" / part).is_dir() or (ROOT / "muonjax" / f"{part}.py").exists(), part
+        assert (ROOT / "muonjax" / part).is_dir() or (
+            ROOT / "muonjax" / f"{part}.py"
+        ).exists(), part
     for name in names:
         assert hasattr(muonjax, name)
 
 
 def test_folders_on_the_way_of_a_kernel_are_those_that_run_in_their_order():
     page = (DOCS / "way_of_a_gradient.md").read_text()
-    section = re.search(r"### One kernel, folder by folder\n(.*?)\n## ", page, flags=re.DOTALL)
+    section = re.search(
+        r"### One kernel, folder by folder\n(.*?)\n## ", page, flags=re.DOTALL
+    )
     assert section is not None
     name = r"`(_\w+|pallas_kernels)`"
-    listed, rows = (re.findall(pattern, section[1]) for pattern in (name, rf"\| \d+ \| {name}"))
+    listed, rows = (
+        re.findall(pattern, section[1]) for pattern in (name, rf"\| \d+ \| {name}")
+    )
     entered = {}
 
     def enter(frame, event, _):
@@ -188,6 +240,10 @@ def test_folders_on_the_way_of_a_kernel_are_those_that_run_in_their_order():
         jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
     finally:
         sys.setprofile(before)
-    ours = [p.name for p in entered if p.parent == ROOT / "muonjax" or p == ROOT / "pallas_kernels"]
+    ours = [
+        p.name
+        for p in entered
+        if p.parent == ROOT / "muonjax" or p == ROOT / "pallas_kernels"
+    ]
     assert set(ours) == set(listed)
     assert [name for name in ours if name in rows] == rows

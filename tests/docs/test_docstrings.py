@@ -19,7 +19,9 @@ import pallas_kernels
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 DOCUMENTED = re.findall(
-    r"^::: (\S+)$", "\n".join(page.read_text() for page in sorted(DOCS.rglob("*.md"))), flags=re.MULTILINE
+    r"^::: (\S+)$",
+    "\n".join(page.read_text() for page in sorted(DOCS.rglob("*.md"))),
+    flags=re.MULTILINE,
 )
 
 # New in muonjax: without an external source.
@@ -38,14 +40,26 @@ WITHOUT = {"muonjax.adapter_mask": {"Raises"}, "muonjax.metrics": {"Raises"}}
 def public_names():
     """Name to object, for all that a user may import."""
     names = {}
-    for module in (muonjax, muonjax.linen, muonjax.nnx, muonjax.optax_contrib, pallas_kernels):
+    for module in (
+        muonjax,
+        muonjax.linen,
+        muonjax.nnx,
+        muonjax.optax_contrib,
+        pallas_kernels,
+    ):
         own = ast.parse(inspect.getsource(module)).body
         exported = {
-            a.asname for n in own if isinstance(n, ast.ImportFrom) for a in n.names if a.asname == a.name
+            a.asname
+            for n in own
+            if isinstance(n, ast.ImportFrom)
+            for a in n.names
+            if a.asname == a.name
         }
         defined = {n.name for n in own if isinstance(n, ast.FunctionDef | ast.ClassDef)}
         for name in getattr(module, "__all__", sorted(exported | defined)):
-            if not name.startswith("_") and not isinstance(getattr(module, name), types.ModuleType):
+            if not name.startswith("_") and not isinstance(
+                getattr(module, name), types.ModuleType
+            ):
                 names[f"{module.__name__}.{name}"] = getattr(module, name)
     return names
 
@@ -55,29 +69,48 @@ PUBLIC = public_names()
 
 def is_value(name: str) -> bool:
     """Whether it is a constant, or an alias of another library's class: Python keeps no docstring for those."""
-    return not callable(PUBLIC[name]) or not PUBLIC[name].__module__.startswith(name.split(".")[0])
+    return not callable(PUBLIC[name]) or not PUBLIC[name].__module__.startswith(
+        name.split(".")[0]
+    )
 
 
 def docstring(name: str) -> str:
     if not is_value(name):
         return inspect.getdoc(PUBLIC[name]) or ""
-    for node in ast.parse(inspect.getsource(importlib.import_module(name.split(".")[0]))).body:
-        if isinstance(node, ast.ImportFrom) and name.split(".")[-1] in [a.name for a in node.names]:
-            body = ast.parse(inspect.getsource(importlib.import_module(str(node.module)))).body
+    for node in ast.parse(
+        inspect.getsource(importlib.import_module(name.split(".")[0]))
+    ).body:
+        if isinstance(node, ast.ImportFrom) and name.split(".")[-1] in [
+            a.name for a in node.names
+        ]:
+            body = ast.parse(
+                inspect.getsource(importlib.import_module(str(node.module)))
+            ).body
             for assignment, text in itertools.pairwise(body):
-                targets = getattr(assignment, "targets", [getattr(assignment, "target", None)])
-                if name.split(".")[-1] in [getattr(target, "id", None) for target in targets]:
+                targets = getattr(
+                    assignment, "targets", [getattr(assignment, "target", None)]
+                )
+                if name.split(".")[-1] in [
+                    getattr(target, "id", None) for target in targets
+                ]:
                     return (
-                        inspect.cleandoc(ast.literal_eval(text.value)) if isinstance(text, ast.Expr) else ""
+                        inspect.cleandoc(ast.literal_eval(text.value))
+                        if isinstance(text, ast.Expr)
+                        else ""
                     )
     return ""
 
 
 def sections(name: str) -> dict[str, str]:
     """The docstring's sections by their titles."""
-    parts = re.split(r"^(Args|Attributes|Returns|Raises|Example):\n", docstring(name), flags=re.MULTILINE)
+    parts = re.split(
+        r"^(Args|Attributes|Returns|Raises|Example):\n",
+        docstring(name),
+        flags=re.MULTILINE,
+    )
     return {
-        title: re.split(r"\n(?=\S)", body)[0] for title, body in zip(parts[1::2], parts[2::2], strict=True)
+        title: re.split(r"\n(?=\S)", body)[0]
+        for title, body in zip(parts[1::2], parts[2::2], strict=True)
     }
 
 
@@ -93,12 +126,16 @@ def documented(name: str) -> tuple[list[str], set[str]]:
     """The arguments that a docstring names, and those behind "All other arguments are as in `muon` and `qk_clip`."."""
     found = sections(name)
     text = found.get("Args") or found.get("Attributes") or ""
-    pointers = re.search(r"^All other arguments are as in (.*)\.$", docstring(name), flags=re.MULTILINE)
+    pointers = re.search(
+        r"^All other arguments are as in (.*)\.$", docstring(name), flags=re.MULTILINE
+    )
     behind: set[str] = set()
     for other in re.findall(r"`([\w.]+)`", pointers[1]) if pointers else []:
         library, *path = other.split(".")
         behind |= set(
-            arguments(functools.reduce(getattr, path, optax)) if path else documented(f"muonjax.{library}")[0]
+            arguments(functools.reduce(getattr, path, optax))
+            if path
+            else documented(f"muonjax.{library}")[0]
         )
     return re.findall(r"^  \*{0,2}(\w+): ", text, flags=re.MULTILINE), behind
 
@@ -116,17 +153,28 @@ def test_pages_describe_every_public_name_once():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_says_what_a_user_asks(name):
     found = sections(name)
-    wanted = {"Args", "Returns", "Raises", "Example"} if inspect.isfunction(PUBLIC[name]) else {"Example"}
+    wanted = (
+        {"Args", "Returns", "Raises", "Example"}
+        if inspect.isfunction(PUBLIC[name])
+        else {"Example"}
+    )
     assert docstring(name).partition("\n")[0].strip()
     assert wanted - set(found) == WITHOUT.get(name, set())
     assert ">>>" in found.get("Example", ">>>")
-    assert (name in OURS) != bool(re.search(r"^Sources?: ", docstring(name), flags=re.MULTILINE))
+    assert (name in OURS) != bool(
+        re.search(r"^Sources?: ", docstring(name), flags=re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if not is_value(name)])
 def test_documents_its_arguments_and_no_others(name):
-    if "optax_contrib" in name and "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
-        pytest.skip("it points to Optax for arguments that this Optax does not have yet")
+    if (
+        "optax_contrib" in name
+        and "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters
+    ):
+        pytest.skip(
+            "it points to Optax for arguments that this Optax does not have yet"
+        )
     found = sections(name)
     public = PUBLIC[name]
     if inspect.isclass(public) and "Args" not in found and not is_record(public):

@@ -7,14 +7,20 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-SOURCES = [path for top in ("muonjax", "pallas_kernels", "examples") for path in (ROOT / top).rglob("*.py")]
+SOURCES = [
+    path
+    for top in ("muonjax", "pallas_kernels", "examples")
+    for path in (ROOT / top).rglob("*.py")
+]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 TELEGRAPHIC = re.compile(
-    r"(?:^|[.:] |- )(?:Of|Who) .*|.*(?<!there )\b(?:is|are) none\b.*", flags=re.MULTILINE
+    r"(?:^|[.:] |- )(?:Of|Who) .*|.*(?<!there )\b(?:is|are) none\b.*",
+    flags=re.MULTILINE,
 )
 # Usual words for these: "next to", "in the same way", and American spelling.
 UNUSUAL = re.compile(
-    r"\b(?:beside|alike|modell\w+|neighbour\w*|behaviour|colour\w*|grey)\b", flags=re.IGNORECASE
+    r"\b(?:beside|alike|modell\w+|neighbour\w*|behaviour|colour\w*|grey)\b",
+    flags=re.IGNORECASE,
 )
 
 
@@ -24,10 +30,17 @@ def prose(path: pathlib.Path) -> str:
         return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
-    return "\n".join([*(ast.get_docstring(node) or "" for node in nodes), *re.findall(r"# (.*)", text)])
+    return "\n".join(
+        [
+            *(ast.get_docstring(node) or "" for node in nodes),
+            *re.findall(r"# (.*)", text),
+        ]
+    )
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path", [*SOURCES, *PAGES], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
 def test_sentences_are_whole(path):
     found = [*TELEGRAPHIC.findall(prose(path)), *UNUSUAL.findall(prose(path))]
     assert not found, found

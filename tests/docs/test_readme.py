@@ -14,7 +14,9 @@ README = (ROOT / "README.md").read_text()
 
 
 @quick("code0", "code1")
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
+@pytest.mark.parametrize(
+    "code", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+)
 def test_code_runs(code):
     exec(compile(code, "README.md", "exec"), {})
 
@@ -31,7 +33,9 @@ def test_numbers_are_the_benchmarks():
 
 
 def test_commands_and_links_exist():
-    for path in re.findall(r"python (\S+\.py)", README) + re.findall(r"\]\(([^)#:]+)\)", README):
+    for path in re.findall(r"python (\S+\.py)", README) + re.findall(
+        r"\]\(([^)#:]+)\)", README
+    ):
         assert (ROOT / path).exists(), path
     extras = re.findall(r'pip install -e "\.\[(\w+)\]"', README)
     assert extras == ["examples", "test"]

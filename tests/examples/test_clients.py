@@ -17,13 +17,21 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 def run(client, *arguments):
     """What a recipe prints."""
     if importlib.util.find_spec(client) is None:
-        pytest.skip(f"{client} is not installed; .github/workflows/nightly.yml says what it needs")
+        pytest.skip(
+            f"{client} is not installed; .github/workflows/nightly.yml says what it needs"
+        )
     program = ROOT / "examples" / "recipes" / f"with_{client}.py"
     paths = [str(ROOT), str(ROOT / "examples")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "KERAS_BACKEND": "jax"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "KERAS_BACKEND": "jax",
+    }
     environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
     command = [sys.executable, str(program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     return done.stdout
 
@@ -46,23 +54,37 @@ MLA = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [(), MLA, ("gradient_accumulation_steps=2", "per_device_batch_size=4")])
+@pytest.mark.parametrize(
+    "settings", [(), MLA, ("gradient_accumulation_steps=2", "per_device_batch_size=4")]
+)
 def test_maxtext_clips_exactly(settings):
     """Its synthetic batch is the same in each step: what the first clip leaves is what the second step sees.
 
     Of one layer: the inputs of a second one change with the first one's attention.
     """
     threshold, settings = 0.5, ("base_num_decoder_layers=1", *settings)
-    assert number("largest logit", run("maxtext", "--steps", "1", *settings)) > threshold
+    assert (
+        number("largest logit", run("maxtext", "--steps", "1", *settings)) > threshold
+    )
     clip = (f"qk_clip_threshold={threshold}", *settings)
-    after = number("largest logit", run("maxtext", "--steps", "2", "--rate", "1e-30", *clip))
+    after = number(
+        "largest logit", run("maxtext", "--steps", "2", "--rate", "1e-30", *clip)
+    )
     assert after == pytest.approx(threshold, rel=1e-5)
 
 
 def test_maxtext_takes_the_largest_logit_of_all_micro_batches():
     """Of the first step, where both have the same weights and, in some order, the same examples."""
     whole, parts = (
-        run("maxtext", "--steps", "1", f"gradient_accumulation_steps={n}", f"per_device_batch_size={8 // n}")
+        run(
+            "maxtext",
+            "--steps",
+            "1",
+            f"gradient_accumulation_steps={n}",
+            f"per_device_batch_size={8 // n}",
+        )
         for n in (1, 2)
     )
-    assert number("largest logit", parts) == pytest.approx(number("largest logit", whole), rel=1e-5)
+    assert number("largest logit", parts) == pytest.approx(
+        number("largest logit", whole), rel=1e-5
+    )

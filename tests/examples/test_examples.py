@@ -16,7 +16,20 @@ from checkpoints import read_run
 from tests.examples.programs import EXAMPLES, refusal, run
 
 TRAIN = "train_transformer.py"
-TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--sample", "0"]
+TINY = [
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--context",
+    "16",
+    "--batch",
+    "2",
+    "--sample",
+    "0",
+]
 TINY += ["--steps", "12", "--checkpoint-every", "4", "--eval-every", "6", "--quiet"]
 # Below the first logits, so that QK-Clip acts.
 TINY += ["--optimizer", "muonclip", "--threshold", "0.001"]
@@ -69,7 +82,10 @@ def test_the_monitors_statistics_are_logged(finished):
     ratios = {int(row["step"]): row["monitor/muon/update_to_weight"] for row in rows}
     assert [step for step, ratio in ratios.items() if ratio] == [1, 11]
     assert 0 < float(ratios[11]) < 1
-    assert all(float(rows[0][f"monitor/{group}/momentum_norm"]) > 0 for group in ("muon", "adam"))
+    assert all(
+        float(rows[0][f"monitor/{group}/momentum_norm"]) > 0
+        for group in ("muon", "adam")
+    )
 
 
 @pytest.mark.thorough
@@ -90,7 +106,8 @@ def test_the_clip_is_counted_and_the_bar_shows_no_value_that_is_not_there(finish
 def test_the_comparison_ends_with_losses_rates_and_a_picture(tmp_path):
     output = run(TRAIN, *TINY[: TINY.index("--optimizer")], "--out", tmp_path)
     assert re.search(
-        r"12 steps.*: \d.\d+ with muonclip \(rate 0.008\), \d.\d+ with adamw \(rate 0.002\)", output
+        r"12 steps.*: \d.\d+ with muonclip \(rate 0.008\), \d.\d+ with adamw \(rate 0.002\)",
+        output,
     )
     assert re.search(r"takes \d.\d\d times as long", output)
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -104,9 +121,13 @@ def test_killed_twice_and_resumed_ends_in_the_same_bits(finished, tmp_path):
     (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
     assert "holds no complete checkpoint" in refused(*TINY, "--resume", out)
     command = [sys.executable, str(EXAMPLES / TRAIN), *TINY, "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 300
-    while process.poll() is None and not any(p.name.isdigit() for p in (out / "checkpoints").glob("*")):
+    while process.poll() is None and not any(
+        p.name.isdigit() for p in (out / "checkpoints").glob("*")
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -151,7 +172,9 @@ def test_a_damaged_checkpoint_is_refused_and_left_alone(finished, tmp_path, kind
 @pytest.mark.thorough
 def test_another_run_and_no_run_are_refused(finished, tmp_path):
     before = contents(finished[0])
-    assert "width: 16 there, 8 here" in refused(*TINY, "--width", "8", "--resume", finished[0])
+    assert "width: 16 there, 8 here" in refused(
+        *TINY, "--width", "8", "--resume", finished[0]
+    )
     assert "holds no complete checkpoint" in refused(*TINY, "--resume", tmp_path)
     assert "holds a run already" in refused(*TINY, "--out", finished[0])
     assert contents(finished[0]) == before
@@ -175,9 +198,25 @@ def test_linen_twin():
 @pytest.mark.thorough
 def test_latent_attention_with_and_without_the_clip(tmp_path):
     """At a threshold below the first logits the clip must act from the second step on."""
-    tiny = ["--steps", 6, "--layers", 1, "--width", 16, "--heads", 2, "--context", 16, "--batch", 2]
+    tiny = [
+        "--steps",
+        6,
+        "--layers",
+        1,
+        "--width",
+        16,
+        "--heads",
+        2,
+        "--context",
+        16,
+        "--batch",
+        2,
+    ]
     output = run("mla_qk_clip.py", *tiny, "--threshold", 0.5, "--out", tmp_path)
-    last = {name: float(at) for name, at in re.findall(r"(Muon|MuonClip) +step 6: .*logit ([\d.]+)", output)}
+    last = {
+        name: float(at)
+        for name, at in re.findall(r"(Muon|MuonClip) +step 6: .*logit ([\d.]+)", output)
+    }
     assert last["MuonClip"] < last["Muon"]
     assert (tmp_path / "mla_qk_clip.png").read_bytes().startswith(b"\x89PNG")
 
@@ -186,7 +225,9 @@ def test_latent_attention_with_and_without_the_clip(tmp_path):
 def test_latent_attention_diverges_without_the_clip_and_trains_with_it(tmp_path):
     """At the size that the page shows."""
     output = run("mla_qk_clip.py", "--out", tmp_path)
-    lines = re.findall(r"(Muon|MuonClip): last loss ([\d.]+), largest logit ([\d.]+)", output)
+    lines = re.findall(
+        r"(Muon|MuonClip): last loss ([\d.]+), largest logit ([\d.]+)", output
+    )
     (_, loss, largest), (_, clipped_loss, clipped_largest) = lines
     assert float(largest) > 100 * 30
     assert float(clipped_largest) < 2.5 * 30
@@ -195,7 +236,17 @@ def test_latent_attention_diverges_without_the_clip_and_trains_with_it(tmp_path)
 
 @pytest.mark.thorough
 def test_loha_adapters_on_a_finished_run(finished, tmp_path):
-    flags = ["--steps", "3", "--batch", "2", "--rank", "2", "--quiet", "--out", tmp_path / "loha"]
+    flags = [
+        "--steps",
+        "3",
+        "--batch",
+        "2",
+        "--rank",
+        "2",
+        "--quiet",
+        "--out",
+        tmp_path / "loha",
+    ]
     output = run("loha_finetune.py", "--start", finished[0], *flags)
     before, muon, adamw = re.findall(r"held-out loss ([\d.]+)", output)
     assert muon != before != adamw

@@ -9,7 +9,9 @@ import re
 import matplotlib
 import pytest
 
-NOTEBOOK = pathlib.Path(__file__).parents[2] / "examples" / "from_adamw_to_muonclip.ipynb"
+NOTEBOOK = (
+    pathlib.Path(__file__).parents[2] / "examples" / "from_adamw_to_muonclip.ipynb"
+)
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 
 
@@ -24,7 +26,10 @@ def program():
 def test_is_stored_with_what_it_prints_and_draws():
     outputs = [output for cell in CELLS for output in cell.get("outputs", [])]
     printed = "".join("".join(output.get("text", "")) for output in outputs)
-    losses = [float(loss) for loss in re.findall(r"^\w+: loss ([\d.]+)", printed, flags=re.MULTILINE)]
+    losses = [
+        float(loss)
+        for loss in re.findall(r"^\w+: loss ([\d.]+)", printed, flags=re.MULTILINE)
+    ]
     assert len(set(losses)) == 4  # a curve for each run, and they differ
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert len({cell["id"] for cell in CELLS}) == len(CELLS)

@@ -26,7 +26,9 @@ def test_nnx_metadata(name, mesh, capsys):
 
     check(train(*mesh, name), train(1, 1, name))
     rows, columns = 32 // mesh[0], 64 // mesh[1]
-    assert f"each device has ({rows}, {columns}) of up/kernel" in capsys.readouterr().out
+    assert (
+        f"each device has ({rows}, {columns}) of up/kernel" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.thorough
@@ -41,7 +43,9 @@ def test_zero1(kind, capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("first", "then"), [((8, 1), (2, 4)), ((4, 2), (1, 1)), ((1, 1), (1, 8))])
+@pytest.mark.parametrize(
+    ("first", "then"), [((8, 1), (2, 4)), ((4, 2), (1, 1)), ((1, 1), (1, 8))]
+)
 def test_another_mesh(first, then, tmp_path):
     from another_mesh import train
 

@@ -9,7 +9,20 @@ import pytest
 from tests.examples.programs import refusal, run
 from tests.tools.tiers import nightly
 
-TINY = ["--steps", "3", "--pairs", "4", "--chunk", "2", "--batch", "2", "--width", "8", "--heads", "2"]
+TINY = [
+    "--steps",
+    "3",
+    "--pairs",
+    "4",
+    "--chunk",
+    "2",
+    "--batch",
+    "2",
+    "--width",
+    "8",
+    "--heads",
+    "2",
+]
 
 
 @pytest.mark.thorough
@@ -23,11 +36,20 @@ def test_it_trains_measures_and_draws(tmp_path, gradient, caplog):
     assert len({trained["parameters"] for trained in results["runs"]}) == 1
     for trained in results["runs"]:
         assert len(trained["losses"]) == 3
-        assert all(0 < loss < 100 for loss in [*trained["losses"], trained["fresh_loss"]])
-    assert {row["gradient"] for row in results["gradients"]} == {"polynomial", "polar", "autodiff"}
+        assert all(
+            0 < loss < 100 for loss in [*trained["losses"], trained["fresh_loss"]]
+        )
+    assert {row["gradient"] for row in results["gradients"]} == {
+        "polynomial",
+        "polar",
+        "autodiff",
+    }
     assert (tmp_path / "test_time_training.png").read_bytes().startswith(b"\x89PNG")
     # Once for each memory, however many steps it trains, and once for each derivative's cost.
-    assert len(re.findall(r"Finished XLA compilation of jit\(_step\)", caplog.text)) == 2 + 3
+    assert (
+        len(re.findall(r"Finished XLA compilation of jit\(_step\)", caplog.text))
+        == 2 + 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,4 +61,6 @@ def test_it_trains_measures_and_draws(tmp_path, gradient, caplog):
     ],
 )
 def test_bad_flags(tmp_path, flag, value, message):
-    assert message in refusal("test_time_training", *TINY, flag, value, "--out", tmp_path)
+    assert message in refusal(
+        "test_time_training", *TINY, flag, value, "--out", tmp_path
+    )

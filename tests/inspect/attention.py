@@ -29,7 +29,11 @@ def weights(layers=1):
 
 
 def tokens():
-    return np.random.default_rng(1).standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
+    return (
+        np.random.default_rng(1)
+        .standard_normal((BATCH, LENGTH, WIDTH))
+        .astype(np.float32)
+    )
 
 
 def unstacked(w):
@@ -38,7 +42,9 @@ def unstacked(w):
 
 def softmax(logits):
     """As it is written by hand."""
-    weights = jnp.exp(logits - jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True)))
+    weights = jnp.exp(
+        logits - jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
+    )
     return weights / jnp.sum(weights, -1, keepdims=True)
 
 
@@ -82,7 +88,9 @@ def by_hand(w, x, causal=False):
         q, k, v = (np.einsum("btd,dhs->bths", x, each[name]) for name in "qkv")
         logits = np.einsum("bths,buhs->bhtu", q, k) / np.sqrt(SIZE)
         if causal:
-            logits = np.where(np.tril(np.ones((x.shape[1], x.shape[1]), bool)), logits, -np.inf)
+            logits = np.where(
+                np.tril(np.ones((x.shape[1], x.shape[1]), bool)), logits, -np.inf
+            )
         maxima.append(logits.max((2, 3)))
         p = np.exp(logits - logits.max(-1, keepdims=True))
         out = np.einsum("bhtu,buhs->bths", p / p.sum(-1, keepdims=True), v)
@@ -97,9 +105,13 @@ def check(loss, w, x, expected):
     other, others = jax.jit(jax.value_and_grad(loss))(w, x)
     np.testing.assert_array_equal(value, other)
     jax.tree.map(np.testing.assert_array_equal, grads, others)
-    found = np.stack([*maxima.values()]) if len(maxima) > 1 else next(iter(maxima.values()))  # layers
+    found = (
+        np.stack([*maxima.values()]) if len(maxima) > 1 else next(iter(maxima.values()))
+    )  # layers
     assert (found.shape, found.dtype) == (np.shape(expected), jnp.float32)
     np.testing.assert_allclose(found, np.float64(expected), rtol=2e-5, atol=2e-5)
 
 
-dot_product_attention = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+dot_product_attention = functools.partial(
+    jax.nn.dot_product_attention, implementation="xla"
+)

@@ -49,7 +49,9 @@ def logits_of(q: Any, k: Any) -> Any:
 
 
 def mixed(shares: Any, v: Any) -> Any:
-    return jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(*shares.shape[:1], shares.shape[2], -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(
+        *shares.shape[:1], shares.shape[2], -1
+    )
 
 
 def loss_of(p: Any, y: Any) -> Any:
@@ -112,7 +114,10 @@ spelled("ones_beside_the_features", ELSE,
 spelled("a_masked_kernel", weights=lambda p: p | {"q": jnp.tril(p["q"])})
 spelled("a_normalized_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] / jnp.linalg.norm(p["q"], axis=0)})  # fmt: skip
-spelled("a_function_of_the_kernel_of_the_keys", weights=lambda p: p | {"k": jnp.tanh(p["k"])})
+spelled(
+    "a_function_of_the_kernel_of_the_keys",
+    weights=lambda p: p | {"k": jnp.tanh(p["k"])},
+)
 spelled("a_function_of_the_kernel", ELSE,
         weights=lambda p: p | {"q": jnp.tanh(p["q"])})  # fmt: skip
 spelled("added_to_a_frozen_kernel", ELSE,
@@ -144,7 +149,11 @@ spelled("a_function_of_the_bias", SEVERAL,
         lambda q, k, p, x: (q + jnp.exp(p["e"]) * jnp.ones((H, S)), k), e=())  # fmt: skip
 spelled("a_bias_that_heads_share", SEVERAL,
         lambda q, k, p, x: (q + p["bias"], k), bias=(S,))  # fmt: skip
-spelled("a_bias_of_the_keys_that_heads_share", change=lambda q, k, p, x: (q, k + p["bias"]), bias=(S,))
+spelled(
+    "a_bias_of_the_keys_that_heads_share",
+    change=lambda q, k, p, x: (q, k + p["bias"]),
+    bias=(S,),
+)
 spelled("learned_positions_of_the_queries", SEVERAL,
         lambda q, k, p, x: (q + p["positions"], k), positions=(T, H, S))  # fmt: skip
 spelled("a_reversed_bias", ELSE,
@@ -160,10 +169,22 @@ spelled("logits_in_part_learned", ADDED,
 for number, other in enumerate(
     (jnp.tanh, lambda a: a[:, ::-1], lambda a: lax.stop_gradient(jnp.tanh(a) - a))
 ):
-    spelled(f"logits_and_a_function_of_them_{number}", ADDED, spell=lambda a, p, f=other: a + f(a))
-    spelled(f"a_function_of_logits_and_them_{number}", ADDED, spell=lambda a, p, f=other: f(a) + a)
+    spelled(
+        f"logits_and_a_function_of_them_{number}",
+        ADDED,
+        spell=lambda a, p, f=other: a + f(a),
+    )
+    spelled(
+        f"a_function_of_logits_and_them_{number}",
+        ADDED,
+        spell=lambda a, p, f=other: f(a) + a,
+    )
 SHIFTED = "the maximum subtracted from its logits is not taken over its keys"
-spelled("without_the_maximum_of_other_heads", SHIFTED, spell=lambda a, p: a - a.max(1, keepdims=True))
+spelled(
+    "without_the_maximum_of_other_heads",
+    SHIFTED,
+    spell=lambda a, p: a - a.max(1, keepdims=True),
+)
 spelled("without_a_multiple_of_the_maximum", SHIFTED,
         softmax=lambda a, p: jax.nn.softmax(a - 3 * a.max(-1, keepdims=True) * BIAS))  # fmt: skip
 spelled("a_maximum_under_a_mask", ADDED,
@@ -181,12 +202,20 @@ spelled("cut_after_a_bias", ADDED, softmax=lambda a, p: jnp.concatenate([
 spelled("a_difference_of_two_softmaxes", "several softmaxes take its logits",
         softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
 for number, power in enumerate((lambda w: w**2, lambda w: w * w, jnp.sqrt)):
-    spelled(f"powers_of_the_weights_{number}", ADDED, softmax=lambda a, p, f=power: f(jax.nn.softmax(a)))
+    spelled(
+        f"powers_of_the_weights_{number}",
+        ADDED,
+        softmax=lambda a, p, f=power: f(jax.nn.softmax(a)),
+    )
 spelled("a_power_beside", NOT_ALL,
         softmax=lambda a, p: jax.nn.softmax(a) + lax.pow(jnp.full_like(a, 2.0), 5 * a))  # fmt: skip
 spelled("another_softmax_after_a_change_in_place", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) + jax.nn.softmax(a.at[..., 0].add(-3.0)))  # fmt: skip
-spelled("a_learned_mask", spell=lambda a, p: jnp.where(p["mix"] > 0, a, -jnp.inf), mix=(T, T))
+spelled(
+    "a_learned_mask",
+    spell=lambda a, p: jnp.where(p["mix"] > 0, a, -jnp.inf),
+    mix=(T, T),
+)
 spelled("weights_put_together_of_their_halves", softmax=lambda a, p: jnp.concatenate(
     jnp.split(jax.nn.softmax(a), 2, 2), 2))  # fmt: skip
 spelled("a_sum_of_powers", "several softmaxes take its logits",
@@ -195,9 +224,14 @@ spelled("one_matrix_for_each_head", 1,
         lambda q, k, p, x: (jnp.einsum("bthi,hij->bthj", jnp.tanh(q), p["w"]), k), w=(H, S, S))  # fmt: skip
 for number in (-1e4, -1e9):
     softmax = functools.partial(
-        lambda a, p, n: jax.nn.softmax(a + jnp.where(SPARSE, 0, n).astype("bfloat16")), n=number
+        lambda a, p, n: jax.nn.softmax(a + jnp.where(SPARSE, 0, n).astype("bfloat16")),
+        n=number,
     )
-    spelled(f"a_mask_of_{number:.0e}_that_was_rounded_to_bfloat16", softmax=softmax, kept=SPARSE)
+    spelled(
+        f"a_mask_of_{number:.0e}_that_was_rounded_to_bfloat16",
+        softmax=softmax,
+        kept=SPARSE,
+    )
 
 
 def by_powers_of_two(logits, p):
@@ -225,7 +259,9 @@ def masked_before_the_scale(name, scale):
     def fun(p, x):
         q, k, v = projected(p, x)
         logits = scale(logits_of(q, k) + jnp.where(CAUSAL, 0.0, -1e9))
-        return loss_of(p, mixed(jax.nn.softmax(logits), v)), jnp.where(CAUSAL, logits, -jnp.inf)
+        return loss_of(p, mixed(jax.nn.softmax(logits), v)), jnp.where(
+            CAUSAL, logits, -jnp.inf
+        )
 
     fun.__name__ = f"masked_before_it_is_{name}"
     attention(sites=1, **QKVO)(fun)
@@ -242,25 +278,45 @@ spelled("a_bias_after_a_scaled_mask", ADDED,
 
 # What would change where a parameter is scaled: of the kernel, of the queries, of the logits.
 
-spelled("divided_by_the_norm_of_the_kernel", None, lambda q, k, p, x: (q / jnp.linalg.norm(p["q"]), k))
-spelled("logits_divided_by_a_norm", None, spell=lambda a, p: a / jnp.linalg.norm(p["q"]))
+spelled(
+    "divided_by_the_norm_of_the_kernel",
+    None,
+    lambda q, k, p, x: (q / jnp.linalg.norm(p["q"]), k),
+)
+spelled(
+    "logits_divided_by_a_norm", None, spell=lambda a, p: a / jnp.linalg.norm(p["q"])
+)
 spelled("a_temperature_of_each_heads_kernel", None,
         spell=lambda a, p: a / jnp.linalg.norm(heads(p["q"]), axis=(0, 2))[:, None, None])  # fmt: skip
 spelled("the_reciprocal_of_the_logits", None, spell=lambda a, p: 1 / a)
 spelled("a_quotient_by_the_logits", None, spell=lambda a, p: 3.0 / (a + 0.0))
-spelled("keys_divided_by_the_norm_of_the_kernel", None, lambda q, k, p, x: (q, k / jnp.linalg.norm(p["k"])))
-spelled("a_temperature_made_of_the_kernel", None, spell=lambda a, p: a * jnp.mean(jnp.abs(p["q"])))
+spelled(
+    "keys_divided_by_the_norm_of_the_kernel",
+    None,
+    lambda q, k, p, x: (q, k / jnp.linalg.norm(p["k"])),
+)
+spelled(
+    "a_temperature_made_of_the_kernel",
+    None,
+    spell=lambda a, p: a * jnp.mean(jnp.abs(p["q"])),
+)
 spelled("rectified_logits", spell=lambda a, p: jax.nn.relu(a))
 spelled("queries_beside_zeros", 1, lambda q, k, p, x: (
     jnp.concatenate([q, jnp.zeros(q.shape)], -1), jnp.concatenate([k, jnp.ones(k.shape)], -1)))  # fmt: skip
 spelled("the_square_of_the_logits", None, spell=lambda a, p: a * a)
-spelled("logits_cast_to_int", None, spell=lambda a, p: (9 * a).astype(jnp.int32).astype(jnp.float32))
+spelled(
+    "logits_cast_to_int",
+    None,
+    spell=lambda a, p: (9 * a).astype(jnp.int32).astype(jnp.float32),
+)
 spelled("queries_cast_to_int8", None,
         lambda q, k, p, x: ((9 * q).astype(jnp.int8).astype(jnp.float32), k))  # fmt: skip
 spelled("queries_cast_to_float8", None,
         lambda q, k, p, x: (q.astype(jnp.float8_e4m3fn).astype(jnp.float32), k))  # fmt: skip
 spelled("queries_times_their_sign", None, lambda q, k, p, x: (q * jnp.sign(q), k))
-spelled("queries_relative_to_the_first_head", None, lambda q, k, p, x: (q - q[:, :, :1], k))
+spelled(
+    "queries_relative_to_the_first_head", None, lambda q, k, p, x: (q - q[:, :, :1], k)
+)
 spelled("a_gate_by_the_sum_of_squares", ELSE,
         more=lambda q, k, p, x: jnp.mean(x * jnp.sum(q**2, (2, 3))[..., None]))  # fmt: skip
 spelled("a_gate_by_the_largest_query", ELSE,
@@ -271,7 +327,9 @@ spelled("a_penalty_on_the_queries", ELSE, more=lambda q, k, p, x: 1e-2 * jnp.sum
 spelled("a_sum_of_the_keys", more=lambda q, k, p, x: jnp.sum(k))
 spelled("a_sum_of_the_queries", ELSE, more=lambda q, k, p, x: jnp.sum(q))
 spelled(
-    "a_penalty_on_parameters", ELSE, more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values())
+    "a_penalty_on_parameters",
+    ELSE,
+    more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values()),
 )
 spelled("a_penalty_on_parameters_in_a_loop", ELSE,
         more=lambda q, k, p, x: lax.scan(lambda c, row: (c + jnp.sum(row**2), None), 0.0, p["q"])[0])  # fmt: skip
@@ -288,12 +346,19 @@ spelled("normalized_keys_and_a_penalty_on_the_queries", ELSE,
         lambda q, k, p, x: (q, norm(k)), more=lambda q, k, p, x: jnp.mean(q**2))  # fmt: skip
 spelled("queries_normalized_over_all_heads", "a function of all heads, as a norm", lambda q, k, p, x: (
     heads(norm((y := q.reshape(B, T, D)) - y.mean(-1, keepdims=True))), k))  # fmt: skip
-spelled("normalized_queries_and_keys", "integer_pow", lambda q, k, p, x: (norm(q), norm(k)))
+spelled(
+    "normalized_queries_and_keys", "integer_pow", lambda q, k, p, x: (norm(q), norm(k))
+)
 spelled("keys_that_are_a_gate_too", more=lambda q, k, p, x: jnp.mean(jax.nn.sigmoid(k)))
 spelled("keys_made_of_queries", "integer_pow", lambda q, k, p, x: (q, k + norm(q)))
 spelled("keys_of_the_kernel_of_the_queries", "integer_pow",
         lambda q, k, p, x: (q, norm(heads(x @ p["q"]))))  # fmt: skip
-spelled("keys_of_queries_with_a_bias", "(add)", lambda q, k, p, x: (q + p["b"], k + q), b=(H, S))
+spelled(
+    "keys_of_queries_with_a_bias",
+    "(add)",
+    lambda q, k, p, x: (q + p["b"], k + q),
+    b=(H, S),
+)
 spelled("normalized_keys_and_a_bias_of_the_queries", 1,
         lambda q, k, p, x: (q + p["b"], norm(k)), b=(H, S))  # fmt: skip
 spelled("normalized_keys_and_a_constant_beside_the_queries", ELSE, lambda q, k, p, x: (
@@ -321,9 +386,13 @@ def padded(name, sites, queries, keys, kept=None, **parameters):
         q, k, v = projected(p, x)
         q, k = queries(q, p), keys(k, p)
         logits = logits_of(q, k)
-        shares = jax.nn.softmax(logits if kept is None else jnp.where(kept, logits, -1e9))
+        shares = jax.nn.softmax(
+            logits if kept is None else jnp.where(kept, logits, -1e9)
+        )
         y = mixed(shares, longer(v, 1, k.shape[1] - T - 1) if k.shape[1] > T else v)
-        return loss_of(p, y[:, :T]), logits if kept is None else jnp.where(kept, logits, -jnp.inf)
+        return loss_of(p, y[:, :T]), logits if kept is None else jnp.where(
+            kept, logits, -jnp.inf
+        )
 
     fun.__name__ = name
     attention(sites=sites, **QKVO | parameters)(fun)
@@ -333,12 +402,42 @@ THERE = (np.arange(T + 3) >= 1) & (np.arange(T + 3) < T + 1)
 padded("padded_queries", 1, lambda q, p: longer(q), lambda k, p: k)
 padded("padded_keys", 1, lambda q, p: q, lambda k, p: longer(k))
 padded("padded_queries_and_keys", 1, lambda q, p: longer(q), lambda k, p: longer(k))
-padded("padded_queries_and_keys_under_a_mask", 1, lambda q, p: longer(q), lambda k, p: longer(k), THERE)
-padded("a_bias_after_the_padding", 1, lambda q, p: longer(q) + p["b"], lambda k, p: longer(k), b=(H, S))
-padded("a_zero_key", 1, lambda q, p: q, lambda k, p: jnp.concatenate([0 * k[:, :1], k, 0 * k[:, :1]], 1))
-padded("keys_padded_with_ones_under_a_mask", 1, lambda q, p: q, lambda k, p: longer(k, value=1.0), THERE)
-padded("queries_padded_with_ones", "or of padding", lambda q, p: longer(q, value=1.0), lambda k, p: k)
-padded("a_number_after_the_padding", "(add)", lambda q, p: longer(q) + 1.0, lambda k, p: k)
+padded(
+    "padded_queries_and_keys_under_a_mask",
+    1,
+    lambda q, p: longer(q),
+    lambda k, p: longer(k),
+    THERE,
+)
+padded(
+    "a_bias_after_the_padding",
+    1,
+    lambda q, p: longer(q) + p["b"],
+    lambda k, p: longer(k),
+    b=(H, S),
+)
+padded(
+    "a_zero_key",
+    1,
+    lambda q, p: q,
+    lambda k, p: jnp.concatenate([0 * k[:, :1], k, 0 * k[:, :1]], 1),
+)
+padded(
+    "keys_padded_with_ones_under_a_mask",
+    1,
+    lambda q, p: q,
+    lambda k, p: longer(k, value=1.0),
+    THERE,
+)
+padded(
+    "queries_padded_with_ones",
+    "or of padding",
+    lambda q, p: longer(q, value=1.0),
+    lambda k, p: k,
+)
+padded(
+    "a_number_after_the_padding", "(add)", lambda q, p: longer(q) + 1.0, lambda k, p: k
+)
 padded("queries_beside_others", "or of padding", lambda q, p: (
     jnp.concatenate([q, jnp.broadcast_to(p["b"], (B, 3, H, S))], 1)), lambda k, p: k, b=(3, H, S))  # fmt: skip
 
@@ -347,7 +446,9 @@ padded("queries_beside_others", "or of padding", lambda q, p: (
 def blocks_of_padded_queries(p, x):
     q, k, v = projected(p, x)
     blocks = longer(q, 0, 4).reshape(B, 3, 4, H, S).swapaxes(0, 1)
-    y, logits = lax.map(lambda q: (mixed(jax.nn.softmax(logits_of(q, k)), v), logits_of(q, k)), blocks)
+    y, logits = lax.map(
+        lambda q: (mixed(jax.nn.softmax(logits_of(q, k)), v), logits_of(q, k)), blocks
+    )
     y, logits = y.swapaxes(0, 1).reshape(B, 12, D)[:, :T], jnp.concatenate([*logits], 2)
     return loss_of(p, y), logits[:, :, :T]
 
@@ -364,14 +465,19 @@ def a_zero_logit(p, x):
 
 GATHERED = jnp.array([1, 0, 3, 2])
 CUT: Any = dict.fromkeys("qkv", ((D, D), "0 | 1; 0 | 1 / 4 of 1"))
-spelled("rolled", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), jnp.roll(k, 1, 2)), **CUT)
+spelled(
+    "rolled", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), jnp.roll(k, 1, 2)), **CUT
+)
 spelled("rolled_queries", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), k), **CUT)
 spelled("flipped_queries", None, lambda q, k, p, x: (jnp.flip(q, 2), k))
 spelled("flipped_heads", None, lambda q, k, p, x: (jnp.flip(q, 2), jnp.flip(k, 2)))
 spelled("flipped_features", None, lambda q, k, p, x: (jnp.flip(q, 3), jnp.flip(k, 3)))
 spelled("heads_added_up", None, lambda q, k, p, x: (q + jnp.flip(q, 2), k))
 spelled(
-    "keys_in_another_order_by_gather", None, lambda q, k, p, x: (q, k[:, :, GATHERED]), k=((D, D), GATHER)
+    "keys_in_another_order_by_gather",
+    None,
+    lambda q, k, p, x: (q, k[:, :, GATHERED]),
+    k=((D, D), GATHER),
 )
 
 
@@ -385,7 +491,10 @@ def across_heads(y):
 def rotated(x, count):
     """A rotary embedding of neighboring features, of the first `count`."""
     angles = np.arange(x.shape[1])[:, None] / np.arange(1, count // 2 + 1)
-    cos, sin = np.repeat(np.cos(angles), 2, -1)[:, None], np.repeat(np.sin(angles), 2, -1)[:, None]
+    cos, sin = (
+        np.repeat(np.cos(angles), 2, -1)[:, None],
+        np.repeat(np.sin(angles), 2, -1)[:, None],
+    )
     first, rest = x[..., :count], x[..., count:]
     half = jnp.stack([-first[..., 1::2], first[..., ::2]], -1).reshape(first.shape)
     return jnp.concatenate([first * cos + half * sin, rest], -1)
@@ -397,7 +506,11 @@ def by_einsum(q):
     return jnp.einsum("blhd,...lhd->blhd", q, cos.astype(np.float32))
 
 
-spelled("a_rotation_across_heads", None, lambda q, k, p, x: (across_heads(q), across_heads(k)))
+spelled(
+    "a_rotation_across_heads",
+    None,
+    lambda q, k, p, x: (across_heads(q), across_heads(k)),
+)
 spelled("a_matrix_for_all_heads", None, lambda q, k, p, x: (
     heads(q.reshape(B, T, H * S) @ np.eye(H * S)), heads(k.reshape(B, T, H * S) @ np.eye(H * S))))  # fmt: skip
 for count in (S, 4):  # RoFormer; GPT-J, which rotates some of them
@@ -411,20 +524,27 @@ def turned_heads(order):
     """Queries and keys with axes [batch, position, head, head, feature] in another order, and heads merged again."""
 
     def change(q, k, p, x):
-        return [y.reshape(B, T, 2, 2, S).transpose(order).reshape(B, T, H, S) for y in (q, k)]
+        return [
+            y.reshape(B, T, 2, 2, S).transpose(order).reshape(B, T, H, S)
+            for y in (q, k)
+        ]
 
     return change
 
 
 for order in [(0, 1, 3, 2, 4), (0, 1, 2, 4, 3), (0, 1, 4, 3, 2), (0, 1, 4, 2, 3)]:
-    spelled(f"heads_in_the_order_{''.join(map(str, order[2:]))}", None, turned_heads(order))
+    spelled(
+        f"heads_in_the_order_{''.join(map(str, order[2:]))}", None, turned_heads(order)
+    )
 
 
 @attention(sites=None, **QKVO)
 def an_order_by_reshape(p, x):
     """Of two axes of heads, by `dimensions`."""
     q, k, v = (
-        lax.reshape((x @ p[n]).reshape(B, T, 2, 2, S), (B, T, H, S), dimensions=(0, 1, 3, 2, 4))
+        lax.reshape(
+            (x @ p[n]).reshape(B, T, 2, 2, S), (B, T, H, S), dimensions=(0, 1, 3, 2, 4)
+        )
         for n in "qkv"
     )
     return end(p, logits_of(q, k), v)
@@ -443,7 +563,9 @@ def a_softmax_over_two_axes_of_keys(p, x):
     q, k, v = projected(p, x)
     k, v = (y.reshape(B, 2, T // 2, H, S) for y in (k, v))
     logits = jnp.einsum("bqhd,bmkhd->bhqmk", q, k)
-    y = jnp.einsum("bhqmk,bmkhd->bqhd", jax.nn.softmax(logits, (-2, -1)), v).reshape(x.shape)
+    y = jnp.einsum("bhqmk,bmkhd->bqhd", jax.nn.softmax(logits, (-2, -1)), v).reshape(
+        x.shape
+    )
     return loss_of(p, y), logits.reshape(B, H, T, T)
 
 
@@ -453,13 +575,18 @@ def over_logits(groups):
         logits = logits_of(q, k)
         shape = logits.shape
         kernel = p["c"][:, : H // groups]
-        logits = lax.conv_general_dilated(logits, kernel, (1, 1), "SAME", feature_group_count=groups)
+        logits = lax.conv_general_dilated(
+            logits, kernel, (1, 1), "SAME", feature_group_count=groups
+        )
         return end(p, logits.reshape(shape), v)
 
     return fun
 
 
-for groups, name in ((1, "a_convolution_over_logits"), (H, "a_depthwise_convolution_over_logits")):
+for groups, name in (
+    (1, "a_convolution_over_logits"),
+    (H, "a_depthwise_convolution_over_logits"),
+):
     fun = over_logits(groups)
     fun.__name__ = name
     attention(sites=None, c=(H, H, 3, 3), **QKVO)(fun)
@@ -527,13 +654,18 @@ def grouped_keys_by_index(p, x):
 
 @attention(sites=None, **QKVO)
 def heads_stacked_one_by_one(p, x):
-    q, k, v = (jnp.stack([(x @ p[n])[..., S * h : S * h + S] for h in range(H)], 2) for n in "qkv")
+    q, k, v = (
+        jnp.stack([(x @ p[n])[..., S * h : S * h + S] for h in range(H)], 2)
+        for n in "qkv"
+    )
     return end(p, logits_of(q, k), v)
 
 
 def of_a_kernel_each(p, x, shared):
     q, k, v = (jnp.stack([x @ p[f"{n}{h}"] for h in range(H)], 2) for n in "qkv")
-    return end(p, logits_of(q, jnp.broadcast_to(k[:, :, :1], k.shape) if shared else k), v)
+    return end(
+        p, logits_of(q, jnp.broadcast_to(k[:, :, :1], k.shape) if shared else k), v
+    )
 
 
 KERNELS: Any = {"o": (D, D), **{f"{n}{h}": (D, S) for n in "qkv" for h in range(H)}}
@@ -553,24 +685,37 @@ def of_one_head_each(name, count, put_together):
     """Kernels of one head each: put together into heads, or into the features of one."""
 
     def fun(p, x):
-        q, k, v = (put_together([x @ p[f"{n}{i}"] for i in range(count)]) for n in "qkv")
+        q, k, v = (
+            put_together([x @ p[f"{n}{i}"] for i in range(count)]) for n in "qkv"
+        )
         logits = logits_of(q, k)
         return jnp.mean(mixed(jax.nn.softmax(logits), v) ** 2), logits
 
     fun.__name__ = f"{name}_of_{count}"
-    attention(sites=None, **{f"{n}{i}": (D, S) for n in "qkv" for i in range(count)})(fun)
+    attention(sites=None, **{f"{n}{i}": (D, S) for n in "qkv" for i in range(count)})(
+        fun
+    )
 
 
 for count in range(2, 6):
-    of_one_head_each("concatenated_kernels", count, lambda y: jnp.concatenate(y, -1).reshape(B, T, len(y), S))
+    of_one_head_each(
+        "concatenated_kernels",
+        count,
+        lambda y: jnp.concatenate(y, -1).reshape(B, T, len(y), S),
+    )
 for name, put_together in {
-    "concatenated_kernels_side_by_side": lambda y: jnp.stack(y, -1).reshape(B, T, -1).reshape(B, T, S, -1).mT,
+    "concatenated_kernels_side_by_side": lambda y: (
+        jnp.stack(y, -1).reshape(B, T, -1).reshape(B, T, S, -1).mT
+    ),
     "padded_kernels": lambda y: sum(
-        jnp.pad(z, [(0, 0), (0, 0), (S * i, S * (len(y) - 1 - i))]) for i, z in enumerate(y)
+        jnp.pad(z, [(0, 0), (0, 0), (S * i, S * (len(y) - 1 - i))])
+        for i, z in enumerate(y)
     ).reshape(B, T, -1, S),
     "stacked_kernels": lambda y: jnp.stack(y, 2),
     "features_of_a_kernel_each": lambda y: jnp.concatenate(y, -1)[:, :, None],
-    "kernels_by_constants": lambda y: sum(z[:, :, None] * np.eye(3)[i][:, None] for i, z in enumerate(y)),
+    "kernels_by_constants": lambda y: sum(
+        z[:, :, None] * np.eye(3)[i][:, None] for i, z in enumerate(y)
+    ),
 }.items():
     of_one_head_each(name, 3, put_together)
 
@@ -585,7 +730,9 @@ def tokens_in_a_constant_order(p, x):
 def heads_put_together_after_their_softmax(p, x):
     q, k, v = ([x @ p[f"{n}{h}"] for h in range(H)] for n in "qkv")
     logits = [a @ b.mT for a, b in zip(q, k, strict=True)]
-    y = jnp.concatenate([jax.nn.softmax(a) @ b for a, b in zip(logits, v, strict=True)], -1)
+    y = jnp.concatenate(
+        [jax.nn.softmax(a) @ b for a, b in zip(logits, v, strict=True)], -1
+    )
     return loss_of(p, y), jnp.stack(logits, 1)
 
 
@@ -593,7 +740,9 @@ def heads_put_together_after_their_softmax(p, x):
 def stacked_queries_of_one_key(p, x):
     q, k, v = jnp.stack([x @ p["q0"], x @ p["q1"]], 1), x @ p["k"], x @ p["v"]
     logits = jnp.einsum("bhqd,bkd->bhqk", q, k)
-    return jnp.mean(jnp.einsum("bhqk,bkd->bhqd", jax.nn.softmax(logits), v) ** 2), logits
+    return jnp.mean(
+        jnp.einsum("bhqk,bkd->bhqd", jax.nn.softmax(logits), v) ** 2
+    ), logits
 
 
 @attention(sites=1, q=(1, 1, D, D), k=(1, 1, D, D), v=(D, D), o=(D, D))
@@ -603,7 +752,11 @@ def queries_by_convolutions(p, x):
     def convolved(kernel):
         numbers = ("NHWC", "HWIO", "NHWC")
         y = lax.conv_general_dilated(
-            x.reshape(B, 2, T // 2, D), kernel, (1, 1), "SAME", dimension_numbers=numbers
+            x.reshape(B, 2, T // 2, D),
+            kernel,
+            (1, 1),
+            "SAME",
+            dimension_numbers=numbers,
         )
         return heads(y.reshape(B, T, D))
 
@@ -632,11 +785,16 @@ def keys_of_two_products(p, x):
     o=(D, D),
 )
 def features_of_two_kernels(p, x):
-    q, k = (jnp.concatenate([heads(x @ p[n]) for n in names], -1) for names in (("qa", "qb"), ("a", "b")))
+    q, k = (
+        jnp.concatenate([heads(x @ p[n]) for n in names], -1)
+        for names in (("qa", "qb"), ("a", "b"))
+    )
     return end(p, logits_of(q, k), heads(x @ p["v"]))
 
 
-@attention(sites=1, qa=(D, H * 4), qb=(D, H * 2), a=(D, H * 4), b=(D, 2), v=(D, D), o=(D, D))
+@attention(
+    sites=1, qa=(D, H * 4), qb=(D, H * 2), a=(D, H * 4), b=(D, 2), v=(D, D), o=(D, D)
+)
 def features_of_a_kernel_each(p, x):
     """Some of the keys' features belong to a head, and all heads share the others."""
     q = jnp.concatenate([heads(x @ p["qa"]), heads(x @ p["qb"])], -1)
@@ -659,8 +817,14 @@ def heads_and_batch(p, x, products):
     if products:
         q, k, v = (y.reshape(B * H, T, S) for y in (q, k, v))
     logits = jnp.where(CAUSAL, (q @ k.swapaxes(-1, -2)).reshape(B * H, T, T), -1e9)
-    y = (jax.nn.softmax(logits).reshape(*q.shape[:-1], T) @ v).reshape(B, H, T, S).swapaxes(1, 2)
-    return loss_of(p, y.reshape(x.shape)), jnp.where(CAUSAL, logits.reshape(B, H, T, T), -jnp.inf)
+    y = (
+        (jax.nn.softmax(logits).reshape(*q.shape[:-1], T) @ v)
+        .reshape(B, H, T, S)
+        .swapaxes(1, 2)
+    )
+    return loss_of(p, y.reshape(x.shape)), jnp.where(
+        CAUSAL, logits.reshape(B, H, T, T), -jnp.inf
+    )
 
 
 @attention(sites=1, **QKVO)
@@ -677,7 +841,10 @@ def heads_and_batch_in_one_axis_of_the_logits(p, x):
 def two_attentions_of_disjoint_features_of_every_head(p, x):
     """Differential attention."""
     q, k, v = projected(p, x)
-    one, two = (logits_of(a, b) for a, b in zip(jnp.split(q, 2, -1), jnp.split(k, 2, -1), strict=True))
+    one, two = (
+        logits_of(a, b)
+        for a, b in zip(jnp.split(q, 2, -1), jnp.split(k, 2, -1), strict=True)
+    )
     y = mixed(jax.nn.softmax(one) - 0.3 * jax.nn.softmax(two), v)
     return loss_of(p, y), jnp.concatenate([one, two], 1)
 
@@ -709,7 +876,9 @@ def queries_in_turns(p, x):
     return end(p, logits, jnp.tile(v, (1, 1, 2, 1)))
 
 
-def grouped(p, x, turn=lambda q: q, move=lambda a: a, soften=jax.nn.softmax, gate=1.0, kept=None):
+def grouped(
+    p, x, turn=lambda q: q, move=lambda a: a, soften=jax.nn.softmax, gate=1.0, kept=None
+):
     """Two queries for each key head, whose logits have one axis of heads."""
     q, k, v = (jnp.einsum("btd,dhs->bths", x, p[name]) for name in "qkv")
     q = turn(q).reshape(B, T, 2, 2, S)
@@ -734,7 +903,9 @@ GROUPED: Any = {
 @attention(sites=1, **GROUPED)
 def a_mask_after_a_reshape(p, x):
     """Tunix's Llama."""
-    return grouped(p, x, soften=lambda a: jax.nn.softmax(jnp.where(CAUSAL, a, -1e9)), kept=CAUSAL)
+    return grouped(
+        p, x, soften=lambda a: jax.nn.softmax(jnp.where(CAUSAL, a, -1e9)), kept=CAUSAL
+    )
 
 
 @attention(sites=1, **GROUPED)
@@ -748,7 +919,9 @@ def a_bias_before_a_reshape_is_not_measured(p, x):
     )
 
 
-@attention(sites="something is added to its logits before their axes change order", **GROUPED)
+@attention(
+    sites="something is added to its logits before their axes change order", **GROUPED
+)
 def a_bias_before_a_transpose(p, x):
     return grouped(
         p,
@@ -762,13 +935,17 @@ SINKS: Any = GROUPED | {"sinks": ((H,), "")}
 
 
 def beside(logits, sinks):
-    return jnp.concatenate([logits, jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:3], 1))], -1)
+    return jnp.concatenate(
+        [logits, jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:3], 1))], -1
+    )
 
 
 @attention(sites=1, **SINKS)
 def sinks_beside_the_logits(p, x):
     """gpt-oss: a learned logit for each head beside those of the keys."""
-    return grouped(p, x, soften=lambda a: jax.nn.softmax(beside(a, p["sinks"]))[..., :-1])
+    return grouped(
+        p, x, soften=lambda a: jax.nn.softmax(beside(a, p["sinks"]))[..., :-1]
+    )
 
 
 @attention(sites=1, **SINKS)
@@ -789,7 +966,11 @@ def a_mask_after_a_sink(p, x):
     """The largest logit would be the sink's, or one that is masked."""
     keep = np.tri(T, T + 1, 1, bool)
     return grouped(
-        p, x, soften=lambda a: jax.nn.softmax(jnp.where(keep, beside(a, p["sinks"]), -1e9))[..., :-1]
+        p,
+        x,
+        soften=lambda a: jax.nn.softmax(jnp.where(keep, beside(a, p["sinks"]), -1e9))[
+            ..., :-1
+        ],
     )
 
 
@@ -810,7 +991,12 @@ def a_sum_of_each_head_that_divides_last(p, x):
     return grouped(p, x, gate=1 / jnp.abs(x @ p["gate"])[..., None])
 
 
-@attention(sites=1, q=((H, D, S), "1 | 0, 2; 1 | 2"), k=((2, D, S), "1 | 0, 2; 1 | 2"), v=(2, D, S))
+@attention(
+    sites=1,
+    q=((H, D, S), "1 | 0, 2; 1 | 2"),
+    k=((2, D, S), "1 | 0, 2; 1 | 2"),
+    v=(2, D, S),
+)
 def heads_before_the_width(p, x):
     q = jnp.einsum("btd,hds->bths", x, p["q"]).reshape(B, T, 2, 2, S)
     k, v = (jnp.einsum("btd,hds->bths", x, p[name]) for name in "kv")
@@ -826,7 +1012,9 @@ def fused_groups(name, groups, count, turn=0, sites=1):
     """Falcon and Megatron: `count` queries, a key and a value for each group, in turns; `turn` puts others first."""
 
     def fun(p, x):
-        y = jnp.roll((x @ p["qkv"] + p["b"]).reshape(B, T, groups, count + 2, S), -turn, 3)
+        y = jnp.roll(
+            (x @ p["qkv"] + p["b"]).reshape(B, T, groups, count + 2, S), -turn, 3
+        )
         q, k, v = y[..., :count, :], y[..., count, :], y[..., count + 1, :]
         logits = jnp.einsum("bqgnd,bkgd->bgnqk", q, k)
         z = jnp.einsum("bgnqk,bkgd->bqgnd", jax.nn.softmax(logits), v).reshape(B, T, -1)
@@ -870,7 +1058,9 @@ def cut_before_products(p, x, count):
     """PyTorch's `in_proj_weight`: a slice that has a product of its own is a matrix."""
     width = D // count
     q, k, v = (
-        jnp.concatenate([x @ p["qkv"][i * D + h * width :][:width].T for h in range(count)], -1)
+        jnp.concatenate(
+            [x @ p["qkv"][i * D + h * width :][:width].T for h in range(count)], -1
+        )
         for i in range(3)
     )
     return end(p, logits_of(heads(q), heads(k)), heads(v))
@@ -892,7 +1082,9 @@ def heads_of_some_parts_of_a_kernel(p, x):
     """Flux: queries, keys, values and a dense layer by one kernel."""
     *qkv, up = jnp.split(x @ p["qkv"], [D, 2 * D, 3 * D], -1)
     q, k, v = map(heads, qkv)
-    y = jnp.concatenate([mixed(jax.nn.softmax(logits_of(q, k)), v), jax.nn.gelu(up)], -1)
+    y = jnp.concatenate(
+        [mixed(jax.nn.softmax(logits_of(q, k)), v), jax.nn.gelu(up)], -1
+    )
     return loss_of(p, y @ p["out"]), logits_of(q, k)
 
 
@@ -931,7 +1123,10 @@ def one_kernel_on_two_inputs(p, x):
 @attention(sites=None, **QKVO)
 def memory_and_tokens(p, x):
     q, k, v = projected(p, x)
-    k, v = (jnp.concatenate([heads(jnp.tanh(x) @ p[n]), y], 1) for n, y in (("k", k), ("v", v)))
+    k, v = (
+        jnp.concatenate([heads(jnp.tanh(x) @ p[n]), y], 1)
+        for n, y in (("k", k), ("v", v))
+    )
     return end(p, logits_of(q, k), v)
 
 
@@ -988,7 +1183,9 @@ def queries_carried_by_a_loop(p, x):
 
     def step(before, row):
         q, k, v = projected(p, row[:, None])
-        return q.reshape(B, -1), mixed(jax.nn.softmax(logits_of(q, k)), v)[:, 0] + before
+        return q.reshape(B, -1), mixed(jax.nn.softmax(logits_of(q, k)), v)[
+            :, 0
+        ] + before
 
     return loss_of(p, lax.scan(step, jnp.zeros((B, D)), x.swapaxes(0, 1))[1])
 
@@ -997,7 +1194,9 @@ def a_bias_used_elsewhere(p, x, use):
     q, k, v = projected(p, x)
     first, last = jnp.split(p["b"], 2)
     q, v = q + heads(first), v + heads(first) if use == "values" else v
-    y = mixed(jax.nn.softmax(logits_of(q, k)), v) * {"gain": first, "half": last}.get(use, 1.0)
+    y = mixed(jax.nn.softmax(logits_of(q, k)), v) * {"gain": first, "half": last}.get(
+        use, 1.0
+    )
     return loss_of(p, y), logits_of(q, k)
 
 
@@ -1018,12 +1217,16 @@ def in_a_long_sum(p, x, first):
     return end(p, logits_of(q, k), v)[0] + loss_of(p, total)
 
 
-@program(X, sites=f"{ELSE}: attention_programs.py:", **dict.fromkeys(TERMS, (D, D)), **QKVO)
+@program(
+    X, sites=f"{ELSE}: attention_programs.py:", **dict.fromkeys(TERMS, (D, D)), **QKVO
+)
 def queries_that_begin_a_long_sum(p, x):
     return in_a_long_sum(p, x, True)
 
 
-@program(X, sites=f"{ELSE}: attention_programs.py:", **dict.fromkeys(TERMS, (D, D)), **QKVO)
+@program(
+    X, sites=f"{ELSE}: attention_programs.py:", **dict.fromkeys(TERMS, (D, D)), **QKVO
+)
 def queries_that_end_a_long_sum(p, x):
     return in_a_long_sum(p, x, False)
 
@@ -1038,7 +1241,9 @@ def a_kernel_of_queries_multiplied_again(p, x):
 def a_kernel_of_the_keys_of_two_attentions(p, x):
     """The queries of each take the whole factor."""
     x = layer(p, x)
-    return jnp.mean((layer({"q": p["q2"], "k": p["k"], "v": p["v2"], "o": p["o"]}, x)) ** 2)
+    return jnp.mean(
+        (layer({"q": p["q2"], "k": p["k"], "v": p["v2"], "o": p["o"]}, x)) ** 2
+    )
 
 
 @program(X, sites=1, v2=(D, D), k2=(D, D), **QKVO)
@@ -1046,7 +1251,9 @@ def a_kernel_of_the_queries_of_two_attentions(p, x):
     """Its statistic is the larger one of both, and it takes the whole factor."""
     q, k, v = projected(p, x)
     k2, v2 = projected(p, x, ("k2", "v2"))
-    y = mixed(jax.nn.softmax(logits_of(q, k)), v) + mixed(jax.nn.softmax(logits_of(q, k2)), v2)
+    y = mixed(jax.nn.softmax(logits_of(q, k)), v) + mixed(
+        jax.nn.softmax(logits_of(q, k2)), v2
+    )
     return loss_of(p, y)
 
 
@@ -1054,14 +1261,18 @@ def a_kernel_of_the_queries_of_two_attentions(p, x):
 def keys_of_one_attention_that_are_queries_of_another(p, x):
     q, k, v = projected(p, x)
     q2, v2 = projected(p, x, ("q2", "v2"))
-    y = mixed(jax.nn.softmax(logits_of(q, k)), v) + mixed(jax.nn.softmax(logits_of(k, q2)), v2)
+    y = mixed(jax.nn.softmax(logits_of(q, k)), v) + mixed(
+        jax.nn.softmax(logits_of(k, q2)), v2
+    )
     return loss_of(p, y)
 
 
 @program(X, sites=1, K=(D, D), **QKVO)
 def queries_of_both_branches(p, x):
     """Each has keys of its own."""
-    return loss_of(p, lax.cond(x[0, 0, 0] > 0, layer, lambda p, x: layer(p, x, "qKvo"), p, x))
+    return loss_of(
+        p, lax.cond(x[0, 0, 0] > 0, layer, lambda p, x: layer(p, x, "qKvo"), p, x)
+    )
 
 
 @program(X, sites="(gt)", **QKVO)
@@ -1085,21 +1296,39 @@ def attentions_of_one_line(p, x):
     return jnp.mean(x**2)
 
 
-@program(X, sites=1, v=(D, D), o=(D, D), **{"q/kernel": (D, D), "q/gate": (D, D), "k/kernel": (D, D)})
+@program(
+    X,
+    sites=1,
+    v=(D, D),
+    o=(D, D),
+    **{"q/kernel": (D, D), "q/gate": (D, D), "k/kernel": (D, D)},
+)
 def a_gate_beside_the_kernel_of_the_queries(p, x):
     """As of two towers in one dictionary: it is not refused by its name."""
     flat = {"q": p["q"]["kernel"], "k": p["k"]["kernel"], "v": p["v"], "o": p["o"]}
     return jnp.mean((layer(flat, x) * jax.nn.silu(x @ p["q"]["gate"])) ** 2)
 
 
-@program(X, sites=NOT_ALL, query=((D,), CHAIN), **MATRICES | {"q": ((D, D), CHAIN)}, **OUT)
+@program(
+    X, sites=NOT_ALL, query=((D,), CHAIN), **MATRICES | {"q": ((D, D), CHAIN)}, **OUT
+)
 def one_learned_query_of_all_examples(p, x):
     """Pooling by attention: queries made of parameters alone, with no axis that counts them."""
-    shares = jax.nn.softmax(jnp.einsum("d,bkd->bk", p["query"] @ p["q"], x @ p["k"]) / np.sqrt(D))
-    return jnp.mean((jnp.einsum("bk,bkd->bd", shares, x @ p["v"]) @ p["o"] @ p["out"]) ** 2)
+    shares = jax.nn.softmax(
+        jnp.einsum("d,bkd->bk", p["query"] @ p["q"], x @ p["k"]) / np.sqrt(D)
+    )
+    return jnp.mean(
+        (jnp.einsum("bk,bkd->bd", shares, x @ p["v"]) @ p["o"] @ p["out"]) ** 2
+    )
 
 
-@program(X, sites=NOT_ALL, table=((5, D), CHAIN), **MATRICES | dict.fromkeys("kv", ((D, D), CHAIN)), **OUT)
+@program(
+    X,
+    sites=NOT_ALL,
+    table=((5, D), CHAIN),
+    **MATRICES | dict.fromkeys("kv", ((D, D), CHAIN)),
+    **OUT,
+)
 def a_table_without_its_mean(p, x):
     """DeBERTa's relative positions: the mean that is subtracted is no parameter of its own."""
     table = p["table"] - jnp.mean(p["table"], -1, keepdims=True)
@@ -1109,7 +1338,14 @@ def a_table_without_its_mean(p, x):
     return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
 
 
-@program(X, sites=1, first=((1, 1, D), "joined with data"), w=((D, D // 2), "0 | 1"), **MATRICES, **OUT)
+@program(
+    X,
+    sites=1,
+    first=((1, 1, D), "joined with data"),
+    w=((D, D // 2), "0 | 1"),
+    **MATRICES,
+    **OUT,
+)
 def a_repeated_parameter(p, x):
     """CLIP: `tile(class_embedding, (batch, 1, 1))` before the patches."""
     first = jnp.tile(p["first"], (B, 1, 1))
@@ -1118,7 +1354,8 @@ def a_repeated_parameter(p, x):
 
 
 @attention(
-    sites="something is added to its logits in a function that does not return them without it", **QKVO
+    sites="something is added to its logits in a function that does not return them without it",
+    **QKVO,
 )
 def a_bias_inside_of_another_function(p, x):
     q, k, v = projected(p, x)
@@ -1131,7 +1368,9 @@ def one_softmax_over_blocks_of_keys(p, x):
     """GenCast: the largest logit is that of all blocks."""
     q, k, v = projected(p, x)
     blocks = [(logits_of(q, k[:, i : i + 4]), v[:, i : i + 4]) for i in range(0, T, 4)]
-    largest = jnp.max(jnp.stack([logits.max(-1, keepdims=True) for logits, _ in blocks]), 0)
+    largest = jnp.max(
+        jnp.stack([logits.max(-1, keepdims=True) for logits, _ in blocks]), 0
+    )
     shares = [(jnp.exp(logits - largest), v) for logits, v in blocks]
     total = sum(weights.sum(-1, keepdims=True) for weights, _ in shares)
     return loss_of(p, sum(mixed(weights / total, v) for weights, v in shares))
@@ -1141,7 +1380,9 @@ def one_softmax_over_blocks_of_keys(p, x):
 def the_local_energy_of_an_attention(p, x):
     """Psiformer: the loss is made of derivatives by the input."""
     slope = jax.grad(lambda x: jnp.sum(layer(p, x)))
-    return jnp.sum(slope(x) ** 2) + jnp.sum(jax.jvp(slope, (x,), (jnp.ones_like(x),))[1])
+    return jnp.sum(slope(x) ** 2) + jnp.sum(
+        jax.jvp(slope, (x,), (jnp.ones_like(x),))[1]
+    )
 
 
 # No attention is left out: where its logits are lost, it is listed with the line that multiplies its values.
@@ -1182,7 +1423,13 @@ def the_largest_three(p, x):
     q, k, v = projected(p, x)
     largest, where = lax.top_k(logits_of(q, k), 3)
     return loss_of(
-        p, mixed(jnp.einsum("bhqn,bhqnk->bhqk", jax.nn.softmax(largest), jax.nn.one_hot(where, T)), v)
+        p,
+        mixed(
+            jnp.einsum(
+                "bhqn,bhqnk->bhqk", jax.nn.softmax(largest), jax.nn.one_hot(where, T)
+            ),
+            v,
+        ),
     )
 
 
@@ -1212,7 +1459,9 @@ def adapted_queries(p, x):
 @program(X, sites=LOST, **ADAPTER)
 def adapted_queries_by_a_product_each(p, x):
     q, k, v = (heads(x @ w) for w in KERNELS_OF_DATA)
-    return jnp.mean(mixed(jax.nn.softmax(logits_of(q + heads((x @ p["a"]) @ p["b"]), k)), v) ** 2)
+    return jnp.mean(
+        mixed(jax.nn.softmax(logits_of(q + heads((x @ p["a"]) @ p["b"]), k)), v) ** 2
+    )
 
 
 @program(X, sites=1,
@@ -1240,7 +1489,10 @@ def kernels_of_features(p, x):
     """Linear attention."""
     q, k, v = projected(p, x)
     return loss_of(
-        p, jnp.einsum("bqhd,bkhd,bkhe->bqhe", jnp.exp(q), jax.nn.softmax(k, 1), v).reshape(x.shape)
+        p,
+        jnp.einsum("bqhd,bkhd,bkhe->bqhe", jnp.exp(q), jax.nn.softmax(k, 1), v).reshape(
+            x.shape
+        ),
     )
 
 
@@ -1250,14 +1502,18 @@ def a_decayed_state(p, x):
     q, k, v = projected(p, x)
     time = jnp.cumsum(jax.nn.softplus(x @ p["o"])[..., :H], 1)
     decay = jnp.exp(jnp.minimum(time[:, :, None] - time[:, None], 0))
-    return loss_of(p, jnp.einsum("bqhd,bkhd,bqkh,bkhe->bqhe", q, k, decay, v).reshape(x.shape))
+    return loss_of(
+        p, jnp.einsum("bqhd,bkhd,bqkh,bkhe->bqhe", q, k, decay, v).reshape(x.shape)
+    )
 
 
 @program(X, **QKVO)
 def two_towers_of_softmaxes(p, x):
     q, k, v = (x.reshape(-1, D) @ p[n] for n in "qkv")
     soft = jax.nn.softmax(q @ k.T)
-    return loss_of(p, (jnp.sum(soft * jax.nn.log_softmax(k @ q.T)) + v).reshape(x.shape))
+    return loss_of(
+        p, (jnp.sum(soft * jax.nn.log_softmax(k @ q.T)) + v).reshape(x.shape)
+    )
 
 
 @program(X, sites=LOST, **QKVO)
@@ -1268,7 +1524,11 @@ def a_pool_after_a_rectified_product(p, x):
     return loss_of(p, y + jnp.einsum("bth,btd->bhd", jax.nn.softmax(y[..., :1], 1), y))
 
 
-@program(X, rate=((D, H), "0 | 1; 0 | 1"), **MATRICES | OUT | {"q": ((D, D), "0 | 1; 0 | 1 / 4 of 1")})
+@program(
+    X,
+    rate=((D, H), "0 | 1; 0 | 1"),
+    **MATRICES | OUT | {"q": ((D, D), "0 | 1; 0 | 1 / 4 of 1")},
+)
 def a_rate_for_each_head(p, x):
     """Gated delta nets: a head of one column is no matrix of its own."""
     q, k, v = projected(p, x)
@@ -1281,8 +1541,13 @@ def additive_attention_of_two_steps(p, x):
     """GATv2: there is no product of queries and keys, so a clip has nothing to scale."""
     for _ in range(2):
         q, k = projected(p, x, "qk")
-        logits = jnp.einsum("bqkhd,hd->bqkh", jax.nn.leaky_relu(q[:, :, None] + k[:, None]), p["a"])
-        x = jnp.einsum("bqkh,bkhd->bqhd", jax.nn.softmax(logits, 2), k).reshape(x.shape) @ p["o"]
+        logits = jnp.einsum(
+            "bqkhd,hd->bqkh", jax.nn.leaky_relu(q[:, :, None] + k[:, None]), p["a"]
+        )
+        x = (
+            jnp.einsum("bqkh,bkhd->bqhd", jax.nn.softmax(logits, 2), k).reshape(x.shape)
+            @ p["o"]
+        )
     return jnp.mean(x**2)
 
 
@@ -1334,7 +1599,9 @@ def layers_taken_one_by_one(p, x):
 
 @program(X, sites=2, **AS_MANY, **dict.fromkeys("QKVO", (H, D, D)))
 def as_many_layers_of_two_attentions_as_heads(p, x):
-    return jnp.mean(lax.scan(lambda x, w: (layer(w, layer(w, x), "QKVO"), None), x, p)[0] ** 2)
+    return jnp.mean(
+        lax.scan(lambda x, w: (layer(w, layer(w, x), "QKVO"), None), x, p)[0] ** 2
+    )
 
 
 CHANGES = {
@@ -1344,7 +1611,9 @@ CHANGES = {
     "padded": (lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]), ANOTHER),
 }
 for name, (change, sites) in CHANGES.items():
-    fun = functools.partial(lambda p, x, change: scanned(jax.tree.map(change, p), x)[0], change=change)
+    fun = functools.partial(
+        lambda p, x, change: scanned(jax.tree.map(change, p), x)[0], change=change
+    )
     fun.__name__ = f"layers_{name}"
     program(X, sites=sites, **STACK)(fun)
 
@@ -1365,7 +1634,11 @@ def layers_of_reversed_keys(p, x):
     return scanned(p | {"k": p["k"][::-1]}, x)[0]
 
 
-@program(X, sites=ANOTHER, **{f"layer{i}/{n}": ((D, D), "0 | 1") for i in range(2) for n in "qkvo"})
+@program(
+    X,
+    sites=ANOTHER,
+    **{f"layer{i}/{n}": ((D, D), "0 | 1") for i in range(2) for n in "qkvo"},
+)
 def layers_put_together_inside_of_the_function(p, x):
     """Its largest logits would be those of all of them."""
     return scanned(jax.tree.map(lambda *w: jnp.stack(w), *p.values()), x)[0]
@@ -1398,7 +1671,11 @@ def one_layer_taken_twice(p, x):
 
 
 @program(
-    X, sites=1, **dict.fromkeys("qkv", ((3, D, D), "1 | 0, 2")), o=((3, D, D), "0, 1 | 2"), out=(3, D, 5)
+    X,
+    sites=1,
+    **dict.fromkeys("qkv", ((3, D, D), "1 | 0, 2")),
+    o=((3, D, D), "0, 1 | 2"),
+    out=(3, D, 5),
 )
 def heads_of_an_axis_of_vmap(p, x):
     """GPT-J's mesh transformer: each entry of a mapped axis has its own heads, and their results are added up."""
@@ -1422,7 +1699,12 @@ def heads_of_an_axis_of_vmap(p, x):
 
 
 def on_two_devices(local, w_specs, x_spec, out):
-    mesh = jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,),
+        ("m",),
+        axis_types=(jax.sharding.AxisType.Auto,),
+        devices=jax.devices()[:2],
+    )
     return jax.shard_map(local, mesh=mesh, in_specs=(w_specs, x_spec), out_specs=out)
 
 
@@ -1434,7 +1716,9 @@ def divided(name, local, w_specs, x_spec=P(), **parameters):
         return mixed(jax.nn.softmax(logits_of(q, k)), v)
 
     def fun(p, x):
-        return jnp.mean(on_two_devices(attend, w_specs, x_spec, P(None, None, "m"))(p, x) ** 2)
+        return jnp.mean(
+            on_two_devices(attend, w_specs, x_spec, P(None, None, "m"))(p, x) ** 2
+        )
 
     fun.__name__ = name
     program(X, sites=NOT_ALL, **parameters)(fun)
@@ -1457,7 +1741,10 @@ def exchanged(p, x):
 
 
 def scattered(p, x):
-    return [lax.psum_scatter(y, "m", scatter_dimension=2, tiled=True) for y in projected(p, x)]
+    return [
+        lax.psum_scatter(y, "m", scatter_dimension=2, tiled=True)
+        for y in projected(p, x)
+    ]
 
 
 QKV: Any = dict.fromkeys("qkv", (D, D))
@@ -1478,7 +1765,9 @@ def layers_as_a_pipeline(p, x):
         loss, logits = end(w, logits_of(q, k), v)
         return loss[None], logits[None]
 
-    y, logits = on_two_devices(local, dict.fromkeys(p, P("m")), P(), (P("m"), P("m")))(layers, x)
+    y, logits = on_two_devices(local, dict.fromkeys(p, P("m")), P(), (P("m"), P("m")))(
+        layers, x
+    )
     return jnp.mean(y), logits.reshape(2 * B, H, T, T)
 
 
@@ -1491,7 +1780,9 @@ def layers_that_are_divided(p, x):
         y, logits = mixed(jax.nn.softmax(logits_of(q, k)), heads(x, H)), logits_of(q, k)
         return jnp.mean(y**2)[None], logits[None]
 
-    y, logits = on_two_devices(local, dict.fromkeys(p, P("m")), P(), (P("m"), P("m")))(p, x)
+    y, logits = on_two_devices(local, dict.fromkeys(p, P("m")), P(), (P("m"), P("m")))(
+        p, x
+    )
     return jnp.mean(y), logits.reshape(2 * B, H, T, T)
 
 
@@ -1521,13 +1812,20 @@ for kind, table in ADD_MASK.items():
             softmax=lambda a, p, table=table: jax.nn.softmax(a + table(-1e2) + SLOPES))  # fmt: skip
 spelled("a_bias_of_several_numbers", softmax=lambda a, p: jax.nn.softmax(a + SLOPES))
 spelled(
-    "a_bias_above_zero", softmax=lambda a, p: jax.nn.softmax(a + np.where(CAUSAL, 0, 2.0).astype("float32"))
+    "a_bias_above_zero",
+    softmax=lambda a, p: jax.nn.softmax(a + np.where(CAUSAL, 0, 2.0).astype("float32")),
 )
 for size in (-1e4, -65504.0, -1e9):
     for kind, table in ADD_MASK.items():
         spelled(f"a_bias_and_a_mask_of_{size:.0e}_by_{kind}", kept=CAUSAL,
                 softmax=lambda a, p, table=table, size=size: jax.nn.softmax(a + SLOPES + table(size)))  # fmt: skip
 DIAGONAL = -np.eye(T, dtype=np.float32)
-spelled("a_small_number_on_the_diagonal_hides_nothing", softmax=lambda a, p: jax.nn.softmax(a + DIAGONAL))
+spelled(
+    "a_small_number_on_the_diagonal_hides_nothing",
+    softmax=lambda a, p: jax.nn.softmax(a + DIAGONAL),
+)
 SOME_HEADS = np.array([0, 0, -1, -1], np.float32)[:, None, None]
-spelled("a_small_number_for_some_heads_hides_nothing", softmax=lambda a, p: jax.nn.softmax(a + SOME_HEADS))
+spelled(
+    "a_small_number_for_some_heads_hides_nothing",
+    softmax=lambda a, p: jax.nn.softmax(a + SOME_HEADS),
+)

@@ -33,7 +33,9 @@ class HostileProgram(NamedTuple):
     args: tuple[Any, ...]
     expected: dict[str, str]
     sites: Sites
-    logits: Callable[..., Any] | None = None  # [batch, heads of all attentions, queries, keys]
+    logits: Callable[..., Any] | None = (
+        None  # [batch, heads of all attentions, queries, keys]
+    )
 
 
 PROGRAMS: list[HostileProgram] = []
@@ -41,7 +43,11 @@ ANYTHING = "anything"
 
 
 def program(
-    *args: Any, sites: Sites = 0, to: list[HostileProgram] = PROGRAMS, logits: bool = False, **parameters: Any
+    *args: Any,
+    sites: Sites = 0,
+    to: list[HostileProgram] = PROGRAMS,
+    logits: bool = False,
+    **parameters: Any,
 ):
     """Adds a function to a list; each parameter is its shape and what is right for it.
 
@@ -52,7 +58,9 @@ def program(
         params: dict[str, Any] = {}
         expected = {}
         for path, value in parameters.items():
-            shape, expected[path] = value if value and isinstance(value[0], tuple) else (value, ANYTHING)
+            shape, expected[path] = (
+                value if value and isinstance(value[0], tuple) else (value, ANYTHING)
+            )
             *modules, name = path.split("/")
             module = params
             for each in modules:
@@ -67,7 +75,9 @@ def program(
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:
-    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1).mean()
+    return -jnp.take_along_axis(
+        jax.nn.log_softmax(logits), labels[..., None], -1
+    ).mean()
 
 
 def norm(x: Any) -> Any:
@@ -89,7 +99,11 @@ def attend(q: Any, k: Any, v: Any) -> Any:
 
 
 @program(
-    TOKENS, embed=((V, D), "looked up"), up=((D, V), "0 | 1"), down=((V, D), "0 | 1"), head=((D, V), "head")
+    TOKENS,
+    embed=((V, D), "looked up"),
+    up=((D, V), "0 | 1"),
+    down=((V, D), "0 | 1"),
+    head=((D, V), "head"),
 )
 def a_width_that_is_the_vocabulary(p, t):
     x = p["embed"][t]
@@ -103,18 +117,24 @@ def tied_embedding(p, t):
     return cross_entropy(x @ p["embed"].T, t)
 
 
-@program(TOKENS, embed=((V, D), "looked up"), w=((D, D), "0 | 1"), head=((D, V), "head"))
+@program(
+    TOKENS, embed=((V, D), "looked up"), w=((D, D), "0 | 1"), head=((D, V), "head")
+)
 def a_lookup_by_one_hot(p, t):
     x = jax.nn.one_hot(t, V) @ p["embed"]
     return cross_entropy(jnp.tanh(x @ p["w"]) @ p["head"], t)
 
 
-@program(TOKENS, embed=((V, 4), "looked up"), factor=((4, D), "0 | 1"), head=((D, V), "head"))
+@program(
+    TOKENS, embed=((V, 4), "looked up"), factor=((4, D), "0 | 1"), head=((D, V), "head")
+)
 def a_factored_embedding(p, t):
     return cross_entropy(jnp.tanh((p["embed"] @ p["factor"])[t]) @ p["head"], t)
 
 
-@program(TOKENS, embed=((V, D), "looked up"), w=((D, D), "0 | 1"), head=((D, V), "head"))
+@program(
+    TOKENS, embed=((V, D), "looked up"), w=((D, D), "0 | 1"), head=((D, V), "head")
+)
 def a_loss_in_chunks(p, t):
     x = jnp.tanh(p["embed"][t] @ p["w"])
 
@@ -126,7 +146,9 @@ def a_loss_in_chunks(p, t):
     return lax.scan(chunk, 0.0, chunks)[0]
 
 
-@program(TOKENS, embed=((V, D), "looked up"), policy=((D, V), "head"), value=((V, 1), "head"))
+@program(
+    TOKENS, embed=((V, D), "looked up"), policy=((D, V), "head"), value=((V, 1), "head")
+)
 def a_value_net_that_reads_the_logits(p, t):
     logits = p["embed"][t] @ p["policy"]
     return cross_entropy(logits, t) + jnp.mean((jnp.tanh(logits) @ p["value"]) ** 2)
@@ -151,7 +173,9 @@ def a_variational_autoencoder(p, x, key):
 
 @program(ROWS, w=((D, D), "0 | 1"), out=((D, 1), "head"))
 def a_penalty_is_no_use(p, x):
-    penalty = jnp.vdot(p["out"], p["out"]) + jnp.sum((p["w"].T @ p["w"] - jnp.eye(D)) ** 2)
+    penalty = jnp.vdot(p["out"], p["out"]) + jnp.sum(
+        (p["w"].T @ p["w"] - jnp.eye(D)) ** 2
+    )
     return jnp.mean((jnp.tanh(x @ p["w"]) @ p["out"]) ** 2) + penalty
 
 
@@ -164,7 +188,9 @@ def energy_and_forces(p, x):
     return jnp.mean((f + x) ** 2) + (e - 1) ** 2
 
 
-@program(ROWS, w=((D, D), "0 | 1"), out=((D, 4), "head"), unused_head=((D, 3), "never used"))
+@program(
+    ROWS, w=((D, D), "0 | 1"), out=((D, 4), "head"), unused_head=((D, 3), "never used")
+)
 def dead_code(p, x):
     h = jnp.tanh(x @ p["w"])
     logits = h @ p["out"]
@@ -229,7 +255,13 @@ def fused_attention(p, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(X, sites=1, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"), o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))
+@program(
+    X,
+    sites=1,
+    qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"),
+    o=((H, S, D), "0, 1 | 2"),
+    out=((D, 1), "head"),
+)
 def fused_attention_with_an_axis_of_three(p, x):
     q, k, v = jnp.moveaxis(jnp.einsum("btd,dzhs->btzhs", x, p["qkv"]), 2, 0)
     o = attend(q, k, v).reshape(B, T, H, S)
@@ -248,7 +280,13 @@ def fused_attention_head_by_head(p, x):
     return jnp.mean(((x + attend(q, k, v) @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(X, sites=1, qkv=((D, D + 2 * S), "0 | 1 / 8, 4, 4 of 1"), o=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X,
+    sites=1,
+    qkv=((D, D + 2 * S), "0 | 1 / 8, 4, 4 of 1"),
+    o=((D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def multi_query_attention_in_one_kernel(p, x):
     q, k, v = jnp.split(x @ p["qkv"], (D, D + S), -1)
     k, v = (jnp.broadcast_to(a[:, :, None], (B, T, H, S)) for a in (k, v))
@@ -402,7 +440,12 @@ def queries_that_are_a_gate_too(p, x):
 @program(
     X,
     sites=1,
-    **{"q": ((D, D), "0 | 1"), "k": ((D, D), "0 | 1"), "o": ((D, D), "0 | 1"), "out": ((D, 1), "head")},
+    **{
+        "q": ((D, D), "0 | 1"),
+        "k": ((D, D), "0 | 1"),
+        "o": ((D, D), "0 | 1"),
+        "out": ((D, 1), "head"),
+    },
 )
 def keys_that_are_values_too(p, x):
     q, k = heads(x @ p["q"]), heads(x @ p["k"])
@@ -421,12 +464,16 @@ def latent_attention(p, x):
     k, v = jnp.split(jnp.einsum("btr,rhs->bths", norm(latent), p["kvb"]), 2, -1)
     q = jnp.concatenate([q[..., :S], rotated(q[..., S:], at)], -1)
     shared = jnp.broadcast_to(rotated(shared[:, :, None], at), (B, T, H, 2))
-    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, jnp.concatenate([k, shared], -1)))
+    weights = jax.nn.softmax(
+        jnp.einsum("bqhd,bkhd->bhqk", q, jnp.concatenate([k, shared], -1))
+    )
     o = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
     return jnp.mean(((x + jnp.einsum("bths,hsd->btd", o, p["o"])) @ p["out"]) ** 2)
 
 
-@program(X, sites=1, latents=((3, D), "learned input"), **ATTENTION, out=((D, 1), "head"))
+@program(
+    X, sites=1, latents=((3, D), "learned input"), **ATTENTION, out=((D, 1), "head")
+)
 def learned_queries(p, x):
     latents = jnp.broadcast_to(p["latents"], (B, 3, D))
     q, k, v = heads(latents @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
@@ -438,7 +485,9 @@ def learned_queries(p, x):
 # Stacks, experts, combinations.
 
 
-@program(X, up=((3, D, 2 * D), "1 | 2"), down=((3, 2 * D, D), "1 | 2"), out=((D, 1), "head"))
+@program(
+    X, up=((3, D, 2 * D), "1 | 2"), down=((3, 2 * D, D), "1 | 2"), out=((D, 1), "head")
+)
 def scanned_layers(p, x):
     def layer(x, w):
         return x + jax.nn.relu(x @ w[0]) @ w[1], None
@@ -447,7 +496,9 @@ def scanned_layers(p, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(X, up=((D, 3, 2 * D), "0 | 2"), down=((2 * D, 3, D), "0 | 2"), out=((D, 1), "head"))
+@program(
+    X, up=((D, 3, 2 * D), "0 | 2"), down=((2 * D, 3, D), "0 | 2"), out=((D, 1), "head")
+)
 def layers_on_axis_one_by_index(p, x):
     for i in range(3):
         x = x + jax.nn.relu(x @ p["up"][:, i]) @ p["down"][:, i]
@@ -460,7 +511,13 @@ def layers_by_a_counter(p, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(X, gate=((D, 3), "0 | 1"), up=((3, D, 5), "1 | 2"), down=((3, 5, D), "1 | 2"), out=((D, 1), "head"))
+@program(
+    X,
+    gate=((D, 3), "0 | 1"),
+    up=((3, D, 5), "1 | 2"),
+    down=((3, 5, D), "1 | 2"),
+    out=((D, 1), "head"),
+)
 def dense_experts(p, x):
     gate = jax.nn.softmax(x @ p["gate"])
     h = jax.nn.relu(jnp.einsum("btd,edf->betf", x, p["up"]))
@@ -468,7 +525,13 @@ def dense_experts(p, x):
     return jnp.mean(((x + y) @ p["out"]) ** 2)
 
 
-@program(X, gate=((D, 3), "0 | 1"), up=((3, D, 5), "1 | 2"), down=((3, 5, D), "1 | 2"), out=((D, 1), "head"))
+@program(
+    X,
+    gate=((D, 3), "0 | 1"),
+    up=((3, D, 5), "1 | 2"),
+    down=((3, 5, D), "1 | 2"),
+    out=((D, 1), "head"),
+)
 def sparse_experts(p, x):
     y = x.reshape(-1, D)
     probability, expert = lax.top_k(jax.nn.softmax(y @ p["gate"]), 1)
@@ -480,7 +543,9 @@ def sparse_experts(p, x):
     return jnp.mean((y @ p["out"]) ** 2)
 
 
-@program(X, jax.ShapeDtypeStruct((B,), "int32"), w=((3, D, D), "1 | 2"), out=((D, 1), "head"))
+@program(
+    X, jax.ShapeDtypeStruct((B,), "int32"), w=((3, D, D), "1 | 2"), out=((D, 1), "head")
+)
 def an_adapter_by_sample(p, x, which):
     y = jnp.einsum("btd,bdf->btf", x, p["w"][which])
     return jnp.mean((jnp.tanh(y) @ p["out"]) ** 2)
@@ -493,12 +558,24 @@ def an_ensemble(p, x):
     return jnp.mean((y - 1) ** 2)
 
 
-@program(ROWS, w=((D, D), "0 | 1"), a=((D, 2), "0 | 1"), b=((2, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    ROWS,
+    w=((D, D), "0 | 1"),
+    a=((D, 2), "0 | 1"),
+    b=((2, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def merged_adapters(p, x):
     return jnp.mean((jnp.tanh(x @ (p["w"] + p["a"] @ p["b"])) @ p["out"]) ** 2)
 
 
-@program(ROWS, w=((D, D), "0 | 1"), a=((D, 2), "0 | 1"), b=((2, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    ROWS,
+    w=((D, D), "0 | 1"),
+    a=((D, 2), "0 | 1"),
+    b=((2, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def adapters_beside(p, x):
     return jnp.mean((jnp.tanh(x @ p["w"] + (x @ p["a"]) @ p["b"]) @ p["out"]) ** 2)
 
@@ -509,7 +586,12 @@ def noisy_weights(p, x, key):
     return jnp.mean((jnp.tanh(x @ w) @ p["out"]) ** 2)
 
 
-@program(ROWS, jax.ShapeDtypeStruct((D, D), "bool"), w=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    ROWS,
+    jax.ShapeDtypeStruct((D, D), "bool"),
+    w=((D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def masked_weights(p, x, mask):
     return jnp.mean((jnp.tanh(x @ (p["w"] * mask)) @ p["out"]) ** 2)
 
@@ -545,19 +627,31 @@ def a_recurrent_cell(p, x):
     return jnp.mean((h @ p["out"]) ** 2)
 
 
-@program(X, i=((D, S), "0 | 1"), f=((D, S), "0 | 1"), g=((D, S), "0 | 1"), out=((S, 1), "head"))
+@program(
+    X,
+    i=((D, S), "0 | 1"),
+    f=((D, S), "0 | 1"),
+    g=((D, S), "0 | 1"),
+    out=((S, 1), "head"),
+)
 def weights_joined_before_their_product(p, x):
     i, f, g = jnp.split(x @ jnp.concatenate([p["i"], p["f"], p["g"]], -1), 3, -1)
-    return jnp.mean(((jax.nn.sigmoid(i) * jnp.tanh(g) + jax.nn.sigmoid(f)) @ p["out"]) ** 2)
+    return jnp.mean(
+        ((jax.nn.sigmoid(i) * jnp.tanh(g) + jax.nn.sigmoid(f)) @ p["out"]) ** 2
+    )
 
 
 @program(X, a=((D, D), "0 | 1"), b=((D, D), "0 | 1"), out=((D, 1), "head"))
 def weights_stacked_into_a_scan(p, x):
-    x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack([p["a"], p["b"]]))
+    x, _ = lax.scan(
+        lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack([p["a"], p["b"]])
+    )
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(X, w=((D, 2 * D), "0 | 1 / 2 of 1"), down=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(
+    X, w=((D, 2 * D), "0 | 1 / 2 of 1"), down=((D, D), "0 | 1"), out=((D, 1), "head")
+)
 def a_gated_layer_in_one_kernel(p, x):
     gate, up = jnp.split(x @ p["w"], 2, -1)
     return jnp.mean(((x + (jax.nn.silu(gate) * up) @ p["down"]) @ p["out"]) ** 2)
@@ -643,7 +737,12 @@ IMAGE = jax.ShapeDtypeStruct((B, 8, 8, 3), "float32")
 
 def conv(x, w, stride=1, groups=1):
     return lax.conv_general_dilated(
-        x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+        x,
+        w,
+        (stride, stride),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
     )
 
 
@@ -657,13 +756,19 @@ def convolutions(p, x):
 
 
 @program(
-    jax.ShapeDtypeStruct((B, 8, 8, 1), "float32"), first=((3, 3, 1, 8), "0, 1 | 3"), out=((8, 4), "head")
+    jax.ShapeDtypeStruct((B, 8, 8, 1), "float32"),
+    first=((3, 3, 1, 8), "0, 1 | 3"),
+    out=((8, 4), "head"),
 )
 def a_first_convolution_of_one_channel(p, x):
-    return cross_entropy(jax.nn.relu(conv(x, p["first"])).mean((1, 2)) @ p["out"], jnp.zeros(B, int))
+    return cross_entropy(
+        jax.nn.relu(conv(x, p["first"])).mean((1, 2)) @ p["out"], jnp.zeros(B, int)
+    )
 
 
-@program(IMAGE, patches=((4, 4, 3, D), "patches"), w=((D, D), "0 | 1"), out=((D, 4), "head"))
+@program(
+    IMAGE, patches=((4, 4, 3, D), "patches"), w=((D, D), "0 | 1"), out=((D, 4), "head")
+)
 def patches_by_convolution(p, x):
     x = jnp.tanh(conv(x, p["patches"], stride=4).reshape(B, 4, D) @ p["w"])
     return cross_entropy(x.mean(1) @ p["out"], jnp.zeros(B, int))
@@ -676,26 +781,47 @@ def patches_by_reshape(p, x):
     return cross_entropy(x.mean(1) @ p["out"], jnp.zeros(B, int))
 
 
-@program(IMAGE, first=((1, 1, 3, D), "2 | 3"), w=((D, D), "0 | 1"), out=((D, 4), "head"))
+@program(
+    IMAGE, first=((1, 1, 3, D), "2 | 3"), w=((D, D), "0 | 1"), out=((D, 4), "head")
+)
 def a_first_convolution_of_one_pixel(p, x):
     x = jnp.tanh(conv(x, p["first"]) @ p["w"])
     return cross_entropy(x.mean((1, 2)) @ p["out"], jnp.zeros(B, int))
 
 
-@program(IMAGE, **{"conv/kernel": ((3, 5, 8), "conv_general_dilated is not followed: hostile_programs.py:")})
+@program(
+    IMAGE,
+    **{
+        "conv/kernel": (
+            (3, 5, 8),
+            "conv_general_dilated is not followed: hostile_programs.py:",
+        )
+    },
+)
 def a_convolution_whose_second_operand_is_data(p, x):
     y = lax.conv_general_dilated(
-        p["conv"]["kernel"], x[:, 0], (1,), [(2, 2)], dimension_numbers=("HNC", "OIH", "HNC")
+        p["conv"]["kernel"],
+        x[:, 0],
+        (1,),
+        [(2, 2)],
+        dimension_numbers=("HNC", "OIH", "HNC"),
     )
     return jnp.mean(jnp.tanh(y) ** 2)
 
 
 # Parts that are normalized, gated or moved together.
 
-PARTS: dict[str, Any] = {"w": ((D, 3 * D), "0 | 1 / 3 of 1"), "out": ((D, 1), "an output head")}
+PARTS: dict[str, Any] = {
+    "w": ((D, 3 * D), "0 | 1 / 3 of 1"),
+    "out": ((D, 1), "an output head"),
+}
 HEADS: dict[str, Any] = PARTS | {"w": ((D, 3 * D), "0 | 1 / 3 of 1; 0 | 1 / 6 of 1")}
 TWO: dict[str, Any] = PARTS | {"w": ((D, 2 * D), "0 | 1 / 2 of 1")}
-ONE: dict[str, Any] = {"w": ((D, D), "0 | 1"), "o": ((D, D), "0 | 1"), "out": ((D, 1), "an output head")}
+ONE: dict[str, Any] = {
+    "w": ((D, D), "0 | 1"),
+    "o": ((D, D), "0 | 1"),
+    "out": ((D, 1), "an output head"),
+}
 
 
 def end(p, y):
@@ -723,7 +849,12 @@ def a_shift_by_padding(p, x):
     return end(p, attend(*map(heads, jnp.split(z, 3, -1))))
 
 
-@program(X, q=((D, H, 2 * S), "0 | 1, 2 / 2 of 2"), o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))
+@program(
+    X,
+    q=((D, H, 2 * S), "0 | 1, 2 / 2 of 2"),
+    o=((H, S, D), "0, 1 | 2"),
+    out=((D, 1), "head"),
+)
 def a_norm_of_queries_beside_their_gates(p, x):
     """Qwen3.5: a head's queries are normalized, its gates are not."""
     q, gate = jnp.split(jnp.einsum("btd,dhs->bths", x, p["q"]), 2, -1)
@@ -743,7 +874,9 @@ def gates_of_one_norm_each(p, x):
 def gates_of_one_layer_norm_each(p, x):
     z = (x @ p["w"]).reshape(B, T, 3, D)
     z = z - z.mean(-1, keepdims=True)
-    return gated(p, *jnp.moveaxis(z / jnp.sqrt(jnp.mean(z * z, -1, keepdims=True) + 1e-6), 2, 0))
+    return gated(
+        p, *jnp.moveaxis(z / jnp.sqrt(jnp.mean(z * z, -1, keepdims=True) + 1e-6), 2, 0)
+    )
 
 
 @program(X, w=((D, 3 * D), "0 | 1"), out=((D, 1), "an output head"))
@@ -763,7 +896,9 @@ def one_part_pooled_over_its_features(p, x):
     return end(p, (jnp.tanh(k) * v * q.max(-1, keepdims=True)).reshape(B, T, D))
 
 
-@program(X, w=((D, D), "0 | 1"), o=((D // 2, D), "0 | 1"), out=((D, 1), "an output head"))
+@program(
+    X, w=((D, D), "0 | 1"), o=((D // 2, D), "0 | 1"), out=((D, 1), "an output head")
+)
 def running_sums_over_the_features(p, x):
     a, b = jnp.split(jnp.cumsum(x @ p["w"], -1), 2, -1)
     return end(p, jax.nn.relu((jnp.tanh(a) * b) @ p["o"]))
@@ -823,7 +958,12 @@ def parts_that_are_cut_after_a_depthwise_convolution(p, x):
     def convolve(y, p):
         numbers = ("NTC", "TIO", "NTC")
         return lax.conv_general_dilated(
-            y, p["conv"], (1,), "SAME", dimension_numbers=numbers, feature_group_count=y.shape[-1]
+            y,
+            p["conv"],
+            (1,),
+            "SAME",
+            dimension_numbers=numbers,
+            feature_group_count=y.shape[-1],
         )
 
     return convolved_in_parts(convolve)(p, x)
@@ -844,7 +984,9 @@ def parts_that_are_cut_after_a_sum_with_data(p, x, frozen):
     for name in LAYERS:
         x = x + jnp.tanh(x) @ p[name]
     q, k, v = jnp.split(x @ p["w"] @ p["a"] @ p["b"] + x @ frozen, 3, -1)
-    return end(p, jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", q, k), v) @ p["o"])
+    return end(
+        p, jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", q, k), v) @ p["o"]
+    )
 
 
 def opposite_parts(p, y):
@@ -871,10 +1013,17 @@ def parts_of_a_flipped_kernel(p, x):
 def columns_that_are_used_one_by_one(p, x):
     """Gemma3n: coefficients of its streams."""
     mix = x @ p["mix"] + 1
-    return end(p, (x * mix[..., :1] + jnp.roll(x, 1, 0) * mix[..., 1:]) @ p["w"] @ p["o"])
+    return end(
+        p, (x * mix[..., :1] + jnp.roll(x, 1, 0) * mix[..., 1:]) @ p["w"] @ p["o"]
+    )
 
 
-@program(X, x=((D, 2 * S), "0 | 1 / 2 of 1"), w=((S, 3 * S), "0 | 1 / 8, 4 of 1"), out=((S, 1), "head"))
+@program(
+    X,
+    x=((D, 2 * S), "0 | 1 / 2 of 1"),
+    w=((S, 3 * S), "0 | 1 / 8, 4 of 1"),
+    out=((S, 1), "head"),
+)
 def gates_cut_before_their_products(p, x):
     """Haiku's GRU: the candidate's product comes after the gates' one."""
 
@@ -911,7 +1060,12 @@ def a_learned_mixture_of_biases(p, x):
     return end(p, jax.nn.relu(x @ p["w"] + b) @ p["o"])
 
 
-FACTORS: dict[str, Any] = {"u": ((D, 2), "0 | 1"), "v": ((D, 2), "1 | 0"), "o": ONE["o"], "out": ONE["out"]}
+FACTORS: dict[str, Any] = {
+    "u": ((D, 2), "0 | 1"),
+    "v": ((D, 2), "1 | 0"),
+    "o": ONE["o"],
+    "out": ONE["out"],
+}
 
 
 @program(X, **FACTORS)
@@ -956,7 +1110,9 @@ def a_stack_of_one_kernel(p, x):
 
 @program(X, **ONE)
 def a_matrix_shifted_by_padding(p, x):
-    return end(p, jax.nn.relu(x @ lax.pad(p["w"], 0.0, ((0, 0, 0), (-2, 2, 0)))) @ p["o"])
+    return end(
+        p, jax.nn.relu(x @ lax.pad(p["w"], 0.0, ((0, 0, 0), (-2, 2, 0)))) @ p["o"]
+    )
 
 
 @program(X, n=((D, D), "by names: pad"), **ONE)
@@ -974,14 +1130,19 @@ def bits_of_an_activation(p, x):
 
 @program(X, jax.ShapeDtypeStruct((D, D // 2), "uint8"), **ONE)
 def data_of_fewer_bits_in_larger_words(p, x, packed):
-    frozen = lax.bitcast_convert_type(packed, jnp.int4).reshape(D, D).astype(jnp.float32)
+    frozen = (
+        lax.bitcast_convert_type(packed, jnp.int4).reshape(D, D).astype(jnp.float32)
+    )
     return end(p, jnp.tanh(x @ frozen + x @ p["w"]) @ p["o"])
 
 
 ORDER = np.random.default_rng(0).permutation(D)
 
 
-@program(X, **(ONE | {"w": ((D, D), "by names: gather is not followed: hostile_programs.py:")}))
+@program(
+    X,
+    **(ONE | {"w": ((D, D), "by names: gather is not followed: hostile_programs.py:")}),
+)
 def rows_in_a_constant_order(p, x):
     return end(p, jax.nn.relu(x @ p["w"][jnp.asarray(ORDER)]) @ p["o"])
 
@@ -999,7 +1160,10 @@ def rounded(x, scale):
 def in_eight_bits(x, w):
     """As in quantized training: what it gives goes on as whole numbers."""
     sums = lax.dot_general(
-        rounded(x, 16), rounded(w, 64), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.int32
+        rounded(x, 16),
+        rounded(w, 64),
+        (((x.ndim - 1,), (0,)), ((), ())),
+        preferred_element_type=jnp.int32,
     )
     return sums.astype(jnp.float32) / (16 * 64)
 
@@ -1047,16 +1211,26 @@ def a_kernel_for_each_example(p, x, z):
 
 
 @program(
-    IMAGES, w=((6, 3, 3, 4, 8), "by names: reshape: hostile_programs.py:"), out=((8, 2), "an output head")
+    IMAGES,
+    w=((6, 3, 3, 4, 8), "by names: reshape: hostile_programs.py:"),
+    out=((8, 2), "an output head"),
 )
 def an_ensemble_of_convolutions(p, x):
     return end(p, jax.vmap(convolved, (None, 0))(x, p["w"]).mean((2, 3)))
 
 
-@program(X, qk=((2, H, S, S), "2 | 3"), v=((H, S, S), "1 | 2"), out=((D, 2), "an output head"))
+@program(
+    X,
+    qk=((2, H, S, S), "2 | 3"),
+    v=((H, S, S), "1 | 2"),
+    out=((D, 2), "an output head"),
+)
 def queries_and_keys_by_one_vmap(p, x):
     q, k = jax.vmap(lambda w: jnp.einsum("bthi,hij->bthj", heads(x), w))(p["qk"])
-    logits, v = jnp.einsum("bqhd,bkhd->bhqk", q, k), jnp.einsum("bthi,hij->bthj", heads(x), p["v"])
+    logits, v = (
+        jnp.einsum("bqhd,bkhd->bhqk", q, k),
+        jnp.einsum("bthi,hij->bthj", heads(x), p["v"]),
+    )
     return end(p, jnp.einsum("bhqk,bkhd->bqhd", logits, v).reshape(B, T, -1))
 
 
@@ -1073,7 +1247,11 @@ def columns_of_no_use(p, x):
     return end(p, jax.nn.silu(a) * b)
 
 
-@program(X, w=((D, D), "by names: pad: hostile_programs.py:"), out=((2 * D - 1, 2), "an output head"))
+@program(
+    X,
+    w=((D, D), "by names: pad: hostile_programs.py:"),
+    out=((2 * D - 1, 2), "an output head"),
+)
 def zeros_between(p, x):
     return end(p, x @ lax.pad(p["w"], 0.0, [(0, 0, 0), (0, 0, 1)]))
 
@@ -1097,7 +1275,11 @@ def an_adapter_of_a_closed_over_kernel(p, x):
     return end(p, x @ (np.eye(D, dtype=np.float32) + p["a"] @ p["b"]))
 
 
-@program(X, w=((D, 8), "by names: dynamic_slice: hostile_programs.py:"), out=((4, 2), "an output head"))
+@program(
+    X,
+    w=((D, 8), "by names: dynamic_slice: hostile_programs.py:"),
+    out=((4, 2), "an output head"),
+)
 def blocks_of_columns_by_the_index_of_a_loop(p, x):
     def add(i, total):
         return total + x @ lax.dynamic_slice_in_dim(p["w"], 4 * i, 4, 1)
@@ -1113,7 +1295,9 @@ def one_half_of_the_columns_of_a_product(p, x):
 
 
 @program(
-    X, w=((D, 2 * D), "by names: join is not followed: hostile_programs.py:"), out=((D, 2), "an output head")
+    X,
+    w=((D, 2 * D), "by names: join is not followed: hostile_programs.py:"),
+    out=((D, 2), "an output head"),
 )
 def one_half_of_the_columns_of_a_kernel(p, x):
     first, second = jnp.split(p["w"], 2, -1)
@@ -1136,7 +1320,11 @@ def sq(y: Any) -> Any:
 
 def frozen(name: str) -> Any:
     """A matrix that the function closes over."""
-    return np.random.default_rng(len(name)).standard_normal(FROZEN[name]).astype(np.float32)
+    return (
+        np.random.default_rng(len(name))
+        .standard_normal(FROZEN[name])
+        .astype(np.float32)
+    )
 
 
 @program(TOKENS, X, up=((D, D), "0 | 1"), down=((D, D), "0 | 1"))
@@ -1145,19 +1333,38 @@ def a_block_before_a_frozen_head(p, t, x):
     return cross_entropy(x @ frozen("head"), t)
 
 
-@program(TOKENS, X, jax.ShapeDtypeStruct((D, V), "float32"), up=((D, D), "0 | 1"), down=((D, D), "0 | 1"))
+@program(
+    TOKENS,
+    X,
+    jax.ShapeDtypeStruct((D, V), "float32"),
+    up=((D, D), "0 | 1"),
+    down=((D, D), "0 | 1"),
+)
 def a_block_before_a_head_that_is_an_argument(p, t, x, head):
     x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
     return cross_entropy(x @ head, t)
 
 
-@program(TOKENS, X, up=((D, D), "0 | 1"), down=((D, D), "0 | 1"), head=((D, V), "stop_gradient"))
+@program(
+    TOKENS,
+    X,
+    up=((D, D), "0 | 1"),
+    down=((D, D), "0 | 1"),
+    head=((D, V), "stop_gradient"),
+)
 def a_block_before_a_head_under_stop_gradient(p, t, x):
     x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
     return cross_entropy(x @ lax.stop_gradient(p["head"]), t)
 
 
-@program(TOKENS, X, a=((D, 2), "0 | 1"), b=((2, D), "0 | 1"), c=((D, 2), "0 | 1"), d=((2, V), "head"))
+@program(
+    TOKENS,
+    X,
+    a=((D, 2), "0 | 1"),
+    b=((2, D), "0 | 1"),
+    c=((D, 2), "0 | 1"),
+    d=((2, V), "head"),
+)
 def adapters_of_a_frozen_network_and_of_its_head(p, t, x):
     x = jnp.tanh(x @ frozen("up") + x @ p["a"] @ p["b"])
     return cross_entropy(x @ frozen("head") + x @ p["c"] @ p["d"], t)
@@ -1168,7 +1375,12 @@ def a_projector_into_a_frozen_tower(p, x):
     return sq(jnp.tanh(jnp.tanh(x @ p["projector"]) @ frozen("up")) @ frozen("down"))
 
 
-@program(X, jax.ShapeDtypeStruct((T, T), "float32"), up=((D, D), "0 | 1"), out=((D, 3), "head"))
+@program(
+    X,
+    jax.ShapeDtypeStruct((T, T), "float32"),
+    up=((D, D), "0 | 1"),
+    out=((D, 3), "head"),
+)
 def a_head_before_an_adjacency_matrix(p, x, neighbors):
     x = jax.nn.relu(jnp.einsum("st,btd->bsd", neighbors, x @ p["up"]))
     return sq(jnp.einsum("st,btd->bsd", neighbors, x @ p["out"]))
@@ -1185,7 +1397,12 @@ def a_head_before_a_sum_that_the_function_writes_as_a_product(p, x):
     return sq(jax.nn.relu(x @ p["up"]) @ p["out"] @ jnp.tril(jnp.ones((4, 4))))
 
 
-@program(ROWS, student=((D, D), "0 | 1"), out=((D, 4), "head"), teacher=((D, 4), "stop_gradient"))
+@program(
+    ROWS,
+    student=((D, D), "0 | 1"),
+    out=((D, 4), "head"),
+    teacher=((D, 4), "stop_gradient"),
+)
 def a_teacher_in_the_tree(p, x):
     target = x @ lax.stop_gradient(p["teacher"])
     return sq(jax.nn.relu(x @ p["student"]) @ p["out"] - target)
@@ -1200,7 +1417,11 @@ def a_target_by_the_network_itself(p, x):
 
 
 @program(
-    ROWS, fast=((D, D), "gradient"), value=((D, D), "gradient"), up=((D, D), "0 | 1"), out=((D, 3), "head")
+    ROWS,
+    fast=((D, D), "gradient"),
+    value=((D, D), "gradient"),
+    up=((D, D), "0 | 1"),
+    out=((D, 3), "head"),
 )
 def a_layer_trained_inside_of_the_function(p, x):
     inner = jax.grad(lambda w: sq(x @ w - x @ p["value"]))
@@ -1229,9 +1450,10 @@ def with_a_rule_for_vmap(x, w):
 
 @with_a_rule_for_vmap.def_vmap
 def _(size, batched, x, w):
-    return jax.vmap(lambda x, w: with_a_rule_for_vmap(x, w), in_axes=[0 if b else None for b in batched])(
-        x, w
-    ), True
+    return jax.vmap(
+        lambda x, w: with_a_rule_for_vmap(x, w),
+        in_axes=[0 if b else None for b in batched],
+    )(x, w), True
 
 
 @program(X, w=((2, 3, D, 2 * D), "2 | 3 / 2 of 3"), out=((D, 3), "head"))
@@ -1239,12 +1461,16 @@ def a_gate_with_a_rule_for_vmap_in_two_scans(p, x):
     def inner(x, w):
         return x + with_a_rule_for_vmap(x, w), None
 
-    return sq(lax.scan(lambda x, w: (lax.scan(inner, x, w)[0], None), x, p["w"])[0] @ p["out"])
+    return sq(
+        lax.scan(lambda x, w: (lax.scan(inner, x, w)[0], None), x, p["w"])[0] @ p["out"]
+    )
 
 
 @program(X, pos=((T, D), "added"), up=((D, D), "0 | 1"), out=((D, 3), "head"))
 def positions_by_one_hot(p, x):
-    x = x + jnp.einsum("...y,yz->...z", jax.nn.one_hot(jnp.arange(T)[None], T), p["pos"])
+    x = x + jnp.einsum(
+        "...y,yz->...z", jax.nn.one_hot(jnp.arange(T)[None], T), p["pos"]
+    )
     return sq(jax.nn.relu(x @ p["up"]) @ p["out"])
 
 
@@ -1275,7 +1501,13 @@ def a_bilinear_layer(p, x, y):
 @program(X, projector=((D, D), "0 | 1"))
 def a_projector_into_a_frozen_tower_with_a_residual_stream(p, x):
     layers = np.stack([frozen("up"), frozen("up").T])
-    return sq(lax.scan(lambda x, w: (x + jax.nn.relu(x @ w) @ w.T, None), x @ p["projector"], layers)[0])
+    return sq(
+        lax.scan(
+            lambda x, w: (x + jax.nn.relu(x @ w) @ w.T, None),
+            x @ p["projector"],
+            layers,
+        )[0]
+    )
 
 
 @program(
@@ -1288,11 +1520,17 @@ def a_layer_trained_in_a_loop(p, x):
         w = w - 0.1 * gradient
         return w, x @ p["query"] @ w
 
-    return sq(jax.nn.relu(lax.scan(step, p["fast"], jnp.moveaxis(x, 1, 0))[1]) @ p["out"])
+    return sq(
+        jax.nn.relu(lax.scan(step, p["fast"], jnp.moveaxis(x, 1, 0))[1]) @ p["out"]
+    )
 
 
 @program(
-    X, start=((D,), "loop that changes it"), w=((D, D), "0 | 1"), u=((D, D), "0 | 1"), out=((D, 3), "head")
+    X,
+    start=((D,), "loop that changes it"),
+    w=((D, D), "0 | 1"),
+    u=((D, D), "0 | 1"),
+    out=((D, 3), "head"),
 )
 def a_state_that_begins_with_a_parameter(p, x):
     def step(h, x):

@@ -47,10 +47,18 @@ def sq(y):
 
 
 # --- recurrent
-@program(X, x=((D, 3 * S), "0 | 1 / 3 of 1"), h=((S, 3 * S), "0 | 1 / 3 of 1"), out=((S, 1), "head"))
+@program(
+    X,
+    x=((D, 3 * S), "0 | 1 / 3 of 1"),
+    h=((S, 3 * S), "0 | 1 / 3 of 1"),
+    out=((S, 1), "head"),
+)
 def gru(p, x):
     def step(h, x):
-        (xr, xz, xn), (hr, hz, hn) = jnp.split(x @ p["x"], 3, -1), jnp.split(h @ p["h"], 3, -1)
+        (xr, xz, xn), (hr, hz, hn) = (
+            jnp.split(x @ p["x"], 3, -1),
+            jnp.split(h @ p["h"], 3, -1),
+        )
         r, z = jax.nn.sigmoid(xr + hr), jax.nn.sigmoid(xz + hz)
         h = (1 - z) * jnp.tanh(xn + r * hn) + z * h
         return h, None
@@ -63,7 +71,9 @@ def gru(p, x):
 def min_rnn_by_associative_scan(p, x):
     z, h = jnp.split(x @ p["w"], 2, -1)
     z = jax.nn.sigmoid(z)
-    _, y = lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (1 - z, z * h), axis=1)
+    _, y = lax.associative_scan(
+        lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (1 - z, z * h), axis=1
+    )
     return sq(y @ p["out"])
 
 
@@ -91,7 +101,12 @@ def mamba(p, x):
     u, z = jnp.split(x @ p["inp"], 2, -1)
     u = jax.nn.silu(
         lax.conv_general_dilated(
-            u, p["conv"], (1,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=D
+            u,
+            p["conv"],
+            (1,),
+            [(2, 0)],
+            dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=D,
         )
     )
     dt, bb, cc = jnp.split(u @ p["proj"], (2, 5), -1)
@@ -103,7 +118,9 @@ def mamba(p, x):
         h = s[0] * h + s[1]
         return h, jnp.einsum("bdn,bn->bd", h, s[2])
 
-    _, y = lax.scan(step, jnp.zeros((B, D, 3)), tuple(a.swapaxes(0, 1) for a in (da, dbu, cc)))
+    _, y = lax.scan(
+        step, jnp.zeros((B, D, 3)), tuple(a.swapaxes(0, 1) for a in (da, dbu, cc))
+    )
     y = (y.swapaxes(0, 1) + u * p["skip"]) * jax.nn.silu(z)
     return sq((x + y @ p["o"]) @ p["out"])
 
@@ -135,12 +152,20 @@ def rwkv(p, x):
         e = jnp.exp(-jnp.exp(p["w"]))
         return (e * c[0] + jnp.exp(k) * v, e * c[1] + jnp.exp(k)), y
 
-    _, y = lax.scan(step, (jnp.zeros((B, D)),) * 2, (k.swapaxes(0, 1), v.swapaxes(0, 1)))
+    _, y = lax.scan(
+        step, (jnp.zeros((B, D)),) * 2, (k.swapaxes(0, 1), v.swapaxes(0, 1))
+    )
     return sq((x + (jax.nn.sigmoid(r) * y.swapaxes(0, 1)) @ p["o"]) @ p["out"])
 
 
 # --- unbatched learned inputs: products of parameters alone
-@program(X, latents=((3, D), CHAIN), **A4 | {"q": ((D, D), CHAIN)}, out=((D, 1), "head"), sites=NOT_ALL)
+@program(
+    X,
+    latents=((3, D), CHAIN),
+    **A4 | {"q": ((D, D), CHAIN)},
+    out=((D, 1), "head"),
+    sites=NOT_ALL,
+)
 def perceiver_with_unbatched_latents(p, x):
     q, k, v = heads(p["latents"] @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
     w = jax.nn.softmax(jnp.einsum("qhd,bkhd->bhqk", q, k))
@@ -148,23 +173,39 @@ def perceiver_with_unbatched_latents(p, x):
     return sq(jnp.tanh(o @ p["o"]) @ p["out"])
 
 
-@program(X, latents=((3, D), CHAIN), **A4 | {"q": ((D, D), CHAIN)}, out=((D, 1), "head"), sites=NOT_ALL)
+@program(
+    X,
+    latents=((3, D), CHAIN),
+    **A4 | {"q": ((D, D), CHAIN)},
+    out=((D, 1), "head"),
+    sites=NOT_ALL,
+)
 def perceiver_by_vmap(p, x):
     def one(x):
         q, k, v = heads(p["latents"] @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
-        o = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k)), v).reshape(3, D)
+        o = jnp.einsum(
+            "hqk,khd->qhd", jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k)), v
+        ).reshape(3, D)
         return jnp.tanh(o @ p["o"]) @ p["out"]
 
     return sq(jax.vmap(one)(x))
 
 
-@program(X, pos=((T, D), CHAIN), proj=((D, D), CHAIN), w=((D, D), M), out=((D, 1), "head"))
+@program(
+    X, pos=((T, D), CHAIN), proj=((D, D), CHAIN), w=((D, D), M), out=((D, 1), "head")
+)
 def a_projected_position_table(p, x):
     return sq(jnp.tanh((x + p["pos"] @ p["proj"]) @ p["w"]) @ p["out"])
 
 
 @program(
-    X, prefix=((3, 5), CHAIN), w1=((5, D), CHAIN), w2=((D, D), CHAIN), **A4, out=((D, 1), "head"), sites=1
+    X,
+    prefix=((3, 5), CHAIN),
+    w1=((5, D), CHAIN),
+    w2=((D, D), CHAIN),
+    **A4,
+    out=((D, 1), "head"),
+    sites=1,
 )
 def prefix_tuning_by_an_mlp(p, x):
     prefix = jnp.broadcast_to(jnp.tanh(p["prefix"] @ p["w1"]) @ p["w2"], (B, 3, D))
@@ -195,13 +236,27 @@ def experts_that_labels_choose(p, x, task):
 
 
 # --- two spellings
-@program(LABEL, LABEL, user=((V, D), "looked up"), item=((V, D), "looked up"), a=((D, S), M), b=((D, S), M))
+@program(
+    LABEL,
+    LABEL,
+    user=((V, D), "looked up"),
+    item=((V, D), "looked up"),
+    a=((D, S), M),
+    b=((D, S), M),
+)
 def two_towers_by_a_sum(p, u, i):
     a, b = jnp.tanh(p["user"][u]) @ p["a"], jnp.tanh(p["item"][i]) @ p["b"]
     return jnp.mean(jax.nn.softplus(-(a * b).sum(-1)))
 
 
-@program(LABEL, LABEL, user=((V, D), "looked up"), item=((V, D), "looked up"), a=((D, S), M), b=((D, S), M))
+@program(
+    LABEL,
+    LABEL,
+    user=((V, D), "looked up"),
+    item=((V, D), "looked up"),
+    a=((D, S), M),
+    b=((D, S), M),
+)
 def two_towers_by_an_einsum(p, u, i):
     a, b = jnp.tanh(p["user"][u]) @ p["a"], jnp.tanh(p["item"][i]) @ p["b"]
     return jnp.mean(jax.nn.softplus(-jnp.einsum("bd,bd->b", a, b)))
@@ -230,7 +285,12 @@ def factorization_machine(p, t):
 
 
 @program(
-    ROWS, TOKENS, table=((V, S), "looked up"), bot=((D, S), M), top=((S + 21, D), M), out=((D, 1), "head")
+    ROWS,
+    TOKENS,
+    table=((V, S), "looked up"),
+    bot=((D, S), M),
+    top=((S + 21, D), M),
+    out=((D, 1), "head"),
 )
 def dlrm(p, x, t):
     d = jax.nn.relu(x @ p["bot"])
@@ -279,7 +339,8 @@ OUT = {"out": ((D, 1), "head")}
 def differential_attention(p, x):
     (q1, q2), (k1, k2) = (jnp.split(x @ p[n], 2, -1) for n in "qk")
     w1, w2 = (
-        jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", heads(q), heads(k))) for q, k in ((q1, k1), (q2, k2))
+        jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", heads(q), heads(k)))
+        for q, k in ((q1, k1), (q2, k2))
     )
     return done(p, x, w1 - p["lam"] * w2, heads(x @ p["v"]))
 
@@ -299,14 +360,18 @@ def exp_minus_logsumexp(p, x):
 @program(X, **A4, **OUT, sites=1)
 def softmax_with_where(p, x):
     q, k, v, l = mha(p, x)
-    return done(p, x, jax.nn.softmax(l, where=jnp.tril(jnp.ones((T, T), bool)), axis=-1), v)
+    return done(
+        p, x, jax.nn.softmax(l, where=jnp.tril(jnp.ones((T, T), bool)), axis=-1), v
+    )
 
 
 @program(X, **A4, **OUT, sites=1)
 def alibi(p, x):
     q, k, v, l = mha(p, x)
     bias = -jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T)) * 1.0
-    return done(p, x, jax.nn.softmax(l / 2 + bias * jnp.array([0.5, 0.25])[:, None, None]), v)
+    return done(
+        p, x, jax.nn.softmax(l / 2 + bias * jnp.array([0.5, 0.25])[:, None, None]), v
+    )
 
 
 @program(X, table=((2 * T, H), "added"), **A4, **OUT, sites="(add)")
@@ -322,14 +387,19 @@ def a_learned_temperature_by_head(p, x):
     return done(p, x, jax.nn.softmax(l * jnp.exp(p["temp"])[:, None, None]), v)
 
 
-@program(X, prefix=((3, H, S), "joined"), pv=((3, H, S), "joined"), **A4, **OUT, sites=1)
+@program(
+    X, prefix=((3, H, S), "joined"), pv=((3, H, S), "joined"), **A4, **OUT, sites=1
+)
 def prefix_keys(p, x):
     q, k, v, _ = mha(p, x)
     k, v = (
-        jnp.concatenate([jnp.broadcast_to(p[n], (B, 3, H, S)), a], 1) for n, a in (("prefix", k), ("pv", v))
+        jnp.concatenate([jnp.broadcast_to(p[n], (B, 3, H, S)), a], 1)
+        for n, a in (("prefix", k), ("pv", v))
     )
     w = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-    return sq((x + jnp.einsum("bhqk,bkhd->bqhd", w, v).reshape(B, T, D) @ p["o"]) @ p["out"])
+    return sq(
+        (x + jnp.einsum("bhqk,bkhd->bqhd", w, v).reshape(B, T, D) @ p["o"]) @ p["out"]
+    )
 
 
 CACHE = jax.ShapeDtypeStruct((B, 3, H, S), "float32")
@@ -340,7 +410,9 @@ def cached_keys(p, x, ck, cv):
     q, k, v, _ = mha(p, x)
     k, v = jnp.concatenate([ck, k], 1), jnp.concatenate([cv, v], 1)
     w = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-    return sq((x + jnp.einsum("bhqk,bkhd->bqhd", w, v).reshape(B, T, D) @ p["o"]) @ p["out"])
+    return sq(
+        (x + jnp.einsum("bhqk,bkhd->bqhd", w, v).reshape(B, T, D) @ p["o"]) @ p["out"]
+    )
 
 
 @program(X, **A4, **OUT, sites=1)
@@ -348,13 +420,19 @@ def a_sliding_window_by_gather(p, x):
     q, k, v, _ = mha(p, x)
     at = jnp.clip(jnp.arange(T)[:, None] + jnp.arange(-1, 2), 0, T - 1)
     w = jax.nn.softmax(jnp.einsum("bqhd,bqwhd->bhqw", q, k[:, at]))
-    return sq((x + jnp.einsum("bhqw,bqwhd->bqhd", w, v[:, at]).reshape(B, T, D) @ p["o"]) @ p["out"])
+    return sq(
+        (x + jnp.einsum("bhqw,bqwhd->bqhd", w, v[:, at]).reshape(B, T, D) @ p["o"])
+        @ p["out"]
+    )
 
 
 @program(X, LABEL, **A4, **OUT, sites=1)
 def keys_that_data_choose(p, x, i):
     q, k, v, _ = mha(p, x)
-    k, v = (jnp.take_along_axis(a, jnp.stack([i, i + 1], 1)[:, :, None, None], 1) for a in (k, v))
+    k, v = (
+        jnp.take_along_axis(a, jnp.stack([i, i + 1], 1)[:, :, None, None], 1)
+        for a in (k, v)
+    )
     w = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
     return done(p, x, w, v)
 
@@ -382,11 +460,17 @@ def heads_by_vmap(p, x):
     return sq((x + jnp.einsum("hbts,hsd->btd", o, p["o"])) @ p["out"])
 
 
-@program(X, **A4 | dict.fromkeys("qkv", ((D, D), "by names: attention head by head")), **OUT, sites=2)
+@program(
+    X,
+    **A4 | dict.fromkeys("qkv", ((D, D), "by names: attention head by head")),
+    **OUT,
+    sites=2,
+)
 def heads_by_a_loop(p, x):
     q, k, v = (x @ p[n] for n in "qkv")
     o = [
-        jax.nn.softmax(q[..., i : i + S] @ k[..., i : i + S].swapaxes(1, 2)) @ v[..., i : i + S]
+        jax.nn.softmax(q[..., i : i + S] @ k[..., i : i + S].swapaxes(1, 2))
+        @ v[..., i : i + S]
         for i in (0, S)
     ]
     return sq((x + jnp.concatenate(o, -1) @ p["o"]) @ p["out"])
@@ -396,10 +480,18 @@ def heads_by_a_loop(p, x):
 def primer_convolved_queries(p, x):
     q = x @ p["q"]
     q = sum(jnp.pad(q, ((0, 0), (i, 0), (0, 0)))[:, :T] * p["cq"][i] for i in range(3))
-    return sq((x + attend(heads(q), heads(x @ p["k"]), heads(x @ p["v"])) @ p["o"]) @ p["out"])
+    return sq(
+        (x + attend(heads(q), heads(x @ p["k"]), heads(x @ p["v"])) @ p["o"]) @ p["out"]
+    )
 
 
-@program(X, slots=((3, D), "learned input"), **A4, **OUT, sites="the maximum subtracted from its logits")
+@program(
+    X,
+    slots=((3, D), "learned input"),
+    **A4,
+    **OUT,
+    sites="the maximum subtracted from its logits",
+)
 def slot_attention(p, x):
     q, k, v = jnp.broadcast_to(p["slots"], (B, 3, D)) @ p["q"], x @ p["k"], x @ p["v"]
     w = jax.nn.softmax(jnp.einsum("bsd,btd->bst", q, k), 1)
@@ -419,10 +511,12 @@ def swin_windows(p, x):
     w = x.reshape(B, 2, 2, 2, 2, D).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 4, D)
     q, k, v = (heads(a) for a in jnp.split(w @ p["qkv"], 3, -1))
     bias = p["table"][(jnp.arange(4)[:, None] - jnp.arange(4)) % 9].transpose(2, 0, 1)
-    o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias), v).reshape(
-        -1, 4, D
+    o = jnp.einsum(
+        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias), v
+    ).reshape(-1, 4, D)
+    x = x + (o @ p["o"]).reshape(B, 2, 2, 2, 2, D).transpose(0, 1, 3, 2, 4, 5).reshape(
+        x.shape
     )
-    x = x + (o @ p["o"]).reshape(B, 2, 2, 2, 2, D).transpose(0, 1, 3, 2, 4, 5).reshape(x.shape)
     return sq(x @ p["out"])
 
 
@@ -443,7 +537,12 @@ def unet(p, x):
     return sq(conv(jax.nn.silu(jnp.concatenate([a, b], -1)), p["out"]) - x)
 
 
-@program(IMAGE, first=((3, 3, 3, D), "0, 1, 2 | 3"), up=((3, 3, D, D), "0, 1, 3 | 2"), out=((D, 1), "head"))
+@program(
+    IMAGE,
+    first=((3, 3, 3, D), "0, 1, 2 | 3"),
+    up=((3, 3, D, D), "0, 1, 3 | 2"),
+    out=((D, 1), "head"),
+)
 def transposed_convolution_with_a_transposed_kernel(p, x):
     y = jax.nn.relu(conv(x, p["first"]))
     y = lax.conv_transpose(y, p["up"], (2, 2), "SAME", transpose_kernel=True)
@@ -461,12 +560,19 @@ def transposed_convolution_with_a_transposed_kernel(p, x):
 )
 def squeeze_excite_and_separable(p, x):
     y = jax.nn.relu(conv(x, p["first"]))
-    y = y * jax.nn.sigmoid(jax.nn.relu(y.mean((1, 2)) @ p["squeeze"]) @ p["excite"])[:, None, None]
+    y = (
+        y
+        * jax.nn.sigmoid(jax.nn.relu(y.mean((1, 2)) @ p["squeeze"]) @ p["excite"])[
+            :, None, None
+        ]
+    )
     y = jax.nn.relu(conv(conv(y, p["deep"], groups=D), p["point"]))
     return sq(y.mean((1, 2)) @ p["out"])
 
 
-@program(IMAGE, w=((3, 3, 3, D), "0, 1, 2 | 3"), g=((D,), "multiplied"), out=((D, 1), "head"))
+@program(
+    IMAGE, w=((3, 3, 3, D), "0, 1, 2 | 3"), g=((D,), "multiplied"), out=((D, 1), "head")
+)
 def weight_standardization(p, x):
     w = p["w"]
     w = (w - w.mean((0, 1, 2))) * lax.rsqrt(w.var((0, 1, 2)) + 1e-5) * p["g"]
@@ -485,7 +591,9 @@ def spectral_norm(p, x, uv):
         )
         return w / sigma
 
-    return cross_entropy(jnp.tanh(x @ normed(p["w"], uv[0])) @ normed(p["out"], uv[0]), jnp.zeros(B, int))
+    return cross_entropy(
+        jnp.tanh(x @ normed(p["w"], uv[0])) @ normed(p["out"], uv[0]), jnp.zeros(B, int)
+    )
 
 
 @program(IMAGE, w=((3, 3), M), mid=((3, 5), M), out=((5, 1), "head"))
@@ -496,7 +604,13 @@ def an_invertible_convolution(p, x):
 
 # --- combined weights
 @program(
-    ROWS, w=((D, D), M), a=((D, 2), M), b=((2, D), M), c=((D, 2), M), d=((2, D), M), out=((D, 1), "head")
+    ROWS,
+    w=((D, D), M),
+    a=((D, 2), M),
+    b=((2, D), M),
+    c=((D, 2), M),
+    d=((2, D), M),
+    out=((D, 1), "head"),
 )
 def loha(p, x):
     return sq(jnp.tanh(x @ (p["w"] + (p["a"] @ p["b"]) * (p["c"] @ p["d"]))) @ p["out"])
@@ -507,10 +621,20 @@ def lokr(p, x):
     return sq(jnp.tanh(x @ (p["w"] + jnp.kron(p["a"], p["b"]))) @ p["out"])
 
 
-@program(ROWS, w=((D, D), M), a=((D, 2), M), b=((2, D), M), m=((D,), "multiplied"), out=((D, 1), "head"))
+@program(
+    ROWS,
+    w=((D, D), M),
+    a=((D, 2), M),
+    b=((2, D), M),
+    m=((D,), "multiplied"),
+    out=((D, 1), "head"),
+)
 def dora(p, x):
     w = p["w"] + p["a"] @ p["b"]
-    return sq(jnp.tanh(x @ (w / lax.stop_gradient(jnp.linalg.norm(w, axis=0)) * p["m"])) @ p["out"])
+    return sq(
+        jnp.tanh(x @ (w / lax.stop_gradient(jnp.linalg.norm(w, axis=0)) * p["m"]))
+        @ p["out"]
+    )
 
 
 @program(ROWS, LABEL, a=((D, D), M), b=((D, D), M), out=((D, 1), "head"))
@@ -519,7 +643,9 @@ def one_of_two_weights(p, x, i):
     return sq(jnp.tanh(x @ w) @ p["out"])
 
 
-@program(X, w=((D, 2 * D), "0 | 1 / 2 of 1, 8 times"), down=((D, D), M), out=((D, 1), "head"))
+@program(
+    X, w=((D, 2 * D), "0 | 1 / 2 of 1, 8 times"), down=((D, D), M), out=((D, 1), "head")
+)
 def an_interleaved_gate(p, x):
     h = x @ p["w"]
     return sq((x + (jax.nn.silu(h[..., ::2]) * h[..., 1::2]) @ p["down"]) @ p["out"])
@@ -560,11 +686,19 @@ def pinn(p, x):
 
 @program(ROWS, ROWS, w=((D, D), M), mid=((D, D), M), out=((D, D), "head"))
 def sliced_score_matching(p, x, v):
-    score, jv = jax.jvp(lambda x: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["mid"]) @ p["out"], (x,), (v,))
+    score, jv = jax.jvp(
+        lambda x: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["mid"]) @ p["out"], (x,), (v,)
+    )
     return jnp.mean(jnp.sum(v * jv, -1) + 0.5 * jnp.sum(score**2, -1))
 
 
-@program(ROWS, enc=((D, S), M), code=((V, S), "looked up"), dec=((S, D), M), out=((D, D), "head"))
+@program(
+    ROWS,
+    enc=((D, S), M),
+    code=((V, S), "looked up"),
+    dec=((S, D), M),
+    out=((D, D), "head"),
+)
 def vq_vae(p, x):
     z = jnp.tanh(x) @ p["enc"]
     d = (z**2).sum(-1, keepdims=True) - 2 * z @ p["code"].T + (p["code"] ** 2).sum(-1)
@@ -574,7 +708,9 @@ def vq_vae(p, x):
     return sq(jnp.tanh(q @ p["dec"]) @ p["out"] - x) + commit
 
 
-@program(ROWS, ROWS, a=((D, D), M), b=((D, D), M), pa=((D, S), M), pb=((D, S), M), t=((), ""))
+@program(
+    ROWS, ROWS, a=((D, D), M), b=((D, D), M), pa=((D, S), M), pb=((D, S), M), t=((), "")
+)
 def clip(p, x, y):
     a, b = jnp.tanh(x @ p["a"]) @ p["pa"], jnp.tanh(y @ p["b"]) @ p["pb"]
     a, b = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (a, b))
@@ -598,11 +734,17 @@ def mixture_of_softmaxes(p, t):
     return -jnp.log(jnp.take_along_axis(probs, t[..., None], -1)).mean()
 
 
-@program(ROWS, ROWS, w=((2, 2 * D, D), "1 | 2"), mid=((2, D, D), "1 | 2"), out=((2, D, 1), "head"))
+@program(
+    ROWS,
+    ROWS,
+    w=((2, 2 * D, D), "1 | 2"),
+    mid=((2, D, D), "1 | 2"),
+    out=((2, D, 1), "head"),
+)
 def twin_critics(p, x, a):
-    q = jax.vmap(lambda w, m, o: jnp.tanh(jnp.tanh(jnp.concatenate([x, a], -1) @ w) @ m) @ o)(
-        p["w"], p["mid"], p["out"]
-    )
+    q = jax.vmap(
+        lambda w, m, o: jnp.tanh(jnp.tanh(jnp.concatenate([x, a], -1) @ w) @ m) @ o
+    )(p["w"], p["mid"], p["out"])
     return jnp.mean((q - q.min(0)) ** 2)
 
 
@@ -619,18 +761,28 @@ def top_two_by_one_hot(p, x):
     w, i = lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
     combine = jnp.einsum("btk,btke->bte", w, jax.nn.one_hot(i, 3))
     dispatch = (combine > 0).astype(x.dtype)
-    h = jax.nn.relu(jnp.einsum("ebtd,edf->ebtf", jnp.einsum("bte,btd->ebtd", dispatch, x), p["up"]))
+    h = jax.nn.relu(
+        jnp.einsum("ebtd,edf->ebtf", jnp.einsum("bte,btd->ebtd", dispatch, x), p["up"])
+    )
     y = jnp.einsum("ebtf,efd,bte->btd", h, p["down"], combine)
     return sq((x + y + jax.nn.relu(x @ p["sup"]) @ p["sdown"]) @ p["out"])
 
 
-@program(X, router=((D, 3), M), up=((3, D, 5), "1 | 2"), down=((3, 5, D), "1 | 2"), out=((D, 1), "head"))
+@program(
+    X,
+    router=((D, 3), M),
+    up=((3, D, 5), "1 | 2"),
+    down=((3, 5, D), "1 | 2"),
+    out=((D, 1), "head"),
+)
 def expert_choice(p, x):
     x = x.reshape(-1, D)
     g, i = lax.top_k(jax.nn.softmax(x @ p["router"]).T, 4)
     h = jax.nn.relu(jnp.einsum("ecd,edf->ecf", x[i], p["up"]))
     y = jnp.einsum("ecf,efd->ecd", h, p["down"]) * g[..., None]
-    return sq((x + jnp.zeros_like(x).at[i.reshape(-1)].add(y.reshape(-1, D))) @ p["out"])
+    return sq(
+        (x + jnp.zeros_like(x).at[i.reshape(-1)].add(y.reshape(-1, D))) @ p["out"]
+    )
 
 
 @program(X, w=((D, D), M), out=((D, 1), "head"))
@@ -639,13 +791,18 @@ def a_layer_with_its_own_derivative(p, x):
     def f(x, w):
         return jnp.tanh(x @ w)
 
-    f.defvjp(lambda x, w: (f(x, w), (x, w)), lambda r, g: (g @ r[1].T, jnp.einsum("btd,btf->df", r[0], g)))
+    f.defvjp(
+        lambda x, w: (f(x, w), (x, w)),
+        lambda r, g: (g @ r[1].T, jnp.einsum("btd,btf->df", r[0], g)),
+    )
     return sq(f(x, p["w"]) @ p["out"])
 
 
 @program(ROWS, w1=((D + 1, D), M), w2=((D, D), M), out=((D, 1), "head"))
 def neural_ode(p, x):
-    f = lambda x, t: jnp.tanh(jnp.concatenate([x, jnp.full((B, 1), t)], -1) @ p["w1"]) @ p["w2"]
+    f = lambda x, t: (
+        jnp.tanh(jnp.concatenate([x, jnp.full((B, 1), t)], -1) @ p["w1"]) @ p["w2"]
+    )
 
     def step(i, x):
         k1 = f(x, i * 0.1)
@@ -687,7 +844,12 @@ def two_attentions_in_one_flat_dict(p, x):
 @program(X, **A4, **OUT, sites=1)
 def additive_mask(p, x):
     q, k, v, l = mha(p, x)
-    return done(p, x, jax.nn.softmax(l / 2 + jnp.where(jnp.tril(jnp.ones((T, T), bool)), 0.0, -1e9)), v)
+    return done(
+        p,
+        x,
+        jax.nn.softmax(l / 2 + jnp.where(jnp.tril(jnp.ones((T, T), bool)), 0.0, -1e9)),
+        v,
+    )
 
 
 @program(X, **A4, **OUT, sites=1)
@@ -713,22 +875,37 @@ def logits_of_keys_by_queries(p, x):
 def encoder_and_decoder(p, x, y):
     y = y + attend(*(heads(y @ p[n]) for n in "qkv")) @ p["o"]
     q, k, v = heads(x @ p["qx"]), heads(y @ p["kx"]), heads(y @ p["vx"])
-    o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v).reshape(B, T, D)
+    o = jnp.einsum(
+        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v
+    ).reshape(B, T, D)
     return sq((x + o @ p["ox"]) @ p["out"])
 
 
 @program(X, **A4, **OUT, sites="its queries, keys and values")
 def a_written_cache(p, x):
     q, k, v, _ = mha(p, x)
-    k, v = (lax.dynamic_update_slice(jnp.zeros((B, T + 2, H, S)), a, (0, 0, 0, 0)) for a in (k, v))
+    k, v = (
+        lax.dynamic_update_slice(jnp.zeros((B, T + 2, H, S)), a, (0, 0, 0, 0))
+        for a in (k, v)
+    )
     l = jnp.where(jnp.arange(T + 2) < T, jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e9)
-    return sq((x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(l), v).reshape(B, T, D) @ p["o"]) @ p["out"])
+    return sq(
+        (
+            x
+            + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(l), v).reshape(B, T, D)
+            @ p["o"]
+        )
+        @ p["out"]
+    )
 
 
 @program(X, X, mk=((D, D), M), mv=((D, D), M), **A4, **OUT, sites=1)
 def keys_of_two_sources_joined(p, x, y):
     q, k, v, l = mha(p, x)
-    k, v = jnp.concatenate([k, heads(y @ p["mk"])], 1), jnp.concatenate([v, heads(y @ p["mv"])], 1)
+    k, v = (
+        jnp.concatenate([k, heads(y @ p["mk"])], 1),
+        jnp.concatenate([v, heads(y @ p["mv"])], 1),
+    )
     w = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
     o = jnp.einsum("bhqk,bkhd->bqhd", w, v).reshape(B, T, D)
     return sq((x + o @ p["o"]) @ p["out"])
@@ -746,9 +923,9 @@ def keys_of_two_sources_joined(p, x, y):
 def joint_attention_of_mmdit(p, x, y):
     a, b = (jnp.split(z @ p[n], 3, -1) for z, n in ((x, "qkv"), (y, "qkv2")))
     q, k, v = (heads(jnp.concatenate(z, 1)) for z in zip(a, b))
-    o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v).reshape(
-        B, 2 * T, D
-    )
+    o = jnp.einsum(
+        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v
+    ).reshape(B, 2 * T, D)
     return sq((jnp.concatenate([x, y], 1) + o @ p["o"]) @ p["out"])
 
 
@@ -793,7 +970,13 @@ def scheduled_sampling(p, t):
     return lax.scan(step, (jnp.zeros((B, D)), jnp.zeros(B, int)), t.T)[1].mean()
 
 
-@program(TOKENS, embed=((V, D), "looked up"), w=((D, D), M), mid=((D, D), M), head=((D, V), "head"))
+@program(
+    TOKENS,
+    embed=((V, D), "looked up"),
+    w=((D, D), M),
+    mid=((D, D), M),
+    head=((D, V), "head"),
+)
 def early_exits(p, t):
     x = jnp.tanh(p["embed"][t] @ p["w"])
     first = x @ p["head"]
@@ -811,7 +994,10 @@ def layers_by_switch(p, x):
 
 @program(ROWS, LABEL, a=((D, D), M), b=((D, D), M), out=((D, 1), "head"))
 def a_branch_by_data(p, x, i):
-    return sq(lax.cond(i[0] > 0, lambda: jnp.tanh(x @ p["a"]), lambda: jnp.tanh(x @ p["b"])) @ p["out"])
+    return sq(
+        lax.cond(i[0] > 0, lambda: jnp.tanh(x @ p["a"]), lambda: jnp.tanh(x @ p["b"]))
+        @ p["out"]
+    )
 
 
 @program(ROWS, LABEL, a=((D, D), M), b=((D, D), M), out=((D, 1), "head"))
@@ -833,10 +1019,15 @@ def weights_mixed_by_data(p, x, i):
 def product_key_memory(p, t, x):
     h = jnp.tanh(p["table"][t[:, 0]] @ p["w"])
     s, i = lax.top_k((h @ p["q"]) @ p["keys"].T, 3)
-    return sq(jnp.tanh(h + jnp.einsum("bk,bkd->bd", jax.nn.softmax(s), p["values"][i])) @ p["out"])
+    return sq(
+        jnp.tanh(h + jnp.einsum("bk,bkd->bd", jax.nn.softmax(s), p["values"][i]))
+        @ p["out"]
+    )
 
 
-@program(ROWS, ROWS, w=((D, D), M), v=((D, D), M), bil=((D, D), M), out=((D, 1), "head"))
+@program(
+    ROWS, ROWS, w=((D, D), M), v=((D, D), M), bil=((D, D), M), out=((D, 1), "head")
+)
 def a_bilinear_layer(p, x, y):
     a, b = jnp.tanh(x @ p["w"]), jnp.tanh(y @ p["v"])
     s = jnp.einsum("bi,ij,bj->b", a, p["bil"], b)
@@ -852,7 +1043,12 @@ def a_bilinear_layer(p, x, y):
 )
 def wavenet(p, x):
     c = lambda x, w, d=1: lax.conv_general_dilated(
-        x, w, (1,), [((w.shape[0] - 1) * d, 0)], rhs_dilation=(d,), dimension_numbers=("NWC", "WIO", "NWC")
+        x,
+        w,
+        (1,),
+        [((w.shape[0] - 1) * d, 0)],
+        rhs_dilation=(d,),
+        dimension_numbers=("NWC", "WIO", "NWC"),
     )
     x = jax.nn.relu(c(x, p["first"]))
     a, b = jnp.split(c(x, p["gate"], 2), 2, -1)
@@ -877,13 +1073,21 @@ def mixture_of_depths(p, x):
     return sq(x @ p["out"])
 
 
-@program(X, w=((D, 4), M), mean=((D, 3), M), out=((D, 1), "head"), sites="its queries, keys and values")
+@program(
+    X,
+    w=((D, 4), M),
+    mean=((D, 3), M),
+    out=((D, 1), "head"),
+    sites="its queries, keys and values",
+)
 def pooled_by_learned_weights(p, x):
     a = jax.nn.softmax(x @ p["w"], 1)
     return sq(jnp.tanh(jnp.einsum("bth,btd->bhd", a, x) @ p["mean"]) @ p["out"][:3])
 
 
-@program(X, kv=((D, 2 * D), "0 | 1 / 2 of 1"), q=((D, D), M), o=((D, D), M), **OUT, sites=1)
+@program(
+    X, kv=((D, 2 * D), "0 | 1 / 2 of 1"), q=((D, D), M), o=((D, D), M), **OUT, sites=1
+)
 def keys_and_values_pooled(p, x):
     k, v = jnp.split(x @ p["kv"], 2, -1)
     k, v = (a.reshape(B, 3, 2, D).mean(2) for a in (k, v))
@@ -895,7 +1099,9 @@ def keys_and_values_pooled(p, x):
 def rolled_keys_of_shifted_windows(p, x):
     q, k, v, _ = mha(p, jnp.roll(x, 1, 1))
     q, k, v = (jnp.roll(a, 1, 1).reshape(B * 3, 2, H, S) for a in (q, k, v))
-    o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v).reshape(B, T, D)
+    o = jnp.einsum(
+        "bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v
+    ).reshape(B, T, D)
     return sq((x + o @ p["o"]) @ p["out"])
 
 
@@ -905,11 +1111,15 @@ L4 = dict.fromkeys("qkvo", ((3, D, D), "1 | 2"))
 @program(X, **L4, **OUT, sites=1)
 def scanned_attention_under_remat_and_vmap(p, x):
     def layer(x, w):
-        f = jax.vmap(lambda x: attend(*(heads(x[None] @ w[n]) for n in "qkv"))[0] @ w["o"])
+        f = jax.vmap(
+            lambda x: attend(*(heads(x[None] @ w[n]) for n in "qkv"))[0] @ w["o"]
+        )
         return x + f(x), None
 
     w = {n: p[n] for n in "qkvo"}
-    x, _ = lax.scan(jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable), x, w)
+    x, _ = lax.scan(
+        jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable), x, w
+    )
     return sq(x @ p["out"])
 
 
@@ -936,7 +1146,9 @@ def attention_in_a_branch(p, x, i):
     return sq(lax.cond(i[0] > 0, f, lambda x: x, x) @ p["out"])
 
 
-@program(X, X, w=((2 * D, D), M), q=((D, D), M), k=((D, D), M), v=((D, D), M), **OUT, sites=1)
+@program(
+    X, X, w=((2 * D, D), M), q=((D, D), M), k=((D, D), M), v=((D, D), M), **OUT, sites=1
+)
 def a_recurrent_decoder_with_attention(p, x, y):
     k, v = heads(y @ p["k"]), heads(y @ p["v"])
 
@@ -962,11 +1174,17 @@ def attention_over_the_states_of_a_scan(p, x):
 
 
 @program(
-    X, w=((D, D), "0 | 1 / 2 of 1"), spatial=((T, T), "1 | 0"), b=((T, 1), "added"), out=((D // 2, 1), "head")
+    X,
+    w=((D, D), "0 | 1 / 2 of 1"),
+    spatial=((T, T), "1 | 0"),
+    b=((T, 1), "added"),
+    out=((D // 2, 1), "head"),
 )
 def gmlp(p, x):
     u, v = jnp.split(jax.nn.gelu(x @ p["w"]), 2, -1)
-    return sq((u * (jnp.einsum("st,btd->bsd", p["spatial"], norm(v)) + p["b"])) @ p["out"])
+    return sq(
+        (u * (jnp.einsum("st,btd->bsd", p["spatial"], norm(v)) + p["b"])) @ p["out"]
+    )
 
 
 @program(X, tok=((T, 5), M), tok2=((5, T), M), w=((D, D), M), out=((D, 1), "head"))
@@ -975,7 +1193,13 @@ def mlp_mixer(p, x):
     return sq(jnp.tanh(x @ p["w"]) @ p["out"])
 
 
-@program(X, re=((4, D, D), "1 | 2"), im=((4, D, D), "1 | 2"), w=((D, D), M), out=((D, 1), "head"))
+@program(
+    X,
+    re=((4, D, D), "1 | 2"),
+    im=((4, D, D), "1 | 2"),
+    w=((D, D), M),
+    out=((D, 1), "head"),
+)
 def fourier_neural_operator(p, x):
     f = jnp.fft.rfft(x, axis=1)
     f = jnp.einsum("bxi,xio->bxo", f, p["re"] + 1j * p["im"])
@@ -986,10 +1210,17 @@ def fourier_neural_operator(p, x):
 @program(ROWS, spline=((D, 5, D), "0, 1 | 2"), base=((D, D), M), out=((D, 1), "head"))
 def kan(p, x):
     basis = jnp.exp(-((x[..., None] - jnp.linspace(-1, 1, 5)) ** 2))
-    return sq(jnp.tanh(jnp.einsum("bik,iko->bo", basis, p["spline"]) + jax.nn.silu(x) @ p["base"]) @ p["out"])
+    return sq(
+        jnp.tanh(
+            jnp.einsum("bik,iko->bo", basis, p["spline"]) + jax.nn.silu(x) @ p["base"]
+        )
+        @ p["out"]
+    )
 
 
-@program(ROWS, ROWS, g1=((D, D), M), g2=((D, D), M), d1=((D, D), M), d2=((D, 1), "head"))
+@program(
+    ROWS, ROWS, g1=((D, D), M), g2=((D, D), M), d1=((D, D), M), d2=((D, 1), "head")
+)
 def a_generator_and_its_critic(p, x, z):
     fake = jnp.tanh(z @ p["g1"]) @ p["g2"]
     critic = lambda x: jnp.tanh(x @ p["d1"]) @ p["d2"]
@@ -1005,7 +1236,13 @@ def dueling_dqn(p, x):
     return sq(q[:, :1] - target)
 
 
-@program(TOKENS, LABEL, embed=((V, D), "looked up"), w=((D, D), M), context=((V, D), "looked up"))
+@program(
+    TOKENS,
+    LABEL,
+    embed=((V, D), "looked up"),
+    w=((D, D), M),
+    context=((V, D), "looked up"),
+)
 def negative_sampling(p, t, i):
     h = jnp.tanh(p["embed"][t] @ p["w"])
     return jnp.mean(jax.nn.softplus(jnp.einsum("btd,kd->btk", h, p["context"][i])))
@@ -1023,8 +1260,12 @@ def adaptive_softmax(p, t):
     h = jnp.tanh(p["embed"][t] @ p["w"])
     first, second = h @ p["short"], (h @ p["down"]) @ p["tail"]
     a, b = jax.nn.log_softmax(first), jax.nn.log_softmax(second)
-    rest = jnp.take_along_axis(b, jnp.maximum(t - 4, 0)[..., None], -1)[..., 0] + a[..., 4]
-    return -jnp.where(t < 4, jnp.take_along_axis(a, jnp.minimum(t, 4)[..., None], -1)[..., 0], rest).mean()
+    rest = (
+        jnp.take_along_axis(b, jnp.maximum(t - 4, 0)[..., None], -1)[..., 0] + a[..., 4]
+    )
+    return -jnp.where(
+        t < 4, jnp.take_along_axis(a, jnp.minimum(t, 4)[..., None], -1)[..., 0], rest
+    ).mean()
 
 
 @program(X, first=((D, 3 * D), M), w=((D, D), M), out=((D, 1), "head"))
@@ -1043,7 +1284,9 @@ def self_conditioning(p, x, noise):
 @program(X, w=((D, 3 * D), "0 | 1 / 3 of 1"), o=((D, D), M), out=((D, 1), "head"))
 def parts_by_index(p, x):
     h = (x @ p["w"]).reshape(B, T, 3, D)
-    y = jax.nn.sigmoid(h[..., 0, :]) * jnp.cumsum(h[..., 1, :], 1) + jnp.sort(h[..., 2, :], 1)
+    y = jax.nn.sigmoid(h[..., 0, :]) * jnp.cumsum(h[..., 1, :], 1) + jnp.sort(
+        h[..., 2, :], 1
+    )
     return sq((x + y @ p["o"]) @ p["out"])
 
 
@@ -1062,7 +1305,9 @@ def classifier_free_guidance(p, x, i):
     return sq(jnp.tanh((norm(x) * (1 + s[:, None]) + t[:, None]) @ p["w"]) @ p["out"])
 
 
-@program(ROWS, KEY, w=((D, D), M), mid=((D, D), M), gate=((D, D), M), out=((D, 1), "head"))
+@program(
+    ROWS, KEY, w=((D, D), M), mid=((D, D), M), gate=((D, D), M), out=((D, 1), "head")
+)
 def layers_dropped_by_chance(p, x, key):
     keep = jax.random.bernoulli(key)
     w = jnp.where(keep, p["w"], p["mid"])
@@ -1092,7 +1337,9 @@ def gated_attention_output(p, x):
 def one_query_for_each_example(p, x):
     q, k, v = heads(x[:, 0] @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
     a = jax.nn.softmax(jnp.einsum("bhd,bkhd->bhk", q, k))
-    return sq(jnp.tanh(jnp.einsum("bhk,bkhd->bhd", a, v).reshape(B, D) @ p["o"]) @ p["out"])
+    return sq(
+        jnp.tanh(jnp.einsum("bhk,bkhd->bhd", a, v).reshape(B, D) @ p["o"]) @ p["out"]
+    )
 
 
 @program(X, w=((D, D), M), out=((D, 1), "head"), g=((D,), "multiplied"))

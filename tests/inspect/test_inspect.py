@@ -43,7 +43,9 @@ def test_a_program_stands_for_dimension_numbers():
     program = muonjax.inspect(mlp, PARAMS, X)
     params = ones(PARAMS)
     by_program = muonjax.muon(0.1, program, newton_schulz=SHORT)
-    by_hand = muonjax.muon(0.1, {"up": NUMBERS(0, 1), "bias": None, "out": None}, newton_schulz=SHORT)
+    by_hand = muonjax.muon(
+        0.1, {"up": NUMBERS(0, 1), "bias": None, "out": None}, newton_schulz=SHORT
+    )
     one, _ = jax.jit(by_program.update)(params, by_program.init(params), params)
     two, _ = jax.jit(by_hand.update)(params, by_hand.init(params), params)
     jax.tree.map(np.testing.assert_array_equal, one, two)
@@ -70,10 +72,17 @@ def test_nothing_is_computed_with_arrays():
     traced = []
 
     def loss(params, batch):
-        traced.append(isinstance(batch["x"], jax.core.Tracer) and isinstance(batch["y"], jax.core.Tracer))
+        traced.append(
+            isinstance(batch["x"], jax.core.Tracer)
+            and isinstance(batch["y"], jax.core.Tracer)
+        )
         return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
 
-    muonjax.inspect(loss, {"w": leaf(8, 3)}, {"x": np.ones((4, 8), "float32"), "y": jnp.ones((4, 3))})
+    muonjax.inspect(
+        loss,
+        {"w": leaf(8, 3)},
+        {"x": np.ones((4, 8), "float32"), "y": jnp.ones((4, 3))},
+    )
     assert traced
     assert all(traced)
 
@@ -107,19 +116,35 @@ def two_layers(params, x):
 def test_parts_of_a_model_train_with_the_program_of_all_of_it():
     """What another optimizer has is masked for this one; it is not asked for, and the table says so."""
     one = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
-    params, x = {"below": one, "above": one, "out": jnp.ones((tokens().shape[-1], 1))}, tokens()
+    params, x = (
+        {"below": one, "above": one, "out": jnp.ones((tokens().shape[-1], 1))},
+        tokens(),
+    )
     program = muonjax.inspect(two_layers, params, x)
     grads = jax.jit(jax.grad(two_layers))(params, x)
-    optimizers = {"train": muonjax.muon(1e-3, program, newton_schulz=SHORT), "frozen": optax.set_to_zero()}
-    tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
+    optimizers = {
+        "train": muonjax.muon(1e-3, program, newton_schulz=SHORT),
+        "frozen": optax.set_to_zero(),
+    }
+    tx = optax.partition(
+        optimizers, {"below": "frozen", "above": "train", "out": "train"}
+    )
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     assert not any(map(np.any, jax.tree.leaves(updates["below"])))
-    optimizers["train"] = muonjax.muonclip(1e-3, program, threshold=0.01, newton_schulz=SHORT)
-    tx = optax.partition(optimizers, {"below": "frozen", "above": "train", "out": "train"})
+    optimizers["train"] = muonjax.muonclip(
+        1e-3, program, threshold=0.01, newton_schulz=SHORT
+    )
+    tx = optax.partition(
+        optimizers, {"below": "frozen", "above": "train", "out": "train"}
+    )
     (_, max_logits), _ = jax.jit(muonjax.value_and_grad(two_layers))(params, x)
-    clipped, _ = jax.jit(tx.update)(grads, tx.init(params), params, max_logits=max_logits)
+    clipped, _ = jax.jit(tx.update)(
+        grads, tx.init(params), params, max_logits=max_logits
+    )
     assert not any(map(np.any, jax.tree.leaves(clipped["below"])))
-    assert np.abs(clipped["above"]["q"]).max() > 10 * np.abs(updates["above"]["q"]).max()
+    assert (
+        np.abs(clipped["above"]["q"]).max() > 10 * np.abs(updates["above"]["q"]).max()
+    )
     whole = muonjax.muon(1e-3, program, newton_schulz=SHORT)
     expected, _ = jax.jit(whole.update)(grads, whole.init(params), params)
     jax.tree.map(
@@ -127,9 +152,14 @@ def test_parts_of_a_model_train_with_the_program_of_all_of_it():
         updates["above"],
         expected["above"],
     )
-    for part in ({"below": optax.MaskedNode()} | params | {"below": optax.MaskedNode()}, {"above": one}):
+    for part in (
+        {"below": optax.MaskedNode()} | params | {"below": optax.MaskedNode()},
+        {"above": one},
+    ):
         last = muonjax.tabulate(part, program).splitlines()[-1]
-        assert re.fullmatch(r"Not among these parameters: .*below/q.*; not clipped: below\.", last)
+        assert re.fullmatch(
+            r"Not among these parameters: .*below/q.*; not clipped: below\.", last
+        )
     assert "Not among" not in muonjax.tabulate(params, program)
 
 
@@ -137,7 +167,9 @@ def test_nothing_depends_on_the_parameters():
     def constant(params, x):
         return jnp.sum(x)
 
-    with pytest.raises(ValueError, match=r"inspect\(constant\): nothing that it returns"):
+    with pytest.raises(
+        ValueError, match=r"inspect\(constant\): nothing that it returns"
+    ):
         muonjax.inspect(constant, PARAMS, X)
 
 
@@ -145,29 +177,40 @@ def test_exchanged_arguments_are_named():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError) as refused:
         muonjax.inspect(model, mlp, X)
-    assert str(refused.value).endswith("the first argument is a Linear; it must be your loss function.")
+    assert str(refused.value).endswith(
+        "the first argument is a Linear; it must be your loss function."
+    )
     with pytest.raises(TypeError) as failed:
         muonjax.inspect(mlp, X, PARAMS)
     kinds = f"{type(X).__name__}, dict"
-    assert f"inspect(mlp) called your function with ({kinds}): first the parameters, then the batch." in (
-        failed.value.__notes__
+    assert (
+        f"inspect(mlp) called your function with ({kinds}): first the parameters, then the batch."
+        in (failed.value.__notes__)
     )
-    with pytest.raises(TypeError, match=r"come later: value_and_grad\(fun\)\(params, batch\)"):
+    with pytest.raises(
+        TypeError, match=r"come later: value_and_grad\(fun\)\(params, batch\)"
+    ):
         muonjax.value_and_grad(mlp, PARAMS, X)
     with pytest.raises(
-        TypeError, match=r"must be a number or a schedule; the program is the second argument of muon"
+        TypeError,
+        match=r"must be a number or a schedule; the program is the second argument of muon",
     ):
         muonjax.muon(muonjax.inspect(mlp, PARAMS, X), 1e-3)
 
 
 def test_unused_parameters_are_named_once():
-    with pytest.warns(UserWarning, match=r"inspect\(mlp\): .* no gradient, go to Adam: spare \(never used\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"inspect\(mlp\): .* no gradient, go to Adam: spare \(never used\)",
+    ):
         muonjax.inspect(mlp, {**PARAMS, "spare": leaf(3, 3)}, X)
 
 
 def test_parameters_in_a_penalty_alone_are_told_from_those_that_are_never_used():
     def loss(params, x):
-        return mlp(params, x) + 0.1 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+        return mlp(params, x) + 0.1 * sum(
+            jnp.sum(p**2) for p in jax.tree.leaves(params)
+        )
 
     with pytest.warns(
         UserWarning,
@@ -182,26 +225,35 @@ def test_a_parameter_under_stop_gradient_is_named_and_keeps_its_value():
         return mlp(jax.lax.stop_gradient(params) | {"out": params["out"]}, x)
 
     with pytest.warns(
-        UserWarning, match=r"no gradient, go to Adam: .*\(no gradient, by stop_gradient: .*\d\)"
+        UserWarning,
+        match=r"no gradient, go to Adam: .*\(no gradient, by stop_gradient: .*\d\)",
     ):
         program = muonjax.inspect(loss, PARAMS, X)
     params, optimizer = ones(PARAMS), muonjax.muon(1.0, program, weight_decay=0.5)
     grads = jax.grad(loss)(params, ones(X))
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    assert {name for name, update in updates.items() if (update == 0).all()} == {"up", "bias"}
+    assert {name for name, update in updates.items() if (update == 0).all()} == {
+        "up",
+        "bias",
+    }
 
 
 @pytest.mark.parametrize(
     ("after", "is_doubtful"),
     [
-        (lambda y: jnp.mean((y @ FIXED) ** 2), True),  # a frozen layer, or a transform of the outputs
+        (
+            lambda y: jnp.mean((y @ FIXED) ** 2),
+            True,
+        ),  # a frozen layer, or a transform of the outputs
         (lambda y: jnp.mean((y @ FIXED) ** 2) + jnp.mean(y), True),
         (lambda y: -jnp.mean(jax.nn.log_softmax(y @ FIXED)), False),
         (lambda y: jnp.mean((jnp.tanh(y @ FIXED) @ FIXED.T) ** 2), False),
         (lambda y: jnp.mean(y**2), False),
     ],
 )
-def test_a_matrix_before_an_array_that_may_be_a_transform_of_the_outputs_is_named(after, is_doubtful):
+def test_a_matrix_before_an_array_that_may_be_a_transform_of_the_outputs_is_named(
+    after, is_doubtful
+):
     def loss(params, x):
         return after(jnp.tanh(x @ params["up"]) @ params["out"])
 
@@ -209,18 +261,24 @@ def test_a_matrix_before_an_array_that_may_be_a_transform_of_the_outputs_is_name
         warnings.simplefilter("always")
         muonjax.inspect(loss, {"up": leaf(8, 16), "out": leaf(16, 4)}, X)
     messages = [str(warning.message) for warning in caught]
-    named = ["can't tell whether these are hidden layers or output heads: out (" in text for text in messages]
+    named = [
+        "can't tell whether these are hidden layers or output heads: out (" in text
+        for text in messages
+    ]
     assert named == [True] * is_doubtful
 
 
 def test_a_matrix_that_names_decide_is_named_with_the_reason_of_the_program():
     def loss(params, x):
-        y = jax.pure_callback(lambda x, w: x @ w, jax.ShapeDtypeStruct((4, 8), "float32"), x, params["up"])
+        y = jax.pure_callback(
+            lambda x, w: x @ w, jax.ShapeDtypeStruct((4, 8), "float32"), x, params["up"]
+        )
         return jnp.mean((y @ params["head"]) ** 2)
 
     program = muonjax.inspect(loss, {"up": leaf(8, 8), "head": leaf(8, 2)}, leaf(4, 8))
     with pytest.warns(
-        UserWarning, match=r"names give them to Muon: 'up' .* pure_callback is not followed: .*:\d+"
+        UserWarning,
+        match=r"names give them to Muon: 'up' .* pure_callback is not followed: .*:\d+",
     ):
         assert program.dimension_numbers()["up"] == muonjax.MuonDimensionNumbers(0, 1)
 
@@ -229,7 +287,9 @@ def test_two_uses_that_contradict_each_other_are_named_with_their_lines():
     def loss(params, x):
         y = jnp.einsum("bi,iho->bho", x, params["w"])
         z = jnp.einsum("bi,hio->bho", jnp.tanh(y[:, 0]), params["w"])
-        return jnp.mean((jnp.tanh(z) @ params["out"]) ** 2) + jnp.mean((jnp.tanh(y) @ params["out"]) ** 2)
+        return jnp.mean((jnp.tanh(z) @ params["out"]) ** 2) + jnp.mean(
+            (jnp.tanh(y) @ params["out"]) ** 2
+        )
 
     params = {"w": leaf(4, 4, 4), "out": leaf(4, 1)}
     first = loss.__code__.co_firstlineno + 1
@@ -251,7 +311,9 @@ def test_a_last_product_without_a_loss_is_left_to_names():
 
 def test_a_model_without_attention():
     program = muonjax.inspect(mlp, PARAMS, X)
-    with pytest.raises(ValueError, match=r"inspect\(mlp\) has no attention.*Use muon instead"):
+    with pytest.raises(
+        ValueError, match=r"inspect\(mlp\) has no attention.*Use muon instead"
+    ):
         muonjax.muonclip(0.1, program).init(ones(PARAMS))
 
 
@@ -260,7 +322,9 @@ def test_a_clip_of_an_nnx_model_with_dropout_is_checked():
 
     class Twice(nnx.Module):
         def __init__(self):
-            self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0))
+            self.attention = nnx.MultiHeadAttention(
+                4, 16, decode=False, rngs=nnx.Rngs(0)
+            )
             self.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(1))
 
         def __call__(self, x):
@@ -275,11 +339,17 @@ def test_a_clip_of_an_nnx_model_with_dropout_is_checked():
 
 def test_a_mask_by_a_number_that_the_function_closes_over():
     """Penzai's models hold it as an array, which stands in the program as a constant."""
-    one, x, least = jax.tree.map(jnp.asarray, unstacked(weights())[0]), tokens(), jnp.float32(-1e30)
+    one, x, least = (
+        jax.tree.map(jnp.asarray, unstacked(weights())[0]),
+        tokens(),
+        jnp.float32(-1e30),
+    )
 
     def loss(params, x):
         def masked(logits):
-            return jax.nn.softmax(jnp.where(np.tril(np.ones(logits.shape[-2:], bool)), logits, least))
+            return jax.nn.softmax(
+                jnp.where(np.tril(np.ones(logits.shape[-2:], bool)), logits, least)
+            )
 
         q, k, v = (jnp.einsum("btd,dhs->bths", x, params[name]) for name in "qkv")
         return jnp.mean(attend(q, k, v, masked) ** 2)
@@ -297,7 +367,12 @@ class Block(nn.Module):
 @pytest.mark.parametrize("stack", [0, 1])
 def test_scanned_linen_layers_are_clipped_layer_by_layer(stack):
     """With as many layers as heads, sizes can't tell them apart; the program does."""
-    scan = nn.scan(nn.remat(Block), variable_axes={"params": stack}, split_rngs={"params": True}, length=2)
+    scan = nn.scan(
+        nn.remat(Block),
+        variable_axes={"params": stack},
+        split_rngs={"params": True},
+        length=2,
+    )
     x = jax.random.normal(jax.random.key(1), (2, 5, 8))
     params = scan().init(jax.random.key(0), x, None)["params"]
     params = jax.tree.map(lambda p: 4 * p, params)
@@ -330,7 +405,9 @@ def test_a_clip_of_an_nnx_model_that_counts_is_checked():
 
 def test_in_a_chain_of_ones_own():
     program = muonjax.inspect(mlp, PARAMS, X)
-    tx = optax.chain(muonjax.orthogonalize(dimension_numbers=program), optax.scale(-0.1))
+    tx = optax.chain(
+        muonjax.orthogonalize(dimension_numbers=program), optax.scale(-0.1)
+    )
     params = ones({"up": PARAMS["up"]})
     updates, _ = tx.update(params, tx.init(params), params)
     assert updates["up"].shape == (8, 16)
@@ -339,33 +416,48 @@ def test_in_a_chain_of_ones_own():
 def test_a_program_in_inject_hyperparams():
     """Optax would take what is callable for a schedule, and makes arrays of numbers, defaults too."""
     params = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
-    program = muonjax.inspect(lambda params, x: (layer(x, params) ** 2).mean(), params, tokens())
+    program = muonjax.inspect(
+        lambda params, x: (layer(x, params) ** 2).mean(), params, tokens()
+    )
     for make in (muonjax.muonclip, muonjax.adamclip, muonjax.muon, muonjax.normuon):
         tx = optax.inject_hyperparams(make)(1e-3, program)
-        assert jax.jit(tx.init)(params).hyperparams["learning_rate"] == jnp.float32(1e-3)
+        assert jax.jit(tx.init)(params).hyperparams["learning_rate"] == jnp.float32(
+            1e-3
+        )
     injected = optax.inject_hyperparams(muonjax.muon)(1e-3, lambda params: params)
-    with pytest.raises(TypeError, match=r"muon\(program=.*inject_hyperparams.*static_args='program'"):
+    with pytest.raises(
+        TypeError, match=r"muon\(program=.*inject_hyperparams.*static_args='program'"
+    ):
         injected.init(params)
 
 
 def test_what_inspect_is_given_in_another_order():
-    with pytest.raises(TypeError, match=r"inspect\(fun, params, \.\.\.\): the first argument is a dict"):
+    with pytest.raises(
+        TypeError, match=r"inspect\(fun, params, \.\.\.\): the first argument is a dict"
+    ):
         muonjax.inspect(PARAMS, mlp, X)
 
 
 def test_a_module_with_functions_in_it():
-    with pytest.raises(TypeError, match=r"inspect\(mlp\): 'act' is no array but .*eqx.partition\(model"):
+    with pytest.raises(
+        TypeError, match=r"inspect\(mlp\): 'act' is no array but .*eqx.partition\(model"
+    ):
         muonjax.inspect(mlp, PARAMS | {"act": jnp.tanh}, X)
 
 
 def test_a_parameter_that_there_is_not():
     program = muonjax.inspect(mlp, PARAMS, X)
-    with pytest.raises(KeyError, match=r"inspect\(mlp\) has no parameter 'upp'; there are .*'up'"):
+    with pytest.raises(
+        KeyError, match=r"inspect\(mlp\) has no parameter 'upp'; there are .*'up'"
+    ):
         program.why("upp")
 
 
 def test_a_function_without_a_product():
-    with pytest.raises(ValueError, match="nothing that it returns comes from these parameters by a product"):
+    with pytest.raises(
+        ValueError,
+        match="nothing that it returns comes from these parameters by a product",
+    ):
         muonjax.inspect(lambda params: (params["w"] ** 2).sum(), {"w": leaf(4, 4)})
 
 
@@ -373,7 +465,9 @@ def test_a_loss_with_more_results():
     def loss(params, x):
         return mlp(params, x), x
 
-    with pytest.raises(TypeError, match=r"needs one scalar from fun, got a tuple.*has_aux=True"):
+    with pytest.raises(
+        TypeError, match=r"needs one scalar from fun, got a tuple.*has_aux=True"
+    ):
         muonjax.value_and_grad(loss)(ones(PARAMS), ones(X))
 
 
@@ -389,7 +483,10 @@ def test_arguments_that_the_function_does_not_take_are_named():
     ]:
         with pytest.raises(TypeError, match=r"loss\(\) (missing|takes)") as error:
             muonjax.inspect(loss, *arguments)
-        assert f"inspect(loss) called your function with ({given})" in error.value.__notes__[-1]
+        assert (
+            f"inspect(loss) called your function with ({given})"
+            in error.value.__notes__[-1]
+        )
 
 
 def test_counters_beside_the_parameters_are_no_unused_parameters():
@@ -398,7 +495,11 @@ def test_counters_beside_the_parameters_are_no_unused_parameters():
     def loss(params, x):
         return jnp.mean((jnp.tanh(x @ params["w"]) @ params["out"]) ** 2)
 
-    params = {"w": jnp.ones((3, 3)), "out": jnp.ones((3, 2)), "count": jnp.zeros((), jnp.uint32)}
+    params = {
+        "w": jnp.ones((3, 3)),
+        "out": jnp.ones((3, 2)),
+        "count": jnp.zeros((), jnp.uint32),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         program = muonjax.inspect(loss, params, jnp.ones((2, 3)))
@@ -427,7 +528,9 @@ def test_a_module_that_is_no_argument_is_asked_for():
     with pytest.raises(errors.TraceContextError) as error:
         muonjax.inspect(closed_over, nnx.state(model, nnx.Param), x)
     assert "muonjax.inspect(loss_fn, model, ...)" in " ".join(error.value.__notes__)
-    assert muonjax.inspect(loss_fn, model, x).decision("up/kernel").numbers == NUMBERS(0, 1)
+    assert muonjax.inspect(loss_fn, model, x).decision("up/kernel").numbers == NUMBERS(
+        0, 1
+    )
 
 
 def test_several_losses_are_added():
@@ -437,12 +540,17 @@ def test_several_losses_are_added():
     def losses(params, x):
         generator = params["generator"]
         fake = jnp.tanh(x @ generator["up"] + generator["bias"]) @ generator["out"] * x
-        return mlp(params["critic"], x) - mlp(params["critic"], fake), mlp(params["critic"], fake)
+        return mlp(params["critic"], x) - mlp(params["critic"], fake), mlp(
+            params["critic"], fake
+        )
 
     together = muonjax.inspect(lambda params, x: sum(losses(params, x)), params, X)
     assert together.decision("critic/up").numbers == NUMBERS(0, 1)
     assert together.decision("generator/up").numbers == NUMBERS(0, 1)
-    assert together.dimension_numbers() == muonjax.inspect(losses, params, X).dimension_numbers()
+    assert (
+        together.dimension_numbers()
+        == muonjax.inspect(losses, params, X).dimension_numbers()
+    )
 
 
 def test_the_line_in_a_notebook_is_that_of_a_cell(monkeypatch):
@@ -452,7 +560,9 @@ def test_the_line_in_a_notebook_is_that_of_a_cell(monkeypatch):
         return ("Cell", "In[3]") if "ipykernel" in name else None
 
     shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=format_code_name))
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(
+        sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell)
+    )
     code = "\ndef loss(params, x):\n    return ((x @ params['up'] + params['bias']) @ params['out']).sum()\n"
     exec(compile(code, "/tmp/ipykernel_12/4258106292.py", "exec"), names := {})
     assert muonjax.inspect(names["loss"], PARAMS, X).why("up").endswith(": In[3]:3")

@@ -18,7 +18,10 @@ ORIGINS = [(12,), (4, 6), (2, 6, 4)]
 def check(layout, positions, origin):
     """No run contradicts where an entry came from."""
     there = positions >= 0
-    runs = [(run.axis, np.broadcast_to(run.positions, positions.shape)) for run in layout.runs]
+    runs = [
+        (run.axis, np.broadcast_to(run.positions, positions.shape))
+        for run in layout.runs
+    ]
     assert not any((at[there] == HOLE).any() for _, at in runs)
     for axis, at in enumerate(np.unravel_index(np.maximum(positions, 0), origin)):
         start = sum((x for k, x in runs if k == axis), np.zeros(positions.shape, int))
@@ -29,8 +32,12 @@ def check(layout, positions, origin):
 def check_all_is_known(layout, positions, origin):
     """The runs together give the position, and say which entries came from elsewhere."""
     check(layout, positions, origin)
-    holes = (np.broadcast_to(run.positions == HOLE, positions.shape) for run in layout.runs)
-    np.testing.assert_array_equal(sum(holes, np.zeros(positions.shape, bool)), positions < 0)
+    holes = (
+        np.broadcast_to(run.positions == HOLE, positions.shape) for run in layout.runs
+    )
+    np.testing.assert_array_equal(
+        sum(holes, np.zeros(positions.shape, bool)), positions < 0
+    )
     assert UNORDERED not in layout.loops
     assert not layout.taken
     assert len({run.axis for run in layout.runs}) == len(layout.runs)
@@ -47,8 +54,13 @@ def factors(rng, n):
 
 def moved(layout, positions, operation, result):
     """What an operation of JAX's does to a layout; `result` are the positions after NumPy's."""
-    for eqn in jax.make_jaxpr(operation)(positions).eqns:  # none if it leaves all as it is
-        node, new = SimpleNamespace(name=eqn.primitive.name, params=eqn.params), eqn.outvars[0].aval.shape
+    for eqn in jax.make_jaxpr(operation)(
+        positions
+    ).eqns:  # none if it leaves all as it is
+        node, new = (
+            SimpleNamespace(name=eqn.primitive.name, params=eqn.params),
+            eqn.outvars[0].aval.shape,
+        )
         layout = layout.moved(new, lambda x: moved_by(node, x, positions.shape, new))  # noqa: B023
     return layout, result
 
@@ -57,16 +69,27 @@ def step(rng, layout, positions):
     """One random operation on both; None where nothing is left of the origin."""
     shape = positions.shape
     axis = rng.randrange(len(shape)) if shape else 0
-    kind = rng.choice(["transpose", "split", "join", "cut", "place", "repeat", "flip", "visit"])
+    kind = rng.choice(
+        ["transpose", "split", "join", "cut", "place", "repeat", "flip", "visit"]
+    )
     if kind == "transpose":
         order = rng.sample(range(len(shape)), len(shape))
-        return moved(layout, positions, lambda x: lax.transpose(x, order), positions.transpose(order))
+        return moved(
+            layout,
+            positions,
+            lambda x: lax.transpose(x, order),
+            positions.transpose(order),
+        )
     if kind == "split" and shape and shape[axis] > 1:
         new = (*shape[:axis], *factors(rng, shape[axis]), 1, *shape[axis + 1 :])
-        return moved(layout, positions, lambda x: lax.reshape(x, new), positions.reshape(new))
+        return moved(
+            layout, positions, lambda x: lax.reshape(x, new), positions.reshape(new)
+        )
     if kind == "join" and len(shape) > 1:
         new = (*shape[:-2], shape[-2] * shape[-1])
-        return moved(layout, positions, lambda x: lax.reshape(x, new), positions.reshape(new))
+        return moved(
+            layout, positions, lambda x: lax.reshape(x, new), positions.reshape(new)
+        )
     if kind == "cut" and shape:
         start = rng.randrange(shape[axis])
         part = (start, rng.randint(start + 1, shape[axis]), rng.randint(1, 3))
@@ -78,11 +101,18 @@ def step(rng, layout, positions):
         wider = np.pad(positions, around, constant_values=-1)
         return layout.place(axis, low, wider.shape[axis]), wider
     if kind == "repeat":
-        new, axes = (*shape[:axis], 3, *shape[axis:]), [*range(axis), *range(axis + 1, len(shape) + 1)]
+        new, axes = (
+            (*shape[:axis], 3, *shape[axis:]),
+            [*range(axis), *range(axis + 1, len(shape) + 1)],
+        )
         every = np.broadcast_to(np.expand_dims(positions, axis), new)
-        return moved(layout, positions, lambda x: lax.broadcast_in_dim(x, new, axes), every)
+        return moved(
+            layout, positions, lambda x: lax.broadcast_in_dim(x, new, axes), every
+        )
     if kind == "flip" and shape:
-        return moved(layout, positions, lambda x: lax.rev(x, [axis]), np.flip(positions, axis))
+        return moved(
+            layout, positions, lambda x: lax.rev(x, [axis]), np.flip(positions, axis)
+        )
     if kind == "visit" and shape:
         kept = tuple(k for k in range(len(shape)) if k != axis)
         one = layout.visit([axis]).pick(kept, tuple(shape[k] for k in kept))
@@ -106,14 +136,23 @@ def test_random_operations(origin):
 
 
 def part_of(layout, axis, edge):
-    shape = tuple(edge[1] - edge[0] if k == axis else n for k, n in enumerate(layout.shape))
-    return layout.moved(shape, lambda x: x.take(range(*edge), axis) if x.shape[axis] > 1 else x)
+    shape = tuple(
+        edge[1] - edge[0] if k == axis else n for k, n in enumerate(layout.shape)
+    )
+    return layout.moved(
+        shape, lambda x: x.take(range(*edge), axis) if x.shape[axis] > 1 else x
+    )
 
 
 def together(layouts, axis):
     sizes = [layout.shape[axis] for layout in layouts]
     starts = itertools.accumulate(sizes, initial=0)
-    return merged(tuple(x.place(axis, start, sum(sizes)) for x, start in zip(layouts, starts, strict=False)))
+    return merged(
+        tuple(
+            x.place(axis, start, sum(sizes))
+            for x, start in zip(layouts, starts, strict=False)
+        )
+    )
 
 
 @pytest.mark.parametrize("origin", ORIGINS, ids=str)
@@ -124,19 +163,28 @@ def test_parts_that_are_put_together(origin):
         axis = rng.randrange(len(origin))
         n = origin[axis]
         edges = [0, *sorted(rng.sample(range(1, n), rng.randint(1, min(3, n - 1)))), n]
-        cuts = [(slice(None),) * axis + (slice(*edge),) for edge in itertools.pairwise(edges)]
+        cuts = [
+            (slice(None),) * axis + (slice(*edge),)
+            for edge in itertools.pairwise(edges)
+        ]
         parts = [positions[cut] for cut in cuts]
-        layouts = [part_of(whole(origin), axis, edge) for edge in itertools.pairwise(edges)]
+        layouts = [
+            part_of(whole(origin), axis, edge) for edge in itertools.pairwise(edges)
+        ]
         if len({part.shape for part in parts}) == 1:
             total = merged(tuple(layouts))
             for part in parts:
                 check(total, part, origin)
 
-        several = all(part.shape[axis] > 1 for part in parts)  # a single entry counts as an index
+        several = all(
+            part.shape[axis] > 1 for part in parts
+        )  # a single entry counts as an index
         assert together(layouts, axis) == whole(origin) or not several
         order = rng.sample(range(len(parts)), len(parts))
         every = np.concatenate([parts[i] for i in order], axis)
-        (check_all_is_known if several else check)(together([layouts[i] for i in order], axis), every, origin)
+        (check_all_is_known if several else check)(
+            together([layouts[i] for i in order], axis), every, origin
+        )
 
 
 def test_what_differs_between_devices_is_not_followed():
@@ -146,8 +194,14 @@ def test_what_differs_between_devices_is_not_followed():
 
 def test_what_is_added_up_is_a_part():
     """Features of queries, of an axis that has heads, queries and keys, and features."""
-    layout = whole((12,)).moved((2, 2, 3), lambda x: x.reshape(2, 2, 3)).moved((2, 3), lambda x: x[:, 0])
-    assert [(axis, *map(bool, mask)) for axis, mask in layout.add_up([1]).region] == [(0, *[1] * 3, *[0] * 3)]
+    layout = (
+        whole((12,))
+        .moved((2, 2, 3), lambda x: x.reshape(2, 2, 3))
+        .moved((2, 3), lambda x: x[:, 0])
+    )
+    assert [(axis, *map(bool, mask)) for axis, mask in layout.add_up([1]).region] == [
+        (0, *[1] * 3, *[0] * 3)
+    ]
     assert layout.add_up([1]).region == layout.region
 
 

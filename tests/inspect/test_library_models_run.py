@@ -44,7 +44,9 @@ RUN = (
 @functools.cache
 def made(name):
     """A model with weights and inputs."""
-    pytest.importorskip(MODELS[name].needs, reason=f"{MODELS[name].needs} is not installed")
+    pytest.importorskip(
+        MODELS[name].needs, reason=f"{MODELS[name].needs} is not installed"
+    )
     model = MODELS[name].make()
     rng = np.random.default_rng(0)
 
@@ -108,7 +110,11 @@ REPORTING = [name for name in RUN if not any(kind in name for kind in OTHERS)]
 @tiers.quick(*QUICK, others="nightly")
 def test_the_largest_logits_are_what_softmax_gets(name):
     (_, maxima), _ = measured(name)
-    found = [row for maximum in maxima.values() for row in np.asarray(maximum).reshape(-1, maximum.shape[-1])]
+    found = [
+        row
+        for maximum in maxima.values()
+        for row in np.asarray(maximum).reshape(-1, maximum.shape[-1])
+    ]
     seen = what_softmax_gets(name)
     assert found
     for row in found:  # refused attentions have softmaxes too
@@ -127,7 +133,9 @@ def test_loss_and_gradients_are_those_of_jax(name, pytestconfig):
     wanted = jax.jit(jax.value_and_grad(model.loss))(params, *inputs)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(wanted))
     tolerance = 0 if pytestconfig.getoption("optimized") else 1e-5 * largest
-    for found, right in zip(*map(jax.tree.leaves, ((loss, grads), wanted)), strict=True):
+    for found, right in zip(
+        *map(jax.tree.leaves, ((loss, grads), wanted)), strict=True
+    ):
         np.testing.assert_allclose(found, right, rtol=0, atol=tolerance)
 
 
@@ -148,4 +156,6 @@ def test_a_clip_holds_the_threshold(name):
     assert threshold > 0
     clipped = muonjax.apply_qk_clip(params, before, program, threshold)
     (_, after), _ = jax.jit(muonjax.value_and_grad(model.loss))(clipped, *inputs)
-    np.testing.assert_allclose(lowest(after), np.minimum(lowest(before), threshold), rtol=1e-4)
+    np.testing.assert_allclose(
+        lowest(after), np.minimum(lowest(before), threshold), rtol=1e-4
+    )

@@ -36,8 +36,12 @@ def largest(w, x, axes=(0, 1)):
 @pytest.mark.parametrize("causal", [False, True])
 def test_softmax_in_any_spelling(softmax, causal):
     w, x = weights(), tokens()
-    each = functools.partial(layer, attend=functools.partial(attend, softmax=softmax, causal=causal))
-    check(functools.partial(unrolled, layer=each), w, x, by_hand(w, x, causal).max((0, 1)))
+    each = functools.partial(
+        layer, attend=functools.partial(attend, softmax=softmax, causal=causal)
+    )
+    check(
+        functools.partial(unrolled, layer=each), w, x, by_hand(w, x, causal).max((0, 1))
+    )
 
 
 def test_dot_product_attention_with_shared_keys():
@@ -48,11 +52,15 @@ def test_dot_product_attention_with_shared_keys():
     check(functools.partial(unrolled, layer=each), w, x, largest(full, x))
 
 
-@pytest.mark.parametrize("policy", ["none", "everything_saveable", "dots_with_no_batch_dims_saveable"])
+@pytest.mark.parametrize(
+    "policy", ["none", "everything_saveable", "dots_with_no_batch_dims_saveable"]
+)
 def test_layers_of_a_scan_are_a_leading_axis(policy):
     w, x = weights(3), tokens()
     each = (
-        layer if policy == "none" else jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
+        layer
+        if policy == "none"
+        else jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
     )
     check(functools.partial(scanned, layer=each), w, x, largest(w, x, 1))
 
@@ -100,13 +108,21 @@ def test_shard_map_over_batch(check_vma):
 
     def of_one_device(x, w):
         q, k, v = (jnp.einsum("btd,dhs->bths", x, w[name]) for name in "qkv")
-        values = jax.lax.map(lambda q: attend(q[:, None], k, v)[:, 0], jnp.moveaxis(q, 1, 0))
+        values = jax.lax.map(
+            lambda q: attend(q[:, None], k, v)[:, 0], jnp.moveaxis(q, 1, 0)
+        )
         values = jnp.moveaxis(values, 0, 1)
         return jnp.einsum("bths,hsd->btd", values, w["o"])
 
-    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": check_vma}
+    specs = {
+        "in_specs": (P("data"), P()),
+        "out_specs": P("data"),
+        "check_vma": check_vma,
+    }
     mapped = jax.shard_map(of_one_device, mesh=mesh, **specs)
-    check(lambda w, x: unrolled(w, x, lambda x, w: x + mapped(x, w)), w, x, largest(w, x))
+    check(
+        lambda w, x: unrolled(w, x, lambda x, w: x + mapped(x, w)), w, x, largest(w, x)
+    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -115,9 +131,18 @@ def test_shard_map_over_batch_under_a_mask(check_vma):
     w, x = weights(), tokens()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     each = functools.partial(layer, attend=functools.partial(attend, causal=True))
-    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": check_vma}
+    specs = {
+        "in_specs": (P("data"), P()),
+        "out_specs": P("data"),
+        "check_vma": check_vma,
+    }
     mapped = jax.shard_map(each, mesh=mesh, **specs)
-    check(functools.partial(unrolled, layer=mapped), w, x, by_hand(w, x, causal=True).max((0, 1)))
+    check(
+        functools.partial(unrolled, layer=mapped),
+        w,
+        x,
+        by_hand(w, x, causal=True).max((0, 1)),
+    )
 
 
 def test_explicit_axes():
@@ -131,15 +156,21 @@ def test_explicit_axes():
     }
     with jax.set_mesh(mesh):
         placed = {
-            name: jax.device_put(value, jax.NamedSharding(mesh, specs[name])) for name, value in w.items()
+            name: jax.device_put(value, jax.NamedSharding(mesh, specs[name]))
+            for name, value in w.items()
         }
         on = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
 
         def each(x, w):
             q, k, v = (
-                jnp.einsum("btd,dhs->bths", x, w[n], out_sharding=P("data", None, "head")) for n in "qkv"
+                jnp.einsum(
+                    "btd,dhs->bths", x, w[n], out_sharding=P("data", None, "head")
+                )
+                for n in "qkv"
             )
-            return x + jnp.einsum("bths,hsd->btd", attend(q, k, v), w["o"], out_sharding=P("data"))
+            return x + jnp.einsum(
+                "bths,hsd->btd", attend(q, k, v), w["o"], out_sharding=P("data")
+            )
 
         check(functools.partial(scanned, layer=each), placed, on, largest(w, x, 1))
         skipped = functools.partial(jax.lax.cond, True, each, lambda x, w: x)
@@ -156,7 +187,13 @@ def second_of_three(x, w, keep):
 
 
 @pytest.mark.parametrize(
-    "branch", [skipped_layer, jax.checkpoint(skipped_layer), second_of_three, jax.jit(skipped_layer)]
+    "branch",
+    [
+        skipped_layer,
+        jax.checkpoint(skipped_layer),
+        second_of_three,
+        jax.jit(skipped_layer),
+    ],
 )
 @pytest.mark.parametrize("kept", [[0, 1], [1], []])
 def test_layers_of_a_scan_that_are_skipped(branch, kept):
@@ -178,12 +215,21 @@ def test_layers_of_a_scan_that_are_skipped(branch, kept):
 def test_a_branch_in_a_shard_map(check_vma):
     w, x = weights(), tokens()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (P("data"), P(), P()), "out_specs": P("data"), "check_vma": check_vma}
+    specs = {
+        "in_specs": (P("data"), P(), P()),
+        "out_specs": P("data"),
+        "check_vma": check_vma,
+    }
     mapped = jax.shard_map(skipped_layer, mesh=mesh, **specs)
     for keep in (True, False):
         expected = largest(w, x) if keep else np.full(HEADS, -np.inf)
         check(
-            functools.partial(unrolled, layer=lambda x, w, k=keep: mapped(x, w, jnp.array(k))), w, x, expected
+            functools.partial(
+                unrolled, layer=lambda x, w, k=keep: mapped(x, w, jnp.array(k))
+            ),
+            w,
+            x,
+            expected,
         )
 
 
@@ -195,15 +241,24 @@ def rewritten(loss, w, x):
 
 def test_one_body_is_rewritten_once():
     w, x = weights(12), tokens()
-    each = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    each = jax.checkpoint(
+        layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    )
 
     def bodies():
         eqns = rewritten(functools.partial(unrolled, layer=each), w, x)
-        layers = [eqn.params["jaxpr"] for eqn in eqns if eqn.primitive.name in ("checkpoint", "remat2")]
+        layers = [
+            eqn.params["jaxpr"]
+            for eqn in eqns
+            if eqn.primitive.name in ("checkpoint", "remat2")
+        ]
         assert len(layers) == 12
         return {id(body): body for body in layers}
 
-    first, second = bodies(), bodies()  # a later call, such as the next step's outside of jit, gets the same
+    first, second = (
+        bodies(),
+        bodies(),
+    )  # a later call, such as the next step's outside of jit, gets the same
     assert len(first) == 1
     assert first.keys() == second.keys()
 
@@ -213,7 +268,11 @@ def test_a_jitted_part_is_one_program_for_all_steps():
     inner = jax.jit(scanned)
 
     def body():
-        (eqn,) = (e for e in rewritten(lambda w, x: inner(w, x), w, x) if e.primitive.name in ("jit", "pjit"))
+        (eqn,) = (
+            e
+            for e in rewritten(lambda w, x: inner(w, x), w, x)
+            if e.primitive.name in ("jit", "pjit")
+        )
         return eqn.params["jaxpr"]
 
     assert body() is body()
@@ -226,12 +285,15 @@ def test_nan_and_masked_heads():
     w["q"][:, :, 2] = 0
     masked = np.arange(HEADS)[:, None, None] == 1
     each = functools.partial(
-        attend, softmax=lambda logits: jax.nn.softmax(jnp.where(masked, -jnp.inf, logits))
+        attend,
+        softmax=lambda logits: jax.nn.softmax(jnp.where(masked, -jnp.inf, logits)),
     )
-    (_, maxima), _ = value_and_grad(functools.partial(unrolled, layer=functools.partial(layer, attend=each)))(
-        w, x
+    (_, maxima), _ = value_and_grad(
+        functools.partial(unrolled, layer=functools.partial(layer, attend=each))
+    )(w, x)
+    np.testing.assert_array_equal(
+        maxima["max_logits"][..., :3].reshape(-1), [np.nan, -np.inf, 0]
     )
-    np.testing.assert_array_equal(maxima["max_logits"][..., :3].reshape(-1), [np.nan, -np.inf, 0])
 
 
 def test_order_of_effects_stays():
@@ -256,11 +318,18 @@ def test_scopes_and_lines_are_those_of_jax():
     def places(transform):
         fun = transform(functools.partial(unrolled, layer=each))
         return {
-            (str(eqn.source_info.name_stack), source_info_util.summarize(eqn.source_info))
+            (
+                str(eqn.source_info.name_stack),
+                source_info_util.summarize(eqn.source_info),
+            )
             for eqn in jax.jit(fun).trace(w, x).jaxpr.eqns
         }
 
-    ours = {(scope, line) for scope, line in places(value_and_grad) if "muonjax/_" not in line}
+    ours = {
+        (scope, line)
+        for scope, line in places(value_and_grad)
+        if "muonjax/_" not in line
+    }
     assert ours == places(jax.value_and_grad)
 
 
@@ -277,8 +346,12 @@ def test_inside_of_shard_map():
         return jax.jit(f)(w, x)
 
     (loss, maxima), grads = step(value_and_grad, w, x)
-    jax.tree.map(np.testing.assert_array_equal, (loss, grads), step(jax.value_and_grad, w, x))
-    np.testing.assert_allclose(np.stack([*maxima.values()]), largest(w, x, 1), rtol=2e-5)
+    jax.tree.map(
+        np.testing.assert_array_equal, (loss, grads), step(jax.value_and_grad, w, x)
+    )
+    np.testing.assert_allclose(
+        np.stack([*maxima.values()]), largest(w, x, 1), rtol=2e-5
+    )
 
 
 def test_outside_of_jit_arrays_stay_to_their_last_use_alone():
@@ -297,10 +370,18 @@ def test_outside_of_jit_arrays_stay_to_their_last_use_alone():
     assert alive[0] - before <= 2
 
 
-@pytest.mark.parametrize("heads", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 0], [1, 2]], [[2, 2], [0, 1]]])
+@pytest.mark.parametrize(
+    "heads", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 0], [1, 2]], [[2, 2], [0, 1]]]
+)
 def test_the_largest_of_each_heads_entries(heads):
     x = jnp.asarray([[3.0, 1.0], [4.0, 2.0]])
     closed = jax.make_jaxpr(jnp.sin)(x)
-    _, found = run(closed, [Probe((), closed.jaxpr.invars[0], (0, 1), entries=tuple(np.ravel(heads)))], x)
+    _, found = run(
+        closed,
+        [Probe((), closed.jaxpr.invars[0], (0, 1), entries=tuple(np.ravel(heads)))],
+        x,
+    )
     pairs = list(zip(np.ravel(heads), [3.0, 1.0, 4.0, 2.0], strict=True))
-    assert found.tolist() == [max(x for own, x in pairs if own == head) for head in range(np.max(heads) + 1)]
+    assert found.tolist() == [
+        max(x for own, x in pairs if own == head) for head in range(np.max(heads) + 1)
+    ]

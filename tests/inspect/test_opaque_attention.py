@@ -44,11 +44,13 @@ def test_attention_with_a_derivative_of_its_own_is_measured_from_its_operands(in
     """As flash attention in plain JAX is written. Its derivative stays its own."""
     custom = jax.custom_vjp(inside)
     custom.defvjp(
-        lambda *qkv: (inside(*qkv), qkv), lambda qkv, g: [3 * x for x in jax.vjp(inside, *qkv)[1](g)]
+        lambda *qkv: (inside(*qkv), qkv),
+        lambda qkv, g: [3 * x for x in jax.vjp(inside, *qkv)[1](g)],
     )
     w, x = weights(2), tokens()
     loss, plain = (
-        functools.partial(unrolled, layer=functools.partial(layer, attend=f)) for f in (custom, inside)
+        functools.partial(unrolled, layer=functools.partial(layer, attend=f))
+        for f in (custom, inside)
     )
     (value, maxima), grads = jax.jit(value_and_grad(loss))(w, x)
     expected, expected_grads = jax.jit(jax.value_and_grad(loss))(w, x)
@@ -66,7 +68,9 @@ def test_a_kernel_that_hides_its_logits_is_refused_by_its_name(has_keys):
     def flash(q, k, v):
         out = jax.ShapeDtypeStruct(q.shape, q.dtype)
         k = k if has_keys else q
-        return pl.pallas_call(kernel, out_shape=out, interpret=True, name="flash")(q, k, v)
+        return pl.pallas_call(kernel, out_shape=out, interpret=True, name="flash")(
+            q, k, v
+        )
 
     w, x = weights(), tokens()
     loss = functools.partial(unrolled, layer=functools.partial(layer, attend=flash))
@@ -84,12 +88,20 @@ def test_cudnn_is_refused_by_its_name(monkeypatch):
     monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
 
     def attention(q, k, v):
-        q, k, v = (jnp.pad(x.astype("bfloat16"), [(0, 0)] * 3 + [(0, 64 - x.shape[-1])]) for x in (q, k, v))
+        q, k, v = (
+            jnp.pad(x.astype("bfloat16"), [(0, 0)] * 3 + [(0, 64 - x.shape[-1])])
+            for x in (q, k, v)
+        )
         out = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
         return out[..., :4].astype("float32")
 
     w, x = weights(), tokens()
     (found,) = inspect(
-        functools.partial(unrolled, layer=functools.partial(layer, attend=attention)), w, x
+        functools.partial(unrolled, layer=functools.partial(layer, attend=attention)),
+        w,
+        x,
     ).attentions
-    assert "'dot_product_attention_fwd_wrapper' is a call whose logits can't be seen" in found.problem
+    assert (
+        "'dot_product_attention_fwd_wrapper' is a call whose logits can't be seen"
+        in found.problem
+    )

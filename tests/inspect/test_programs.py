@@ -17,8 +17,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # parameters that are never used
 ]
 
-PROGRAMS = [*hostile_programs.PROGRAMS, *researchers_programs.PROGRAMS, *attention_programs.PROGRAMS]
-KNOWN = {"attention_by_a_counter": "refused: a layer that an index of the loop's own chooses"}
+PROGRAMS = [
+    *hostile_programs.PROGRAMS,
+    *researchers_programs.PROGRAMS,
+    *attention_programs.PROGRAMS,
+]
+KNOWN = {
+    "attention_by_a_counter": "refused: a layer that an index of the loop's own chooses"
+}
 
 
 def named(programs):
@@ -43,11 +49,17 @@ def described(numbers):
     """Dimension numbers as the tables write them."""
 
     def axes(value):
-        return ", ".join(map(str, sorted(value) if isinstance(value, tuple) else [value]))
+        return ", ".join(
+            map(str, sorted(value) if isinstance(value, tuple) else [value])
+        )
 
     text = f"{axes(numbers.reduction_axis)} | {axes(numbers.output_axis)}"
     if isinstance(numbers, muonjax.FusedDimensionNumbers):
-        parts = numbers.parts if isinstance(numbers.parts, int) else ", ".join(map(str, numbers.parts))
+        parts = (
+            numbers.parts
+            if isinstance(numbers.parts, int)
+            else ", ".join(map(str, numbers.parts))
+        )
         text += f" / {parts} of {numbers.axis}"
         text += f", {numbers.repeats} times" if numbers.repeats > 1 else ""
     return text
@@ -67,7 +79,10 @@ def answer(decision, expected):
 
 
 def answers(read, expected, names=None):
-    return {name: answer(read.decision((names or {}).get(name, name)), expected[name]) for name in expected}
+    return {
+        name: answer(read.decision((names or {}).get(name, name)), expected[name])
+        for name in expected
+    }
 
 
 @pytest.mark.parametrize("program", named(PROGRAMS))
@@ -80,7 +95,8 @@ def test_every_parameter_and_attention_is_read_as_what_it_does(program):
     elif program.sites is not None:
         words = (program.sites,) if isinstance(program.sites, str) else program.sites
         assert [
-            word if word in problem else problem for word, problem in zip(words, problems, strict=True)
+            word if word in problem else problem
+            for word, problem in zip(words, problems, strict=True)
         ] == [*words]
     else:
         assert problems
@@ -89,12 +105,16 @@ def test_every_parameter_and_attention_is_read_as_what_it_does(program):
 @pytest.mark.parametrize("program", named(hostile_programs.PROGRAMS))
 def test_names_and_their_order_say_nothing(program):
     rng = random.Random(program.fun.__name__)
-    names = {name: "".join(rng.choices("bcdfghjkmnprtvxz", k=6)) for name in program.expected}
+    names = {
+        name: "".join(rng.choices("bcdfghjkmnprtvxz", k=6)) for name in program.expected
+    }
     paths, leaves, structure = flattened(program.params)
     params = {names[path]: leaf for path, leaf in zip(paths, leaves, strict=True)}
 
     def fun(p, *args):
-        return program.fun(structure.unflatten([p[names[path]] for path in paths]), *args)
+        return program.fun(
+            structure.unflatten([p[names[path]] for path in paths]), *args
+        )
 
     read = muonjax.inspect(fun, params, *program.args)
     assert answers(read, program.expected, names) == program.expected
@@ -109,7 +129,10 @@ def drawn(program):
             return jax.random.key(0)
         whole = jnp.issubdtype(a.dtype, jnp.integer)
         return jnp.asarray(
-            rng.integers(1, 3, a.shape) if whole else 0.7 * rng.standard_normal(a.shape), a.dtype
+            rng.integers(1, 3, a.shape)
+            if whole
+            else 0.7 * rng.standard_normal(a.shape),
+            a.dtype,
         )
 
     return jax.tree.map(draw, (program.params, program.args))
@@ -121,7 +144,13 @@ def of_all_heads(maxima):
 
 def clipped(tables):
     programs = (p for table in tables for p in table.PROGRAMS)
-    return named([p for p in programs if p.sites is None or (isinstance(p.sites, int) and p.sites > 0)])
+    return named(
+        [
+            p
+            for p in programs
+            if p.sites is None or (isinstance(p.sites, int) and p.sites > 0)
+        ]
+    )
 
 
 def check_clip(read, p, args):
@@ -131,7 +160,9 @@ def check_clip(read, p, args):
 @pytest.mark.parametrize("program", clipped([hostile_programs, attention_programs]))
 def test_a_clip_is_exact_for_each_head(program):
     read = inspected(program)
-    sites = [attention.site for attention in read.attentions if attention.site is not None]
+    sites = [
+        attention.site for attention in read.attentions if attention.site is not None
+    ]
     if program.sites is None and not sites:
         return
     p, args = drawn(program)
@@ -145,22 +176,29 @@ def test_a_clip_is_exact_for_each_head(program):
 
     maxima, logits = measured(p)
     found, wanted = of_all_heads(maxima), logits.max((0, 2, 3))
-    if program.sites is None:  # in the order of the projections, which may be another one
+    if (
+        program.sites is None
+    ):  # in the order of the projections, which may be another one
         check_clip(read, p, args)
         np.testing.assert_allclose(np.sort(found), np.sort(wanted), rtol=2e-5)
         threshold = float(np.median(wanted))
         _, after = measured(muonjax.apply_qk_clip(p, maxima, read, threshold))
-        return np.testing.assert_allclose(after.max((0, 2, 3)), np.minimum(wanted, threshold), rtol=1e-4)
+        return np.testing.assert_allclose(
+            after.max((0, 2, 3)), np.minimum(wanted, threshold), rtol=1e-4
+        )
     np.testing.assert_allclose(found, wanted, rtol=2e-5)
     if sites[0].scan_axis not in (None, ()):  # deeper layers get other inputs
         return check_clip(read, p, args)
     factors = np.linspace(0.5, 1, logits.shape[1], dtype=np.float32)
     cuts = np.cumsum([x.size for x in maxima.values()])[:-1]
     hot = {
-        n: (1 / f).reshape(x.shape) for (n, x), f in zip(maxima.items(), np.split(factors, cuts), strict=True)
+        n: (1 / f).reshape(x.shape)
+        for (n, x), f in zip(maxima.items(), np.split(factors, cuts), strict=True)
     }
     _, after = measured(muonjax.apply_qk_clip(p, hot, read, 1.0))
-    np.testing.assert_allclose(after, factors[:, None, None] * logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        after, factors[:, None, None] * logits, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.thorough
@@ -192,7 +230,8 @@ def test_check_clip_measures_what_a_clip_does():
 
 
 @pytest.mark.parametrize(
-    "name", ["a_gate_by_the_sum_of_squares", "a_penalty_on_the_queries", "a_sum_of_the_keys"]
+    "name",
+    ["a_gate_by_the_sum_of_squares", "a_penalty_on_the_queries", "a_sum_of_the_keys"],
 )
 def test_check_clip_sees_what_else_a_clip_changes(name):
     """Without the proof these are accepted."""

@@ -36,7 +36,9 @@ def moved(rng, y, first, count):
         elif kind == "join" and axis + 1 < y.ndim:
             y = y.reshape(*n[:axis], n[axis] * n[axis + 1], *n[axis + 2 :])
         elif kind == "transpose":
-            y = y.transpose(*range(first), *rng.sample(range(first, y.ndim), y.ndim - first))
+            y = y.transpose(
+                *range(first), *rng.sample(range(first, y.ndim), y.ndim - first)
+            )
         elif kind == "flip":
             y = jnp.flip(y, axis)
         elif kind == "roll":
@@ -55,7 +57,9 @@ def parts_of(seed, w, x):
     w = moved(rng, w, 1, rng.randint(0, 2)).reshape(D, -1)
     y = moved(rng, x @ w, 2, rng.randint(0, 3))
     axis = rng.randrange(2, y.ndim)
-    edges = sorted(rng.sample(range(1, y.shape[axis]), min(rng.randint(1, 2), y.shape[axis] - 1)))
+    edges = sorted(
+        rng.sample(range(1, y.shape[axis]), min(rng.randint(1, 2), y.shape[axis] - 1))
+    )
     if y.shape[axis] % 3 == 0 and rng.random() < 0.5:
         edges = [y.shape[axis] // 3, 2 * y.shape[axis] // 3]
     return [part.reshape(B, T, -1) for part in jnp.split(y, edges, axis)]
@@ -67,35 +71,52 @@ def loss(seed, p, x):
         q, k, v = (part[:, :, None] for part in parts)
         y = jax.nn.dot_product_attention(q, k, v)[:, :, 0]
         return jnp.mean((y @ p["o"][: y.shape[-1]] @ p["out"]) ** 2)
-    each = (f(part) @ p["o"][: part.shape[-1]] for f, part in zip(FUNCTIONS, parts, strict=False))
+    each = (
+        f(part) @ p["o"][: part.shape[-1]]
+        for f, part in zip(FUNCTIONS, parts, strict=False)
+    )
     return jnp.mean((jnp.tanh(sum(each)) @ p["out"]) ** 2)
 
 
 def matrix_of(numbers, shape):
     """For each column which matrix it is in."""
-    output = numbers.output_axis if isinstance(numbers.output_axis, tuple) else (numbers.output_axis,)
+    output = (
+        numbers.output_axis
+        if isinstance(numbers.output_axis, tuple)
+        else (numbers.output_axis,)
+    )
     index = np.indices(shape)
     found = [index[axis - 1] for axis in range(1, len(shape) + 1) if axis not in output]
     if isinstance(numbers, muonjax.FusedDimensionNumbers):
         period = shape[numbers.axis - 1] // numbers.repeats
         parts = numbers.parts
         sizes = [period // parts] * parts if isinstance(parts, int) else parts
-        found.append(np.repeat(np.arange(len(sizes)), sizes)[index[numbers.axis - 1] % period])
-    return list(zip(*(x.reshape(-1).tolist() for x in found), strict=True)) or [()] * int(np.prod(shape))
+        found.append(
+            np.repeat(np.arange(len(sizes)), sizes)[index[numbers.axis - 1] % period]
+        )
+    return list(zip(*(x.reshape(-1).tolist() for x in found), strict=True)) or [
+        ()
+    ] * int(np.prod(shape))
 
 
 def check(seed):
     shape = random.Random(seed).choice(SHAPES)
     count = int(np.prod(shape))
     p = {"w": jnp.ones((D, *shape)), "o": jnp.ones((count, D)), "out": jnp.ones((D, 1))}
-    decision = muonjax.inspect(lambda p, x: loss(seed, p, x), p, jnp.ones((B, T, D))).decision("w")
+    decision = muonjax.inspect(
+        lambda p, x: loss(seed, p, x), p, jnp.ones((B, T, D))
+    ).decision("w")
     assert decision.numbers is not None, decision.why
     numbers = 1.0 + jnp.arange(count).reshape(shape)  # each column has its own
     one = jnp.zeros((B, T, D)).at[..., 0].set(1.0)
     parts = [
-        set(np.unique(part).tolist()) for part in parts_of(seed, jnp.broadcast_to(numbers, (D, *shape)), one)
+        set(np.unique(part).tolist())
+        for part in parts_of(seed, jnp.broadcast_to(numbers, (D, *shape)), one)
     ]
-    uses = [frozenset(i for i, part in enumerate(parts) if 1.0 + k in part) for k in range(count)]
+    uses = [
+        frozenset(i for i, part in enumerate(parts) if 1.0 + k in part)
+        for k in range(count)
+    ]
     matrices = matrix_of(decision.numbers, shape)
     pairs = set(zip(matrices, uses, strict=True))
     assert len(pairs) == len(set(uses)), (seed, decision)

@@ -47,10 +47,14 @@ def said(read, params):
     except ValueError:  # nothing is left that uses the parameters
         return {}, [], 0, None
     leaves = {
-        path: None if d.problem or d.by_names else (d.numbers, d.per_head if d.numbers else None)
+        path: None
+        if d.problem or d.by_names
+        else (d.numbers, d.per_head if d.numbers else None)
         for path, d in program._decisions.items()
     }
-    clips = [found_attention(params, a) for a in program.attentions if a.site is not None]
+    clips = [
+        found_attention(params, a) for a in program.attentions if a.site is not None
+    ]
     heads = [{key: grid.tolist() for key, grid in clip.items()} for clip in clips]
     return leaves, heads, len(program.attentions) - len(clips), program
 
@@ -58,16 +62,28 @@ def said(read, params):
 @functools.cache
 def answers(names):
     """By name, how to read a program or model again, its parameters, and what is said of it with all rules."""
-    made = {p.fun.__name__: (functools.partial(inspected, p), p.params, p.args) for p in PROGRAMS}
+    made = {
+        p.fun.__name__: (functools.partial(inspected, p), p.params, p.args)
+        for p in PROGRAMS
+    }
     if names == "models":
-        models = {name: entry.make() for name, entry in MODELS.items() if entry.needs in ("jax", "flax")}
+        models = {
+            name: entry.make()
+            for name, entry in MODELS.items()
+            if entry.needs in ("jax", "flax")
+        }
         made = {
-            name: (functools.partial(inspected_model, m), m.params, m.inputs) for name, m in models.items()
+            name: (functools.partial(inspected_model, m), m.params, m.inputs)
+            for name, m in models.items()
         }
     found = {}
     for name, (inspect, params, args) in made.items():
         read = once_traced(inspect)
-        found[name] = read, SimpleNamespace(params=params, args=args), said(read, params)
+        found[name] = (
+            read,
+            SimpleNamespace(params=params, args=args),
+            said(read, params),
+        )
     return found
 
 
@@ -84,8 +100,12 @@ def other_answers(monkeypatch, rule, names):
     wrong = []
     for name, (read, given, (leaves, clips, *_)) in whole.items():
         now, left, refused, program = said(read, given.params)
-        others = [path for path in now if now[path] is not None and now[path] != leaves[path]]
-        silent = len(left) < len(clips) and left and not refused  # without any clip, muonclip raises
+        others = [
+            path for path in now if now[path] is not None and now[path] != leaves[path]
+        ]
+        silent = (
+            len(left) < len(clips) and left and not refused
+        )  # without any clip, muonclip raises
         is_another = any(clip not in clips for clip in left)
         if others or silent or (is_another and not is_exact(program, given)):
             wrong.append((name, others))

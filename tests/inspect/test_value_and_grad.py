@@ -39,7 +39,11 @@ def test_without_jit():
     (loss, maxima), grads = value_and_grad(scanned)(w, x)
     expected, expected_grads = jax.value_and_grad(scanned)(w, x)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), grads, expected_grads)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        grads,
+        expected_grads,
+    )
     assert list(maxima) == ["max_logits"]
     np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
 
@@ -72,10 +76,16 @@ def test_everything_but_argnums_stays_as_it_is():
     (value, maxima), grads = step(value_and_grad, ref)
     assert seen == [(np.ndarray, "double", True)]
     assert ref[...] == 1
-    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x, causal=True).max((0, 1)), rtol=2e-5)
+    np.testing.assert_allclose(
+        maxima["max_logits"], by_hand(w, x, causal=True).max((0, 1)), rtol=2e-5
+    )
     expected, expected_grads = step(jax.value_and_grad, ref)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), grads, expected_grads)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        grads,
+        expected_grads,
+    )
 
 
 def test_closes_over_tracers():
@@ -85,8 +95,12 @@ def test_closes_over_tracers():
         return f(lambda w: unrolled(w, x) * scale)(w)
 
     (loss, maxima), grads = jax.jit(functools.partial(step, value_and_grad))(w, x, 3.0)
-    assert_same((loss, grads), jax.jit(functools.partial(step, jax.value_and_grad))(w, x, 3.0))
-    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
+    assert_same(
+        (loss, grads), jax.jit(functools.partial(step, jax.value_and_grad))(w, x, 3.0)
+    )
+    np.testing.assert_allclose(
+        maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5
+    )
 
 
 def test_a_constant_that_a_function_returns_beside_attention():
@@ -128,7 +142,10 @@ def test_constants_in_the_auxiliary_output():
     """JAX has them as literals in the jaxpr."""
 
     def loss(w, x):
-        return unrolled(w, x), {"zero": jnp.zeros_like(w["q"][0, 0, 0, 0]), "three": jnp.float32(3)}
+        return unrolled(w, x), {
+            "zero": jnp.zeros_like(w["q"][0, 0, 0, 0]),
+            "three": jnp.float32(3),
+        }
 
     for function in (loss, jax.jit(loss)):
         (_, (aux, _)), _ = value_and_grad(function, has_aux=True)(weights(), tokens())
@@ -139,9 +156,17 @@ def test_constants_in_the_auxiliary_output():
 def test_under_vmap():
     w, x = weights(), tokens()
     many = jax.tree.map(lambda value: np.stack([value, 2 * value]), w)
-    (loss, maxima), grads = jax.jit(jax.vmap(value_and_grad(unrolled), (0, None)))(many, x)
-    assert_same((loss, grads), jax.jit(jax.vmap(jax.value_and_grad(unrolled), (0, None)))(many, x))
-    expected = [by_hand(w, x).max((0, 1)), by_hand(jax.tree.map(lambda value: 2 * value, w), x).max((0, 1))]
+    (loss, maxima), grads = jax.jit(jax.vmap(value_and_grad(unrolled), (0, None)))(
+        many, x
+    )
+    assert_same(
+        (loss, grads),
+        jax.jit(jax.vmap(jax.value_and_grad(unrolled), (0, None)))(many, x),
+    )
+    expected = [
+        by_hand(w, x).max((0, 1)),
+        by_hand(jax.tree.map(lambda value: 2 * value, w), x).max((0, 1)),
+    ]
     np.testing.assert_allclose(maxima["max_logits"], expected, rtol=2e-5)
 
 
@@ -153,7 +178,9 @@ def test_over_vmap():
 
     (value, maxima), grads = jax.jit(value_and_grad(loss))(w, x)
     assert_same((value, grads), jax.jit(jax.value_and_grad(loss))(w, x))
-    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
+    np.testing.assert_allclose(
+        maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5
+    )
 
 
 @jax.custom_jvp
@@ -170,7 +197,10 @@ def test_straight_through_derivatives_stay(softmax):
 
     def capped(w, x, cap=softcap):
         each = functools.partial(
-            layer, attend=functools.partial(attend, softmax=lambda logits: cap(softmax(logits)))
+            layer,
+            attend=functools.partial(
+                attend, softmax=lambda logits: cap(softmax(logits))
+            ),
         )
         return scanned(w, x, each)
 
@@ -179,7 +209,14 @@ def test_straight_through_derivatives_stay(softmax):
     assert_same((loss, grads), expected)
     plain = functools.partial(capped, cap=lambda logits: 5 * jnp.tanh(logits / 5))
     other = jax.jit(jax.value_and_grad(plain))(w, x)[1]
-    assert max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), grads, other))) > 1e-3
+    assert (
+        max(
+            jax.tree.leaves(
+                jax.tree.map(lambda a, b: np.abs(a - b).max(), grads, other)
+            )
+        )
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("partitionable", [False, True])
@@ -216,29 +253,54 @@ def compiled(fun, *args):
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     ("loss", "remat"),
-    [(scanned, False), thorough(unrolled, True), nightly(scanned, True), nightly(unrolled, False)],
+    [
+        (scanned, False),
+        thorough(unrolled, True),
+        nightly(scanned, True),
+        nightly(unrolled, False),
+    ],
 )
 def test_costs_nothing(loss, remat):
-    shapes = {"q": (3, 64, 4, 32), "k": (3, 64, 4, 32), "v": (3, 64, 4, 32), "o": (3, 4, 32, 64)}
-    w = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    shapes = {
+        "q": (3, 64, 4, 32),
+        "k": (3, 64, 4, 32),
+        "v": (3, 64, 4, 32),
+        "o": (3, 4, 32, 64),
+    }
+    w = {
+        name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()
+    }
     x = jax.ShapeDtypeStruct((4, 64, 64), np.float32)
     fun = functools.partial(loss, layer=jax.checkpoint(layer) if remat else layer)
     ours = compiled(value_and_grad(fun), w, x)
     plain = compiled(jax.value_and_grad(fun), w, x)
     assert ours.cost_analysis()["flops"] <= 1.01 * plain.cost_analysis()["flops"]
     temporary = ours.memory_analysis().temp_size_in_bytes
-    assert temporary <= 1.04 * plain.memory_analysis().temp_size_in_bytes  # logits have one more reader
+    assert (
+        temporary <= 1.04 * plain.memory_analysis().temp_size_in_bytes
+    )  # logits have one more reader
 
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
-    ("loss", "width"), [(scanned, 64), thorough(unrolled, 256), nightly(scanned, 256), nightly(unrolled, 64)]
+    ("loss", "width"),
+    [
+        (scanned, 64),
+        thorough(unrolled, 256),
+        nightly(scanned, 256),
+        nightly(unrolled, 64),
+    ],
 )
 def test_to_the_bit_with_the_optimizations_of_xla(loss, width):
     """A second reader of softmax's maximum would change how XLA fuses, from some 32 tokens on."""
     random = np.random.default_rng(0)
-    shapes = dict.fromkeys("qkv", (2, width, 4, width // 4)) | {"o": (2, 4, width // 4, width)}
-    w = {n: np.float32(random.normal(size=shape) / np.sqrt(width)) for n, shape in shapes.items()}
+    shapes = dict.fromkeys("qkv", (2, width, 4, width // 4)) | {
+        "o": (2, 4, width // 4, width)
+    }
+    w = {
+        n: np.float32(random.normal(size=shape) / np.sqrt(width))
+        for n, shape in shapes.items()
+    }
     x = np.float32(random.normal(size=(2, 64, width)))
     attention = functools.partial(layer, attend=functools.partial(attend, causal=True))
     fun = functools.partial(loss, layer=attention)
@@ -272,7 +334,9 @@ def test_compute_type_stays():
                 offset = jnp.sin(x)
         else:
             space = jax.memory.Space.Device
-            offset = compute_on(jnp.sin, compute_type="device_host", out_memory_spaces=space)(x)
+            offset = compute_on(
+                jnp.sin, compute_type="device_host", out_memory_spaces=space
+            )(x)
         return scanned(w, x + offset)
 
     def count(fun):
@@ -302,9 +366,12 @@ def test_logits_are_measured_without_a_bias(causal):
         (1, w["q"].shape[2], x.shape[1], x.shape[1]), np.float32
     )
     each = functools.partial(
-        layer, attend=functools.partial(dot_product_attention, bias=bias, is_causal=causal)
+        layer,
+        attend=functools.partial(dot_product_attention, bias=bias, is_causal=causal),
     )
-    (_, maxima), _ = jax.jit(value_and_grad(functools.partial(unrolled, layer=each)))(w, x)
+    (_, maxima), _ = jax.jit(value_and_grad(functools.partial(unrolled, layer=each)))(
+        w, x
+    )
     expected = by_hand(w, x, causal).max((0, 1))
     np.testing.assert_allclose(maxima["max_logits"].reshape(-1), expected, rtol=2e-5)
 
@@ -336,11 +403,16 @@ def test_several_losses_are_refused_and_their_sum_is_taken():
     def losses(w, x):
         return unrolled(w, x), unrolled(w, 2 * x)
 
-    with pytest.raises(TypeError, match=r"value_and_grad\(losses\) needs one scalar.*sum of several losses"):
+    with pytest.raises(
+        TypeError,
+        match=r"value_and_grad\(losses\) needs one scalar.*sum of several losses",
+    ):
         value_and_grad(losses)(w, x)
     (loss, maxima), _ = jax.jit(value_and_grad(lambda w, x: sum(losses(w, x))))(w, x)
     np.testing.assert_allclose(loss, sum(losses(w, x)), rtol=1e-6)
-    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, 2 * x).max((0, 1)), rtol=2e-5)
+    np.testing.assert_allclose(
+        maxima["max_logits"], by_hand(w, 2 * x).max((0, 1)), rtol=2e-5
+    )
     (_, (aux, _)), _ = jax.jit(value_and_grad(losses, has_aux=True))(w, x)
     np.testing.assert_allclose(aux, losses(w, x)[1], rtol=1e-6)
 
@@ -351,7 +423,9 @@ def test_parameters_that_the_function_closes_over_are_asked_for():
     def loss(_, x):
         return unrolled(w, x)
 
-    with pytest.raises(ValueError, match=r"loss\): nothing that it returns.*give the parameters"):
+    with pytest.raises(
+        ValueError, match=r"loss\): nothing that it returns.*give the parameters"
+    ):
         value_and_grad(loss)(jnp.ones(3), x)
     assert list(value_and_grad(unrolled)(w, x)[0][1]) == ["max_logits"]
 
@@ -359,18 +433,26 @@ def test_parameters_that_the_function_closes_over_are_asked_for():
 def test_grouped_queries_under_checkpoint():
     """Their heads are in another order in the logits than in the kernel: no constant may say so in the body."""
     shapes = {"q": (16, 4, 8), "k": (16, 2, 8), "v": (16, 2, 8), "o": (4, 8, 16)}
-    w = {n: jax.random.normal(jax.random.key(i), shape) for i, (n, shape) in enumerate(shapes.items())}
+    w = {
+        n: jax.random.normal(jax.random.key(i), shape)
+        for i, (n, shape) in enumerate(shapes.items())
+    }
 
     def attention(w, x):
         q, k, v = (jnp.einsum("btd,dhs->bths", x, w[n]) for n in "qkv")
-        return jnp.einsum("bths,hsd->btd", jax.nn.dot_product_attention(q, k, v), w["o"]), q, k
+        return (
+            jnp.einsum("bths,hsd->btd", jax.nn.dot_product_attention(q, k, v), w["o"]),
+            q,
+            k,
+        )
 
     def loss(wrap, w, x):
         return jnp.mean(wrap(lambda w, x: attention(w, x)[0])(w, x) ** 2)
 
     x = jax.random.normal(jax.random.key(9), (2, 5, 16))
     plain, kept = (
-        jax.jit(value_and_grad(functools.partial(loss, f)))(w, x) for f in (lambda f: f, jax.checkpoint)
+        jax.jit(value_and_grad(functools.partial(loss, f)))(w, x)
+        for f in (lambda f: f, jax.checkpoint)
     )
     _, q, k = attention(w, x)
     want = jnp.einsum("bths,buhs->bhtu", q, jnp.repeat(k, 2, 2)).max((0, 2, 3)) / 8**0.5

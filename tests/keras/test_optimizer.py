@@ -35,7 +35,9 @@ def trained(optimizer, epochs=2, number=0):
         keras.layers.Dense(11, name=f"dense_{number + 2}"),
     ]
     model = keras.Sequential(layers)
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile(
+        optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
     model.fit(
         TOKENS,
         TOKENS[:, 0],
@@ -76,22 +78,34 @@ def test_muon_gets_the_paths():
     optimizer = Optimizer(muonjax.muon(1e-2))
     model = trained(optimizer)
     table = str(muonjax.tabulate(optimizer.params(model.trainable_variables)))
-    assert all(words in table for words in ("2 matrices in 2 leaves", "embedding", "output head"))
+    assert all(
+        words in table
+        for words in ("2 matrices in 2 leaves", "embedding", "output head")
+    )
 
 
 def test_it_moves_as_by_hand():
     optimizer, tx = Optimizer(muonjax.muon(1e-2)), muonjax.muon(1e-2)
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(3)]
+    )
     variables = model.trainable_variables
     optimizer.build(variables)
     params = optimizer.params(variables)
     # Of squares: cosines of equal steps have rank two, and rounding fills the rest.
-    grads = [jnp.cos(jnp.arange(float(v.value.size)) ** 2).reshape(v.shape) for v in variables]
-    updates, _ = jax.jit(tx.update)(optimizer.params(variables, grads), tx.init(params), params)
+    grads = [
+        jnp.cos(jnp.arange(float(v.value.size)) ** 2).reshape(v.shape)
+        for v in variables
+    ]
+    updates, _ = jax.jit(tx.update)(
+        optimizer.params(variables, grads), tx.init(params), params
+    )
     optimizer.apply(grads, variables)
     expected = jax.tree.leaves(optax.apply_updates(params, updates))
-    for x, y in zip(jax.tree.leaves(optimizer.params(variables)), expected, strict=True):
+    for x, y in zip(
+        jax.tree.leaves(optimizer.params(variables)), expected, strict=True
+    ):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
@@ -99,7 +113,9 @@ def test_its_state_is_saved(tmp_path):
     path = str(tmp_path / "model.weights.h5")
     model = trained(Optimizer(muonjax.muon(1e-2)))
     model.save_weights(path)
-    other = trained(Optimizer(muonjax.muon(1e-2)), epochs=1, number=9)  # and "dense_10" < "dense_9"
+    other = trained(
+        Optimizer(muonjax.muon(1e-2)), epochs=1, number=9
+    )  # and "dense_10" < "dense_9"
     other.load_weights(path)
     for x, y in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
         np.testing.assert_array_equal(x, y)

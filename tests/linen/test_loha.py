@@ -33,8 +33,16 @@ class Network(nn.Module):
     @nn.compact
     def __call__(self, x):
         settings = {"rank": 2, "alpha": 5.0}
-        dense = functools.partial(linen_loha.LoHaDense, **settings) if self.adapted else nn.Dense
-        conv = functools.partial(linen_loha.LoHaConv, **settings) if self.adapted else nn.Conv
+        dense = (
+            functools.partial(linen_loha.LoHaDense, **settings)
+            if self.adapted
+            else nn.Dense
+        )
+        conv = (
+            functools.partial(linen_loha.LoHaConv, **settings)
+            if self.adapted
+            else nn.Conv
+        )
         x = dense(8, name="up")(x)
         qkv = linen_loha.loha(**settings) if self.adapted else None
         x = nn.MultiHeadAttention(num_heads=2, qkv_dot_general_cls=qkv)(x)
@@ -42,7 +50,9 @@ class Network(nn.Module):
 
 
 X = jax.random.normal(jax.random.key(5), (2, 5, 8))
-LINEN_LAYERS = {"Conv_0", "up"} | {f"MultiHeadAttention_0/{name}" for name in ("query", "key", "value")}
+LINEN_LAYERS = {"Conv_0", "up"} | {
+    f"MultiHeadAttention_0/{name}" for name in ("query", "key", "value")
+}
 
 
 def adapted_parameters():
@@ -55,7 +65,9 @@ def adapted_parameters():
 def trained(params):
     """Every factor of every adapter moved."""
     mask = adapter_mask(params)
-    return jax.tree.map(lambda trains, a, b: b if trains else a, mask, params, disturb(params))
+    return jax.tree.map(
+        lambda trains, a, b: b if trains else a, mask, params, disturb(params)
+    )
 
 
 @pytest.mark.thorough
@@ -64,12 +76,16 @@ def test_linen_starts_as_the_trained_model_and_merges_into_it():
     want = Network(adapted=False).apply({"params": plain}, X)
     np.testing.assert_allclose(Network().apply({"params": params}, X), want, atol=2e-5)
     flat = flatten_dict(params, sep="/")
-    assert {path.removesuffix("/loha/hada_w1_a") for path in flat if "hada_w1_a" in path} == LINEN_LAYERS
+    assert {
+        path.removesuffix("/loha/hada_w1_a") for path in flat if "hada_w1_a" in path
+    } == LINEN_LAYERS
     params = trained(params)
     adapted = Network().apply({"params": params}, X)
     merged = linen_loha.merge(params)
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
-    np.testing.assert_allclose(Network(adapted=False).apply({"params": merged}, X), adapted, atol=5e-5)
+    np.testing.assert_allclose(
+        Network(adapted=False).apply({"params": merged}, X), adapted, atol=5e-5
+    )
     assert np.abs(merged["up"]["kernel"] - plain["up"]["kernel"]).max() > 0.1
     with pytest.raises(ValueError, match="merged already"):
         linen_loha.merge(merged)
@@ -102,7 +118,11 @@ def test_only_adapters_train_in_linen_by_a_mask():
 def test_linen_routing_knows_the_factors():
     layer = linen_loha.LoHaConv(8, (3,), rank=2)
     numbers = dimension_numbers(layer.init(jax.random.key(0), X)["params"])["loha"]
-    assert numbers["hada_w1_a"] == numbers["hada_w2_b"] == optax.contrib.MuonDimensionNumbers(0, 1)
+    assert (
+        numbers["hada_w1_a"]
+        == numbers["hada_w2_b"]
+        == optax.contrib.MuonDimensionNumbers(0, 1)
+    )
     assert numbers["hada_scale"] is None
 
 
@@ -115,7 +135,9 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
         layer = (
-            linen_loha.LoHaDense(8, rank=2, alpha=3.0, name="up") if self.adapted else nn.Dense(8, name="up")
+            linen_loha.LoHaDense(8, rank=2, alpha=3.0, name="up")
+            if self.adapted
+            else nn.Dense(8, name="up")
         )
         scan = nn.scan(
             lambda layer, x, _: (jnp.tanh(layer(x)), None),

@@ -57,9 +57,13 @@ def check_gradients(exact, run):
     assert relative(dx, g @ (w + weight64(*f, 0.7)).T) < exact
     assert relative(dw, x.T @ g) < exact
     *want, want_scale = gradients64(x.T @ g, *f, 0.7)
-    assert all(relative(one, other) < exact for one, other in zip(got, want, strict=True))
+    assert all(
+        relative(one, other) < exact for one, other in zip(got, want, strict=True)
+    )
     # A sum of as many signs as there are elements cancels: judged by what is summed.
-    assert abs(float(scale) - want_scale) < exact * np.linalg.norm(x.T @ g) * np.linalg.norm(weight64(*f))
+    assert abs(float(scale) - want_scale) < exact * np.linalg.norm(
+        x.T @ g
+    ) * np.linalg.norm(weight64(*f))
 
 
 def test_the_product_and_its_gradients():
@@ -79,7 +83,9 @@ def test_double_precision_stays_double():
 
 def test_forward_mode_is_the_transpose_of_reverse_mode():
     f, rng = as_float32(factors()), np.random.default_rng(7)
-    x, w, g = as_float32([rng.standard_normal(shape) for shape in [(T, M), (M, N), (T, N)]])
+    x, w, g = as_float32(
+        [rng.standard_normal(shape) for shape in [(T, M), (M, N), (T, N)]]
+    )
     tangents = as_float32(factors(seed=8))
     call = functools.partial(hadamard_linear, x, w)
     _, pushed = jax.jvp(call, f, tangents)
@@ -141,11 +147,16 @@ def test_leading_axes_and_no_axes_of_x():
     w = jnp.ones((9, 6))
     for shape in [(9,), (2, 3, 9), (0, 9)]:
         x = jnp.ones(shape)
-        np.testing.assert_allclose(hadamard_linear(x, w, *f), plain(x, w, *f), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            hadamard_linear(x, w, *f), plain(x, w, *f), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_half_precision_rounds_the_weight_once():
-    x, w, *f = (jnp.asarray(a, jnp.bfloat16) for a in (np.eye(64), np.zeros((64, 32)), *factors(64, 32, 4)))
+    x, w, *f = (
+        jnp.asarray(a, jnp.bfloat16)
+        for a in (np.eye(64), np.zeros((64, 32)), *factors(64, 32, 4))
+    )
     want = weight64(*(np.asarray(a, np.float64) for a in f))
     got = hadamard_linear(x, w, *f)
     assert got.dtype == jnp.bfloat16
@@ -163,7 +174,10 @@ def test_a_half_precision_input_is_promoted_as_in_a_plain_product():
     assert got.dtype == jnp.float32
     assert relative(got, np.asarray(x, np.float64) @ (w + weight64(*f))) < 1e-6
     # Half-precision x and w multiply in half precision, also under adapters in single precision.
-    assert hadamard_linear(x, jnp.asarray(w, jnp.bfloat16), *as_float32(f)).dtype == jnp.float32
+    assert (
+        hadamard_linear(x, jnp.asarray(w, jnp.bfloat16), *as_float32(f)).dtype
+        == jnp.float32
+    )
 
 
 def test_a_double_precision_scale_of_single_precision_factors():
@@ -183,13 +197,17 @@ def test_precision_is_that_of_every_product():
             *as_float32(factors(m=9, n=6, r=2)),
         )
     )
-    assert jaxpr.count("dot_general[") == jaxpr.count("HIGHEST") / 2 == 3  # one for each side
+    assert (
+        jaxpr.count("dot_general[") == jaxpr.count("HIGHEST") / 2 == 3
+    )  # one for each side
 
 
 def test_the_derivative_keeps_its_arguments_alone():
     given = as_float32([np.ones((T, M)), np.ones((M, N)), *factors()])
     kept = jax.tree.leaves(jax.vjp(hadamard_linear, *given)[1])
-    assert sorted(leaf.shape for leaf in kept if leaf.ndim) == sorted(a.shape for a in given)
+    assert sorted(leaf.shape for leaf in kept if leaf.ndim) == sorted(
+        a.shape for a in given
+    )
 
 
 def test_the_weight_waits_for_x_and_its_recomputation_for_the_cotangent():
@@ -215,7 +233,9 @@ def test_unrolled_layers_keep_no_matrix(kind):
     def product(x, kernel):
         if not window:
             return x @ kernel
-        return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
 
     def temporary(linear):
         def loss(adapters, kernels, x):
@@ -224,7 +244,13 @@ def test_unrolled_layers_keep_no_matrix(kind):
             return jnp.sum(x**2)
 
         given = adapters, kernels, leaf(1, 8, width)
-        return jax.jit(jax.grad(loss)).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(jax.grad(loss))
+            .lower(*given)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     ours = temporary(lambda x, w, *f: multiply(product, x, w, f, 1.0))
     assert ours < 0.25 * temporary(

@@ -30,10 +30,22 @@ LAYOUTS = {
     "replicated": ((16, 64), PLAIN, P()),
     "experts": ((8, 16, 64), PLAIN, P("fsdp", None, "tensor")),
     "scanned": ((3, 16, 64), PLAIN, P(None, "fsdp", "tensor")),
-    "scanned_last": ((16, 64, 3), MuonDimensionNumbers(0, 1), P("fsdp", "tensor", None)),
+    "scanned_last": (
+        (16, 64, 3),
+        MuonDimensionNumbers(0, 1),
+        P("fsdp", "tensor", None),
+    ),
     "query": ((16, 8, 8), MuonDimensionNumbers(0, (1, 2)), P("fsdp", "tensor", None)),
-    "attention_out": ((8, 8, 16), MuonDimensionNumbers((0, 1), 2), P("tensor", None, "fsdp")),
-    "head_by_head": ((16, 8, 64), MuonDimensionNumbers(0, 2), P("fsdp", "tensor", None)),
+    "attention_out": (
+        (8, 8, 16),
+        MuonDimensionNumbers((0, 1), 2),
+        P("tensor", None, "fsdp"),
+    ),
+    "head_by_head": (
+        (16, 8, 64),
+        MuonDimensionNumbers(0, 2),
+        P("fsdp", "tensor", None),
+    ),
     "fused": ((16, 192), FusedDimensionNumbers(), P("fsdp", "tensor")),
     "remainder": ((15, 64), PLAIN, P("fsdp", None)),
 }
@@ -47,7 +59,10 @@ QUICK = NewtonSchulz(
 
 def tree(names=tuple(LAYOUTS)):
     rng = np.random.default_rng(0)
-    values = {name: rng.standard_normal(LAYOUTS[name][0]).astype(np.float32) for name in LAYOUTS}
+    values = {
+        name: rng.standard_normal(LAYOUTS[name][0]).astype(np.float32)
+        for name in LAYOUTS
+    }
     return {name: jnp.asarray(values[name]) for name in names}
 
 
@@ -65,7 +80,11 @@ def put(values, specs, mesh):
     """On the mesh; where an axis can't be sharded evenly, JAX stores the whole."""
     return {
         name: jax.device_put(
-            x, NamedSharding(mesh, P() if name == "remainder" and mesh.shape["fsdp"] > 1 else specs[name])
+            x,
+            NamedSharding(
+                mesh,
+                P() if name == "remainder" and mesh.shape["fsdp"] > 1 else specs[name],
+            ),
         )
         for name, x in values.items()
     }
@@ -102,7 +121,9 @@ def assigned(tx, params):
 
 
 def orthogonalize(values, numbers, newton_schulz=QUICK, **settings):
-    tx = muonjax.orthogonalize(dimension_numbers=numbers, newton_schulz=newton_schulz, **settings)
+    tx = muonjax.orthogonalize(
+        dimension_numbers=numbers, newton_schulz=newton_schulz, **settings
+    )
     return jax.jit(lambda x: tx.update(x, tx.init(x))[0])(values)
 
 
@@ -112,7 +133,9 @@ def on_one_device(newton_schulz=QUICK):
     return jax.tree.map(np.asarray, orthogonalize(tree(), NUMBERS, newton_schulz))
 
 
-def on_mesh(mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, *, set_mesh=True, divided="auto"):
+def on_mesh(
+    mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, *, set_mesh=True, divided="auto"
+):
     """The layouts' leaves, orthogonalized on the mesh, whose matrices are `divided` by one of `dividing`."""
     values = put(tree(names), SPECS, mesh)
     explicit = AxisType.Explicit in mesh.axis_types
@@ -120,6 +143,9 @@ def on_mesh(mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, *, set_mesh=True, d
     distribution = None if explicit else muonjax.Distribution(mesh, own)
     with under(mesh) if set_mesh else contextlib.nullcontext(), dividing(divided):
         results = orthogonalize(
-            values, {n: NUMBERS[n] for n in names}, newton_schulz, distribution=distribution
+            values,
+            {n: NUMBERS[n] for n in names},
+            newton_schulz,
+            distribution=distribution,
         )
     return values, results

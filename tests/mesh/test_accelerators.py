@@ -19,7 +19,9 @@ from benchmarks.common import ahead_of_time, hlo_counts
 from benchmarks.optimizer import sharding, state_memory
 from tests.mesh.layouts import assigned
 
-QUICK = functools.partial(muonjax.NewtonSchulz, coefficients=muonjax.polar_express(2), deflation=0)
+QUICK = functools.partial(
+    muonjax.NewtonSchulz, coefficients=muonjax.polar_express(2), deflation=0
+)
 OPTIONS = dict(ahead_of_time.CHIPS["H100"].options)
 
 
@@ -28,7 +30,9 @@ def devices(platform):
     if reason := ahead_of_time.missing(platform):
         pytest.skip(reason)
     if platform == "tpu":
-        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name="v5e:2x4"
+        ).devices
     return ahead_of_time.devices(ahead_of_time.CHIPS["H100"], 8)
 
 
@@ -36,7 +40,11 @@ def compiled(platform, case, newton_schulz, axis_type):
     """`orthogonalize` on eight devices of the platform."""
     sizes = tuple(case.mesh_shape.values())
     names = tuple(case.mesh_shape)
-    mesh = Mesh(np.array(devices(platform)).reshape(sizes), names, axis_types=(axis_type,) * len(names))
+    mesh = Mesh(
+        np.array(devices(platform)).reshape(sizes),
+        names,
+        axis_types=(axis_type,) * len(names),
+    )
     auto = axis_type == AxisType.Auto
     tx = muonjax.orthogonalize(
         dimension_numbers=sharding.NUMBERS,
@@ -46,17 +54,25 @@ def compiled(platform, case, newton_schulz, axis_type):
     params = case.params(mesh)
     shardings = jax.tree.map(lambda x: x.sharding, params)
     update = jax.jit(lambda x: tx.update(x, tx.init(x))[0], out_shardings=shardings)
-    return update.lower(params).compile(compiler_options=OPTIONS if platform == "gpu" else None)
+    return update.lower(params).compile(
+        compiler_options=OPTIONS if platform == "gpu" else None
+    )
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize(
-    ("dtype", "mebibytes"), [(None, 10.5), (jnp.float32, 21.0)], ids=["default", "float32"]
+    ("dtype", "mebibytes"),
+    [(None, 10.5), (jnp.float32, 21.0)],
+    ids=["default", "float32"],
 )
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_accelerators_send_half_precision_unless_float32_is_asked_for(platform, dtype, mebibytes, axis_type):
-    program = compiled(platform, sharding.CASES["fsdp"], QUICK(compute_dtype=dtype), axis_type)
+def test_accelerators_send_half_precision_unless_float32_is_asked_for(
+    platform, dtype, mebibytes, axis_type
+):
+    program = compiled(
+        platform, sharding.CASES["fsdp"], QUICK(compute_dtype=dtype), axis_type
+    )
     counts = hlo_counts.count(program, devices=8, unknown_trips=1)
     assert counts.collectives == {"all-to-all": 2}
     assert counts.mebibytes == pytest.approx(mebibytes, rel=0.01)
@@ -65,12 +81,18 @@ def test_accelerators_send_half_precision_unless_float32_is_asked_for(platform, 
 @pytest.mark.nightly
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize(
-    ("name", "collectives"), [("fsdp_tp", 2), ("hsdp", 3), ("replicated", 1), ("experts", 2)]
+    ("name", "collectives"),
+    [("fsdp_tp", 2), ("hsdp", 3), ("replicated", 1), ("experts", 2)],
 )
 def test_the_compiler_sends_what_owners_are_assigned_by(platform, name, collectives):
     case = sharding.CASES[name]
-    counts = hlo_counts.count(compiled(platform, case, QUICK(), AxisType.Auto), devices=8, unknown_trips=1)
-    mesh = Mesh(np.array(devices(platform)).reshape(tuple(case.mesh_shape.values())), tuple(case.mesh_shape))
+    counts = hlo_counts.count(
+        compiled(platform, case, QUICK(), AxisType.Auto), devices=8, unknown_trips=1
+    )
+    mesh = Mesh(
+        np.array(devices(platform)).reshape(tuple(case.mesh_shape.values())),
+        tuple(case.mesh_shape),
+    )
     tx = muonjax.orthogonalize(
         dimension_numbers=sharding.NUMBERS,
         newton_schulz=QUICK(),
@@ -86,10 +108,15 @@ def test_owners_on_a_mesh_of_gpus_run_the_kernel_and_xla_cuts_no_matrix_of_it():
     mesh = Mesh(np.array(devices("gpu")), ("fsdp",))
     specs = {name: P("fsdp", None) for name in "abcdefgh"}
     params = {
-        name: jax.ShapeDtypeStruct((4096, 4096), jnp.float32, sharding=NamedSharding(mesh, spec))
+        name: jax.ShapeDtypeStruct(
+            (4096, 4096), jnp.float32, sharding=NamedSharding(mesh, spec)
+        )
         for name, spec in specs.items()
     }
-    for distribution in (muonjax.Distribution(mesh, specs), None):  # without: XLA cuts the products
+    for distribution in (
+        muonjax.Distribution(mesh, specs),
+        None,
+    ):  # without: XLA cuts the products
         tx = muonjax.orthogonalize(newton_schulz=QUICK(), distribution=distribution)
         update = jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0])
         with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -120,6 +147,8 @@ def test_state_in_host_memory_passes_through_the_device_leaf_by_leaf(case):
     assert row["state_on_device"] <= 64  # counters
     assert row["state_on_host_mib"] == case.count * matrix * (33 / 128 if int8 else 1)
     # Of a GPU only the copies back are seen: its description can't say that arguments are in host memory.
-    assert row["asynchronous"] == case.count * (1 if case.chip == "H100" else 2) * (2 if int8 else 1)
+    assert row["asynchronous"] == case.count * (1 if case.chip == "H100" else 2) * (
+        2 if int8 else 1
+    )
     assert row["synchronous"] == 0
     assert row["added_mib"] <= 2.01 * matrix * (33 / 128 if int8 else 1)

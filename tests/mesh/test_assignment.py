@@ -22,7 +22,13 @@ from tests.mesh.layouts import assigned, dividing
 from tests.tools.products import flops_of
 from tests.tools.views import matrix_view
 
-SPECS = [((), ()), (("fsdp",), ()), ((), ("fsdp",)), (("fsdp",), ("tensor",)), (("tensor", "fsdp"), ())]
+SPECS = [
+    ((), ()),
+    (("fsdp",), ()),
+    ((), ("fsdp",)),
+    (("fsdp",), ("tensor",)),
+    (("tensor", "fsdp"), ()),
+]
 
 
 def leaf(shape, *sharding, dtype="float32") -> ShardedLeaf:
@@ -40,7 +46,10 @@ def cubes(kind, mesh_shape=None) -> float:
 
 def make(leaves, **mesh_shape):
     """One owner for each matrix, by the cost `cubes`."""
-    with dividing("owner"), mock.patch("muonjax._mesh.assignment.seconds_of_unit", cubes):
+    with (
+        dividing("owner"),
+        mock.patch("muonjax._mesh.assignment.seconds_of_unit", cubes),
+    ):
         return assign_owners(leaves, mesh_shape)
 
 
@@ -49,7 +58,9 @@ def loads(rounds, **mesh_shape) -> np.ndarray:
     work = np.zeros(int(np.prod(list(mesh_shape.values()))))
     for one in rounds:
         owners = itertools.chain(*one.replicas)
-        for devices, owned in zip(_owner_devices(one.group, mesh_shape), owners, strict=True):
+        for devices, owned in zip(
+            _owner_devices(one.group, mesh_shape), owners, strict=True
+        ):
             for units in owned:
                 work[devices] += units.count * cubes(units)
     return work
@@ -115,7 +126,9 @@ def test_replicas_divide_the_work():
 
 def test_no_round_is_larger_than_an_index_reaches():
     leaves = [leaf((384, 8192, 32768), ("fsdp",), (), dtype="bfloat16")]
-    with pytest.raises(ValueError, match=r"would get \d+ numbers from another; use more devices"):
+    with pytest.raises(
+        ValueError, match=r"would get \d+ numbers from another; use more devices"
+    ):
         make(leaves, fsdp=4)
     assert len(make(leaves, fsdp=16)) == 1
 
@@ -124,7 +137,9 @@ def test_few_matrices_reach_many_replicas_without_padding():
     """An all-gather would pad three matrices to eight."""
     three = leaf((3, 32, 64), (), ())
     assert sent(make([three], data=8)) == 2 * 3 * 32 * 64 * 4 * 7 / 8
-    assert sent(make([three] * 3, data=8)) == 2 * 32 * 64 * 4 * 7  # nine on eight, each padded to two
+    assert (
+        sent(make([three] * 3, data=8)) == 2 * 32 * 64 * 4 * 7
+    )  # nine on eight, each padded to two
 
 
 def test_llama_8b_on_64_devices():
@@ -137,21 +152,31 @@ def test_llama_8b_on_64_devices():
 
 
 def test_few_matrices_are_shared_by_some_devices_and_many_are_not():
-    four, many = (leaf((count, 1024, 4096), ("fsdp",), ("tensor",)) for count in (4, 64))
+    four, many = (
+        leaf((count, 1024, 4096), ("fsdp",), ("tensor",)) for count in (4, 64)
+    )
     # "tensor" shards the shorter side of this one, and "fsdp" that of the others.
     turned = leaf((128, 32), ("fsdp",), ("tensor",))
-    for leaves, shared_over in [([four], ("tensor",)), ([many], ()), ([four, turned], ())]:
+    for leaves, shared_over in [
+        ([four], ("tensor",)),
+        ([many], ()),
+        ([four, turned], ()),
+    ]:
         rounds = assign_owners(leaves, {"fsdp": 4, "tensor": 2})
         assert [one.group.column_axes for one in rounds] == [shared_over]
 
 
-@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+@pytest.mark.parametrize(
+    ("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")]
+)
 @pytest.mark.parametrize("n", [1024, 2048, 4096])
 def test_the_predicted_products_are_those_of_the_default_settings(platform, dtype, n):
     kind = unit_kind(leaf((1024, n), (), (), dtype=dtype), {"fsdp": 8})
     f = polar_function(muonjax.NewtonSchulz(), Policy(platform))
     flops = flops_of(f, jax.ShapeDtypeStruct((1024, n), "float32"))
-    assert seconds_of_unit(kind, {"fsdp": 8}) == pytest.approx(flops / flops_a_second(dtype), rel=0.2)
+    assert seconds_of_unit(kind, {"fsdp": 8}) == pytest.approx(
+        flops / flops_a_second(dtype), rel=0.2
+    )
 
 
 def test_devices_that_share_a_matrix_send_its_gram_matrix():
@@ -167,7 +192,9 @@ def test_devices_that_share_a_matrix_send_its_gram_matrix():
 def test_what_is_chosen_takes_least_time_in_the_compiled_program(count):
     leaves = {f"x_{i}": ((32, 128), P("fsdp", "tensor")) for i in range(count)}
     case = sharding.CASES["four"]._replace(leaves=leaves)
-    tx = muonjax.orthogonalize(distribution=muonjax.Distribution(case.mesh(), case.specs))
+    tx = muonjax.orthogonalize(
+        distribution=muonjax.Distribution(case.mesh(), case.specs)
+    )
     seconds = {}
     for divided in ("owner", "tensor_parallel", "hybrid"):
         with dividing(divided):

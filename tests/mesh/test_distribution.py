@@ -53,7 +53,9 @@ def test_one_trace_serves_equal_distributions():
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, ("fsdp", "data"))])
 def test_axes_that_the_mesh_lacks(spec):
-    with pytest.raises(ValueError, match=r"at \['a'\] names the axis 'data', but the mesh has only"):
+    with pytest.raises(
+        ValueError, match=r"at \['a'\] names the axis 'data', but the mesh has only"
+    ):
         Distribution(make_mesh(fsdp=8), {"a": spec})
 
 
@@ -61,7 +63,9 @@ def test_values_that_are_no_mesh_or_no_spec():
     for mesh in (jax.devices(), AbstractMesh((8,), ("fsdp",))):
         with pytest.raises(TypeError, match=r"needs a jax.sharding.Mesh"):
             Distribution(mesh, P())  # pyright: ignore
-    with pytest.raises(TypeError, match=r"at \['a'\] holds 'fsdp'; expected a PartitionSpec"):
+    with pytest.raises(
+        TypeError, match=r"at \['a'\] holds 'fsdp'; expected a PartitionSpec"
+    ):
         Distribution(make_mesh(fsdp=8), {"a": "fsdp"})
 
 
@@ -78,7 +82,8 @@ def test_values_that_are_no_mesh_or_no_spec():
 )
 def test_a_mesh_or_a_tree_of_specs_is_no_distribution(call):
     with pytest.raises(
-        TypeError, match=r"\(distribution=Mesh\(...\)\) must be a muonjax.Distribution.*\(mesh, specs\)"
+        TypeError,
+        match=r"\(distribution=Mesh\(...\)\) must be a muonjax.Distribution.*\(mesh, specs\)",
     ):
         call(make_mesh(fsdp=8))
     with pytest.raises(TypeError, match=r"\(distribution=dict\(...\)\) must be"):
@@ -87,9 +92,15 @@ def test_a_mesh_or_a_tree_of_specs_is_no_distribution(call):
 
 def test_specs_that_do_not_fit_the_tree():
     mesh = make_mesh(fsdp=8)
-    with pytest.raises(ValueError, match=r"orthogonalize: the Distribution's param_specs.*neither the tree"):
+    with pytest.raises(
+        ValueError,
+        match=r"orthogonalize: the Distribution's param_specs.*neither the tree",
+    ):
         update({"a": X}, distribution=Distribution(mesh, {"b": P("fsdp")}))
-    with pytest.raises(ValueError, match=r"at \['a'\] shards more axes than the leaf of shape \(16, 64\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"at \['a'\] shards more axes than the leaf of shape \(16, 64\)",
+    ):
         update({"a": X}, distribution=Distribution(mesh, {"a": P(None, None, "fsdp")}))
 
 
@@ -103,7 +114,8 @@ def test_arrays_on_another_mesh():
     few = make_mesh(fsdp=4)
     there = jax.device_put(X, NamedSharding(make_mesh(fsdp=8), P("fsdp")))
     with pytest.raises(
-        ValueError, match=r"has 4 devices, but the arrays are on 8.*make the Distribution with"
+        ValueError,
+        match=r"has 4 devices, but the arrays are on 8.*make the Distribution with",
     ):
         update({"a": there}, distribution=Distribution(few, {"a": P("fsdp")}))
 
@@ -126,7 +138,8 @@ def test_an_auto_mesh_without_a_distribution_warns_once_and_runs_locally():
     x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "tensor")))
     _warn_of.cache_clear()
     with pytest.warns(
-        UserWarning, match=r"pass distribution=muonjax.Distribution.*its axis types are Auto"
+        UserWarning,
+        match=r"pass distribution=muonjax.Distribution.*its axis types are Auto",
     ) as warned:
         y = update({"a": x})["a"]
     assert warned[0].filename == __file__  # the user's line, not ours
@@ -173,20 +186,32 @@ SPEC = st.sampled_from([P("fsdp"), P(None, "fsdp"), P()])
 
 
 @examples(30)
-@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(SIZES, SIZES, SPEC), min_size=1), st.data())
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.tuples(SIZES, SIZES, SPEC), min_size=1),
+    st.data(),
+)
 def test_only_what_has_path_and_shape_of_a_parameter_is_sharded(leaves, data):
     mesh = make_mesh(fsdp=8)
-    params = {"layer": {name: jax.ShapeDtypeStruct((m, n), "float32") for name, (m, n, _) in leaves.items()}}
+    params = {
+        "layer": {
+            name: jax.ShapeDtypeStruct((m, n), "float32")
+            for name, (m, n, _) in leaves.items()
+        }
+    }
     specs = {"layer": {name: spec for name, (_, _, spec) in leaves.items()}}
     shapes = {
-        name: data.draw(st.sampled_from([(m, n), (1, n), (n, m), (m,)])) for name, (m, n, _) in leaves.items()
+        name: data.draw(st.sampled_from([(m, n), (1, n), (n, m), (m,)]))
+        for name, (m, n, _) in leaves.items()
     }
 
     def init(params):
         other = {name: jnp.zeros(shapes[name]) for name in params["layer"]}
         return {
             "momentum": optax.EmptyState(),
-            "inside": ({"layer": {"layer": jax.tree.map(jnp.zeros_like, params["layer"])}}, {"layer": other}),
+            "inside": (
+                {"layer": {"layer": jax.tree.map(jnp.zeros_like, params["layer"])}},
+                {"layer": other},
+            ),
             "alone": {name: jnp.zeros(x.shape) for name, x in params["layer"].items()},
         }
 
@@ -196,7 +221,8 @@ def test_only_what_has_path_and_shape_of_a_parameter_is_sharded(leaves, data):
     for name, (m, n, spec) in leaves.items():
         # An axis that the mesh does not divide is not sharded.
         own = [
-            axis if size % 8 == 0 else None for axis, size in zip([*spec, None, None], (m, n), strict=False)
+            axis if size % 8 == 0 else None
+            for axis, size in zip([*spec, None, None], (m, n), strict=False)
         ]
         assert [*like["layer"]["layer"][name].spec] == own
         assert [*other["layer"][name].spec] == (own if shapes[name] == (m, n) else [])
@@ -207,8 +233,12 @@ def test_arrays_say_how_they_are_sharded():
     mesh = make_mesh(fsdp=8)
     params = {"w": jax.device_put(X, NamedSharding(mesh, P("fsdp"))), "b": jnp.ones(3)}
     found = muonjax.state_shardings(optax.sgd(0.1, momentum=0.9), params)
-    assert found[0].trace == {"w": NamedSharding(mesh, P("fsdp", None)), "b": NamedSharding(mesh, P(None))}
+    assert found[0].trace == {
+        "w": NamedSharding(mesh, P("fsdp", None)),
+        "b": NamedSharding(mesh, P(None)),
+    }
     with pytest.raises(
-        ValueError, match=r"state_shardings\(params\) finds 0 meshes.*give it the distribution"
+        ValueError,
+        match=r"state_shardings\(params\) finds 0 meshes.*give it the distribution",
     ):
         muonjax.state_shardings(optax.sgd(0.1), {"w": np.ones(3)})

@@ -18,7 +18,9 @@ HALF = dataclasses.replace(QUICK, compute_dtype=jnp.bfloat16)
 
 def test_half_precision_is_exchanged_in_half_the_bytes():
     mesh = make_mesh(fsdp=8)
-    x = jax.ShapeDtypeStruct((16, 16, 64), "float32", sharding=NamedSharding(mesh, P(None, "fsdp")))
+    x = jax.ShapeDtypeStruct(
+        (16, 16, 64), "float32", sharding=NamedSharding(mesh, P(None, "fsdp"))
+    )
     numbers = muonjax.MuonDimensionNumbers(1, 2)
     params = {"w": x}
     for settings in (HALF, dataclasses.replace(QUICK, compute_dtype=jnp.float32)):
@@ -27,7 +29,11 @@ def test_half_precision_is_exchanged_in_half_the_bytes():
             dimension_numbers=numbers, newton_schulz=settings, distribution=distribution
         )
         # What is handed to the compiler: on a CPU it may well widen what it is given.
-        text = jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0]).lower(params).as_text()
+        text = (
+            jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0])
+            .lower(params)
+            .as_text()
+        )
         sent = [line for line in text.splitlines() if "stablehlo.all_to_all" in line]
         kind = "bf16" if settings is HALF else "f32"
         assert len(sent) == 2
@@ -41,10 +47,14 @@ def test_rounding_for_the_exchange_takes_results_no_further_from_the_polar_facto
         muonjax.orthogonalize(newton_schulz=HALF, distribution=d)
         for d in (None, muonjax.Distribution(mesh, P("fsdp")))
     ]
-    here, there = (jax.jit(lambda x, t=t: t.update(x, t.init(x))[0])({"w": x})["w"] for t in tx)
+    here, there = (
+        jax.jit(lambda x, t=t: t.update(x, t.init(x))[0])({"w": x})["w"] for t in tx
+    )
     assert there.dtype == jnp.float32
     u, _, vh = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
-    distances = [float(np.linalg.norm(np.asarray(y, np.float64) - u @ vh)) for y in (here, there)]
+    distances = [
+        float(np.linalg.norm(np.asarray(y, np.float64) - u @ vh)) for y in (here, there)
+    ]
     assert distances[1] != distances[0]
     assert distances[1] == pytest.approx(distances[0], rel=0.05)
 
@@ -57,19 +67,31 @@ def test_the_clip_adds_one_maximum(clip):
     kernel = NamedSharding(mesh, P("data", "tensor", None))
     leaf = jax.ShapeDtypeStruct((width, heads, size), "float32", sharding=kernel)
     params = {"attention": {"query": {"kernel": leaf}, "key": {"kernel": leaf}}}
-    x = jax.ShapeDtypeStruct((8, 12, width), "float32", sharding=NamedSharding(mesh, P("data")))
+    x = jax.ShapeDtypeStruct(
+        (8, 12, width), "float32", sharding=NamedSharding(mesh, P("data"))
+    )
     tx = muonjax.qk_clip(1.0, [muonjax.mha_site()])
 
     def step(params, updates, x):
         attention = params["attention"]
-        query, key = (jnp.einsum("btd,dhk->bthk", x, attention[name]["kernel"]) for name in ("query", "key"))
+        query, key = (
+            jnp.einsum("btd,dhk->bthk", x, attention[name]["kernel"])
+            for name in ("query", "key")
+        )
         largest = muonjax.max_logits(query, key, block_q=4, block_k=6)
         if not clip:
             return updates, query
-        return tx.update(updates, tx.init(params), params, max_logits={"attention": largest})[0], query
+        return tx.update(
+            updates, tx.init(params), params, max_logits={"attention": largest}
+        )[0], query
 
-    out = (jax.tree.map(lambda p: p.sharding, params), NamedSharding(mesh, P("data", None, "tensor")))
-    counts = hlo_counts.count(jax.jit(step, out_shardings=out).lower(params, params, x).compile(), devices=8)
+    out = (
+        jax.tree.map(lambda p: p.sharding, params),
+        NamedSharding(mesh, P("data", None, "tensor")),
+    )
+    counts = hlo_counts.count(
+        jax.jit(step, out_shardings=out).lower(params, params, x).compile(), devices=8
+    )
     gathers = {"all-gather": counts.collectives.get("all-gather", 0)}
     assert gathers["all-gather"] <= 2  # the forward pass's own, of two kernels
     assert counts.collectives == gathers | ({"all-reduce": 1} if clip else {})
@@ -94,9 +116,17 @@ def test_the_clip_on_a_mesh_is_the_clip():
         return tx.update(params, tx.init(params), params, max_logits=largest)[0]
 
     expected = jax.jit(step)(params)
-    specs = {"attention": {n: {"kernel": P("data", "tensor")} for n in ("query", "key")}}
+    specs = {
+        "attention": {n: {"kernel": P("data", "tensor")} for n in ("query", "key")}
+    }
     distribution = muonjax.Distribution(mesh, specs)
-    there = jax.tree.map(lambda p: jax.device_put(p, NamedSharding(mesh, P("data", "tensor"))), params)
-    on_mesh = muonjax.muonclip(1e-2, [muonjax.mha_site()], threshold=1.0, distribution=distribution)
+    there = jax.tree.map(
+        lambda p: jax.device_put(p, NamedSharding(mesh, P("data", "tensor"))), params
+    )
+    on_mesh = muonjax.muonclip(
+        1e-2, [muonjax.mha_site()], threshold=1.0, distribution=distribution
+    )
     found = jax.jit(lambda p: step(p, on_mesh))(there)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected
+    )

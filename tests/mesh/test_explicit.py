@@ -33,7 +33,9 @@ SPECS = {
 }
 SITE = muonjax.mha_site()
 HEADS = muonjax.Scale(path="kernel", rank=3, axes=(1,))
-SIZE = muonjax.Site(path="attention/query", scales=(HEADS,), signal="size", threshold=3.0)
+SIZE = muonjax.Site(
+    path="attention/query", scales=(HEADS,), signal="size", threshold=3.0
+)
 
 
 def params():
@@ -50,7 +52,9 @@ def params():
 
 
 def put(tree, specs, mesh):
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
+    return jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs
+    )
 
 
 MATRICES = {"program": NUMBERS, "newton_schulz": QUICK}
@@ -61,13 +65,19 @@ PUBLIC = {
     "ema_nesterov": lambda: muonjax.ema_nesterov(muonjax.muon(1e-3, **MATRICES), 0.5),
     "hyperball": lambda: muonjax.hyperball(0.1, dimension_numbers=NUMBERS),
     "match_rms": lambda: muonjax.match_rms(dimension_numbers=NUMBERS),
-    "monitor": lambda: muonjax.monitor(muonjax.normuon(1e-3, **MATRICES), NUMBERS, every_k=2),
+    "monitor": lambda: muonjax.monitor(
+        muonjax.normuon(1e-3, **MATRICES), NUMBERS, every_k=2
+    ),
     "muon": lambda: muonjax.muon(1e-3, **MATRICES),
-    "muonclip": lambda: muonjax.muonclip(1e-3, SITE, dimension_numbers=NUMBERS, newton_schulz=QUICK),
+    "muonclip": lambda: muonjax.muonclip(
+        1e-3, SITE, dimension_numbers=NUMBERS, newton_schulz=QUICK
+    ),
     "muonh": lambda: muonjax.muonh(1e-3, adam_learning_rate=1e-3, **MATRICES),
     "normalize_neurons": lambda: muonjax.normalize_neurons(dimension_numbers=NUMBERS),
     "normuon": lambda: muonjax.normuon(1e-3, **MATRICES),
-    "orthogonalize": lambda: muonjax.orthogonalize(dimension_numbers=NUMBERS, newton_schulz=QUICK),
+    "orthogonalize": lambda: muonjax.orthogonalize(
+        dimension_numbers=NUMBERS, newton_schulz=QUICK
+    ),
     "qk_clip": lambda: muonjax.qk_clip(100.0, SITE, every_k=2),
     "signal_clip": lambda: muonjax.signal_clip(SIZE),
     "trace": lambda: muonjax.trace(0.9),
@@ -94,10 +104,15 @@ def test_all_public_transformations_are_here():
 
 @pytest.mark.nan("the monitor starts from it")
 @quick("qk_clip")
-@pytest.mark.parametrize("name", [nightly(name) if name in INSIDE_OF_OTHERS else name for name in PUBLIC])
+@pytest.mark.parametrize(
+    "name", [nightly(name) if name in INSIDE_OF_OTHERS else name for name in PUBLIC]
+)
 def test_the_state_is_donated(name):
     """`init` shards each array of the state as `update` returns it, whatever the statistics' sharding."""
-    tx, mesh = optax.with_extra_args_support(PUBLIC[name]()), make_mesh(AxisType.Explicit, a=8)
+    tx, mesh = (
+        optax.with_extra_args_support(PUBLIC[name]()),
+        make_mesh(AxisType.Explicit, a=8),
+    )
     statistics = jax.tree.map(lambda x: jnp.full(8, x), STATISTICS)
     heads = jax.tree.map(lambda _: P("a"), statistics)
 
@@ -116,11 +131,18 @@ def test_the_state_is_donated(name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Some donated buffers were not usable")
         found = train(sharded, put(statistics, heads, mesh), tx.init(sharded))
-        if name in ("monitor", "qk_clip"):  # jitted, and with statistics that are not sharded
+        if name in (
+            "monitor",
+            "qk_clip",
+        ):  # jitted, and with statistics that are not sharded
             init = jax.jit(tx.init, out_shardings=muonjax.state_shardings(tx, sharded))
             train(sharded, statistics, init(sharded))
-    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, atol=3e-6, rtol=1e-5, err_msg=jax.tree_util.keystr(path))
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(
+            x, y, atol=3e-6, rtol=1e-5, err_msg=jax.tree_util.keystr(path)
+        )
     for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(sharded), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
@@ -140,7 +162,11 @@ def test_the_state_is_donated(name):
 def test_parts_that_no_mesh_axis_divides(sizes, spec, parts, set_mesh):
     numbers = {"w": FusedDimensionNumbers(0, 1, parts, 1)}
     w = {
-        "w": jnp.asarray(np.random.default_rng(0).standard_normal((32, np.sum(parts) if parts != 3 else 48)))
+        "w": jnp.asarray(
+            np.random.default_rng(0).standard_normal(
+                (32, np.sum(parts) if parts != 3 else 48)
+            )
+        )
     }
     w = jax.tree.map(lambda x: x.astype(jnp.float32), w)
     mesh = make_mesh(AxisType.Explicit, **sizes)
@@ -155,8 +181,12 @@ def test_parts_that_no_mesh_axis_divides(sizes, spec, parts, set_mesh):
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
         found = step(sharded)
     with jax.enable_x64(True):
-        exact = np.asarray(step(jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), w))["w"])
-    errors = [np.abs(np.asarray(x["w"], np.float64) - exact).max() for x in (found, step(w))]
+        exact = np.asarray(
+            step(jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), w))["w"]
+        )
+    errors = [
+        np.abs(np.asarray(x["w"], np.float64) - exact).max() for x in (found, step(w))
+    ]
     assert errors[0] <= 2 * errors[1] + 1e-7  # of one device
     assert errors[1] < 2e-6
     assert found["w"].sharding.is_equivalent_to(sharded["w"].sharding, 2)

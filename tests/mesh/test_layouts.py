@@ -38,7 +38,9 @@ def check(results, names=tuple(LAYOUTS), newton_schulz=QUICK, atol=2e-6):
     # Of entries of about 0.3: float32's own rounding, in another order.
     expected = on_one_device(newton_schulz)
     for name in names:
-        np.testing.assert_allclose(results[name], expected[name], atol=atol, rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            results[name], expected[name], atol=atol, rtol=0, err_msg=name
+        )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,9 @@ def check(results, names=tuple(LAYOUTS), newton_schulz=QUICK, atol=2e-6):
 def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz, meshes):
     found = []
     for sizes in meshes:
-        values, results = on_mesh(make_mesh(**sizes), names, newton_schulz, divided="owner")
+        values, results = on_mesh(
+            make_mesh(**sizes), names, newton_schulz, divided="owner"
+        )
         check(results, names, newton_schulz)
         for name, x in values.items():
             assert results[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
@@ -66,8 +70,21 @@ def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz, meshes):
 @pytest.mark.parametrize("divided", ["tensor_parallel", "hybrid", nightly("auto")])
 def test_several_devices_share_a_matrix(divided):
     # All of the iteration, for here it sums over the mesh.
-    names = ("rows", "both", "tall", "experts", "query", "one_axis_twice_turned", "fused")
-    _, results = on_mesh(make_mesh(fsdp=4, tensor=2), names, newton_schulz=NewtonSchulz(), divided=divided)
+    names = (
+        "rows",
+        "both",
+        "tall",
+        "experts",
+        "query",
+        "one_axis_twice_turned",
+        "fused",
+    )
+    _, results = on_mesh(
+        make_mesh(fsdp=4, tensor=2),
+        names,
+        newton_schulz=NewtonSchulz(),
+        divided=divided,
+    )
     check(results, names, newton_schulz=NewtonSchulz(), atol=5e-6)
 
 
@@ -85,14 +102,22 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
     monkeypatch.setattr(_xla, "shared_product", counted)
     for worth in (False, True):
         flops = 0.0 if worth else np.inf
-        monkeypatch.setattr("muonjax._common.platform.flops_a_second", lambda _, flops=flops: flops)
+        monkeypatch.setattr(
+            "muonjax._common.platform.flops_a_second", lambda _, flops=flops: flops
+        )
         products.clear()
-        found.append(on_mesh(make_mesh(fsdp=4, tensor=2), names, settings, divided="tensor_parallel")[1])
+        found.append(
+            on_mesh(
+                make_mesh(fsdp=4, tensor=2), names, settings, divided="tensor_parallel"
+            )[1]
+        )
         assert bool(products) == worth
     each, shared = found
     for name in names:
         tolerance = 5e-6 if compute_dtype is None else 0.02
-        np.testing.assert_allclose(shared[name], each[name], atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            shared[name], each[name], atol=tolerance, err_msg=name
+        )
 
 
 @pytest.mark.thorough
@@ -103,7 +128,13 @@ def test_replicas_divide_the_work():
 
 @quick("sizes0", "sizes1")
 @pytest.mark.parametrize(
-    "sizes", [{"data": 8}, {"replica": 8, "fsdp": 1}, {"replica": 4, "fsdp": 2}, {"replica": 4, "tensor": 2}]
+    "sizes",
+    [
+        {"data": 8},
+        {"replica": 8, "fsdp": 1},
+        {"replica": 4, "fsdp": 2},
+        {"replica": 4, "tensor": 2},
+    ],
 )
 def test_few_matrices_on_many_replicas(sizes):
     """Fewer than half of the replicas own a matrix: the results are summed with zeros."""
@@ -115,7 +146,9 @@ def test_few_matrices_on_many_replicas(sizes):
     distribution = muonjax.Distribution(mesh, specs)
     numbers = {name: NUMBERS[name] for name in specs}
     values = put(tree(tuple(specs)), specs, mesh)
-    tx = muonjax.orthogonalize(dimension_numbers=numbers, newton_schulz=QUICK, distribution=distribution)
+    tx = muonjax.orthogonalize(
+        dimension_numbers=numbers, newton_schulz=QUICK, distribution=distribution
+    )
     update = jax.jit(lambda x: tx.update(x, tx.init(x))[0])
     with dividing("owner"):
         assert "all-reduce" in update.lower(values).compile().as_text()
@@ -131,7 +164,9 @@ def test_few_matrices_on_many_replicas(sizes):
     [(1, 1, False), (4, 2, True), nightly(1, 2, True), nightly(4, 1, False)],
 )
 def test_explicit_axes_need_no_distribution(fsdp, tensor, set_mesh):
-    names = [name for name in LAYOUTS if name != "remainder" or fsdp == 1]  # JAX refuses to shard it unevenly
+    names = [
+        name for name in LAYOUTS if name != "remainder" or fsdp == 1
+    ]  # JAX refuses to shard it unevenly
     mesh = make_mesh(AxisType.Explicit, fsdp=fsdp, tensor=tensor)
     values, results = on_mesh(mesh, names, set_mesh=set_mesh)
     check(results, names)
@@ -175,20 +210,30 @@ def test_muon_on_explicit_axes_of_size_one(fsdp, tensor, jit):
     tx = muonjax.muon(1e-3, newton_schulz=QUICK)
     update = jax.jit(tx.update) if jit else tx.update
     expected, _ = update(params, tx.init(params), params)
-    sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+    sharded = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs
+    )
     found, _ = update(sharded, tx.init(sharded), sharded)
-    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_allclose(x, y, atol=1e-8, err_msg=jax.tree_util.keystr(path))
-    jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), found, sharded)
+    jax.tree.map(
+        lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), found, sharded
+    )
 
 
 def test_a_distribution_over_explicit_axes():
     mesh = make_mesh(AxisType.Explicit, fsdp=4, tensor=2)
     values = put(tree(MATRICES), SPECS, mesh)
-    other = {name: P(*reversed(SPECS[name])) for name in ("rows", "both", "tall")} | {"experts": P()}
+    other = {name: P(*reversed(SPECS[name])) for name in ("rows", "both", "tall")} | {
+        "experts": P()
+    }
     with jax.set_mesh(mesh):
         results = orthogonalize(
-            values, {n: NUMBERS[n] for n in MATRICES}, distribution=muonjax.Distribution(mesh, other)
+            values,
+            {n: NUMBERS[n] for n in MATRICES},
+            distribution=muonjax.Distribution(mesh, other),
         )
     check(results, MATRICES)
     for name, x in values.items():
@@ -225,7 +270,9 @@ def test_wrong_specs_cost_a_reshard_and_nothing_else():
         "experts": P("tensor"),
     }
     results = orthogonalize(
-        values, {n: NUMBERS[n] for n in MATRICES}, distribution=muonjax.Distribution(mesh, wrong)
+        values,
+        {n: NUMBERS[n] for n in MATRICES},
+        distribution=muonjax.Distribution(mesh, wrong),
     )
     check(results, MATRICES)
 
@@ -236,7 +283,9 @@ def test_numpy_arrays_and_a_mesh_set_outside():
     values = {name: np.asarray(x) for name, x in tree(MATRICES).items()}
     distribution = muonjax.Distribution(mesh, {name: SPECS[name] for name in MATRICES})
     with jax.set_mesh(mesh):
-        results = orthogonalize(values, {n: NUMBERS[n] for n in MATRICES}, distribution=distribution)
+        results = orthogonalize(
+            values, {n: NUMBERS[n] for n in MATRICES}, distribution=distribution
+        )
     check(results, MATRICES)
 
 
@@ -245,7 +294,10 @@ def test_numpy_arrays_and_a_mesh_set_outside():
 def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
     mesh = make_mesh(fsdp=8)
     rng = np.random.default_rng(1)
-    x = {f"{i}": jnp.asarray(rng.standard_normal((16, 64)), jnp.float32) for i in range(4)}
+    x = {
+        f"{i}": jnp.asarray(rng.standard_normal((16, 64)), jnp.float32)
+        for i in range(4)
+    }
     x["1"] = jnp.zeros_like(x["1"])
     x["2"] = x["2"].at[3, 5].set(jnp.nan)
     x["half"] = x["0"].astype(jnp.bfloat16)
@@ -256,7 +308,10 @@ def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
     for name in x:
         assert results[name].dtype == x[name].dtype
         np.testing.assert_allclose(
-            results[name].astype(jnp.float32), expected[name].astype(jnp.float32), atol=2e-6, err_msg=name
+            results[name].astype(jnp.float32),
+            expected[name].astype(jnp.float32),
+            atol=2e-6,
+            err_msg=name,
         )
     assert not np.asarray(results["1"]).any()
     assert np.isnan(results["2"]).all()
@@ -301,4 +356,6 @@ def test_twenty_steps_of_muon_drift_less_than_a_millionth(axis_type):
         with jax.set_mesh(mesh):
             found = train(sharded)
     for name in start:
-        np.testing.assert_allclose(found[name], expected[name], atol=1e-6, rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], expected[name], atol=1e-6, rtol=0, err_msg=name
+        )

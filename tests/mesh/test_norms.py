@@ -14,7 +14,9 @@ from tests.mesh.layouts import NUMBERS, SPECS, make_mesh, put, tree, under
 
 MEMBERS = {
     "hyperball": lambda numbers: muonjax.hyperball(0.1, dimension_numbers=numbers),
-    "normalize_neurons": lambda numbers: muonjax.normalize_neurons(dimension_numbers=numbers),
+    "normalize_neurons": lambda numbers: muonjax.normalize_neurons(
+        dimension_numbers=numbers
+    ),
 }
 
 
@@ -54,9 +56,13 @@ def test_every_layout_gives_what_one_device_gives(member, sizes, axis_type):
     params, tx, mesh = tree(), make(member, NUMBERS), make_mesh(axis_type, **sizes)
     with under(mesh):
         sharded = put(params, SPECS, mesh)
-        found, _ = step(tx)(put(turned(params), SPECS, mesh), jax.jit(tx.init)(sharded), sharded)
+        found, _ = step(tx)(
+            put(turned(params), SPECS, mesh), jax.jit(tx.init)(sharded), sharded
+        )
     for name, want in on_one_device(member).items():
-        np.testing.assert_allclose(found[name], want, rtol=1e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], want, rtol=1e-6, atol=1e-6, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("member", MEMBERS)

@@ -12,8 +12,23 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-EXAMPLE = pathlib.Path(__file__).parent.parent.parent / "examples" / "train_transformer.py"
-TINY = ["--layers", "1", "--width", "16", "--heads", "4", "--context", "16", "--batch", "4", "--sample", "0"]
+EXAMPLE = (
+    pathlib.Path(__file__).parent.parent.parent / "examples" / "train_transformer.py"
+)
+TINY = [
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "4",
+    "--context",
+    "16",
+    "--batch",
+    "4",
+    "--sample",
+    "0",
+]
 TINY += ["--steps", "12", "--checkpoint-every", "4", "--eval-every", "12", "--quiet"]
 # Lower than the example's own: the gradients differ in their last digits, for each mesh sums in another order.
 TINY += ["--learning-rate", "1e-3"]
@@ -32,7 +47,10 @@ def start_two(*arguments):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    return [start(*arguments, "--coordinator", address, "--processes", 2, "--process", i) for i in range(2)]
+    return [
+        start(*arguments, "--coordinator", address, "--processes", 2, "--process", i)
+        for i in range(2)
+    ]
 
 
 def finish(*processes):
@@ -56,13 +74,20 @@ def parameters(out):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1800)  # only for what hangs: it takes one to two minutes on an idle machine
-def test_two_processes_killed_and_restarted_onto_another_mesh_end_where_one_does(tmp_path):
+@pytest.mark.timeout(
+    1800
+)  # only for what hangs: it takes one to two minutes on an idle machine
+def test_two_processes_killed_and_restarted_onto_another_mesh_end_where_one_does(
+    tmp_path,
+):
     alone, two = tmp_path / "alone", tmp_path / "two"
     finish(start("--mesh", "fsdp=4,tensor=2", "--out", alone))
 
     processes = start_two("--mesh", "fsdp=4,tensor=2", "--out", two)
-    while all(p.poll() is None for p in processes) and not (two / "checkpoints" / "4").exists():
+    while (
+        all(p.poll() is None for p in processes)
+        and not (two / "checkpoints" / "4").exists()
+    ):
         time.sleep(0.05)
     for process in processes:
         process.send_signal(signal.SIGKILL)
@@ -75,12 +100,19 @@ def test_two_processes_killed_and_restarted_onto_another_mesh_end_where_one_does
 
     expected, found = parameters(alone), parameters(two)
     assert len(jax.tree.leaves(expected)) == 12
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=0), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6, rtol=0),
+        found,
+        expected,
+    )
 
 
 @pytest.mark.thorough
 def test_a_mesh_that_does_not_fit_is_refused():
-    for mesh, says in (("data=8", "not of the form"), ("fsdp=3", "fsdp must divide --batch")):
+    for mesh, says in (
+        ("data=8", "not of the form"),
+        ("fsdp=3", "fsdp must divide --batch"),
+    ):
         process = start("--mesh", mesh)
         output = process.communicate()[0]
         assert process.returncode == 2

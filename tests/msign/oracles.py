@@ -31,7 +31,9 @@ def svd_derivative(x, direction, rows=None):
         ratio = f / s
     close = np.abs(s[:, None] - s) < 1e-9 * (s[:, None] + s) + 1e-15
     minus = np.where(close, (slope[:, None] + slope) / 2, minus)
-    if rows is not None:  # the limit of every divided difference at zero is the slope there
+    if (
+        rows is not None
+    ):  # the limit of every divided difference at zero is the slope there
         slope_at_zero = np.prod([row[0] for row in rows])
         plus = np.where(s[:, None] + s < 1e-14, slope_at_zero, plus)
         ratio = np.where(s < 1e-14, slope_at_zero, ratio)

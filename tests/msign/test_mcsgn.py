@@ -21,7 +21,9 @@ relative = msign_oracles.relative
 def with_eigenvalues(eigenvalues, seed=0, skewness=0.3):
     """P L P^-1 and its sign P sign(L) P^-1. Built, not computed: general sign functions lose small eigenvalues."""
     n = len(eigenvalues)
-    p = np.eye(n) + skewness * np.random.default_rng(seed).standard_normal((n, n)) / np.sqrt(n)
+    p = np.eye(n) + skewness * np.random.default_rng(seed).standard_normal(
+        (n, n)
+    ) / np.sqrt(n)
     inverse = np.linalg.inv(p)
     return (p * eigenvalues) @ inverse, (p * np.sign(eigenvalues)) @ inverse
 
@@ -30,7 +32,9 @@ EIGENVALUES = np.array([1.0, -0.8, 0.6, -0.4, 0.3])
 
 
 def test_value():
-    x, sign = with_eigenvalues(np.r_[np.geomspace(1, 1e-2, 20), -np.geomspace(1, 1e-2, 12)])
+    x, sign = with_eigenvalues(
+        np.r_[np.geomspace(1, 1e-2, 20), -np.geomspace(1, 1e-2, 12)]
+    )
     assert relative(mcsgn(jnp.asarray(x, jnp.float32)), sign) < 1e-4
     with jax.enable_x64(True):
         assert relative(mcsgn(jnp.asarray(x)), sign) < 1e-11
@@ -55,7 +59,9 @@ def test_it_is_msign_on_symmetric_matrices_in_value_and_derivatives():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("rows", [thorough(polar_express(8) + oracles.CLASSICAL * 2), JORDAN * 5])
+@pytest.mark.parametrize(
+    "rows", [thorough(polar_express(8) + oracles.CLASSICAL * 2), JORDAN * 5]
+)
 def test_all_derivatives_are_those_of_the_steps(rows):
     f = functools.partial(mcsgn, coefficients=rows)
 
@@ -75,7 +81,9 @@ def test_all_derivatives_are_those_of_the_steps(rows):
         assert relative(jax.jit(jax.jacfwd(loss(f)))(x), exact) < 1e-12
         batch = jnp.stack([x, 2 * x.T])
         np.testing.assert_allclose(
-            jax.jit(jax.vmap(gradient))(batch), jnp.stack([gradient(v) for v in batch]), atol=1e-10
+            jax.jit(jax.vmap(gradient))(batch),
+            jnp.stack([gradient(v) for v in batch]),
+            atol=1e-10,
         )
 
 
@@ -104,10 +112,14 @@ def test_third_derivatives():
         x = jnp.asarray(with_eigenvalues(EIGENVALUES[:3])[0])
 
         def third(g):
-            return jax.jit(jax.jacfwd(jax.hessian(lambda x: jnp.sum(jnp.sin(g(x)) * x))))(x)
+            return jax.jit(
+                jax.jacfwd(jax.hessian(lambda x: jnp.sum(jnp.sin(g(x)) * x)))
+            )(x)
 
         plain = third(lambda x: _iterate(_unit(x)[0], jnp.asarray(rows), dot))
-        assert relative(third(functools.partial(mcsgn, coefficients=rows)), plain) < 1e-9
+        assert (
+            relative(third(functools.partial(mcsgn, coefficients=rows)), plain) < 1e-9
+        )
 
 
 @pytest.mark.thorough
@@ -123,7 +135,9 @@ def test_the_adjoint_is_the_derivative_at_the_transpose():
     with jax.enable_x64(True):
         x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
         v = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape))
-        np.testing.assert_allclose(jax.vjp(mcsgn, x)[1](v)[0], jax.jvp(mcsgn, (x.T,), (v,))[1], atol=1e-9)
+        np.testing.assert_allclose(
+            jax.vjp(mcsgn, x)[1](v)[0], jax.jvp(mcsgn, (x.T,), (v,))[1], atol=1e-9
+        )
 
 
 @pytest.mark.thorough
@@ -133,9 +147,13 @@ def test_scale_zero_and_the_edge_of_the_domain():
     y = mcsgn(x)
     np.testing.assert_array_equal(mcsgn(x * 2.0**90), y)
     np.testing.assert_array_equal(mcsgn(x * 2.0**-90), y)
-    rotation = jnp.array([[0.0, -1.0], [1.0, 0.0]])  # eigenvalues ±i, trace of the square -2
+    rotation = jnp.array(
+        [[0.0, -1.0], [1.0, 0.0]]
+    )  # eigenvalues ±i, trace of the square -2
     nilpotent = jnp.array([[0.0, 1.0], [0.0, 0.0]])
-    batch = jnp.stack([rotation, nilpotent, jnp.zeros((2, 2)), jnp.eye(2), jnp.full((2, 2), jnp.nan)])
+    batch = jnp.stack(
+        [rotation, nilpotent, jnp.zeros((2, 2)), jnp.eye(2), jnp.full((2, 2), jnp.nan)]
+    )
     y, g = jax.jit(lambda x: (mcsgn(x), jax.grad(lambda x: mcsgn(x).sum())(x)))(batch)
     assert np.all(np.isnan(y[:2]))
     assert np.all(np.isnan(y[4]))
@@ -154,33 +172,63 @@ def definite(n, condition, seed):
 def test_sylvester():
     a, b = definite(6, 30, 0), definite(4, 30, 1)
     c = np.random.default_rng(2).standard_normal((6, 4))
-    exact = np.linalg.solve(np.kron(a, np.eye(4)) + np.kron(np.eye(6), b), c.ravel()).reshape(6, 4)
+    exact = np.linalg.solve(
+        np.kron(a, np.eye(4)) + np.kron(np.eye(6), b), c.ravel()
+    ).reshape(6, 4)
     solve = jax.jit(sylvester)
-    assert relative(solve(*(jnp.asarray(v, jnp.float32) for v in (a, b, c))), exact) < 1e-4
-    small = solve(*(jnp.asarray(v, jnp.float32) for v in (a * 1e-3, b * 1e-3, c * 1e25)))
+    assert (
+        relative(solve(*(jnp.asarray(v, jnp.float32) for v in (a, b, c))), exact) < 1e-4
+    )
+    small = solve(
+        *(jnp.asarray(v, jnp.float32) for v in (a * 1e-3, b * 1e-3, c * 1e25))
+    )
     assert relative(np.asarray(small, np.float64), exact * 1e28) < 1e-4
     with jax.enable_x64(True):
         a, b, c = jnp.asarray(a), jnp.asarray(b), jnp.asarray(c)
         assert relative(solve(a, b, c), exact) < 1e-12
-        stacked = jax.jit(jax.vmap(sylvester, in_axes=(None, None, 0)))(a, b, jnp.stack([c, 2 * c]))
+        stacked = jax.jit(jax.vmap(sylvester, in_axes=(None, None, 0)))(
+            a, b, jnp.stack([c, 2 * c])
+        )
         np.testing.assert_allclose(stacked[1], 2 * exact, atol=1e-10)
-        np.testing.assert_allclose(solve(a, b, jnp.stack([c, 2 * c])), stacked, atol=1e-12)
+        np.testing.assert_allclose(
+            solve(a, b, jnp.stack([c, 2 * c])), stacked, atol=1e-12
+        )
 
 
-@pytest.mark.parametrize(("order", "modes"), [(1, ("rev",)), thorough(2, ("fwd", "rev"))])
+@pytest.mark.parametrize(
+    ("order", "modes"), [(1, ("rev",)), thorough(2, ("fwd", "rev"))]
+)
 def test_derivatives_of_sylvester(order, modes):
     c = np.random.default_rng(2).standard_normal((6, 4))
     with jax.enable_x64(True):
-        a, b, c = jnp.asarray(definite(6, 30, 0) + np.eye(6)), jnp.asarray(definite(4, 30, 1)), jnp.asarray(c)
-        check_grads(jax.jit(sylvester), (a, b, c), order, modes, atol=1e-6, rtol=1e-6, eps=2e-5)
+        a, b, c = (
+            jnp.asarray(definite(6, 30, 0) + np.eye(6)),
+            jnp.asarray(definite(4, 30, 1)),
+            jnp.asarray(c),
+        )
+        check_grads(
+            jax.jit(sylvester), (a, b, c), order, modes, atol=1e-6, rtol=1e-6, eps=2e-5
+        )
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: mcsgn(jnp.ones((2, 2), jnp.complex64)), TypeError, r"mcsgn\(x\) needs a real"),
-        (lambda: mcsgn(jnp.ones((2, 3))), ValueError, r"square matrices, got shape \(2, 3\)"),
-        (lambda: sylvester(jnp.eye(2), jnp.eye(3), jnp.ones((3, 2))), ValueError, r"swap a and b"),
+        (
+            lambda: mcsgn(jnp.ones((2, 2), jnp.complex64)),
+            TypeError,
+            r"mcsgn\(x\) needs a real",
+        ),
+        (
+            lambda: mcsgn(jnp.ones((2, 3))),
+            ValueError,
+            r"square matrices, got shape \(2, 3\)",
+        ),
+        (
+            lambda: sylvester(jnp.eye(2), jnp.eye(3), jnp.ones((3, 2))),
+            ValueError,
+            r"swap a and b",
+        ),
         (
             lambda: mcsgn(jnp.eye(2), precision=["high"]),
             ValueError,
@@ -192,9 +240,15 @@ def test_derivatives_of_sylvester(order, modes):
             r"sylvester\(precision='x'\) is unk",
         ),
         (lambda: mcsgn(None), TypeError, r"mcsgn\(x=None\) must be an array"),
-        (lambda: sylvester(jnp.eye(2), "b", jnp.eye(2)), TypeError, r"sylvester\(b='b'\) must be an array"),
         (
-            lambda: sylvester(jnp.ones((2, 1, 1)), jnp.ones((3, 1, 1)), jnp.ones((1, 1))),
+            lambda: sylvester(jnp.eye(2), "b", jnp.eye(2)),
+            TypeError,
+            r"sylvester\(b='b'\) must be an array",
+        ),
+        (
+            lambda: sylvester(
+                jnp.ones((2, 1, 1)), jnp.ones((3, 1, 1)), jnp.ones((1, 1))
+            ),
             ValueError,
             r"equal batch",
         ),

@@ -22,7 +22,9 @@ relative = msign_oracles.relative
 def matrix(m, n, condition, seed=0):
     """Log-spaced singular values from 1 to 1 / condition."""
     short = min(m, n)
-    return oracles.with_spectrum(np.geomspace(1, 1 / condition, short), max(m, n), seed, tall=m > n)
+    return oracles.with_spectrum(
+        np.geomspace(1, 1 / condition, short), max(m, n), seed, tall=m > n
+    )
 
 
 def random(shape, seed=1):
@@ -44,12 +46,15 @@ def test_the_default_is_converged_in_float32_at_condition_1e3(shape):
     for mode in MODES:
         error = oracles.polar_error(msign(x, gradient=mode), np.asarray(x, np.float64))
         # Rounding x itself moves the polar factor of such a matrix by 1e-6: LAPACK's SVD in float32 is the measure.
-        u, _, vt = (np.asarray(v, np.float64) for v in jnp.linalg.svd(x, full_matrices=False))
+        u, _, vt = (
+            np.asarray(v, np.float64) for v in jnp.linalg.svd(x, full_matrices=False)
+        )
         assert error < min(1e-5, oracles.polar_error(u @ vt, np.asarray(x, np.float64)))
         with jax.enable_x64(True):
             assert (
                 oracles.polar_error(
-                    msign(jnp.asarray(x, jnp.float64), gradient=mode), np.asarray(x, np.float64)
+                    msign(jnp.asarray(x, jnp.float64), gradient=mode),
+                    np.asarray(x, np.float64),
                 )
                 < 1e-11
             )
@@ -61,7 +66,9 @@ def test_little_is_rounded_where_singular_values_are_alike(shape, dtype, most):
     """Products of the Gram matrix itself, not of its distance from its mean, lose two to seven times as much."""
     x = jnp.asarray(matrix(*shape, 3), dtype)
     y = msign(x, coefficients=polar_express(8))
-    assert oracles.polar_error(np.asarray(y, np.float64), np.asarray(x, np.float64)) < most
+    assert (
+        oracles.polar_error(np.asarray(y, np.float64), np.asarray(x, np.float64)) < most
+    )
 
 
 def test_the_default_schedule_reaches_1e_5():
@@ -72,10 +79,14 @@ def test_the_default_schedule_reaches_1e_5():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows", [polar_express(5), 5 * JORDAN, JORDAN], ids=["5", "JORDAN5", "JORDAN"])
+@pytest.mark.parametrize(
+    "rows", [polar_express(5), 5 * JORDAN, JORDAN], ids=["5", "JORDAN5", "JORDAN"]
+)
 def test_the_rows_that_run(mode, rows):
     x = random((2, 6, 9))
-    polish = 8 if mode == "polar" else 0  # for its derivative alone: the value is that of the rows
+    polish = (
+        8 if mode == "polar" else 0
+    )  # for its derivative alone: the value is that of the rows
     f = functools.partial(msign, coefficients=rows, gradient=mode, polish=polish)
     y = f(jnp.asarray(x, jnp.float32))
     expected = np.stack([oracles.newton_schulz(v, rows) for v in x])
@@ -104,7 +115,11 @@ def test_scale_batch_and_orientation_do_not_matter(mode):
 
 @pytest.mark.parametrize(
     ("dtype", "mode"),
-    [(jnp.bfloat16, "polar"), (jnp.bfloat16, "autodiff"), thorough(jnp.float16, "polynomial")],
+    [
+        (jnp.bfloat16, "polar"),
+        (jnp.bfloat16, "autodiff"),
+        thorough(jnp.float16, "polynomial"),
+    ],
 )
 def test_a_zero_matrix_has_value_zero_and_gradient_zero(dtype, mode):
     f = functools.partial(msign, gradient=mode)
@@ -121,7 +136,8 @@ def test_a_zero_matrix_has_value_zero_and_gradient_zero(dtype, mode):
 
 @pytest.mark.nan
 @pytest.mark.parametrize(
-    ("bad", "mode"), [(np.inf, "polar"), thorough(np.nan, "polynomial"), thorough(-np.inf, "autodiff")]
+    ("bad", "mode"),
+    [(np.inf, "polar"), thorough(np.nan, "polynomial"), thorough(-np.inf, "autodiff")],
 )
 def test_nan_and_infinity_stay_in_their_matrix_and_are_not_hidden(bad, mode):
     x = random((2, 3, 5)).astype(np.float32)
@@ -147,7 +163,11 @@ def test_an_empty_matrix_is_itself():
     [
         ((32, 80), polar_express(8)),
         thorough((48, 48), JORDAN * 5),
-        *(nightly(shape, rows) for shape in ((48, 48), (80, 32)) for rows in (polar_express(8), JORDAN * 5)),
+        *(
+            nightly(shape, rows)
+            for shape in ((48, 48), (80, 32))
+            for rows in (polar_express(8), JORDAN * 5)
+        ),
     ],
 )
 def test_polynomial_gradient(shape, rows):
@@ -155,7 +175,13 @@ def test_polynomial_gradient(shape, rows):
         x, c = matrix(*shape, condition, seed), random(shape)
         expected = msign_oracles.svd_derivative(x, c, rows)
         f = functools.partial(msign, coefficients=rows, gradient="polynomial")
-        assert relative(vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)), expected) < 5e-5
+        assert (
+            relative(
+                vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)),
+                expected,
+            )
+            < 5e-5
+        )
         with jax.enable_x64(True):
             assert relative(vjp(f, jnp.asarray(x), jnp.asarray(c)), expected) < 1e-12
 
@@ -165,11 +191,18 @@ def test_polynomial_gradient_of_few_steps(steps):
     """A last turn alone, of one or two steps; and an odd step before it."""
     x, c = random((6, 20)), random((6, 20), 2)
     with jax.enable_x64(True):
-        g = vjp(functools.partial(msign, coefficients=steps * JORDAN), jnp.asarray(x), jnp.asarray(c))
+        g = vjp(
+            functools.partial(msign, coefficients=steps * JORDAN),
+            jnp.asarray(x),
+            jnp.asarray(c),
+        )
     assert relative(g, msign_oracles.svd_derivative(x, c, JORDAN * steps)) < 1e-12
 
 
-FIVE, EIGHT = {"coefficients": polar_express(5), "polish": 3}, {"coefficients": polar_express(8)}
+FIVE, EIGHT = (
+    {"coefficients": polar_express(5), "polish": 3},
+    {"coefficients": polar_express(8)},
+)
 
 
 @pytest.mark.parametrize(("shape", "options"), [
@@ -185,18 +218,27 @@ def test_polar_gradient(shape, options):
         x, c = matrix(*shape, condition), random(shape)
         expected = msign_oracles.svd_derivative(x, c)
         f = functools.partial(msign, gradient="polar", **options)
-        assert relative(vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)), expected) < single
+        assert (
+            relative(
+                vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)),
+                expected,
+            )
+            < single
+        )
         with jax.enable_x64(True):
             assert relative(vjp(f, jnp.asarray(x), jnp.asarray(c)), expected) < exact
 
 
 @pytest.mark.parametrize(
-    ("steps", "polish", "most"), [(1, 8, 1e-9), (3, 3, 5e-3), (3, 6, 1e-9), (4, 4, 1e-6), (5, 2, 1e-4)]
+    ("steps", "polish", "most"),
+    [(1, 8, 1e-9), (3, 3, 5e-3), (3, 6, 1e-9), (4, 4, 1e-6), (5, 2, 1e-4)],
 )
 def test_polish_takes_any_truncated_value_to_the_polar_factor(steps, polish, most):
     """Three steps leave singular values up to 1.87, where the classical quintic diverges."""
     x, c = matrix(16, 24, 1e2), random((16, 24))
-    f = functools.partial(msign, gradient="polar", coefficients=polar_express(steps), polish=polish)
+    f = functools.partial(
+        msign, gradient="polar", coefficients=polar_express(steps), polish=polish
+    )
     with jax.enable_x64(True):
         g = vjp(f, jnp.asarray(x), jnp.asarray(c))
     assert relative(g, msign_oracles.svd_derivative(x, c)) < most
@@ -205,9 +247,16 @@ def test_polish_takes_any_truncated_value_to_the_polar_factor(steps, polish, mos
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(32, 80), *map(nightly, [(48, 48), (80, 32)])])
 def test_polar_gradient_of_bfloat16_operands(shape):
-    x, c = jnp.asarray(matrix(*shape, 1e2), jnp.bfloat16), jnp.asarray(random(shape), jnp.bfloat16)
-    g = vjp(functools.partial(msign, gradient="polar", coefficients=polar_express(8)), x, c)
-    expected = msign_oracles.svd_derivative(np.asarray(x, np.float64), np.asarray(c, np.float64))
+    x, c = (
+        jnp.asarray(matrix(*shape, 1e2), jnp.bfloat16),
+        jnp.asarray(random(shape), jnp.bfloat16),
+    )
+    g = vjp(
+        functools.partial(msign, gradient="polar", coefficients=polar_express(8)), x, c
+    )
+    expected = msign_oracles.svd_derivative(
+        np.asarray(x, np.float64), np.asarray(c, np.float64)
+    )
     assert relative(g, expected) < 6e-2
 
 
@@ -218,7 +267,14 @@ def test_the_modes_agree_where_the_polynomial_has_converged_and_the_article_does
     with jax.enable_x64(True):
         for mode in MODES:
             assert (
-                relative(vjp(functools.partial(msign, gradient=mode), jnp.asarray(x), jnp.asarray(c)), exact)
+                relative(
+                    vjp(
+                        functools.partial(msign, gradient=mode),
+                        jnp.asarray(x),
+                        jnp.asarray(c),
+                    ),
+                    exact,
+                )
                 < 1e-9
             )
     assert 1e-2 < relative(msign_oracles.article_vjp(x, c), exact) < 1
@@ -228,25 +284,38 @@ def test_the_modes_agree_where_the_polynomial_has_converged_and_the_article_does
 # The derivative's properties
 
 
-@pytest.mark.parametrize(("mode", "shape"), [("polar", (5, 9)), thorough("polynomial", (6, 6))])
+@pytest.mark.parametrize(
+    ("mode", "shape"), [("polar", (5, 9)), thorough("polynomial", (6, 6))]
+)
 def test_the_gradient_is_orthogonal_to_x_and_inverse_in_its_scale(mode, shape):
-    x, c = jnp.asarray(matrix(*shape, 30), jnp.float32), jnp.asarray(random(shape), jnp.float32)
+    x, c = (
+        jnp.asarray(matrix(*shape, 30), jnp.float32),
+        jnp.asarray(random(shape), jnp.float32),
+    )
     f = functools.partial(msign, gradient=mode)
     g = vjp(f, x, c)
     assert abs(jnp.vdot(g, x)) < 1e-5 * jnp.linalg.norm(g) * jnp.linalg.norm(x)
     for scale in (1e-30, 1e-3, 7.0, 1e30):
-        np.testing.assert_allclose(vjp(f, scale * x, c) * scale, g, atol=3e-4 * float(jnp.max(jnp.abs(g))))
-    np.testing.assert_allclose(vjp(f, x.mT, c.mT).T, g, atol=1e-4 * float(jnp.max(jnp.abs(g))))
+        np.testing.assert_allclose(
+            vjp(f, scale * x, c) * scale, g, atol=3e-4 * float(jnp.max(jnp.abs(g)))
+        )
+    np.testing.assert_allclose(
+        vjp(f, x.mT, c.mT).T, g, atol=1e-4 * float(jnp.max(jnp.abs(g)))
+    )
 
 
 @pytest.mark.parametrize("shape", [(4, 4), thorough((3, 5)), nightly((5, 3))])
 def test_the_polar_jacobian_is_symmetric_and_positive_semidefinite(shape):
     with jax.enable_x64(True):
         x = jnp.asarray(matrix(*shape, 10))
-        jacobian = jax.jit(jax.jacfwd(functools.partial(msign, gradient="polar")))(x).reshape(x.size, x.size)
+        jacobian = jax.jit(jax.jacfwd(functools.partial(msign, gradient="polar")))(
+            x
+        ).reshape(x.size, x.size)
         np.testing.assert_allclose(jacobian, jacobian.T, atol=1e-12)
         assert np.min(np.linalg.eigvalsh(jacobian)) > -1e-12
-        reverse = jax.jit(jax.jacrev(functools.partial(msign, gradient="polar")))(x).reshape(x.size, x.size)
+        reverse = jax.jit(jax.jacrev(functools.partial(msign, gradient="polar")))(
+            x
+        ).reshape(x.size, x.size)
         np.testing.assert_allclose(jacobian, reverse, atol=1e-12)
 
 
@@ -258,15 +327,25 @@ def test_rank_deficiency(shape):
     x, c = oracles.with_spectrum(s, shape[1]), random(shape)
     with jax.enable_x64(True):
         rows = polar_express(8)
-        g = vjp(functools.partial(msign, coefficients=rows), jnp.asarray(x), jnp.asarray(c))
+        g = vjp(
+            functools.partial(msign, coefficients=rows), jnp.asarray(x), jnp.asarray(c)
+        )
         assert relative(g, msign_oracles.svd_derivative(x, c, rows)) < 1e-10
         u, _, vt = np.linalg.svd(x)
         left, right = u[:, :5], vt[:5].T
         inside = left @ left.T @ c @ right @ right.T
-        g = vjp(functools.partial(msign, gradient="polar"), jnp.asarray(x), jnp.asarray(inside))
-        compressed = msign_oracles.svd_derivative(left.T @ x @ right, left.T @ c @ right)
+        g = vjp(
+            functools.partial(msign, gradient="polar"),
+            jnp.asarray(x),
+            jnp.asarray(inside),
+        )
+        compressed = msign_oracles.svd_derivative(
+            left.T @ x @ right, left.T @ c @ right
+        )
         assert relative(g, left @ compressed @ right.T) < 1e-10
-        g = vjp(functools.partial(msign, gradient="polar"), jnp.asarray(x), jnp.asarray(c))
+        g = vjp(
+            functools.partial(msign, gradient="polar"), jnp.asarray(x), jnp.asarray(c)
+        )
         assert np.all(np.isfinite(g))
 
 
@@ -284,7 +363,9 @@ ROWS = polar_express(8) + oracles.CLASSICAL * 2
 
 @functools.cache
 def derivative_by_autodiff(shape, order):
-    loss = scalar(functools.partial(msign, coefficients=ROWS, gradient="autodiff"), shape)
+    loss = scalar(
+        functools.partial(msign, coefficients=ROWS, gradient="autodiff"), shape
+    )
     derivative = {2: jax.hessian(loss), 3: jax.jacfwd(jax.hessian(loss))}[order]
     with jax.enable_x64(True):
         return jax.jit(derivative)(jnp.asarray(matrix(*shape, 4)))
@@ -322,7 +403,9 @@ def test_third_derivatives(mode, shape):
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
 @pytest.mark.parametrize("shape", [(3, 3), (2, 4)])
 def test_third_derivative_in_reverse(mode, shape):
-    check_derivative(mode, shape, lambda loss: jax.jacrev(jax.jacrev(jax.jacrev(loss))), 3, 1e-9)
+    check_derivative(
+        mode, shape, lambda loss: jax.jacrev(jax.jacrev(jax.jacrev(loss))), 3, 1e-9
+    )
 
 
 @pytest.mark.thorough
@@ -340,7 +423,9 @@ def test_check_grads(mode, shape, rows):
     f = functools.partial(msign, coefficients=rows, gradient=mode)
     with jax.enable_x64(True):
         x = jnp.asarray(matrix(*shape, 4))
-        check_grads(jax.jit(f), (x,), order=2, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6)
+        check_grads(
+            jax.jit(f), (x,), order=2, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6
+        )
 
 
 @pytest.mark.thorough
@@ -352,23 +437,33 @@ def test_vmap_scan_and_remat(mode):
     loss = scalar(f, shape)
     gradient = jax.jit(jax.grad(loss))
     one_by_one = jnp.stack([gradient(v) for v in x])
-    np.testing.assert_allclose(jax.jit(jax.vmap(jax.grad(loss)))(x), one_by_one, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(jax.vmap(jax.grad(loss)))(x), one_by_one, atol=1e-4
+    )
     of_the_sum = jax.jit(jax.grad(lambda x: jnp.sum(jax.vmap(loss)(x))))
     np.testing.assert_allclose(of_the_sum(x), one_by_one, atol=1e-4)
     directions = jnp.asarray(random((2, *shape), 3), jnp.float32)
     forwards = jax.jit(lambda d: jax.jvp(f, (x[0],), (d,))[1])
     np.testing.assert_allclose(
-        jax.vmap(forwards)(directions), jnp.stack([forwards(d) for d in directions]), atol=1e-4
+        jax.vmap(forwards)(directions),
+        jnp.stack([forwards(d) for d in directions]),
+        atol=1e-4,
     )
 
     def recurrent(x0, f):
-        return jnp.sum(jax.lax.scan(lambda w, v: (w + 0.3 * f(w + v), jnp.sum(jnp.sin(w))), x0, x)[1])
+        return jnp.sum(
+            jax.lax.scan(lambda w, v: (w + 0.3 * f(w + v), jnp.sum(jnp.sin(w))), x0, x)[
+                1
+            ]
+        )
 
     plain = functools.partial(msign, gradient="autodiff", coefficients=polar_express(8))
     expected = jax.jit(jax.grad(recurrent), static_argnums=1)(x[0], plain)
     g = f if mode == "polynomial" else jax.checkpoint(f)
     # Eight steps' polynomial and the polar factor differ by no more than float32 here.
-    np.testing.assert_allclose(jax.jit(jax.grad(recurrent), static_argnums=1)(x[0], g), expected, atol=2e-3)
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(recurrent), static_argnums=1)(x[0], g), expected, atol=2e-3
+    )
 
 
 # What it costs
@@ -421,16 +516,22 @@ def compiled_vjp(f, x):
 @pytest.mark.parametrize("mode", ["polynomial", "polar"])
 def test_the_loops_are_rolled_and_stack_nothing(mode):
     few, many = (
-        compiled_vjp(functools.partial(msign, coefficients=polar_express(t), gradient=mode), jnp.ones((3, 5)))
+        compiled_vjp(
+            functools.partial(msign, coefficients=polar_express(t), gradient=mode),
+            jnp.ones((3, 5)),
+        )
         for t in (7, 23)
     )
     assert few.count(" dot(") == many.count(" dot(") > 0
-    assert "f32[23,3]" in many or "f32[10,2,3]" in many  # the coefficients, one or two rows a turn
+    assert (
+        "f32[23,3]" in many or "f32[10,2,3]" in many
+    )  # the coefficients, one or two rows a turn
     for turns in (10, 20, 21, 22, 23):
         assert f"[{turns},3,5]" not in many
         assert f"[{turns},3,3]" not in many
     assert "[23,3,5]" in compiled_vjp(
-        functools.partial(msign, coefficients=polar_express(23), gradient="autodiff"), jnp.ones((3, 5))
+        functools.partial(msign, coefficients=polar_express(23), gradient="autodiff"),
+        jnp.ones((3, 5)),
     )
 
 
@@ -442,7 +543,9 @@ def test_the_loops_are_rolled_and_stack_nothing(mode):
 ])  # fmt: skip
 def test_wide_matrices_take_two_steps_a_turn(shape, dtype, turns):
     """Of eight steps the last turn stands alone; and in half precision each step makes its Gram matrix anew."""
-    text = compiled_vjp(functools.partial(msign, coefficients=polar_express(8)), jnp.ones(shape, dtype))
+    text = compiled_vjp(
+        functools.partial(msign, coefficients=polar_express(8)), jnp.ones(shape, dtype)
+    )
     assert f"f32{turns}" in text
 
 

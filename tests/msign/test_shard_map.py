@@ -16,7 +16,9 @@ MODES = ("polynomial", "polar")
 
 
 def random(*shape):
-    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32
+    )
 
 
 def with_both_signs(*batch):
@@ -48,7 +50,9 @@ def test_second_derivatives_of_msign(mode):
     """Reverse over reverse, as a model that takes Muon steps inside of its forward pass is trained."""
 
     def inner(w, x):
-        return jnp.sum(jnp.tanh(x @ msign(w, gradient=mode, coefficients=polar_express(6))))
+        return jnp.sum(
+            jnp.tanh(x @ msign(w, gradient=mode, coefficients=polar_express(6)))
+        )
 
     def outer(w, x):
         return jnp.sum(jnp.sin(w - jax.grad(inner)(w, x)))
@@ -65,7 +69,9 @@ def test_forward_mode_of_msign(mode):
 
     w = random(DEVICES, 3, 5)
     run = jax.shard_map(forwards, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
-    np.testing.assert_allclose(jax.jit(run)(w), jax.jit(forwards)(w), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(run)(w), jax.jit(forwards)(w), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.thorough
@@ -82,4 +88,6 @@ def test_sylvester_of_replicated_coefficients():
     def loss(a, b, c):
         return jnp.sum(jnp.sin(sylvester(a, b, c)))
 
-    check(loss, (P(), P(), P("data")), (definite(3), definite(2), random(DEVICES, 3, 2)))
+    check(
+        loss, (P(), P(), P("data")), (definite(3), definite(2), random(DEVICES, 3, 2))
+    )

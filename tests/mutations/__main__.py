@@ -53,7 +53,9 @@ def shares(rows: list[dict]) -> dict:
 def write(kept: dict[tuple, dict]) -> dict:
     """The JSON, with a sum of each seed's lines and of the rows by hand."""
     equivalent = {(one.file, one.old, one.new) for one in read("equivalent.txt")}
-    rows = sorted(kept.values(), key=lambda row: (str(row["set"]), row["file"], row["old"]))
+    rows = sorted(
+        kept.values(), key=lambda row: (str(row["set"]), row["file"], row["old"])
+    )
     for row in rows:
         row["equivalent"] = (row["file"], row["old"], row["new"]) in equivalent
     names = dict.fromkeys(row["set"] for row in rows)
@@ -71,24 +73,35 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=100)
     parser.add_argument("--only", default="", help="a part of the file's name")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="of a core for a break, which is then not found"
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="of a core for a break, which is then not found",
     )
     arguments = parser.parse_args()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "mutations")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     kept = {}
     if RESULTS.exists() and "sets" in (known := json.loads(RESULTS.read_text())):
-        kept = {(row["set"], *(row[name] for name in KEY)): row for row in known["rows"]}
+        kept = {
+            (row["set"], *(row[name] for name in KEY)): row for row in known["rows"]
+        }
     match arguments.what:
         case "random":
             name = f"seed {arguments.seed}"
             drawn = sample(arguments.seed, arguments.number)
-            tried = [(name, b) for b in drawn if (name, *b[:4]) not in kept]  # go on where it was left
+            tried = [
+                (name, b) for b in drawn if (name, *b[:4]) not in kept
+            ]  # go on where it was left
         case "survivors":
             left = [
-                (name, Break(*one)) for (name, *one), r in kept.items() if not (r["by"] or r["equivalent"])
+                (name, Break(*one))
+                for (name, *one), r in kept.items()
+                if not (r["by"] or r["equivalent"])
             ]
-            tried = [(name, one) for name, one in left if one.is_there()]  # the others count as not found
+            tried = [
+                (name, one) for name, one in left if one.is_there()
+            ]  # the others count as not found
         case "rows":
             tried = [("by hand", b) for b in read("rows.txt")]
         case "score":
@@ -99,7 +112,10 @@ def main() -> None:
             if arguments.only not in one.file:
                 continue
             by = trial.found_by(one, arguments.seconds)
-            print(f"{one.file}\n  - {one.old}\n  + {one.new}\n  {by or 'SURVIVED'}", flush=True)
+            print(
+                f"{one.file}\n  - {one.old}\n  + {one.new}\n  {by or 'SURVIVED'}",
+                flush=True,
+            )
             finders.add(by)
             first = kept.get((name, *one[:4]), {}).get("first", by)
             kept[name, *one[:4]] = {
@@ -110,7 +126,9 @@ def main() -> None:
             }
             write(kept)
         if failed := trial.fail_anyway(finders):
-            raise SystemExit(f"Without any break fail: {failed}. Mend these first, they find nothing.")
+            raise SystemExit(
+                f"Without any break fail: {failed}. Mend these first, they find nothing."
+            )
     sets = write(kept)
     print(json.dumps(sets, indent=1))
     if any(one["share"] < LEAST for one in sets.values()):

@@ -27,8 +27,19 @@ OPERATORS = [
         "ReplaceUnaryOperator_Delete_USub",
         "ReplaceUnaryOperator_Delete_Not",
     ),
-    *("NumberReplacer", "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ZeroIterationForLoop"),
-    *("ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceBreakWithContinue", "ReplaceContinueWithBreak"),
+    *(
+        "NumberReplacer",
+        "AddNot",
+        "ReplaceTrueWithFalse",
+        "ReplaceFalseWithTrue",
+        "ZeroIterationForLoop",
+    ),
+    *(
+        "ReplaceAndWithOr",
+        "ReplaceOrWithAnd",
+        "ReplaceBreakWithContinue",
+        "ReplaceContinueWithBreak",
+    ),
 ]
 
 
@@ -48,7 +59,9 @@ class Break(NamedTuple):
     def apply(self, source: str) -> str:
         if self.which is None:
             if source.count(self.old) != 1:
-                raise SystemExit(f"{self.file}: not there exactly once, please renew: {self.old!r}")
+                raise SystemExit(
+                    f"{self.file}: not there exactly once, please renew: {self.old!r}"
+                )
             return source.replace(self.old, self.new)
         lines = source.splitlines(keepends=True)
         at = [i for i, line in enumerate(lines) if line.strip() == self.old][self.which]
@@ -59,14 +72,18 @@ class Break(NamedTuple):
 def read(name: str) -> list[Break]:
     """Blocks of three lines: `file: what`, `- old`, `+ new`."""
     text = (pathlib.Path(__file__).parent / name).read_text()
-    blocks = [block.splitlines() for block in text.split("\n\n") if not block.startswith("#")]
+    blocks = [
+        block.splitlines() for block in text.split("\n\n") if not block.startswith("#")
+    ]
     return [
         Break(head.split(": ", 1)[0], old[2:], new[2:], says=head.split(": ", 1)[1])
         for head, old, new in blocks
     ]
 
 
-def decides_nothing(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def decides_nothing(
+    tree: ast.Module,
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """Where annotations, messages, imports for types and the sizes of caches stand: (line, column) of their ends."""
     for node in ast.walk(tree):
         match node:
@@ -76,9 +93,13 @@ def decides_nothing(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[i
                 | ast.FunctionDef(returns=ast.expr() as x)
             ):
                 yield _ends(x)
-            case ast.Raise() | ast.JoinedStr() | ast.Assert() | ast.keyword(arg="strict"):
+            case (
+                ast.Raise() | ast.JoinedStr() | ast.Assert() | ast.keyword(arg="strict")
+            ):
                 yield _ends(node)
-            case ast.Call(func=ast.Attribute(attr="warn" | "lru_cache" | "named_scope")):
+            case ast.Call(
+                func=ast.Attribute(attr="warn" | "lru_cache" | "named_scope")
+            ):
                 yield _ends(node)
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 yield _ends(node)
@@ -102,7 +123,9 @@ def candidates(file: str) -> dict[int, list[tuple[str, int]]]:
         operator = get_operator(f"core/{name}")()
         places = itertools.chain.from_iterable(map(operator.mutation_positions, nodes))
         for which, (start, _) in enumerate(places):
-            unpacks = re.fullmatch(r"(.*[(,\[{])?\s*", lines[start[0] - 1][: start[1]])  # `*args`, no product
+            unpacks = re.fullmatch(
+                r"(.*[(,\[{])?\s*", lines[start[0] - 1][: start[1]]
+            )  # `*args`, no product
             if not (name.startswith("ReplaceBinary") and unpacks) and not any(
                 a <= start < b for a, b in spared
             ):
@@ -112,10 +135,20 @@ def candidates(file: str) -> dict[int, list[tuple[str, int]]]:
 
 @functools.cache
 def _lines() -> list[tuple[str, int, list[tuple[str, int]]]]:
-    files = [str(p.relative_to(ROOT)) for folder in SOURCES for p in sorted((ROOT / folder).rglob("*.py"))]
+    files = [
+        str(p.relative_to(ROOT))
+        for folder in SOURCES
+        for p in sorted((ROOT / folder).rglob("*.py"))
+    ]
     if jax.__version_info__ < (0, 11):
-        files = [file for file in files if not any(word in file for word in NEED_AN_INTERPRETER)]
-    return [(f, line, ways) for f in files for line, ways in sorted(candidates(f).items())]
+        files = [
+            file
+            for file in files
+            if not any(word in file for word in NEED_AN_INTERPRETER)
+        ]
+    return [
+        (f, line, ways) for f in files for line, ways in sorted(candidates(f).items())
+    ]
 
 
 def candidate_lines() -> int:

@@ -35,12 +35,27 @@ USED_BY = {
 def tests_of(file: str) -> list[str]:
     """Paths for pytest: the file's doctests, the tests of its name, of what uses it, and of its room."""
     path = pathlib.Path(file)
-    own = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob(f"tests/**/test_{path.stem.strip('_')}.py"))
-    users = USED_BY.get(max(filter(file.startswith, USED_BY), key=len, default=""), "").split()
+    own = sorted(
+        str(p.relative_to(ROOT))
+        for p in ROOT.glob(f"tests/**/test_{path.stem.strip('_')}.py")
+    )
+    users = USED_BY.get(
+        max(filter(file.startswith, USED_BY), key=len, default=""), ""
+    ).split()
     # Settings: what they are unless given, and what they refuse.
-    named = [f"tests/{name}" for name in ("test_public_api.py", "reliability/test_nonsense.py", *users)]
+    named = [
+        f"tests/{name}"
+        for name in ("test_public_api.py", "reliability/test_nonsense.py", *users)
+    ]
     missing = [name for name in named if not (ROOT / name).exists()]
-    if missing := missing + [key for key in USED_BY if not any(ROOT.glob(f"{key.rstrip('/')}*"))]:
-        raise SystemExit(f"tests/mutations/mapping.py names what is not there: {missing}")
+    if missing := missing + [
+        key for key in USED_BY if not any(ROOT.glob(f"{key.rstrip('/')}*"))
+    ]:
+        raise SystemExit(
+            f"tests/mutations/mapping.py names what is not there: {missing}"
+        )
     room = f"tests/{path.parent.name.strip('_')}"
-    return [file, *dict.fromkeys([*own, *named, *([room] if (ROOT / room).exists() else [])])]
+    return [
+        file,
+        *dict.fromkeys([*own, *named, *([room] if (ROOT / room).exists() else [])]),
+    ]

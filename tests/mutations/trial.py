@@ -24,13 +24,23 @@ UNKNOWN = 0.2  # seconds of a test that has not run yet
 # Each run is forked from a process that has imported what takes long, and has not used JAX.
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
-    ["flax.nnx", "flax.linen", "optax", "equinox", "hypothesis", "pytest", "scipy.linalg"]
+    [
+        "flax.nnx",
+        "flax.linen",
+        "optax",
+        "equinox",
+        "hypothesis",
+        "pytest",
+        "scipy.linalg",
+    ]
 )
 
 
 def copy_of_the_repository(folder: pathlib.Path) -> None:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +61,9 @@ class Quickest:
 
     def pytest_runtest_logstart(self):
         self.begin = time.process_time()
-        resource.setrlimit(resource.RLIMIT_CPU, (int(self.begin) + LONGEST, resource.RLIM_INFINITY))
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (int(self.begin) + LONGEST, resource.RLIM_INFINITY)
+        )
 
     pytest_sessionstart = pytest_runtest_logstart
 
@@ -67,9 +79,15 @@ class Quickest:
     pytest_collectreport = pytest_runtest_logreport
 
 
-def run_pytest(folder: str, tests: list[str], options: list[str], plugin: Quickest) -> None:
+def run_pytest(
+    folder: str, tests: list[str], options: list[str], plugin: Quickest
+) -> None:
     """In a process of its own, which takes nothing of this repository but the copy."""
-    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "benchmarks", *SOURCES)]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.split(".")[0] in ("tests", "benchmarks", *SOURCES)
+    ]:
         del sys.modules[name]
     sys.path[:0] = [folder, f"{folder}/examples"]
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
@@ -77,7 +95,9 @@ def run_pytest(folder: str, tests: list[str], options: list[str], plugin: Quicke
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
-    code = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", *options, *tests], plugins=[plugin])
+    code = pytest.main(
+        ["-q", "--tb=no", "-p", "no:cacheprovider", *options, *tests], plugins=[plugin]
+    )
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         plugin.pipe.send(("no import", None))
 
@@ -88,8 +108,12 @@ class Trial:
     def __init__(self, folder: str):
         self.folder = pathlib.Path(folder)
         copy_of_the_repository(self.folder)
-        self.seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
-        self.later = itertools.count(int(time.time()) + 3600)  # bytecode is told by its second and size
+        self.seconds: dict[str, float] = (
+            json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+        )
+        self.later = itertools.count(
+            int(time.time()) + 3600
+        )  # bytecode is told by its second and size
 
     def found_by(self, one: Break, most: float = math.inf) -> str:
         """The first of its tests that fails, or an empty string if none does within `most` seconds of a core."""
@@ -103,13 +127,21 @@ class Trial:
 
     def fail_anyway(self, tests: set[str]) -> list[str]:
         """Those of these tests that fail without a break, which find none."""
-        return self.failures(sorted(test for test in tests if "::" in test)) if tests else []
+        return (
+            self.failures(sorted(test for test in tests if "::" in test))
+            if tests
+            else []
+        )
 
-    def failures(self, tests: list[str], *options: str, most: float = math.inf) -> list[str]:
+    def failures(
+        self, tests: list[str], *options: str, most: float = math.inf
+    ) -> list[str]:
         """Which of these tests fail; with the option "-x" the first."""
         here, there = processes.Pipe(duplex=False)
         plugin = Quickest(there, self.seconds, most)
-        process = processes.Process(target=run_pytest, args=(str(self.folder), tests, options, plugin))
+        process = processes.Process(
+            target=run_pytest, args=(str(self.folder), tests, options, plugin)
+        )
         process.start()
         there.close()
         failed = []

@@ -45,7 +45,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
         h = nn.LayerNorm(use_bias=self.bias)(x)
-        x = x + nn.MultiHeadDotProductAttention(H, use_bias=self.bias, name="attention")(h, h)
+        x = x + nn.MultiHeadDotProductAttention(
+            H, use_bias=self.bias, name="attention"
+        )(h, h)
         h = nn.Dense(MLP, use_bias=self.bias)(nn.RMSNorm()(x))
         return x + nn.Dense(D, use_bias=self.bias)(nn.gelu(h)), None
 
@@ -62,13 +64,20 @@ class Model(nn.Module):
             x, _ = nn.remat(Block)(self.bias, name="layers")(x)
         else:
             axes = {"params": self.scan_axis}
-            stack = nn.scan(nn.remat(Block), variable_axes=axes, split_rngs={"params": True}, length=LAYERS)
+            stack = nn.scan(
+                nn.remat(Block),
+                variable_axes=axes,
+                split_rngs={"params": True},
+                length=LAYERS,
+            )
             x, _ = stack(self.bias, name="layers")(x, None)
         return nn.Dense(VOCAB)(nn.LayerNorm(name="ln_f")(x))
 
 
 def model_params(**settings):
-    return jax.eval_shape(Model(**settings).init, jax.random.key(0), jnp.zeros((2, 6), int))["params"]
+    return jax.eval_shape(
+        Model(**settings).init, jax.random.key(0), jnp.zeros((2, 6), int)
+    )["params"]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -77,15 +86,22 @@ def test_linen_transformer(scan_axis, bias):
     """Kernels of the blocks and nothing else; the layers' axis is a batch axis wherever it is."""
     params = model_params(scan_axis=scan_axis, bias=bias)
     count = 1 if scan_axis is None else LAYERS
-    attention = [f"layers/attention/{name}/kernel" for name in ("query", "key", "value", "out")]
-    mlp = {"layers/Dense_0/kernel": (count, D, MLP), "layers/Dense_1/kernel": (count, MLP, D)}
+    attention = [
+        f"layers/attention/{name}/kernel" for name in ("query", "key", "value", "out")
+    ]
+    mlp = {
+        "layers/Dense_0/kernel": (count, D, MLP),
+        "layers/Dense_1/kernel": (count, MLP, D),
+    }
     assert matrices(params) == dict.fromkeys(attention, (count, D, D)) | mlp
 
 
 class NnxBlock(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.RMSNorm(D, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(H, D, num_kv_heads=2, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            H, D, num_kv_heads=2, decode=False, rngs=rngs
+        )
         self.mlp = nnx.Linear(D, D, rngs=rngs)
 
 
@@ -95,7 +111,9 @@ class NnxModel(nnx.Module):
         if stack_axis is None:
             self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
         else:
-            make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(in_axes=0, out_axes=stack_axis)(NnxBlock))
+            make = nnx.split_rngs(splits=LAYERS)(
+                nnx.vmap(in_axes=0, out_axes=stack_axis)(NnxBlock)
+            )
             self.blocks = make(rngs)
         self.norm = nnx.LayerNorm(D, rngs=rngs)
         self.head = nnx.Linear(D, VOCAB, rngs=rngs)
@@ -106,7 +124,9 @@ def test_nnx_transformer(stack_axis):
     """Shared key heads, a list of blocks and `nnx.vmap` stacks, boxed and pure."""
     model = nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0), stack_axis))
     state = nnx.state(model, nnx.Param)
-    count, scopes = (1, ["blocks/0", "blocks/1"]) if stack_axis is None else (LAYERS, ["blocks"])
+    count, scopes = (
+        (1, ["blocks/0", "blocks/1"]) if stack_axis is None else (LAYERS, ["blocks"])
+    )
     columns = {
         "attention/query": D,
         "attention/key": 2 * S,
@@ -114,13 +134,20 @@ def test_nnx_transformer(stack_axis):
         "attention/out": D,
         "mlp": D,
     }
-    expected = {f"{scope}/{path}/kernel": (count, D, n) for scope in scopes for path, n in columns.items()}
+    expected = {
+        f"{scope}/{path}/kernel": (count, D, n)
+        for scope in scopes
+        for path, n in columns.items()
+    }
     assert matrices(state) == expected
     assert numbers_of(state) == numbers_of(nnx.as_pure(state))
 
 
 def test_the_gates_of_a_recurrent_cell_are_for_a_program():
-    model = nnx.Dict(cell=nnx.GRUCell(16, 24, rngs=nnx.Rngs(0)), head=nnx.Linear(24, 5, rngs=nnx.Rngs(0)))
+    model = nnx.Dict(
+        cell=nnx.GRUCell(16, 24, rngs=nnx.Rngs(0)),
+        head=nnx.Linear(24, 5, rngs=nnx.Rngs(0)),
+    )
     graph, params = nnx.split(model)
 
     def loss(params, x):
@@ -129,14 +156,24 @@ def test_the_gates_of_a_recurrent_cell_are_for_a_program():
         return jnp.sum(model["head"](model["cell"](carry, x)[0]))
 
     with pytest.warns(
-        UserWarning, match=r"'cell/dense_h/kernel' \(24, 72\): gates of a recurrent cell.*muonjax\.inspect"
+        UserWarning,
+        match=r"'cell/dense_h/kernel' \(24, 72\): gates of a recurrent cell.*muonjax\.inspect",
     ):
-        assert dimension_numbers(params)["cell"]["dense_h"]["kernel"].get_value() is None
+        assert (
+            dimension_numbers(params)["cell"]["dense_h"]["kernel"].get_value() is None
+        )
     for kernel in ("weight_hh", "weight_hh_l0"):  # Equinox's and PyTorch's
-        with pytest.warns(UserWarning, match=rf"'cell/{kernel}' \(192, 64\): gates of a recurrent cell"):
-            dimension_numbers({"cell": {kernel: leaf(192, 64)}, "head": {"weight": leaf(10, 64)}})
+        with pytest.warns(
+            UserWarning,
+            match=rf"'cell/{kernel}' \(192, 64\): gates of a recurrent cell",
+        ):
+            dimension_numbers(
+                {"cell": {kernel: leaf(192, 64)}, "head": {"weight": leaf(10, 64)}}
+            )
     program = muonjax.inspect(loss, params, jnp.ones((2, 16)))
-    assert program.decision("cell/dense_h/kernel").numbers == FusedDimensionNumbers(0, 1, 3, 1)
+    assert program.decision("cell/dense_h/kernel").numbers == FusedDimensionNumbers(
+        0, 1, 3, 1
+    )
 
 
 def test_trees_of_every_kind():
@@ -144,9 +181,13 @@ def test_trees_of_every_kind():
     plain = model_params(scan_axis=1)
     expected = numbers_of(plain)
     assert numbers_of(freeze(plain)) == expected
-    boxed = jax.tree.map(lambda x: nn.LogicallyPartitioned(x, (None,) * len(x.shape)), plain)
+    boxed = jax.tree.map(
+        lambda x: nn.LogicallyPartitioned(x, (None,) * len(x.shape)), plain
+    )
     assert numbers_of(boxed) == expected
-    assert dimension_numbers(boxed)["layers"]["Dense_0"]["kernel"].value == MuonDimensionNumbers(0, 2)
+    assert dimension_numbers(boxed)["layers"]["Dense_0"][
+        "kernel"
+    ].value == MuonDimensionNumbers(0, 2)
     traced = []
     jax.eval_shape(lambda p: traced.append(numbers_of(p)), plain)
     assert traced == [expected]
@@ -174,15 +215,25 @@ def test_integers_are_left_alone():
 def test_rules():
     """The first match decides; the expression is searched; the numbers count the leaf's own axes; a head too."""
     given = MuonDimensionNumbers(1, (2, 3))
-    tree = {"mystery": {"kernel": leaf(2, 3, 4, 5)}, "lm_head": {"kernel": leaf(D, VOCAB)}}
-    rules = [("mystery", given), ("lm_head", MuonDimensionNumbers(0, 1)), ("kernel", None)]
+    tree = {
+        "mystery": {"kernel": leaf(2, 3, 4, 5)},
+        "lm_head": {"kernel": leaf(D, VOCAB)},
+    }
+    rules = [
+        ("mystery", given),
+        ("lm_head", MuonDimensionNumbers(0, 1)),
+        ("kernel", None),
+    ]
     assert numbers_of(tree, rules=rules) == {
         "mystery/kernel": given,
         "lm_head/kernel": MuonDimensionNumbers(0, 1),
     }
     assert {r.why for r in routes(tree, rules=rules)[0]} == {"rule"}
     ambiguous = {"odd": {"kernel": leaf(4, 4, 4)}, "norm": {"scale": leaf(4, 4)}}
-    assert numbers_of(ambiguous, rules=[("odd", None)]) == {"odd/kernel": None, "norm/scale": None}
+    assert numbers_of(ambiguous, rules=[("odd", None)]) == {
+        "odd/kernel": None,
+        "norm/scale": None,
+    }
 
 
 @pytest.mark.parametrize(("rule", "error", "message"), [
@@ -226,18 +277,24 @@ def test_settings_that_names_do_not_show_are_warned_about():
     zoo = nnx.eval_shape(lambda: NnxZoo(nnx.Rngs(0)))
     with pytest.warns(UserWarning, match="'first/kernel'"):
         dimension_numbers(zoo)
-    plain = nnx.Dict(up=nnx.Linear(D, MLP, rngs=nnx.Rngs(0)), down=nnx.Linear(MLP, D, rngs=nnx.Rngs(0)))
+    plain = nnx.Dict(
+        up=nnx.Linear(D, MLP, rngs=nnx.Rngs(0)),
+        down=nnx.Linear(MLP, D, rngs=nnx.Rngs(0)),
+    )
     for name in ("mixer", "doubler", "gate"):
         model = nnx.Dict(**{name: getattr(zoo, name)}, **plain)
         with pytest.warns(
-            UserWarning, match=rf"to Adam: '{name}/kernel'.*groups or an einsum.*muonjax\.inspect"
+            UserWarning,
+            match=rf"to Adam: '{name}/kernel'.*groups or an einsum.*muonjax\.inspect",
         ):
             assert dimension_numbers(model)[name].kernel is None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             dimension_numbers(model, rules=[(name, None)])
     eqx = pytest.importorskip("equinox")
-    model = eqx.filter_eval_shape(lambda: eqx.nn.Conv2d(16, 32, 3, groups=4, key=jax.random.key(0)))
+    model = eqx.filter_eval_shape(
+        lambda: eqx.nn.Conv2d(16, 32, 3, groups=4, key=jax.random.key(0))
+    )
     with pytest.warns(UserWarning, match=r"to Adam: '0/weight'.*groups or an einsum"):
         dimension_numbers([eqx.filter(model, lambda x: hasattr(x, "dtype"))])
 
@@ -276,9 +333,13 @@ def test_ends_of_a_model_are_warned_about_once_in_one_line():
     assert "\n" not in text
     rules = pasted(text)
     assert rules == [(f"^{path}$", None) for path in ("Dense_2/kernel", "nodes")]
-    found = numbers_of(params, rules=[(pattern, MuonDimensionNumbers(0, 1)) for pattern, _ in rules])
+    found = numbers_of(
+        params, rules=[(pattern, MuonDimensionNumbers(0, 1)) for pattern, _ in rules]
+    )
     given = {path: found[path] for path in before if before[path] is None}
-    assert given == dict.fromkeys(("Dense_2/kernel", "nodes"), MuonDimensionNumbers(0, 1))
+    assert given == dict.fromkeys(
+        ("Dense_2/kernel", "nodes"), MuonDimensionNumbers(0, 1)
+    )
 
 
 def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reason():
@@ -291,10 +352,20 @@ def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reaso
     }
     decided = [("^down", MuonDimensionNumbers(0, 1))]
     with pytest.warns(UserWarning, match="names") as caught:
-        found = numbers_of(params, rules=decided, reasons=dict.fromkeys(["up/kernel", "odd/kernel"], reason))
+        found = numbers_of(
+            params,
+            rules=decided,
+            reasons=dict.fromkeys(["up/kernel", "odd/kernel"], reason),
+        )
     to_adam, to_muon = (str(warning.message) for warning in caught)
-    assert f"gives them to Adam: 'odd/kernel' (3, 4, 5): matrix, axes unknown ({reason})." in to_adam
-    assert f"give them to Muon: 'up/kernel' (32, 80): {reason}; by its name dense." in to_muon
+    assert (
+        f"gives them to Adam: 'odd/kernel' (3, 4, 5): matrix, axes unknown ({reason})."
+        in to_adam
+    )
+    assert (
+        f"give them to Muon: 'up/kernel' (32, 80): {reason}; by its name dense."
+        in to_muon
+    )
     assert "muonjax.tabulate(params, program)" in to_muon
     assert found == numbers_of(params, rules=[*decided, ("odd", None)])
 
@@ -332,11 +403,16 @@ class Axis:
 def test_axes_with_names_are_for_a_program():
     weight = Named(leaf(96, D), (Axis("mlp", 96), Axis("embed", D)))
     params = {name: {"weight": weight} for name in ("up_proj", "down_proj")}
-    with pytest.raises(TypeError, match=r"'down_proj/weight' has axes with names.*muonjax\.inspect"):
+    with pytest.raises(
+        TypeError, match=r"'down_proj/weight' has axes with names.*muonjax\.inspect"
+    ):
         dimension_numbers(params)
 
     def loss(params, x):
-        return (jnp.tanh(x @ params["up_proj"]["weight"].array.T) @ params["down_proj"]["weight"].array).sum()
+        return (
+            jnp.tanh(x @ params["up_proj"]["weight"].array.T)
+            @ params["down_proj"]["weight"].array
+        ).sum()
 
     tx = muonjax.muon(1e-3, muonjax.inspect(loss, params, leaf(4, D)))
     updates, _ = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
@@ -353,13 +429,22 @@ def test_unequal_parts_are_matrices_of_their_own():
 
     def update(numbers, w):
         tx = optax.chain(
-            muonjax.orthogonalize(dimension_numbers=numbers), muonjax.match_rms(dimension_numbers=numbers)
+            muonjax.orthogonalize(dimension_numbers=numbers),
+            muonjax.match_rms(dimension_numbers=numbers),
         )
         return jax.jit(tx.update)(w, tx.init(w))[0]
 
-    parts = [update(MuonDimensionNumbers(1, 2), p) for p in jnp.split(w, (16, 20), axis=2)]
-    np.testing.assert_allclose(update(numbers, w), jnp.concatenate(parts, axis=2), rtol=1e-5, atol=1e-6)
+    parts = [
+        update(MuonDimensionNumbers(1, 2), p) for p in jnp.split(w, (16, 20), axis=2)
+    ]
+    np.testing.assert_allclose(
+        update(numbers, w), jnp.concatenate(parts, axis=2), rtol=1e-5, atol=1e-6
+    )
     given = {"w": FusedDimensionNumbers(0, 1, (16, 4, 4), 1), "none": None}
-    assert "8×16 + 2 of 8×4" in muonjax.tabulate({"w": leaf(8, 24), "none": None}, given)
+    assert "8×16 + 2 of 8×4" in muonjax.tabulate(
+        {"w": leaf(8, 24), "none": None}, given
+    )
     with pytest.raises(ValueError, match=r"'w'.*fill its 24 entries"):
-        muonjax.muon(1e-3, {"w": given["w"]._replace(parts=(16, 8, 0))}).init({"w": w[0]})
+        muonjax.muon(1e-3, {"w": given["w"]._replace(parts=(16, 8, 0))}).init(
+            {"w": w[0]}
+        )

@@ -56,21 +56,31 @@ def test_pairs_of_a_path_and_an_array_are_no_tree(pairs):
 
 
 def test_a_flat_tree_trains_as_the_nested_one():
-    params = jax.tree.map(lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape), nnx.to_pure_dict(STATE))
+    params = jax.tree.map(
+        lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape), nnx.to_pure_dict(STATE)
+    )
     tx = muonjax.muon(1e-2)
     step = jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])
     nested, flat = step(params), step(flatten_dict(params))
-    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), flatten_dict(nested), flat))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: (a == b).all(), flatten_dict(nested), flat)
+    )
 
 
 def test_an_equinox_embedding_is_a_table():
     """Whatever its field is called."""
 
     def make(key):
-        return {"items": eqx.nn.Embedding(30, 8, key=key), "up": eqx.nn.Linear(8, 8, key=key)}
+        return {
+            "items": eqx.nn.Embedding(30, 8, key=key),
+            "up": eqx.nn.Linear(8, 8, key=key),
+        }
 
     model = eqx.filter_eval_shape(make, jax.random.key(0))
-    found = {r.path: r.numbers for r in routes(eqx.filter(model, lambda x: hasattr(x, "dtype")))[0]}
+    found = {
+        r.path: r.numbers
+        for r in routes(eqx.filter(model, lambda x: hasattr(x, "dtype")))[0]
+    }
     assert found["items/weight"] is None
     assert found["up/weight"] is not None
 
@@ -79,7 +89,10 @@ def test_an_equinox_embedding_is_a_table():
 def test_an_nnx_module_is_a_tree_to_optax(by):
     """Flax's modules are trees of JAX: without `nnx.Optimizer`, gradients and updates are modules too."""
     model, x = (
-        nnx.Dict(up=nnx.Linear(8, 16, rngs=nnx.Rngs(0)), out=nnx.Linear(16, 1, rngs=nnx.Rngs(0))),
+        nnx.Dict(
+            up=nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
+            out=nnx.Linear(16, 1, rngs=nnx.Rngs(0)),
+        ),
         jnp.ones((2, 8)),
     )
 
@@ -92,7 +105,8 @@ def test_an_nnx_module_is_a_tree_to_optax(by):
 
 
 @pytest.mark.parametrize(
-    "call", [muonjax.dimension_numbers, muonjax.tabulate, lambda p: muonjax.muon(1e-3).init(p)]
+    "call",
+    [muonjax.dimension_numbers, muonjax.tabulate, lambda p: muonjax.muon(1e-3).init(p)],
 )
 @pytest.mark.parametrize(
     ("given", "message"),
@@ -107,28 +121,48 @@ def test_what_is_no_tree_of_parameters(call, given, message):
 
 
 def test_statistics_beside_parameters_are_warned_about():
-    variables = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
+    variables = {
+        "params": {"Dense_0": {"kernel": leaf(4, 5)}},
+        "batch_stats": {"mean": leaf(4)},
+    }
     with pytest.warns(UserWarning, match=re.escape("got batch_stats too")):
         muonjax.dimension_numbers(variables)
 
 
-@pytest.mark.parametrize("numbers", [None, lambda tree: jax.tree.map(lambda _: None, tree)])
+@pytest.mark.parametrize(
+    "numbers", [None, lambda tree: jax.tree.map(lambda _: None, tree)]
+)
 def test_an_optimizer_warns_once(numbers):
-    variables = {"params": {"Dense_0": {"kernel": jnp.ones((4, 5))}}, "batch_stats": {"mean": jnp.ones(4)}}
+    variables = {
+        "params": {"Dense_0": {"kernel": jnp.ones((4, 5))}},
+        "batch_stats": {"mean": jnp.ones(4)},
+    }
     tx = muonjax.muon(1e-3, numbers)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state = tx.init(variables)
         tx.update(variables, state, variables)
-    found = [str(warning.message) for warning in caught if "batch_stats" in str(warning.message)]
+    found = [
+        str(warning.message)
+        for warning in caught
+        if "batch_stats" in str(warning.message)
+    ]
     assert len(found) == 1
     assert found[0].startswith("muon(params) got batch_stats too")
 
 
-COINCIDENCE = {f"Dense_{i}": {"kernel": leaf(n, 100)} for i, n in enumerate((784, 100, 100))}
-VARIABLES = {"params": {"Dense_0": {"kernel": leaf(4, 5)}}, "batch_stats": {"mean": leaf(4)}}
+COINCIDENCE = {
+    f"Dense_{i}": {"kernel": leaf(n, 100)} for i, n in enumerate((784, 100, 100))
+}
+VARIABLES = {
+    "params": {"Dense_0": {"kernel": leaf(4, 5)}},
+    "batch_stats": {"mean": leaf(4)},
+}
 IN_KERAS: dict = {"__name__": "keras.src.trainers"}
-exec(compile("def build(call, params): return call(params)", "trainers.py", "exec"), IN_KERAS)
+exec(
+    compile("def build(call, params): return call(params)", "trainers.py", "exec"),
+    IN_KERAS,
+)
 
 
 @pytest.mark.parametrize("params", [COINCIDENCE, VARIABLES])
@@ -138,7 +172,9 @@ exec(compile("def build(call, params): return call(params)", "trainers.py", "exe
         muonjax.dimension_numbers,
         muonjax.tabulate,
         lambda p: jax.eval_shape(muonjax.muon(1e-3).init, p),
-        lambda p: jax.eval_shape(optax.chain(optax.clip(1.0), muonjax.muon(1e-3)).init, p),
+        lambda p: jax.eval_shape(
+            optax.chain(optax.clip(1.0), muonjax.muon(1e-3)).init, p
+        ),
         lambda p: IN_KERAS["build"](muonjax.tabulate, p),
     ],
 )

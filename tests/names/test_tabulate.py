@@ -17,7 +17,10 @@ def leaf(*shape, dtype="float32"):
 
 PARAMS = {
     "Embed_0": {"embedding": leaf(100, 8)},
-    "block": {"query": {"kernel": leaf(3, 8, 2, 4), "bias": leaf(3, 2, 4)}, "norm": {"scale": leaf(3, 8)}},
+    "block": {
+        "query": {"kernel": leaf(3, 8, 2, 4), "bias": leaf(3, 2, 4)},
+        "norm": {"scale": leaf(3, 8)},
+    },
     "c_attn": {"kernel": leaf(8, 24)},
 }
 
@@ -41,8 +44,12 @@ def test_default_routing():
 def test_given_tree_function_and_prefix():
     by_tree = tabulate(PARAMS, dimension_numbers(PARAMS))
     assert by_tree == tabulate(PARAMS, dimension_numbers)
-    given, by_names = (table.splitlines()[2:-4] for table in (by_tree, tabulate(PARAMS)))
-    assert [line.split()[:3] for line in given] == [line.split()[:3] for line in by_names]
+    given, by_names = (
+        table.splitlines()[2:-4] for table in (by_tree, tabulate(PARAMS))
+    )
+    assert [line.split()[:3] for line in given] == [
+        line.split()[:3] for line in by_names
+    ]
     assert {line.split()[-1] for line in given} == {"given"}
     prefix = {
         "Embed_0": MuonDimensionNumbers(0, 1),
@@ -56,12 +63,16 @@ def test_given_tree_function_and_prefix():
 
 
 def test_given_tree_must_fit():
-    with pytest.raises(ValueError, match=r"tabulate\(params, dimension_numbers\).*neither the tree"):
+    with pytest.raises(
+        ValueError, match=r"tabulate\(params, dimension_numbers\).*neither the tree"
+    ):
         tabulate(PARAMS, {"Embed_0": None})
 
 
 def test_several_dtypes_get_a_column_and_scalars_a_word():
-    table = tabulate({"a": leaf(4, 5, dtype="bfloat16"), "b": leaf(), "step": leaf(dtype="int32")})
+    table = tabulate(
+        {"a": leaf(4, 5, dtype="bfloat16"), "b": leaf(), "step": leaf(dtype="int32")}
+    )
     assert "bfloat16  Muon     4×5" in table
     assert "scalar" in table
     assert "not a floating-point leaf" in table
@@ -69,7 +80,11 @@ def test_several_dtypes_get_a_column_and_scalars_a_word():
 
 
 def test_masked_and_empty_trees():
-    assert tabulate({"a": optax.MaskedNode(), "w": leaf(2, 3)}).splitlines()[2].startswith("w ")
+    assert (
+        tabulate({"a": optax.MaskedNode(), "w": leaf(2, 3)})
+        .splitlines()[2]
+        .startswith("w ")
+    )
     assert (
         tabulate({"a": optax.MaskedNode(), "w": leaf(2, 3)}, dimension_numbers)
         .splitlines()[2]
@@ -81,7 +96,9 @@ def test_masked_and_empty_trees():
 def test_an_nnx_model_has_its_parameters_alone():
     rngs = nnx.Rngs(0)
     model = nnx.Dict(
-        up=nnx.Linear(4, 5, rngs=rngs), drop=nnx.Dropout(0.5, rngs=rngs), bn=nnx.BatchNorm(5, rngs=rngs)
+        up=nnx.Linear(4, 5, rngs=rngs),
+        drop=nnx.Dropout(0.5, rngs=rngs),
+        bn=nnx.BatchNorm(5, rngs=rngs),
     )
     leaves = [line.split()[0] for line in tabulate(model).splitlines()[2:6]]
     assert leaves == ["bn/bias", "bn/scale", "up/bias", "up/kernel"]

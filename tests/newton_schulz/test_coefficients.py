@@ -33,7 +33,9 @@ def without_safety(num_steps, lower=1e-3, **options):
 
 
 def worst(rows, lower=1e-3, upper=1.0):
-    s = np.concatenate([np.geomspace(lower, upper, 200_001), np.linspace(lower, upper, 200_001)])
+    s = np.concatenate(
+        [np.geomspace(lower, upper, 200_001), np.linspace(lower, upper, 200_001)]
+    )
     return np.abs(evaluate(rows, s) - 1).max()
 
 
@@ -48,7 +50,11 @@ def test_first_polynomial_is_the_optimal_quintic():
 
 @pytest.mark.parametrize("steps", MINIMAX)
 def test_minimax_errors(steps):
-    schedules = [without_safety(steps, cushion=0.0), without_safety(steps), muonjax.polar_express(steps)]
+    schedules = [
+        without_safety(steps, cushion=0.0),
+        without_safety(steps),
+        muonjax.polar_express(steps),
+    ]
     errors = [worst(rows) for rows in schedules]
     np.testing.assert_allclose(errors, MINIMAX[steps], rtol=2e-5, atol=2e-6)
 
@@ -74,10 +80,14 @@ def test_a_cubic_is_minimax_too(lower):
     assert c == 0
     error = worst([(a, b, c)], lower)
     at = np.array([lower, np.sqrt(-a / (3 * b)), 1.0])
-    np.testing.assert_allclose(evaluate([(a, b, c)], at) - 1, error * np.array([-1, 1, -1]), rtol=1e-7)
+    np.testing.assert_allclose(
+        evaluate([(a, b, c)], at) - 1, error * np.array([-1, 1, -1]), rtol=1e-7
+    )
 
 
-@pytest.mark.parametrize("degrees", [*itertools.product((3, 5, 9), repeat=2), (5, 3, 3), (3, 5, 3)])
+@pytest.mark.parametrize(
+    "degrees", [*itertools.product((3, 5, 9), repeat=2), (5, 3, 3), (3, 5, 3)]
+)
 def test_the_composition_is_as_far_above_one_as_below(degrees):
     """Also where the interval no longer ends at 1: a polynomial that is not minimax on it, or not by its own error
     about 1, is farther off on one side."""
@@ -103,7 +113,9 @@ def test_a_longer_schedule_begins_like_a_shorter_one():
 def test_safety_divides_every_step_but_the_last():
     plain, safe = without_safety(3), muonjax.polar_express(3, safety=1.05)
     assert safe[2] == plain[2]
-    np.testing.assert_allclose(safe[1], np.array(plain[1]) / 1.05 ** np.array([1, 3, 5]), rtol=1e-14)
+    np.testing.assert_allclose(
+        safe[1], np.array(plain[1]) / 1.05 ** np.array([1, 3, 5]), rtol=1e-14
+    )
 
 
 def test_safety_lets_rounding_pass_above_one():
@@ -129,8 +141,14 @@ def test_published_tables():
         ({"num_steps": 3, "lower": 1.0}, "lower=1.0"),
         ({"num_steps": 3, "cushion": -0.1}, "cushion=-0.1"),
         ({"num_steps": 3, "safety": 0.9}, "safety=0.9"),
-        ({"num_steps": 12, "lower": 1e-5, "safety": 1.0}, r"safety=1.0\) must be in \[1.005, 2\]"),
-        ({"num_steps": 3, "degrees": (5, 5)}, r"degrees=\(5, 5\)\) needs a 3 or a 5 for each of 3"),
+        (
+            {"num_steps": 12, "lower": 1e-5, "safety": 1.0},
+            r"safety=1.0\) must be in \[1.005, 2\]",
+        ),
+        (
+            {"num_steps": 3, "degrees": (5, 5)},
+            r"degrees=\(5, 5\)\) needs a 3 or a 5 for each of 3",
+        ),
         ({"num_steps": 1, "degrees": (4,)}, r"degrees=\(4,\)"),
     ],
 )

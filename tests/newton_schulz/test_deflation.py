@@ -6,7 +6,12 @@ import pytest
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
-from muonjax._newton_schulz.deflation import _other_fourth_powers, inverse_root, pre_deflate, shrink_dominant
+from muonjax._newton_schulz.deflation import (
+    _other_fourth_powers,
+    inverse_root,
+    pre_deflate,
+    shrink_dominant,
+)
 from tests.tools import oracles
 from tests.tools.tiers import thorough
 
@@ -46,7 +51,9 @@ def test_the_map_commutes_with_the_polar_factor(name):
 def test_the_dominant_directions_come_down_to_the_others():
     x = oracles.with_spectrum(SPECTRA["cliff"], 96)
     y = deflated(shrink_dominant(gram(x), 8, "cpu"), x)
-    before, after = (np.linalg.svd(np.asarray(a, np.float64), compute_uv=False) for a in (x, y))
+    before, after = (
+        np.linalg.svd(np.asarray(a, np.float64), compute_uv=False) for a in (x, y)
+    )
     assert after[0] < 0.1 * before[0]
     np.testing.assert_allclose(after[-40:], before[-40:], rtol=0.05)
 
@@ -64,14 +71,21 @@ def test_the_dominant_directions_come_down_to_the_least_of_them():
 @pytest.mark.parametrize("scale", [0.0, 1e-15, 1.0, 1e15, 1e19])
 def test_directions_of_any_size_are_shrunk_and_not_deleted(scale):
     """P = V D, and D = I would delete."""
-    a = jnp.asarray(scale * np.diag(np.r_[np.geomspace(1, 1e-2, 8), np.zeros(8)]), jnp.float32)
-    assert np.linalg.norm(np.asarray(shrink_dominant(a, 8, "cpu").p, np.float64), 2) < 0.95
+    a = jnp.asarray(
+        scale * np.diag(np.r_[np.geomspace(1, 1e-2, 8), np.zeros(8)]), jnp.float32
+    )
+    assert (
+        np.linalg.norm(np.asarray(shrink_dominant(a, 8, "cpu").p, np.float64), 2) < 0.95
+    )
 
 
 def test_the_inverse_root_is_one_and_never_more():
     h = np.diag(np.geomspace(3.0, 0.03, 8))
     np.testing.assert_allclose(
-        inverse_root(jnp.asarray(h, jnp.float32)), np.diag(np.diag(h) ** -0.5), rtol=0.02, atol=1e-4
+        inverse_root(jnp.asarray(h, jnp.float32)),
+        np.diag(np.diag(h) ** -0.5),
+        rtol=0.02,
+        atol=1e-4,
     )
     for low in (1e-4, 1e-8, 0.0):
         h = np.diag(np.r_[np.ones(7), low])
@@ -86,7 +100,12 @@ def test_pre_deflation_takes_the_largest_off_and_keeps_the_polar_factor():
         x = np.broadcast_to(oracles.with_spectrum(SPECTRA["cliff"], 96), shape)
         y = np.asarray(pre_deflate(jnp.asarray(x, jnp.float32), 8), np.float64)
         assert np.linalg.norm(y, 2, axis=(-2, -1)).max() < 0.1
-        assert oracles.polar_error(oracles.polar(y.reshape(-1, 64, 96)[0]), x.reshape(-1, 64, 96)[0]) < 0.07
+        assert (
+            oracles.polar_error(
+                oracles.polar(y.reshape(-1, 64, 96)[0]), x.reshape(-1, 64, 96)[0]
+            )
+            < 0.07
+        )
 
 
 @pytest.mark.parametrize("length", [1.0, 0.3])
@@ -98,7 +117,9 @@ def test_the_sum_over_the_others_is_never_overestimated(length):
         q = np.linalg.qr(rng.standard_normal((40, 40)))[0]
         m = (q * values) @ q.T
         basis = (
-            q[:, rng.permutation(40)[:10]] if trial % 2 else np.linalg.qr(rng.standard_normal((40, 10)))[0]
+            q[:, rng.permutation(40)[:10]]
+            if trial % 2
+            else np.linalg.qr(rng.standard_normal((40, 10)))[0]
         )
         v = length * basis
         found = _other_fourth_powers(jnp.asarray(v.T @ m @ v, jnp.float32)).item()
@@ -119,5 +140,7 @@ def test_rounding_never_grows_in_the_gram_form(name, steps):
     rows = muonjax.polar_express(steps)
     settings = NewtonSchulz(coefficients=rows, form="gram")
     x = jnp.asarray(oracles.with_spectrum(SPECTRA[name], 400), jnp.float32)
-    y = np.asarray(jax.jit(muonjax.newton_schulz, static_argnums=1)(x, settings), np.float64)
+    y = np.asarray(
+        jax.jit(muonjax.newton_schulz, static_argnums=1)(x, settings), np.float64
+    )
     assert np.linalg.norm(y, 2) < evaluate(rows, np.linspace(0, 1, 10_001)).max() + 0.06

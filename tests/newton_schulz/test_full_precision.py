@@ -31,7 +31,9 @@ LOWER = {"fast": 2e-2, "balanced": 1e-2, "accurate": 1e-5}
 
 
 def minimax_error(preset, m):
-    s = np.concatenate([np.geomspace(LOWER[preset], 1.0, 20_000), np.linspace(0.5, 1.0, 20_000)])
+    s = np.concatenate(
+        [np.geomspace(LOWER[preset], 1.0, 20_000), np.linspace(0.5, 1.0, 20_000)]
+    )
     return np.abs(evaluate(PRESETS[preset].in_full_precision(m)[0], s) - 1).max()
 
 
@@ -42,7 +44,9 @@ def orthogonalize(x, settings):
 
 def spectrum(name, m):
     return {
-        "gaussian": np.linalg.svd(np.random.default_rng(7).standard_normal((m, 2 * m)), compute_uv=False),
+        "gaussian": np.linalg.svd(
+            np.random.default_rng(7).standard_normal((m, 2 * m)), compute_uv=False
+        ),
         "log to 1e-3": np.geomspace(1, 1e-3, m),
         "log to 1e-6": np.geomspace(1, 1e-6, m),
         "one dominant": np.r_[1.0, np.full(m - 1, 3e-3)],
@@ -55,7 +59,15 @@ def spectrum(name, m):
     }[name]
 
 
-SPECTRA = ["gaussian", "log to 1e-3", "log to 1e-6", "one dominant", "repeated", "two levels", "hilbert"]
+SPECTRA = [
+    "gaussian",
+    "log to 1e-3",
+    "log to 1e-6",
+    "one dominant",
+    "repeated",
+    "two levels",
+    "hilbert",
+]
 SPECTRA += ["rank deficient", "plateau below"]
 SHAPES = [(72, 160), thorough((72, 72)), thorough((37, 101)), nightly((16, 256))]
 
@@ -71,12 +83,17 @@ def test_polar_error_is_within_the_minimax_bound(preset, name, shape):
     m, n = shape
     s = spectrum(name, m)
     x = oracles.with_spectrum(s, n)
-    y = np.asarray(orthogonalize(jnp.asarray(x, jnp.float32), PRESETS[preset]), np.float64)
+    y = np.asarray(
+        orthogonalize(jnp.asarray(x, jnp.float32), PRESETS[preset]), np.float64
+    )
     s = s[s > 0] / np.linalg.norm(s, 8)
     # Deflation only raises the normalized values of the tail; what it may cost is its stated tolerance of
     # 0.05.
     inside = s >= LOWER[preset]
-    bound = np.sqrt((inside * (minimax_error(preset, m) + 1e-3) ** 2 + ~inside).sum() / m) + 0.05
+    bound = (
+        np.sqrt((inside * (minimax_error(preset, m) + 1e-3) ** 2 + ~inside).sum() / m)
+        + 0.05
+    )
     assert oracles.polar_error(y, x) <= bound
     assert np.linalg.norm(y, 2) <= 1 + max(0.06, minimax_error(preset, m) + 1e-3)
 
@@ -87,12 +104,17 @@ def test_polar_error_is_within_the_minimax_bound(preset, name, shape):
 @pytest.mark.parametrize("name", [*SPECTRA, "as many equal as are shrunk"])
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
 def test_deflation_is_never_worse(preset, name, n):
-    s = np.r_[np.ones(9), np.full(63, 0.3)] if name not in SPECTRA else spectrum(name, 72)
+    s = (
+        np.r_[np.ones(9), np.full(63, 0.3)]
+        if name not in SPECTRA
+        else spectrum(name, 72)
+    )
     x = oracles.with_spectrum(s, n)
     with_it = PRESETS[preset]
     without = NewtonSchulz(coefficients=with_it.coefficients, deflation=0)
     errors = [
-        oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), s), x) for s in (with_it, without)
+        oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), s), x)
+        for s in (with_it, without)
     ]
     assert errors[0] <= errors[1] + 0.05
 
@@ -103,17 +125,28 @@ def test_deflation_finds_a_long_tail():
     x = oracles.with_spectrum(np.r_[1.0, np.full(71, 1e-3)], 96)
     fast = NewtonSchulz.fast()
     plain = NewtonSchulz(coefficients=fast.coefficients, deflation=0)
-    assert oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x) > 0.6
-    assert oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), fast), x) < 0.35
+    assert (
+        oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x) > 0.6
+    )
+    assert (
+        oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), fast), x) < 0.35
+    )
 
 
 @pytest.mark.rounding
 @pytest.mark.parametrize("condition", [1e3, 1e5])
-@pytest.mark.parametrize(("n", "tall"), [thorough(64, False), nightly(256, False), (256, True)])
+@pytest.mark.parametrize(
+    ("n", "tall"), [thorough(64, False), nightly(256, False), (256, True)]
+)
 def test_accurate_is_as_exact_as_the_condition_allows(condition, n, tall):
-    x = oracles.with_spectrum(np.geomspace(1, 1 / condition, 64), n, tall=tall).astype(np.float32)
+    x = oracles.with_spectrum(np.geomspace(1, 1 / condition, 64), n, tall=tall).astype(
+        np.float32
+    )
     y = orthogonalize(jnp.asarray(x), NewtonSchulz.accurate())
-    assert oracles.polar_error(y, x.astype(np.float64)) < np.finfo(np.float32).eps * condition
+    assert (
+        oracles.polar_error(y, x.astype(np.float64))
+        < np.finfo(np.float32).eps * condition
+    )
 
 
 @pytest.mark.rounding
@@ -123,7 +156,9 @@ def test_half_precision_loses_little(form):
     for name in ("log to 1e-3", "one dominant", "gaussian"):
         x = oracles.with_spectrum(spectrum(name, 72), 160)
         plain = NewtonSchulz(coefficients=half.steps.half, form="standard", deflation=0)
-        single = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), plain), x)
+        single = oracles.polar_error(
+            orthogonalize(jnp.asarray(x, jnp.float32), plain), x
+        )
         # Errors of truncation and of rounding are independent.
         error = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), half), x)
         assert error <= np.hypot(single, 0.06)
@@ -137,12 +172,17 @@ def test_half_precision_loses_little(form):
     "frobenius-64-auto-(33, 200)-bfloat16",
 )
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(33, 200), *map(thorough, [(1, 1), (1, 9), (64, 64)])], ids=str)
 @pytest.mark.parametrize(
-    ("deflation", "form"), [thorough(0, "standard"), thorough(64, "standard"), (64, "auto")]
+    "shape", [(33, 200), *map(thorough, [(1, 1), (1, 9), (64, 64)])], ids=str
+)
+@pytest.mark.parametrize(
+    ("deflation", "form"),
+    [thorough(0, "standard"), thorough(64, "standard"), (64, "auto")],
 )
 @pytest.mark.parametrize("normalization", ["schatten", "frobenius"])
-def test_every_normalization_bounds_the_largest_singular_value(normalization, deflation, form, shape, dtype):
+def test_every_normalization_bounds_the_largest_singular_value(
+    normalization, deflation, form, shape, dtype
+):
     """f rises without bound above 1, so a bound that fails shows at once: adversarial for each norm, over
     dtypes."""
     settings = NewtonSchulz(
@@ -154,9 +194,17 @@ def test_every_normalization_bounds_the_largest_singular_value(normalization, de
     )
     m, n = shape
     one = np.r_[1.0, np.zeros(m - 1)]
-    for s in (one, np.ones(m), np.geomspace(1, 1e-3, m), one + 1e-2, 1 / np.arange(1, m + 1) ** 2):
+    for s in (
+        one,
+        np.ones(m),
+        np.geomspace(1, 1e-3, m),
+        one + 1e-2,
+        1 / np.arange(1, m + 1) ** 2,
+    ):
         x = jnp.asarray(oracles.with_spectrum(s, n), jnp.float32)
-        assert np.linalg.norm(np.asarray(orthogonalize(x, settings), np.float64), 2) < 1.05
+        assert (
+            np.linalg.norm(np.asarray(orthogonalize(x, settings), np.float64), 2) < 1.05
+        )
 
 
 def test_jordan_with_frobenius_is_the_textbook_iteration():
@@ -165,9 +213,14 @@ def test_jordan_with_frobenius_is_the_textbook_iteration():
     expected = oracles.newton_schulz(x, rows)
     for form in ("standard", "gram"):
         textbook = NewtonSchulz(
-            coefficients=5 * muonjax.JORDAN, normalization="frobenius", deflation=0, form=form
+            coefficients=5 * muonjax.JORDAN,
+            normalization="frobenius",
+            deflation=0,
+            form=form,
         )
-        np.testing.assert_allclose(orthogonalize(jnp.asarray(x, jnp.float32), textbook), expected, atol=2e-5)
+        np.testing.assert_allclose(
+            orthogonalize(jnp.asarray(x, jnp.float32), textbook), expected, atol=2e-5
+        )
 
 
 @given(
@@ -189,15 +242,25 @@ def test_invariances(m, n, batch, seed, exponent, preset):
     tight = {"rtol": 0, "atol": 3e-4 * np.abs(y).max()}
     # A power of two changes no bit; any other positive scale only rounding.
     power = float(2.0 ** round(exponent))
-    np.testing.assert_array_equal(muonjax.newton_schulz(jnp.asarray(x * np.float32(power)), value), y)
-    if min(m, n) < max(m, n):  # square Gaussian matrices can be as ill conditioned as they like
+    np.testing.assert_array_equal(
+        muonjax.newton_schulz(jnp.asarray(x * np.float32(power)), value), y
+    )
+    if min(m, n) < max(
+        m, n
+    ):  # square Gaussian matrices can be as ill conditioned as they like
         scaled = x * np.float32(10.0**exponent)
-        np.testing.assert_allclose(muonjax.newton_schulz(jnp.asarray(scaled), value), y, rtol=0, atol=0.02)
+        np.testing.assert_allclose(
+            muonjax.newton_schulz(jnp.asarray(scaled), value), y, rtol=0, atol=0.02
+        )
     np.testing.assert_array_equal(muonjax.newton_schulz(-jnp.asarray(x), value), -y)
     if m != n:
-        np.testing.assert_array_equal(muonjax.newton_schulz(jnp.asarray(x).mT, value), np.swapaxes(y, -1, -2))
+        np.testing.assert_array_equal(
+            muonjax.newton_schulz(jnp.asarray(x).mT, value), np.swapaxes(y, -1, -2)
+        )
     if batch:
-        np.testing.assert_allclose(muonjax.newton_schulz(jnp.asarray(x[::-1]), value), y[::-1], **tight)
+        np.testing.assert_allclose(
+            muonjax.newton_schulz(jnp.asarray(x[::-1]), value), y[::-1], **tight
+        )
 
 
 def test_orthogonal_equivariance():
@@ -213,7 +276,9 @@ def test_orthogonal_equivariance():
         assert difference < (1e-4 if value.deflation == 0 else 0.1)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64, *map(thorough, [jnp.float32, jnp.float16])])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.complex64, *map(thorough, [jnp.float32, jnp.float16])]
+)
 @pytest.mark.parametrize("preset", ["balanced", *map(thorough, ["fast", "accurate"])])
 def test_zero_gives_zero(dtype, preset):
     y = orthogonalize(jnp.zeros((3, 16, 40), dtype), PRESETS[preset])
@@ -239,18 +304,28 @@ def test_extreme_scales(scale, dtype):
         np.random.default_rng(1).standard_normal((16, 40))
     )
     y = orthogonalize(jnp.asarray(x * scale, dtype), NewtonSchulz.accurate())
-    assert oracles.polar_error(np.asarray(y, np.float64), x) < (1e-5 if dtype == jnp.float32 else 0.02)
+    assert oracles.polar_error(np.asarray(y, np.float64), x) < (
+        1e-5 if dtype == jnp.float32 else 0.02
+    )
 
 
 def test_complex_matrices():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 12, 30)) + 1j * rng.standard_normal((2, 12, 30))
     for form in ("standard", "gram"):
-        value = NewtonSchulz(coefficients=muonjax.polar_express(8), form=form, deflation=0)
-        assert oracles.polar_error(muonjax.newton_schulz(jnp.asarray(x, jnp.complex64), value), x) < 1e-4
+        value = NewtonSchulz(
+            coefficients=muonjax.polar_express(8), form=form, deflation=0
+        )
+        assert (
+            oracles.polar_error(
+                muonjax.newton_schulz(jnp.asarray(x, jnp.complex64), value), x
+            )
+            < 1e-4
+        )
     assert (
         oracles.polar_error(
-            muonjax.newton_schulz(jnp.asarray(x, jnp.complex64).mT, value), np.swapaxes(x, 1, 2)
+            muonjax.newton_schulz(jnp.asarray(x, jnp.complex64).mT, value),
+            np.swapaxes(x, 1, 2),
         )
         < 1e-4
     )
@@ -270,7 +345,8 @@ def test_float64_is_computed_in_float64():
     with jax.enable_x64(True):
         x = oracles.with_spectrum(np.geomspace(1, 1e-3, 24), 60)
         y = muonjax.newton_schulz(
-            jnp.asarray(x), NewtonSchulz(coefficients=muonjax.polar_express(10), deflation=0)
+            jnp.asarray(x),
+            NewtonSchulz(coefficients=muonjax.polar_express(10), deflation=0),
         )
         assert y.dtype == jnp.float64
         assert oracles.polar_error(y, x) < 1e-9
@@ -286,7 +362,9 @@ SCHEDULES = {
 
 
 def test_where_the_gram_form_restarts():
-    tables = {name: gram_restarts(rows, jnp.float32) for name, rows in SCHEDULES.items()}
+    tables = {
+        name: gram_restarts(rows, jnp.float32) for name, rows in SCHEDULES.items()
+    }
     assert tables == {
         "fast": (),
         "balanced": (),
@@ -335,20 +413,36 @@ def test_restarts_hold_rounding_down(name):
 @pytest.mark.parametrize("form", ["standard", "gram"])
 def test_polynomials_of_degree_nine(monkeypatch, form, normalization, dtype):
     rows = polar_express_rows((9, 9, 5), 1e-2)
-    monkeypatch.setattr(NewtonSchulz, "in_full_precision", lambda settings, m: (rows, 0))
+    monkeypatch.setattr(
+        NewtonSchulz, "in_full_precision", lambda settings, m: (rows, 0)
+    )
     s = spectrum("hilbert", 24)
-    x = oracles.with_spectrum(s, 60) * (1 if dtype == "float32" else np.exp(1j * np.arange(24))[:, None])
+    x = oracles.with_spectrum(s, 60) * (
+        1 if dtype == "float32" else np.exp(1j * np.arange(24))[:, None]
+    )
     u, _, vh = np.linalg.svd(x, full_matrices=False)
-    wanted = u * evaluate(rows, s / np.linalg.norm(s, 8 if normalization == "schatten" else 2)) @ vh
-    y = muonjax.newton_schulz(x.astype(dtype), NewtonSchulz(form=form, normalization=normalization))
+    wanted = (
+        u
+        * evaluate(rows, s / np.linalg.norm(s, 8 if normalization == "schatten" else 2))
+        @ vh
+    )
+    y = muonjax.newton_schulz(
+        x.astype(dtype), NewtonSchulz(form=form, normalization=normalization)
+    )
     np.testing.assert_allclose(y, wanted, atol=1e-4)
 
 
 def test_auto_form_is_gram_only_where_wide():
     def products(shape, dtype, form="auto", deflation=0):
         rows = muonjax.polar_express(4)
-        value = NewtonSchulz(coefficients=rows, compute_dtype=dtype, deflation=deflation, form=form)
-        text = str(jax.make_jaxpr(lambda x: muonjax.newton_schulz(x, value))(jnp.zeros(shape, jnp.float32)))
+        value = NewtonSchulz(
+            coefficients=rows, compute_dtype=dtype, deflation=deflation, form=form
+        )
+        text = str(
+            jax.make_jaxpr(lambda x: muonjax.newton_schulz(x, value))(
+                jnp.zeros(shape, jnp.float32)
+            )
+        )
         long = [
             line
             for line in text.splitlines()
@@ -364,20 +458,38 @@ def test_auto_form_is_gram_only_where_wide():
     assert products((64, 256), None, deflation=8) == 5
     assert products((64, 80), None, deflation=8) == 4
     # In half precision the Gram form restarts once.
-    assert products((64, 256), jnp.bfloat16) == products((64, 80), jnp.bfloat16, "gram") == 2
-    assert products((64, 80), jnp.bfloat16) == products((64, 256), jnp.bfloat16, "standard") == 4
+    assert (
+        products((64, 256), jnp.bfloat16)
+        == products((64, 80), jnp.bfloat16, "gram")
+        == 2
+    )
+    assert (
+        products((64, 80), jnp.bfloat16)
+        == products((64, 256), jnp.bfloat16, "standard")
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
     ("m", "dtype", "worth"),
-    [(256, "float32", False), (512, "float32", True), (1024, "bfloat16", False), (4096, "bfloat16", True)],
+    [
+        (256, "float32", False),
+        (512, "float32", True),
+        (1024, "bfloat16", False),
+        (4096, "bfloat16", True),
+    ],
 )
-def test_devices_share_products_only_where_that_saves_more_than_it_sends(m, dtype, worth):
+def test_devices_share_products_only_where_that_saves_more_than_it_sends(
+    m, dtype, worth
+):
     assert Policy("gpu").shares_products(m, jnp.dtype(dtype)) == worth
     product = SymmetricProduct("gpu", jnp.dtype(dtype), None)
     assert product.shared_by(("tensor",)).together == ("tensor",)
     # A named implementation is used, and the shares are none.
-    assert product._replace(implementation="reference").shared_by(("tensor",)).together == ()
+    assert (
+        product._replace(implementation="reference").shared_by(("tensor",)).together
+        == ()
+    )
 
 
 @pytest.mark.parametrize("form", ["gram", thorough("standard")])
@@ -385,9 +497,14 @@ def test_columns_cut_over_a_mesh_under_the_checks_of_shard_map(form):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 64)), jnp.float32)
     f = functools.partial(muonjax.newton_schulz, settings=NewtonSchulz(form=form))
     columns = P(None, "columns")
-    mesh = jax.make_mesh((4,), ("columns",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (4,), ("columns",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+    )
     cut = jax.shard_map(
-        functools.partial(f, axis_name=("columns",)), mesh=mesh, in_specs=columns, out_specs=columns
+        functools.partial(f, axis_name=("columns",)),
+        mesh=mesh,
+        in_specs=columns,
+        out_specs=columns,
     )
     np.testing.assert_allclose(jax.jit(cut)(x), f(x), atol=5e-6)
 
@@ -416,12 +533,20 @@ def test_reverse_mode_agrees_with_forward_mode(form):
         ({"deflation": 0.125}, ValueError, "deflation=0.125.*whole number"),
         ({"form": "gramm"}, ValueError, "form='gramm'.*'gram'"),
         ({"normalization": "l2"}, ValueError, "normalization='l2'"),
-        ({"implementation": "nonsense"}, ValueError, "implementation='nonsense'.*'hopper'"),
+        (
+            {"implementation": "nonsense"},
+            ValueError,
+            "implementation='nonsense'.*'hopper'",
+        ),
         ({"implementation": jnp.ones(2)}, ValueError, "implementation=Array"),
         ({"compute_dtype": jnp.int32}, TypeError, "compute_dtype=.*int32"),
         ({"compute_dtype": "float33"}, TypeError, "float33"),
         ({"compute_dtype": jnp.ones(2)}, TypeError, "compute_dtype=Array"),
-        ({"compute_dtype": "float16"}, TypeError, "float16.*bfloat16, float32, float64.*range"),
+        (
+            {"compute_dtype": "float16"},
+            TypeError,
+            "float16.*bfloat16, float32, float64.*range",
+        ),
     ],
 )
 def test_bad_settings(arguments, error, message):
@@ -433,7 +558,9 @@ def test_what_half_precision_lacks_is_refused():
     settings = NewtonSchulz(coefficients=((0.0, 1.0, 0.0), (2.0, -1.0, 0.0)))
     muonjax.newton_schulz(jnp.ones((3, 3)), settings)
     half = dataclasses.replace(settings, compute_dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"in half precision.*linear term.*compute_dtype='float32'"):
+    with pytest.raises(
+        ValueError, match=r"in half precision.*linear term.*compute_dtype='float32'"
+    ):
         muonjax.newton_schulz(jnp.ones((3, 3)), half)
 
 
@@ -441,7 +568,9 @@ def test_bad_matrices():
     with pytest.raises(ValueError, match=r"shape \(3,\); give a bias to Adam"):
         muonjax.newton_schulz(jnp.ones(3))
     for shape in ((3, 0), (0, 3), (0, 3, 4)):
-        with pytest.raises(ValueError, match=rf"shape {re.escape(str(shape))}: an empty matrix"):
+        with pytest.raises(
+            ValueError, match=rf"shape {re.escape(str(shape))}: an empty matrix"
+        ):
             muonjax.newton_schulz(jnp.ones(shape))
     with pytest.raises(TypeError, match="int32"):
         muonjax.newton_schulz(jnp.ones((3, 3), jnp.int32))
@@ -449,7 +578,9 @@ def test_bad_matrices():
 
 def test_settings_are_values():
     assert NewtonSchulz() == NewtonSchulz.balanced()
-    assert hash(NewtonSchulz(coefficients=[[1, 2, 3]])) == hash(NewtonSchulz(coefficients=((1.0, 2.0, 3.0),)))
+    assert hash(NewtonSchulz(coefficients=[[1, 2, 3]])) == hash(
+        NewtonSchulz(coefficients=((1.0, 2.0, 3.0),))
+    )
 
 
 @pytest.mark.parametrize("m", [48, 1024])

@@ -69,10 +69,16 @@ def test_a_tall_matrix_is_the_transpose_of_a_wide_one(platform):
 @pytest.mark.parametrize("shape", [nightly((64, 64)), (64, 160)], ids=str)
 def test_a_cpu_computes_as_a_gpu_where_it_is_asked_to(shape):
     """Bit for bit; a TPU has bfloat16 only."""
-    x = jnp.stack([momentum.matrix(s, *shape, np.random.default_rng(0))[0] for s in momentum.spectra()[::36]])
+    x = jnp.stack(
+        [
+            momentum.matrix(s, *shape, np.random.default_rng(0))[0]
+            for s in momentum.spectra()[::36]
+        ]
+    )
     asked = NewtonSchulz(compute_dtype="bfloat16")
     there = jax.jit(
-        lambda x: polar_factor(x, settings=NewtonSchulz(), policy=Policy("gpu")), compiler_options=EMULATED
+        lambda x: polar_factor(x, settings=NewtonSchulz(), policy=Policy("gpu")),
+        compiler_options=EMULATED,
     )
     here = jax.jit(lambda x: muonjax.newton_schulz(x, asked), compiler_options=EMULATED)
     np.testing.assert_array_equal(here(x), there(x))
@@ -84,10 +90,15 @@ def test_a_cpu_computes_as_a_gpu_where_it_is_asked_to(shape):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_named_implementation_is_as_accurate(preset):
     """It makes a step's polynomial in one product, with numbers of its own for each matrix of a stack."""
-    pairs = [with_spectrum(np.geomspace(1, 10.0**-decades, 32), 100) for decades in (1, 2)]
+    pairs = [
+        with_spectrum(np.geomspace(1, 10.0**-decades, 32), 100) for decades in (1, 2)
+    ]
     x = jnp.stack([pairs[0][0], 1e3 * pairs[1][0]])
     named = dataclasses.replace(PRESETS[preset], implementation="reference")
-    y = jax.jit(lambda x: polar_factor(x, settings=named, policy=Policy("gpu")), compiler_options=EMULATED)(x)
+    y = jax.jit(
+        lambda x: polar_factor(x, settings=named, policy=Policy("gpu")),
+        compiler_options=EMULATED,
+    )(x)
     plain = orthogonalize(x, "gpu", preset)
     for i, (_, polar) in enumerate(pairs):
         want = momentum.polar_error(plain[i], polar)
@@ -101,7 +112,9 @@ def test_a_named_implementation_is_as_accurate(preset):
 def test_the_scale_of_the_input_changes_rounding_only(scale, platform):
     x, polar = with_spectrum(np.geomspace(1, 1e-2, 32), 48)
     want = momentum.polar_error(orthogonalize(x, platform), polar)
-    assert momentum.polar_error(orthogonalize(x * scale, platform), polar) == pytest.approx(want, abs=0.02)
+    assert momentum.polar_error(
+        orthogonalize(x * scale, platform), polar
+    ) == pytest.approx(want, abs=0.02)
 
 
 @pytest.mark.nan
@@ -109,7 +122,9 @@ def test_the_scale_of_the_input_changes_rounding_only(scale, platform):
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_number_stays_in_its_matrix(bad, platform):
-    x = jnp.stack([with_spectrum(np.geomspace(1, 1e-2, 16), 24, seed)[0] for seed in range(3)])
+    x = jnp.stack(
+        [with_spectrum(np.geomspace(1, 1e-2, 16), 24, seed)[0] for seed in range(3)]
+    )
     y = orthogonalize(x.at[1, 3, 5].set(bad), platform)
     clean = orthogonalize(x, platform)
     assert bool(jnp.isnan(y[1]).all())
@@ -127,7 +142,10 @@ def test_polar_error_on_recorded_momentum(preset, most, platform):
     rng = np.random.default_rng(0)
     matrices = [momentum.matrix(s, 96, 192, rng) for s in momentum.spectra()[::6]]
     y = orthogonalize(jnp.stack([x for x, _ in matrices]), platform, preset)
-    errors = [momentum.polar_error(a, polar) for a, (_, polar) in zip(y, matrices, strict=True)]
+    errors = [
+        momentum.polar_error(a, polar)
+        for a, (_, polar) in zip(y, matrices, strict=True)
+    ]
     assert np.mean(errors) <= most
 
 
@@ -136,7 +154,9 @@ def test_polar_error_on_recorded_momentum(preset, most, platform):
 def test_polar_error_of_exact_low_rank(platform, most):
     """The steps lift what rounding leaves outside of the space of the matrix."""
     names, xs, ranks = zip(*low_rank(64, 96), strict=True)
-    ys = np.asarray(orthogonalize(jnp.asarray(np.stack(xs), jnp.float32), platform), np.float64)
+    ys = np.asarray(
+        orthogonalize(jnp.asarray(np.stack(xs), jnp.float32), platform), np.float64
+    )
     for name, x, y, r in zip(names, xs, ys, ranks, strict=True):
         u, _, vh = np.linalg.svd(x, full_matrices=False)
         assert np.linalg.norm(y - u[:, :r] @ vh[:r]) <= most * np.sqrt(r), name
@@ -145,14 +165,18 @@ def test_polar_error_of_exact_low_rank(platform, most):
 @pytest.mark.rounding
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("n", [M, 4 * M])
-def test_polar_error_where_singular_values_are_spread_evenly_in_the_logarithm(n, platform):
+def test_polar_error_where_singular_values_are_spread_evenly_in_the_logarithm(
+    n, platform
+):
     x, polar = with_spectrum(np.geomspace(1, 1e-3, M), n)
     assert momentum.polar_error(orthogonalize(x, platform), polar) <= 0.2
 
 
 @quick("zero-gpu", "9 rows-tpu")
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("x", [jnp.zeros((16, 24)), with_spectrum(np.ones(9), 12)[0]], ids=["zero", "9 rows"])
+@pytest.mark.parametrize(
+    "x", [jnp.zeros((16, 24)), with_spectrum(np.ones(9), 12)[0]], ids=["zero", "9 rows"]
+)
 def test_gradients_are_numbers(x, platform):
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(traceable(x, platform) * x)))(x)
     assert bool(jnp.isfinite(gradient).all())
@@ -161,7 +185,9 @@ def test_gradients_are_numbers(x, platform):
 def primitives(jaxpr):
     for equation in jaxpr.eqns:
         yield equation.primitive.name
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
                 yield from primitives(getattr(inner, "jaxpr", inner))
 
@@ -169,8 +195,14 @@ def primitives(jaxpr):
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_nothing_is_factorized(platform):
     """A factorization of a library can fail, and takes the time of ten products."""
-    names = set(primitives(jax.make_jaxpr(lambda x: traceable(x, platform))(jnp.ones((136, 160))).jaxpr))
-    factorizations = "cholesky triangular_solve eigh svd qr householder_product lu schur"
+    names = set(
+        primitives(
+            jax.make_jaxpr(lambda x: traceable(x, platform))(jnp.ones((136, 160))).jaxpr
+        )
+    )
+    factorizations = (
+        "cholesky triangular_solve eigh svd qr householder_product lu schur"
+    )
     assert not names & set(factorizations.split())
 
 
@@ -184,12 +216,18 @@ def test_the_bound_is_one_and_at_most_as_loose_as_the_trace(normalization):
     assert 1 <= bound / np.linalg.norm(z, 2) ** 2 <= 8 * 1.05
 
 
-@pytest.mark.parametrize("scale", [3e-38, 1e-30, 1e-13, 1e-12, 1, 1e12, 1e13, 1e30, 3e38])
+@pytest.mark.parametrize(
+    "scale", [3e-38, 1e-30, 1e-13, 1e-12, 1, 1e12, 1e13, 1e30, 3e38]
+)
 def test_a_matrix_of_any_size_is_scaled_to_one_norm(scale):
     """Also a single number, where XLA could join the two factors of a square."""
     for shape in ((1, 1), (3, 5)):
-        z = jax.jit(lambda x: half_precision._scaled_to_norm(x, ()))(jnp.full(shape, scale, jnp.float32))
-        np.testing.assert_allclose(np.linalg.norm(np.asarray(z, np.float64)), 8, rtol=1e-5)
+        z = jax.jit(lambda x: half_precision._scaled_to_norm(x, ()))(
+            jnp.full(shape, scale, jnp.float32)
+        )
+        np.testing.assert_allclose(
+            np.linalg.norm(np.asarray(z, np.float64)), 8, rtol=1e-5
+        )
 
 
 def test_where_the_gram_form_restarts():
@@ -200,8 +238,16 @@ def test_where_the_gram_form_restarts():
         "You": muonjax.YOU,
         "six steps": muonjax.polar_express(6, lower=3e-4),
     }
-    restarts = {name: half_precision.restarts_of(rows) for name, rows in schedules.items()}
-    assert restarts == {"fast": [2], "balanced": [2], "Jordan": [3], "You": [2], "six steps": [2, 4]}
+    restarts = {
+        name: half_precision.restarts_of(rows) for name, rows in schedules.items()
+    }
+    assert restarts == {
+        "fast": [2],
+        "balanced": [2],
+        "Jordan": [3],
+        "You": [2],
+        "six steps": [2, 4],
+    }
 
 
 def test_the_polynomials_of_the_inverse_root_are_nowhere_above_one():
@@ -223,9 +269,14 @@ def test_the_inverse_root_never_exceeds_the_inverse_root():
 def test_the_bound_is_one_where_two_directions_are_shrunk(platform):
     """A diagonal matrix of 16 rows: what rounding makes of a basis of two directions does not average out."""
     x = jnp.stack(
-        [momentum.interpolated(s, 16)[:, None] * np.eye(16, 48) for s in momentum.spectra()[::2]]
+        [
+            momentum.interpolated(s, 16)[:, None] * np.eye(16, 48)
+            for s in momentum.spectra()[::2]
+        ]
     ).astype(jnp.float32)
-    top = np.linalg.norm(np.asarray(orthogonalize(x, platform), np.float64), 2, axis=(-2, -1))
+    top = np.linalg.norm(
+        np.asarray(orthogonalize(x, platform), np.float64), 2, axis=(-2, -1)
+    )
     assert top.max() <= 1.2
 
 
@@ -234,7 +285,8 @@ def test_the_bound_is_one_where_two_directions_are_shrunk(platform):
 def test_rank_one_keeps_its_direction(rows, platform):
     """Rounding errors of one row, or of equal ones, average out nowhere."""
     x = np.outer(
-        np.ones(M) if rows == "alike" else np.eye(M)[3], np.random.default_rng(0).standard_normal(2 * M)
+        np.ones(M) if rows == "alike" else np.eye(M)[3],
+        np.random.default_rng(0).standard_normal(2 * M),
     )
     y = np.asarray(orthogonalize(jnp.asarray(x, jnp.float32), platform), np.float64)
     assert np.sum(x * y) > 0.99 * np.linalg.norm(x) * np.linalg.norm(y)
@@ -247,17 +299,27 @@ def low_rank(m, n):
         a, b = rng.standard_normal((count, m, r)), rng.standard_normal((count, r, n))
         for i in range(count):
             yield f"Gaussian of rank {r}, {i}", a[i] @ b[i], r
-            yield f"rectified of rank {r}, {i}", np.maximum(a[i], 0) @ np.maximum(b[i], 0), r
+            yield (
+                f"rectified of rank {r}, {i}",
+                np.maximum(a[i], 0) @ np.maximum(b[i], 0),
+                r,
+            )
         dead = np.where(np.arange(n) % 3 == 0, 0, a[0] @ b[0])
         yield f"dead columns, rank {r}", dead, r
     yield "repeated rows", np.repeat(rng.standard_normal((4, n)), m // 4, 0), 4
 
 
 def test_a_stack_on_an_explicit_mesh_keeps_its_sharding():
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
+    )
     x, f = (
         normal(4, 32, 48),
-        jax.jit(functools.partial(polar_factor, settings=NewtonSchulz(), policy=Policy("gpu"))),
+        jax.jit(
+            functools.partial(
+                polar_factor, settings=NewtonSchulz(), policy=Policy("gpu")
+            )
+        ),
     )
     y = f(jax.device_put(x, NamedSharding(mesh, P("a"))))
     assert y.sharding.spec == P("a", None, None)
@@ -268,7 +330,10 @@ def wide_spectra():
     yield from ADVERSARIAL.items()
     rng = np.random.default_rng(0)
     for i in range(30):
-        yield f"random {i}", np.sort(10 ** -(4 * rng.random(M) ** rng.uniform(0.2, 5)))[::-1]
+        yield (
+            f"random {i}",
+            np.sort(10 ** -(4 * rng.random(M) ** rng.uniform(0.2, 5)))[::-1],
+        )
     for i, s in enumerate(momentum.spectra()[::6]):
         yield f"recorded {i}", momentum.interpolated(s, M)
 
@@ -305,7 +370,9 @@ def test_updates_are_as_good_as_the_standard_form(preset, vectors):
 
     updated, standard = results("auto"), results("standard")
     for name, (_, polar) in pairs.items():
-        most = max(1.2, np.linalg.norm(standard[name], 2) + 0.02)  # of a short schedule it is larger
+        most = max(
+            1.2, np.linalg.norm(standard[name], 2) + 0.02
+        )  # of a short schedule it is larger
         assert np.linalg.norm(updated[name], 2) <= most, name
         if cases[name].min() > 0:
             errors = [momentum.polar_error(y[name], polar) for y in (updated, standard)]

@@ -66,7 +66,9 @@ LAYERS = [
 def test_nnx_linear_starts_plain_then_follows_its_factors(alpha):
     layer = LoHaLinear(6, 5, rank=2, alpha=alpha, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (3, 6))
-    np.testing.assert_allclose(layer(x), x @ layer.kernel[...] + layer.bias[...], atol=1e-6)
+    np.testing.assert_allclose(
+        layer(x), x @ layer.kernel[...] + layer.bias[...], atol=1e-6
+    )
     train_nnx(layer)
     want = np.asarray(x, np.float64) @ weight64(layer, layer.dot_general)
     np.testing.assert_allclose(layer(x), want, atol=2e-5)
@@ -75,13 +77,19 @@ def test_nnx_linear_starts_plain_then_follows_its_factors(alpha):
 
 @pytest.mark.parametrize(("dtype", "exact"), [(jnp.float32, 5e-6), (jnp.bfloat16, 0.1)])
 def test_nnx_merge_leaves_a_plain_layer_with_the_same_outputs(dtype, exact):
-    layer = train_nnx(LoHaLinear(6, 5, rank=3, alpha=7.0, param_dtype=dtype, rngs=nnx.Rngs(0)))
+    layer = train_nnx(
+        LoHaLinear(6, 5, rank=3, alpha=7.0, param_dtype=dtype, rngs=nnx.Rngs(0))
+    )
     x = jax.random.normal(jax.random.key(1), (3, 6))
     adapted, want = layer(x), weight64(layer, layer.dot_general)
     nnx_loha.merge(layer)
     assert layer.dot_general is jax.lax.dot_general
-    np.testing.assert_allclose(nnx.jit(lambda layer, x: layer(x))(layer, x), adapted, atol=exact)
-    np.testing.assert_allclose(np.asarray(layer.kernel[...], np.float64), want, atol=exact)
+    np.testing.assert_allclose(
+        nnx.jit(lambda layer, x: layer(x))(layer, x), adapted, atol=exact
+    )
+    np.testing.assert_allclose(
+        np.asarray(layer.kernel[...], np.float64), want, atol=exact
+    )
     with pytest.raises(ValueError, match="merged already"):
         nnx_loha.merge(layer)
 
@@ -108,7 +116,9 @@ def test_add_loha_takes_the_layers_of_the_rule():
         "attention/query",
         "attention/value",
     ]
-    assert add_loha(Mixed(nnx.Rngs(0)), lambda path: path == "up", rank=2, rngs=nnx.Rngs(1)) == ["up"]
+    assert add_loha(
+        Mixed(nnx.Rngs(0)), lambda path: path == "up", rank=2, rngs=nnx.Rngs(1)
+    ) == ["up"]
 
 
 @pytest.mark.parametrize(
@@ -145,8 +155,12 @@ def test_a_stack_of_layers_is_refused_but_a_stack_of_adapted_layers_works():
     make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
     with pytest.raises(ValueError, match="stack of layers"):
         add_loha(make(nnx.Rngs(0).split(3)), "", rank=2, rngs=nnx.Rngs(1))
-    stack = nnx.vmap(lambda rngs: LoHaLinear(4, 4, rank=2, rngs=rngs))(nnx.Rngs(0).split(3))
-    y, _ = nnx.scan(lambda x, layer: (layer(x), None), in_axes=(nnx.Carry, 0))(jnp.ones((2, 4)), stack)
+    stack = nnx.vmap(lambda rngs: LoHaLinear(4, 4, rank=2, rngs=rngs))(
+        nnx.Rngs(0).split(3)
+    )
+    y, _ = nnx.scan(lambda x, layer: (layer(x), None), in_axes=(nnx.Carry, 0))(
+        jnp.ones((2, 4)), stack
+    )
     assert y.shape == (2, 4)
     assert stack.dot_general.hada_w1_a.shape == (3, 4, 2)
 
@@ -155,28 +169,38 @@ def test_a_stack_of_layers_is_refused_but_a_stack_of_adapted_layers_works():
 def test_only_adapters_train_in_nnx():
     model = Mixed(nnx.Rngs(0))
     add_loha(model, "attention|up", rank=2, rngs=nnx.Rngs(1))
-    frozen = jax.tree.map(jnp.copy, nnx.state(model, nnx.All(nnx.Param, nnx.Not(LoHaParam))))
+    frozen = jax.tree.map(
+        jnp.copy, nnx.state(model, nnx.All(nnx.Param, nnx.Not(LoHaParam)))
+    )
     moving = jax.tree.map(jnp.copy, nnx.state(model, LoHaParam))
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=LoHaParam)
 
     @nnx.jit
     def step(model, optimizer):
         loss = lambda model: jnp.mean(model(TOKENS)[..., 0] ** 2)  # noqa: E731
-        optimizer.update(model, nnx.grad(loss, argnums=nnx.DiffState(0, LoHaParam))(model))
+        optimizer.update(
+            model, nnx.grad(loss, argnums=nnx.DiffState(0, LoHaParam))(model)
+        )
 
     for _ in range(3):
         step(model, optimizer)
     now = nnx.state(model, nnx.All(nnx.Param, nnx.Not(LoHaParam)))
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), frozen, now)))
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), frozen, now))
+    )
     now = nnx.state(model, LoHaParam)
-    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), moving, now)))
+    assert all(
+        jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), moving, now))
+    )
 
 
 def test_muon_takes_every_factor():
     model = Mixed(nnx.Rngs(0))
     add_loha(model, "attention|up", rank=2, rngs=nnx.Rngs(1))
     numbers = dimension_numbers(nnx.state(model, LoHaParam))
-    found = jax.tree.leaves(numbers, is_leaf=lambda n: n is None or hasattr(n, "output_axis"))
+    found = jax.tree.leaves(
+        numbers, is_leaf=lambda n: n is None or hasattr(n, "output_axis")
+    )
     assert len(found) == 5 * 4
     assert all(n == optax.contrib.MuonDimensionNumbers(0, 1) for n in found)
 
@@ -186,7 +210,9 @@ def test_the_mask_is_true_for_adapters_alone():
     add_loha(model, "up", rank=2, rngs=nnx.Rngs(1))
     mask = nnx.to_flat_state(adapter_mask(nnx.state(model, nnx.Param)))
     trained = nnx.to_flat_state(nnx.state(model, LoHaParam))
-    assert {path for path, value in mask if jax.tree.leaves(value) == [True]} == {path for path, _ in trained}
+    assert {path for path, value in mask if jax.tree.leaves(value) == [True]} == {
+        path for path, _ in trained
+    }
 
 
 def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
@@ -195,7 +221,9 @@ def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
     maxima = {"attention": jnp.array([400.0, 1.0])}
 
     def clipped(*kinds):
-        return apply_qk_clip(nnx.to_pure_dict(nnx.state(model, *kinds)), maxima, sites, 100.0)
+        return apply_qk_clip(
+            nnx.to_pure_dict(nnx.state(model, *kinds)), maxima, sites, 100.0
+        )
 
     with pytest.raises(ValueError, match=r"hada_w1_a.*Merge them into the kernels"):
         clipped(nnx.Param)
@@ -206,7 +234,9 @@ def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
         clipped(LoHaParam)
     nnx_loha.merge(train_nnx(model))
     kernel = clipped(nnx.Param)["attention"]["query"]["kernel"]
-    np.testing.assert_allclose(kernel[:, 0], model.attention.query.kernel[...][:, 0] / 2, rtol=1e-6)
+    np.testing.assert_allclose(
+        kernel[:, 0], model.attention.query.kernel[...][:, 0] / 2, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +257,9 @@ def test_nnx_convolution_is_the_one_with_the_adapted_kernel(conv):
     x = jax.random.normal(jax.random.key(1), (2, 7, 7, 6))
     np.testing.assert_allclose(layer(x), plain(x), atol=1e-5)
     train_nnx(layer)
-    plain.kernel[...] = jnp.asarray(weight64(layer, layer.conv_general_dilated), jnp.float32)
+    plain.kernel[...] = jnp.asarray(
+        weight64(layer, layer.conv_general_dilated), jnp.float32
+    )
     np.testing.assert_allclose(layer(x), plain(x), atol=1e-4)
     loss = lambda layer: jnp.sum(layer(x) ** 2)  # noqa: E731
     grads = jax.tree.leaves(nnx.grad(loss, argnums=nnx.DiffState(0, LoHaParam))(layer))

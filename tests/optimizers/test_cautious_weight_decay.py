@@ -19,7 +19,9 @@ def test_only_weights_that_move_towards_zero_decay():
 def test_signs_count_where_a_product_would_underflow():
     params = jnp.array([1e-30, 1e-30], jnp.float32)
     tx = muonjax.cautious_weight_decay(1e30)
-    found, _ = tx.update(jnp.array([1e-30, -1e-30], jnp.float32), tx.init(params), params)
+    found, _ = tx.update(
+        jnp.array([1e-30, -1e-30], jnp.float32), tx.init(params), params
+    )
     np.testing.assert_allclose(found, [1.0, -1e-30], rtol=1e-6)
 
 

@@ -9,8 +9,15 @@ import pytest
 import muonjax
 from tests.tools.oracles import SHORT
 
-PARAMS = {"dense": {"kernel": jax.random.normal(jax.random.key(0), (8, 16)), "bias": jnp.ones(16)}}
-GRADIENTS = [jax.tree.map(lambda x, k=k: jnp.sin(k * x), PARAMS) for k in (1.0, 2.0, 3.0)]
+PARAMS = {
+    "dense": {
+        "kernel": jax.random.normal(jax.random.key(0), (8, 16)),
+        "bias": jnp.ones(16),
+    }
+}
+GRADIENTS = [
+    jax.tree.map(lambda x, k=k: jnp.sin(k * x), PARAMS) for k in (1.0, 2.0, 3.0)
+]
 
 
 def run(tx, gradients=GRADIENTS):
@@ -25,7 +32,11 @@ def by_hand(*members):
     """The chain for the kernel, AdamW for the bias."""
     return optax.partition(
         {
-            "m": optax.chain(optax.trace(0.95, True), muonjax.orthogonalize(newton_schulz=SHORT), *members),
+            "m": optax.chain(
+                optax.trace(0.95, True),
+                muonjax.orthogonalize(newton_schulz=SHORT),
+                *members,
+            ),
             "a": optax.adamw(1e-3, b2=0.95),
         },
         {"dense": {"kernel": "m", "bias": "a"}},
@@ -40,15 +51,23 @@ def test_normuon_is_its_chain():
         optax.scale_by_learning_rate(1e-2),
     )
     adam = optax.adamw(1e-3, b2=0.95)
-    found = run(muonjax.normuon(1e-2, neuron_decay=0.9, weight_decay=0.1, adam=adam, newton_schulz=SHORT))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, run(chain))
+    found = run(
+        muonjax.normuon(
+            1e-2, neuron_decay=0.9, weight_decay=0.1, adam=adam, newton_schulz=SHORT
+        )
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, run(chain)
+    )
 
 
 def test_muonh_is_its_chain_and_keeps_the_norm():
     adam = optax.adamw(1e-3, b2=0.95)
     found = run(muonjax.muonh(0.02, adam=adam, newton_schulz=SHORT))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, run(by_hand(muonjax.hyperball(0.02)))
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        found,
+        run(by_hand(muonjax.hyperball(0.02))),
     )
     norms = (float(jnp.linalg.norm(p["dense"]["kernel"])) for p in (found, PARAMS))
     assert next(norms) == pytest.approx(next(norms), rel=1e-6)
@@ -61,7 +80,9 @@ def test_muonhs_own_adam_has_no_weight_decay():
 
 
 def test_muonh_needs_a_rate_for_the_other_leaves():
-    with pytest.raises(ValueError, match=r"muonh\(adam_learning_rate=None\) needs a rate for all"):
+    with pytest.raises(
+        ValueError, match=r"muonh\(adam_learning_rate=None\) needs a rate for all"
+    ):
         muonjax.muonh(0.02)
 
 
@@ -71,7 +92,10 @@ NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}
 @pytest.mark.parametrize(
     ("tx", "like_parameters"),
     [
-        (muonjax.monitor(muonjax.muon(1e-3)), 3),  # the momentum of the kernel, two moments of the bias
+        (
+            muonjax.monitor(muonjax.muon(1e-3)),
+            3,
+        ),  # the momentum of the kernel, two moments of the bias
         (muonjax.monitor(optax.sgd(1e-3, momentum=0.9), NUMBERS), 2),
         (muonjax.normuon(1e-3, NUMBERS), 4),
         (muonjax.muonh(1e-3, adam_learning_rate=1e-3, program=NUMBERS), 4),

@@ -29,21 +29,30 @@ def draw(name, step):
     """The weight (step 0) or a gradient, [in, out]; its neurons have norms of different orders."""
     rng = np.random.default_rng([step, *map(ord, name)])
     shape = SHAPES[name]
-    return (rng.standard_normal(shape) * np.geomspace(1, 30, shape[1])).astype(np.float32)
+    return (rng.standard_normal(shape) * np.geomspace(1, 30, shape[1])).astype(
+        np.float32
+    )
 
 
 def dion_weights(cautious):
     """The weights [steps, in, out] of dion.NorMuon, by name."""
     torch = pytest.importorskip("torch", reason="pip install -e '.[interop]'")
     # Without torch.compile, which needs a C++ compiler.
-    with unittest.mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
-        dion = pytest.importorskip("dion", reason="pip install git+https://github.com/microsoft/dion")
+    with unittest.mock.patch.object(
+        torch, "compile", lambda function=None, **_: function or (lambda f: f)
+    ):
+        dion = pytest.importorskip(
+            "dion", reason="pip install git+https://github.com/microsoft/dion"
+        )
 
     def polar(x, epsilon):
         u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
         return (u @ vh).float()
 
-    weights = {name: torch.nn.Parameter(torch.tensor(draw(name, 0).T.copy())) for name in SHAPES}
+    weights = {
+        name: torch.nn.Parameter(torch.tensor(draw(name, 0).T.copy()))
+        for name in SHAPES
+    }
     tx = dion.NorMuon(
         [*weights.values()],
         lr=RATE,
@@ -64,7 +73,9 @@ def dion_weights(cautious):
 
 
 def our_weights(cautious):
-    rounded = optax.stateless(lambda u, _: jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), u))
+    rounded = optax.stateless(
+        lambda u, _: jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), u)
+    )
     decay = muonjax.cautious_weight_decay if cautious else optax.add_decayed_weights
     tx = optax.chain(
         optax.trace(0.95, nesterov=True),
@@ -79,7 +90,9 @@ def our_weights(cautious):
     state, found = tx.init(params), {name: [] for name in SHAPES}
     step = jax.jit(tx.update)
     for i in range(STEPS):
-        updates, state = step({name: draw(name, i + 1) for name in SHAPES}, state, params)
+        updates, state = step(
+            {name: draw(name, i + 1) for name in SHAPES}, state, params
+        )
         params = optax.apply_updates(params, updates)
         for name, weight in params.items():
             found[name].append(np.asarray(weight))
@@ -89,13 +102,18 @@ def our_weights(cautious):
 def assert_equal(found, expected):
     for name, weights in expected.items():
         moved = np.abs(weights - draw(name, 0)).max()
-        np.testing.assert_allclose(found[name], weights, rtol=0, atol=1e-4 * moved, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], weights, rtol=0, atol=1e-4 * moved, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("cautious", [False, True])
 def test_ten_steps_equal_dions(cautious):
     with np.load(GOLDEN) as held:
-        expected = {name: held[f"{name}_{'cautious' if cautious else 'plain'}"] for name in SHAPES}
+        expected = {
+            name: held[f"{name}_{'cautious' if cautious else 'plain'}"]
+            for name in SHAPES
+        }
     assert_equal(our_weights(cautious), expected)
 
 
@@ -103,10 +121,16 @@ def test_ten_steps_equal_dions(cautious):
 @pytest.mark.parametrize("cautious", [False, True])
 def test_the_file_holds_what_dion_computes(cautious):
     with np.load(GOLDEN) as held:
-        expected = {name: held[f"{name}_{'cautious' if cautious else 'plain'}"] for name in SHAPES}
+        expected = {
+            name: held[f"{name}_{'cautious' if cautious else 'plain'}"]
+            for name in SHAPES
+        }
     assert_equal(dion_weights(cautious), expected)
 
 
 if __name__ == "__main__":
     named = {"plain": dion_weights(False), "cautious": dion_weights(True)}
-    np.savez_compressed(GOLDEN, **{f"{n}_{how}": w for how, found in named.items() for n, w in found.items()})
+    np.savez_compressed(
+        GOLDEN,
+        **{f"{n}_{how}": w for how, found in named.items() for n, w in found.items()},
+    )

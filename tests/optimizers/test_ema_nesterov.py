@@ -13,7 +13,9 @@ from tests.mesh.layouts import make_mesh
 from tests.tools.oracles import SHORT, normal
 
 STEPS = 50
-BETAS = np.array([0.6 * (1 - t / STEPS) if 5 <= t < 35 else 0.0 for t in range(STEPS + 1)])  # as the record's
+BETAS = np.array(
+    [0.6 * (1 - t / STEPS) if 5 <= t < 35 else 0.0 for t in range(STEPS + 1)]
+)  # as the record's
 CURVATURE = np.linspace(0.1, 2.0, 12).reshape(3, 4)
 
 
@@ -38,7 +40,9 @@ def reference(learning_rate=0.05, momentum=0.9, weight_decay=0.1, decay=0.95):
 
 def sgd(learning_rate=0.05):
     return optax.chain(
-        optax.trace(0.9), optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(learning_rate)
+        optax.trace(0.9),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(learning_rate),
     )
 
 
@@ -47,26 +51,37 @@ def trajectory(tx, tree, steps=STEPS):
 
     def step(carry, randomness):
         tree, state = carry
-        grads = jax.tree.map(lambda w: jnp.asarray(CURVATURE, w.dtype) * w + randomness.astype(w.dtype), tree)
+        grads = jax.tree.map(
+            lambda w: jnp.asarray(CURVATURE, w.dtype) * w + randomness.astype(w.dtype),
+            tree,
+        )
         updates, state = tx.update(grads, state, tree)
         tree = optax.apply_updates(tree, updates)
         return (tree, state), (tree, muonjax.ema_nesterov_params(state, tree))
 
     randomness = jnp.stack([jnp.asarray(noise(step)) for step in range(steps)])
-    return jax.jit(lambda *carry: jax.lax.scan(step, carry, randomness))(tree, tx.init(tree))[1]
+    return jax.jit(lambda *carry: jax.lax.scan(step, carry, randomness))(
+        tree, tx.init(tree)
+    )[1]
 
 
 @pytest.mark.parametrize("precise", [False, True])
 def test_fifty_steps_equal_the_papers_algorithm_in_float64(precise):
     with jax.enable_x64(precise):
         start = {"w": jnp.ones((3, 4), jnp.result_type(float))}
-        tx = muonjax.ema_nesterov(sgd(), lambda step: jnp.asarray(BETAS)[step], decay=0.95)
+        tx = muonjax.ema_nesterov(
+            sgd(), lambda step: jnp.asarray(BETAS)[step], decay=0.95
+        )
         found = trajectory(tx, start)
         ahead, weights = jax.tree.map(np.asarray, found)
     expected = np.asarray(reference())
     for got, wanted in ((ahead["w"], expected[:, 0]), (weights["w"], expected[:, 1])):
-        assert np.max(np.abs(got - wanted)) <= (1e-13 if precise else 1e-6) * np.max(np.abs(wanted))
-    assert np.max(np.abs(expected[20, 0] - expected[20, 1])) > 1e-2  # the model does see other parameters
+        assert np.max(np.abs(got - wanted)) <= (1e-13 if precise else 1e-6) * np.max(
+            np.abs(wanted)
+        )
+    assert (
+        np.max(np.abs(expected[20, 0] - expected[20, 1])) > 1e-2
+    )  # the model does see other parameters
 
 
 def test_without_a_look_ahead_it_is_the_optimizer_inside():
@@ -77,7 +92,10 @@ def test_without_a_look_ahead_it_is_the_optimizer_inside():
     state, plain = inner.init(tree), tree
     update = jax.jit(inner.update)
     for step in range(3):
-        grads = {"w": jnp.asarray(CURVATURE, jnp.float32) * plain["w"] + jnp.float32(noise(step))}
+        grads = {
+            "w": jnp.asarray(CURVATURE, jnp.float32) * plain["w"]
+            + jnp.float32(noise(step))
+        }
         updates, state = update(grads, state, plain)
         plain = optax.apply_updates(plain, updates)
     np.testing.assert_allclose(ahead["w"][-1], plain["w"], atol=1e-6)
@@ -86,7 +104,9 @@ def test_without_a_look_ahead_it_is_the_optimizer_inside():
 
 
 def test_bfloat16_parameters_keep_their_dtype_in_a_scan():
-    ahead, weights = trajectory(muonjax.ema_nesterov(sgd(), 0.5), {"w": jnp.ones((3, 4), jnp.bfloat16)}, 2)
+    ahead, weights = trajectory(
+        muonjax.ema_nesterov(sgd(), 0.5), {"w": jnp.ones((3, 4), jnp.bfloat16)}, 2
+    )
     assert ahead["w"].dtype == weights["w"].dtype == jnp.bfloat16
 
 
@@ -105,7 +125,10 @@ def test_inside_of_multi_steps_every_micro_batch_sees_the_same_parameters():
         updates, once = jax.jit(tx.update)({"w": (a["w"] + b["w"]) / 2}, once, wanted)
         wanted = optax.apply_updates(wanted, updates)
     np.testing.assert_allclose(found["w"], wanted["w"], atol=1e-6)
-    of_both = (muonjax.ema_nesterov_params(*pair)["w"] for pair in ((state, found), (once, wanted)))
+    of_both = (
+        muonjax.ema_nesterov_params(*pair)["w"]
+        for pair in ((state, found), (once, wanted))
+    )
     np.testing.assert_allclose(*of_both, atol=1e-6)
 
 
@@ -114,16 +137,24 @@ def test_the_clip_scales_what_the_model_sees():
     params, maxima, site = multi_head()
     statistics = {"max_logits": maxima(params)}
     threshold = 0.5 * float(jnp.min(maxima(params)))
-    wrapped, clip = muonjax.ema_nesterov(sgd(), 0.9, decay=0.5), muonjax.qk_clip(threshold, site)
+    wrapped, clip = (
+        muonjax.ema_nesterov(sgd(), 0.9, decay=0.5),
+        muonjax.qk_clip(threshold, site),
+    )
     tx = optax.chain(wrapped, clip)
     grads = jax.tree.map(lambda p: -0.1 * p, params)
     updates, state = jax.jit(wrapped.update)(grads, wrapped.init(params), params)
     params = optax.apply_updates(params, updates)
     unclipped, _ = jax.jit(wrapped.update)(grads, state, params)
-    clipped, _ = jax.jit(tx.update)(grads, (state, clip.init(params)), params, max_logits=statistics)
+    clipped, _ = jax.jit(tx.update)(
+        grads, (state, clip.init(params)), params, max_logits=statistics
+    )
     seen = optax.apply_updates(params, unclipped)
     expected = muonjax.apply_qk_clip(seen, statistics, site, threshold)
-    assert float(jnp.max(maxima(expected) / maxima(seen) * statistics["max_logits"])) <= threshold * EXACT
+    assert (
+        float(jnp.max(maxima(expected) / maxima(seen) * statistics["max_logits"]))
+        <= threshold * EXACT
+    )
     found = optax.apply_updates(params, clipped)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -133,9 +164,18 @@ def test_the_clip_scales_what_the_model_sees():
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
-        (muonjax.muonclip(0.1, muonjax.mha_site()), "put the clip after it, optax.chain"),
-        (muonjax.monitor(muonjax.adamclip(0.1, muonjax.mha_site())), "put the clip after it, optax.chain"),
-        (optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), "MultiSteps around it"),
+        (
+            muonjax.muonclip(0.1, muonjax.mha_site()),
+            "put the clip after it, optax.chain",
+        ),
+        (
+            muonjax.monitor(muonjax.adamclip(0.1, muonjax.mha_site())),
+            "put the clip after it, optax.chain",
+        ),
+        (
+            optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+            "MultiSteps around it",
+        ),
     ],
 )
 def test_a_clip_or_an_accumulation_inside_is_refused(inner, message):
@@ -148,11 +188,15 @@ def test_the_mean_is_sharded_as_its_parameter():
     params = {"dense": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
     specs = {"dense": {"kernel": P("fsdp"), "bias": P()}}
     distribution = muonjax.Distribution(make_mesh(fsdp=4), specs)
-    tx = muonjax.ema_nesterov(muonjax.muon(0.1, distribution=distribution, newton_schulz=SHORT), 0.5)
+    tx = muonjax.ema_nesterov(
+        muonjax.muon(0.1, distribution=distribution, newton_schulz=SHORT), 0.5
+    )
     shardings = muonjax.state_shardings(tx, params, distribution)
     assert shardings.ema["dense"]["kernel"].spec == P("fsdp", None)
     state = jax.jit(tx.init, out_shardings=shardings)(params)
-    after = jax.jit(tx.update, out_shardings=(None, shardings))(params, state, params)[1]
+    after = jax.jit(tx.update, out_shardings=(None, shardings))(params, state, params)[
+        1
+    ]
     assert after.ema["dense"]["kernel"].addressable_shards[0].data.shape == (2, 16)
 
 
@@ -160,14 +204,21 @@ def test_a_parameter_may_be_a_python_number():
     tx, params = muonjax.ema_nesterov(optax.sgd(1.0), 0.5, decay=0.0), {"w": 0.0}
     updates, state = tx.update({"w": 1.0}, tx.init(params), params)
     params = {"w": params["w"] + float(updates["w"])}
-    assert (params["w"], float(muonjax.ema_nesterov_params(state, params)["w"])) == (-1.5, -1.0)
+    assert (params["w"], float(muonjax.ema_nesterov_params(state, params)["w"])) == (
+        -1.5,
+        -1.0,
+    )
 
 
 def test_beta_may_be_traced():
     tree = {"w": normal(3, 4)}
-    injected = optax.inject_hyperparams(lambda beta: muonjax.ema_nesterov(sgd(), beta))(0.4)
+    injected = optax.inject_hyperparams(lambda beta: muonjax.ema_nesterov(sgd(), beta))(
+        0.4
+    )
     for a, b in zip(
-        trajectory(injected, tree, 3), trajectory(muonjax.ema_nesterov(sgd(), 0.4), tree, 3), strict=True
+        trajectory(injected, tree, 3),
+        trajectory(muonjax.ema_nesterov(sgd(), 0.4), tree, 3),
+        strict=True,
     ):
         np.testing.assert_allclose(a["w"], b["w"], atol=1e-6)
 
@@ -176,12 +227,15 @@ def test_beta_may_be_traced():
     ("call", "message"),
     [
         (
-            lambda: muonjax.ema_nesterov_params(sgd().init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}),
+            lambda: muonjax.ema_nesterov_params(
+                sgd().init({"w": jnp.ones(2)}), {"w": jnp.ones(2)}
+            ),
             "not 0",
         ),
         (
             lambda: muonjax.ema_nesterov_params(
-                muonjax.ema_nesterov(sgd(), 0.5).init({"w": jnp.ones(2)}), {"w": jnp.ones(3)}
+                muonjax.ema_nesterov(sgd(), 0.5).init({"w": jnp.ones(2)}),
+                {"w": jnp.ones(3)},
             ),
             "have other shapes",
         ),

@@ -71,14 +71,18 @@ MUON = functools.partial(muonjax.muon, 1e-2)
 ])  # fmt: skip
 def test_the_message_says_what_to_do(call, message):
     """In two lines at most; three dots stand for anything."""
-    with pytest.raises(TypeError, match=re.escape(message).replace(r"\.\.\.", ".*")) as error:
+    with pytest.raises(
+        TypeError, match=re.escape(message).replace(r"\.\.\.", ".*")
+    ) as error:
         call()
     assert str(error.value).count("\n") <= 1
 
 
 def test_a_loss_in_place_of_its_program():
     with pytest.raises(TypeError) as error:
-        MUON(lambda params, batch: jnp.sum(batch @ params["dense"]["kernel"])).init(PARAMS)
+        MUON(lambda params, batch: jnp.sum(batch @ params["dense"]["kernel"])).init(
+            PARAMS
+        )
     assert "muonjax.inspect(loss_fn, params, batch)" in error.value.__notes__[0]
 
 
@@ -89,12 +93,20 @@ def test_what_is_no_mistake():
 
 
 def test_signatures_show_every_argument_with_its_default():
-    for optimizer in (muonjax.muon, muonjax.normuon, muonjax.muonh, muonjax.muonclip, muonjax.adamclip):
+    for optimizer in (
+        muonjax.muon,
+        muonjax.normuon,
+        muonjax.muonh,
+        muonjax.muonclip,
+        muonjax.adamclip,
+    ):
         optax.inject_hyperparams(optimizer)  # reads the signature
     defaults = inspect.signature(muonjax.muon).parameters
     for name, parameter in inspect.signature(muonjax.muonclip).parameters.items():
         assert name not in defaults or parameter.default == defaults[name].default
-    assert inspect.signature(muonjax.adamclip).parameters["weight_decay"].default == 1e-4  # Optax's
+    assert (
+        inspect.signature(muonjax.adamclip).parameters["weight_decay"].default == 1e-4
+    )  # Optax's
 
 
 @pytest.mark.parametrize(("name", "meant"), [
@@ -103,18 +115,26 @@ def test_signatures_show_every_argument_with_its_default():
     ("_optimisers", ""),
 ])  # fmt: skip
 def test_names_that_are_nearly_right(name, meant):
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}'{re.escape(meant)}$"):
+    with pytest.raises(
+        AttributeError, match=rf"no attribute '{name}'{re.escape(meant)}$"
+    ):
         getattr(muonjax, name)
-    with pytest.raises(AttributeError, match="no preset 'quick'; there are accurate, balanced, fast"):
+    with pytest.raises(
+        AttributeError, match="no preset 'quick'; there are accurate, balanced, fast"
+    ):
         _ = muonjax.NewtonSchulz.quick
 
 
 def test_one_parameter():
-    assert "Adam: 1 parameter (" in muonjax.tabulate({"gain": jnp.ones(()), "w": jnp.ones((4, 4))})
+    assert "Adam: 1 parameter (" in muonjax.tabulate(
+        {"gain": jnp.ones(()), "w": jnp.ones((4, 4))}
+    )
 
 
 def update(tx, gradients, params, state=None, **more):
-    return tx.update(gradients, tx.init(params) if state is None else state, params, **more)
+    return tx.update(
+        gradients, tx.init(params) if state is None else state, params, **more
+    )
 
 
 def test_gradients_of_another_shape():
@@ -122,10 +142,17 @@ def test_gradients_of_another_shape():
     message = r"muon: the gradient of 'dense/kernel' has shape \(8, 17\), the parameter \(8, 16\)"
     with pytest.raises(ValueError, match=message):
         update(muonjax.muon(1e-2), gradients, PARAMS)
-    with pytest.raises(ValueError, match="muon: 'dense/bias' is a parameter without a gradient"):
+    with pytest.raises(
+        ValueError, match="muon: 'dense/bias' is a parameter without a gradient"
+    ):
         update(muonjax.muon(1e-2), {"dense": {"kernel": jnp.ones((8, 16))}}, PARAMS)
     with pytest.raises(ValueError, match="muon: 'b' is a gradient without a parameter"):
-        update(muonjax.muon(1e-2), PARAMS | {"b": jnp.ones(3)}, PARAMS, muonjax.muon(1e-2).init(PARAMS))
+        update(
+            muonjax.muon(1e-2),
+            PARAMS | {"b": jnp.ones(3)},
+            PARAMS,
+            muonjax.muon(1e-2).init(PARAMS),
+        )
 
 
 @pytest.mark.parametrize("program", [None, muonjax.mha_site()])
@@ -135,7 +162,8 @@ def test_a_state_whose_tuples_have_become_mappings(program):
     tx = make(1e-3, program, newton_schulz=SHORT)
     raw = to_state_dict(tx.init(ATTENTION))
     with pytest.raises(
-        ValueError, match=r"is a dict, no tuple.*Restore it as jax.eval_shape\(tx.init, params\)"
+        ValueError,
+        match=r"is a dict, no tuple.*Restore it as jax.eval_shape\(tx.init, params\)",
     ):
         update(tx, ATTENTION, ATTENTION, raw, max_logits={"a": jnp.ones(2)})
     restored = from_state_dict(jax.eval_shape(tx.init, ATTENTION), raw)
@@ -146,9 +174,12 @@ def test_a_module_with_functions_in_it():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
     calls = {"muon": muonjax.muon(1e-2).init, "tabulate": muonjax.tabulate}
-    for name, call in (calls | {"dimension_numbers": muonjax.dimension_numbers}).items():
+    for name, call in (
+        calls | {"dimension_numbers": muonjax.dimension_numbers}
+    ).items():
         with pytest.raises(
-            TypeError, match=rf"{name}: 'activation' is no array.*eqx\.filter\(model, eqx\.is_in"
+            TypeError,
+            match=rf"{name}: 'activation' is no array.*eqx\.filter\(model, eqx\.is_in",
         ):
             call(model)
 
@@ -170,16 +201,23 @@ MAKE = {
 def test_update_without_params(name):
     tx = MAKE[name](1e-2)
     state = tx.init(ATTENTION)
-    with pytest.raises(ValueError, match=rf"^{name} needs params: call tx\.update\(grads, state, params"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{name} needs params: call tx\.update\(grads, state, params",
+    ):
         jax.jit(tx.update)(ATTENTION, state)
 
 
 def test_a_dtype_in_inject_hyperparams():
     """Optax takes `jnp.bfloat16`, which can be called, for a schedule, and hands on what it returns."""
-    with pytest.raises(TypeError, match=r"muon\(mu_dtype=Array.*inject_hyperparams") as error:
+    with pytest.raises(
+        TypeError, match=r"muon\(mu_dtype=Array.*inject_hyperparams"
+    ) as error:
         optax.inject_hyperparams(muonjax.muon)(1e-3, mu_dtype=jnp.bfloat16).init(PARAMS)
     (static,) = re.findall(r"static_args='(\w+)'", str(error.value))
-    tx = optax.inject_hyperparams(muonjax.muon, static_args=static)(1e-3, mu_dtype=jnp.bfloat16)
+    tx = optax.inject_hyperparams(muonjax.muon, static_args=static)(
+        1e-3, mu_dtype=jnp.bfloat16
+    )
     assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(tx.init(PARAMS)))
 
 
@@ -194,8 +232,12 @@ def loss_with_a_leaf(params, x):
 ])  # fmt: skip
 def test_value_and_grad_by_what_has_no_derivative(leaf, message):
     params = {name: jnp.ones((8, 2, 4)) for name in "qkv"}
-    with pytest.raises(TypeError, match=rf"value_and_grad\(loss_with_a_leaf\): {message}"):
-        muonjax.value_and_grad(loss_with_a_leaf)(params | {"other": leaf}, jnp.ones((1, 3, 8)))
+    with pytest.raises(
+        TypeError, match=rf"value_and_grad\(loss_with_a_leaf\): {message}"
+    ):
+        muonjax.value_and_grad(loss_with_a_leaf)(
+            params | {"other": leaf}, jnp.ones((1, 3, 8))
+        )
 
 
 def shape(*sizes):
@@ -214,7 +256,9 @@ def test_layouts_of_pytorch_without_a_bias():
     # The bias shows that the linear layer takes what the convolution gives.
     linear = {"weight": shape(8, 16), "bias": shape(8)}
     over_time = {"conv": {"weight": shape(16, 16, 3)}, "linear": linear}
-    assert re.search(r"conv/weight +16×16×3 +Muon +48×16 +convolution", muonjax.tabulate(over_time))
+    assert re.search(
+        r"conv/weight +16×16×3 +Muon +48×16 +convolution", muonjax.tabulate(over_time)
+    )
     hidden = {
         "emb": {"weight": shape(64, 16)},
         "up": {"weight": shape(64, 16)},
@@ -241,6 +285,8 @@ def test_a_mask_that_does_not_fit_the_parameters(make, call, mask):
 def test_hyperball_needs_weights_and_not_shapes():
     tx = muonjax.muonh(1e-2, adam_learning_rate=1e-3)
     shapes = jax.eval_shape(lambda: PARAMS)
-    with pytest.raises(TypeError, match=r"hyperball.*\['kernel'\].*jax.eval_shape\(tx.init, params\)"):
+    with pytest.raises(
+        TypeError, match=r"hyperball.*\['kernel'\].*jax.eval_shape\(tx.init, params\)"
+    ):
         tx.init(shapes)
     assert jax.tree.leaves(jax.eval_shape(tx.init, shapes))

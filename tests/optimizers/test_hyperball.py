@@ -31,7 +31,10 @@ def run(tx, w, updates):
 
 def draw(shape, steps=20):
     rng = np.random.default_rng(1)
-    return [(rng.standard_normal(shape) * 10.0**s).astype(np.float32) for s in np.linspace(-3, 3, steps)]
+    return [
+        (rng.standard_normal(shape) * 10.0**s).astype(np.float32)
+        for s in np.linspace(-3, 3, steps)
+    ]
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8)])
@@ -44,14 +47,22 @@ def test_twenty_steps_are_the_papers(shape, eta):
 
 
 def test_each_matrix_of_a_stack_has_its_own_sphere():
-    numbers = MuonDimensionNumbers(reduction_axis=1, output_axis=3)  # one matrix per layer and head
+    numbers = MuonDimensionNumbers(
+        reduction_axis=1, output_axis=3
+    )  # one matrix per layer and head
     w, updates = draw((2, 6, 3, 4), 1)[0], draw((2, 6, 3, 4))
     w *= np.array([1.0, 10.0, 100.0], np.float32)[:, None]
     found = run(muonjax.hyperball(0.1, dimension_numbers={"w": numbers}), w, updates)
     for layer in range(2):
         for head in range(3):
-            want = oracle(w[layer, :, head].astype(np.float64), [u[layer, :, head] for u in updates], 0.1)
-            assert np.linalg.norm(found[layer, :, head] - want) < 1e-5 * np.linalg.norm(want)
+            want = oracle(
+                w[layer, :, head].astype(np.float64),
+                [u[layer, :, head] for u in updates],
+                0.1,
+            )
+            assert np.linalg.norm(found[layer, :, head] - want) < 1e-5 * np.linalg.norm(
+                want
+            )
 
 
 def test_each_part_of_a_fused_leaf_has_its_own_sphere():
@@ -61,13 +72,17 @@ def test_each_part_of_a_fused_leaf_has_its_own_sphere():
     found = run(muonjax.hyperball(0.1, dimension_numbers={"w": numbers}), w, updates)
     for part in range(3):
         columns = slice(4 * part, 4 * part + 4)
-        assert np.linalg.norm(found[:, columns]) == pytest.approx(np.linalg.norm(w[:, columns]), rel=1e-5)
+        assert np.linalg.norm(found[:, columns]) == pytest.approx(
+            np.linalg.norm(w[:, columns]), rel=1e-5
+        )
 
 
 def test_the_length_of_the_update_does_not_count():
     w, (u,) = draw((5, 7), 1)[0], draw((5, 7), 1)
     tx = muonjax.hyperball(0.1)
-    np.testing.assert_allclose(run(tx, w, [u]), run(tx, w, [1e10 * u]), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        run(tx, w, [u]), run(tx, w, [1e10 * u]), rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.nan
@@ -88,7 +103,9 @@ DIRECTIONS = {
 
 
 @pytest.mark.rounding
-@quick("bfloat16-orthogonal", "bfloat16-constant", "float32-orthogonal", others="nightly")
+@quick(
+    "bfloat16-orthogonal", "bfloat16-constant", "float32-orthogonal", others="nightly"
+)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_norm_holds_over_thousands_of_steps(dtype, direction):
@@ -107,7 +124,9 @@ def test_the_norm_holds_over_thousands_of_steps(dtype, direction):
         return (params, state), jnp.linalg.norm(params["w"].astype(jnp.float32))
 
     run = jax.jit(lambda carry, keys: jax.lax.scan(step, carry, keys))
-    _, norms = run((weights, tx.init(weights)), jax.random.split(jax.random.key(0), 4000))
+    _, norms = run(
+        (weights, tx.init(weights)), jax.random.split(jax.random.key(0), 4000)
+    )
     # Half a bit of the weight, and half a bit of a step of a fiftieth of it; the sums of squares are in float32.
     bound = 0.51 * float(jnp.finfo(dtype).eps) + 1e-6
     assert np.abs(np.asarray(norms) / start - 1).max() < bound
@@ -124,13 +143,17 @@ def test_what_changes_the_norm_from_outside_is_followed():
     ]:
         start = {"w": jnp.asarray(w, dtype)}
         state = tx.init(start)
-        changed = jax.tree.map(lambda x, f=factor: (x.astype(jnp.float32) * f).astype(x.dtype), start)
+        changed = jax.tree.map(
+            lambda x, f=factor: (x.astype(jnp.float32) * f).astype(x.dtype), start
+        )
         found, state = tx.update({"w": jnp.asarray(u, dtype)}, state, changed)
         norms = [
             np.linalg.norm(np.asarray(x["w"], np.float64))
             for x in (start, changed, optax.apply_updates(changed, found))
         ]
-        assert norms[2] == pytest.approx(norms[int(follows)], rel=float(jnp.finfo(dtype).eps) + 1e-6)
+        assert norms[2] == pytest.approx(
+            norms[int(follows)], rel=float(jnp.finfo(dtype).eps) + 1e-6
+        )
         kept = float(state.rms["w"][0, 0]) * 48**0.5
         assert kept == pytest.approx(norms[int(follows)], rel=1e-6)
 
@@ -143,7 +166,9 @@ def test_sizes_from_1e_minus_30_to_1e36(of_weight, of_update):
     expected = oracle(w.astype(np.float64) * of_weight, [u.astype(np.float64)], 0.02)
     tx = muonjax.hyperball(0.02)
     params = {"w": jnp.asarray(w * np.float32(of_weight))}
-    updates, _ = jax.jit(tx.update)({"w": jnp.asarray(u * np.float32(of_update))}, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(
+        {"w": jnp.asarray(u * np.float32(of_update))}, tx.init(params), params
+    )
     found = np.asarray(optax.apply_updates(params, updates)["w"], np.float64)
     assert np.linalg.norm(found - expected) < 2e-6 * np.linalg.norm(expected)
 
@@ -166,14 +191,20 @@ def test_a_step_to_the_middle_of_the_ball_moves_nothing(scale):
 def test_a_state_of_other_parameters_is_refused():
     tx = muonjax.hyperball(0.1)
     numbers = {"w": MuonDimensionNumbers(1, 2)}
-    with pytest.raises(ValueError, match=r"hyperball: the state has shapes \[\(1, 1\)\].*\(2, 1, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"hyperball: the state has shapes \[\(1, 1\)\].*\(2, 1, 1\)"
+    ):
         muonjax.hyperball(0.1, dimension_numbers=numbers).update(
-            {"w": jnp.ones((2, 3, 4))}, tx.init({"w": jnp.ones((3, 4))}), {"w": jnp.ones((2, 3, 4))}
+            {"w": jnp.ones((2, 3, 4))},
+            tx.init({"w": jnp.ones((3, 4))}),
+            {"w": jnp.ones((2, 3, 4))},
         )
 
 
 def test_a_schedule_and_a_leaf_that_is_no_matrix():
-    tx = muonjax.hyperball(optax.linear_schedule(1.0, 0.0, 2), dimension_numbers={"b": None})
+    tx = muonjax.hyperball(
+        optax.linear_schedule(1.0, 0.0, 2), dimension_numbers={"b": None}
+    )
     params, state = {"b": jnp.ones(3)}, tx.init({"b": jnp.ones(3)})
     steps = []
     for _ in range(3):

@@ -14,7 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from benchmarks.common import hlo_counts
-from muonjax._transforms.momentum import Int8TraceState, block_size, dequantize, quantize
+from muonjax._transforms.momentum import (
+    Int8TraceState,
+    block_size,
+    dequantize,
+    quantize,
+)
 from tests.mesh.layouts import make_mesh, put, under
 from tests.tools.oracles import SHORT, normal
 from tests.tools.tiers import thorough
@@ -23,13 +28,24 @@ SITES = muonjax.mha_site()
 
 
 def params():
-    shapes = {"attention": {name: {"kernel": (128, 2, 64)} for name in ("query", "key")}}
-    shapes |= {"up": {"kernel": (130, 256), "bias": (256,)}, "down": {"kernel": (256, 130)}}
-    return jax.tree.map(lambda s: normal(*s, seed=len(s)), shapes, is_leaf=lambda s: isinstance(s, tuple))
+    shapes = {
+        "attention": {name: {"kernel": (128, 2, 64)} for name in ("query", "key")}
+    }
+    shapes |= {
+        "up": {"kernel": (130, 256), "bias": (256,)},
+        "down": {"kernel": (256, 130)},
+    }
+    return jax.tree.map(
+        lambda s: normal(*s, seed=len(s)),
+        shapes,
+        is_leaf=lambda s: isinstance(s, tuple),
+    )
 
 
 def gradients(step, tree):
-    return jax.tree.map(lambda p: normal(*p.shape, seed=step + p.size, dtype=p.dtype), tree)
+    return jax.tree.map(
+        lambda p: normal(*p.shape, seed=step + p.size, dtype=p.dtype), tree
+    )
 
 
 def numpy_rounded(x):
@@ -59,14 +75,26 @@ def members(tx, tree, steps=3, **extra):
 
 @pytest.mark.parametrize(
     ("length", "size"),
-    [(768, 128), (64, 64), (100, 100), (130, 65), (1, 1), (12, 12), (257, 257), (50304, 128), (11008, 128)],
+    [
+        (768, 128),
+        (64, 64),
+        (100, 100),
+        (130, 65),
+        (1, 1),
+        (12, 12),
+        (257, 257),
+        (50304, 128),
+        (11008, 128),
+    ],
 )
 def test_blocks_divide_the_axis_and_are_not_short(length, size):
     assert block_size(length) == size
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize("shape", [(3, 256), (5,), (), thorough((2, 3, 130)), thorough((4, 1))])
+@pytest.mark.parametrize(
+    "shape", [(3, 256), (5,), (), thorough((2, 3, 130)), thorough((4, 1))]
+)
 def test_rounding_is_at_most_half_a_unit(shape):
     x = np.asarray(normal(*shape), np.float64)
     found = jax.jit(lambda x: dequantize(*quantize(x)))(jnp.float32(x))
@@ -81,7 +109,9 @@ def test_rounding_is_at_most_half_a_unit(shape):
 def test_nan_is_not_lost(shape, dtype):
     """XLA's maximum on a CPU may ignore NaN; its block has to keep it when the next gradient is finite."""
     tx = muonjax.trace(0.95, True, jnp.int8)
-    gradient = jnp.asarray(normal(*shape), dtype).reshape(-1).at[3].set(jnp.nan).reshape(shape)
+    gradient = (
+        jnp.asarray(normal(*shape), dtype).reshape(-1).at[3].set(jnp.nan).reshape(shape)
+    )
     update = jax.jit(tx.update)
     _, state = update({"w": gradient}, tx.init({"w": gradient}))
     found, _ = update({"w": jnp.ones(shape, dtype)}, state)
@@ -91,7 +121,9 @@ def test_nan_is_not_lost(shape, dtype):
 
 @pytest.mark.nan("put in, and expected")
 def test_extremes_stay_in_their_block():
-    x = jnp.stack([normal(128), jnp.zeros(128), 1e30 * normal(128), 1e-30 * normal(128)])
+    x = jnp.stack(
+        [normal(128), jnp.zeros(128), 1e30 * normal(128), 1e-30 * normal(128)]
+    )
     x = x.reshape(2, 256).at[0, 3].set(jnp.nan)
     found = np.asarray(jax.jit(lambda x: dequantize(*quantize(x)))(x)).reshape(4, 128)
     assert np.isnan(found[0]).all()  # never hidden
@@ -113,22 +145,41 @@ def test_three_steps_equal_float64(nesterov):
         ahead = np.asarray(g, np.float64) + 0.9 * exact if nesterov else exact
         # The update is taken before the rounding.
         np.testing.assert_allclose(updates["w"], ahead, atol=1e-5)
-        momentum = np.asarray(dequantize(state.trace["w"], state.scale["w"]), np.float64)
+        momentum = np.asarray(
+            dequantize(state.trace["w"], state.scale["w"]), np.float64
+        )
         difference = np.abs(momentum - numpy_rounded(exact))
         unit = np.max(np.abs(exact)) / 127
-        assert np.mean(difference > 1e-5) < 0.01  # a tie that float32 decides the other way
+        assert (
+            np.mean(difference > 1e-5) < 0.01
+        )  # a tie that float32 decides the other way
         assert np.max(difference) <= 1.01 * unit
 
 
 # Bytes
 
 
-@pytest.mark.parametrize("name", ["muon", thorough("normuon"), thorough("muonclip"), thorough("muonh")])
+@pytest.mark.parametrize(
+    "name", ["muon", thorough("normuon"), thorough("muonclip"), thorough("muonh")]
+)
 def test_a_parameter_costs_little_more_than_a_byte(name):
-    tree = {"attention": {n: {"kernel": jnp.ones((768, 12, 64))} for n in ("query", "key", "value")}}
+    tree = {
+        "attention": {
+            n: {"kernel": jnp.ones((768, 12, 64))} for n in ("query", "key", "value")
+        }
+    }
     tree["attention"]["out"] = {"kernel": jnp.ones((12, 64, 768))}
-    tree |= {"up": {"kernel": jnp.ones((768, 3072))}, "down": {"kernel": jnp.ones((3072, 768))}}
-    other = {"program": SITES} if name == "muonclip" else {"adam": optax.sgd(0.1)} if name == "muonh" else {}
+    tree |= {
+        "up": {"kernel": jnp.ones((768, 3072))},
+        "down": {"kernel": jnp.ones((3072, 768))},
+    }
+    other = (
+        {"program": SITES}
+        if name == "muonclip"
+        else {"adam": optax.sgd(0.1)}
+        if name == "muonh"
+        else {}
+    )
     tx = getattr(muonjax, name)(0.1, mu_dtype=jnp.int8, **other)
     (momentum,) = momenta(jax.eval_shape(tx.init, tree))
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(momentum))
@@ -140,14 +191,18 @@ def test_an_update_keeps_no_copy_in_float32():
     tree = {f"layer_{i}": jnp.ones((256, 512)) for i in range(12)}
 
     def temporary(dtype):
-        tx = muonjax.muon(0.1, muonjax.MuonDimensionNumbers(), mu_dtype=dtype, newton_schulz=SHORT)
+        tx = muonjax.muon(
+            0.1, muonjax.MuonDimensionNumbers(), mu_dtype=dtype, newton_schulz=SHORT
+        )
 
         def step(grads, state, tree):
             updates, state = tx.update(grads, state, tree)
             return optax.apply_updates(tree, updates), state
 
         state = jax.eval_shape(tx.init, tree)
-        compiled = jax.jit(step, donate_argnums=(1, 2)).lower(tree, state, tree).compile()
+        compiled = (
+            jax.jit(step, donate_argnums=(1, 2)).lower(tree, state, tree).compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary(jnp.int8) <= temporary(jnp.float32) + 4 * 256 * 512
@@ -169,13 +224,19 @@ def test_every_optimizer_takes_it(name):
     tree = params()
     other = {"program": SITES} if name == "muonclip" else {}
     other |= {"adam_learning_rate": 0.01} if name == "muonh" else {}
-    extra = {"max_logits": {"attention": jnp.asarray([1.0, 500.0])}} if name == "muonclip" else {}
+    extra = (
+        {"max_logits": {"attention": jnp.asarray([1.0, 500.0])}}
+        if name == "muonclip"
+        else {}
+    )
     results = []
     for dtype in (jnp.int8, jnp.float32):
         tx = getattr(muonjax, name)(0.05, mu_dtype=dtype, newton_schulz=SHORT, **other)
         tree_after, state = members(tx, tree, **extra)
         results.append(tree_after)
-        assert {x.dtype for x in jax.tree.leaves(momenta(state)[0].trace)} == {jnp.dtype(dtype)}
+        assert {x.dtype for x in jax.tree.leaves(momenta(state)[0].trace)} == {
+            jnp.dtype(dtype)
+        }
     for p, a, b in zip(*map(jax.tree.leaves, (tree, *results)), strict=True):
         assert float(jnp.linalg.norm(a - b)) <= 0.05 * float(jnp.linalg.norm(b - p))
 
@@ -191,7 +252,9 @@ def test_it_works_in_scan_and_under_accumulation():
         return (optax.apply_updates(tree, updates), state), None
 
     grads = jnp.stack([normal(4, 256, seed=i) for i in range(4)])
-    (found, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, grads))((tree, tx.init(tree)))
+    (found, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, grads))(
+        (tree, tx.init(tree))
+    )
     state, expected = inner.init(tree), tree
     for pair in (grads[:2], grads[2:]):
         updates, state = jax.jit(inner.update)({"w": pair.mean(0)}, state, expected)
@@ -228,11 +291,19 @@ def test_the_state_is_sharded_as_its_parameter_and_no_collective_is_added(axis_t
         tx = muonjax.muon(0.1, mu_dtype=dtype, distribution=distribution, **settings)
         with under(mesh):
             there = put(tree, specs, mesh)
-            shardings = None if explicit else muonjax.state_shardings(tx, tree, everywhere)
+            shardings = (
+                None if explicit else muonjax.state_shardings(tx, tree, everywhere)
+            )
             state = jax.jit(tx.init, out_shardings=shardings)(there)
-            update = jax.jit(tx.update, out_shardings=(None, shardings)).lower(there, state, there).compile()
+            update = (
+                jax.jit(tx.update, out_shardings=(None, shardings))
+                .lower(there, state, there)
+                .compile()
+            )
             updates, after = update(there, state, there)
-        found = hlo_counts.count(update, devices=4, unknown_trips=1)  # loops at owners, of their own lengths
+        found = hlo_counts.count(
+            update, devices=4, unknown_trips=1
+        )  # loops at owners, of their own lengths
         counts.append((found.collectives, found.sent))
         results.append(jax.tree.map(np.asarray, updates))
         (momentum,) = momenta(after)
@@ -251,7 +322,9 @@ def test_a_block_that_would_cross_a_shard_is_refused():
     mesh = make_mesh(fsdp=2, tensor=2)
     tree = {"w": jnp.ones((16, 128))}
     distribution = muonjax.Distribution(mesh, {"w": P(None, "tensor")})
-    with pytest.raises(ValueError, match=r"\['w'\].*blocks of 128.*2 shards have 64.*jnp.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"\['w'\].*blocks of 128.*2 shards have 64.*jnp.bfloat16"
+    ):
         muonjax.muon(0.1, mu_dtype=jnp.int8, distribution=distribution).init(tree)
     explicit = make_mesh(AxisType.Explicit, fsdp=2, tensor=2)
     sharded = jax.device_put(tree["w"], NamedSharding(explicit, P(None, "tensor")))
@@ -264,7 +337,10 @@ def test_a_block_that_would_cross_a_shard_is_refused():
 
 def test_a_state_changes_its_dtype_by_name():
     tree = params()
-    wide, narrow = (muonjax.muon(0.05, mu_dtype=d, newton_schulz=SHORT) for d in (jnp.float32, jnp.int8))
+    wide, narrow = (
+        muonjax.muon(0.05, mu_dtype=d, newton_schulz=SHORT)
+        for d in (jnp.float32, jnp.int8)
+    )
     _, state = members(wide, tree)
     cast = muonjax.cast_momentum(state, jnp.int8)
     assert jax.tree.structure(cast) == jax.tree.structure(narrow.init(tree))
@@ -272,11 +348,14 @@ def test_a_state_changes_its_dtype_by_name():
     assert jax.tree.structure(back) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         if a.ndim > 1:
-            np.testing.assert_allclose(a, numpy_rounded(np.asarray(b, np.float64)), atol=1e-5)
+            np.testing.assert_allclose(
+                a, numpy_rounded(np.asarray(b, np.float64)), atol=1e-5
+            )
         else:
             np.testing.assert_array_equal(a, b)
     found, expected = (
-        jax.jit(tx.update)(gradients(9, tree), s, tree)[0] for tx, s in ((narrow, cast), (wide, state))
+        jax.jit(tx.update)(gradients(9, tree), s, tree)[0]
+        for tx, s in ((narrow, cast), (wide, state))
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert float(jnp.linalg.norm(a - b)) <= 0.05 * float(jnp.linalg.norm(b))
@@ -288,22 +367,35 @@ def test_a_state_of_another_dtype_is_refused_with_the_call_that_converts_it(name
 
     def optimizer(dtype):
         if name == "chain":
-            return optax.chain(muonjax.trace(0.9, accumulator_dtype=dtype), optax.scale(-0.1))
+            return optax.chain(
+                muonjax.trace(0.9, accumulator_dtype=dtype), optax.scale(-0.1)
+            )
         sites = {"program": SITES} if name == "muonclip" else {}
         return getattr(muonjax, name)(0.1, mu_dtype=dtype, newton_schulz=SHORT, **sites)
 
     extra = {"max_logits": {"attention": jnp.ones(2)}} if name == "muonclip" else {}
     wide, narrow = optimizer(None), optimizer(jnp.int8)
-    with pytest.raises(ValueError, match=r"in a float type; see muonjax.cast_momentum\(state, jnp.int8\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"in a float type; see muonjax.cast_momentum\(state, jnp.int8\)",
+    ):
         narrow.update(tree, wide.init(tree), tree, **extra)
-    with pytest.raises(ValueError, match=r"in int8; see muonjax.cast_momentum\(state, jnp.float32\)"):
+    with pytest.raises(
+        ValueError, match=r"in int8; see muonjax.cast_momentum\(state, jnp.float32\)"
+    ):
         wide.update(tree, narrow.init(tree), tree, **extra)
 
 
 def test_checkpoints_bring_it_back_also_on_another_mesh(tmp_path):
     tree, specs = {"w": normal(16, 512)}, {"w": P("fsdp", "tensor")}
-    distributions = [muonjax.Distribution(make_mesh(fsdp=a, tensor=b), specs) for a, b in ((4, 1), (2, 4))]
-    txs = [muonjax.muon(0.1, mu_dtype=jnp.int8, newton_schulz=SHORT, distribution=d) for d in distributions]
+    distributions = [
+        muonjax.Distribution(make_mesh(fsdp=a, tensor=b), specs)
+        for a, b in ((4, 1), (2, 4))
+    ]
+    txs = [
+        muonjax.muon(0.1, mu_dtype=jnp.int8, newton_schulz=SHORT, distribution=d)
+        for d in distributions
+    ]
     states = []
     for tx, d in zip(txs, distributions, strict=True):
         shardings = muonjax.state_shardings(tx, tree, d)
@@ -314,10 +406,14 @@ def test_checkpoints_bring_it_back_also_on_another_mesh(tmp_path):
         checkpointer.save(tmp_path / "state", state)
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "state", states[1])
-    for a, b, like in zip(*map(jax.tree.leaves, (restored, state, states[1])), strict=True):
+    for a, b, like in zip(
+        *map(jax.tree.leaves, (restored, state, states[1])), strict=True
+    ):
         assert a.sharding == like.sharding
         np.testing.assert_array_equal(a, b)
-    from_flax = flax.serialization.from_bytes(states[0], flax.serialization.to_bytes(state))
+    from_flax = flax.serialization.from_bytes(
+        states[0], flax.serialization.to_bytes(state)
+    )
     for a, b in zip(jax.tree.leaves(from_flax), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
 

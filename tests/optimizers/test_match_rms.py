@@ -15,12 +15,19 @@ def scale(shape, numbers=None, **settings):
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [({}, 0.2 * 8**0.5), ({"rms": 1.0}, 8**0.5), ({"rule": "width"}, 1.0), ({"rule": "spectral"}, 0.5**0.5)],
+    [
+        ({}, 0.2 * 8**0.5),
+        ({"rms": 1.0}, 8**0.5),
+        ({"rule": "width"}, 1.0),
+        ({"rule": "spectral"}, 0.5**0.5),
+    ],
 )
 def test_rules(settings, expected):
     assert scale((8, 4), **settings) == pytest.approx(expected)
     # The same matrix, seen through an attention kernel's axes.
-    assert scale((2, 4, 4), MuonDimensionNumbers((0, 1), 2), **settings) == pytest.approx(expected)
+    assert scale(
+        (2, 4, 4), MuonDimensionNumbers((0, 1), 2), **settings
+    ) == pytest.approx(expected)
 
 
 def test_width_widens_only():

@@ -60,7 +60,10 @@ def test_before_the_first_step():
     optax.chain(muonjax.monitor(optax.identity(), groups=lambda path: None), optax.scale(2.0)),
 ])  # fmt: skip
 def test_the_count_and_the_rate_of_any_optimizer(tx):
-    params = PARAMS | {"count": jnp.ones(()), "learning_rate": jnp.ones(())}  # parameters of these names
+    params = PARAMS | {
+        "count": jnp.ones(()),
+        "learning_rate": jnp.ones(()),
+    }  # parameters of these names
     state = tx.init(params)
     assert muonjax.metrics(state)["count"] == 0
     for _ in range(2):
@@ -73,13 +76,20 @@ def test_the_count_and_the_rate_of_any_optimizer(tx):
 @pytest.mark.nan
 def test_several_clips_and_monitors():
     scale = muonjax.Scale(path="kernel", rank=2)
-    output = muonjax.Site(path="out", scales=(scale,), signal="max_output", threshold=3.0)
+    output = muonjax.Site(
+        path="out", scales=(scale,), signal="max_output", threshold=3.0
+    )
     tx = muonjax.monitor(
-        optax.chain(muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT), muonjax.signal_clip(output))
+        optax.chain(
+            muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT),
+            muonjax.signal_clip(output),
+        )
     )
     params = PARAMS | {"out": {"kernel": jnp.ones((4, 2))}}
     signals = {"out": jnp.array([6.0, 1.0])}
-    _, state = jax.jit(tx.update)(params, tx.init(params), params, max_logits=HOT, signals=signals)
+    _, state = jax.jit(tx.update)(
+        params, tx.init(params), params, max_logits=HOT, signals=signals
+    )
     found = muonjax.metrics(state)
     assert found["qk_clip/largest"] == 400.0
     assert found["qk_clip_1/smallest_factor"] == 0.5
@@ -104,13 +114,19 @@ def test_inside_of_jit_they_are_arrays():
 
 
 @pytest.mark.nan
-@pytest.mark.parametrize("as_mappings", [nnx.state, lambda optimizer: to_state_dict(optimizer.opt_state)])
+@pytest.mark.parametrize(
+    "as_mappings", [nnx.state, lambda optimizer: to_state_dict(optimizer.opt_state)]
+)
 def test_a_state_whose_tuples_have_become_mappings(as_mappings):
     """`nnx.state` and `nnx.split` do so, and with them MaxText's train state; Flax's serialization too."""
     model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     tx = muonjax.monitor(muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT), every_k=1)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    optimizer.update(model, nnx.state(model, nnx.Param), max_logits={"max_logits": jnp.array([400.0, 50.0])})
+    optimizer.update(
+        model,
+        nnx.state(model, nnx.Param),
+        max_logits={"max_logits": jnp.array([400.0, 50.0])},
+    )
     found = muonjax.metrics(optimizer.opt_state)
     assert found["qk_clip/num_clipped"] == 1.0
     assert muonjax.metrics(as_mappings(optimizer)) == found

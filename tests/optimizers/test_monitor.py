@@ -13,7 +13,9 @@ pytestmark = pytest.mark.nan  # it marks what was not measured
 
 PARAMS = {
     "layer": {
-        "kernel": jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)), jnp.float32),
+        "kernel": jnp.asarray(
+            np.random.default_rng(0).standard_normal((8, 16)), jnp.float32
+        ),
         "bias": jnp.ones(16),
     },
     "head": {"kernel": jnp.full((16, 4), 2.0)},
@@ -34,20 +36,29 @@ def test_the_updates_are_those_of_the_inner_transformation():
 
 def test_sizes_are_numpys():
     tx = muonjax.monitor(
-        muonjax.muon(1e-2, decay=0.5, newton_schulz=SHORT), groups=lambda path: path.split("/")[0]
+        muonjax.muon(1e-2, decay=0.5, newton_schulz=SHORT),
+        groups=lambda path: path.split("/")[0],
     )
     updates, state = one_step(tx)
-    kernel, bias = (np.asarray(updates["layer"][name], np.float64).ravel() for name in ("kernel", "bias"))
+    kernel, bias = (
+        np.asarray(updates["layer"][name], np.float64).ravel()
+        for name in ("kernel", "bias")
+    )
     both = np.concatenate([kernel, bias])
     weights = np.concatenate([np.ravel(x) for x in PARAMS["layer"].values()])
     statistics = state.statistics["layer"]
-    assert float(statistics["update_rms"]) == pytest.approx(np.sqrt(np.mean(both**2)), rel=1e-5)
-    assert float(statistics["weight_rms"]) == pytest.approx(np.sqrt(np.mean(weights**2)), rel=1e-5)
+    assert float(statistics["update_rms"]) == pytest.approx(
+        np.sqrt(np.mean(both**2)), rel=1e-5
+    )
+    assert float(statistics["weight_rms"]) == pytest.approx(
+        np.sqrt(np.mean(weights**2)), rel=1e-5
+    )
     ratio = np.sqrt(np.mean(both**2)) / np.sqrt(np.mean(weights**2))
     assert float(statistics["update_to_weight"]) == pytest.approx(ratio, rel=1e-5)
     # Muon's momentum is the gradient at first; Adam's first moment a tenth of it.
     momentum = np.sqrt(
-        np.sum(GRADIENTS["layer"]["kernel"] ** 2) + np.sum((0.1 * GRADIENTS["layer"]["bias"]) ** 2)
+        np.sum(GRADIENTS["layer"]["kernel"] ** 2)
+        + np.sum((0.1 * GRADIENTS["layer"]["bias"]) ** 2)
     )
     assert float(statistics["momentum_norm"]) == pytest.approx(momentum, rel=1e-5)
     assert set(state.statistics) == {"layer", "head"}
@@ -68,23 +79,34 @@ def test_orthogonality_is_the_least_distance_to_a_multiple_of_an_orthogonal_matr
         gram = u @ u.T
         best = np.trace(gram) / np.sum(gram**2)
         want = np.linalg.norm(best * gram - np.eye(8)) / np.sqrt(8)
-        assert float(state.statistics["muon"]["orthogonality"]) == pytest.approx(want, rel=1e-4)
+        assert float(state.statistics["muon"]["orthogonality"]) == pytest.approx(
+            want, rel=1e-4
+        )
 
 
 @pytest.mark.parametrize(
     ("matrix", "want"),
-    [(np.eye(4, 6), 0.0), (np.zeros((4, 6)), 0.0), (np.eye(4, 6)[:, :1] @ np.ones((1, 6)), 0.75**0.5)],
+    [
+        (np.eye(4, 6), 0.0),
+        (np.zeros((4, 6)), 0.0),
+        (np.eye(4, 6)[:, :1] @ np.ones((1, 6)), 0.75**0.5),
+    ],
 )
 def test_orthogonality_at_its_ends(matrix, want):
     tx = muonjax.monitor(optax.identity())
     params = {"dense": {"kernel": jnp.asarray(matrix, jnp.float32)}}
     _, state = jax.jit(tx.update)(params, tx.init(params), params)
-    assert float(state.statistics["muon"]["orthogonality"]) == pytest.approx(want, abs=1e-3)
+    assert float(state.statistics["muon"]["orthogonality"]) == pytest.approx(
+        want, abs=1e-3
+    )
 
 
 def test_non_finite_gradients_are_counted():
     bad = {
-        "layer": {"kernel": GRADIENTS["layer"]["kernel"].at[0, 0].set(jnp.nan), "bias": jnp.ones(16)},
+        "layer": {
+            "kernel": GRADIENTS["layer"]["kernel"].at[0, 0].set(jnp.nan),
+            "bias": jnp.ones(16),
+        },
         "head": GRADIENTS["head"],
     }
     _, state = one_step(muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all"), bad)
@@ -99,12 +121,15 @@ def test_without_a_nan_the_share_is_exactly_zero(count):
     for value, share in ((1.0, 0.0), (jnp.inf, 1.0)):
         gradients = jax.tree.map(lambda x, v=value: v * x, params)
         _, state = jax.jit(tx.update)(gradients, tx.init(params), params)
-        assert float(state.statistics["all"]["non_finite"]) == pytest.approx(share, abs=0.0, rel=1e-6)
+        assert float(state.statistics["all"]["non_finite"]) == pytest.approx(
+            share, abs=0.0, rel=1e-6
+        )
 
 
 HEADS = {
     "attention": {
-        n: {"kernel": jnp.asarray(np.random.default_rng(0).standard_normal((8, 2, 4)))} for n in "qk"
+        n: {"kernel": jnp.asarray(np.random.default_rng(0).standard_normal((8, 2, 4)))}
+        for n in "qk"
     }
 }
 HEADS = jax.tree.map(lambda x: x.astype(jnp.float32), HEADS)
@@ -117,14 +142,26 @@ PLAIN_MUON = {"weight_decay": 0.0, "newton_schulz": SETTINGS}
     "around",
     [
         lambda tx: tx,
-        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), optax.chain(tx, optax.scale(2.0))),
+        lambda tx: optax.chain(
+            optax.clip_by_global_norm(1.0), optax.chain(tx, optax.scale(2.0))
+        ),
         lambda tx: optax.apply_if_finite(tx, 3),
         lambda tx: optax.MultiSteps(tx, 1),
-        lambda tx: optax.inject_hyperparams(lambda scale: optax.chain(tx, optax.scale(scale)))(scale=1.0),
+        lambda tx: optax.inject_hyperparams(
+            lambda scale: optax.chain(tx, optax.scale(scale))
+        )(scale=1.0),
         lambda tx: optax.masked(tx, {"attention": True}),
         lambda tx: optax.GradientTransformation(tx.init, jax.jit(tx.update)),
     ],
-    ids=["alone", "chain", "apply_if_finite", "MultiSteps", "inject_hyperparams", "masked", "jit"],
+    ids=[
+        "alone",
+        "chain",
+        "apply_if_finite",
+        "MultiSteps",
+        "inject_hyperparams",
+        "masked",
+        "jit",
+    ],
 )
 def test_matrices_are_those_of_the_program(around):
     """Per head, and a leaf that a rule gave to Adam under "adam"; another program than the optimizer's is refused."""
@@ -142,7 +179,10 @@ def test_matrices_are_those_of_the_program(around):
 
 
 def test_dimension_numbers_where_nothing_else_tells():
-    params = {"block": {"mystery": jnp.ones((2, 3, 4, 5, 6))}, "dense": {"kernel": jnp.eye(4)}}
+    params = {
+        "block": {"mystery": jnp.ones((2, 3, 4, 5, 6))},
+        "dense": {"kernel": jnp.eye(4)},
+    }
     with pytest.warns(UserWarning, match="can't tell by names alone.*'block/mystery'"):
         muonjax.monitor(optax.sgd(0.1)).init(params)
     numbers = {"block": muonjax.MuonDimensionNumbers(-2, -1), "dense": None}
@@ -158,16 +198,22 @@ def test_dimension_numbers_where_nothing_else_tells():
 def test_a_state_that_was_restored_in_another_dtype(dtype):
     tx = muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all", every_k=2)
     _, state = one_step(tx)
-    restored = state._replace(statistics=jax.tree.map(lambda x: np.asarray(x, dtype), state.statistics))
+    restored = state._replace(
+        statistics=jax.tree.map(lambda x: np.asarray(x, dtype), state.statistics)
+    )
     _, after = jax.jit(tx.update)(GRADIENTS, restored, PARAMS)
     for name, value in after.statistics["all"].items():
         assert value.dtype == jnp.float32
-        assert float(value) == pytest.approx(float(state.statistics["all"][name]), rel=1e-2)
+        assert float(value) == pytest.approx(
+            float(state.statistics["all"][name]), rel=1e-2
+        )
 
 
 def test_a_state_with_other_groups_is_refused():
     _, state = one_step(muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all"))
-    with pytest.raises(ValueError, match=r"monitor: the state has groups \['all'\], not"):
+    with pytest.raises(
+        ValueError, match=r"monitor: the state has groups \['all'\], not"
+    ):
         muonjax.monitor(optax.sgd(0.1)).update(GRADIENTS, state, PARAMS)
 
 
@@ -176,7 +222,9 @@ def test_a_state_with_other_groups_is_refused():
 def test_sizes_of_any_weights_and_updates(size, dtype):
     tx = muonjax.monitor(optax.identity(), groups=lambda path: "all")
     rng = np.random.default_rng(2)
-    params = {"dense": {"kernel": jnp.asarray(size * rng.standard_normal((4, 6)), dtype)}}
+    params = {
+        "dense": {"kernel": jnp.asarray(size * rng.standard_normal((4, 6)), dtype)}
+    }
     updates = jax.tree.map(lambda x: x / 2, params)
     _, state = jax.jit(tx.update)(updates, tx.init(params), params)
     found = state.statistics["all"]
@@ -192,7 +240,10 @@ def test_nothing_over_nothing_is_nothing():
     params = {"zero": jnp.zeros(3), "one": jnp.ones(3), "moved": jnp.zeros(3)}
     updates = {"zero": jnp.zeros(3), "one": jnp.zeros(3), "moved": jnp.ones(3)}
     _, state = jax.jit(tx.update)(updates, tx.init(params), params)
-    ratios = {name: float(values["update_to_weight"]) for name, values in state.statistics.items()}
+    ratios = {
+        name: float(values["update_to_weight"])
+        for name, values in state.statistics.items()
+    }
     assert ratios == {"zero": 0.0, "one": 0.0, "moved": float("inf")}
 
 
@@ -209,7 +260,9 @@ def test_between_measurements_the_last_values_stay_also_in_a_scan():
 
     def body(carry, scale):
         state = carry
-        _, state = tx.update(jax.tree.map(lambda x: scale * jnp.ones_like(x), PARAMS), state, PARAMS)
+        _, state = tx.update(
+            jax.tree.map(lambda x: scale * jnp.ones_like(x), PARAMS), state, PARAMS
+        )
         return state, state.statistics["all"]["update_rms"]
 
     scales = jnp.arange(1.0, 8.0)
@@ -218,12 +271,17 @@ def test_between_measurements_the_last_values_stay_also_in_a_scan():
 
 
 def test_a_group_can_be_left_out_and_a_clip_gets_its_statistics():
-    params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+    params = {
+        "attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}
+    }
     tx = muonjax.monitor(
         muonjax.muonclip(1e-3, muonjax.mha_site(), newton_schulz=SHORT),
         groups=lambda p: "q" if "query" in p else None,
     )
     _, state = jax.jit(tx.update)(
-        params, tx.init(params), params, max_logits={"attention": jnp.array([400.0, 50.0])}
+        params,
+        tx.init(params),
+        params,
+        max_logits={"attention": jnp.array([400.0, 50.0])},
     )
     assert set(state.statistics) == {"q"}

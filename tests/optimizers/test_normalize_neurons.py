@@ -10,7 +10,9 @@ import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers
 
 
-def oracle(updates: list[np.ndarray], decay: float = 0.95, eps: float = 1e-8) -> list[np.ndarray]:
+def oracle(
+    updates: list[np.ndarray], decay: float = 0.95, eps: float = 1e-8
+) -> list[np.ndarray]:
     """The normalized updates of one matrix [fan_in, fan_out], step by step."""
     v, results = np.zeros(updates[0].shape[1]), []
     for o in updates:
@@ -31,14 +33,18 @@ def run(tx, updates):
 def draw(shape, steps=20, seed=0):
     rng = np.random.default_rng(seed)
     scale = np.geomspace(1, 30, shape[-1])
-    return [(rng.standard_normal(shape) * scale).astype(np.float32) for _ in range(steps)]
+    return [
+        (rng.standard_normal(shape) * scale).astype(np.float32) for _ in range(steps)
+    ]
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (1, 5), (5, 1)])
 def test_twenty_steps_are_the_papers(shape):
     updates = draw(shape)
     found, state = run(muonjax.normalize_neurons(), updates)
-    for y, want in zip(found, oracle([u.astype(np.float64) for u in updates]), strict=True):
+    for y, want in zip(
+        found, oracle([u.astype(np.float64) for u in updates]), strict=True
+    ):
         np.testing.assert_allclose(y, want, rtol=1e-5)
     assert state.second_moment["w"].shape == (1, shape[1])
     assert state.second_moment["w"].dtype == jnp.float32
@@ -49,20 +55,29 @@ def test_each_matrix_of_a_stack_and_each_head_is_its_own():
         reduction_axis=1, output_axis=3
     )  # [layers, d, heads, size]: one matrix per head
     updates = draw((2, 6, 3, 4))
-    found, state = run(muonjax.normalize_neurons(dimension_numbers={"w": numbers}), updates)
+    found, state = run(
+        muonjax.normalize_neurons(dimension_numbers={"w": numbers}), updates
+    )
     for layer in range(2):
         for head in range(3):
             want = oracle([u[layer, :, head].astype(np.float64) for u in updates])
-            np.testing.assert_allclose([y[layer, :, head] for y in found], want, rtol=1e-5)
+            np.testing.assert_allclose(
+                [y[layer, :, head] for y in found], want, rtol=1e-5
+            )
     assert state.second_moment["w"].shape == (2, 1, 3, 4)
 
 
 @pytest.mark.parametrize(
     ("parts", "slices"),
-    [(3, [slice(0, 4), slice(4, 8), slice(8, 12)]), ((6, 2, 4), [slice(0, 6), slice(6, 8), slice(8, 12)])],
+    [
+        (3, [slice(0, 4), slice(4, 8), slice(8, 12)]),
+        ((6, 2, 4), [slice(0, 6), slice(6, 8), slice(8, 12)]),
+    ],
 )
 def test_parts_of_a_fused_leaf_keep_their_own_norms(parts, slices):
-    updates = [u * np.repeat([1.0, 10.0, 100.0], 4).astype(np.float32) for u in draw((6, 12))]
+    updates = [
+        u * np.repeat([1.0, 10.0, 100.0], 4).astype(np.float32) for u in draw((6, 12))
+    ]
     numbers = FusedDimensionNumbers(0, 1, parts=parts, axis=1)
     found, _ = run(muonjax.normalize_neurons(dimension_numbers={"w": numbers}), updates)
     for columns in slices:
@@ -84,7 +99,11 @@ def test_the_norm_is_kept_and_all_neurons_get_one_norm_at_first():
 @pytest.mark.nan
 def test_zeros_stay_zeros_and_nan_stays_in_its_matrix():
     tx = muonjax.normalize_neurons()
-    tree = {"zero": jnp.zeros((3, 4)), "bad": jnp.full((3, 4), jnp.nan), "good": jnp.eye(3)}
+    tree = {
+        "zero": jnp.zeros((3, 4)),
+        "bad": jnp.full((3, 4), jnp.nan),
+        "good": jnp.eye(3),
+    }
     updates, _ = jax.jit(tx.update)(tree, tx.init(tree))
     assert not updates["zero"].any()
     assert np.isnan(updates["bad"]).all()
@@ -98,7 +117,9 @@ def test_dtypes_are_kept_and_the_state_is_float32(dtype):
     state = tx.init(tree)
     updates, after = tx.update(tree, state)
     assert updates["w"].dtype == dtype
-    assert after.second_moment["w"].dtype == state.second_moment["w"].dtype == jnp.float32
+    assert (
+        after.second_moment["w"].dtype == state.second_moment["w"].dtype == jnp.float32
+    )
 
 
 def test_it_is_a_member_of_a_masked_chain():

@@ -16,18 +16,33 @@ from tests.tools.oracles import SHORT, normal
 from tests.tools.tiers import thorough
 
 SHAPES = {f"attention/{name}/kernel": (64, 2, 32) for name in ("query", "key", "value")}
-SHAPES |= {"gate/kernel": (1, 64), "up/kernel": (16, 64), "up/bias": (64,), "embedding/embedding": (32, 16)}
+SHAPES |= {
+    "gate/kernel": (1, 64),
+    "up/kernel": (16, 64),
+    "up/bias": (64,),
+    "embedding/embedding": (32, 16),
+}
 STATISTICS = {"attention": jnp.array([400.0, 50.0])}
 OPTIMIZERS = {
     "muon": lambda **kw: muonjax.muon(0.1, newton_schulz=SHORT, **kw),
-    "int8": lambda **kw: muonjax.muon(0.1, newton_schulz=SHORT, mu_dtype=jnp.int8, **kw),
-    "muonclip": lambda **kw: muonjax.muonclip(0.1, muonjax.mha_site(), newton_schulz=SHORT, **kw),
+    "int8": lambda **kw: muonjax.muon(
+        0.1, newton_schulz=SHORT, mu_dtype=jnp.int8, **kw
+    ),
+    "muonclip": lambda **kw: muonjax.muonclip(
+        0.1, muonjax.mha_site(), newton_schulz=SHORT, **kw
+    ),
     "normuon": lambda **kw: muonjax.normuon(0.1, newton_schulz=SHORT, **kw),
-    "muonh": lambda **kw: muonjax.muonh(0.1, adam_learning_rate=0.1, newton_schulz=SHORT, **kw),
+    "muonh": lambda **kw: muonjax.muonh(
+        0.1, adam_learning_rate=0.1, newton_schulz=SHORT, **kw
+    ),
     "adamclip": lambda: muonjax.adamclip(0.1, muonjax.mha_site()),
-    "ema_nesterov": lambda: muonjax.ema_nesterov(muonjax.muon(0.1, newton_schulz=SHORT), 0.5),
+    "ema_nesterov": lambda: muonjax.ema_nesterov(
+        muonjax.muon(0.1, newton_schulz=SHORT), 0.5
+    ),
     "offload(adamw)": lambda: muonjax.offload(optax.adamw(0.1)),
-    "offload(MultiSteps)": lambda: muonjax.offload(optax.MultiSteps(optax.adam(0.1), 2)),
+    "offload(MultiSteps)": lambda: muonjax.offload(
+        optax.MultiSteps(optax.adam(0.1), 2)
+    ),
 }
 
 
@@ -40,8 +55,12 @@ def params(mesh):
         for parent in parents:
             node = node.setdefault(parent, {})
         node[name] = leaf
-    specs = jax.tree.map(lambda p: P("fsdp") if p.ndim > 1 and len(p) > 1 else P(), tree)
-    return jax.tree.map(lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), tree, specs), specs
+    specs = jax.tree.map(
+        lambda p: P("fsdp") if p.ndim > 1 and len(p) > 1 else P(), tree
+    )
+    return jax.tree.map(
+        lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), tree, specs
+    ), specs
 
 
 def kinds(state):
@@ -50,7 +69,11 @@ def kinds(state):
 
 def program(tx, tree, shardings):
     def step(tree, state, gradients):
-        extra = {"max_logits": STATISTICS} if "QKClip" in repr(jax.tree.structure(state)) else {}
+        extra = (
+            {"max_logits": STATISTICS}
+            if "QKClip" in repr(jax.tree.structure(state))
+            else {}
+        )
         updates, state = tx.update(gradients, state, tree, **extra)
         return optax.apply_updates(tree, updates), state
 
@@ -64,7 +87,9 @@ def trained(tx, tree, distribution, memory_kind, steps=2):
     step = program(tx, tree, shardings)
     tree = jax.tree.map(jnp.copy, tree)
     for count in range(steps):
-        gradients = jax.tree.map(lambda p, c=count: p * 0 + normal(*p.shape, seed=c), tree)
+        gradients = jax.tree.map(
+            lambda p, c=count: p * 0 + normal(*p.shape, seed=c), tree
+        )
         tree, state = step(tree, state, gradients)
     return tree, state
 
@@ -99,7 +124,9 @@ def test_the_place_of_the_state_changes_nothing(name):
     mesh = make_mesh(fsdp=1)
     tree, specs = params(mesh)
     tx, distribution = OPTIMIZERS[name](), muonjax.Distribution(mesh, specs)
-    on_device, on_host = (trained(tx, tree, distribution, kind) for kind in (None, "pinned_host"))
+    on_device, on_host = (
+        trained(tx, tree, distribution, kind) for kind in (None, "pinned_host")
+    )
     assert "pinned_host" in kinds(on_host[1])
     assert "pinned_host" not in kinds(on_device[1])
     SAME[name](on_host, on_device)
@@ -133,9 +160,13 @@ def test_a_checkpoint_goes_to_either_memory(tmp_path):
         saver.save(tmp_path / "state", state)
         saver.wait_until_finished()
         for kind in (None, "pinned_host"):
-            shardings = muonjax.state_shardings(tx, tree, distribution, memory_kind=kind)
+            shardings = muonjax.state_shardings(
+                tx, tree, distribution, memory_kind=kind
+            )
             like = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                state,
+                shardings,
             )
             restored = saver.restore(tmp_path / "state", like)
             assert ("pinned_host" in kinds(restored)) == (kind is not None)
@@ -165,4 +196,9 @@ def test_a_memory_that_is_not_there_is_named_with_those_that_are():
     mesh = make_mesh(fsdp=1)
     tree, specs = params(mesh)
     with pytest.raises(ValueError, match=r"pinned_host.*memory kind: hbm"):
-        muonjax.state_shardings(muonjax.muon(0.1), tree, muonjax.Distribution(mesh, specs), memory_kind="hbm")
+        muonjax.state_shardings(
+            muonjax.muon(0.1),
+            tree,
+            muonjax.Distribution(mesh, specs),
+            memory_kind="hbm",
+        )

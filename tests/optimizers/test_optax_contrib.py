@@ -31,14 +31,26 @@ ROUNDING = float(jnp.finfo(jnp.float32).eps) * muonjax.JORDAN[0][0] ** 5
 
 
 def params(dtype=jnp.float32):
-    shapes = {"wide": (6, 16), "tall": (16, 6), "same": (6, 16), "stack": (2, 4, 6), "bias": (5,)}
-    tree = {name: normal(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
+    shapes = {
+        "wide": (6, 16),
+        "tall": (16, 6),
+        "same": (6, 16),
+        "stack": (2, 4, 6),
+        "bias": (5,),
+    }
+    tree = {
+        name: normal(*shape, seed=i, dtype=dtype)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
     return {"block": tree, "scale": jnp.ones((), dtype)}
 
 
 def gradients(step, tree):
     # Of different sizes, so that a step counts the momentum's scale.
-    return jax.tree.map(lambda p: normal(*p.shape, seed=step + p.size, scale=0.5**step, dtype=p.dtype), tree)
+    return jax.tree.map(
+        lambda p: normal(*p.shape, seed=step + p.size, scale=0.5**step, dtype=p.dtype),
+        tree,
+    )
 
 
 def trajectory(tx, tree, steps=3, state=None):
@@ -51,7 +63,9 @@ def trajectory(tx, tree, steps=3, state=None):
 
     grads = [gradients(i, tree) for i in range(steps)]
     grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *grads)
-    (tree, state), updates = jax.jit(lambda carry: jax.lax.scan(step, carry, grads))((tree, state))
+    (tree, state), updates = jax.jit(lambda carry: jax.lax.scan(step, carry, grads))(
+        (tree, state)
+    )
     return tree, state, updates
 
 
@@ -60,13 +74,18 @@ def assert_near(ours, theirs, tolerance=ROUNDING):
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        a, b = (np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64) for x in (a, b))
+        a, b = (
+            np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+            for x in (a, b)
+        )
         assert np.max(np.abs(a - b)) <= tolerance * max(np.max(np.abs(b)), 1e-30)
 
 
 def blocks(tree):
     del tree  # Optax calls it with masked leaves too
-    numbers = dict.fromkeys(("wide", "tall", "same", "stack"), MuonDimensionNumbers(-2, -1))
+    numbers = dict.fromkeys(
+        ("wide", "tall", "same", "stack"), MuonDimensionNumbers(-2, -1)
+    )
     return {"block": {**numbers, "bias": None}, "scale": None}
 
 
@@ -86,7 +105,10 @@ ALL = {
 @pytest.mark.parametrize("name", ["muon", "scale_by_muon"])
 def test_arguments_are_those_of_optax_and_a_distribution(name):
     theirs, ours = (
-        {p.name: (p.kind, p.default) for p in inspect.signature(getattr(m, name)).parameters.values()}
+        {
+            p.name: (p.kind, p.default)
+            for p in inspect.signature(getattr(m, name)).parameters.values()
+        }
         for m in (optax.contrib._muon, optax_contrib)
     )
     assert ours.pop("distribution")[1] is None
@@ -102,14 +124,25 @@ def test_every_argument_has_a_case():
     [
         {},
         thorough(ALL),
-        *(thorough({name: value}) for name, value in ALL.items() if name != "learning_rate"),
+        *(
+            thorough({name: value})
+            for name, value in ALL.items()
+            if name != "learning_rate"
+        ),
         thorough({"preconditioning": "spectral"}),
         {"preconditioning": "schatten", "eps": 1e3},  # which Optax does not pass on
         thorough({"preconditioning": "aol", "eps": 1e3}),
         thorough({"ns_coeffs": "dion"}),
         thorough({"ns_coeffs": "standard", "ns_steps": 2}),
-        thorough({"ns_coeffs": tuple(muonjax.YOU[:2])}),  # two rows run twice, whatever ns_steps says
-        {"muon_weight_dimension_numbers": {"block": MuonDimensionNumbers(-1, -2), "scale": None}},
+        thorough(
+            {"ns_coeffs": tuple(muonjax.YOU[:2])}
+        ),  # two rows run twice, whatever ns_steps says
+        {
+            "muon_weight_dimension_numbers": {
+                "block": MuonDimensionNumbers(-1, -2),
+                "scale": None,
+            }
+        },
     ],
     ids=lambda s: "all" if s is ALL else "-".join(s) or "defaults",
 )
@@ -118,12 +151,16 @@ def test_three_steps_equal_those_of_optax(settings):
     tree = params()
     if isinstance(settings.get("muon_weight_dimension_numbers"), dict):
         del tree["block"]["bias"]
-    ours, theirs = (trajectory(m.muon(**settings), tree) for m in (optax_contrib, optax.contrib))
+    ours, theirs = (
+        trajectory(m.muon(**settings), tree) for m in (optax_contrib, optax.contrib)
+    )
     # A rounding to bfloat16 may differ.
     assert_near(ours, theirs, ROUNDING if "mu_dtype" not in settings else 2e-2)
 
 
-@pytest.mark.parametrize("preconditioning", ["frobenius", thorough("spectral"), thorough("aol")])
+@pytest.mark.parametrize(
+    "preconditioning", ["frobenius", thorough("spectral"), thorough("aol")]
+)
 def test_complex_matrices_equal_those_of_optax(preconditioning):
     def matrix(*shape):
         return jax.lax.complex(normal(*shape, seed=1), normal(*shape, seed=2))
@@ -133,7 +170,10 @@ def test_complex_matrices_equal_those_of_optax(preconditioning):
     tree = {"w": matrix(2, 5, 9)}
     ours, theirs = (
         jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0])(tree)
-        for tx in (m.scale_by_muon(muonjax.YOU, **settings) for m in (optax_contrib, optax.contrib))
+        for tx in (
+            m.scale_by_muon(muonjax.YOU, **settings)
+            for m in (optax_contrib, optax.contrib)
+        )
     )
     assert_near(ours, theirs)
 
@@ -141,21 +181,31 @@ def test_complex_matrices_equal_those_of_optax(preconditioning):
 @pytest.mark.thorough
 def test_a_state_goes_on_with_either():
     tree = params()
-    both = optax_contrib.muon(0.1, ns_coeffs="dion"), optax.contrib.muon(0.1, ns_coeffs="dion")
+    both = (
+        optax_contrib.muon(0.1, ns_coeffs="dion"),
+        optax.contrib.muon(0.1, ns_coeffs="dion"),
+    )
     (ours, state, _), (theirs, other, _) = (trajectory(tx, tree) for tx in both)
-    assert_near(trajectory(both[0], theirs, state=other), trajectory(both[1], ours, state=state))
+    assert_near(
+        trajectory(both[0], theirs, state=other), trajectory(both[1], ours, state=state)
+    )
 
 
 def test_the_coefficients_of_a_state_are_those_that_run():
     tree = params()
     state = optax.contrib.muon(0.1, ns_coeffs=(2.0, -1.5, 0.5)).init(tree)
-    ours, theirs = (trajectory(m.muon(0.1), tree, state=state) for m in (optax_contrib, optax.contrib))
+    ours, theirs = (
+        trajectory(m.muon(0.1), tree, state=state)
+        for m in (optax_contrib, optax.contrib)
+    )
     assert_near(ours, theirs)
 
 
 def test_hyperparameters_may_be_traced():
     tree = {"w": normal(6, 16)}
-    injected = optax.inject_hyperparams(optax_contrib.muon, static_args=("consistent_rms",))
+    injected = optax.inject_hyperparams(
+        optax_contrib.muon, static_args=("consistent_rms",)
+    )
     tx = injected(learning_rate=0.1, ns_steps=4, eps=0.1, beta=0.8, consistent_rms=0.2)
     plain = optax.contrib.muon(0.1, ns_steps=4, eps=0.1, beta=0.8, consistent_rms=0.2)
     assert_near(trajectory(tx, tree)[2], trajectory(plain, tree)[2])
@@ -164,12 +214,23 @@ def test_hyperparameters_may_be_traced():
 @pytest.mark.parametrize("axis_type", [thorough(AxisType.Auto), AxisType.Explicit])
 def test_a_mesh_changes_nothing(axis_type):
     """With its matrices cut along both axes; Optax raises for these where the axis types are explicit."""
-    tree = {"w": normal(16, 64), "v": normal(64, 16, seed=1), "stack": normal(4, 16, 64, seed=2)}
-    specs = {"w": P("fsdp", "tensor"), "v": P("tensor", "fsdp"), "stack": P("fsdp", None, "tensor")}
+    tree = {
+        "w": normal(16, 64),
+        "v": normal(64, 16, seed=1),
+        "stack": normal(4, 16, 64, seed=2),
+    }
+    specs = {
+        "w": P("fsdp", "tensor"),
+        "v": P("tensor", "fsdp"),
+        "stack": P("fsdp", None, "tensor"),
+    }
     numbers = MuonDimensionNumbers(-2, -1)
     mesh = make_mesh(axis_type, fsdp=2, tensor=2)
     explicit = axis_type is AxisType.Explicit
-    settings = {"preconditioning": "schatten", "muon_weight_dimension_numbers": dict.fromkeys(tree, numbers)}
+    settings = {
+        "preconditioning": "schatten",
+        "muon_weight_dimension_numbers": dict.fromkeys(tree, numbers),
+    }
     expected, *_ = trajectory(optax.contrib.muon(0.1, **settings), tree, 2)
     distribution = None if explicit else muonjax.Distribution(mesh, specs)
     tx = optax_contrib.muon(0.1, **settings, distribution=distribution)
@@ -183,7 +244,12 @@ def test_a_mesh_changes_nothing(axis_type):
         return tree
 
     with under(mesh):
-        found = two_steps(*(put(x, specs, mesh) for x in (tree, gradients(0, tree), gradients(1, tree))))
+        found = two_steps(
+            *(
+                put(x, specs, mesh)
+                for x in (tree, gradients(0, tree), gradients(1, tree))
+            )
+        )
     assert_near(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected))
 
 
@@ -192,7 +258,9 @@ def test_equal_matrices_share_a_loop():
 
     def products(module):
         tx = module.muon(0.1)
-        return str(jax.make_jaxpr(lambda x: tx.update(x, tx.init(x), x))(tree)).count("dot_general")
+        return str(jax.make_jaxpr(lambda x: tx.update(x, tx.init(x), x))(tree)).count(
+            "dot_general"
+        )
 
     assert products(optax_contrib) * 6 <= products(optax.contrib)
 
@@ -225,10 +293,22 @@ def test_the_momentum_keeps_its_dtype():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: optax_contrib.muon(0.1, ns_coeffs="muon"), "choose one of .'standard', 'dion'"),
-        (lambda: optax_contrib.scale_by_muon(preconditioning="none"), "choose one of .'frobenius'"),
-        (lambda: optax_contrib.scale_by_muon((1.0, 2.0)), r"ns_coeffs=.*must have shape.*not \(2,\)"),
-        (lambda: optax_contrib.scale_by_muon(muonjax.YOU, 3).init({}), "less than the 5 rows"),
+        (
+            lambda: optax_contrib.muon(0.1, ns_coeffs="muon"),
+            "choose one of .'standard', 'dion'",
+        ),
+        (
+            lambda: optax_contrib.scale_by_muon(preconditioning="none"),
+            "choose one of .'frobenius'",
+        ),
+        (
+            lambda: optax_contrib.scale_by_muon((1.0, 2.0)),
+            r"ns_coeffs=.*must have shape.*not \(2,\)",
+        ),
+        (
+            lambda: optax_contrib.scale_by_muon(muonjax.YOU, 3).init({}),
+            "less than the 5 rows",
+        ),
         (
             lambda: optax_contrib.muon(0.1, ns_steps=0),
             r"optax_contrib.muon: scale_by_muon\(ns_steps=0\).*positive",
@@ -247,10 +327,20 @@ def both_ways(x, numbers):
 
 
 def orthogonalize_via_newton_schulz(
-    x, ns_coeffs, ns_steps=5, preconditioning="frobenius", eps=1e-8, dimension_numbers=None
+    x,
+    ns_coeffs,
+    ns_steps=5,
+    preconditioning="frobenius",
+    eps=1e-8,
+    dimension_numbers=None,
 ):
     """Another one."""
-    if preconditioning not in ("frobenius", "spectral", "aol", "schatten") or ns_coeffs.shape[-1:] != (3,):
+    if preconditioning not in (
+        "frobenius",
+        "spectral",
+        "aol",
+        "schatten",
+    ) or ns_coeffs.shape[-1:] != (3,):
         raise ValueError("as scale_by_muon")
     if x.ndim == 2:
         dimension_numbers = MuonDimensionNumbers()
@@ -258,9 +348,13 @@ def orthogonalize_via_newton_schulz(
         raise ValueError("which axes?")
 
     def iteration(policy):
-        return optax_contrib._iteration(ns_coeffs, ns_steps, preconditioning, eps, policy)
+        return optax_contrib._iteration(
+            ns_coeffs, ns_steps, preconditioning, eps, policy
+        )
 
-    return optax_contrib.map_matrices(iteration, x, dimension_numbers, None, call="test")
+    return optax_contrib.map_matrices(
+        iteration, x, dimension_numbers, None, call="test"
+    )
 
 
 @pytest.mark.nightly
@@ -270,9 +364,13 @@ def test_the_tests_of_optax_pass_unchanged(monkeypatch):
     if not path.exists():
         pytest.skip(f"this Optax has no {path.name}")
     monkeypatch.setattr(optax.contrib, "_muon", optax_contrib)
-    monkeypatch.setattr(optax_contrib, "_compute_muon_reshape", both_ways, raising=False)
+    monkeypatch.setattr(
+        optax_contrib, "_compute_muon_reshape", both_ways, raising=False
+    )
     newton_schulz = orthogonalize_via_newton_schulz
-    monkeypatch.setattr(optax_contrib, newton_schulz.__name__, newton_schulz, raising=False)
+    monkeypatch.setattr(
+        optax_contrib, newton_schulz.__name__, newton_schulz, raising=False
+    )
     spec = importlib.util.spec_from_file_location("optax_muon_test", path)
     assert spec is not None
     assert spec.loader is not None

@@ -17,7 +17,10 @@ def loss_fn(params, x):
 
 
 SHAPES = {"q": (16, 4, 4), "k": (16, 4, 4), "v": (16, 4, 4), "head": (16, 8)}
-PARAMS = {n: jax.random.normal(jax.random.key(i), shape) for i, (n, shape) in enumerate(SHAPES.items())}
+PARAMS = {
+    n: jax.random.normal(jax.random.key(i), shape)
+    for i, (n, shape) in enumerate(SHAPES.items())
+}
 X = jax.random.normal(jax.random.key(4), (2, 8, 16))
 PROGRAM = muonjax.inspect(loss_fn, PARAMS, X)
 (_, LOGITS), GRADS = jax.jit(muonjax.value_and_grad(loss_fn))(PARAMS, X)
@@ -25,14 +28,19 @@ TRAINED = {name: name != "head" for name in PARAMS}
 
 OPTIMIZERS = {
     "muon": (lambda rate: muonjax.muon(rate, PROGRAM), {}),
-    "muonclip": (lambda rate: muonjax.muonclip(rate, PROGRAM, threshold=1.0), {"max_logits": LOGITS}),
+    "muonclip": (
+        lambda rate: muonjax.muonclip(rate, PROGRAM, threshold=1.0),
+        {"max_logits": LOGITS},
+    ),
 }
 WRAPPERS = {
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "chain": lambda tx: optax.chain(tx, optax.scale(1.0)),
     "masked": lambda tx: optax.masked(tx, TRAINED),
-    "partition": lambda tx: optax.partition({True: tx, False: optax.set_to_zero()}, TRAINED),
+    "partition": lambda tx: optax.partition(
+        {True: tx, False: optax.set_to_zero()}, TRAINED
+    ),
     "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.01),
 }
 
@@ -51,17 +59,25 @@ def test_the_first_update_is_that_of_the_optimizer_alone(wrapper, optimizer):
     calls = 2 if wrapper == "MultiSteps" else 1
     wrapped = first_updates(WRAPPERS[wrapper](make(0.01)), calls=calls, **logits)
     plain = first_updates(make(0.01), **logits)
-    same = [name for name in PARAMS if TRAINED[name] or wrapper not in ("masked", "partition")]
+    same = [
+        name
+        for name in PARAMS
+        if TRAINED[name] or wrapper not in ("masked", "partition")
+    ]
     for name in same:
         np.testing.assert_allclose(wrapped[name], plain[name], rtol=1e-4, atol=1e-6)
 
 
 def test_lookahead_steps_with_muon_and_takes_no_statistics():
-    muon, clip = (optax.lookahead(make(0.01), 1, 0.5) for make, _ in OPTIMIZERS.values())
+    muon, clip = (
+        optax.lookahead(make(0.01), 1, 0.5) for make, _ in OPTIMIZERS.values()
+    )
     pair = optax.LookaheadParams(PARAMS, PARAMS)
     plain = first_updates(OPTIMIZERS["muon"][0](0.01))
     half = jax.tree.map(lambda u: u / 2, plain)
-    chex.assert_trees_all_close(first_updates(muon, pair).slow, half, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(
+        first_updates(muon, pair).slow, half, rtol=1e-4, atol=1e-6
+    )
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_logits'"):
         first_updates(clip, pair, max_logits=LOGITS)
 

@@ -15,7 +15,9 @@ from tests.tools import oracles
 from tests.tools.oracles import SHORT, normal
 from tests.tools.tiers import quick, thorough
 
-JORDAN5 = NewtonSchulz(coefficients=5 * muonjax.JORDAN, normalization="frobenius", deflation=0)
+JORDAN5 = NewtonSchulz(
+    coefficients=5 * muonjax.JORDAN, normalization="frobenius", deflation=0
+)
 needs_consistent_rms = pytest.mark.skipif(
     "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters,
     reason=f"the Muon of Optax {optax.__version__} has no consistent_rms",
@@ -36,13 +38,18 @@ def params(dtype=jnp.float32):
             },
             "out": {"kernel": normal(2, 4, 8, seed=5, dtype=dtype)},
         },
-        "mlp": {"kernel": normal(32, 8, seed=6, dtype=dtype), "bias": normal(8, seed=7, dtype=dtype)},
+        "mlp": {
+            "kernel": normal(32, 8, seed=6, dtype=dtype),
+            "bias": normal(8, seed=7, dtype=dtype),
+        },
     }
 
 
 def gradients(step, dtype=jnp.float32):
     rng = np.random.default_rng(100 + step)
-    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), dtype), params())
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.standard_normal(p.shape), dtype), params()
+    )
 
 
 def run(tx, tree, steps=3, jit=True, **extra):
@@ -57,7 +64,8 @@ def run(tx, tree, steps=3, jit=True, **extra):
 def matrices(rng=0):
     gen = np.random.default_rng(rng)
     return {
-        k: gen.standard_normal(s) for k, s in {"wide": (12, 40), "tall": (40, 12), "square": (12, 12)}.items()
+        k: gen.standard_normal(s)
+        for k, s in {"wide": (12, 40), "tall": (40, 12), "square": (12, 12)}.items()
     }
 
 
@@ -74,7 +82,9 @@ def trajectory(tx, start, steps=10):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_ten_steps_equal_the_float64_oracle(nesterov):
     start = matrices()
-    ours = trajectory(muonjax.muon(0.01, nesterov=nesterov, newton_schulz=JORDAN5), start)
+    ours = trajectory(
+        muonjax.muon(0.01, nesterov=nesterov, newton_schulz=JORDAN5), start
+    )
     for name, weight in start.items():
         expected = oracles.muon_steps(
             weight,
@@ -94,10 +104,14 @@ def test_ten_steps_equal_optax():
     chain below says so in Optax's own parts.
     """
     start = matrices()
-    theirs = optax.contrib.muon(0.01, weight_decay=0.1, nesterov=False, consistent_rms=0.2)
+    theirs = optax.contrib.muon(
+        0.01, weight_decay=0.1, nesterov=False, consistent_rms=0.2
+    )
     ours = muonjax.muon(0.01, nesterov=False, newton_schulz=JORDAN5)
     for a, b in zip(
-        jax.tree.leaves(trajectory(ours, start)), jax.tree.leaves(trajectory(theirs, start)), strict=True
+        jax.tree.leaves(trajectory(ours, start)),
+        jax.tree.leaves(trajectory(theirs, start)),
+        strict=True,
     ):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -113,7 +127,10 @@ def test_ten_nesterov_steps_equal_optax_given_its_momentum():
             mu = optax.tree.update_moment(updates, mu, decay, 1)
             ahead = optax.tree.bias_correction(mu, decay, count + 2)
             now = optax.tree.bias_correction(updates, decay, count + 1)
-            return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, ahead, now), (count + 1, mu)
+            return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, ahead, now), (
+                count + 1,
+                mu,
+            )
 
         return optax.GradientTransformation(init, update)
 
@@ -127,7 +144,9 @@ def test_ten_nesterov_steps_equal_optax_given_its_momentum():
     theirs = optax.contrib.muon(0.01, weight_decay=0.1, consistent_rms=0.2)
     start = matrices()
     for a, b in zip(
-        jax.tree.leaves(trajectory(ours, start)), jax.tree.leaves(trajectory(theirs, start)), strict=True
+        jax.tree.leaves(trajectory(ours, start)),
+        jax.tree.leaves(trajectory(theirs, start)),
+        strict=True,
     ):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -151,7 +170,9 @@ def test_golden_values():
 
 @pytest.mark.interop
 def test_ten_steps_equal_torch():
-    torch = pytest.importorskip("torch", reason="torch.optim.Muon: pip install -e '.[interop]'")
+    torch = pytest.importorskip(
+        "torch", reason="torch.optim.Muon: pip install -e '.[interop]'"
+    )
     start = matrices()
     weights = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
     # PyTorch averages (lerp) its momentum: a factor again. It rounds to bfloat16 inside, hence the tolerance.
@@ -176,18 +197,27 @@ def test_ten_steps_equal_torch():
 def test_adamw_and_not_nadamw_takes_the_rest():
     tree, _ = run(muonjax.muon(0.01, newton_schulz=SHORT), params())
     adamw = optax.adamw(
-        0.01, b2=0.95, weight_decay=0.1, mask={"embed": True, "attention": False, "mlp": False}
+        0.01,
+        b2=0.95,
+        weight_decay=0.1,
+        mask={"embed": True, "attention": False, "mlp": False},
     )
     expected, _ = run(adamw, params())
-    np.testing.assert_allclose(tree["embed"]["embedding"], expected["embed"]["embedding"], rtol=1e-5)
     np.testing.assert_allclose(
-        tree["attention"]["query"]["bias"], expected["attention"]["query"]["bias"], rtol=1e-5
+        tree["embed"]["embedding"], expected["embed"]["embedding"], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        tree["attention"]["query"]["bias"],
+        expected["attention"]["query"]["bias"],
+        rtol=1e-5,
     )
     assert not np.allclose(tree["mlp"]["kernel"], expected["mlp"]["kernel"], atol=1e-3)
 
 
 def test_a_given_adam_is_used_as_it_is():
-    tree, _ = run(muonjax.muon(0.01, adam=optax.sgd(0.5), newton_schulz=SHORT), params(), steps=1)
+    tree, _ = run(
+        muonjax.muon(0.01, adam=optax.sgd(0.5), newton_schulz=SHORT), params(), steps=1
+    )
     np.testing.assert_allclose(
         tree["mlp"]["bias"], params()["mlp"]["bias"] - 0.5 * gradients(0)["mlp"]["bias"]
     )
@@ -196,10 +226,14 @@ def test_a_given_adam_is_used_as_it_is():
 @pytest.mark.thorough
 def test_rms_none_is_the_width_rule():
     for rms, scale in ((None, 1.0), (0.2, 0.2 * 32**0.5)):
-        tx = muonjax.muon(1.0, rms=rms, weight_decay=0.0, newton_schulz=NewtonSchulz.accurate())
+        tx = muonjax.muon(
+            1.0, rms=rms, weight_decay=0.0, newton_schulz=NewtonSchulz.accurate()
+        )
         tree = {"kernel": normal(32, 8)}
         updates, _ = tx.update({"kernel": normal(32, 8, seed=1)}, tx.init(tree), tree)
-        np.testing.assert_allclose(np.linalg.norm(updates["kernel"], 2), scale, rtol=1e-4)
+        np.testing.assert_allclose(
+            np.linalg.norm(updates["kernel"], 2), scale, rtol=1e-4
+        )
 
 
 @pytest.mark.thorough
@@ -224,28 +258,44 @@ def test_only_arrays_that_change_are_state():
 @pytest.mark.parametrize("decay", [0.95, 0.99, 0.995])
 def test_momentum_in_bfloat16_decays_as_it_should(decay):
     """bfloat16 rounds 0.99 to 0.98828 and 0.995 to 0.99609: the momentum would shrink to 0.85 or grow to 1.28."""
-    tx, gradients = muonjax.trace(decay), np.random.default_rng(0).normal(size=(2000, 64)) + 0.5
+    tx, gradients = (
+        muonjax.trace(decay),
+        np.random.default_rng(0).normal(size=(2000, 64)) + 0.5,
+    )
 
     def final(dtype):
         def step(state, gradient):
             return tx.update({"w": gradient}, state)[1], None
 
         given = jnp.asarray(gradients, dtype)
-        return jax.lax.scan(step, tx.init({"w": given[0]}), given)[0].trace["w"].astype(jnp.float32)
+        return (
+            jax.lax.scan(step, tx.init({"w": given[0]}), given)[0]
+            .trace["w"]
+            .astype(jnp.float32)
+        )
 
-    found, expected = jnp.linalg.norm(final(jnp.bfloat16)), jnp.linalg.norm(final(jnp.float32))
+    found, expected = (
+        jnp.linalg.norm(final(jnp.bfloat16)),
+        jnp.linalg.norm(final(jnp.float32)),
+    )
     assert abs(found / expected - 1) < 0.01
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, *map(thorough, [jnp.float32, jnp.float16])])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, *map(thorough, [jnp.float32, jnp.float16])]
+)
 def test_parameters_keep_their_dtype(dtype):
     tree = params(dtype)
     tx = muonjax.muon(0.01, newton_schulz=SHORT)
     updates, _ = jax.jit(tx.update)(gradients(0, dtype), tx.init(tree), tree)
     assert all(u.dtype == dtype for u in jax.tree.leaves(updates))
-    assert all(np.isfinite(np.asarray(u, np.float32)).all() for u in jax.tree.leaves(updates))
+    assert all(
+        np.isfinite(np.asarray(u, np.float32)).all() for u in jax.tree.leaves(updates)
+    )
     single, _ = jax.jit(tx.update)(gradients(0), tx.init(params()), params())
-    error = np.linalg.norm(np.asarray(updates["mlp"]["kernel"], np.float32) - single["mlp"]["kernel"])
+    error = np.linalg.norm(
+        np.asarray(updates["mlp"]["kernel"], np.float32) - single["mlp"]["kernel"]
+    )
     assert error < 0.05 * np.linalg.norm(single["mlp"]["kernel"])
 
 
@@ -253,10 +303,15 @@ def test_parameters_keep_their_dtype(dtype):
 def test_x64_changes_nothing_but_digits():
     single, _ = run(muonjax.muon(0.01), params())
     with jax.enable_x64(True):
-        double, _ = run(muonjax.muon(0.01), jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params()))
+        double, _ = run(
+            muonjax.muon(0.01),
+            jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params()),
+        )
     assert double["mlp"]["kernel"].dtype == jnp.float64
     # Gradients are float32 in both; deflation's random start is the same.
-    np.testing.assert_allclose(double["mlp"]["kernel"], single["mlp"]["kernel"], atol=2e-3)
+    np.testing.assert_allclose(
+        double["mlp"]["kernel"], single["mlp"]["kernel"], atol=2e-3
+    )
 
 
 # Where an optimizer lives.
@@ -269,13 +324,24 @@ def test_extra_arguments_pass_through():
         seen.append(extra)
         return updates, state
 
-    adam = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    run(muonjax.muon(0.01, adam=adam, newton_schulz=SHORT), params(), steps=1, jit=False, value=1.0)
+    adam = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(), update
+    )
+    run(
+        muonjax.muon(0.01, adam=adam, newton_schulz=SHORT),
+        params(),
+        steps=1,
+        jit=False,
+        value=1.0,
+    )
     assert seen == [{"value": 1.0}]
 
 
 def test_one_trace_over_many_steps():
-    traces, tx = [], muonjax.muon(optax.linear_schedule(0.1, 0.0, 10), newton_schulz=SHORT)
+    traces, tx = (
+        [],
+        muonjax.muon(optax.linear_schedule(0.1, 0.0, 10), newton_schulz=SHORT),
+    )
 
     @jax.jit
     def step(tree, state, grads):
@@ -302,7 +368,9 @@ def test_a_tree_is_routed_once_and_its_chain_is_built_once(jit, monkeypatch):
         built.append(settings)
         return muonjax.orthogonalize(**settings)
 
-    tx = muonjax.muonclip(0.01, muonjax.mha_site(), dimension_numbers=numbers, newton_schulz=SHORT)
+    tx = muonjax.muonclip(
+        0.01, muonjax.mha_site(), dimension_numbers=numbers, newton_schulz=SHORT
+    )
     monkeypatch.setattr("muonjax._optimizers.muon.orthogonalize", orthogonalize)
     statistics = {"attention": jnp.asarray([400.0, 1.0])}
     expected, _ = run(tx, params(), steps=1, jit=jit, max_logits=statistics)
@@ -318,7 +386,9 @@ def test_a_tree_is_routed_once_and_its_chain_is_built_once(jit, monkeypatch):
 def test_tree_map_params():
     tx = muonjax.muon(0.01)
     state = tx.init(params())
-    marked = optax.tree.map_params(tx, lambda p: "parameter", state, transform_non_params=lambda p: "other")
+    marked = optax.tree.map_params(
+        tx, lambda p: "parameter", state, transform_non_params=lambda p: "other"
+    )
     leaves = jax.tree.leaves(marked)
     # Adam's two moments for 4 leaves, Muon's momentum for 4.
     assert leaves.count("parameter") == 2 * 4 + 4
@@ -326,7 +396,9 @@ def test_tree_map_params():
 
 
 def test_multi_steps_is_the_mean_gradient():
-    many, _ = run(optax.MultiSteps(muonjax.muon(0.01, newton_schulz=SHORT), 2), params(), steps=2)
+    many, _ = run(
+        optax.MultiSteps(muonjax.muon(0.01, newton_schulz=SHORT), 2), params(), steps=2
+    )
     tx = muonjax.muon(0.01, newton_schulz=SHORT)
     mean = jax.tree.map(lambda a, b: (a + b) / 2, gradients(0), gradients(1))
     updates, _ = tx.update(mean, tx.init(params()), params())
@@ -341,7 +413,9 @@ def test_inject_hyperparams(make, rates):
     tx = optax.inject_hyperparams(make)(newton_schulz=SHORT, **rates)
     tree, state = run(tx, params(), steps=2)
     plain, _ = run(make(newton_schulz=SHORT, **rates), params(), steps=2)
-    np.testing.assert_allclose(tree["mlp"]["kernel"], plain["mlp"]["kernel"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        tree["mlp"]["kernel"], plain["mlp"]["kernel"], rtol=1e-5, atol=1e-6
+    )
     state.hyperparams.update(dict.fromkeys(rates, jnp.asarray(0.0)))
     updates, _ = tx.update(gradients(5), state, tree)
     assert max(np.abs(u).max() for u in jax.tree.leaves(updates)) < 1e-6
@@ -350,10 +424,16 @@ def test_inject_hyperparams(make, rates):
 @quick("muonclip")
 @pytest.mark.parametrize("optimizer", [muonjax.muonclip, muonjax.adamclip])
 def test_inject_hyperparams_into_the_clipped(optimizer):
-    tree = {"attention": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
+    tree = {
+        "attention": {
+            name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")
+        }
+    }
     logits = {"attention": jnp.array([400.0, 50.0])}
     injected = optax.inject_hyperparams(optimizer)
-    tx, plain = (f(learning_rate=0.01, program=muonjax.mha_site()) for f in (injected, optimizer))
+    tx, plain = (
+        f(learning_rate=0.01, program=muonjax.mha_site()) for f in (injected, optimizer)
+    )
     updates, state = tx.update(tree, tx.init(tree), tree, max_logits=logits)
     expected, _ = plain.update(tree, plain.init(tree), tree, max_logits=logits)
     chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
@@ -368,31 +448,50 @@ def test_every_setting_of_the_parts_reaches_the_clipped():
     def settings(f):
         return {n: p.default for n, p in inspect.signature(f).parameters.items()}
 
-    clip = {n: v for n, v in settings(muonjax.qk_clip).items() if n not in ("threshold", "sites")}
+    clip = {
+        n: v
+        for n, v in settings(muonjax.qk_clip).items()
+        if n not in ("threshold", "sites")
+    }
     own = {"learning_rate", "program", "threshold", "dimension_numbers", *clip}
-    for clipped, part in ((muonjax.muonclip, muonjax.muon), (muonjax.adamclip, optax.adamw)):
+    for clipped, part in (
+        (muonjax.muonclip, muonjax.muon),
+        (muonjax.adamclip, optax.adamw),
+    ):
         found = settings(clipped)
         assert {n: found[n] for n in clip} == clip | {"every_k": None}
-        given = {n: v for n, v in settings(part).items() if n not in ("learning_rate", "program")}
+        given = {
+            n: v
+            for n, v in settings(part).items()
+            if n not in ("learning_rate", "program")
+        }
         assert {n: v for n, v in found.items() if n not in own} == given
 
 
 @pytest.mark.nan
 def test_apply_if_finite_holds_back_a_nan():
     tx = optax.apply_if_finite(muonjax.muon(0.01, newton_schulz=SHORT), 3)
-    bad = gradients(0) | {"mlp": jax.tree.map(lambda g: g * jnp.nan, gradients(0)["mlp"])}
+    bad = gradients(0) | {
+        "mlp": jax.tree.map(lambda g: g * jnp.nan, gradients(0)["mlp"])
+    }
     updates, _ = tx.update(bad, tx.init(params()), params())
     assert not any(np.any(u) for u in jax.tree.leaves(updates))
 
 
 def test_flax_train_state_and_donation():
     state = TrainState.create(
-        apply_fn=lambda: None, params=params(), tx=muonjax.muon(0.01, newton_schulz=SHORT)
+        apply_fn=lambda: None,
+        params=params(),
+        tx=muonjax.muon(0.01, newton_schulz=SHORT),
     )
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0)
+    step = jax.jit(
+        lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0
+    )
     state = step(step(state, gradients(0)), gradients(1))
     expected, _ = run(muonjax.muon(0.01, newton_schulz=SHORT), params(), steps=2)
-    np.testing.assert_allclose(state.params["mlp"]["kernel"], expected["mlp"]["kernel"], atol=1e-6)
+    np.testing.assert_allclose(
+        state.params["mlp"]["kernel"], expected["mlp"]["kernel"], atol=1e-6
+    )
 
 
 # Bad input.
@@ -401,9 +500,24 @@ def test_flax_train_state_and_donation():
 @pytest.mark.parametrize(
     ("tree", "settings", "error", "message"),
     [
-        ({"b": jnp.ones(3)}, {"program": MuonDimensionNumbers()}, ValueError, "shape \\(3,\\)"),
-        ({"w": jnp.ones((3, 3))}, {"program": {"v": None}}, ValueError, "muon: the dimension numbers"),
-        ({"w": jnp.ones((3, 3), jnp.int32)}, {"program": MuonDimensionNumbers()}, TypeError, "int32"),
+        (
+            {"b": jnp.ones(3)},
+            {"program": MuonDimensionNumbers()},
+            ValueError,
+            "shape \\(3,\\)",
+        ),
+        (
+            {"w": jnp.ones((3, 3))},
+            {"program": {"v": None}},
+            ValueError,
+            "muon: the dimension numbers",
+        ),
+        (
+            {"w": jnp.ones((3, 3), jnp.int32)},
+            {"program": MuonDimensionNumbers()},
+            TypeError,
+            "int32",
+        ),
     ],
 )
 def test_bad_trees(tree, settings, error, message):
@@ -413,11 +527,20 @@ def test_bad_trees(tree, settings, error, message):
 
 def test_adamclip_is_adamw_then_the_clip():
     statistics = {"attention": jnp.asarray([400.0, 1.0])}
-    tree, _ = run(muonjax.adamclip(0.01, [muonjax.mha_site()]), params(), steps=1, max_logits=statistics)
+    tree, _ = run(
+        muonjax.adamclip(0.01, [muonjax.mha_site()]),
+        params(),
+        steps=1,
+        max_logits=statistics,
+    )
     plain, _ = run(optax.adamw(0.01), params(), steps=1)
     query = np.asarray(plain["attention"]["query"]["kernel"])
-    np.testing.assert_allclose(tree["attention"]["query"]["kernel"][:, 0], query[:, 0] / 2, rtol=1e-5)
-    np.testing.assert_array_equal(tree["attention"]["query"]["kernel"][:, 1], query[:, 1])
+    np.testing.assert_allclose(
+        tree["attention"]["query"]["kernel"][:, 0], query[:, 0] / 2, rtol=1e-5
+    )
+    np.testing.assert_array_equal(
+        tree["attention"]["query"]["kernel"][:, 1], query[:, 1]
+    )
 
 
 def test_settings_are_plain_values():
@@ -434,8 +557,15 @@ def test_a_program_says_which_stacked_leaves_are_vectors_and_do_not_decay():
         return jnp.mean((jax.lax.scan(layer, x, p["layers"])[0] @ p["out"]) ** 2)
 
     shapes = {"g": (3, 16), "u": (3, 16, 32), "c": (3, 32), "d": (3, 32, 16)}
-    params = {"layers": {n: jnp.ones(s) for n, s in shapes.items()}, "out": jnp.ones((16, 4))}
-    tx = muonjax.muon(1.0, muonjax.inspect(loss, params, jnp.ones((5, 16))), weight_decay=0.5)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    params = {
+        "layers": {n: jnp.ones(s) for n, s in shapes.items()},
+        "out": jnp.ones((16, 4)),
+    }
+    tx = muonjax.muon(
+        1.0, muonjax.inspect(loss, params, jnp.ones((5, 16))), weight_decay=0.5
+    )
+    updates, _ = tx.update(
+        jax.tree.map(jnp.zeros_like, params), tx.init(params), params
+    )
     decay = jax.tree.map(lambda u: float(jnp.mean(-u)), updates)
     assert decay == {"layers": {"g": 0.0, "u": 0.5, "c": 0.0, "d": 0.5}, "out": 0.5}

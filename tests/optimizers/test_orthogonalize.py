@@ -26,18 +26,26 @@ def update(tree, **settings):
 def test_every_axis_order_gives_the_same_matrix():
     x = normal(8, 3, 5)  # (features, heads, size)
     expected = oracles.polar(np.asarray(x).reshape(8, 15)).reshape(8, 3, 5)
-    y = update({"w": x}, dimension_numbers={"w": MuonDimensionNumbers(0, (1, 2))}, newton_schulz=EXACT)["w"]
+    y = update(
+        {"w": x},
+        dimension_numbers={"w": MuonDimensionNumbers(0, (1, 2))},
+        newton_schulz=EXACT,
+    )["w"]
     np.testing.assert_allclose(y, expected, atol=1e-5)
     out = jnp.transpose(x, (1, 2, 0))
-    y = update({"w": out}, dimension_numbers={"w": MuonDimensionNumbers((0, 1), -1)}, newton_schulz=EXACT)[
-        "w"
-    ]
+    y = update(
+        {"w": out},
+        dimension_numbers={"w": MuonDimensionNumbers((0, 1), -1)},
+        newton_schulz=EXACT,
+    )["w"]
     np.testing.assert_allclose(y, np.transpose(expected, (1, 2, 0)), atol=1e-5)
 
 
 def test_batch_axes_are_matrices_of_their_own():
     x = normal(4, 8, 3, 6)
-    y = update({"w": x}, dimension_numbers=MuonDimensionNumbers(1, 3), newton_schulz=EXACT)["w"]
+    y = update(
+        {"w": x}, dimension_numbers=MuonDimensionNumbers(1, 3), newton_schulz=EXACT
+    )["w"]
     np.testing.assert_allclose(
         np.swapaxes(y, 1, 2), oracles.polar(np.swapaxes(np.asarray(x), 1, 2)), atol=1e-5
     )
@@ -51,7 +59,12 @@ def test_leaves_without_dimension_numbers_pass_through():
 
 
 def test_groups_are_shapes_up_to_transposition():
-    arrays = [normal(1, 4, 8), normal(2, 8, 4), normal(1, 4, 4), normal(3, 4, 8).astype(jnp.bfloat16)]
+    arrays = [
+        normal(1, 4, 8),
+        normal(2, 8, 4),
+        normal(1, 4, 4),
+        normal(3, 4, 8).astype(jnp.bfloat16),
+    ]
     assert group_by_shape(arrays) == [[0, 1], [2], [3]]
 
 
@@ -60,9 +73,14 @@ def test_groups_are_shapes_up_to_transposition():
 def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
     x = normal(6, 4, 8)
     once = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
-    for size, tall in ((2, 4), (1, 3)):  # tall ones are transposed in the stack, and one after the other
+    for size, tall in (
+        (2, 4),
+        (1, 3),
+    ):  # tall ones are transposed in the stack, and one after the other
         monkeypatch.setattr(Policy, "chunk_size", lambda *_, size=size: size)
-        parts = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
+        parts = map_groups(
+            lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu")
+        )[0]
         np.testing.assert_allclose(parts, once, atol=1e-6)
         wide, transposed = map_groups(
             lambda x: muonjax.newton_schulz(x, EXACT), [x, x[:tall].mT], Policy("cpu")
@@ -75,18 +93,37 @@ def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
 def test_stacks_that_share_small_operations_get_what_each_gets_alone(monkeypatch):
     """Stacks of several shapes and ranks, one in chunks, a matrix too small for a deflation, another dtype."""
     monkeypatch.setattr(Policy, "stack_elements", 4 * 24 * 40)
-    monkeypatch.setattr(Policy, "chunk_size", lambda self, count, shape: 1 if shape == (32, 32) else count)
+    monkeypatch.setattr(
+        Policy,
+        "chunk_size",
+        lambda self, count, shape: 1 if shape == (32, 32) else count,
+    )
     gpu = Policy("gpu")
-    shapes = [(3, 24, 40), (2, 40, 24), (2, 24, 40), (1, 16, 16), (1, 4, 8), (2, 32, 32), (2, 56, 16)]
+    shapes = [
+        (3, 24, 40),
+        (2, 40, 24),
+        (2, 24, 40),
+        (1, 16, 16),
+        (1, 4, 8),
+        (2, 32, 32),
+        (2, 56, 16),
+    ]
     shapes.append((1, 16, 48))
     arrays = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
     arrays.append(arrays[0].astype(jnp.bfloat16))
     f = polar_function(muonjax.NewtonSchulz(), gpu)
-    together = jax.jit(lambda xs: map_groups(f, xs, gpu), compiler_options=EMULATED)(arrays)
-    alone = jax.jit(lambda x: f(x.mT).mT if x.shape[-2] > x.shape[-1] else f(x), compiler_options=EMULATED)
+    together = jax.jit(lambda xs: map_groups(f, xs, gpu), compiler_options=EMULATED)(
+        arrays
+    )
+    alone = jax.jit(
+        lambda x: f(x.mT).mT if x.shape[-2] > x.shape[-1] else f(x),
+        compiler_options=EMULATED,
+    )
     for x, y in zip(arrays, together, strict=True):
         assert y.dtype == x.dtype
-        apart = jnp.linalg.norm(y - alone(x), axis=(-2, -1)) / jnp.linalg.norm(y, axis=(-2, -1))
+        apart = jnp.linalg.norm(y - alone(x), axis=(-2, -1)) / jnp.linalg.norm(
+            y, axis=(-2, -1)
+        )
         assert apart.max() < 0.05  # one different rounding at the beginning makes 0.03
 
 
@@ -101,7 +138,9 @@ def test_stacks_that_share_small_operations_get_what_each_gets_alone(monkeypatch
         ((3, 3), [3, 3]),
     ],
 )
-def test_no_stack_but_a_lone_array_is_larger_than_the_bound(counts, expected, monkeypatch):
+def test_no_stack_but_a_lone_array_is_larger_than_the_bound(
+    counts, expected, monkeypatch
+):
     monkeypatch.setattr(Policy, "stack_elements", 3 * 4 * 8)
     monkeypatch.setattr(Policy, "chunk_size", lambda self, count, shape: count)
     leaves = [jax.ShapeDtypeStruct((count, 4, 8), "float32") for count in counts]
@@ -118,14 +157,18 @@ def products(tree, **settings):
             return 0
         inner = [value for equation in part.eqns for value in equation.params.values()]
         parts = jax.tree.leaves(inner, is_leaf=lambda x: hasattr(x, "eqns"))
-        return sum(e.primitive.name == "dot_general" for e in part.eqns) + sum(map(count, parts))
+        return sum(e.primitive.name == "dot_general" for e in part.eqns) + sum(
+            map(count, parts)
+        )
 
     return count(jax.make_jaxpr(lambda t: update(t, **settings))(tree))
 
 
 def test_equal_leaves_share_one_compiled_loop():
     one = {"0": normal(32, 64)}
-    many = {str(i): normal(*((32, 64) if i % 2 else (64, 32)), seed=i) for i in range(24)}
+    many = {
+        str(i): normal(*((32, 64) if i % 2 else (64, 32)), seed=i) for i in range(24)
+    }
     two_shapes = {**many, "x": normal(48, 48)}
     assert products(many) == products(one)
     assert products(two_shapes) <= 2 * products(one)
@@ -137,10 +180,18 @@ def test_neighbors_share_a_program_with_columns_of_zeros():
 
     def stacks(policy, *shapes):
         """The results, and how many stacks there are."""
-        f, xs = polar_function(NewtonSchulz(deflation=0), policy), [normal(*shape) for shape in shapes]
+        f, xs = (
+            polar_function(NewtonSchulz(deflation=0), policy),
+            [normal(*shape) for shape in shapes],
+        )
         seen: list = []
-        whole = dataclasses.replace(f, whole=lambda x, *rest: seen.append(x.shape) or f.whole(x, *rest))
-        return jax.jit(lambda xs: (map_groups(whole, xs, policy), len(seen)), compiler_options=EMULATED)(xs)
+        whole = dataclasses.replace(
+            f, whole=lambda x, *rest: seen.append(x.shape) or f.whole(x, *rest)
+        )
+        return jax.jit(
+            lambda xs: (map_groups(whole, xs, policy), len(seen)),
+            compiler_options=EMULATED,
+        )(xs)
 
     shapes = (1, 32, 64), (1, 96, 32), (2, 32, 128)
     together, number = stacks(gpu, *shapes)
@@ -168,15 +219,21 @@ def test_matrices_of_one_short_side_share_a_program_in_blocks(dtype):
     tree = jax.tree.map(lambda x: x.astype(dtype), tree)
     numbers = MuonDimensionNumbers(-2, -1)
     two = {name: tree[name] for name in "ab"}
-    assert products(tree, dimension_numbers=numbers) == products(two, dimension_numbers=numbers)
+    assert products(tree, dimension_numbers=numbers) == products(
+        two, dimension_numbers=numbers
+    )
     squares = {"c": normal(72, 72), "d": normal(72, 100)}
-    assert products(tree | squares, dimension_numbers=numbers) > products(tree, dimension_numbers=numbers)
+    assert products(tree | squares, dimension_numbers=numbers) > products(
+        tree, dimension_numbers=numbers
+    )
     together = update(tree, dimension_numbers=numbers)
     for name, x in tree.items():
         assert together[name].dtype == x.dtype
         alone = jax.jit(muonjax.newton_schulz)(x)
         last_digit = jnp.finfo(dtype).eps if dtype == "bfloat16" else 0
-        np.testing.assert_allclose(np.float32(together[name]), np.float32(alone), rtol=last_digit, atol=1e-5)
+        np.testing.assert_allclose(
+            np.float32(together[name]), np.float32(alone), rtol=last_digit, atol=1e-5
+        )
     assert np.isnan(together["bad"]).all()
     assert not together["zero"].any()
 
@@ -189,15 +246,20 @@ def test_a_square_in_blocks_with_its_neighbors_is_not_transposed():
         "tall": normal(100, 80),
     }
     for name, y in update(tree, dimension_numbers=MuonDimensionNumbers(-2, -1)).items():
-        np.testing.assert_allclose(y, jax.jit(muonjax.newton_schulz)(tree[name]), atol=1e-5)
+        np.testing.assert_allclose(
+            y, jax.jit(muonjax.newton_schulz)(tree[name]), atol=1e-5
+        )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "settings", [NewtonSchulz(form="standard"), EXACT, NewtonSchulz(compute_dtype="bfloat16")]
+    "settings",
+    [NewtonSchulz(form="standard"), EXACT, NewtonSchulz(compute_dtype="bfloat16")],
 )
 def test_blocks_take_any_settings_and_complex_matrices(settings):
-    a, b = (jax.lax.complex(normal(*s), normal(*s, seed=1)) for s in [(72, 80), (100, 72)])
+    a, b = (
+        jax.lax.complex(normal(*s), normal(*s, seed=1)) for s in [(72, 80), (100, 72)]
+    )
     for tree in {"a": a, "b": b}, {"a": a.real, "b": b.real, "c": normal(72, 300)}:
         for name, y in update(tree, newton_schulz=settings).items():
             alone = jax.jit(lambda x: muonjax.newton_schulz(x, settings))(tree[name])
@@ -214,7 +276,9 @@ def test_an_update_in_blocks_or_transposed_has_derivatives_both_ways():
     tree = {name: normal(*shape).astype("float64") for name, shape in shapes.items()}
 
     def total(function):
-        return lambda tree: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(function(tree)))
+        return lambda tree: sum(
+            jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(function(tree))
+        )
 
     alone = total(lambda tree: jax.tree.map(muonjax.newton_schulz, tree))
     want, got = jax.jit(jax.grad(alone))(tree), jax.jit(jax.grad(total(update)))(tree)
@@ -225,14 +289,20 @@ def test_an_update_in_blocks_or_transposed_has_derivatives_both_ways():
 
 
 def test_matrices_that_go_in_batches_are_not_taken_apart():
-    few, many = ({"a": normal(count, 96, 192), "b": normal(count, 96, 384)} for count in (8, 9))
+    few, many = (
+        {"a": normal(count, 96, 192), "b": normal(count, 96, 384)} for count in (8, 9)
+    )
     numbers = MuonDimensionNumbers(-2, -1)
-    assert products(many, dimension_numbers=numbers) > products(few, dimension_numbers=numbers)
+    assert products(many, dimension_numbers=numbers) > products(
+        few, dimension_numbers=numbers
+    )
 
 
 def test_small_matrices_share_a_program_from_three_shapes_on():
     tree = {str(n): normal(32, n) for n in (64, 96, 128)}
-    one, two, three = (products(dict(list(tree.items())[:number])) for number in (1, 2, 3))
+    one, two, three = (
+        products(dict(list(tree.items())[:number])) for number in (1, 2, 3)
+    )
     assert two == 2 * one
     assert three < 2 * one
 
@@ -242,7 +312,11 @@ def test_small_matrices_share_a_program_from_three_shapes_on():
     [
         ([(1, 512)], 512, 512),
         ([(2, 1536), (4, 4608), (1, 9216)], 512, 1536),  # a common divisor
-        ([(1, 1000), (1, 1001)], 100, 1001),  # a column of zeros, and not two blocks more
+        (
+            [(1, 1000), (1, 1001)],
+            100,
+            1001,
+        ),  # a column of zeros, and not two blocks more
         ([(9, 300), (1, 1000)], 100, 300),
     ],
 )
@@ -253,7 +327,11 @@ def test_the_size_of_a_block(matrices, m, size):
 @pytest.mark.thorough
 @pytest.mark.nan
 def test_nan_stays_in_its_matrix_of_the_group():
-    tree = {"a": normal(8, 12), "b": normal(12, 8).at[0, 0].set(jnp.nan), "c": normal(8, 12, seed=2)}
+    tree = {
+        "a": normal(8, 12),
+        "b": normal(12, 8).at[0, 0].set(jnp.nan),
+        "c": normal(8, 12, seed=2),
+    }
     y = update(tree)
     assert np.isnan(y["b"]).any()
     assert np.isfinite(y["a"]).all()
@@ -261,5 +339,8 @@ def test_nan_stays_in_its_matrix_of_the_group():
 
 
 def test_a_leaf_that_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"orthogonalize needs matrices, but the leaf 'b' has shape \(3,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"orthogonalize needs matrices, but the leaf 'b' has shape \(3,\)",
+    ):
         update({"b": jnp.ones(3)})

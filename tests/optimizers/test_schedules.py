@@ -11,7 +11,10 @@ from muonjax._transforms.learning_rate import adamw
 from tests.tools.oracles import SHORT, normal
 
 PARAMS = {
-    "attention": {name: {"kernel": normal(8, 2, 4, seed=seed)} for seed, name in enumerate(("query", "key"))},
+    "attention": {
+        name: {"kernel": normal(8, 2, 4, seed=seed)}
+        for seed, name in enumerate(("query", "key"))
+    },
     "scale": jnp.ones(8),
 }
 NUMBERS = {"attention": muonjax.MuonDimensionNumbers(0, (1, 2)), "scale": None}
@@ -51,15 +54,21 @@ def test_a_schedule_of_the_momentum_equals_float64(nesterov):
 OPTIMIZERS = {
     "muon": lambda rate, **kw: muonjax.muon(rate, NUMBERS, **kw),
     "normuon": lambda rate, **kw: muonjax.normuon(rate, NUMBERS, **kw),
-    "muonh": lambda rate, **kw: muonjax.muonh(rate, NUMBERS, adam_learning_rate=rate, **kw),
-    "muonclip": lambda rate, **kw: muonjax.muonclip(rate, SITE, dimension_numbers=NUMBERS, **kw),
+    "muonh": lambda rate, **kw: muonjax.muonh(
+        rate, NUMBERS, adam_learning_rate=rate, **kw
+    ),
+    "muonclip": lambda rate, **kw: muonjax.muonclip(
+        rate, SITE, dimension_numbers=NUMBERS, **kw
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_takes_a_schedule_of_the_momentum(name):
     extra = {"max_logits": {"attention": jnp.ones(2)}} if name == "muonclip" else {}
-    state = after_steps(OPTIMIZERS[name](1e-3, decay=warm_up, newton_schulz=SHORT), **extra)
+    state = after_steps(
+        OPTIMIZERS[name](1e-3, decay=warm_up, newton_schulz=SHORT), **extra
+    )
     momenta = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree.leaves_with_path(state)
@@ -80,7 +89,10 @@ def test_a_number_keeps_the_state_of_optax():
 
 def test_a_state_without_a_count_is_refused():
     state = muonjax.trace(0.9).init(PARAMS)
-    with pytest.raises(ValueError, match=r"trace: this is the state of another optimizer, with TraceState"):
+    with pytest.raises(
+        ValueError,
+        match=r"trace: this is the state of another optimizer, with TraceState",
+    ):
         muonjax.trace(warm_up).update(PARAMS, state)
 
 
@@ -112,7 +124,11 @@ def test_the_metrics_have_the_rates_of_the_last_update(make, adam_rate):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rate", [1e-2, RATE])
 def test_adamw_and_its_rate_are_those_of_optax(rate, dtype):
-    settings = {"b2": 0.95, "weight_decay": 0.1, "mask": {"attention": True, "scale": False}}
+    settings = {
+        "b2": 0.95,
+        "weight_decay": 0.1,
+        "mask": {"attention": True, "scale": False},
+    }
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
     ours, theirs = adamw(rate, **settings), optax.adamw(rate, **settings)
     states = [ours.init(params), theirs.init(params)]

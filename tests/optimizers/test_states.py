@@ -12,13 +12,21 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 
 NUMBERS = muonjax.MuonDimensionNumbers
-PARAMS = {"up": {"kernel": jnp.ones((16, 24))}, "down": {"kernel": jnp.ones((24, 16))}, "scale": jnp.ones(16)}
+PARAMS = {
+    "up": {"kernel": jnp.ones((16, 24))},
+    "down": {"kernel": jnp.ones((24, 16))},
+    "scale": jnp.ones(16),
+}
 PROGRAM = {"up": NUMBERS(0, 1), "down": NUMBERS(0, 1), "scale": None}
-SITE = muonjax.fused_qkv_site(path="", name="up", num_heads=2, head_dim=4, num_kv_heads=2)
+SITE = muonjax.fused_qkv_site(
+    path="", name="up", num_heads=2, head_dim=4, num_kv_heads=2
+)
 OPTIMIZERS = {
     "muon": lambda program=PROGRAM: muonjax.muon(1e-3, program),
     "normuon": lambda program=PROGRAM: muonjax.normuon(1e-3, program),
-    "muonh": lambda program=PROGRAM: muonjax.muonh(1e-3, program, adam_learning_rate=1e-3),
+    "muonh": lambda program=PROGRAM: muonjax.muonh(
+        1e-3, program, adam_learning_rate=1e-3
+    ),
     "adamclip": lambda: muonjax.adamclip(1e-3, SITE, weight_decay=0.1),
 }
 
@@ -31,8 +39,13 @@ def cast(tree, dtype):
 def test_a_dtype_of_the_momentum_is_that_of_both_halves(dtype):
     params = cast(PARAMS, jnp.bfloat16)
     state = muonjax.muon(1e-3, PROGRAM, mu_dtype=dtype).init(params)
-    dtypes = {jax.tree_util.keystr(path): x.dtype for path, x in jax.tree.leaves_with_path(state)}
-    first_moments = [dtypes[name] for name in dtypes if ".mu" in name or ".trace" in name]
+    dtypes = {
+        jax.tree_util.keystr(path): x.dtype
+        for path, x in jax.tree.leaves_with_path(state)
+    }
+    first_moments = [
+        dtypes[name] for name in dtypes if ".mu" in name or ".trace" in name
+    ]
     assert first_moments == [jnp.dtype(dtype)] * 3, dtypes
 
 
@@ -41,7 +54,9 @@ def test_a_gradient_of_zero_moves_nothing(dtype):
     """In float16 Adam's usual eps is zero, and zero over zero."""
     params = cast(PARAMS, dtype)
     tx = muonjax.muon(1e-3, PROGRAM, weight_decay=0.0)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    updates, _ = tx.update(
+        jax.tree.map(jnp.zeros_like, params), tx.init(params), params
+    )
     assert all((update == 0).all() for update in jax.tree.leaves(updates))
 
 
@@ -51,7 +66,9 @@ def by_rank(tree):
 
 class Dense(nnx.Module):
     def __init__(self, fan_in, fan_out):
-        self.kernel = nnx.Param(jnp.ones((fan_in, fan_out)), out_sharding=("data", None))
+        self.kernel = nnx.Param(
+            jnp.ones((fan_in, fan_out)), out_sharding=("data", None)
+        )
 
 
 class Network(nnx.Module):
@@ -78,8 +95,14 @@ def test_a_box_with_the_names_of_axes_is_left_out_of_a_state_of_another_shape(na
     updates, state = tx.update(boxed, state, boxed)
     plain, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     jax.tree.map(np.testing.assert_array_equal, nn.unbox(updates), plain)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nn.Partitioned))
-    boxes = [node for node in nodes if isinstance(node, nn.Partitioned) and jax.tree.leaves(node)]
+    nodes = jax.tree.leaves(
+        state, is_leaf=lambda node: isinstance(node, nn.Partitioned)
+    )
+    boxes = [
+        node
+        for node in nodes
+        if isinstance(node, nn.Partitioned) and jax.tree.leaves(node)
+    ]
     shapes = {x.shape for x in jax.tree.leaves(PARAMS)}
     assert boxes
     assert all(jnp.shape(box.value) in shapes for box in boxes)
@@ -88,14 +111,22 @@ def test_a_box_with_the_names_of_axes_is_left_out_of_a_state_of_another_shape(na
 @pytest.mark.parametrize("name", ["muon", "normuon", "muonh", "adamclip"])
 def test_updates_lie_where_the_parameters_do_and_not_where_the_state_does(name):
     """Replicated parameters, and a state that is divided: the first stage of ZeRO."""
-    extra = {"max_logits": {"max_logits": jnp.full(2, 200.0)}} if name == "adamclip" else {}
+    extra = (
+        {"max_logits": {"max_logits": jnp.full(2, 200.0)}} if name == "adamclip" else {}
+    )
     with jax.set_mesh(jax.make_mesh((4,), ("data",))):
         params = jax.device_put(PARAMS, P())
         tx = OPTIMIZERS[name]()
         state = jax.tree.map(
-            lambda x: jax.device_put(x, P("data")) if x.ndim == 2 and x.shape[0] % 4 == 0 else x,
+            lambda x: (
+                jax.device_put(x, P("data"))
+                if x.ndim == 2 and x.shape[0] % 4 == 0
+                else x
+            ),
             tx.init(params),
         )
         updates, _ = jax.jit(tx.update)(params, state, params, **extra)
-    for update, param in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+    for update, param in zip(
+        jax.tree.leaves(updates), jax.tree.leaves(params), strict=True
+    ):
         assert update.sharding.is_equivalent_to(param.sharding, param.ndim)

@@ -23,7 +23,12 @@ def calls() -> None:
     muonjax.normuon(1e-3, nesterov=None)  # pyright: ignore[reportArgumentType]
     muonjax.muonh(1e-2, adam_learning_rate=1e-3, adam=optax.sgd(0.1))
     muonjax.muonh(1e-2, weight_decay=0.1)  # pyright: ignore[reportCallIssue]
-    muonjax.muonclip(1e-3, threshold=30.0, weight_decay=0.1, newton_schulz=muonjax.NewtonSchulz.fast())
+    muonjax.muonclip(
+        1e-3,
+        threshold=30.0,
+        weight_decay=0.1,
+        newton_schulz=muonjax.NewtonSchulz.fast(),
+    )
     muonjax.muonclip(1e-3, newton_schulz="fast")  # pyright: ignore[reportArgumentType]
     muonjax.muonclip(1e-3, tau=30.0)  # pyright: ignore[reportCallIssue]
     muonjax.adamclip(1e-3, b2=0.95, mask=None)

@@ -34,7 +34,11 @@ def mirrored(p):
     """The Hermitian matrix with P's lower triangle."""
     lower = np.tril(p, -1)
     diagonal = np.einsum("...ii->...i", p).real
-    return lower + lower.conj().swapaxes(-1, -2) + diagonal[..., None] * np.eye(p.shape[-1])
+    return (
+        lower
+        + lower.conj().swapaxes(-1, -2)
+        + diagonal[..., None] * np.eye(p.shape[-1])
+    )
 
 
 def oracle(x, y=None, c=None, alpha=1.0, beta=0.0):
@@ -105,12 +109,19 @@ class SymmetricProductSuite:
     def pytest_generate_tests(self, metafunc):
         if "shape" in metafunc.fixturenames:
             # Every shape in one dtype, every dtype in some shape.
-            cases = [(shape, self.dtypes[i % len(self.dtypes)]) for i, shape in enumerate(self.shapes)]
-            cases = [case if case[0] in QUICK_SHAPES else thorough(*case) for case in cases]
+            cases = [
+                (shape, self.dtypes[i % len(self.dtypes)])
+                for i, shape in enumerate(self.shapes)
+            ]
+            cases = [
+                case if case[0] in QUICK_SHAPES else thorough(*case) for case in cases
+            ]
             metafunc.parametrize(("shape", "dtype"), cases)
         elif "dtype" in metafunc.fixturenames:
             dtypes = self.dtypes if self.every_dtype else self.dtypes[:1]
-            metafunc.parametrize("dtype", [d if d in QUICK_DTYPES else thorough(d) for d in dtypes])
+            metafunc.parametrize(
+                "dtype", [d if d in QUICK_DTYPES else thorough(d) for d in dtypes]
+            )
 
     def test_gram_matrix(self, shape, dtype):
         x = draw(shape, dtype)
@@ -120,7 +131,11 @@ class SymmetricProductSuite:
 
     def test_all_operands(self, shape, dtype):
         """Also shows that only lower triangles count: neither X Yᵀ nor C is symmetric here."""
-        x, y, c = draw(shape, dtype, 1), draw(shape, dtype, 2), draw((*shape[:-1], shape[-2]), dtype, 3)
+        x, y, c = (
+            draw(shape, dtype, 1),
+            draw(shape, dtype, 2),
+            draw((*shape[:-1], shape[-2]), dtype, 3),
+        )
         out = self.product(x, y=y, c=c, alpha=0.7, beta=-1.3)
         assert_as_accurate_as_xla(out, x, y, c, 0.7, -1.3)
         assert_symmetric(out)
@@ -133,7 +148,9 @@ class SymmetricProductSuite:
 
     def test_traced_scalars_compile_once(self):
         x = draw((24, 8), self.dtypes[0])
-        self.product(x)  # the interpreter's first use sets a state that makes JAX trace anew
+        self.product(
+            x
+        )  # the interpreter's first use sets a state that makes JAX trace anew
         traces = []
 
         @jax.jit
@@ -149,7 +166,9 @@ class SymmetricProductSuite:
     def test_zero_alpha_leaves_c(self, dtype):
         x, c = draw((20, 8), dtype), draw((20, 20), dtype)
         c = self.product(c)
-        np.testing.assert_array_equal(np.asarray(self.product(x, c=c, alpha=0.0, beta=1.0)), np.asarray(c))
+        np.testing.assert_array_equal(
+            np.asarray(self.product(x, c=c, alpha=0.0, beta=1.0)), np.asarray(c)
+        )
 
     @pytest.mark.parametrize("alpha", [1e30, 1e-30])
     def test_huge_and_tiny_alpha(self, alpha):
@@ -161,7 +180,9 @@ class SymmetricProductSuite:
     def test_accumulates_in_float32(self, dtype):
         # 2048 ones: a bfloat16 sum sticks at 256, a float16 one is exact only to 2048.
         x = jnp.ones((8, 2048), dtype)
-        np.testing.assert_array_equal(np.asarray(self.product(x)), np.asarray(jnp.full((8, 8), 2048, dtype)))
+        np.testing.assert_array_equal(
+            np.asarray(self.product(x)), np.asarray(jnp.full((8, 8), 2048, dtype))
+        )
 
     @pytest.mark.nan
     def test_nan_stays_in_its_matrix(self, dtype):
@@ -174,8 +195,12 @@ class SymmetricProductSuite:
         x, c = draw((2, 3, 20, 8), dtype), draw((3, 20, 20), dtype)
         alpha = jnp.asarray([0.5, 2.0])
         with self.context():
-            out = jax.vmap(lambda x, alpha: self.product(x, c=c, alpha=alpha, beta=0.5))(x, alpha)
-        want = self.product(x, c=jnp.broadcast_to(c, (2, *c.shape)), alpha=alpha[:, None], beta=0.5)
+            out = jax.vmap(
+                lambda x, alpha: self.product(x, c=c, alpha=alpha, beta=0.5)
+            )(x, alpha)
+        want = self.product(
+            x, c=jnp.broadcast_to(c, (2, *c.shape)), alpha=alpha[:, None], beta=0.5
+        )
         np.testing.assert_array_equal(np.asarray(out), np.asarray(want))
 
     def test_forward_derivative(self):
@@ -186,24 +211,43 @@ class SymmetricProductSuite:
         with self.context():
             gram = jax.jvp(lambda x: self.product(x, alpha=0.7), (x,), (dx,))[1]
             every = jax.jvp(
-                lambda x, y, c, alpha, beta: self.product(x, y=y, c=c, alpha=alpha, beta=beta),
+                lambda x, y, c, alpha, beta: self.product(
+                    x, y=y, c=c, alpha=alpha, beta=beta
+                ),
                 (x, y, c, jnp.float32(0.7), jnp.float32(-1.3)),
                 (dx, dy, dc, jnp.float32(0.3), jnp.float32(2.0)),
             )[1]
         tolerance = 200 * float(jnp.finfo(dtype).eps)
         np.testing.assert_allclose(
-            exact(gram), 0.7 * (oracle(x + dx) - oracle(x - dx)) / 2, atol=tolerance * 10, rtol=tolerance
+            exact(gram),
+            0.7 * (oracle(x + dx) - oracle(x - dx)) / 2,
+            atol=tolerance * 10,
+            rtol=tolerance,
         )
-        want = oracle(dx, y, dc, 0.7, -1.3) + oracle(x, dy, None, 0.7) + oracle(x, y, c, 0.3, 2.0)
-        np.testing.assert_allclose(exact(every), want, atol=tolerance * 10, rtol=tolerance)
+        want = (
+            oracle(dx, y, dc, 0.7, -1.3)
+            + oracle(x, dy, None, 0.7)
+            + oracle(x, y, c, 0.3, 2.0)
+        )
+        np.testing.assert_allclose(
+            exact(every), want, atol=tolerance * 10, rtol=tolerance
+        )
         assert_symmetric(gram)
         assert_symmetric(every)
 
     def test_reverse_derivative(self):
         """⟨S̄, dS⟩ = ⟨X̄, dX⟩ + …: the transpose of forward mode, for every argument."""
         dtype = self.derivative_dtype
-        arguments = [draw((24, 8), dtype, 0), draw((24, 8), dtype, 1), draw((24, 24), dtype, 2), 0.7, -1.3]
-        tangents = [draw(np.shape(a), dtype, 7) if np.ndim(a) else 0.4 for a in arguments]
+        arguments = [
+            draw((24, 8), dtype, 0),
+            draw((24, 8), dtype, 1),
+            draw((24, 24), dtype, 2),
+            0.7,
+            -1.3,
+        ]
+        tangents = [
+            draw(np.shape(a), dtype, 7) if np.ndim(a) else 0.4 for a in arguments
+        ]
         cotangent = draw((24, 24), dtype, 9)
 
         def f(x, y, c, alpha, beta):
@@ -214,7 +258,10 @@ class SymmetricProductSuite:
             _, pullback = jax.vjp(f, *arguments)
             cotangents = pullback(cotangent)
         left = np.sum(exact(cotangent) * exact(forward))
-        right = sum(np.sum(exact(a) * exact(b)) for a, b in zip(cotangents, tangents, strict=True))
+        right = sum(
+            np.sum(exact(a) * exact(b))
+            for a, b in zip(cotangents, tangents, strict=True)
+        )
         scale = np.linalg.norm(exact(cotangent)) * np.linalg.norm(exact(forward))
         assert abs(left - right) <= 20 * float(jnp.finfo(dtype).eps) * scale
 
@@ -225,13 +272,20 @@ class SymmetricProductSuite:
             _, pullback = jax.vjp(lambda x: self.product(x, alpha=0.7), x)
             (out,) = pullback(g)
         want = 0.7 * (exact(g) + exact(g).T) @ exact(x)
-        assert np.abs(exact(out) - want).max() <= 8 * float(jnp.finfo(dtype).eps) * np.abs(want).max()
+        assert (
+            np.abs(exact(out) - want).max()
+            <= 8 * float(jnp.finfo(dtype).eps) * np.abs(want).max()
+        )
 
     @pytest.mark.thorough
     def test_second_derivatives(self):
         if self.derivative_dtype != jnp.float32:
             pytest.skip("numerical differences need float32")
-        x, y, c = draw((6, 4), jnp.float32), draw((6, 4), jnp.float32, 1), draw((6, 6), jnp.float32, 2)
+        x, y, c = (
+            draw((6, 4), jnp.float32),
+            draw((6, 4), jnp.float32, 1),
+            draw((6, 6), jnp.float32, 2),
+        )
         test_util.check_grads(
             lambda *a: self.product(a[0], y=a[1], c=a[2], alpha=a[3], beta=a[4]),
             (x, y, c, jnp.float32(0.7), jnp.float32(-1.3)),
@@ -240,4 +294,6 @@ class SymmetricProductSuite:
             atol=3e-2,
             rtol=3e-2,
         )
-        test_util.check_grads(self.product, (x,), order=2, modes=("fwd", "rev"), atol=3e-2, rtol=3e-2)
+        test_util.check_grads(
+            self.product, (x,), order=2, modes=("fwd", "rev"), atol=3e-2, rtol=3e-2
+        )

@@ -27,13 +27,19 @@ if jax.__version_info__ < _mosaic_gpu.NEEDS_JAX:
 def test_on_four_devices():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = {**os.environ, "XLA_FLAGS": DEVICES, "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stdout
     assert re.search(r"\d+ passed", run.stdout)
 
 
-four_devices = pytest.mark.skipif(not HERE, reason="needs four devices: see test_on_four_devices")
-kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+four_devices = pytest.mark.skipif(
+    not HERE, reason="needs four devices: see test_on_four_devices"
+)
+kinds = pytest.mark.parametrize(
+    "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
+)
 
 
 def sharded(kind, spec, shape=(8, 16, 32)):
@@ -57,7 +63,9 @@ def compiled(function, *arguments):
 @four_devices
 @kinds
 @pytest.mark.parametrize(
-    ("spec", "matrices"), [(P("a"), 4), (P(("a", "b")), 2), (P(), 8)], ids=["one axis", "two axes", "whole"]
+    ("spec", "matrices"),
+    [(P("a"), 4), (P(("a", "b")), 2), (P(), 8)],
+    ids=["one axis", "two axes", "whole"],
 )
 def test_each_device_has_its_own_matrices(kind, spec, matrices):
     x, on_mesh = sharded(kind, spec)
@@ -67,7 +75,9 @@ def test_each_device_has_its_own_matrices(kind, spec, matrices):
     assert shapes[-1] == (matrices, 16, 32)
     assert compiled(run, on_mesh) == []
     assert out.sharding.is_equivalent_to(on_mesh.sharding, ndim=3)
-    np.testing.assert_allclose(np.asarray(out), x @ x.swapaxes(1, 2), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(out), x @ x.swapaxes(1, 2), rtol=1e-5, atol=1e-5
+    )
 
 
 @four_devices
@@ -84,7 +94,9 @@ def test_operands_that_are_whole_are_cut(kind):
 @pytest.mark.parametrize("spec", [P(None, "a"), P(None, None, "a"), P("a", "b")])
 def test_a_cut_matrix_raises_when_compiled(spec):
     _, x = sharded(AxisType.Auto, spec)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"call it inside jax\.shard_map"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"call it inside jax\.shard_map"
+    ):
         compiled(by_batch(functools.partial(products, []), "hopper"), x)
 
 
@@ -115,7 +127,11 @@ def test_shard_map_is_left_alone(kind):
     _, x = sharded(kind, P("a", "b"))
     shapes = []
     run = by_batch(functools.partial(products, shapes), "hopper")
-    jax.jit(jax.shard_map(run, mesh=x.sharding.mesh, in_specs=P("a", "b"), out_specs=P("a", "b"))).trace(x)
+    jax.jit(
+        jax.shard_map(
+            run, mesh=x.sharding.mesh, in_specs=P("a", "b"), out_specs=P("a", "b")
+        )
+    ).trace(x)
     assert shapes[-1] == (4, 8, 32)
 
 
@@ -133,10 +149,16 @@ def test_the_hopper_kernel_is_guarded(kind, monkeypatch):
     assert jax.eval_shape(run, half).shape == (8, 64, 64)
     jax.clear_caches()
 
-    monkeypatch.setattr(_mosaic_gpu, "launched", lambda cores, x, y, c, scale: products([], x))
+    monkeypatch.setattr(
+        _mosaic_gpu, "launched", lambda cores, x, y, c, scale: products([], x)
+    )
     assert compiled(run, half) == []
     want = products([], jnp.asarray(x, jnp.bfloat16)).astype(jnp.float32)
-    np.testing.assert_allclose(np.asarray(jax.jit(run)(half), np.float32), want, rtol=0.01, atol=1e-4)
+    np.testing.assert_allclose(
+        np.asarray(jax.jit(run)(half), np.float32), want, rtol=0.01, atol=1e-4
+    )
     _, cut = sharded(kind, P(None, "a"), (8, 64, 64))
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"call it inside jax\.shard_map"):
+    with pytest.raises(
+        (ValueError, jax.errors.JaxRuntimeError), match=r"call it inside jax\.shard_map"
+    ):
         compiled(run, cut.astype(jnp.bfloat16))

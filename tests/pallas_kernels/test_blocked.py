@@ -16,12 +16,18 @@ class TestBlocked(SymmetricProductSuite):
 
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch):
-        monkeypatch.setitem(inspect.unwrap(_xla.blocked_product).__kwdefaults__, "smallest", 4)
+        monkeypatch.setitem(
+            inspect.unwrap(_xla.blocked_product).__kwdefaults__, "smallest", 4
+        )
 
 
 def _flops(implementation, m=1024):
     x = jax.ShapeDtypeStruct((m, 16), jnp.float32)
-    compiled = jax.jit(lambda x: symmetric_product(x, implementation=implementation)).lower(x).compile()
+    compiled = (
+        jax.jit(lambda x: symmetric_product(x, implementation=implementation))
+        .lower(x)
+        .compile()
+    )
     return hlo_counts.count(compiled).flops
 
 

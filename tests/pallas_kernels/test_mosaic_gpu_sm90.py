@@ -38,8 +38,12 @@ ON_GPU = jax.default_backend() == "gpu"
 
 def pretend(cores):
     """As if the device were an H100 with this many multiprocessors."""
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=cores)
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H100 80GB HBM3", platform="gpu", num_cores=cores
+    )
+    return jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=device)
+    )
 
 
 @contextlib.contextmanager
@@ -48,7 +52,9 @@ def interpreter(*, races=False):
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=races)):
+        with plgpu.force_gpu_interpret_mode(
+            plgpu.InterpretGPUParams(detect_races=races)
+        ):
             yield
         if races:
             assert not interpret_pallas_call.get_races().races_found
@@ -58,7 +64,16 @@ def interpreter(*, races=False):
 
 class TestHopper(SymmetricProductSuite):
     implementation = "hopper"
-    shapes = ((1, 1), (1, 7), (31, 13), (64, 64), (130, 67), (200, 200), (3, 16, 48), (2, 1, 137, 65))
+    shapes = (
+        (1, 1),
+        (1, 7),
+        (31, 13),
+        (64, 64),
+        (130, 67),
+        (200, 200),
+        (3, 16, 48),
+        (2, 1, 137, 65),
+    )
     dtypes = (jnp.bfloat16, jnp.float16)
     every_dtype = False
     derivative_dtype = jnp.bfloat16
@@ -71,7 +86,9 @@ class TestHopper(SymmetricProductSuite):
                 stack.enter_context(interpreter())
                 # The interpreter's ordered callbacks can't be in a partitioned call; test_batch_partitioning.py has it.
                 stack.enter_context(
-                    mock.patch.object(_kernel_batch, "by_batch", lambda function, _: function)
+                    mock.patch.object(
+                        _kernel_batch, "by_batch", lambda function, _: function
+                    )
                 )
             yield
 
@@ -93,10 +110,14 @@ def test_no_races(tiles, addend):
     c = draw((2, 264, 320), jnp.float16, 3) if addend else None
     scale = jnp.asarray([[0.7, -1.3], [2.0, 0.5]])
     with interpreter(races=True):
-        out = jax.jit(lambda *a: _mosaic_gpu_sm90.launch(*a, tiles=tiles, cores=2))(x, y, c, scale)
+        out = jax.jit(lambda *a: _mosaic_gpu_sm90.launch(*a, tiles=tiles, cores=2))(
+            x, y, c, scale
+        )
         out = out[..., :264].block_until_ready()
     c = c if c is None else c[..., :264]
-    assert_as_accurate_as_xla(out, x, y, c, np.asarray(scale[:, 0]), np.asarray(scale[:, 1]))
+    assert_as_accurate_as_xla(
+        out, x, y, c, np.asarray(scale[:, 0]), np.asarray(scale[:, 1])
+    )
     assert_symmetric(out)
 
 
@@ -106,14 +127,20 @@ def test_the_race_detector_sees_a_missing_wait(monkeypatch):
         pytest.skip("only the interpreter detects races")
     wait = plgpu.wait_smem_to_gmem
     monkeypatch.setattr(
-        plgpu, "wait_smem_to_gmem", lambda n, wait_read_only=False: None if wait_read_only else wait(n)
+        plgpu,
+        "wait_smem_to_gmem",
+        lambda n, wait_read_only=False: None if wait_read_only else wait(n),
     )
     x = draw((1, 384, 64), jnp.float16)
     tiles = Tiles(stages=2, slots=1)
     # JAX 0.11 notes a race, 0.12 raises where it happens.
-    races = pytest.raises((AssertionError, RuntimeError), match=r"races_found|RACE DETECTED")
+    races = pytest.raises(
+        (AssertionError, RuntimeError), match=r"races_found|RACE DETECTED"
+    )
     with races, interpreter(races=True):
-        _mosaic_gpu_sm90.launch(x, None, None, jnp.ones((1, 2)), tiles=tiles, cores=1).block_until_ready()
+        _mosaic_gpu_sm90.launch(
+            x, None, None, jnp.ones((1, 2)), tiles=tiles, cores=1
+        ).block_until_ready()
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
@@ -122,14 +149,18 @@ def test_the_schedule_visits_each_block_of_the_triangle_once(t, group):
     step = jnp.arange(t * (t + 1) // 2, dtype=jnp.int32)
     i, j = jax.vmap(lambda s: _mosaic_gpu_sm90.triangle(s, t, group))(step)
     visited = sorted(zip(np.asarray(i).tolist(), np.asarray(j).tolist(), strict=True))
-    assert visited == sorted(zip(*(a.tolist() for a in np.tril_indices(t)), strict=True))
+    assert visited == sorted(
+        zip(*(a.tolist() for a in np.tril_indices(t)), strict=True)
+    )
 
 
 def _cuda(f, *shapes, dtype=jnp.bfloat16):
     """The lowering for an H100, on a machine without one, and the shapes that its kernels return."""
     with pretend(132):
         arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-        text = jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        text = (
+            jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        )
     return re.findall(r"custom_call @mosaic_gpu\S*\(.*?-> tensor<(\S+)x\w+>", text)
 
 
@@ -138,14 +169,18 @@ def hopper(x, **settings):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "addend"), [(tiles, i % 2 == 0) for i, tiles in enumerate(list(candidates())[::3])], ids=str
+    ("tiles", "addend"),
+    [(tiles, i % 2 == 0) for i, tiles in enumerate(list(candidates())[::3])],
+    ids=str,
 )
 def test_every_third_candidate_lowers(tiles, addend):
     """Catches too much shared memory, layouts that don't exist, and TMA boxes that aren't allowed."""
     c = [(1, 1024, 1024)] if addend else []
 
     def f(x, *c):
-        return _mosaic_gpu_sm90.launch(x, None, *(c or [None]), jnp.ones((1, 2)), tiles=tiles, cores=132)
+        return _mosaic_gpu_sm90.launch(
+            x, None, *(c or [None]), jnp.ones((1, 2)), tiles=tiles, cores=132
+        )
 
     assert _cuda(f, (1, 1024, 512), *c) == ["1x1024x1024"]
 
@@ -192,12 +227,20 @@ def test_the_launch_fills_the_device():
     ("NVIDIA H100 80GB HBM3", "gpu", jnp.float32, "bfloat16 and float16, got float32"),
 ])  # fmt: skip
 def test_unsuitable_devices_and_dtypes_are_named(kind, platform, dtype, message):
-    device = jax.sharding.AbstractDevice(device_kind=kind, platform=platform, num_cores=8)
+    device = jax.sharding.AbstractDevice(
+        device_kind=kind, platform=platform, num_cores=8
+    )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(NotImplementedError, match=message):
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(NotImplementedError, match=message),
+    ):
         hopper(jnp.ones((4, 3), dtype))
 
 
 def test_empty_shapes_are_named():
-    with pretend(132), pytest.raises(NotImplementedError, match=re.escape("empty shape (0, 3)")):
+    with (
+        pretend(132),
+        pytest.raises(NotImplementedError, match=re.escape("empty shape (0, 3)")),
+    ):
         hopper(jnp.ones((0, 3), jnp.bfloat16))

@@ -16,15 +16,23 @@ def test_candidates_use_the_memory_there_is():
     for tiles in found:
         if tiles.stages < 8:
             with pytest.raises(ValueError, match="shared memory"):
-                Tiles(tiles.block, tiles.rows, tiles.stages + 1, tiles.slots, tiles.group)
+                Tiles(
+                    tiles.block, tiles.rows, tiles.stages + 1, tiles.slots, tiles.group
+                )
 
 
-@pytest.mark.parametrize("tiles", [Tiles(), Tiles(rows=2, slots=1), Tiles(block=64, rows=2)], ids=str)
+@pytest.mark.parametrize(
+    "tiles", [Tiles(), Tiles(rows=2, slots=1), Tiles(block=64, rows=2)], ids=str
+)
 @pytest.mark.parametrize("m", [1, 64, 128, 129, 1000, 4096])
 def test_count_is_the_number_of_tiles_that_touch_the_lower_triangle(tiles, m):
     height, width = tiles.rows * tiles.block, tiles.block
     rows = -(-m // height)
-    touching = sum(j * width < (i + 1) * height for i in range(rows) for j in range(rows * tiles.rows))
+    touching = sum(
+        j * width < (i + 1) * height
+        for i in range(rows)
+        for j in range(rows * tiles.rows)
+    )
     assert tiles.count(m) == touching
 
 
@@ -36,7 +44,9 @@ def test_waves():
 
 
 def test_pick_counts_waves():
-    assert pick(4096, 1).rows == 1  # four full waves of small tiles beat 2.06 of large ones
+    assert (
+        pick(4096, 1).rows == 1
+    )  # four full waves of small tiles beat 2.06 of large ones
     assert pick(8192, 1).rows == 2  # eight full waves of large tiles
     assert pick(8192, 1, cores=1).rows == 2
     assert pick(64, 1).block == 64

@@ -7,7 +7,11 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import hlo_counts
 from pallas_kernels import symmetric_product
-from tests.pallas_kernels.symmetric_product_suite import SymmetricProductSuite, draw, oracle
+from tests.pallas_kernels.symmetric_product_suite import (
+    SymmetricProductSuite,
+    draw,
+    oracle,
+)
 
 
 def on_devices(function, devices, check_vma=False):
@@ -15,7 +19,10 @@ def on_devices(function, devices, check_vma=False):
     names = ("a", "b") if devices > 2 else ("a",)
     sizes = (devices // 2, 2) if devices > 2 else (devices,)
     mesh = jax.make_mesh(
-        sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[:devices]
+        sizes,
+        names,
+        axis_types=(AxisType.Auto,) * len(names),
+        devices=jax.devices()[:devices],
     )
     return jax.jit(
         jax.shard_map(
@@ -67,7 +74,9 @@ def test_derivatives_inside_of_shard_map(check_vma):
     def both(names, x, dx, cotangent):
         def shared(x):
             # A mean of equal things: it says that they are.
-            return jax.lax.pmean(symmetric_product(x, alpha=0.7, axis_name=names), names)
+            return jax.lax.pmean(
+                symmetric_product(x, alpha=0.7, axis_name=names), names
+            )
 
         _, tangent = jax.jvp(shared, (x,), (dx,))
         _, pullback = jax.vjp(shared, x)
@@ -75,9 +84,15 @@ def test_derivatives_inside_of_shard_map(check_vma):
 
     out = np.asarray(on_devices(both, 8, check_vma)(x, dx, cotangent), np.float64)
     forward = 0.7 * (oracle(x + dx) - oracle(x - dx)) / 2
-    backward = 0.7 * np.asarray(cotangent + cotangent.T, np.float64) @ np.asarray(x, np.float64)
+    backward = (
+        0.7
+        * np.asarray(cotangent + cotangent.T, np.float64)
+        @ np.asarray(x, np.float64)
+    )
     for device in out:
-        np.testing.assert_allclose(device, np.concatenate([forward, backward], axis=-1), atol=2e-5)
+        np.testing.assert_allclose(
+            device, np.concatenate([forward, backward], axis=-1), atol=2e-5
+        )
 
 
 @pytest.mark.parametrize("devices", [2, 8])
@@ -93,5 +108,8 @@ def test_each_device_computes_its_part_and_sends_half_the_result(devices):
 
 
 def test_a_named_implementation_is_refused():
-    with pytest.raises(ValueError, match=r"implementation='blocked', axis_name=\('a',\).*plain products"):
+    with pytest.raises(
+        ValueError,
+        match=r"implementation='blocked', axis_name=\('a',\).*plain products",
+    ):
         symmetric_product(jnp.ones((4, 3)), implementation="blocked", axis_name="a")

@@ -14,7 +14,12 @@ from muonjax._common.platform import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
 from pallas_kernels import _mosaic_gpu, symmetric_product
 from pallas_kernels._api import IMPLEMENTATIONS, _choose, symmetric_product_on
-from tests.pallas_kernels.symmetric_product_suite import SymmetricProductSuite, draw, mirrored, oracle
+from tests.pallas_kernels.symmetric_product_suite import (
+    SymmetricProductSuite,
+    draw,
+    mirrored,
+    oracle,
+)
 
 MATRIX = jnp.ones((4, 3))
 H100 = "NVIDIA H100 80GB HBM3"
@@ -25,14 +30,19 @@ def described(kind, **axes):
     """As if the devices were GPUs of this kind, on a mesh with these types of axes."""
     device = AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
     mesh = AbstractMesh(
-        (4,) * len(axes), tuple(axes), axis_types=tuple(axes.values()), abstract_device=device
+        (4,) * len(axes),
+        tuple(axes),
+        axis_types=tuple(axes.values()),
+        abstract_device=device,
     )
     return jax.sharding.use_abstract_mesh(mesh)
 
 
 def one_h100():
     """As if JAX's default device were an H100, and all arrays on a CPU."""
-    return mock.patch.object(_mosaic_gpu, "_device", return_value=AbstractDevice(H100, 132, "gpu"))
+    return mock.patch.object(
+        _mosaic_gpu, "_device", return_value=AbstractDevice(H100, 132, "gpu")
+    )
 
 
 class TestReference(SymmetricProductSuite):
@@ -49,11 +59,19 @@ def test_a_derivative_where_only_the_constants_vary_over_a_mesh():
     x, c = draw((4, 6, 3), jnp.float32), draw((6, 6), jnp.float32)
 
     def tangent(x, c):
-        return jax.jvp(lambda c: symmetric_product(x[0], c=c, beta=2.0), (c,), (c,))[1][None]
+        return jax.jvp(lambda c: symmetric_product(x[0], c=c, beta=2.0), (c,), (c,))[1][
+            None
+        ]
 
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    out = jax.jit(jax.shard_map(tangent, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")))(x, c)
-    np.testing.assert_array_equal(out, np.broadcast_to(mirrored(2 * np.asarray(c)), out.shape))
+    mesh = jax.make_mesh(
+        (4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    out = jax.jit(
+        jax.shard_map(tangent, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    )(x, c)
+    np.testing.assert_array_equal(
+        out, np.broadcast_to(mirrored(2 * np.asarray(c)), out.shape)
+    )
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blocked"])
@@ -63,7 +81,9 @@ def test_64_bits(implementation, dtype):
         x, y = draw((130, 20), dtype), draw((130, 20), dtype, 1)
         out = symmetric_product(x, y=y, alpha=0.7, implementation=implementation)
         assert out.dtype == dtype
-        np.testing.assert_allclose(np.asarray(out), oracle(x, y, alpha=0.7), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            np.asarray(out), oracle(x, y, alpha=0.7), rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize(
@@ -76,8 +96,16 @@ def test_64_bits(implementation, dtype):
         ([MATRIX], {"c": jnp.ones((3, 3))}, r"c=.*shape \(4, 4\).*got \(3, 3\)"),
         ([MATRIX], {"alpha": 1j}, "alpha=.*real"),
         ([MATRIX], {"beta": jnp.ones(2)}, r"beta=.*batch \(\), got shape \(2,\)"),
-        ([jnp.ones((2, 4, 3))], {"alpha": jnp.ones(3)}, r"alpha=.*batch \(2,\), got shape \(3,\)"),
-        ([MATRIX], {"implementation": "triton"}, "'triton'.*'reference', 'blocked', 'hopper'"),
+        (
+            [jnp.ones((2, 4, 3))],
+            {"alpha": jnp.ones(3)},
+            r"alpha=.*batch \(2,\), got shape \(3,\)",
+        ),
+        (
+            [MATRIX],
+            {"implementation": "triton"},
+            "'triton'.*'reference', 'blocked', 'hopper'",
+        ),
     ],
 )
 def test_bad_input_says_what_to_do(arguments, settings, message):
@@ -105,7 +133,8 @@ def test_the_rule_takes_what_was_measured_to_be_faster(platform, shape, dtype, r
 
 
 @pytest.mark.parametrize(
-    "kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA H20", f"{H100} MIG 1g.10gb", "NVIDIA B200"]
+    "kind",
+    ["NVIDIA A100-SXM4-80GB", "NVIDIA H20", f"{H100} MIG 1g.10gb", "NVIDIA B200"],
 )
 def test_the_rule_takes_no_kernel_that_no_device_of_the_kind_has_run(kind):
     with described(kind):
@@ -126,7 +155,9 @@ def test_the_rule_takes_the_kernel_where_matrices_are_whole(types, rule):
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_the_rule_looks_at_the_mesh_of_an_array(devices):
-    mesh = jax.make_mesh((devices,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh(
+        (devices,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
     x = jax.device_put(jnp.zeros((4096, 64), "bfloat16"), NamedSharding(mesh, P("a")))
     with one_h100():
         assert _choose("gpu", x) == (CHOSEN if devices == 1 else "reference")
@@ -137,10 +168,16 @@ def test_half_precision_takes_the_kernel_from_4096_rows_on():
     def kernels(m, **settings):
         with described(H100):
             x = jax.ShapeDtypeStruct((m, m), jnp.float32)
-            f = functools.partial(polar_factor, settings=NewtonSchulz(**settings), policy=Policy("gpu", H100))
+            f = functools.partial(
+                polar_factor,
+                settings=NewtonSchulz(**settings),
+                policy=Policy("gpu", H100),
+            )
             return str(jax.jit(f).trace(x).jaxpr).count("custom_partitioning")
 
-    assert kernels(4095) == kernels(4096, implementation="reference") == 0 < kernels(4096)
+    assert (
+        kernels(4095) == kernels(4096, implementation="reference") == 0 < kernels(4096)
+    )
 
 
 @pytest.mark.skipif(not NEW, reason="the kernel needs JAX 0.11")
@@ -151,16 +188,20 @@ def test_a_chosen_kernel_is_left_out_where_the_arrays_are_on_a_cpu():
     np.testing.assert_array_equal(out, symmetric_product(x, implementation="reference"))
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the device may be able to run it")
+@pytest.mark.skipif(
+    jax.default_backend() == "gpu", reason="the device may be able to run it"
+)
 def test_hopper_is_refused_with_the_reason():
-    with pytest.raises(NotImplementedError, match=re.escape("implementation='hopper') needs")):
+    with pytest.raises(
+        NotImplementedError, match=re.escape("implementation='hopper') needs")
+    ):
         symmetric_product(MATRIX.astype(jnp.bfloat16), implementation="hopper")
 
 
 def _precisions(dtype, implementation):
-    jaxpr = jax.make_jaxpr(lambda x: symmetric_product(x, implementation=implementation))(
-        jnp.ones((8, 4), dtype)
-    )
+    jaxpr = jax.make_jaxpr(
+        lambda x: symmetric_product(x, implementation=implementation)
+    )(jnp.ones((8, 4), dtype))
     return set(re.findall(r"precision=(\S+)", str(jaxpr)))
 
 

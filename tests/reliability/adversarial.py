@@ -14,7 +14,11 @@ def names_its_call(error):
     """Whether an error is one of muonjax's: of the two kinds that it raises, and it begins with the call's name."""
     name = re.match(r"(?:muonjax\.)?(\w+)", str(error))
     public = {*dir(muonjax), "dimension_numbers", "symmetric_product"}
-    return isinstance(error, (ValueError, TypeError)) and name is not None and name[1] in public
+    return (
+        isinstance(error, (ValueError, TypeError))
+        and name is not None
+        and name[1] in public
+    )
 
 
 def numbers(width=32):

@@ -30,7 +30,13 @@ LAYOUTS = [  # heads, key heads, positions of queries and keys, causal, window
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def largest(query, key, mask, causal, window):
     return muonjax.max_logits(
-        query, key, mask=mask, is_causal=causal, local_window_size=window, block_q=2, block_k=3
+        query,
+        key,
+        mask=mask,
+        is_causal=causal,
+        local_window_size=window,
+        block_q=2,
+        block_k=3,
     )
 
 
@@ -42,7 +48,9 @@ def test_any_queries_and_keys(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
 
     def draw(count, length):
-        x = rng.standard_normal((2, length, count, 8)) * 10.0 ** data.draw(st.floats(-38, 37))
+        x = rng.standard_normal((2, length, count, 8)) * 10.0 ** data.draw(
+            st.floats(-38, 37)
+        )
         x = x.astype(np.float32)
         for index in data.draw(st.lists(st.integers(0, x.size - 1), max_size=2)):
             x.flat[index] = data.draw(st.one_of(st.sampled_from(BAD), numbers()))
@@ -56,13 +64,24 @@ def test_any_queries_and_keys(data):
     got = np.asarray(largest(query, key, mask, causal, window))
 
     ahead = np.arange(S) - np.arange(T)[:, None]
-    left, right = (np.inf, np.inf) if window is None else (window, window) if window == 1 else window
+    left, right = (
+        (np.inf, np.inf)
+        if window is None
+        else (window, window)
+        if window == 1
+        else window
+    )
     seen = mask & (ahead <= (0 if causal else right)) & (-ahead <= left)
     with np.errstate(all="ignore"):
-        q, k = query.astype(np.float64), np.repeat(key.astype(np.float64), heads // key_heads, axis=2)
+        q, k = (
+            query.astype(np.float64),
+            np.repeat(key.astype(np.float64), heads // key_heads, axis=2),
+        )
         logits = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8)
         # What rounding and overflow go by, beside any infinity.
-        sizes = np.einsum("bthd,bshd->bhts", *(np.where(np.isfinite(x), np.abs(x), 0) for x in (q, k)))
+        sizes = np.einsum(
+            "bthd,bshd->bhts", *(np.where(np.isfinite(x), np.abs(x), 0) for x in (q, k))
+        )
         sizes = np.where(seen, sizes, 0)
     for head in range(heads):
         visible = logits[:, head][np.broadcast_to(seen[:, 0], logits[:, head].shape)]
@@ -71,11 +90,15 @@ def test_any_queries_and_keys(data):
             assert got[head] == -np.inf
         elif np.isnan(visible).any():
             assert np.isnan(got[head])
-        elif size < HUGE or np.isfinite(got[head]):  # where a sum overflows float32, that may show
+        elif size < HUGE or np.isfinite(
+            got[head]
+        ):  # where a sum overflows float32, that may show
             # Subnormal factors may count as zero.
             finite = [np.abs(x)[np.isfinite(x)].max(initial=1) for x in (query, key)]
             lost = TINY * 8 * sum(finite)
-            np.testing.assert_allclose(got[head], visible.max(), rtol=0, atol=1e-5 * size + lost)
+            np.testing.assert_allclose(
+                got[head], visible.max(), rtol=0, atol=1e-5 * size + lost
+            )
 
 
 def weights(rng, heads, key_heads):
@@ -97,7 +120,9 @@ def clipped(params, signal, threshold):
     now = muonjax.apply_qk_clip(params, {"attention": signal}, sites, threshold)
     tx = muonjax.qk_clip(threshold, sites)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    updates, state = tx.update(zeros, tx.init(params), params, max_logits={"attention": signal})
+    updates, state = tx.update(
+        zeros, tx.init(params), params, max_logits={"attention": signal}
+    )
     return now, optax.apply_updates(params, updates), state
 
 
@@ -105,9 +130,14 @@ def clipped(params, signal, threshold):
 @examples(10)
 @given(
     key_heads=st.sampled_from([4, 2, 1]),
-    signal=arrays(np.float32, 4, elements=st.one_of(numbers(), st.sampled_from([*BAD, 0.0, 1e30, 400.0]))),
+    signal=arrays(
+        np.float32,
+        4,
+        elements=st.one_of(numbers(), st.sampled_from([*BAD, 0.0, 1e30, 400.0])),
+    ),
     threshold=st.one_of(
-        st.floats(width=32, min_value=FLOAT32.tiny, allow_infinity=False), st.sampled_from([1.0, 100.0])
+        st.floats(width=32, min_value=FLOAT32.tiny, allow_infinity=False),
+        st.sampled_from([1.0, 100.0]),
     ),
     exponent=st.integers(-20, 20),
     seed=st.integers(0, 2**32),
@@ -120,12 +150,17 @@ def test_any_statistic_and_threshold(key_heads, signal, threshold, exponent, see
     signal = np.where(np.abs(signal) < TINY, 0, signal)
     with np.errstate(all="ignore"):
         gamma = np.where(
-            np.isfinite(signal) & (signal > threshold), threshold / signal.astype(np.float64), 1.0
+            np.isfinite(signal) & (signal > threshold),
+            threshold / signal.astype(np.float64),
+            1.0,
         )
-    np.testing.assert_allclose(state.factors["attention"], np.maximum(gamma, TINY), rtol=1e-6)
+    np.testing.assert_allclose(
+        state.factors["attention"], np.maximum(gamma, TINY), rtol=1e-6
+    )
     params, now, after = (tree["attention"] for tree in (params, now, after))
     factors = {
-        name: np.asarray(now[name]["kernel"], np.float64)[0, :, 0] / params[name]["kernel"][0, :, 0]
+        name: np.asarray(now[name]["kernel"], np.float64)[0, :, 0]
+        / params[name]["kernel"][0, :, 0]
         for name in params
     }
     # The product of both factors is the clip of each head.

@@ -23,12 +23,27 @@ SETTINGS = {
     "fast": NewtonSchulz.fast(),
     "balanced": NewtonSchulz.balanced(),
     "accurate": NewtonSchulz.accurate(),
-    "gram": NewtonSchulz(coefficients=muonjax.polar_express(5), form="gram", deflation=0),
+    "gram": NewtonSchulz(
+        coefficients=muonjax.polar_express(5), form="gram", deflation=0
+    ),
     "standard": NewtonSchulz(coefficients=muonjax.YOU, form="standard", deflation=0),
-    "jordan": NewtonSchulz(coefficients=5 * muonjax.JORDAN, normalization="frobenius", deflation=0),
+    "jordan": NewtonSchulz(
+        coefficients=5 * muonjax.JORDAN, normalization="frobenius", deflation=0
+    ),
     "bfloat16": NewtonSchulz(compute_dtype=jnp.bfloat16, deflation=0),
 }
-SHAPES = [(1, 1), (1, 7), (7, 1), (8, 8), (9, 33), (33, 9), (3, 8, 20), (2, 2, 20, 8), (24, 24), (40, 64)]
+SHAPES = [
+    (1, 1),
+    (1, 7),
+    (7, 1),
+    (8, 8),
+    (9, 33),
+    (33, 9),
+    (3, 8, 20),
+    (2, 2, 20, 8),
+    (24, 24),
+    (40, 64),
+]
 SHAPES += [(64, 64), (16, 128), (5, 1, 4), (2, 64, 17)]
 DTYPES = ["float32", "bfloat16", "float16"]
 # Each is compiled once, so there are few of them and many matrices for each.
@@ -60,9 +75,17 @@ def spectra(m, cond):
 @st.composite
 def matrices(draw, shape):
     """float64 [*shape] of any kind and scale, zeros and subnormal entries among them."""
-    kind = draw(st.sampled_from(["spectrum", "gaussian", "signs", "sparse", "constant", "zero", "any bits"]))
+    kind = draw(
+        st.sampled_from(
+            ["spectrum", "gaussian", "signs", "sparse", "constant", "zero", "any bits"]
+        )
+    )
     if kind == "any bits":  # every float32, all scales in one matrix
-        few = arrays(np.float32, shape, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+        few = arrays(
+            np.float32,
+            shape,
+            elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+        )
         return draw(few).astype(np.float64)
     scale = 10.0 ** draw(st.floats(-38, 38))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -105,7 +128,9 @@ def noise(rows, s, dtype):
     """Root of the summed squares of what rounding to `dtype` may do to each direction: turn it by eps over its share
     `s`, or, where there is next to nothing of it, put noise in its place that all polynomials lift."""
     slope = np.prod([row[0] for row in rows])
-    lifted = 2 * float(jnp.finfo(dtype).eps) * np.minimum(1 / np.maximum(s, TINY), slope)
+    lifted = (
+        2 * float(jnp.finfo(dtype).eps) * np.minimum(1 / np.maximum(s, TINY), slope)
+    )
     return np.linalg.norm(np.minimum(lifted, 2))
 
 
@@ -119,11 +144,15 @@ def is_right(y, x, name, dtype):
     m = min(x.shape)
     settings = SETTINGS[name]
     rows, rank = settings.in_full_precision(m)
-    compute = "float32" if settings.compute_dtype is None else settings.compute_dtype.name
+    compute = (
+        "float32" if settings.compute_dtype is None else settings.compute_dtype.name
+    )
     rounding = ROUNDING[compute] + float(jnp.finfo(dtype).eps)
     if not rank:
         right, normal = expected(x, settings, rows)
-        return np.linalg.norm(y - right) <= rounding * np.sqrt(m) + noise(rows, normal, compute)
+        return np.linalg.norm(y - right) <= rounding * np.sqrt(m) + noise(
+            rows, normal, compute
+        )
     # Deflation raises the tail, by how much it decides itself. So each direction of the schedule's own interval is off
     # by the polynomials' error at most, each of the tail by 1, and the subspace may cost its stated 0.05.
     u, s, vh = np.linalg.svd(x / (np.abs(x).max() or 1), full_matrices=False)
@@ -134,7 +163,8 @@ def is_right(y, x, name, dtype):
     bound = np.sqrt((inside * (error + rounding) ** 2 + ~inside).sum() / m) + 0.05
     return (
         np.linalg.norm(y - polar) <= bound * np.sqrt(m)
-        and np.linalg.norm(y, 2) <= 1 + interval_error(rows, 1e-2 if name == "balanced" else 2e-2) + 0.06
+        and np.linalg.norm(y, 2)
+        <= 1 + interval_error(rows, 1e-2 if name == "balanced" else 2e-2) + 0.06
     )
 
 
@@ -145,14 +175,19 @@ def test_any_matrix(data):
     name, shape, dtype = data.draw(st.sampled_from(PROGRAMS))
     drawn = data.draw(matrices(shape))
     with np.errstate(over="ignore"):
-        x = np.array(jnp.asarray(np.clip(drawn, -3e38, 3e38), jnp.float32).astype(dtype))
+        x = np.array(
+            jnp.asarray(np.clip(drawn, -3e38, 3e38), jnp.float32).astype(dtype)
+        )
     at = data.draw(st.lists(st.integers(0, x.size - 1), max_size=2))
     for index in at:
         x.flat[index] = data.draw(st.sampled_from(BAD))
     y = orthogonalize(jnp.asarray(x), name)
     assert y.shape == x.shape
     assert y.dtype == x.dtype
-    wide, result = x.astype(np.float64).reshape(-1, *shape[-2:]), np.asarray(y, np.float64)
+    wide, result = (
+        x.astype(np.float64).reshape(-1, *shape[-2:]),
+        np.asarray(y, np.float64),
+    )
     for before, after in zip(wide, result.reshape(wide.shape), strict=True):
         if not np.isfinite(before).all():
             assert np.isnan(after).any()
@@ -163,4 +198,6 @@ def test_any_matrix(data):
         if np.abs(before).max() < TINY:
             assert np.abs(after).max() <= TINY
         else:
-            assert is_right(after, before, name, dtype) or is_right(after, flushed, name, dtype)
+            assert is_right(after, before, name, dtype) or is_right(
+                after, flushed, name, dtype
+            )

@@ -16,11 +16,19 @@ from tests.reliability.adversarial import BAD, names_its_call, numbers
 from tests.tools.tiers import examples
 from tests.tools.views import matrix_view
 
-AXIS = st.one_of(st.integers(-6, 6), st.integers(-3, 3).map(np.int64), st.sampled_from([None, 1.0, "rows"]))
-AXES = st.one_of(AXIS, st.lists(AXIS, max_size=4).map(tuple), st.lists(AXIS, max_size=3))
+AXIS = st.one_of(
+    st.integers(-6, 6),
+    st.integers(-3, 3).map(np.int64),
+    st.sampled_from([None, 1.0, "rows"]),
+)
+AXES = st.one_of(
+    AXIS, st.lists(AXIS, max_size=4).map(tuple), st.lists(AXIS, max_size=3)
+)
 DIMENSION_NUMBERS = st.one_of(
     st.builds(MuonDimensionNumbers, AXES, AXES),
-    st.builds(FusedDimensionNumbers, AXES, AXES, st.integers(-1, 4), st.integers(-4, 4)),
+    st.builds(
+        FusedDimensionNumbers, AXES, AXES, st.integers(-1, 4), st.integers(-4, 4)
+    ),
 )
 
 
@@ -48,7 +56,13 @@ def matrices_of(x, numbers):
         matrix = np.empty(sizes, x.dtype)
         for i, row in enumerate(np.ndindex(*(x.shape[axis] for axis in reduction))):
             for j, column in enumerate(np.ndindex(*(x.shape[axis] for axis in output))):
-                place = dict(zip([*batch, *reduction, *output], [*index, *row, *column], strict=True))
+                place = dict(
+                    zip(
+                        [*batch, *reduction, *output],
+                        [*index, *row, *column],
+                        strict=True,
+                    )
+                )
                 matrix[i, j] = x[tuple(place[axis] for axis in range(x.ndim))]
         found.append(matrix)
     return np.stack(found)
@@ -62,7 +76,9 @@ def test_any_axes_make_the_matrices_that_they_say(shape, numbers):
     if view is not None:
         y = view.to_matrices(x)
         np.testing.assert_array_equal(view.to_leaf(y), x)
-        assert sorted(map(np.ndarray.tobytes, y)) == sorted(map(np.ndarray.tobytes, matrices_of(x, numbers)))
+        assert sorted(map(np.ndarray.tobytes, y)) == sorted(
+            map(np.ndarray.tobytes, matrices_of(x, numbers))
+        )
 
 
 WHOLE = st.integers(-2, 8)
@@ -78,16 +94,26 @@ def settings_of(draw):
                 st.fixed_dictionaries(
                     {},
                     optional={
-                        "coefficients": st.lists(st.tuples(number, number, number), max_size=3),
+                        "coefficients": st.lists(
+                            st.tuples(number, number, number), max_size=3
+                        ),
                         "deflation": WHOLE,
                         "form": st.sampled_from(["auto", "standard", "gram", "fast"]),
-                        "normalization": st.sampled_from(["schatten", "frobenius", "trace"]),
-                        "compute_dtype": st.sampled_from(["float32", "bfloat16", "int8", "complex64"]),
+                        "normalization": st.sampled_from(
+                            ["schatten", "frobenius", "trace"]
+                        ),
+                        "compute_dtype": st.sampled_from(
+                            ["float32", "bfloat16", "int8", "complex64"]
+                        ),
                     },
                 ),
             ),
             st.tuples(
-                st.just(lambda num_steps, **settings: muonjax.polar_express(num_steps, **settings)),
+                st.just(
+                    lambda num_steps, **settings: muonjax.polar_express(
+                        num_steps, **settings
+                    )
+                ),
                 st.fixed_dictionaries(
                     {"num_steps": WHOLE},
                     optional={
@@ -116,15 +142,29 @@ def test_any_settings_are_taken_or_refused_by_name(data):
         assert len(made) == arguments["num_steps"]
 
 
-NAMES = ["attention", "query", "key", "out", "mlp", "kernel", "bias", "scale", "embedding"]
+NAMES = [
+    "attention",
+    "query",
+    "key",
+    "out",
+    "mlp",
+    "kernel",
+    "bias",
+    "scale",
+    "embedding",
+]
 NAMES += ["w", "blocks", "head"]
 LEAVES = st.builds(
     jax.ShapeDtypeStruct,
     st.lists(st.sampled_from([0, 1, 2, 3, 8]), max_size=4).map(tuple),
-    st.sampled_from([jnp.float32] * 4 + [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64]),
+    st.sampled_from(
+        [jnp.float32] * 4 + [jnp.bfloat16, jnp.float16, jnp.int32, jnp.complex64]
+    ),
 )
 TREES = st.recursive(
-    LEAVES, lambda node: st.dictionaries(st.sampled_from(NAMES), node, min_size=1, max_size=3), max_leaves=5
+    LEAVES,
+    lambda node: st.dictionaries(st.sampled_from(NAMES), node, min_size=1, max_size=3),
+    max_leaves=5,
 )
 
 
@@ -139,13 +179,17 @@ def test_any_tree_is_optimized_or_refused_by_name(params, numbers):
 
     shapes = attempt(lambda: jax.eval_shape(step, params))
     if shapes is not None:
-        assert jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), shapes[0], params)
+        assert jax.tree.map(
+            lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), shapes[0], params
+        )
         assert shapes[0] == params
 
 
 RATE, RMS, DECAY = 0.01, 0.2, 0.1
 PARAMS = {"wide": (8, 24), "tall": (24, 8), "stack": (3, 8, 8), "bias": (8,)}
-NUMBERS = {n: MuonDimensionNumbers(-2, -1) if len(s) > 1 else None for n, s in PARAMS.items()}
+NUMBERS = {
+    n: MuonDimensionNumbers(-2, -1) if len(s) > 1 else None for n, s in PARAMS.items()
+}
 
 
 @jax.jit
@@ -155,7 +199,8 @@ def three_steps(params, gradients):
     state = tx.init(params)
     updates = None
     for i in range(3):
-        updates, state = tx.update(jax.tree.map(lambda g: g[i], gradients), state, params)  # noqa: B023
+        gradient = jax.tree.map(lambda g: g[i], gradients)  # noqa: B023
+        updates, state = tx.update(gradient, state, params)
         params = optax.apply_updates(params, updates)
     return params, updates
 
@@ -170,22 +215,31 @@ def three_steps(params, gradients):
     bad=st.sampled_from([None, *BAD]),
     at=st.sampled_from(sorted(PARAMS)),
 )
-def test_an_update_is_as_long_as_it_should_be_at_any_scale(seed, exponent, dtype, bad, at):
+def test_an_update_is_as_long_as_it_should_be_at_any_scale(
+    seed, exponent, dtype, bad, at
+):
     """Whatever the gradients' scale; and a NaN in one leaf changes no bit of any other."""
     rng = np.random.default_rng(seed)
     params = {n: jnp.asarray(rng.standard_normal(s), dtype) for n, s in PARAMS.items()}
-    gradients = {n: rng.standard_normal((3, *s)) * 10.0**exponent for n, s in PARAMS.items()}
+    gradients = {
+        n: rng.standard_normal((3, *s)) * 10.0**exponent for n, s in PARAMS.items()
+    }
     gradients = {n: jnp.asarray(g, dtype) for n, g in gradients.items()}
     new, updates = three_steps(params, gradients)
     for name, view in NUMBERS.items():
         assert np.isfinite(np.asarray(new[name], np.float64)).all()
         if view is not None:
             step = np.asarray(updates[name], np.float64) / -RATE
-            step -= DECAY * np.asarray(params[name], np.float64)  # moved by two small steps since
+            step -= DECAY * np.asarray(
+                params[name], np.float64
+            )  # moved by two small steps since
             # The RMS of an orthogonal matrix is exact; the polynomials are within 0.15 of one.
             assert 0.8 * RMS < np.sqrt(np.mean(step**2)) < 1.1 * RMS
     if bad is not None:
-        poisoned = {**gradients, at: gradients[at].at[(1, *[0] * len(PARAMS[at]))].set(bad)}
+        poisoned = {
+            **gradients,
+            at: gradients[at].at[(1, *[0] * len(PARAMS[at]))].set(bad),
+        }
         poisoned_new, _ = three_steps(params, poisoned)
         assert not np.isfinite(np.asarray(poisoned_new[at], np.float64)).all()
         for name in set(PARAMS) - {at}:

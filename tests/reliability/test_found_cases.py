@@ -17,7 +17,10 @@ from tests.tools.views import matrix_view
     ("call", "message"),
     [
         (lambda: muonjax.polar_express(10, safety=1e300), "safety=1e\\+300"),
-        (lambda: muonjax.max_logits(jnp.ones((1, 2, 1, 0)), jnp.ones((1, 2, 1, 0))), "with D > 0"),
+        (
+            lambda: muonjax.max_logits(jnp.ones((1, 2, 1, 0)), jnp.ones((1, 2, 1, 0))),
+            "with D > 0",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(call, message):
@@ -31,7 +34,9 @@ def test_values_out_of_range_are_refused(call, message):
 def test_a_single_entry_is_its_own_polar_factor(shape, dtype):
     x = jnp.zeros(shape, dtype).at[3, 5].set(7)
     y = jax.jit(muonjax.newton_schulz)(x)  # XLA turns a / b / b into a / (b * b)
-    np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(x / 7, np.float32), atol=0.1)
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32), np.asarray(x / 7, np.float32), atol=0.1
+    )
 
 
 @pytest.mark.nan
@@ -39,7 +44,10 @@ def test_a_single_entry_is_its_own_polar_factor(shape, dtype):
 def test_a_bad_number_among_zeros_is_not_hidden(bad):
     """The largest of 4,096 entries that XLA finds on a CPU is 0 here, although one is NaN."""
     x = jnp.zeros((2, 64, 64)).at[0, 3, 5].set(bad)
-    for settings in (muonjax.NewtonSchulz(), muonjax.NewtonSchulz(normalization="frobenius", deflation=0)):
+    for settings in (
+        muonjax.NewtonSchulz(),
+        muonjax.NewtonSchulz(normalization="frobenius", deflation=0),
+    ):
         y = np.asarray(jax.jit(muonjax.newton_schulz, static_argnums=1)(x, settings))
         assert np.isnan(y[0]).any()
         np.testing.assert_array_equal(y[1], 0)
@@ -47,9 +55,13 @@ def test_a_bad_number_among_zeros_is_not_hidden(bad):
 
 def test_an_axis_is_a_whole_number_of_any_kind():
     x = jnp.ones((2, 3, 4))
-    numpys = matrix_view(x, MuonDimensionNumbers(np.int64(1), np.int32(2)), call="orthogonalize")
+    numpys = matrix_view(
+        x, MuonDimensionNumbers(np.int64(1), np.int32(2)), call="orthogonalize"
+    )
     assert numpys == matrix_view(x, MuonDimensionNumbers(1, 2), call="orthogonalize")
-    with pytest.raises(TypeError, match=r"orthogonalize: output_axis=1\.5 must be an axis"):
+    with pytest.raises(
+        TypeError, match=r"orthogonalize: output_axis=1\.5 must be an axis"
+    ):
         matrix_view(x, MuonDimensionNumbers(0, 1.5), call="orthogonalize")
 
 
@@ -64,7 +76,12 @@ def test_a_factor_is_never_zero():
     """γ = 1e-2 / 1e38 underflows, and the head would be dead for ever."""
     gamma = clip_factor(jnp.asarray([1e38]), 1e-2)
     assert gamma[0] > 0
-    params = {"a": {"query": {"kernel": jnp.ones((4, 2, 4))}, "key": {"kernel": jnp.ones((4, 1, 4))}}}
+    params = {
+        "a": {
+            "query": {"kernel": jnp.ones((4, 2, 4))},
+            "key": {"kernel": jnp.ones((4, 1, 4))},
+        }
+    }
     statistics = {"a": jnp.asarray([1e38, 1.0])}
     clipped = muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(), 1e-2)
     assert np.isfinite(clipped["a"]["query"]["kernel"]).all()
@@ -73,6 +90,12 @@ def test_a_factor_is_never_zero():
 @pytest.mark.parametrize("limit", [0.0, -1.0])
 def test_a_schedule_without_a_positive_threshold_clips_nothing(limit):
     params = {"a": {name: {"kernel": jnp.ones((4, 2, 4))} for name in ("query", "key")}}
-    tx = optax.chain(optax.sgd(0.0), muonjax.qk_clip(lambda _: limit, muonjax.mha_site()))
-    updates, _ = tx.update(params, tx.init(params), params, max_logits={"a": jnp.asarray([-0.5, 7.0])})
-    np.testing.assert_array_equal(optax.apply_updates(params, updates)["a"]["key"]["kernel"], 1)
+    tx = optax.chain(
+        optax.sgd(0.0), muonjax.qk_clip(lambda _: limit, muonjax.mha_site())
+    )
+    updates, _ = tx.update(
+        params, tx.init(params), params, max_logits={"a": jnp.asarray([-0.5, 7.0])}
+    )
+    np.testing.assert_array_equal(
+        optax.apply_updates(params, updates)["a"]["key"]["kernel"], 1
+    )

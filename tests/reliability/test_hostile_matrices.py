@@ -32,11 +32,15 @@ SIDES = [*QUICK, *map(thorough, THOROUGH), *map(nightly, NIGHTLY)]
 
 @functools.partial(jax.jit, static_argnums=(1, 2), compiler_options=EMULATED)
 def orthogonalize(x, platform, preset):
-    one = functools.partial(polar_factor, settings=PRESETS[preset], policy=Policy(platform))
+    one = functools.partial(
+        polar_factor, settings=PRESETS[preset], policy=Policy(platform)
+    )
     return jax.lax.map(one, x)
 
 
-@functools.lru_cache(maxsize=1)  # both platforms' tests of a side come one after the other
+@functools.lru_cache(
+    maxsize=1
+)  # both platforms' tests of a side come one after the other
 def matrices_and_factors(m, n):
     """By name: the matrix in float32, and the singular value decomposition of what is above its least number."""
     found = {}
@@ -44,7 +48,12 @@ def matrices_and_factors(m, n):
         normal = np.where(
             np.abs(x) < np.finfo(np.float32).tiny, 0, x.astype(np.float64)
         )  # as in most products
-        found[name] = x, np.linalg.svd(normal / max(np.abs(normal).max(), 1e-300), full_matrices=False)
+        found[name] = (
+            x,
+            np.linalg.svd(
+                normal / max(np.abs(normal).max(), 1e-300), full_matrices=False
+            ),
+        )
     return found
 
 
@@ -69,7 +78,10 @@ def test_hostile_matrices(m, platform):
     # Wide ones take the Gram form on a GPU.
     n, preset = (2 * m, "balanced") if m % 2 else (m, "fast" if m % 4 else "balanced")
     cases = matrices_and_factors(m, n)
-    y = np.asarray(orthogonalize(jnp.stack([x for x, _ in cases.values()]), platform, preset), np.float64)
+    y = np.asarray(
+        orthogonalize(jnp.stack([x for x, _ in cases.values()]), platform, preset),
+        np.float64,
+    )
     failed = {}
     for (name, (_, factors)), result in zip(cases.items(), y, strict=True):
         try:
@@ -82,7 +94,11 @@ def test_hostile_matrices(m, platform):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_rank_one_momentum_of_a_whole_optimizer(platform, monkeypatch):
     """The gradients of layers that see one input, as they came from users."""
-    monkeypatch.setattr(muonjax._transforms.orthogonalize, "policy_of", lambda *_, **__: Policy(platform))
+    monkeypatch.setattr(
+        muonjax._transforms.orthogonalize,
+        "policy_of",
+        lambda *_, **__: Policy(platform),
+    )
     tx = muonjax.orthogonalize()
     row = jax.random.normal(jax.random.key(0), (256,))
     matrices = {

@@ -27,7 +27,13 @@ import muonjax
 import muonjax.linen
 from tests.test_public_api import public_names
 
-PACKAGES = ("muonjax", "muonjax.linen", "muonjax.nnx", "muonjax.optax_contrib", "pallas_kernels")
+PACKAGES = (
+    "muonjax",
+    "muonjax.linen",
+    "muonjax.nnx",
+    "muonjax.optax_contrib",
+    "pallas_kernels",
+)
 
 NONSENSE = {
     "nan": math.nan, "inf": math.inf, "-1": -1, "1.5": 1.5, "True": True, "'no'": "no", "None": None, "1j": 1j,
@@ -43,7 +49,10 @@ SIGNAL = muonjax.Site(path="attention", scales=(QUERY,), threshold=3.0)
 
 
 def attention(params: Any) -> jax.Array:
-    q, k = (jnp.ones((1, 3, 8)) @ params["attention"][n]["kernel"].reshape(8, 8) for n in ("query", "key"))
+    q, k = (
+        jnp.ones((1, 3, 8)) @ params["attention"][n]["kernel"].reshape(8, 8)
+        for n in ("query", "key")
+    )
     heads = q.reshape(1, 3, 2, 4), k.reshape(1, 3, 2, 4), jnp.ones((1, 3, 2, 4))
     return jnp.mean(jax.nn.dot_product_attention(*heads) ** 2)
 
@@ -103,15 +112,25 @@ def functions() -> Iterator[tuple[str, Any]]:
                 muonjax.Site,
                 muonjax.Scale,
             )
-            if checks or (callable(value) and (not inspect.isclass(value) or issubclass(value, nnx.Module))):
-                yield f"optax_contrib.{name}" if package.endswith("contrib") else name, value
+            if checks or (
+                callable(value)
+                and (not inspect.isclass(value) or issubclass(value, nnx.Module))
+            ):
+                yield (
+                    f"optax_contrib.{name}" if package.endswith("contrib") else name,
+                    value,
+                )
 
 
 def parameters(function: Any) -> list[inspect.Parameter]:
     found = inspect.signature(
         function.__init__ if inspect.isclass(function) else function
     ).parameters.values()
-    return [p for p in found if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [
+        p
+        for p in found
+        if p.name != "self" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 def kinds_of(function: Any, parameter: inspect.Parameter) -> tuple[set[Any], bool]:
@@ -119,7 +138,9 @@ def kinds_of(function: Any, parameter: inspect.Parameter) -> tuple[set[Any], boo
     annotation = parameter.annotation
     if isinstance(annotation, str):
         try:
-            annotation = eval(annotation, vars(inspect.getmodule(inspect.unwrap(function))))
+            annotation = eval(
+                annotation, vars(inspect.getmodule(inspect.unwrap(function)))
+            )
         except NameError:  # jaxtyping's, an array
             return ({types.NoneType} if annotation.endswith("| None") else set()), False
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
@@ -131,13 +152,18 @@ def kinds_of(function: Any, parameter: inspect.Parameter) -> tuple[set[Any], boo
         or any(typing.get_origin(kind) is Iterable for kind in kinds)
         or kinds <= {jax.Array, types.NoneType}
     )
-    is_module = any(inspect.isclass(kind) and issubclass(kind, (nnx.Module, nnx.Rngs)) for kind in kinds)
+    is_module = any(
+        inspect.isclass(kind) and issubclass(kind, (nnx.Module, nnx.Rngs))
+        for kind in kinds
+    )
     return (kinds & {types.NoneType}, False) if is_tree or is_module else (kinds, True)
 
 
 def is_meant(label: str, kinds: set[Any]) -> bool:
     """Whether the annotation alone says that this value has a meaning."""
-    as_number = np.ndarray in kinds  # `jax.typing.ArrayLike`, which has bool and complex in it
+    as_number = (
+        np.ndarray in kinds
+    )  # `jax.typing.ArrayLike`, which has bool and complex in it
     return {
         "True": bool in kinds and not as_number,
         "'no'": str in kinds and np.dtype not in kinds,
@@ -155,13 +181,21 @@ def call(name: str, function: Any, /, **nonsense: Any) -> None:
     }
     made = function(**given | nonsense)
     if isinstance(made, optax.GradientTransformation):
-        tx, more = optax.with_extra_args_support(made), {"max_logits": NEEDED["max_logits"]}
-        jax.eval_shape(lambda p: tx.update(p, tx.init(p), p, signals=more["max_logits"], **more), PARAMS)
+        tx, more = (
+            optax.with_extra_args_support(made),
+            {"max_logits": NEEDED["max_logits"]},
+        )
+        jax.eval_shape(
+            lambda p: tx.update(p, tx.init(p), p, signals=more["max_logits"], **more),
+            PARAMS,
+        )
     elif isinstance(made, types.FunctionType):
         jax.eval_shape(made, PARAMS)
 
 
-def failures(name: str, function: Any, parameter: inspect.Parameter) -> Iterator[tuple[str, str]]:
+def failures(
+    name: str, function: Any, parameter: inspect.Parameter
+) -> Iterator[tuple[str, str]]:
     """Each value that is not refused, for a setting in two lines that name call and argument, and what happens."""
     kinds, is_setting = kinds_of(function, parameter)
     for label, value in NONSENSE.items():
@@ -185,7 +219,8 @@ def taken(name: str, function: Any) -> dict[str, str]:
         for argument in [f"{name}.{parameter.name}"]
         for label, why in failures(name, function, parameter)
         if not any(
-            label in ls and fnmatch.fnmatchcase(argument, pattern) for pattern, (ls, _) in ALLOWED.items()
+            label in ls and fnmatch.fnmatchcase(argument, pattern)
+            for pattern, (ls, _) in ALLOWED.items()
         )
     }
 
@@ -215,7 +250,9 @@ def test_ends_of_ranges(make, argument, inside, outside, kind):
         lambda: make(**{argument: out}),
         lambda: jax.make_jaxpr(lambda: make(**{argument: out}).init({}))(),
     ):
-        with pytest.raises(ValueError, match=rf"^{make.__name__}\({argument}=.*must be"):
+        with pytest.raises(
+            ValueError, match=rf"^{make.__name__}\({argument}=.*must be"
+        ):
             run()
 
 

@@ -19,13 +19,17 @@ def params(width=8, dtype=jnp.float32):
     shapes = {name: {"kernel": (width, 2, 4)} for name in ("query", "key", "value")}
     shapes = {"attention": shapes, "mlp": {"kernel": (24, width), "bias": (width,)}}
     return jax.tree.map(
-        lambda s: jnp.asarray(rng.standard_normal(s), dtype), shapes, is_leaf=lambda s: isinstance(s, tuple)
+        lambda s: jnp.asarray(rng.standard_normal(s), dtype),
+        shapes,
+        is_leaf=lambda s: isinstance(s, tuple),
     )
 
 
 def gradients(step, tree):
     rng = np.random.default_rng(step)
-    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), tree)
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), tree
+    )
 
 
 def muonclip(**settings):
@@ -33,7 +37,9 @@ def muonclip(**settings):
 
 
 def advance(tx, tree, state, step, **extra):
-    updates, state = jax.jit(tx.update)(gradients(step, tree), state, tree, max_logits=STATISTICS, **extra)
+    updates, state = jax.jit(tx.update)(
+        gradients(step, tree), state, tree, max_logits=STATISTICS, **extra
+    )
     return optax.apply_updates(tree, updates), state
 
 
@@ -73,14 +79,18 @@ def test_another_preset_takes_over_at_once(saved, preset):
     assert digest(after) == digest(expected)
     before, _ = advance(muonclip(), tree, state, 3)
     same = digest(after["mlp"]["kernel"]) == digest(before["mlp"]["kernel"])
-    assert same is (preset != "accurate")  # small matrices take the same steps with fast and balanced
+    assert same is (
+        preset != "accurate"
+    )  # small matrices take the same steps with fast and balanced
 
 
 def test_momentum_may_change_its_dtype(saved):
     tree, state, folder = saved
     tx = muonclip(mu_dtype=jnp.bfloat16)
     restored = restore(folder, tx, tree)
-    wide, narrow = (optax.tree_utils.tree_get(s, "trace") for s in (state, restored["opt_state"]))
+    wide, narrow = (
+        optax.tree_utils.tree_get(s, "trace") for s in (state, restored["opt_state"])
+    )
     assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype(jnp.bfloat16)}
     for a, b in zip(jax.tree.leaves(wide), jax.tree.leaves(narrow), strict=True):
         np.testing.assert_array_equal(a.astype(jnp.bfloat16), b)
@@ -100,13 +110,19 @@ def test_parameters_may_change_their_dtype(saved):
         restored = restore(folder, tx, half)
     after, _ = advance(tx, restored["params"], restored["opt_state"], 3)
     assert {p.dtype for p in jax.tree.leaves(after)} == {jnp.dtype(jnp.bfloat16)}
-    assert all(np.isfinite(np.asarray(p, np.float32)).all() for p in jax.tree.leaves(after))
+    assert all(
+        np.isfinite(np.asarray(p, np.float32)).all() for p in jax.tree.leaves(after)
+    )
 
 
 @pytest.mark.parametrize(
     ("tx", "tree", "message"),
     [
-        (muonclip(), params(width=12), "muon: this state was made for other parameters.*12"),
+        (
+            muonclip(),
+            params(width=12),
+            "muon: this state was made for other parameters.*12",
+        ),
         (muonclip(adam=optax.sgd(0.1)), params(), "muon: .*another `adam`"),
         (
             muonclip(dimension_numbers=lambda p: jax.tree.map(lambda _: None, p)),
@@ -134,15 +150,26 @@ def test_a_momentum_that_would_broadcast_is_refused():
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1)])
 def test_accumulation_may_not_change(before, after):
     tree = params()
-    clips = [muonjax.qk_clip(100.0, muonjax.mha_site(), every_k=k) for k in (before, after)]
+    clips = [
+        muonjax.qk_clip(100.0, muonjax.mha_site(), every_k=k) for k in (before, after)
+    ]
     made = "every_k=1" if before == 1 else "every_k > 1"
-    with pytest.raises(ValueError, match=rf"made for .*, and {made}; .*and every_k={after}\."):
+    with pytest.raises(
+        ValueError, match=rf"made for .*, and {made}; .*and every_k={after}\."
+    ):
         clips[1].update(tree, clips[0].init(tree), tree, max_logits=STATISTICS)
 
 
 def test_sites_may_not_change():
     tree = params()
-    clips = [muonjax.qk_clip(100.0, muonjax.mha_site(path)) for path in (".*", "decoder/.*")]
+    clips = [
+        muonjax.qk_clip(100.0, muonjax.mha_site(path)) for path in (".*", "decoder/.*")
+    ]
     state = clips[0].init(tree)
     with pytest.raises(ValueError, match=r"this state was made for \{'attention'"):
-        clips[1].update({"decoder": tree}, state, {"decoder": tree}, max_logits={"decoder": STATISTICS})
+        clips[1].update(
+            {"decoder": tree},
+            state,
+            {"decoder": tree},
+            max_logits={"decoder": STATISTICS},
+        )

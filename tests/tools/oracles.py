@@ -26,7 +26,8 @@ def polar(x):
     """U V^H of x [..., m, n] by singular value decomposition; directions with a zero singular value stay
     zero."""
     u, s, vh = np.linalg.svd(
-        np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64), full_matrices=False
+        np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64),
+        full_matrices=False,
     )
     keep = s > 1e-13 * s.max(axis=-1, keepdims=True)
     return (u * keep[..., None, :]) @ vh
@@ -35,7 +36,9 @@ def polar(x):
 def polar_error(y, x):
     """||y - polar(x)||_F / sqrt(min(m, n)), the largest over the batch."""
     difference = np.asarray(y).astype(np.complex128) - polar(x)
-    return float(np.max(np.linalg.norm(difference, axis=(-2, -1))) / np.sqrt(min(x.shape[-2:])))
+    return float(
+        np.max(np.linalg.norm(difference, axis=(-2, -1))) / np.sqrt(min(x.shape[-2:]))
+    )
 
 
 def on_singular_values(f, x):
@@ -68,7 +71,15 @@ def newton_schulz(x, rows):
 
 
 def muon_steps(
-    weight, gradients, *, rows, learning_rate, decay=0.95, nesterov=True, weight_decay=0.1, rms=0.2
+    weight,
+    gradients,
+    *,
+    rows,
+    learning_rate,
+    decay=0.95,
+    nesterov=True,
+    weight_decay=0.1,
+    rms=0.2,
 ):
     """Muon on one matrix, straight from the papers: the weights after each gradient."""
     momentum, history = np.zeros_like(weight), []

@@ -32,12 +32,19 @@ if AVAILABLE:
 
 
 def names_of(annotation: ast.expr | None) -> set[str]:
-    return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation else set()
+    return (
+        {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+        if annotation
+        else set()
+    )
 
 
 def states_a_shape(function: ast.FunctionDef) -> bool:
     arguments = ast.walk(function.args)
-    annotations = [function.returns, *(a.annotation for a in arguments if isinstance(a, ast.arg))]
+    annotations = [
+        function.returns,
+        *(a.annotation for a in arguments if isinstance(a, ast.arg)),
+    ]
     return any(names_of(annotation) & DTYPES for annotation in annotations)
 
 
@@ -46,12 +53,20 @@ def fits(value, hint) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in inner)
     if origin is tuple and Ellipsis not in inner:
-        return isinstance(value, tuple) and len(value) == len(inner) and all(map(fits, value, inner))
+        return (
+            isinstance(value, tuple)
+            and len(value) == len(inner)
+            and all(map(fits, value, inner))
+        )
     if origin in (list, tuple, Sequence):
         return isinstance(value, origin) and all(fits(item, inner[0]) for item in value)
     if hint is float:
         return isinstance(value, float | int)
-    return isinstance(value, hint) if isinstance(hint, type) and hint is not typing.Any else True
+    return (
+        isinstance(value, hint)
+        if isinstance(hint, type) and hint is not typing.Any
+        else True
+    )
 
 
 def checked(function):
@@ -64,11 +79,17 @@ def checked(function):
         for name, text in function.__annotations__.items()
         if names_of(ast.parse(text, mode="eval").body) & DTYPES
     }
-    hints = functools.cache(lambda: {name: eval(text, names) for name, text in stated.items()})
+    hints = functools.cache(
+        lambda: {name: eval(text, names) for name, text in stated.items()}
+    )
 
     def check(name, value):
         if not fits(value, hints()[name]):
-            got = f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
+            got = (
+                f"{value.dtype}{list(value.shape)}"
+                if hasattr(value, "shape")
+                else repr(value)
+            )
             raise AssertionError(
                 f"{function.__module__}.{function.__qualname__}: {name} is {got}, not {stated[name]}"
             )
@@ -87,4 +108,8 @@ def checked(function):
 
 
 # For `tests.tools.sources`: nothing without jaxtyping.
-DECORATORS = [Decorator("shapes", "checked", states_a_shape, only_in=b"jaxtyping")] if AVAILABLE else []
+DECORATORS = (
+    [Decorator("shapes", "checked", states_a_shape, only_in=b"jaxtyping")]
+    if AVAILABLE
+    else []
+)

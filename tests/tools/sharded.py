@@ -9,7 +9,9 @@ DEVICES = 2
 
 
 def mesh():
-    return jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.make_mesh(
+        (DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
 
 
 def check(loss, specs, arguments):
@@ -25,4 +27,6 @@ def check(loss, specs, arguments):
     expected, expected_gradients = jax.jit(value_and_gradients)(*arguments)
     np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
     for one, other in zip(gradients, expected_gradients, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4 * float(jnp.max(jnp.abs(other))))
+        np.testing.assert_allclose(
+            one, other, atol=1e-4 * float(jnp.max(jnp.abs(other)))
+        )

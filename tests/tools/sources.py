@@ -30,7 +30,9 @@ class Decorator(NamedTuple):
 
     @property
     def expression(self) -> ast.expr:
-        text = f"__import__('tests.tools.{self.module}').tools.{self.module}.{self.name}"
+        text = (
+            f"__import__('tests.tools.{self.module}').tools.{self.module}.{self.name}"
+        )
         return ast.parse(text, mode="eval").body
 
 
@@ -39,8 +41,12 @@ def compile_decorated(source: bytes, path: str, decorators: list[Decorator]):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             for decorator in decorators:
-                if decorator.decorates(node):  # inside of the source's own; the last one is the innermost
-                    node.decorator_list.append(ast.copy_location(decorator.expression, node))
+                if decorator.decorates(
+                    node
+                ):  # inside of the source's own; the last one is the innermost
+                    node.decorator_list.append(
+                        ast.copy_location(decorator.expression, node)
+                    )
     return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
 
@@ -64,7 +70,11 @@ class Finder(MetaPathFinder):
         self.loader = type("DecoratingLoader", (Loader,), {"decorators": decorators})
 
     def find_spec(self, name, path, target=None):
-        spec = PathFinder.find_spec(name, path, target) if name.partition(".")[0] in self.packages else None
+        spec = (
+            PathFinder.find_spec(name, path, target)
+            if name.partition(".")[0] in self.packages
+            else None
+        )
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = self.loader(spec.loader.name, spec.loader.path)
         return spec
@@ -73,6 +83,8 @@ class Finder(MetaPathFinder):
 def install(*decorators: Decorator):
     """Before the first import of a package."""
     if early := [name for name in PACKAGES if name in sys.modules]:
-        raise RuntimeError(f"{early[0]} was imported before the tests could decorate its functions.")
+        raise RuntimeError(
+            f"{early[0]} was imported before the tests could decorate its functions."
+        )
     if decorators:
         sys.meta_path.insert(0, Finder(*decorators))

@@ -12,7 +12,9 @@ import pytest
 
 from tests.tools import shapes, sources
 
-pytestmark = pytest.mark.skipif(not shapes.AVAILABLE, reason="jaxtyping is not installed")
+pytestmark = pytest.mark.skipif(
+    not shapes.AVAILABLE, reason="jaxtyping is not installed"
+)
 
 SOURCE = """
 from __future__ import annotations
@@ -54,7 +56,9 @@ def module(tmp_path_factory):
         patch.setattr(sys, "meta_path", [finder, *sys.meta_path])
         yield importlib.import_module("muonjax_with_shapes")
     sys.path.remove(str(folder))
-    assert not (folder / "__pycache__").exists(), "ordinary runs would import the checked functions"
+    assert not (folder / "__pycache__").exists(), (
+        "ordinary runs would import the checked functions"
+    )
 
 
 def test_accepts_what_fits(module):
@@ -75,9 +79,17 @@ def test_accepts_what_fits(module):
         ("gram", jnp.ones((2, 2), int), r"gram: x is int32\[2, 2\], not Float"),
         ("gram", jnp.ones((2, 1)), r"gram: return is float32\[2, 1\], not Float"),
         ("double", 2.0, "double: x is 2.0, not Float"),
-        ("transposed", [jnp.ones((2, 2)), jnp.ones(2)], r"transposed: xs is (.|\n)*, not Sequence"),
+        (
+            "transposed",
+            [jnp.ones((2, 2)), jnp.ones(2)],
+            r"transposed: xs is (.|\n)*, not Sequence",
+        ),
         ("transposed", [jnp.ones((1, 1))], r"transposed: return is .*, not list"),
-        ("transposed", jnp.ones((2, 2, 2)), "transposed: xs is float32.*, not Sequence"),
+        (
+            "transposed",
+            jnp.ones((2, 2, 2)),
+            "transposed: xs is float32.*, not Sequence",
+        ),
         ("pair", jnp.arange(5), r"pair: return is .*, not tuple"),
     ],
 )
@@ -105,7 +117,13 @@ def test_all_shapes_in_the_sources_can_be_evaluated():
     ]
     found = 0
     for node in (node for source in sources for node in ast.walk(ast.parse(source))):
-        if isinstance(node, ast.Subscript) and shapes.names_of(node.value) & shapes.DTYPES:
-            eval(ast.unparse(node), {**vars(shapes.jaxtyping), "Array": jax.Array, "np": np})
+        if (
+            isinstance(node, ast.Subscript)
+            and shapes.names_of(node.value) & shapes.DTYPES
+        ):
+            eval(
+                ast.unparse(node),
+                {**vars(shapes.jaxtyping), "Array": jax.Array, "np": np},
+            )
             found += 1
     assert found > 200

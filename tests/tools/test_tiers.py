@@ -27,7 +27,11 @@ def test_every_pair_of_values_meets_by_day_and_all_others_by_night():
     tiers.mark_others([*cases, other := case(["thorough"])])
 
     def met(cases):
-        return {two for c in cases for two in itertools.combinations(c.callspec.params.items(), 2)}
+        return {
+            two
+            for c in cases
+            for two in itertools.combinations(c.callspec.params.items(), 2)
+        }
 
     by_day = [c for c in cases if "nightly" not in c.markers]
     assert met(by_day) == met(cases)

@@ -37,7 +37,9 @@ def mark_others(items):
     """Give their marker to the cases that `quick` does not name, and the night what `every_pair` leaves out."""
     mark_not_quick(items)
     crossed = [item for item in items if item.get_closest_marker("every_pair")]
-    for _, cases in itertools.groupby(crossed, lambda item: item.nodeid.partition("[")[0]):
+    for _, cases in itertools.groupby(
+        crossed, lambda item: item.nodeid.partition("[")[0]
+    ):
         leave_pairs_that_met(list(cases))
 
 
@@ -47,8 +49,13 @@ def leave_pairs_that_met(cases):
         return set(itertools.combinations(values, 2))
 
     left = [case for case in cases if case.get_closest_marker("thorough")]
-    met = set().union(*(pairs(case) for case in cases if not case.get_closest_marker("thorough")))
-    while left and not pairs(case := max(left, key=lambda case: len(pairs(case) - met))) <= met:
+    met = set().union(
+        *(pairs(case) for case in cases if not case.get_closest_marker("thorough"))
+    )
+    while (
+        left
+        and not pairs(case := max(left, key=lambda case: len(pairs(case) - met))) <= met
+    ):
         met |= pairs(case)
         left.remove(case)
     for case in left:
@@ -67,7 +74,9 @@ def mark_not_quick(items):
                 item.add_marker(marker.kwargs["others"])
     for test, ids in met.items():
         if len(ids) > len(named[test]) and not ids & named[test]:
-            raise pytest.UsageError(f"{test}: quick{tuple(named[test])} names none of {sorted(ids)}.")
+            raise pytest.UsageError(
+                f"{test}: quick{tuple(named[test])} names none of {sorted(ids)}."
+            )
 
 
 def register_profiles():

@@ -68,7 +68,11 @@ def params(leaves: list[Leaf]) -> dict[str, Any]:
 
 def matches(numbers: Any, right: tuple[Any, ...]) -> bool:
     """Whether dimension numbers, or None, are one of the right answers; the order of axes that are joined is free."""
-    return any(_normal(numbers) == _normal(answer) for answer in right if not isinstance(answer, str))
+    return any(
+        _normal(numbers) == _normal(answer)
+        for answer in right
+        if not isinstance(answer, str)
+    )
 
 
 def same_matrices(numbers: Any, right: tuple[Any, ...]) -> bool:
@@ -90,18 +94,27 @@ def same_matrices(numbers: Any, right: tuple[Any, ...]) -> bool:
 def _normal(numbers: Any) -> Any:
     if numbers is None:
         return None
-    sides = tuple(frozenset((axes,) if isinstance(axes, int) else axes) for axes in numbers[:2])
+    sides = tuple(
+        frozenset((axes,) if isinstance(axes, int) else axes) for axes in numbers[:2]
+    )
     return (*sides, *numbers[2:])
 
 
 def _leaves(line: str) -> list[Leaf]:
     path, shape, *rest = line.split()
-    dtype = rest.pop(0) if rest and re.match(r"(b?float|u?int|complex|bool)", rest[0]) else "float32"
+    dtype = (
+        rest.pop(0)
+        if rest and re.match(r"(b?float|u?int|complex|bool)", rest[0])
+        else "float32"
+    )
     sizes = () if shape == "scalar" else tuple(map(int, shape.split("x")))
     right = tuple(map(_answer, rest[0].split("|"))) if rest else (None,)
     pieces = re.split(r"\{([^}]*)\}", path)
     choices = [piece.split(",") if i % 2 else [piece] for i, piece in enumerate(pieces)]
-    return [Leaf("".join(names), sizes, dtype, right) for names in itertools.product(*choices)]
+    return [
+        Leaf("".join(names), sizes, dtype, right)
+        for names in itertools.product(*choices)
+    ]
 
 
 def _answer(text: str) -> Any:

@@ -28,11 +28,17 @@ def test_each_leaf_is_right(name):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found, _ = routes(params(leaves))
-    wrong = [r for r in found if not matches(r.numbers, (None,) if r.is_open else right[r.path])]
+    wrong = [
+        r
+        for r in found
+        if not matches(r.numbers, (None,) if r.is_open else right[r.path])
+    ]
     assert [(r.path, r.shape, r.numbers, r.why) for r in wrong] == []
     is_open = {r.path for r in found if r.is_open}
     assert is_open == {r.path for r in found if "warn" in right[r.path]}
-    texts = [text for warning in caught if "can't tell" in (text := str(warning.message))]
+    texts = [
+        text for warning in caught if "can't tell" in (text := str(warning.message))
+    ]
     assert len(texts) == bool(is_open)
     for text in texts:
         assert "program = muonjax.inspect(loss_fn, params, batch)" in text
@@ -43,7 +49,9 @@ def test_each_leaf_is_right(name):
 def test_the_zoo_is_large_and_few_of_its_matrices_are_open():
     assert len(ZOO) >= 391
     assert len(HARD) >= 296
-    matrices = [leaf for leaves in ZOO.values() for leaf in leaves if None not in leaf.right]
+    matrices = [
+        leaf for leaves in ZOO.values() for leaf in leaves if None not in leaf.right
+    ]
     assert sum("warn" in leaf.right for leaf in matrices) <= 0.03 * len(matrices)
 
 
@@ -54,4 +62,6 @@ def test_dimension_numbers_fit_the_leaves():
             for answer in leaf.right:
                 if answer not in (None, "warn"):
                     shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-                    assert matrix_pieces({leaf.path: answer}, {leaf.path: shape}, call="zoo")
+                    assert matrix_pieces(
+                        {leaf.path: answer}, {leaf.path: shape}, call="zoo"
+                    )

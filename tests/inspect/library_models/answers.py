@@ -42,7 +42,9 @@ USUAL = {  # what a model says nothing else of
 }
 
 
-def expected_leaves(model: Model, patterns: Mapping[str, str], every: bool = True) -> dict[str, str]:
+def expected_leaves(
+    model: Model, patterns: Mapping[str, str], every: bool = True
+) -> dict[str, str]:
     """The right answer for each path; with `every`, each pattern of the model's own is of use."""
     paths, _, _ = flattened(model.params)
     found, used = {}, set()
@@ -76,14 +78,18 @@ def is_right(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -
 
     Rows and columns may be exchanged, axes of one entry are on both sides, and a reason of None is not looked at.
     """
-    return any(_is_this(numbers, why, alternative, shape) for alternative in answer.split("|"))
+    return any(
+        _is_this(numbers, why, alternative, shape) for alternative in answer.split("|")
+    )
 
 
 def _is_this(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -> bool:
     wanted = numbers_of(answer)
     if wanted is None or numbers is None:
         return numbers is wanted and (why is None or why.startswith(answer))
-    turned = wanted._replace(reduction_axis=wanted.output_axis, output_axis=wanted.reduction_axis)
+    turned = wanted._replace(
+        reduction_axis=wanted.output_axis, output_axis=wanted.reduction_axis
+    )
     return _normal(numbers, shape) in (
         _normal(wanted, shape),
         _normal(turned, shape),
@@ -99,7 +105,9 @@ def numbers_of(answer: str) -> Any:
     if match[4] is None:
         return MuonDimensionNumbers(rows, columns)
     sizes = tuple(map(int, match[4].split(",")))
-    parts = (len(sizes) if len(set(sizes)) == 1 else sizes) if len(sizes) > 1 else sizes[0]
+    parts = (
+        (len(sizes) if len(set(sizes)) == 1 else sizes) if len(sizes) > 1 else sizes[0]
+    )
     repeats = () if match[3] is None else (int(match[3]),)
     return muonjax.FusedDimensionNumbers(rows, columns, parts, int(match[5]), *repeats)
 
@@ -110,14 +118,19 @@ def _normal(numbers: Any, shape: Sequence[int]) -> Any:
     return (*sides, *numbers[2:])
 
 
-Heads = dict[tuple[str, str], np.ndarray]  # factor and path of a parameter: which head each entry belongs to
+Heads = dict[
+    tuple[str, str], np.ndarray
+]  # factor and path of a parameter: which head each entry belongs to
 
 
 def expected_attention(model: Model, line: str) -> Heads | str:
     """For each parameter the number of the head that an entry belongs to, from 1; 0 outside. Or a refusal's words."""
     if line.startswith("refused: "):
         return line.removeprefix("refused: ")
-    shapes = {path: leaf.shape for path, leaf in zip(*flattened(model.params)[:2], strict=True)}
+    shapes = {
+        path: leaf.shape
+        for path, leaf in zip(*flattened(model.params)[:2], strict=True)
+    }
     heads: Heads = {}
     for text in line.split("; "):
         factor, where, count_width, *others = text.split()
@@ -150,7 +163,9 @@ def found_attention(params: Any, attention: Any) -> Heads | str:
     """What a program says of an attention, in the same form."""
     if attention.site is None:
         return attention.problem
-    shapes = {path: leaf.shape for path, leaf in zip(*flattened(params)[:2], strict=True)}
+    shapes = {
+        path: leaf.shape for path, leaf in zip(*flattened(params)[:2], strict=True)
+    }
     heads: Heads = {}
     for scale in attention.site.scales:
         (path,) = (
@@ -177,19 +192,30 @@ def _grid(shape: tuple[int, ...], scale: Any, stack: tuple[int, ...]) -> np.ndar
         flat[begin : begin + run][slice(*scale.span)] = head + 1
     grid = flat.reshape([shape[axis] for axis in held])
     order = sorted(range(len(held)), key=held.__getitem__)
-    grid = grid.transpose(order).reshape([n if axis in held else 1 for axis, n in enumerate(shape)])
+    grid = grid.transpose(order).reshape(
+        [n if axis in held else 1 for axis, n in enumerate(shape)]
+    )
     return np.broadcast_to(grid, shape)
 
 
 def same_heads(found: Heads | str, wanted: Heads | str) -> bool:
     if isinstance(wanted, str) or isinstance(found, str):
-        return isinstance(wanted, str) and isinstance(found, str) and found.startswith(wanted)
-    return found.keys() == wanted.keys() and all((found[key] == wanted[key]).all() for key in wanted)
+        return (
+            isinstance(wanted, str)
+            and isinstance(found, str)
+            and found.startswith(wanted)
+        )
+    return found.keys() == wanted.keys() and all(
+        (found[key] == wanted[key]).all() for key in wanted
+    )
 
 
 def said(heads: Heads | str) -> str:
     """For a failing test."""
     if isinstance(heads, str):
         return f"refused: {heads}"
-    parts = (f"{factor} {path} {grid.max()}x{(grid == 1).sum()}" for (factor, path), grid in heads.items())
+    parts = (
+        f"{factor} {path} {grid.max()}x{(grid == 1).sum()}"
+        for (factor, path), grid in heads.items()
+    )
     return "; ".join(parts)

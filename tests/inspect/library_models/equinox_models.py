@@ -18,7 +18,9 @@ def split(make):
     import equinox as eqx
 
     module = eqx.filter_eval_shape(make, jax.random.key(0))
-    arrays, static = eqx.partition(module, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    arrays, static = eqx.partition(
+        module, lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
     return arrays, lambda arrays: eqx.combine(arrays, static)
 
 
@@ -62,7 +64,9 @@ def equinox_scan():
                 eqx.nn.Embedding(99, 32, key=a),
                 eqx.nn.Linear(32, 99, use_bias=False, key=b),
             )
-            self.shared = eqx.nn.Shared(tied, lambda pair: pair[1].weight, lambda pair: pair[0].weight)
+            self.shared = eqx.nn.Shared(
+                tied, lambda pair: pair[1].weight, lambda pair: pair[0].weight
+            )
             block = block_of()
             self.layers = eqx.filter_vmap(block)(jax.random.split(c, 3))
 
@@ -186,13 +190,17 @@ def equinox_ensemble():
     import equinox as eqx
 
     make = functools.partial(eqx.nn.MLP, 6, 3, 16, 2)
-    params, whole = split(lambda key: eqx.filter_vmap(lambda k: make(key=k))(jax.random.split(key, 5)))
+    params, whole = split(
+        lambda key: eqx.filter_vmap(lambda k: make(key=k))(jax.random.split(key, 5))
+    )
 
     def loss(params, x, y):
         def one(module, x):
             return jax.vmap(module)(x)
 
-        predicted = eqx.filter_vmap(one, in_axes=(eqx.if_array(0), None))(whole(params), x)
+        predicted = eqx.filter_vmap(one, in_axes=(eqx.if_array(0), None))(
+            whole(params), x
+        )
         return mean_square(predicted - y)
 
     return loss, params, [shape(4, 6), shape(4, 3)]

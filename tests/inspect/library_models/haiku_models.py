@@ -20,7 +20,9 @@ def block(x):
     init = hk.initializers.VarianceScaling(1.0)
     mask = jnp.tril(jnp.ones((x.shape[1],) * 2, bool))[None, None]
     y = hk.LayerNorm(-1, True, True)(x)
-    x = x + hk.MultiHeadAttention(4, 8, w_init=init, model_size=32, name="a")(y, y, y, mask=mask)
+    x = x + hk.MultiHeadAttention(4, 8, w_init=init, model_size=32, name="a")(
+        y, y, y, mask=mask
+    )
     return x + hk.nets.MLP([64, 32], name="m")(hk.LayerNorm(-1, True, True)(x))
 
 
@@ -47,7 +49,9 @@ def haiku_images():
         import haiku as hk
 
         x = jax.nn.relu(hk.Conv2D(16, 3, name="first")(x))
-        x = jax.nn.relu(hk.Conv2D(32, 3, stride=2, feature_group_count=4, name="grouped")(x))
+        x = jax.nn.relu(
+            hk.Conv2D(32, 3, stride=2, feature_group_count=4, name="grouped")(x)
+        )
         x = jax.nn.relu(hk.DepthwiseConv2D(1, 3, name="depthwise")(x))
         x = jax.nn.relu(hk.SeparableDepthwiseConv2D(2, 3, name="separable")(x))
         x = jax.nn.relu(hk.Conv2DTranspose(12, 3, stride=2, name="transposed")(x))

@@ -60,7 +60,9 @@ def shapes(variables):
     return named
 
 
-def keras_model(model, inputs, loss, of, task=None, probe=None, table=None, output=None):
+def keras_model(
+    model, inputs, loss, of, task=None, probe=None, table=None, output=None
+):
     """The loss of what is predicted `of` an input, and the losses of layers; a `table` of the parameters as head."""
     made = built(model, task, probe)
     all_params, all_rest = (
@@ -76,7 +78,9 @@ def keras_model(model, inputs, loss, of, task=None, probe=None, table=None, outp
             [params[name] for name in all_params],
             [rest[name] for name in all_rest],
         )
-        out, _, losses = made.stateless_call(*values, data, training=True, return_losses=True)
+        out, _, losses = made.stateless_call(
+            *values, data, training=True, return_losses=True
+        )
         if output:
             out = out[output]
         if table:

@@ -21,11 +21,14 @@ def language(config):
         )
     )
     config = instance(config)
-    whole = eqx.filter_eval_shape(lambda: config.build(hax.Axis("vocab", 99), key=jax.random.key(0)))
+    whole = eqx.filter_eval_shape(
+        lambda: config.build(hax.Axis("vocab", 99), key=jax.random.key(0))
+    )
     arrays, static = eqx.partition(whole, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     params, structure = jax.tree.flatten(arrays)
     paths = [
-        jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in jax.tree.leaves_with_path(arrays)
+        jax.tree_util.keystr(p, simple=True, separator="/")
+        for p, _ in jax.tree.leaves_with_path(arrays)
     ]
     names = [path.removesuffix("/0") for path in paths]  # the array of a named array
 

@@ -16,7 +16,11 @@ ATTENTION_HEADS = {"*/{query,key,value}/kernel": "0>2"}
 
 def parameters(module: nn.Module, *inputs, **settings):
     """Shapes of the parameters, and of all else."""
-    variables = dict(jax.eval_shape(lambda *x: module.init(jax.random.key(0), *x, **settings), *inputs))
+    variables = dict(
+        jax.eval_shape(
+            lambda *x: module.init(jax.random.key(0), *x, **settings), *inputs
+        )
+    )
     return variables.pop("params"), variables
 
 
@@ -24,7 +28,11 @@ def measured(module: nn.Module, *inputs):
     """A model without a head, of parameters alone."""
     params, _ = parameters(module, *inputs)
     return (
-        (lambda params, *inputs: mean_square(module.apply({"params": params}, *inputs))),
+        (
+            lambda params, *inputs: mean_square(
+                module.apply({"params": params}, *inputs)
+            )
+        ),
         params,
         inputs,
     )
@@ -38,7 +46,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
         mask = nn.make_causal_mask(x[..., 0])
-        attention = nn.MultiHeadDotProductAttention(num_heads=4, name="a", **dict(self.options))
+        attention = nn.MultiHeadDotProductAttention(
+            num_heads=4, name="a", **dict(self.options)
+        )
         x = x + attention(nn.LayerNorm()(x), mask=mask)
         y = nn.gelu(nn.Dense(256, name="up")(nn.LayerNorm()(x)))
         return x + nn.Dense(64, name="down")(y), None
@@ -72,7 +82,9 @@ def linen_language(scan_axis=None, **options):
     """The next token, with the options of attention; random keys, of which dropout takes some, are an input."""
     module = Language(scan_axis, tuple(options.items()))
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    params = jax.eval_shape(lambda text: module.init(keys, text), tokens(2, 8))["params"]
+    params = jax.eval_shape(lambda text: module.init(keys, text), tokens(2, 8))[
+        "params"
+    ]
 
     def loss(params, text, key):
         logits = module.apply({"params": params}, text, rngs={"dropout": key})
@@ -109,7 +121,9 @@ class General(nn.Module):
 
     @nn.compact
     def __call__(self, x):  # (batch, 6, 8, 10)
-        x = nn.DenseGeneral((4, 5), axis=(-2, -1), name="two_to_two")(x)  # (batch, 6, 4, 5)
+        x = nn.DenseGeneral((4, 5), axis=(-2, -1), name="two_to_two")(
+            x
+        )  # (batch, 6, 4, 5)
         x = nn.relu(nn.DenseGeneral(7, axis=1, name="inner")(x))  # (batch, 4, 5, 7)
         x = nn.DenseGeneral(9, axis=-1, batch_dims=(0,), name="for_each_example")(x)
         x = nn.relu(nn.Einsum((4, 9, 11), "bhij,hjk->bhik", name="for_each_group")(x))
@@ -126,10 +140,16 @@ class Images(nn.Module):
     def __call__(self, x):  # (batch, 16, 16, 3)
         x = nn.relu(nn.Conv(16, (3, 3), name="first")(x))
         x = nn.relu(
-            nn.BatchNorm(use_running_average=False)(nn.Conv(16, (3, 3), strides=2, name="strided")(x))
+            nn.BatchNorm(use_running_average=False)(
+                nn.Conv(16, (3, 3), strides=2, name="strided")(x)
+            )
         )
         x = nn.relu(nn.Conv(32, (3, 3), feature_group_count=4, name="grouped")(x))
-        x = nn.relu(nn.GroupNorm(4)(nn.Conv(32, (3, 3), feature_group_count=32, name="depthwise")(x)))
+        x = nn.relu(
+            nn.GroupNorm(4)(
+                nn.Conv(32, (3, 3), feature_group_count=32, name="depthwise")(x)
+            )
+        )
         x = nn.relu(nn.Conv(24, (1, 1), name="pointwise")(x))
         x = nn.relu(nn.Conv(24, (2, 2), strides=2, name="windows")(x))
         x = nn.relu(nn.ConvLocal(8, (2, 2), strides=2, name="local")(x))
@@ -143,7 +163,9 @@ def linen_images():
     params, averages = parameters(module, shape(2, 16, 16, 3))
 
     def loss(params, averages, x, labels):
-        logits, _ = module.apply({"params": params, **averages}, x, mutable=["batch_stats"])
+        logits, _ = module.apply(
+            {"params": params, **averages}, x, mutable=["batch_stats"]
+        )
         return cross_entropy(logits, labels)
 
     return loss, params, [averages, shape(2, 16, 16, 3), tokens(2)]
@@ -172,7 +194,9 @@ def linen_recurrent():
     params, _ = parameters(module, tokens(2, 7))
 
     def loss(params, text):
-        return cross_entropy(module.apply({"params": params}, text)[:, :-1], text[:, 1:])
+        return cross_entropy(
+            module.apply({"params": params}, text)[:, :-1], text[:, 1:]
+        )
 
     return loss, params, [tokens(2, 7)]
 
@@ -196,7 +220,9 @@ class Normalized(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.relu(nn.WeightNorm(nn.Dense(32, name="weight"))(x))
-        x = nn.relu(nn.SpectralNorm(nn.Dense(32, name="spectral"))(x, update_stats=True))
+        x = nn.relu(
+            nn.SpectralNorm(nn.Dense(32, name="spectral"))(x, update_stats=True)
+        )
         x = nn.RMSNorm()(nn.relu(nn.Dense(16, name="plain")(x)))
         return nn.Dense(4, name="head")(nn.PReLU()(x))
 
@@ -206,6 +232,8 @@ def linen_normalized_weights():
     params, averages = parameters(module, shape(2, 8))
 
     def loss(params, averages, x):
-        return mean_square(module.apply({"params": params, **averages}, x, mutable=["batch_stats"])[0])
+        return mean_square(
+            module.apply({"params": params, **averages}, x, mutable=["batch_stats"])[0]
+        )
 
     return loss, params, [averages, shape(2, 8)]

@@ -49,5 +49,7 @@ def decoder(name, settings=""):
         "targets_segmentation",
     )
     data = {word: tokens(2, 16) for word in words}
-    params, rest = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, rest))
+    params, rest = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, rest)
+    )
     return loss, params, [rest, data]

@@ -43,7 +43,11 @@ class Entry(NamedTuple):
 
     def make(self) -> Model:
         table = dict(self.table)
-        answers = {name: table.pop(name) for name in ("leaves", "attentions", "per_head") if name in table}
+        answers = {
+            name: table.pop(name)
+            for name in ("leaves", "attentions", "per_head")
+            if name in table
+        }
         maker = getattr(importlib.import_module(self.makers), table.pop("make"))
         loss, params, inputs = maker(**table)
         return Model(loss, params, inputs, **answers)
@@ -53,7 +57,9 @@ def read(path: pathlib.Path) -> dict[str, Entry]:
     """The models of a file of tables."""
     tables = tomllib.loads(path.read_text())
     needs, makers = tables.pop("needs"), f"{__package__}.{tables.pop('makers')}"
-    return {f"{needs}-{name}": Entry(makers, table, needs) for name, table in tables.items()}
+    return {
+        f"{needs}-{name}": Entry(makers, table, needs) for name, table in tables.items()
+    }
 
 
 MODELS: dict[str, Entry] = {}
@@ -79,7 +85,9 @@ def scrambled(made: Model, seed: int = 0) -> tuple[Model, dict[str, str]]:
 def flattened(tree: Any) -> tuple[list[str], list[Any], Any]:
     """Paths, leaves and structure."""
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found
+    ]
     return (
         [path.removesuffix("/value") for path in paths],
         [leaf for _, leaf in found],
@@ -97,7 +105,9 @@ def tokens(*sizes: int) -> jax.ShapeDtypeStruct:
 
 def cross_entropy(logits: Any, labels: Any) -> Any:
     """Over the last axis, the mean of all others."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    ).mean()
 
 
 def mean_square(predicted: Any) -> Any:
@@ -122,10 +132,16 @@ def instance(value: Any) -> Any:
         return pkgutil.resolve_name(value[1:]) if value != "@" else None
     if not isinstance(value, dict):
         return value
-    arguments = {word: instance(item) for word, item in value.items() if word not in ("class", "args")}
+    arguments = {
+        word: instance(item)
+        for word, item in value.items()
+        if word not in ("class", "args")
+    }
     for word in arguments:
         if word.endswith(("shape", "patch_size")) and isinstance(arguments[word], list):
             arguments[word] = tuple(arguments[word])
     if "class" not in value:
         return arguments
-    return pkgutil.resolve_name(value["class"])(*instance(value.get("args", [])), **arguments)
+    return pkgutil.resolve_name(value["class"])(
+        *instance(value.get("args", [])), **arguments
+    )

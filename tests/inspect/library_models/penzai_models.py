@@ -19,7 +19,9 @@ def language(**settings):
         vocab_size=99,
         **settings,
     )
-    made = llamalike_common.build_llamalike_transformer(config, init_base_rng=jax.random.key(0), name="lm")
+    made = llamalike_common.build_llamalike_transformer(
+        config, init_base_rng=jax.random.key(0), name="lm"
+    )
     slots, values = pz.unbind_params(made, freeze=True)
     arrays, structure = jax.tree.flatten(values)
     names = [str(value.label) for value in values]
@@ -29,7 +31,9 @@ def language(**settings):
         whole = pz.bind_variables(slots, values, unfreeze_as_copy=True)
         positions = pz.nx.arange("seq", text.shape[1])
         logits = whole(pz.nx.wrap(text, "batch", "seq"), token_positions=positions)
-        return cross_entropy(logits.unwrap("batch", "seq", "vocabulary")[:, :-1], text[:, 1:])
+        return cross_entropy(
+            logits.unwrap("batch", "seq", "vocabulary")[:, :-1], text[:, 1:]
+        )
 
     params = {name: shape(*x.shape) for name, x in zip(names, arrays, strict=True)}
     return loss, params, [tokens(2, 8)]

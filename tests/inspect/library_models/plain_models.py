@@ -47,8 +47,12 @@ def latent_attention():
         q = jnp.concatenate([q[..., :8], rotary(q[..., 8:])], -1)
         kv = x @ p["kv_a"]
         shared = rotary(kv[:, :, None, 16:])
-        own = jnp.einsum("btr,rhs->bths", rms_norm(kv[..., :16], p["kv_norm"]), p["kv_b"])
-        k = jnp.concatenate([own[..., :8], jnp.broadcast_to(shared, (*own.shape[:3], 4))], -1)
+        own = jnp.einsum(
+            "btr,rhs->bths", rms_norm(kv[..., :16], p["kv_norm"]), p["kv_b"]
+        )
+        k = jnp.concatenate(
+            [own[..., :8], jnp.broadcast_to(shared, (*own.shape[:3], 4))], -1
+        )
         a = causal_softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(12))
         z = jnp.einsum("bhqk,bkhd->bqhd", a, own[..., 8:])
         return cross_entropy(jnp.einsum("bqhd,hde->bqe", z, p["o"]) @ p["head"], labels)
@@ -75,10 +79,12 @@ def chosen_experts():
             jnp.repeat(x, 2, axis=0)[order],
             jnp.bincount(which.reshape(-1), length=4),
         )
-        y = jax.nn.silu(jax.lax.ragged_dot(tokens, p["gate"], sizes)) * jax.lax.ragged_dot(
-            tokens, p["up"], sizes
+        y = jax.nn.silu(
+            jax.lax.ragged_dot(tokens, p["gate"], sizes)
+        ) * jax.lax.ragged_dot(tokens, p["up"], sizes)
+        y = jax.lax.ragged_dot(y, p["down"], sizes)[jnp.argsort(order)].reshape(
+            *which.shape, 32
         )
-        y = jax.lax.ragged_dot(y, p["down"], sizes)[jnp.argsort(order)].reshape(*which.shape, 32)
         x = x + jnp.einsum("tk,tkd->td", jax.nn.softmax(best), y)
         return cross_entropy(x @ p["head"], labels)
 
@@ -100,7 +106,9 @@ def graph_network():
         x, e = p["nodes"][kinds], p["edges"][edge_kinds]
         for _ in range(2):  # the same parameters twice
             m = (
-                jax.nn.relu(jnp.concatenate([x[sender], x[receiver], e], -1) @ p["message_1"])
+                jax.nn.relu(
+                    jnp.concatenate([x[sender], x[receiver], e], -1) @ p["message_1"]
+                )
                 @ p["message_2"]
             )
             sums = jax.ops.segment_sum(m, receiver, 6)

@@ -12,8 +12,12 @@ class ViT(nn.Module):
 
     @nn.compact
     def __call__(self, images):
-        x = nn.Conv(32, (4, 4), (4, 4), "VALID", name="embedding")(images).reshape(images.shape[0], -1, 32)
-        x = x + self.param("pos_embedding", nn.initializers.normal(), (1, x.shape[1], 32))
+        x = nn.Conv(32, (4, 4), (4, 4), "VALID", name="embedding")(images).reshape(
+            images.shape[0], -1, 32
+        )
+        x = x + self.param(
+            "pos_embedding", nn.initializers.normal(), (1, x.shape[1], 32)
+        )
         block = nn.scan(
             nn.remat(Block),
             {"params": 0},

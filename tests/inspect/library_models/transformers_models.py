@@ -62,7 +62,9 @@ def spans(call, **names):
 
     def loss(params, call, begin, end):
         out = module(**call, params=params)
-        return cross_entropy(out.start_logits, begin) + cross_entropy(out.end_logits, end)
+        return cross_entropy(out.start_logits, begin) + cross_entropy(
+            out.end_logits, end
+        )
 
     return loss, params, [arrays(call), tokens(2), tokens(2)]
 

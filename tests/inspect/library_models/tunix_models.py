@@ -14,7 +14,9 @@ def language(family, name, config):
 
     module = importlib.import_module(f"tunix.models.{family}.model")
     made = nnx.eval_shape(
-        lambda: getattr(module, name)(module.ModelConfig(**instance(config)), rngs=nnx.Rngs(0))
+        lambda: getattr(module, name)(
+            module.ModelConfig(**instance(config)), rngs=nnx.Rngs(0)
+        )
     )
     graph, params, rest = nnx.split(made, nnx.Param, ...)
 
@@ -24,7 +26,9 @@ def language(family, name, config):
             utils.build_positions_from_mask(mask),
             utils.make_causal_attn_mask(mask),
         )
-        result = peft_trainer._default_loss_fn(nnx.merge(graph, params, rest, copy=True), text, mask, *inputs)
+        result = peft_trainer._default_loss_fn(
+            nnx.merge(graph, params, rest, copy=True), text, mask, *inputs
+        )
         return jax.tree.leaves(result)[0]
 
     return loss, params, [rest, tokens(2, 8)]
