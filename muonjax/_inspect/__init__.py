@@ -12,7 +12,7 @@ for each primitive. It keeps for each array a `Value`:
 - **logits**: a product of two images, up to the maximum and the exponential of its softmax (`softmax`).
 - what it depends on at all: data, random numbers, parameters, products.
 
-The rules (`structure` moves entries, `entrywise` works entry by entry or reduces, `products` multiplies) record in
+The rules (`moves` moves entries, `entrywise` works entry by entry or reduces, `products` multiplies) record in
 `findings` what is done with each parameter: a use as a product with its rows, columns and batch, a look-up, a sum.
 Columns of one product that different operations take are parts: so a fused query-key-value kernel is three
 matrices. An operation without a rule makes what it touches unknown.
@@ -32,14 +32,14 @@ no scalar that the function returns may change (an array may, such as a returned
 no image, so a mistake in them costs a refusal. One thing it does not see, and `attention` refuses: heads of one kernel
 each that are put together.
 
-`report` runs the function with its largest logits as further results, and is otherwise the function to the bit;
+`measure` runs the function with its largest logits as further results, and is otherwise the function to the bit;
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
-A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry, in `SAME` (`structure`)
+A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry, in `SAME` (`moves`)
 if it moves nothing, in `_MIXES` (`entrywise`) if it mixes columns, in `_ENTERED` (`graph`) if it calls a body. One that
 JAX can say in others has a line in `_REWRITTEN` (`graph`), one that moves the entries of one operand a case in
-`moves.moved_by`, which the certificate uses too. Otherwise write a function (walk, i, node, values) -> values under
-`@rule("its name")`: `values` are the operands, `node.params` the equation's parameters. Return `unknown(...)` for
-settings that you do not handle. If it has several operands and a clip may pass it, the certificate needs its own
+`moves.moved_by`, which the certificate uses too. Otherwise write a function (walk, node) -> values under
+`@rule("its name")`: `walk.operands(node)` has the values of the operands, `node.params` the equation's parameters.
+Return `unknown(walk, node)` for settings that you do not handle. If it has several operands and a clip may pass it, the certificate needs its own
 line.
 """

@@ -28,7 +28,7 @@ from muonjax._inspect.values import (
     dependent,
 )
 
-Rule = Callable[[Walk, int, Node, Sequence[Value]], Sequence[Value]]
+Rule = Callable[[Walk, Node], Sequence[Value]]
 RULES: dict[str, Rule] = {}
 
 
@@ -52,23 +52,24 @@ _MIXES = """
 _MIXING = frozenset(_MIXES.split())
 
 
-def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def unknown(walk: Walk, node: Node) -> Sequence[Value]:
     """What is not followed. Without a rule it may be an exponential, a product, one hot, or a kernel of attention."""
     is_call = any(word in node.name for word in ("call", "attention"))  # a kernel, a callback
+    values = walk.operands(node)
     result = dependent(values)
     if has_no_rule := not (is_call or node.name in RULES):
-        result = result._replace(no_rule=i, weights=max(result.weights, result.scores))
+        result = result._replace(no_rule=node.index, weights=max(result.weights, result.scores))
         walk.normalized.add(result.weights)
-        walk.no_rule.add(i)
+        walk.no_rule.add(node.index)
     alone = all(
         v.is_weight or not v.depends_on for v in values
     )  # a penalty perhaps, as a determinant
     weights = [v for v in values if v.is_weight or has_no_rule]
-    walk.record_terms(i, node.name, weights, "alone" if alone else "unknown")
+    walk.record_terms(node, node.name, weights, "alone" if alone else "unknown")
     images = [m for v in values for m in v.images]
     if has_no_rule:
         taken = [x.product for v in values for x in v.logits]
-        walk.unseen |= dict.fromkeys(taken, i)
+        walk.unseen |= dict.fromkeys(taken, node.index)
         images += [
             m for product in taken for side in walk.pairs[product] for m in side.value.images
         ]
@@ -77,14 +78,14 @@ def unknown(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         if (
             m.apart or has_no_rule
         ):  # which of its columns are used together, or chosen, is not known any more
-            walk.record(i, "unknown", m.product.use.term, node.name)
+            walk.record(node, "unknown", m.product.use.term, node.name)
     parts = {(m.product, m.layout.region): m for m in images}
     arrays = [
         v for v, x in zip(values, node.inputs, strict=True) if v.is_activation and walk.shape(x)
     ]
     if is_call and len(arrays) > 2:
-        walk.opaque[i] = tuple(parts.values())
-        walk.consumers.add(i)
+        walk.opaque[node.index] = tuple(parts.values())
+        walk.consumers.add(node.index)
     return [result] * len(node.outputs)
 
 
@@ -95,15 +96,16 @@ RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
 
 
 @rule("iota")
-def _iota(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _iota(walk: Walk, node: Node) -> Sequence[Value]:
     shape, axis = walk.shape(node.outputs[0]), node.params["dimension"]
     counting = all_of(tuple(n if k == axis else 1 for k, n in enumerate(shape)))
     return [Value(marks=(Mark("counts", counting),))]
 
 
 @rule("eq")
-def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _eq(walk: Walk, node: Node) -> Sequence[Value]:
     """An index equals one of the numbers that count along an axis, so the result is one hot along it."""
+    values = spread_operands(walk, node)
     counting, index = (v.axes("counts") for v in values)
     marks = [
         m for v in values for m in v.marks if m.what == "counts" and set(counting).isdisjoint(index)
@@ -115,7 +117,7 @@ def _eq(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Val
     "axis_index platform_index random_bits random_clone random_wrap random_unwrap random_seed random_fold_in "
     "random_split random_gamma threefry2x32 rng_bit_generator rng_uniform"
 )
-def _number(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _number(walk: Walk, node: Node) -> Sequence[Value]:
     """The number of a device, or random ones."""
     return [Value(0 if node.name.endswith("_index") else NOISE)] * len(node.outputs)
 
@@ -143,19 +145,32 @@ _ENTRYWISE = """
     and one_minus_square or xor polygamma polynomial population_count pow random_gamma_grad rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
 """
-SPREADING = frozenset(f"{_ENTRYWISE} eq".split()) - {"join"}
 
 
-def spread(x: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
-    """Repeated along the axes where it has one entry: operations entry by entry do so by themselves."""
-    if old == shape or not (x.depends_on or x.marks):
-        return x
+def spread_operands(walk: Walk, node: Node) -> list[Value]:
+    """The operands of an operation entry by entry, each repeated along the axes where it has one entry."""
+    values = walk.operands(node)
+    if node.name == "join":
+        return values
+    shape = walk.shape(node.outputs[0])
+    return [_spread(v, walk.shape(x), shape) for v, x in zip(values, node.inputs, strict=True)]
+
+
+def _spread(value: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
+    if old == shape or not (value.depends_on or value.marks):
+        return value
     beside = old or [-1] * len(shape)  # a scalar next to an array
-    return x.repeated(old, [k if n == shape[k] else None for k, n in enumerate(beside)], shape)
+    sources = [k if n == shape[k] else None for k, n in enumerate(beside)]
+    return value.repeated(old, sources, shape)
 
 
 @rule(_ENTRYWISE)
-def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _entrywise(walk: Walk, node: Node) -> Sequence[Value]:
+    return [entrywise(walk, node, spread_operands(walk, node))]
+
+
+def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
+    """The result of an operation entry by entry on operands of its shape."""
     name, whole, operands = node.name, dependent(values), node.inputs
     which = Value()
     if name in CHOICES:
@@ -164,28 +179,28 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
         values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
             (v,) = values
-            return [v._replace(logits=softmax.scaled(node, v)) if name == "sub" else v]
+            return v._replace(logits=softmax.scaled(node, v)) if name == "sub" else v
     if name in CHOICES and (parts := _parts(values)):
         for term in parts:
-            walk.record(i, "unknown", term, name)
-        return [whole]
+            walk.record(node, "unknown", term, name)
+        return whole
     if whole.is_weight:
-        return [whole._replace(terms=_of_weights(walk, i, name, values))]
+        return whole._replace(terms=_of_weights(walk, node, name, values))
     if not dependent(values).depends_on & PARAMETER:
         kept = ("input", "one hot") if name in _SCALES else ("input",) if name in SUMS else ()
-        return [whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))]
+        return whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))
     weights = [v for v in values if v.is_weight]
     walk.record_terms(
-        i, ADDED if name in SUMS else MULTIPLIED if name in _SCALES else name, weights
+        node, ADDED if name in SUMS else MULTIPLIED if name in _SCALES else name, weights
     )
     if name in _SCALES:
-        walk.record_factors(i, *values)
+        walk.record_factors(node, *values)
     elif name in SUMS:
         walk.record_meeting_parts(values)
     if name in (*softmax.EXPONENTIALS, "pow"):
         whole = whole._replace(weights=whole.scores)
-    images = all_images(v._replace(images=_images(walk, i, node, v, values)) for v in values)
-    images = latest(walk, i, images)
+    images = all_images(v._replace(images=_images(walk, node, v, values)) for v in values)
+    images = latest(walk, node, images)
     if name in SUMS:
         walk.record_sum(images if name not in CHOICES else ())
         biases = tuple(t for v in weights for t in v.terms)
@@ -193,7 +208,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     logits = softmax.after(walk.graph, node, which, values, operands)
     is_seen = name != "pow" and any(x.lost < 0 or x.product == whole.scores for x in logits)
     if name in (*softmax.EXPONENTIALS, "pow") and not is_seen:
-        walk.unseen[whole.scores] = i
+        walk.unseen[whole.scores] = node.index
     # A masked parameter, or one of several that data choose or mix.
     is_mixed = (
         not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
@@ -201,7 +216,7 @@ def _entrywise(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Seque
     kept = values if name in _SCALES or (name in SUMS and is_mixed) else ()
     no_rule = -1 if name in SUMS and images else whole.no_rule  # no residual stream is one hot
     terms = tuple(t for v in kept for t in v.terms)
-    return [whole._replace(terms=terms, images=images, logits=logits, no_rule=no_rule)]
+    return whole._replace(terms=terms, images=images, logits=logits, no_rule=no_rule)
 
 
 def _parts(values: Sequence[Value]) -> list[Term]:
@@ -218,7 +233,7 @@ def is_zero(walk: Walk, value: int) -> bool:
     return known is not None and np.ndim(known) == 0 and known == 0
 
 
-def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple[Term, ...]:
+def _of_weights(walk: Walk, node: Node, name: str, values: Sequence[Value]) -> tuple[Term, ...]:
     """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
     several = sum(bool(v.terms) for v in values) > 1
     noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
@@ -230,7 +245,7 @@ def _of_weights(walk: Walk, i: int, name: str, values: Sequence[Value]) -> tuple
             if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
                 continue  # its own mean, say
             if any(mine < other for other in cover) or (several and t.noisy):
-                walk.record(i, "other", t, ADDED if name in SUMS else MULTIPLIED)
+                walk.record(node, "other", t, ADDED if name in SUMS else MULTIPLIED)
             else:
                 terms.append(t._replace(noisy=t.noisy or noisy))
     return tuple(dict.fromkeys(terms))
@@ -241,7 +256,7 @@ def _cover(v: Value) -> frozenset[int]:
     return frozenset().union(*(t.layout.varying for t in v.terms))
 
 
-def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -> tuple[Image, ...]:
+def _images(walk: Walk, node: Node, v: Value, values: Sequence[Value]) -> tuple[Image, ...]:
     """The images in one operand after the operation."""
     name, images = node.name, []
     axes = [node.params["axis"]] if "axis" in node.params else []  # of running sums
@@ -267,7 +282,7 @@ def _images(walk: Walk, i: int, node: Node, v: Value, values: Sequence[Value]) -
         else:
             apart = not m.layout.atoms(axes) or bool(m.layout.atoms_beside(axes))
             walk.record_reduced([m] if m.layout.atoms(axes) else [], axes)
-        images.append(bent(walk, m, i, apart))
+        images.append(bent(walk, m, node, apart))
     return tuple(images)
 
 
@@ -279,27 +294,29 @@ def _keeps_apart(m: Image, u: Value) -> bool:
     return bool(repeats and not u.images and m.layout.atoms_beside(repeats))
 
 
-def bent(walk: Walk, image: Image, i: int, apart: bool = False) -> Image:
+def bent(walk: Walk, image: Image, node: Node, apart: bool = False) -> Image:
     """After an operation that does not commute with scaling; `apart` where each entry is still one column's."""
     if not apart:
         walk.record_parts([image])
-    return image._replace(bent_by=i if image.linear else image.bent_by, apart=image.apart and apart)
+    return image._replace(
+        bent_by=node.index if image.linear else image.bent_by, apart=image.apart and apart
+    )
 
 
-def latest(walk: Walk, i: int, images: tuple[Image, ...]) -> tuple[Image, ...]:
+def latest(walk: Walk, node: Node, images: tuple[Image, ...]) -> tuple[Image, ...]:
     """Those that are followed on, of the many in a residual stream, which is the sum of all layers."""
     if len(images) > _MOST:  # a product with data has summed over the columns of some
         gone = {m for m in images if not m.layout.atoms(range(len(m.layout.shape)))}
         walk.record_parts(gone)
         images = tuple(m for m in images if m not in gone)
     if len(images) > _MOST:
-        images = tuple(bent(walk, m, i) for m in images)[-_MOST:]
+        images = tuple(bent(walk, m, node) for m in images)[-_MOST:]
     return images
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
-def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,) = values
+def _reduce(walk: Walk, node: Node) -> Sequence[Value]:
+    (x,) = walk.operands(node)
     walk.record_reduced(x.images, node.params["axes"])
     is_softmax = node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits"
     largest = (x.logits[0]._replace(stage="largest"),) if is_softmax else ()
@@ -307,15 +324,15 @@ def _reduce(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
 
 
 @rule("reduce_sum")
-def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,), axes = values, node.params["axes"]
-    terms = _reduced_terms(i, x, axes)
+def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
+    (x,), axes = walk.operands(node), node.params["axes"]
+    terms = _reduced_terms(node, x, axes)
     towers = walk.entrywise.get(node.inputs[0], ())
     if (
         len({m.product for m in towers if m.layout.atoms(axes)}) > 1
     ):  # a product over features, as by einsum
-        walk.consumers.add(i)
-        x = x._replace(scores=i)
+        walk.consumers.add(node.index)
+        x = x._replace(scores=node.index)
     own = [m for m in x.images if m.product.use.node == x.weights]
     if (own or (x.weights, 0) not in walk.products) and not any(m.layout.atoms(axes) for m in own):
         walk.normalized.add(x.weights)
@@ -327,7 +344,7 @@ def _reduce_sum(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequ
     return [_without(x._replace(terms=terms, images=linear, logits=totals), node)]
 
 
-def _reduced_terms(i: int, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
+def _reduced_terms(node: Node, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
     """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
     terms = [t for t in x.terms if t.layout.atoms(axes) and t.layout.varying.difference(axes)]
     factors = len({t.layout.varying.difference(axes) for t in terms}) > 1

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from muonjax._inspect.graph import Graph
+from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.layout import Run, whole
 from muonjax._inspect.values import (
     ADDED,
@@ -66,7 +66,7 @@ class Walk:
         self.read: set[int] = set()  # products with columns of which labels choose one
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         # For the products that give queries, keys and values, the parts of the last one.
-        self.operands: dict[tuple[Product, ...], Any] = {}
+        self.value_parts: dict[tuple[Product, ...], Any] = {}
         self.summed_slices: dict[int, set[int]] = defaultdict(
             set
         )  # axes whose products are added up
@@ -83,32 +83,40 @@ class Walk:
             marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
 
-    def product(self, i: int, k: int) -> Product:
-        return self.products.setdefault((i, k), Product(OF_PRODUCTS << len(self.products)))
+    def operands(self, node: Node) -> list[Value]:
+        return [self.values[x] for x in node.inputs]
+
+    def product(self, node: Node, k: int) -> Product:
+        return self.products.setdefault((node.index, k), Product(OF_PRODUCTS << len(self.products)))
 
     # What the rules record.
 
-    def record(self, i: int, kind: Kind, term: Term, what: str, *, k: int = 0, **axes: Any) -> None:
-        product = self.product(i, k) if kind == "product" else None
-        self.uses[i, term.leaf, k] = use = Use(kind, what, i, term, product=product, **axes)
+    def record(
+        self, node: Node, kind: Kind, term: Term, what: str, *, k: int = 0, **axes: Any
+    ) -> None:
+        product = self.product(node, k) if kind == "product" else None
+        self.uses[node.index, term.leaf, k] = use = Use(
+            kind, what, node.index, term, product=product, **axes
+        )
         if product is not None:
             product.use = use
 
     def record_terms(
-        self, i: int, what: str, values: Iterable[Value], kind: Kind = "other"
+        self, node: Node, what: str, values: Iterable[Value], kind: Kind = "other"
     ) -> None:
         for t in [t for v in values for t in v.terms]:
             # Which factor is a learned input is not followed; a sum may be an adapter's with a frozen matrix.
             if t.inner and t.layout.shape and what != ADDED:
-                self.record(i, "unknown", t, PRODUCT_OF_PARAMETERS)
+                self.record(node, "unknown", t, PRODUCT_OF_PARAMETERS)
             else:
-                self.record(i, kind, t, what)
+                self.record(node, kind, t, what)
 
     def record_unknown(self, value: Value, other: Value) -> None:
         """What is multiplied by the result of an operation without a rule: perhaps that is one hot, and looks it up."""
         if other.no_rule >= 0:
             for t in (*value.terms, *(m.product.use.term for m in value.images)):
-                self.record(other.no_rule, "unknown", t, self.nodes[other.no_rule].name)
+                operation = self.nodes[other.no_rule]
+                self.record(operation, "unknown", t, operation.name)
 
     def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
         """Data that depend on no parameter choose one entry along these axes."""
@@ -117,22 +125,20 @@ class Walk:
                 if image.layout.atoms(axes):
                     self.read.add(image.product.use.node)
 
-    def record_weights(self, i: int, weights: Value, values: Value) -> None:
+    def record_weights(self, node: Node, weights: Value, values: Value) -> None:
         """Perhaps those of a softmax, which is no sum of its own exponentials."""
         at = weights.weights
         is_softmax = at >= 0 and (at not in self.one_sided or at in self.normalized)
         if is_softmax and values.depends_on & DATA and values.weights != at:
-            self.softmaxes.setdefault(at, i)
+            self.softmaxes.setdefault(at, node.index)
 
-    def record_factors(self, i: int, x: Value, y: Value) -> None:
+    def record_factors(self, node: Node, x: Value, y: Value) -> None:
         """A product entry by entry."""
         for v, factor in ((x, y), (y, x)):
             repeats, hot = factor.axes("repeats"), factor.axes("one hot")
             if repeats:
-                self.record_weights(i, factor, v)
-            if v.is_weight and len(repeats) == sum(
-                n > 1 for n in self.shape(self.nodes[i].outputs[0])
-            ):
+                self.record_weights(node, factor, v)
+            if v.is_weight and len(repeats) == sum(n > 1 for n in self.shape(node.outputs[0])):
                 for t in v.terms:  # one factor for all of it, as a spectral norm
                     self.scales[t.leaf] |= factor.depends_on
             self.record_read(v, hot, factor)
@@ -141,7 +147,7 @@ class Walk:
                     self.record_gate(m, repeats)
         both = x.images + y.images if x.images and y.images and x.depends_on != y.depends_on else ()
         if all(m.linear or self.nodes[m.bent_by].name in ("mul", "div") for m in both):
-            self.entrywise[self.nodes[i].outputs[0]] = both
+            self.entrywise[node.outputs[0]] = both
 
     def record_parts(self, images: Iterable[Image]) -> None:
         """An operation that mixes columns takes these images: the region of each is used, by itself.
@@ -185,14 +191,16 @@ class Walk:
         for m in images:
             m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
 
-    def record_contracted(self, i: int, side: Side) -> None:
+    def record_contracted(self, node: Node, side: Side) -> None:
         """Columns of a product that another product of the same einsum sums over: rows, whatever the order is."""
-        subscripts = self.graph.einsum(i)
+        subscripts = self.graph.einsum(node.index)
         for image in side.value.images if subscripts else ():
             if self.graph.einsum(image.product.use.node) == subscripts:
                 image.product.contracted.update(image.layout.atoms(side.summed))
 
-    def record_attention(self, i: int, logits: Logits, keys: tuple[Run, ...], values: Any) -> None:
+    def record_attention(
+        self, node: Node, logits: Logits, keys: tuple[Run, ...], values: Any
+    ) -> None:
         self.attentions[logits.product].append((logits, frozenset(a.axis for a in keys)))
         # Queries that share a key head are counted by an axis of their own.
         for side in self.pairs[logits.product]:
@@ -202,6 +210,11 @@ class Walk:
         ]
         part = operands[-1].layout.region if operands else None
         # Heads one by one, whose parts are no matrices; subtracted softmaxes share their values.
-        if self.operands.setdefault(tuple(m.product for m in operands), part) != part:
+        if self.value_parts.setdefault(tuple(m.product for m in operands), part) != part:
             for m in operands:
-                self.record(logits.product, "unknown", m.product.use.term, "attention head by head")
+                self.record(
+                    self.nodes[logits.product],
+                    "unknown",
+                    m.product.use.term,
+                    "attention head by head",
+                )

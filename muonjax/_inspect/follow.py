@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from muonjax._inspect import moves, products  # noqa: F401  with `entrywise`, they fill RULES
-from muonjax._inspect.entrywise import FOLDED, RULES, SPREADING, spread, unknown
+from muonjax._inspect.entrywise import FOLDED, RULES, unknown
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
@@ -42,7 +42,7 @@ def _follow(walk: Walk, first: int, last: int) -> None:
     while i < last:
         if (loop := walk.graph.loops.get(i)) is None:
             if i in walk.graph.live:
-                _apply(walk, i, walk.nodes[i])
+                _apply(walk, walk.nodes[i])
             i += 1
             continue
         carries = [c for c in loop.carries if c in walk.graph.live]
@@ -69,7 +69,9 @@ def _follow(walk: Walk, first: int, last: int) -> None:
                 start.is_weight and not value.is_weight
             ):  # an initial state, or weights that the loop trains
                 kind = "unknown" if trains_inside else "other"
-                walk.record_terms(carry, "the start of a loop that changes it", [start], kind)
+                walk.record_terms(
+                    walk.nodes[carry], "the start of a loop that changes it", [start], kind
+                )
         i = loop.last
 
 
@@ -90,15 +92,11 @@ def _next(walk: Walk, carry: int) -> Value:
     return after._replace(depends_on=after.depends_on % OF_PRODUCTS | start.depends_on)
 
 
-def _apply(walk: Walk, i: int, node: Node) -> None:
-    values = [walk.values[x] for x in node.inputs]
+def _apply(walk: Walk, node: Node) -> None:
     if node.name in FOLDED:
         known, size = [walk.known(x) for x in node.inputs], math.prod(walk.shape(node.outputs[0]))
         if all(k is not None and np.size(k) in (1, size) for k in known):
             walk.graph.known[node.outputs[0]] = FOLDED[node.name](*known)
-    if node.name in SPREADING:
-        shape = walk.shape(node.outputs[0])
-        values = [spread(v, walk.shape(x), shape) for v, x in zip(values, node.inputs, strict=True)]
-    outs = RULES.get(node.name, unknown)(walk, i, node, values)
+    outs = RULES.get(node.name, unknown)(walk, node)
     for x, out in zip(node.outputs, outs, strict=True):
         walk.values[x] = out if walk.graph.is_followed(x) else out._replace(images=(), logits=())

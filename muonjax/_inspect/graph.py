@@ -108,6 +108,7 @@ Place: TypeAlias = tuple[Step, ...]
 class Node:
     """One operation."""
 
+    index: int  # in the list of all
     name: str
     params: dict[str, Any]
     inputs: tuple[int, ...]
@@ -208,7 +209,16 @@ class Graph:
         outputs = [self._new(v) for v in outs]
         passes = "" if equation is None else _pass(equation.source_info.name_stack)
         self.nodes.append(
-            Node(name, params, tuple(inputs), tuple(outputs), equation, place, passes)
+            Node(
+                len(self.nodes),
+                name,
+                params,
+                tuple(inputs),
+                tuple(outputs),
+                equation,
+                place,
+                passes,
+            )
         )
         return outputs
 

@@ -36,7 +36,8 @@ RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_sca
 
 
 @rule(SAME)
-def _same(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _same(walk: Walk, node: Node) -> Sequence[Value]:
+    values = walk.operands(node)
     if node.name == "stop_gradient":
         return [v.without_gradient for v in values]
     if node.name in ("psum", "psum2", "psum_invariant", "imag") or is_coarse(walk, node):
@@ -118,39 +119,41 @@ def reshaped(x: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
 
 
 @rule("transpose reshape rev slice scan_stack broadcast_in_dim")
-def _one_operand(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,) = values
+def _one_operand(walk: Walk, node: Node) -> Sequence[Value]:
+    (x,) = walk.operands(node)
     if node.name == "broadcast_in_dim":
         x = x.repeating(walk.shape(node.inputs[0]))
-    return _rearranged(walk, i, node, x)
+    return _rearranged(walk, node, x)
 
 
-def _rearranged(walk: Walk, i: int, node: Node, x: Value, start: Any = None) -> Sequence[Value]:
+def _rearranged(walk: Walk, node: Node, x: Value, start: Any = None) -> Sequence[Value]:
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     move = functools.partial(moved_by, node, old=old, new=new, start=start)
-    return _mapped(walk, i, node, x, lambda layout: layout.moved(new, move))
+    return _mapped(walk, node, x, lambda layout: layout.moved(new, move))
 
 
-def _mapped(walk: Walk, i: int, node: Node, x: Value, move: Move) -> Sequence[Value]:
+def _mapped(walk: Walk, node: Node, x: Value, move: Move) -> Sequence[Value]:
     """The value with other layouts, unless it is not followed where entries of parameters go."""
     result = x.map(move)
     lost = [any(UNORDERED in y.layout.loops for y in (*v.terms, *v.images)) for v in (x, result)]
-    return unknown(walk, i, node, [x]) if lost == [False, True] else [result]
+    return unknown(walk, node) if lost == [False, True] else [result]
 
 
 @rule("concatenate")
-def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _put_together(walk: Walk, node: Node) -> Sequence[Value]:
     axis = node.params["dimension"]
-    values = [v for v, x in zip(values, node.inputs, strict=True) if walk.shape(x)[axis]]
+    values = [
+        v for v, x in zip(walk.operands(node), node.inputs, strict=True) if walk.shape(x)[axis]
+    ]
     sizes = [walk.shape(x)[axis] for x in node.inputs if walk.shape(x)[axis]]
     joined = dependent(values)
     if not joined.is_weight:
-        walk.record_terms(i, "joined with data", [v for v in values if v.is_weight])
+        walk.record_terms(node, "joined with data", [v for v in values if v.is_weight])
     starts = zip(values, itertools.accumulate(sizes, initial=0), strict=False)
     zeros = sum(not is_zero(walk, x) for x in node.inputs) == 1
     place = functools.partial(Layout.place, axis=axis, size=sum(sizes), zeros=zeros)
     placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
-    images = latest(walk, i, all_images(placed))
+    images = latest(walk, node, all_images(placed))
     logits = tuple(x for v in placed for x in v.logits)
     if len(logits) > 1:
         logits = tuple(softmax.lost(node, x) if x.stage == "logits" else x for x in logits)
@@ -163,15 +166,15 @@ def _put_together(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Se
 
 
 @rule("gather")
-def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    x, indices = values
+def _gather(walk: Walk, node: Node) -> Sequence[Value]:
+    values = x, indices = walk.operands(node)
     numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [axis for axis in range(len(old)) if axis not in gone]
     start = walk.known(node.inputs[1])
     if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
-        return _rearranged(walk, i, node, x, start)
+        return _rearranged(walk, node, x, start)
     sources: list[int | None] = [None] * len(new)
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
         sources[at] = axis if sizes[axis] == old[axis] else None
@@ -179,17 +182,17 @@ def _gather(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
     here = any(y.layout.atoms(picked) for y in (*x.terms, *x.images))
     order = start if here and len(picked) == 1 else None
     if order is not None and np.array_equal(np.sort(order, None), np.arange(old[picked[0]])):
-        return unknown(walk, i, node, values)  # all positions in another order
+        return unknown(walk, node)  # all positions in another order
     if not x.terms:
         walk.record_read(x, picked, indices)
         if here:
             walk.record_parts(x.images)
             return [dependent(values)]
-    return [looked_up(walk, i, values, picked, sources, new)]
+    return [looked_up(walk, node, values, picked, sources, new)]
 
 
 def looked_up(
-    walk: Walk, i: int, values: Sequence[Value], picked: Sequence[int], sources: Sequence[int | None],
+    walk: Walk, node: Node, values: Sequence[Value], picked: Sequence[int], sources: Sequence[int | None],
     shape: tuple[int, ...],
 ) -> Value:  # fmt: skip
     """Entries of `picked` axes at indices that are known only when it runs."""
@@ -201,12 +204,12 @@ def looked_up(
             by_data and t.inner and not t.layout.atoms(picked)
         ):  # a table times a matrix: rows of the product
             every = t.layout.atoms(range(len(t.layout.shape)))
-            walk.record(i, "product", t, MULTIPLIED, k=k, rows=t.inner[0], columns=every)
+            walk.record(node, "product", t, MULTIPLIED, k=k, rows=t.inner[0], columns=every)
             continue
         rows = t.layout.atoms(picked)
         layout = t.layout.visit(picked).pick(tuple(sources), shape)
         if by_data and rows:
-            walk.record(i, "looked up", t, "looked up", rows=rows)
+            walk.record(node, "looked up", t, "looked up", rows=rows)
         terms.append(t._replace(layout=layout))
     images = (
         move_each(x.images, lambda layout: layout.pick(tuple(sources), shape))
@@ -217,7 +220,8 @@ def looked_up(
 
 
 @rule("dynamic_slice")
-def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _dynamic_slice(walk: Walk, node: Node) -> Sequence[Value]:
+    values = walk.operands(node)
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
     picked = [axis for axis, source in enumerate(sources) if source is None]
@@ -225,19 +229,20 @@ def _dynamic_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> S
         axis for axis in picked if new[axis] > 1
     ]  # which of them an index reaches is not followed
     if any(x.layout.atoms(runs) for x in (*values[0].terms, *values[0].images)):
-        return unknown(walk, i, node, values)
-    return [looked_up(walk, i, values, picked, sources, new)]
+        return unknown(walk, node)
+    return [looked_up(walk, node, values, picked, sources, new)]
 
 
 @rule("scan_slice")
-def _scan_slice(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _scan_slice(walk: Walk, node: Node) -> Sequence[Value]:
     rest, shape = (*range(1, len(walk.shape(node.inputs[0]))),), walk.shape(node.outputs[0])
-    return [values[0].map(lambda layout: layout.visit([0]).pick(rest, shape))]
+    value = walk.operands(node)[0]
+    return [value.map(lambda layout: layout.visit([0]).pick(rest, shape))]
 
 
 @rule(RESIZED)
-def _resize(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
-    (x,), old, new = values, walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+def _resize(walk: Walk, node: Node) -> Sequence[Value]:
+    (x,), old, new = walk.operands(node), walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     if len(old) != len(new):
-        return unknown(walk, i, node, values)
-    return _mapped(walk, i, node, x, lambda layout: layout.resize(new))
+        return unknown(walk, node)
+    return _mapped(walk, node, x, lambda layout: layout.resize(new))

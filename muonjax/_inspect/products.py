@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from muonjax._inspect import softmax
-from muonjax._inspect.entrywise import RULES, bent, rule, unknown
+from muonjax._inspect.entrywise import bent, entrywise, rule
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
@@ -26,34 +26,34 @@ from muonjax._inspect.values import (
 
 
 @rule("dot_general")
-def _dot(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _dot(walk: Walk, node: Node) -> Sequence[Value]:
     sums, batches = node.params["dimension_numbers"]
     ranks = [len(walk.shape(x)) for x in node.inputs]
-    left, right = map(Side, values, node.inputs, ranks, sums, batches)
+    left, right = map(Side, walk.operands(node), node.inputs, ranks, sums, batches)
     left.sources = (*left.batch, *left.given, *[None] * len(right.given))
     right.sources = (*right.batch, *[None] * len(left.given), *right.given)
     left.shape = right.shape = walk.shape(node.outputs[0])
-    return [multiply(walk, i, left, right)]
+    return [multiply(walk, node, left, right)]
 
 
-def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
+def multiply(walk: Walk, node: Node, left: Side, right: Side) -> Value:
     a, b = left.value, right.value
     product = dependent([a, b])
     if not product.depends_on & PARAMETER:
         return product
     if not left.summed:  # entry by entry, written as an einsum
-        node = dataclasses.replace(walk.nodes[i], name="mul")
+        node = dataclasses.replace(node, name="mul")
         moved = [s.value.repeated(walk.shape(s.operand), s.sources, s.shape) for s in (left, right)]
-        return RULES.get("mul", unknown)(walk, i, node, moved)[0]
+        return entrywise(walk, node, moved)
     for side, rest in ((left, right), (right, left)):
         walk.record_unknown(side.value, rest.value)
     if left.is_parameter and right.is_parameter:
-        return _of_parameters(i, product, left, right)
+        return _of_parameters(product, left, right)
     for side, rest in ((left, right), (right, left)):
         hot = rest.value.axes("one hot")
         if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
             return looked_up(
-                walk, i, [side.value, rest.value], side.summed, side.sources, side.shape
+                walk, node, [side.value, rest.value], side.summed, side.sources, side.shape
             )
         if hot:
             chosen = [
@@ -69,13 +69,13 @@ def multiply(walk: Walk, i: int, left: Side, right: Side) -> Value:
         side = sides[0]
         rest = right if side is left else left
         if _may_be_learned(side, rest):
-            walk.record_terms(i, "", [side.value])
-            walk.softmaxes |= {rest.value.weights: i} if rest.value.weights >= 0 else {}
-            walk.one_sided.add(i)
-            return product._replace(scores=i)
-        result = by_parameter(walk, i, product, side, rest)
-        return result._replace(logits=softmax.scaled(walk.nodes[i], rest.aligned))
-    return _of_activations(walk, i, product, left, right)
+            walk.record_terms(node, "", [side.value])
+            walk.softmaxes |= {rest.value.weights: node.index} if rest.value.weights >= 0 else {}
+            walk.one_sided.add(node.index)
+            return product._replace(scores=node.index)
+        result = by_parameter(walk, node, product, side, rest)
+        return result._replace(logits=softmax.scaled(node, rest.aligned))
+    return _of_activations(walk, node, product, left, right)
 
 
 def _may_be_learned(side: Side, rest: Side) -> bool:
@@ -84,7 +84,7 @@ def _may_be_learned(side: Side, rest: Side) -> bool:
     return all(t.inner for t in side.value.terms) and (sums_over_last or rest.value.weights >= 0)
 
 
-def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
+def _of_parameters(product: Value, left: Side, right: Side) -> Value:
     """Not used yet: a penalty, or factors of a matrix (adapters)."""
     terms = []
     for side, before in ((left, False), (right, True)):
@@ -96,12 +96,12 @@ def _of_parameters(i: int, product: Value, left: Side, right: Side) -> Value:
     return product._replace(terms=tuple(terms))
 
 
-def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **extra) -> Value:
+def by_parameter(walk: Walk, node: Node, product: Value, side: Side, rest: Side, **extra) -> Value:
     """The product of an activation with a parameter, or with a sum of several."""
-    walk.record_terms(i, "a learned input", [rest.value] if rest.value.is_weight else [])
+    walk.record_terms(node, "a learned input", [rest.value] if rest.value.is_weight else [])
     if "groups" not in extra or not rest.value.logits:  # otherwise a convolution of logits
-        walk.one_sided.add(i)
-        product = product._replace(scores=i if side.is_matrix else -1, weights=-1)
+        walk.one_sided.add(node.index)
+        product = product._replace(scores=node.index if side.is_matrix else -1, weights=-1)
     if not extra.get("is_depthwise"):
         walk.record_parts(rest.value.images)
     images, depends_on = [], product.depends_on | DATA
@@ -115,10 +115,10 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
         rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
         axes = {"rows": rows, "columns": columns, "batch": batch}
         walk.record(
-            i, kind, t, MULTIPLIED, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra
+            node, kind, t, MULTIPLIED, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra
         )
         if kind == "product":
-            images.append(Image(walk.product(i, k), side.along(t.layout)))
+            images.append(Image(walk.product(node, k), side.along(t.layout)))
             depends_on |= images[-1].product.bit
     if not images:  # a scale, written as a product
         return product._replace(images=rest.aligned.images)
@@ -129,8 +129,8 @@ def by_parameter(walk: Walk, i: int, product: Value, side: Side, rest: Side, **e
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
         return product
     if extra.get("is_depthwise"):
-        images += [bent(walk, m, i, apart=True) for m in rest.aligned.images]
-    walk.consumers.add(i)
+        images += [bent(walk, m, node, apart=True) for m in rest.aligned.images]
+    walk.consumers.add(node.index)
     return product._replace(images=tuple(images), depends_on=depends_on, no_rule=-1)
 
 
@@ -155,10 +155,10 @@ def _cuts_input(side: Side) -> bool:
     return False
 
 
-def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side) -> Value:
+def _of_activations(walk: Walk, node: Node, product: Value, left: Side, right: Side) -> Value:
     a, b = left.value, right.value
     for side in (left, right):
-        walk.record_contracted(i, side)
+        walk.record_contracted(node, side)
     of_a_model = PARAMETER | FROZEN  # heads are heads where the queries and keys do not train
     for side in (left, right) if a.depends_on & of_a_model and b.depends_on & of_a_model else ():
         walk.record_parts(side.value.images)
@@ -168,29 +168,31 @@ def _of_activations(walk: Walk, i: int, product: Value, left: Side, right: Side)
             x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)
         ]
         for x in found:  # several where softmaxes are subtracted
-            walk.record_attention(i, x, x.layout.atoms(side.summed), values)
+            walk.record_attention(node, x, x.layout.atoms(side.summed), values)
         if not found or side.value.no_rule >= 0:
-            walk.record_weights(i, side.value, values.value)
+            walk.record_weights(node, side.value, values.value)
     if a.depends_on & b.depends_on & PARAMETER:
-        product = product._replace(scores=i, weights=-1)
+        product = product._replace(scores=node.index, weights=-1)
         features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
         # Entry by entry, as of two towers.
         matched = a.images and b.images and features and a.depends_on != b.depends_on
         if (left.given and right.given) or matched:
-            walk.consumers.add(i)
+            walk.consumers.add(node.index)
         if a.images and b.images and (left.given or right.given):
-            walk.pairs[i], result = (left, right), walk.nodes[i].outputs[0]
-            return product._replace(logits=(Logits(i, whole(walk.shape(result)), value=result),))
+            walk.pairs[node.index], result = (left, right), node.outputs[0]
+            return product._replace(
+                logits=(Logits(node.index, whole(walk.shape(result)), value=result),)
+            )
     elif left.given and right.given and product.scores < 0:
-        walk.one_sided.add(i)
-        product = product._replace(scores=i, weights=-1)
+        walk.one_sided.add(node.index)
+        product = product._replace(scores=node.index, weights=-1)
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.depends_on & PARAMETER:
             if _is_frozen_layer(side, rest):
                 layers = walk.frozen_attentions if rest.batch else walk.frozen_layers
-                layers.add(i)
-            logits = softmax.scaled(walk.nodes[i], side.aligned)
+                layers.add(node.index)
+            logits = softmax.scaled(node, side.aligned)
             return product._replace(images=side.added_up.images, logits=logits)
     return product
 
@@ -213,7 +215,7 @@ def _is_frozen_layer(activation: Side, other: Side) -> bool:
 
 
 @rule("conv_general_dilated")
-def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _conv(walk: Walk, node: Node) -> Sequence[Value]:
     numbers, shape = node.params["dimension_numbers"], walk.shape(node.inputs[1])
     out, into, *window = numbers.rhs_spec
     sources: list[int | None] = [None] * len(shape)
@@ -228,11 +230,11 @@ def _conv(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[V
         "is_depthwise": groups > 1 and shape[into] == 1,
         "is_patch": tuple(node.params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     }
-    return [_by_kernel(walk, i, node, values, (into, *window), (), sources, features, **extra)]
+    return [_by_kernel(walk, node, (into, *window), (), sources, features, **extra)]
 
 
 @rule("ragged_dot_general")
-def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence[Value]:
+def _ragged(walk: Walk, node: Node) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
@@ -241,23 +243,24 @@ def _ragged(walk: Walk, i: int, node: Node, values: Sequence[Value]) -> Sequence
         axis for axis in range(len(walk.shape(node.inputs[1]))) if axis not in (*summed, *batch)
     ]
     rank = len(walk.shape(node.outputs[0]))
-    return [_by_kernel(walk, i, node, values, summed, batch, [None] * (rank - len(given)) + given)]
+    return [_by_kernel(walk, node, summed, batch, [None] * (rank - len(given)) + given)]
 
 
 def _by_kernel(
-    walk: Walk, i: int, node: Node, values: Sequence[Value], summed: Sequence[int], batch: Sequence[int],
+    walk: Walk, node: Node, summed: Sequence[int], batch: Sequence[int],
     sources: Sequence[int | None], features: Sequence[int | None] = (), **extra: Any,
 ) -> Value:  # fmt: skip
     """A product whose second operand has the parameters; of the first one, only features that stay are followed."""
+    values = walk.operands(node)
     product = dependent(values)
     if not values[1].terms or (
         extra.get("groups", 1) > 1 and not values[1].is_weight
     ):  # groups of examples
-        walk.record_terms(i, node.name, values, "unknown")
+        walk.record_terms(node, node.name, values, "unknown")
         if values[1].depends_on & PARAMETER:
-            walk.consumers.add(i)
+            walk.consumers.add(node.index)
         elif product.depends_on & PARAMETER and not extra.get("is_depthwise"):
-            walk.frozen_layers.add(i)
+            walk.frozen_layers.add(node.index)
         return product
     data, kernel = (
         Side(v, x, len(walk.shape(x)), *axes)
@@ -266,4 +269,4 @@ def _by_kernel(
     walk.record_unknown(kernel.value, data.value)
     data.sources, kernel.sources = features or [None] * len(sources), sources
     data.shape = kernel.shape = walk.shape(node.outputs[0])
-    return by_parameter(walk, i, product, kernel, data, **extra)
+    return by_parameter(walk, node, product, kernel, data, **extra)
