@@ -35,11 +35,12 @@ each that are put together.
 `measure` runs the function with its largest logits as further results, and is otherwise the function to the bit;
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
-A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry, in `SAME` (`moves`)
-if it moves nothing, in `_MIXES` (`entrywise`) if it mixes columns, in `_ENTERED` (`graph`) if it calls a body. One that
-JAX can say in others has a line in `_REWRITTEN` (`graph`), one that moves the entries of one operand a case in
-`moves.moved_by`, which the certificate uses too. Otherwise write a function (walk, node) -> values under
-`@rule("its name")`: `walk.operands(node)` has the values of the operands, `node.params` the equation's parameters.
-Return `unknown(walk, node)` for settings that you do not handle. If it has several operands and a clip may pass it, the certificate needs its own
-line.
+A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry, in
+`SAME` (`moves`) if it moves nothing, in `_MIXES` (`entrywise`) if it mixes columns, in `_ENTERED`
+(`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`),
+one that moves the entries of one operand a case in `moves.moved_by`, which the certificate uses
+too. Otherwise write a function (walk, node) -> values under `@rule("its name")`:
+`walk.operands(node)` has the values of the operands, `node.params` the equation's parameters.
+Return `unknown(walk, node)` for settings that you do not handle. If it has several operands and a
+clip may pass it, the certificate needs its own line.
 """
