@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,7 @@ import numpy as np
 from muonjax._inspect import softmax
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import Layout
-from muonjax._inspect.layout import whole as all_of
+from muonjax._inspect.layout import Layout, whole
 from muonjax._inspect.values import (
     ADDED,
     CHOICES,
@@ -53,40 +52,47 @@ _MIXING = frozenset(_MIXES.split())
 
 
 def unknown(walk: Walk, node: Node) -> Sequence[Value]:
-    """What is not followed. Without a rule it may be an exponential, a product, one hot, or a kernel of attention."""
-    is_call = any(word in node.name for word in ("call", "attention"))  # a kernel, a callback
+    """An operation that is not followed.
+
+    One without a rule may be an exponential, a product, or something that is one hot; a call may be a kernel of
+    attention, or go to the host.
+    """
     values = walk.operands(node)
     result = dependent(values)
-    if has_no_rule := not (is_call or node.name in RULES):
+    is_call = "call" in node.name or "attention" in node.name
+    has_no_rule = not is_call and node.name not in RULES
+    if has_no_rule:
         result = result._replace(no_rule=node.index, weights=max(result.weights, result.scores))
         walk.normalized.add(result.weights)
         walk.no_rule.add(node.index)
-    alone = all(
-        v.is_weight or not v.depends_on for v in values
-    )  # a penalty perhaps, as a determinant
+    # Of parameters alone it may be a penalty, such as a determinant.
+    has_data = any(v.depends_on and not v.is_weight for v in values)
     weights = [v for v in values if v.is_weight or has_no_rule]
-    walk.record_terms(node, node.name, weights, "alone" if alone else "unknown")
+    walk.record_terms(node, node.name, weights, "unknown" if has_data else "alone")
     images = [m for v in values for m in v.images]
     if has_no_rule:
-        taken = [x.product for v in values for x in v.logits]
-        walk.unseen |= dict.fromkeys(taken, node.index)
-        images += [
-            m for product in taken for side in walk.pairs[product] for m in side.value.images
-        ]
+        images += _behind_logits(walk, node, values)
     walk.record_parts(images)
-    for m in images if not is_call and node.name not in _MIXING else ():
-        if (
-            m.apart or has_no_rule
-        ):  # which of its columns are used together, or chosen, is not known any more
-            walk.record(node, "unknown", m.product.use.term, node.name)
-    parts = {(m.product, m.layout.region): m for m in images}
-    arrays = [
-        v for v, x in zip(values, node.inputs, strict=True) if v.is_activation and walk.shape(x)
-    ]
+    if not is_call and node.name not in _MIXING:
+        for m in images:
+            if m.apart or has_no_rule:  # it may choose some of the columns, or use some together
+                walk.record(node, "unknown", m.product.use.term, node.name)
+    arrays = [x for x in node.inputs if walk.values[x].is_activation and walk.shape(x)]
     if is_call and len(arrays) > 2:
+        parts = {(m.product, m.layout.region): m for m in images}
         walk.opaque[node.index] = tuple(parts.values())
         walk.consumers.add(node.index)
     return [result] * len(node.outputs)
+
+
+def _behind_logits(walk: Walk, node: Node, values: Iterable[Value]) -> list[Image]:
+    """The queries and keys of logits that the operation takes: of these it makes something unknown."""
+    images = []
+    for logits in [x for v in values for x in v.logits]:
+        walk.unseen[logits.product] = node.index
+        for side in walk.pairs[logits.product]:
+            images += side.value.images
+    return images
 
 
 RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
@@ -97,20 +103,22 @@ RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
 
 @rule("iota")
 def _iota(walk: Walk, node: Node) -> Sequence[Value]:
-    shape, axis = walk.shape(node.outputs[0]), node.params["dimension"]
-    counting = all_of(tuple(n if k == axis else 1 for k, n in enumerate(shape)))
-    return [Value(marks=(Mark("counts", counting),))]
+    shape = [1] * len(walk.shape(node.outputs[0]))
+    axis = node.params["dimension"]
+    shape[axis] = walk.shape(node.outputs[0])[axis]
+    return [Value(marks=(Mark("counts", whole(tuple(shape))),))]
 
 
 @rule("eq")
 def _eq(walk: Walk, node: Node) -> Sequence[Value]:
     """An index equals one of the numbers that count along an axis, so the result is one hot along it."""
     values = spread_operands(walk, node)
-    counting, index = (v.axes("counts") for v in values)
-    marks = [
-        m for v in values for m in v.marks if m.what == "counts" and set(counting).isdisjoint(index)
-    ]
-    return [dependent(values)._replace(marks=tuple(m._replace(what="one hot") for m in marks))]
+    result = dependent(values)
+    first, second = (v.axes("counts") for v in values)
+    if not set(first).isdisjoint(second):
+        return [result]
+    counts = [m for v in values for m in v.marks if m.what == "counts"]
+    return [result._replace(marks=tuple(m._replace(what="one hot") for m in counts))]
 
 
 @rule(
@@ -127,10 +135,9 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "add": operator.add,
     "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
-    **dict.fromkeys(
-        ["broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape"], lambda x: x
-    ),
 }
+for _name in ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape"):
+    FOLDED[_name] = lambda x: x
 
 
 # Entry by entry. What is linear in an operand leaves its images linear: sums and choices in all together, a product in
@@ -171,61 +178,40 @@ def _entrywise(walk: Walk, node: Node) -> Sequence[Value]:
 
 def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
     """The result of an operation entry by entry on operands of its shape."""
-    name, whole, operands = node.name, dependent(values), node.inputs
-    which = Value()
-    if name in CHOICES:
-        which, values, operands = values[0], values[1:], operands[1:]
-    elif name in SUMS:  # Python's sum begins with 0
+    result, chooser, operands = dependent(values), Value(), node.inputs
+    if node.name in CHOICES:
+        chooser, *values = values
+        operands = operands[1:]
+        if chosen := _chosen_parts(values):
+            for term in chosen:
+                walk.record(node, "unknown", term, node.name)
+            return result
+    elif node.name in SUMS:
+        # Python's `sum` begins with 0.
         values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
         if len(values) == 1:
-            (v,) = values
-            return v._replace(logits=softmax.scaled(node, v)) if name == "sub" else v
-    if name in CHOICES and (parts := _parts(values)):
-        for term in parts:
-            walk.record(node, "unknown", term, name)
-        return whole
-    if whole.is_weight:
-        return whole._replace(terms=_of_weights(walk, node, name, values))
-    if not dependent(values).depends_on & PARAMETER:
-        kept = ("input", "one hot") if name in _SCALES else ("input",) if name in SUMS else ()
-        return whole._replace(marks=tuple(m for v in values for m in v.marks if m.what in kept))
-    weights = [v for v in values if v.is_weight]
-    walk.record_terms(
-        node, ADDED if name in SUMS else MULTIPLIED if name in _SCALES else name, weights
-    )
-    if name in _SCALES:
-        walk.record_factors(node, *values)
-    elif name in SUMS:
-        walk.record_meeting_parts(values)
-    if name in (*softmax.EXPONENTIALS, "pow"):
-        whole = whole._replace(weights=whole.scores)
-    images = all_images(v._replace(images=_images(walk, node, v, values)) for v in values)
-    images = latest(walk, node, images)
-    if name in SUMS:
-        walk.record_sum(images if name not in CHOICES else ())
-        biases = tuple(t for v in weights for t in v.terms)
-        images = tuple(m._replace(biases=tuple(dict.fromkeys(m.biases + biases))) for m in images)
-    logits = softmax.after(walk.graph, node, which, values, operands)
-    is_seen = name != "pow" and any(x.lost < 0 or x.product == whole.scores for x in logits)
-    if name in (*softmax.EXPONENTIALS, "pow") and not is_seen:
-        walk.unseen[whole.scores] = node.index
-    # A masked parameter, or one of several that data choose or mix.
-    is_mixed = (
-        not images and not logits and all(v.terms for v in values if v.depends_on & PARAMETER)
-    )
-    kept = values if name in _SCALES or (name in SUMS and is_mixed) else ()
-    no_rule = -1 if name in SUMS and images else whole.no_rule  # no residual stream is one hot
-    terms = tuple(t for v in kept for t in v.terms)
-    return whole._replace(terms=terms, images=images, logits=logits, no_rule=no_rule)
+            (value,) = values
+            changed = node.name == "sub"
+            return value._replace(logits=softmax.scaled(node, value)) if changed else value
+    if result.is_weight:
+        return result._replace(terms=_of_weights(walk, node, values))
+    if not any(v.depends_on & PARAMETER for v in values):
+        return result._replace(marks=_marks(node, values))
+    return _of_activations(walk, node, result, chooser, values, operands)
 
 
-def _parts(values: Sequence[Value]) -> list[Term]:
+def _chosen_parts(values: Sequence[Value]) -> list[Term]:
     """Parameters of which one of several parts is chosen, before or after a product with them."""
-    held: list[tuple[Any, Any, Term]] = [
-        (t.leaf, t.layout.region, t) for v in values for t in v.terms
-    ]
-    held += [(m.product, m.layout.region, m.product.use.term) for v in values for m in v.images]
-    return [t for x, region, t in held if any(x == y and region != part for y, part, _ in held)]
+    regions: dict[Any, set[Any]] = {}
+    terms: list[tuple[Any, Term]] = []
+    for v in values:
+        for t in v.terms:
+            regions.setdefault(t.leaf, set()).add(t.layout.region)
+            terms.append((t.leaf, t))
+        for m in v.images:
+            regions.setdefault(m.product, set()).add(m.layout.region)
+            terms.append((m.product, m.product.use.term))
+    return [term for origin, term in terms if len(regions[origin]) > 1]
 
 
 def is_zero(walk: Walk, value: int) -> bool:
@@ -233,138 +219,224 @@ def is_zero(walk: Walk, value: int) -> bool:
     return known is not None and np.ndim(known) == 0 and known == 0
 
 
-def _of_weights(walk: Walk, node: Node, name: str, values: Sequence[Value]) -> tuple[Term, ...]:
+def _marks(node: Node, values: Sequence[Value]) -> tuple[Mark, ...]:
+    """What stays true of numbers without parameters: a sum of an argument's entries is made of these still."""
+    kept: tuple[str, ...] = ()
+    if node.name in _SCALES:
+        kept = ("input", "one hot")
+    elif node.name in SUMS:
+        kept = ("input",)
+    return tuple(m for v in values for m in v.marks if m.what in kept)
+
+
+def _of_weights(walk: Walk, node: Node, values: Sequence[Value]) -> tuple[Term, ...]:
     """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
+    is_sum, is_scale = node.name in SUMS, node.name in _SCALES
     several = sum(bool(v.terms) for v in values) > 1
-    noisy = name in _SCALES and any(v.depends_on & NOISE and not v.is_weight for v in values)
-    cover, terms = [_cover(v) for v in values], []
-    if name in SUMS:  # of a column and a row, as of any that repeat along an axis of the sum
-        cover = [*cover, frozenset().union(*cover)]
-    for v, mine in zip(values, cover, strict=False):
+    noisy = is_scale and any(v.depends_on & NOISE and not v.is_weight for v in values)
+    varying = [_varying(v) for v in values]
+    wider = list(varying)
+    if is_sum:  # of a column and a row, both repeat
+        wider.append(frozenset().union(*varying))
+    terms = []
+    for v, axes in zip(values, varying, strict=True):
         for t in v.terms:
-            if any(t.leaf == u.leaf and mine < _cover(w) for w in values for u in w.terms):
-                continue  # its own mean, say
-            if any(mine < other for other in cover) or (several and t.noisy):
-                walk.record(node, "other", t, ADDED if name in SUMS else MULTIPLIED)
+            if _is_statistic(t, axes, values):
+                continue
+            if any(axes < others for others in wider) or (several and t.noisy):
+                walk.record(node, "other", t, ADDED if is_sum else MULTIPLIED)
             else:
                 terms.append(t._replace(noisy=t.noisy or noisy))
     return tuple(dict.fromkeys(terms))
 
 
-def _cover(v: Value) -> frozenset[int]:
+def _is_statistic(term: Term, axes: frozenset[int], values: Sequence[Value]) -> bool:
+    """Whether an operand has all of the parameter of which this is a mean, say, that differs along `axes`."""
+    for v in values:
+        if axes < _varying(v) and any(t.leaf == term.leaf for t in v.terms):
+            return True
+    return False
+
+
+def _varying(v: Value) -> frozenset[int]:
     """The axes along which a value made of parameters differs."""
     return frozenset().union(*(t.layout.varying for t in v.terms))
 
 
-def _images(walk: Walk, node: Node, v: Value, values: Sequence[Value]) -> tuple[Image, ...]:
-    """The images in one operand after the operation."""
-    name, images = node.name, []
-    axes = [node.params["axis"]] if "axis" in node.params else []  # of running sums
-    factor = next((u for u in values if u is not v), v)
-    own = {(m.product, m.layout) for m in factor.images}  # of a function of itself, as SiLU
-    # A mask puts zeros or the like in their place.
-    may_add = [u for u in values if not u.is_weight and not u.images]
-    strangers = [u for u in may_add if u.depends_on or name not in CHOICES]
-    is_divisor = name == "div" and v is values[1]
-    if (
-        strangers == []
-        if name in SUMS
-        else name in _SCALES and not (factor.is_activation or is_divisor)
-    ):
-        return v.images
-    for m in v.images:
-        if name in SUMS:
-            apart = all(_keeps_apart(m, u) for u in strangers)
-        elif name in _SCALES:
-            apart = (m.product, m.layout) in own or (
-                factor.is_activation and _keeps_apart(m, factor)
+def _of_activations(
+    walk: Walk,
+    node: Node,
+    result: Value,
+    chooser: Value,
+    values: Sequence[Value],
+    operands: Sequence[int],
+) -> Value:
+    """The result where some operand is made of parameters and data."""
+    name = node.name
+    is_sum, is_scale = name in SUMS, name in _SCALES
+    is_exponential = name in softmax.EXPONENTIALS or name == "pow"
+    weights = [v for v in values if v.is_weight]
+    walk.record_terms(node, ADDED if is_sum else MULTIPLIED if is_scale else name, weights)
+    if is_scale:
+        walk.record_factors(node, *values)
+    elif is_sum:
+        walk.record_meeting_parts(values)
+    if is_exponential:
+        result = result._replace(weights=result.scores)
+    held = [v._replace(images=_images(walk, node, v, values)) for v in values]
+    images = latest(walk, node, all_images(held))
+    if is_sum:
+        if name not in CHOICES:
+            walk.record_sum(images)
+        biases = [t for v in weights for t in v.terms]
+        images = tuple(
+            m._replace(biases=tuple(dict.fromkeys((*m.biases, *biases)))) for m in images
+        )
+    logits = softmax.after(walk.graph, node, chooser, values, operands)
+    if is_exponential:
+        is_followed = any(x.lost < 0 or x.product == result.scores for x in logits)
+        if name == "pow" or not is_followed:
+            walk.unseen[result.scores] = node.index
+    terms: tuple[Term, ...] = ()
+    if is_scale or (is_sum and not images and not logits and _all_parameters(values)):
+        terms = tuple(t for v in values for t in v.terms)
+    result = result._replace(terms=terms, images=images, logits=logits)
+    # A residual stream is not one hot, whatever is added to it.
+    return result._replace(no_rule=-1) if is_sum and images else result
+
+
+def _all_parameters(values: Sequence[Value]) -> bool:
+    """Whether all that is made of parameters is a masked one, or one of several that data choose or mix."""
+    return all(v.terms for v in values if v.depends_on & PARAMETER)
+
+
+def _images(walk: Walk, node: Node, value: Value, values: Sequence[Value]) -> tuple[Image, ...]:
+    """The images in one of the operands after the operation."""
+    name = node.name
+    if name in SUMS:
+        # A mask puts zeros or the like in the place of what it hides.
+        added = [u for u in values if not u.is_weight and not u.images]
+        added = [u for u in added if u.depends_on or name not in CHOICES]
+        if not added:
+            return value.images
+        return tuple(
+            bent(walk, m, node, all(_keeps_apart(m, u) for u in added)) for m in value.images
+        )
+    if name in _SCALES:
+        factor = values[1] if value is values[0] else values[0]
+        is_divisor = name == "div" and value is values[1]
+        if not factor.is_activation and not is_divisor:
+            return value.images
+        itself = {
+            (m.product, m.layout) for m in factor.images
+        }  # times a function of it, as in SiLU
+        return tuple(
+            bent(
+                walk,
+                m,
+                node,
+                (m.product, m.layout) in itself
+                or (factor.is_activation and _keeps_apart(m, factor)),
             )
-        else:
-            apart = not m.layout.atoms(axes) or bool(m.layout.atoms_beside(axes))
-            walk.record_reduced([m] if m.layout.atoms(axes) else [], axes)
-        images.append(bent(walk, m, node, apart))
+            for m in value.images
+        )
+    # Running sums, maxima and products mix the columns along an axis.
+    axes = [node.params["axis"]] if "axis" in node.params else []
+    images = []
+    for m in value.images:
+        is_mixed = bool(m.layout.atoms(axes))
+        if is_mixed:
+            walk.record_reduced([m], axes)
+        images.append(bent(walk, m, node, not is_mixed or bool(m.layout.atoms_beside(axes))))
     return tuple(images)
 
 
-def _keeps_apart(m: Image, u: Value) -> bool:
+def _keeps_apart(image: Image, other: Value) -> bool:
     """Whether it comes from elsewhere, or is a statistic of some columns, as in a norm of each head."""
-    if not m.product.bit & u.depends_on:
+    if not image.product.bit & other.depends_on:
         return True
-    repeats = u.axes("repeats")
-    return bool(repeats and not u.images and m.layout.atoms_beside(repeats))
+    repeats = other.axes("repeats")
+    return bool(repeats and not other.images and image.layout.atoms_beside(repeats))
 
 
 def bent(walk: Walk, image: Image, node: Node, apart: bool = False) -> Image:
     """After an operation that does not commute with scaling; `apart` where each entry is still one column's."""
     if not apart:
         walk.record_parts([image])
-    return image._replace(
-        bent_by=node.index if image.linear else image.bent_by, apart=image.apart and apart
-    )
+    bent_by = node.index if image.linear else image.bent_by
+    return image._replace(bent_by=bent_by, apart=image.apart and apart)
 
 
 def latest(walk: Walk, node: Node, images: tuple[Image, ...]) -> tuple[Image, ...]:
     """Those that are followed on, of the many in a residual stream, which is the sum of all layers."""
-    if len(images) > _MOST:  # a product with data has summed over the columns of some
-        gone = {m for m in images if not m.layout.atoms(range(len(m.layout.shape)))}
-        walk.record_parts(gone)
-        images = tuple(m for m in images if m not in gone)
-    if len(images) > _MOST:
-        images = tuple(bent(walk, m, node) for m in images)[-_MOST:]
-    return images
+    if len(images) <= _MOST:
+        return images
+    # A product with data has summed over the columns of some.
+    summed = {m for m in images if not m.layout.atoms(range(len(m.layout.shape)))}
+    walk.record_parts(summed)
+    images = tuple(m for m in images if m not in summed)
+    if len(images) <= _MOST:
+        return images
+    return tuple(bent(walk, m, node) for m in images)[-_MOST:]
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(walk: Walk, node: Node) -> Sequence[Value]:
-    (x,) = walk.operands(node)
-    walk.record_reduced(x.images, node.params["axes"])
-    is_softmax = node.name == "reduce_max" and x.logits and x.logits[0].stage == "logits"
-    largest = (x.logits[0]._replace(stage="largest"),) if is_softmax else ()
-    return [_without(dependent([x])._replace(logits=largest), node)]
+    (value,) = walk.operands(node)
+    walk.record_reduced(value.images, node.params["axes"])
+    logits = ()
+    if node.name == "reduce_max" and value.logits and value.logits[0].stage == "logits":
+        logits = (value.logits[0]._replace(stage="largest"),)
+    return [_without(dependent([value])._replace(logits=logits), node)]
 
 
 @rule("reduce_sum")
 def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
-    (x,), axes = walk.operands(node), node.params["axes"]
-    terms = _reduced_terms(node, x, axes)
-    towers = walk.entrywise.get(node.inputs[0], ())
-    if (
-        len({m.product for m in towers if m.layout.atoms(axes)}) > 1
-    ):  # a product over features, as by einsum
+    (value,), axes = walk.operands(node), node.params["axes"]
+    terms = _reduced_terms(value, axes)
+    factors = walk.entrywise.get(node.inputs[0], ())
+    if len({m.product for m in factors if m.layout.atoms(axes)}) > 1:
+        # The features of two activations, multiplied and added up: a product of these, as by an einsum.
         walk.consumers.add(node.index)
-        x = x._replace(scores=node.index)
-    own = [m for m in x.images if m.product.use.node == x.weights]
-    if (own or (x.weights, 0) not in walk.products) and not any(m.layout.atoms(axes) for m in own):
-        walk.normalized.add(x.weights)
-    linear = tuple(image for image in x.images if image.linear)
-    walk.record_reduced([image for image in x.images if not image.linear], axes)
-    for image in linear:
-        image.product.added_up.update(image.layout.atoms(axes))
-    totals = tuple(x._replace(stage="largest") for x in x.logits if x.stage == "weights")
-    return [_without(x._replace(terms=terms, images=linear, logits=totals), node)]
+        value = value._replace(scores=node.index)
+    _record_normalized(walk, value, axes)
+    linear = tuple(m for m in value.images if m.linear)
+    walk.record_reduced([m for m in value.images if not m.linear], axes)
+    for m in linear:
+        m.product.added_up.update(m.layout.atoms(axes))
+    totals = tuple(x._replace(stage="largest") for x in value.logits if x.stage == "weights")
+    return [_without(value._replace(terms=terms, images=linear, logits=totals), node)]
 
 
-def _reduced_terms(node: Node, x: Value, axes: Sequence[int]) -> tuple[Term, ...]:
+def _record_normalized(walk: Walk, value: Value, axes: Sequence[int]) -> None:
+    """A sum of exponentials of a product normalizes them, but for one along the columns of a parameter, a router's."""
+    images = [m for m in value.images if m.product.use.node == value.weights]
+    if any(m.layout.atoms(axes) for m in images):
+        return
+    if images or (value.weights, 0) not in walk.products:
+        walk.normalized.add(value.weights)
+
+
+def _reduced_terms(value: Value, axes: Sequence[int]) -> tuple[Term, ...]:
     """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
-    terms = [t for t in x.terms if t.layout.atoms(axes) and t.layout.varying.difference(axes)]
-    factors = len({t.layout.varying.difference(axes) for t in terms}) > 1
-    found = []
+    terms = [t for t in value.terms if t.layout.atoms(axes) and t.layout.varying.difference(axes)]
+    are_factors = len({t.layout.varying.difference(axes) for t in terms}) > 1
+    reduced = []
     for k, t in enumerate(terms):
         summed = t.layout.atoms(axes)
-        if factors:
-            t = t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed))
+        if are_factors:
+            reduced.append(t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed)))
         else:
-            t = t._replace(layout=t.layout.visit(axes))
-        found.append(t)
-    return tuple(found)
+            reduced.append(t._replace(layout=t.layout.visit(axes)))
+    return tuple(reduced)
 
 
-def _without(x: Value, node: Node) -> Value:
+def _without(value: Value, node: Node) -> Value:
     """Without the axes that are reduced."""
     axes = node.params["axes"]
 
-    def kept(layout: Layout) -> Layout:
-        left = [k for k in range(len(layout.shape)) if k not in axes]
-        return layout.add_up(axes).pick(tuple(left), tuple(layout.shape[k] for k in left))
+    def reduced(layout: Layout) -> Layout:
+        left = tuple(k for k in range(len(layout.shape)) if k not in axes)
+        return layout.add_up(axes).pick(left, tuple(layout.shape[k] for k in left))
 
-    return x.map(kept)
+    return value.map(reduced)
