@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ from muonjax._inspect.values import (
     DATA,
     MULTIPLIED,
     Move,
+    Term,
     Value,
     all_images,
     dependent,
@@ -56,66 +57,97 @@ def is_coarse(walk: Walk, node: Node) -> bool:
 def moved_by(node: Node, x: np.ndarray, old: Shape, new: Shape, start: Any = None) -> np.ndarray:
     """Facts about the entries of an array, after an operation that moves the entries.
 
-    Like the array they have its axes as the last ones, each with one entry where nothing depends on it. `start` is a
-    known index of a `gather`.
+    Args:
+      node: The operation.
+      x: The facts: like the array they have its axes as the last ones, each with one entry where nothing depends on it.
+      old: The shape of the array.
+      new: Its shape after the operation.
+      start: A known index of a `gather`.
+
+    Raises:
+      Unmoved: The operation is none of these, or there would be too many facts.
     """
-    p, first = node.params, x.ndim - len(old)
-
-    def cut(axis: int, *part: int) -> np.ndarray:
-        k = first + axis
-        return x[(slice(None),) * k + (slice(*part),)] if x.shape[k] > 1 else x
-
-    def placed(where: Sequence[int], kept: Sequence[int]) -> np.ndarray:
-        """Axis `kept[i]` becomes axis `where[i]`, and nothing depends on the others."""
-        sizes = dict(zip(where, (x.shape[first + axis] for axis in kept), strict=True))
-        return x.reshape([*x.shape[:first], *(sizes.get(axis, 1) for axis in range(len(new)))])
-
-    match node.name:
-        case "transpose":
-            return x.transpose(*range(first), *(first + axis for axis in p["permutation"]))
-        case "reshape" if p["dimensions"] is None:
-            return reshaped(x, old, new)
-        case "broadcast_in_dim":
-            return placed(p["broadcast_dimensions"], range(len(old)))
-        case "rev":
-            return np.flip(x, tuple(first + axis for axis in p["dimensions"]))
-        case "scan_stack":
-            return np.expand_dims(x, first)
-        case "slice":
-            strides = p["strides"] or [1] * len(old)
-            for axis, part in enumerate(
-                zip(p["start_indices"], p["limit_indices"], strides, strict=True)
-            ):
-                x = cut(axis, *part)
-            return x
-        case "gather":
-            numbers, sizes = p["dimension_numbers"], p["slice_sizes"]
-            index = [] if start is None or np.size(start) > 1 else np.reshape(start, -1).tolist()
-            for axis, position in zip(numbers.start_index_map, index, strict=False):
-                position = min(max(position, 0), old[axis] - sizes[axis])
-                x = cut(axis, position, position + sizes[axis])
-            gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-            if all(x.shape[first + k] <= sizes[k] for k in range(len(old))):
-                return placed(numbers.offset_dims, [k for k in range(len(old)) if k not in gone])
+    params, first = node.params, x.ndim - len(old)
+    if node.name == "transpose":
+        return x.transpose(*range(first), *(first + axis for axis in params["permutation"]))
+    if node.name == "reshape" and params["dimensions"] is None:
+        return reshaped(x, old, new)
+    if node.name == "broadcast_in_dim":
+        return _placed(x, first, params["broadcast_dimensions"], range(len(old)), len(new))
+    if node.name == "rev":
+        return np.flip(x, tuple(first + axis for axis in params["dimensions"]))
+    if node.name == "scan_stack":
+        return np.expand_dims(x, first)
+    if node.name == "slice":
+        strides = params["strides"] or [1] * len(old)
+        bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+        for axis, bound in enumerate(bounds):
+            x = _cut(x, first + axis, *bound)
+        return x
+    if node.name == "gather":
+        return _gathered(x, params, old, len(new), start)
     raise Unmoved
 
 
+def _cut(x: np.ndarray, axis: int, *bounds: int) -> np.ndarray:
+    """x[..., start:stop:stride, ...] along an axis, where something depends on it."""
+    if x.shape[axis] == 1:
+        return x
+    return x[(slice(None),) * axis + (slice(*bounds),)]
+
+
+def _placed(
+    x: np.ndarray, first: int, where: Sequence[int], kept: Iterable[int], rank: int
+) -> np.ndarray:
+    """Axis `kept[i]` becomes axis `where[i]` of `rank`, after the `first`; nothing depends on the others."""
+    sizes = [1] * rank
+    for axis, source in zip(where, kept, strict=True):
+        sizes[axis] = x.shape[first + source]
+    return x.reshape([*x.shape[:first], *sizes])
+
+
+def _gathered(
+    x: np.ndarray, params: dict[str, Any], old: Shape, rank: int, start: Any
+) -> np.ndarray:
+    numbers, sizes, first = params["dimension_numbers"], params["slice_sizes"], x.ndim - len(old)
+    if start is not None and np.size(start) == 1:
+        (axis,), position = numbers.start_index_map, int(np.reshape(start, ()))
+        position = min(max(position, 0), old[axis] - sizes[axis])
+        x = _cut(x, first + axis, position, position + sizes[axis])
+    if any(n > size for n, size in zip(x.shape[first:], sizes, strict=True)):
+        raise Unmoved  # at an index that is not known
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [axis for axis in range(len(old)) if axis not in gone]
+    return _placed(x, first, numbers.offset_dims, kept, rank)
+
+
 def reshaped(x: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
-    """After a reshape: all axes are there that become others with one on which something depends."""
+    """After a reshape: of axes that become others together, all are there if something depends on one."""
     if math.prod(old) != math.prod(new):
         raise Unmoved
-    lead, sizes = x.shape[: x.ndim - len(old)], x.shape[x.ndim - len(old) :]
-    full, result, i, j = [], [], 0, 0
-    while i < len(old) or j < len(new):
-        a, b, i, j = i, j, i + 1, j + 1
-        while (m := math.prod(old[a:i])) != (n := math.prod(new[b:j])):
-            i, j = (i + 1, j) if m < n else (i, j + 1)
-        varies = any(size > 1 for size in sizes[a:i])
-        full += old[a:i] if varies else [1] * len(old[a:i])
-        result += new[b:j] if varies else [1] * len(new[b:j])
-    if math.prod((*lead, *full)) > MOST:
+    first = x.ndim - len(old)
+    full, result = list(x.shape[:first]), list(x.shape[:first])
+    for before, after in _regrouped(old, new):
+        varies = math.prod(x.shape[first + axis] for axis in before) > 1
+        full += [old[axis] if varies else 1 for axis in before]
+        result += [new[axis] if varies else 1 for axis in after]
+    if math.prod(full) > MOST:
         raise Unmoved
-    return np.broadcast_to(x, (*lead, *full)).reshape((*lead, *result))
+    return np.broadcast_to(x, full).reshape(result)
+
+
+def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
+    """The shortest stretches of axes of two shapes that have as many entries as each other, in order."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first, second = i, j
+        i, j = i + 1, j + 1
+        while (m := math.prod(old[first:i])) != (n := math.prod(new[second:j])):
+            if m < n:
+                i += 1
+            else:
+                j += 1
+        yield range(first, min(i, len(old))), range(second, min(j, len(new)))
 
 
 @rule("transpose reshape rev slice scan_stack broadcast_in_dim")
@@ -133,36 +165,53 @@ def _rearranged(walk: Walk, node: Node, x: Value, start: Any = None) -> Sequence
 
 
 def _mapped(walk: Walk, node: Node, x: Value, move: Move) -> Sequence[Value]:
-    """The value with other layouts, unless it is not followed where entries of parameters go."""
+    """The value with other layouts, unless it is not followed any more where entries of parameters go."""
     result = x.map(move)
-    lost = [any(UNORDERED in y.layout.loops for y in (*v.terms, *v.images)) for v in (x, result)]
-    return unknown(walk, node) if lost == [False, True] else [result]
+    if not _is_unordered(x) and _is_unordered(result):
+        return unknown(walk, node)
+    return [result]
+
+
+def _is_unordered(x: Value) -> bool:
+    return any(UNORDERED in held.layout.loops for held in (*x.terms, *x.images))
 
 
 @rule("concatenate")
-def _put_together(walk: Walk, node: Node) -> Sequence[Value]:
+def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
     axis = node.params["dimension"]
-    values = [
-        v for v, x in zip(walk.operands(node), node.inputs, strict=True) if walk.shape(x)[axis]
-    ]
-    sizes = [walk.shape(x)[axis] for x in node.inputs if walk.shape(x)[axis]]
+    inputs = [x for x in node.inputs if walk.shape(x)[axis]]
+    values = [walk.values[x] for x in inputs]
+    sizes = [walk.shape(x)[axis] for x in inputs]
     joined = dependent(values)
     if not joined.is_weight:
         walk.record_terms(node, "joined with data", [v for v in values if v.is_weight])
-    starts = zip(values, itertools.accumulate(sizes, initial=0), strict=False)
+    # One array beside zeros is padded, and the zeros are as good as its own.
     zeros = sum(not is_zero(walk, x) for x in node.inputs) == 1
-    place = functools.partial(Layout.place, axis=axis, size=sum(sizes), zeros=zeros)
-    placed = [v.map(functools.partial(place, start=start)) for v, start in starts]
+    placed = []
+    for start, value in zip(itertools.accumulate(sizes, initial=0), values, strict=False):
+        place = functools.partial(
+            Layout.place, axis=axis, start=start, size=sum(sizes), zeros=zeros
+        )
+        placed.append(value.map(place))
     images = latest(walk, node, all_images(placed))
     logits = tuple(x for v in placed for x in v.logits)
     if len(logits) > 1:
         logits = tuple(softmax.lost(node, x) if x.stage == "logits" else x for x in logits)
-    terms = [t for v in placed for t in v.terms] if joined.is_weight else []
-    for group in grouped(((t.leaf, *t[2:]), t) for t in terms).values():  # parts of one parameter
+    terms = _reassembled(placed, axis) if joined.is_weight else ()
+    return [joined._replace(terms=terms, images=images, logits=logits)]
+
+
+def _reassembled(values: Sequence[Value], axis: int) -> tuple[Term, ...]:
+    """The terms in a concatenation; parts of one parameter become one term, where that can be told."""
+    parts = grouped(((t.leaf, t.inner, t.noisy), t) for v in values for t in v.terms)
+    terms: list[Term] = []
+    for group in parts.values():
         layout = merged(tuple(t.layout for t in group))
-        if len(group) > 1 and layout.taken == group[0].layout.taken and layout.is_separable([axis]):
-            terms = [group[0]._replace(layout=layout), *(t for t in terms if t not in group)]
-    return [joined._replace(terms=tuple(terms), images=images, logits=logits)]
+        if layout.taken == group[0].layout.taken and layout.is_separable([axis]):
+            terms.append(group[0]._replace(layout=layout))
+        else:
+            terms += group
+    return tuple(terms)
 
 
 @rule("gather")
@@ -170,52 +219,54 @@ def _gather(walk: Walk, node: Node) -> Sequence[Value]:
     values = x, indices = walk.operands(node)
     numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [axis for axis in range(len(old)) if axis not in gone]
     start = walk.known(node.inputs[1])
     if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
         return _rearranged(walk, node, x, start)
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [axis for axis in range(len(old)) if axis not in gone]
     sources: list[int | None] = [None] * len(new)
     for at, axis in zip(numbers.offset_dims, kept, strict=True):
-        sources[at] = axis if sizes[axis] == old[axis] else None
+        if sizes[axis] == old[axis]:
+            sources[at] = axis
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
-    here = any(y.layout.atoms(picked) for y in (*x.terms, *x.images))
-    order = start if here and len(picked) == 1 else None
-    if order is not None and np.array_equal(np.sort(order, None), np.arange(old[picked[0]])):
-        return unknown(walk, node)  # all positions in another order
+    depends = any(held.layout.atoms(picked) for held in (*x.terms, *x.images))
+    if depends and len(picked) == 1 and start is not None:
+        every = np.arange(old[picked[0]])
+        if np.array_equal(np.sort(start, None), every):  # all positions in another order
+            return unknown(walk, node)
     if not x.terms:
         walk.record_read(x, picked, indices)
-        if here:
+        if depends:
             walk.record_parts(x.images)
             return [dependent(values)]
     return [looked_up(walk, node, values, picked, sources, new)]
 
 
 def looked_up(
-    walk: Walk, node: Node, values: Sequence[Value], picked: Sequence[int], sources: Sequence[int | None],
+    walk: Walk,
+    node: Node,
+    values: Sequence[Value],
+    picked: Sequence[int],
+    sources: Sequence[int | None],
     shape: tuple[int, ...],
-) -> Value:  # fmt: skip
+) -> Value:
     """Entries of `picked` axes at indices that are known only when it runs."""
     x, *indices = values
     by_data = any(v.depends_on & DATA for v in indices)
     terms = []
     for k, t in enumerate(x.terms):
-        if (
-            by_data and t.inner and not t.layout.atoms(picked)
-        ):  # a table times a matrix: rows of the product
-            every = t.layout.atoms(range(len(t.layout.shape)))
-            walk.record(node, "product", t, MULTIPLIED, k=k, rows=t.inner[0], columns=every)
-            continue
         rows = t.layout.atoms(picked)
-        layout = t.layout.visit(picked).pick(tuple(sources), shape)
+        if by_data and t.inner and not rows:  # a table times a matrix: rows of the product
+            columns = t.layout.atoms(range(len(t.layout.shape)))
+            walk.record(node, "product", t, MULTIPLIED, k=k, rows=t.inner[0], columns=columns)
+            continue
         if by_data and rows:
             walk.record(node, "looked up", t, "looked up", rows=rows)
+        layout = t.layout.visit(picked).pick(tuple(sources), shape)
         terms.append(t._replace(layout=layout))
-    images = (
-        move_each(x.images, lambda layout: layout.pick(tuple(sources), shape))
-        if not x.terms
-        else ()
-    )
+    images: tuple[Any, ...] = ()
+    if not x.terms:
+        images = move_each(x.images, lambda layout: layout.pick(tuple(sources), shape))
     return dependent(values)._replace(terms=tuple(terms), images=images)
 
 
@@ -223,26 +274,28 @@ def looked_up(
 def _dynamic_slice(walk: Walk, node: Node) -> Sequence[Value]:
     values = walk.operands(node)
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    sources = [axis if n == m else None for axis, (n, m) in enumerate(zip(old, new, strict=True))]
-    picked = [axis for axis, source in enumerate(sources) if source is None]
-    runs = [
-        axis for axis in picked if new[axis] > 1
-    ]  # which of them an index reaches is not followed
-    if any(x.layout.atoms(runs) for x in (*values[0].terms, *values[0].images)):
+    sources = [axis if old[axis] == new[axis] else None for axis in range(len(old))]
+    picked = [axis for axis in range(len(old)) if old[axis] != new[axis]]
+    stretches = [axis for axis in picked if new[axis] > 1]  # their entries are not followed
+    if any(held.layout.atoms(stretches) for held in (*values[0].terms, *values[0].images)):
         return unknown(walk, node)
     return [looked_up(walk, node, values, picked, sources, new)]
 
 
 @rule("scan_slice")
 def _scan_slice(walk: Walk, node: Node) -> Sequence[Value]:
-    rest, shape = (*range(1, len(walk.shape(node.inputs[0]))),), walk.shape(node.outputs[0])
-    value = walk.operands(node)[0]
+    (value, *_), shape = walk.operands(node), walk.shape(node.outputs[0])
+    rest = tuple(range(1, 1 + len(shape)))
     return [value.map(lambda layout: layout.visit([0]).pick(rest, shape))]
 
 
 @rule(RESIZED)
 def _resize(walk: Walk, node: Node) -> Sequence[Value]:
-    (x,), old, new = walk.operands(node), walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
+    (value,), old, new = (
+        walk.operands(node),
+        walk.shape(node.inputs[0]),
+        walk.shape(node.outputs[0]),
+    )
     if len(old) != len(new):
         return unknown(walk, node)
-    return _mapped(walk, node, x, lambda layout: layout.resize(new))
+    return _mapped(walk, node, value, lambda layout: layout.resize(new))
