@@ -38,6 +38,11 @@ class Run(NamedTuple):
         return np.frombuffer(self.at, np.int32).reshape(self.shape)
 
     @property
+    def varying(self) -> frozenset[int]:
+        """The axes of the array along which the positions differ."""
+        return frozenset(k for k, n in enumerate(self.shape) if n > 1)
+
+    @property
     def stride(self) -> int:
         """The distance of the positions of a set; 1 if there are several."""
         steps = np.diff(self.positions)
@@ -73,14 +78,19 @@ class Layout(NamedTuple):
 
     def atoms(self, axes: Iterable[int]) -> tuple[Run, ...]:
         """The positions of the origin along each of these axes."""
-        known = [run for run in self.runs if run.axis >= 0]
-        return tuple(_split(run, k)[0] for k in axes for run in known if run.shape[k] > 1)
+        along = []
+        for k in axes:
+            along += [_split(run, k)[0] for run in self._known if run.shape[k] > 1]
+        return tuple(along)
+
+    @property
+    def _known(self) -> list[Run]:
+        return [run for run in self.runs if run.axis >= 0]
 
     @property
     def varying(self) -> frozenset[int]:
         """The axes along which it is another part of the origin."""
-        known = [run for run in self.runs if run.axis >= 0]
-        return frozenset(k for run in known for k, n in enumerate(run.shape) if n > 1)
+        return frozenset().union(*(run.varying for run in self._known))
 
     @property
     def is_all(self) -> bool:
@@ -94,31 +104,37 @@ class Layout(NamedTuple):
 
     def split(self, axes: Iterable[int]) -> tuple[Layout, tuple[Run, ...]]:
         """One entry along these axes, and the positions along them, which add to those that are left."""
-        runs, gone = list(self.runs), []
+        runs, removed = list(self.runs), []
         for k in axes:
             for run in [run for run in runs if run.shape[k] > 1]:
                 along, rest = _split(run, k)
                 runs.remove(run)
                 runs += rest
-                gone += [along] if run.axis >= 0 else []
+                if run.axis >= 0:
+                    removed.append(along)
         shape = tuple(1 if k in axes else n for k, n in enumerate(self.shape))
-        return self._replace(shape=shape, runs=tuple(sorted(runs))), tuple(gone)
+        return self._replace(shape=shape, runs=tuple(sorted(runs))), tuple(removed)
 
     def add_up(self, axes: Iterable[int]) -> Layout:
         """The sum over these axes, of which one entry is left."""
-        left, gone = self.split(axes)
-        return left._replace(taken=left.taken + gone)
+        rest, summed = self.split(axes)
+        return rest._replace(taken=rest.taken + summed)
 
     def visit(self, axes: Sequence[int]) -> Layout:
         """One entry along axes that a loop, a lookup or a batch goes over."""
-        left, gone = self.split(axes)
-        is_known = self.is_separable(axes) and not self.placed(axes)
-        return left._replace(loops=(*left.loops, *gone, *([] if is_known else [UNORDERED])))
+        rest, visited = self.split(axes)
+        if not self.is_separable(axes) or self.placed(axes):
+            visited = (*visited, UNORDERED)
+        return rest._replace(loops=rest.loops + visited)
 
     def is_separable(self, axes: Iterable[int]) -> bool:
         """Whether an entry of one of these axes adds as much to all positions."""
-        runs = ((run, k) for run in self.runs for k in axes if run.shape[k] > 1)
-        return all(_split(run, k)[1] or run.positions.size == run.shape[k] for run, k in runs)
+        for run in self.runs:
+            for k in run.varying.intersection(axes):
+                _, rest = _split(run, k)
+                if not rest and run.positions.size > run.shape[k]:
+                    return False
+        return True
 
     @functools.lru_cache(4096)  # noqa: B019
     def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
@@ -152,19 +168,26 @@ class Layout(NamedTuple):
 
     def placed(self, axes: Iterable[int]) -> list[Run]:
         """Runs that have holes at other places for each entry of one of these axes."""
-        holes = ((run, k, run.positions == HOLE) for run in self.runs for k in axes)
-        return [run for run, k, there in holes if (there != there.take([0], k)).any()]
+        runs = []
+        for run in self.runs:
+            holes = run.positions == HOLE
+            runs += [run for k in axes if (holes != holes.take([0], k)).any()]
+        return runs
 
     def place(self, axis: int, start: int, size: int, zeros: bool = False) -> Layout:
         """From `start` on in a longer axis of `size`, whose other entries come from elsewhere, or are zeros."""
-        n = self.shape[axis]
-        line = [n if k == axis else 1 for k in range(len(self.shape))]
-        pad = [(start, size - start - n) if k == axis else (0, 0) for k in range(len(line))]
+        n, rank = self.shape[axis], len(self.shape)
+        width = [(0, 0)] * rank
+        width[axis] = (start, size - start - n)
         along = [run for run in self.runs if run.shape[axis] > 1]
         runs = [run for run in self.runs if run not in along]
-        for run in along or ([] if zeros else [Run(OTHER, tuple(line), bytes(4 * n))]):
-            runs.append(_run(run.axis, np.pad(run.positions, pad, constant_values=HOLE)))
-        shape = tuple(size if k == axis else n for k, n in enumerate(self.shape))
+        if not along and not zeros:
+            line = [1] * rank
+            line[axis] = n
+            along = [Run(OTHER, tuple(line), bytes(4 * n))]
+        for run in along:
+            runs.append(_run(run.axis, np.pad(run.positions, width, constant_values=HOLE)))
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
         return self._replace(shape=shape, runs=tuple(sorted(run for run in runs if run.is_known)))
 
     def resize(self, shape: Sequence[int]) -> Layout:
@@ -180,9 +203,12 @@ UNORDERED = Run(OTHER, (1,), np.int32(HOLE).tobytes())
 @functools.lru_cache(4096)
 def whole(shape: tuple[int, ...]) -> Layout:
     """All of an array."""
-    axes = [k for k, n in enumerate(shape) if n > 1]
-    lines = ([-1 if i == k else 1 for i in range(len(shape))] for k in axes)
-    runs = (_run(k, np.arange(shape[k]).reshape(line)) for k, line in zip(axes, lines, strict=True))
+    runs = []
+    for axis, n in enumerate(shape):
+        if n > 1:
+            line = [1] * len(shape)
+            line[axis] = n
+            runs.append(_run(axis, np.arange(n).reshape(line)))
     return Layout(shape, shape, tuple(runs))
 
 
@@ -194,79 +220,113 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
         return first
     taken = tuple(t for t in first.taken if all(t in x.taken for x in others))
     loops = tuple(dict.fromkeys(run for x in layouts for run in x.loops))
-    holes = [
-        np.any(np.broadcast_arrays(False, *(run.positions == HOLE for run in x.runs)), 0)
-        for x in layouts
-    ]
-    apart = bool(np.all(sum(np.asarray(~x, int) for x in holes) <= 1))  # put together
-    apart = apart and all((x.taken, x.loops) == (first.taken, first.loops) for x in others)
-    runs, mixed = [], []
-    for axis in dict.fromkeys(
-        run.axis for x in layouts for run in (*x.runs, *x.taken) if run not in taken
-    ):
-        found = [[run for run in x.runs if run.axis == axis] for x in layouts]
-        gone = [[run for run in x.taken if run.axis == axis and run not in taken] for x in layouts]
-        if not any(gone) and all(x == found[0] for x in found):
-            runs += found[0]
+    holes = _holes_beside_others(layouts)
+    runs: list[Run] = []
+    mixed: list[Run] = []
+    for axis in _axes_of(layouts, taken):
+        along = [[run for run in x.runs if run.axis == axis] for x in layouts]
+        added = [[t for t in x.taken if t.axis == axis and t not in taken] for x in layouts]
+        if not any(added) and all(x == along[0] for x in along):
+            runs += along[0]
             continue
-        if all(len(one) == 1 for one in found):
-            if apart:
-                each = [
-                    np.where(x, HOLE, run.positions) for x, (run,) in zip(holes, found, strict=True)
+        if all(len(x) == 1 for x in along):
+            positions = [x[0].positions for x in along]
+            if holes is not None:
+                there = [
+                    np.where(hole, HOLE, at) for hole, at in zip(holes, positions, strict=True)
                 ]
-                runs.append(_run(axis, functools.reduce(np.minimum, each)))
+                runs.append(_run(axis, functools.reduce(np.minimum, there)))
                 continue
-            each = np.stack(np.broadcast_arrays(*(run.positions for (run,) in found)))
-            for k in range(1, each.ndim):
-                rest = each.min(k, keepdims=True)
-                rest = _less(rest, rest.min(tuple(range(1, each.ndim)), keepdims=True))
-                if (rest == rest[0]).all():  # equal but for this axis
-                    runs.append(_run(axis, rest[0]))
-                    found = [[_set(axis, x)] for x in _less(each, rest)]
-                    break
+            shared = _shared(np.stack(np.broadcast_arrays(*positions)))
+            if shared is not None:
+                run, starts = shared
+                runs.append(_run(axis, run))
+                along = [[_set(axis, start)] for start in starts]
         if axis >= 0:
-            mixed.append(_set(axis, *(sums([*f, *g]) for f, g in zip(found, gone, strict=True))))
+            sets = [sums([*x, *y]) for x, y in zip(along, added, strict=True)]
+            mixed.append(_set(axis, *sets))
     known = tuple(sorted(run for run in runs if run.is_known))
     return Layout(first.shape, first.origin, known, (*taken, *mixed), loops)
 
 
+def _axes_of(layouts: Sequence[Layout], taken: Sequence[Run]) -> list[int]:
+    """Axes of the origin along which some have positions besides those that all have taken."""
+    axes: dict[int, None] = {}
+    for layout in layouts:
+        for run in (*layout.runs, *layout.taken):
+            if run not in taken:
+                axes[run.axis] = None
+    return list(axes)
+
+
+def _holes_beside_others(layouts: Sequence[Layout]) -> list[np.ndarray] | None:
+    """Where each has holes, if in all places but one of them has: so are parts put together. None otherwise."""
+    first = layouts[0]
+    if any((x.taken, x.loops) != (first.taken, first.loops) for x in layouts):
+        return None
+    holes = []
+    for x in layouts:
+        of_runs = [run.positions == HOLE for run in x.runs]
+        holes.append(np.any(np.broadcast_arrays(False, *of_runs), 0))
+    there = sum(np.asarray(~hole, int) for hole in holes)
+    return holes if np.all(there <= 1) else None
+
+
+def _shared(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """A run in which positions [layouts, ...] agree but for where it starts, and what is left of each."""
+    axes = tuple(range(1, positions.ndim))
+    for k in axes:
+        run = positions.min(k, keepdims=True)
+        run = _less(run, run.min(axes, keepdims=True))
+        if (run == run[0]).all():
+            return run[0], _less(positions, run)
+    return None
+
+
 @functools.lru_cache(4096)
 def _region(layout: Layout) -> Region:
-    found = []
+    region = []
     for axis, n in enumerate(layout.origin):
+        along = [run for run in (*layout.runs, *layout.taken) if run.axis == axis]
         visited = [run for run in layout.loops if run.axis == axis and run.positions.size > 1]
-        mine = [run for run in (*layout.runs, *layout.taken) if run.axis == axis]
-        is_there = np.isin(np.arange(n), sums([*mine, *visited]))
-        others = [run for run in layout.runs if run.axis not in (axis, OTHER)]
-        if mine and not is_there.all() and all(_is_product(a, b) for a in mine for b in others):
-            periods = (
-                p for p in range(1, n + 1) if n % p == 0 and (is_there[p:] == is_there[:-p]).all()
-            )
-            found.append((axis, is_there[: next(periods)].tobytes()))
-    return frozenset(found)
+        is_there = np.isin(np.arange(n), sums([*along, *visited]))
+        if along and not is_there.all() and _is_product_of(layout, axis, along):
+            region.append((axis, is_there[: _period(is_there)].tobytes()))
+    return frozenset(region)
+
+
+def _is_product_of(layout: Layout, axis: int, along: Sequence[Run]) -> bool:
+    """Whether all positions along this axis come with all along the others."""
+    others = [run for run in layout.runs if run.axis not in (axis, OTHER)]
+    return all(_is_product(a, b) for a in along for b in others)
+
+
+def _period(pattern: np.ndarray) -> int:
+    """After how many entries the pattern repeats."""
+    n = len(pattern)
+    periods = (p for p in range(1, n + 1) if n % p == 0)
+    return next(p for p in periods if (pattern[p:] == pattern[:-p]).all())
 
 
 def _is_product(a: Run, b: Run) -> bool:
     """Whether all positions of one come with all of the other."""
-    if len(a.shape) != len(b.shape) or not any(
-        m > 1 < n for m, n in zip(a.shape, b.shape, strict=True)
-    ):
+    if len(a.shape) != len(b.shape) or a.varying.isdisjoint(b.varying):
         return True
     x, y = np.broadcast_arrays(a.positions.astype(np.int64), b.positions)
     there = (x < HOLE) & (y < HOLE)
-    return len(np.unique((x * HOLE + y)[there])) == len(np.unique(x[there])) * len(
-        np.unique(y[there])
-    )
+    pairs, first, second = (np.unique(z[there]) for z in (x * HOLE + y, x, y))
+    return len(pairs) == len(first) * len(second)
 
 
 @functools.lru_cache(4096)
 def _split(run: Run, axis: int) -> tuple[Run, tuple[Run, ...]]:
     """The positions along an axis, and those of its first entry, where that differs along others."""
-    at, rest = run.positions, run.positions.min(axis, keepdims=True)
+    at, start = run.positions, run.positions.min(axis, keepdims=True)
     others = tuple(k for k in range(at.ndim) if k != axis)
-    along = _less(at, rest).min(others, keepdims=True)
-    if rest.size > 1 and np.array_equal(np.where(at == HOLE, HOLE, rest + along), at):
-        return _set(run.axis, along), (_run(run.axis, rest),)
+    along = _less(at, start).min(others, keepdims=True)
+    # at[i, j] = start[j] + along[i]
+    if start.size > 1 and np.array_equal(np.where(at == HOLE, HOLE, start + along), at):
+        return _set(run.axis, along), (_run(run.axis, start),)
     return _set(run.axis, at), ()
 
 
@@ -295,5 +355,5 @@ def _run(axis: int, positions: np.ndarray) -> Run:
 
 
 def _set(axis: int, *positions: np.ndarray) -> Run:
-    found = np.unique(np.concatenate([x[x < HOLE] for x in positions]))
-    return Run(axis, found.shape, found.astype(np.int32).tobytes())
+    union = np.unique(np.concatenate([x[x < HOLE] for x in positions]))
+    return Run(axis, union.shape, union.astype(np.int32).tobytes())
