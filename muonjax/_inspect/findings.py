@@ -86,6 +86,14 @@ class Walk:
     def operands(self, node: Node) -> list[Value]:
         return [self.values[x] for x in node.inputs]
 
+    def forget(self, operations: range) -> None:
+        """Uses and attentions that were recorded for these operations."""
+        for use in [use for use in self.uses if use[0] in operations]:
+            del self.uses[use]
+        for recorded in (self.attentions, self.softmaxes, self.unseen):
+            for i in operations:
+                recorded.pop(i, None)
+
     def product(self, node: Node, k: int) -> Product:
         return self.products.setdefault((node.index, k), Product(OF_PRODUCTS << len(self.products)))
 

@@ -12,7 +12,7 @@ import numpy as np
 from muonjax._inspect import moves, products  # noqa: F401  with `entrywise`, they fill RULES
 from muonjax._inspect.entrywise import FOLDED, RULES, unknown
 from muonjax._inspect.findings import Walk
-from muonjax._inspect.graph import Graph, Node
+from muonjax._inspect.graph import Graph, Loop, Node
 from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
 from muonjax._inspect.versions import Body
 
@@ -40,39 +40,35 @@ def _follow(walk: Walk, first: int, last: int) -> None:
     """Every live operation in nodes[first:last]; a loop's body until what it carries stays the same."""
     i = first
     while i < last:
-        if (loop := walk.graph.loops.get(i)) is None:
-            if i in walk.graph.live:
-                _apply(walk, walk.nodes[i])
-            i += 1
+        loop = walk.graph.loops.get(i)
+        if loop is not None:
+            _follow_loop(walk, loop)
+            i = loop.last
             continue
-        carries = [c for c in loop.carries if c in walk.graph.live]
-        now = [_first(walk.values[walk.nodes[c].inputs[0]]) for c in carries]
-        # What is carried only comes to depend on more, at worst one place further in each round.
-        for _ in range(len(carries) + 3):
-            for use in [use for use in walk.uses if loop.carries.stop <= use[0] < loop.last]:
-                del walk.uses[use]  # of a round that knew less
-            for found in (walk.attentions, walk.softmaxes, walk.unseen):
-                for k in range(loop.carries.stop, loop.last):
-                    found.pop(k, None)
-            for carry, value in zip(carries, now, strict=True):
-                walk.values[walk.nodes[carry].outputs[0]] = value
-            _follow(walk, loop.carries.stop, loop.last)
-            before, now = now, [_next(walk, c) for c in carries]
-            if now == before:
-                break
-        trains_inside = any(
-            walk.nodes[k].passes == "backward" for k in range(loop.carries.stop, loop.last)
-        )
-        for carry, value in zip(carries, now, strict=True):
-            start = walk.values[walk.nodes[carry].inputs[0]]
-            if (
-                start.is_weight and not value.is_weight
-            ):  # an initial state, or weights that the loop trains
-                kind = "unknown" if trains_inside else "other"
-                walk.record_terms(
-                    walk.nodes[carry], "the start of a loop that changes it", [start], kind
-                )
-        i = loop.last
+        if i in walk.graph.live:
+            _apply(walk, walk.nodes[i])
+        i += 1
+
+
+def _follow_loop(walk: Walk, loop: Loop) -> None:
+    body = range(loop.carries.stop, loop.last)
+    carries = [walk.nodes[c] for c in loop.carries if c in walk.graph.live]
+    carried = [_first(walk.values[carry.inputs[0]]) for carry in carries]
+    # What is carried only comes to depend on more, at worst one place further in each round.
+    for _ in range(len(carries) + 3):
+        walk.forget(body)  # what a round recorded that knew less
+        for carry, value in zip(carries, carried, strict=True):
+            walk.values[carry.outputs[0]] = value
+        _follow(walk, body.start, body.stop)
+        before, carried = carried, [_next(walk, carry) for carry in carries]
+        if carried == before:
+            break
+    takes_gradients = any(walk.nodes[i].passes == "backward" for i in body)
+    for carry, value in zip(carries, carried, strict=True):
+        start = walk.values[carry.inputs[0]]
+        if start.is_weight and not value.is_weight:  # an initial state, or weights that it trains
+            kind = "unknown" if takes_gradients else "other"
+            walk.record_terms(carry, "the start of a loop that changes it", [start], kind)
 
 
 def _first(value: Value) -> Value:
@@ -80,23 +76,30 @@ def _first(value: Value) -> Value:
     return value if value.is_weight else dependent([value])
 
 
-def _next(walk: Walk, carry: int) -> Value:
+def _next(walk: Walk, carry: Node) -> Value:
     """What it carries after another iteration."""
-    start, end = (walk.values[x] for x in walk.nodes[carry].inputs)
+    start, end = walk.operands(carry)
+    value = walk.values[carry.outputs[0]]
     walk.record_parts((*start.images, *end.images))
-    now = walk.values[walk.nodes[carry].outputs[0]]
-    same = start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on
-    if same:
-        return now
-    after = dependent([start, end, now])  # but for the products in the loop
+    if start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on:
+        return value
+    after = dependent([start, end, value])
+    # Without the products in the loop.
     return after._replace(depends_on=after.depends_on % OF_PRODUCTS | start.depends_on)
 
 
 def _apply(walk: Walk, node: Node) -> None:
     if node.name in FOLDED:
-        known, size = [walk.known(x) for x in node.inputs], math.prod(walk.shape(node.outputs[0]))
-        if all(k is not None and np.size(k) in (1, size) for k in known):
-            walk.graph.known[node.outputs[0]] = FOLDED[node.name](*known)
-    outs = RULES.get(node.name, unknown)(walk, node)
-    for x, out in zip(node.outputs, outs, strict=True):
-        walk.values[x] = out if walk.graph.is_followed(x) else out._replace(images=(), logits=())
+        _fold(walk, node)
+    results = RULES.get(node.name, unknown)(walk, node)
+    for x, value in zip(node.outputs, results, strict=True):
+        is_followed = walk.graph.is_followed(x)
+        walk.values[x] = value if is_followed else value._replace(images=(), logits=())
+
+
+def _fold(walk: Walk, node: Node) -> None:
+    """The number that an operation on numbers of the program gives, if all are of one entry or of its size."""
+    operands = [walk.known(x) for x in node.inputs]
+    size = math.prod(walk.shape(node.outputs[0]))
+    if all(x is not None and np.size(x) in (1, size) for x in operands):
+        walk.graph.known[node.outputs[0]] = FOLDED[node.name](*operands)

@@ -28,9 +28,8 @@ SUMS = ("add", "sub", "add_any", "complex", *CHOICES)
 # made of parameters and went through a `stop_gradient` is frozen.
 DATA, NOISE, PARAMETER, FROZEN, OF_PRODUCTS = 1, 2, 4, 8, 16
 
-Move: TypeAlias = Callable[
-    [Layout], Layout | None
-]  # where entries go; None if nothing of the origin is left
+# Where entries go; None if nothing of the origin is left.
+Move: TypeAlias = Callable[[Layout], Layout | None]
 
 
 class Term(NamedTuple):
@@ -38,9 +37,8 @@ class Term(NamedTuple):
 
     leaf: int
     layout: Layout
-    inner: tuple[
-        tuple[Run, ...], ...
-    ] = ()  # axes of the leaf over which products with other parameters sum
+    # Axes of the leaf over which products with other parameters sum.
+    inner: tuple[tuple[Run, ...], ...] = ()
     noisy: bool = False  # multiplied by random numbers
 
 
@@ -70,9 +68,8 @@ class Product:
     added_up: set[Run] = dataclasses.field(default_factory=set)  # afterwards
     # Columns that the same einsum of several operands sums over later. In which order it multiplies depends on sizes.
     contracted: set[Run] = dataclasses.field(default_factory=set)
-    batches: set[Run] = dataclasses.field(
-        default_factory=set
-    )  # of a product with another parameter
+    # Of a product with another parameter.
+    batches: set[Run] = dataclasses.field(default_factory=set)
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
     # The parts that are used apart.
@@ -103,9 +100,8 @@ class Logits(NamedTuple):
     stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
     value: int = -1  # the logits that enter softmax, scaled and masked
     raw: int = -1  # the logits before data or constants were added, if any were
-    shifted: frozenset[int] | None = (
-        None  # axes of the product along which a subtracted maximum differs
-    )
+    # Axes of the product along which a subtracted maximum differs.
+    shifted: frozenset[int] | None = None
     lost: int = -1  # the first result that is something else: more is added, or scaled after it was
     # The largest number below zero that masks have added so far; None after a bias, whose numbers may be any.
     mask: float | None = -math.inf
@@ -160,10 +156,12 @@ class Value(NamedTuple):
         """After an operation that only moves entries."""
         if not (self.images or self.terms or self.logits or self.marks):
             return self
-        terms, images, logits, marks = (
-            move_each(x, move) for x in (self.terms, self.images, self.logits, self.marks)
+        return self._replace(
+            terms=move_each(self.terms, move),
+            images=move_each(self.images, move),
+            logits=move_each(self.logits, move),
+            marks=move_each(self.marks, move),
         )
-        return self._replace(terms=terms, images=images, logits=logits, marks=marks)
 
     def repeated(
         self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]
@@ -173,20 +171,19 @@ class Value(NamedTuple):
 
     def repeating(self, shape: Sequence[int]) -> Value:
         """Before axes are added along which entries repeat."""
-        known = any(m.what == "repeats" for m in self.marks) or not self.depends_on
-        return (
-            self
-            if known
-            else self._replace(marks=(*self.marks, Mark("repeats", whole(tuple(shape)))))
-        )
+        if not self.depends_on or any(m.what == "repeats" for m in self.marks):
+            return self
+        return self._replace(marks=(*self.marks, Mark("repeats", whole(tuple(shape)))))
 
     def axes(self, what: str) -> tuple[int, ...]:
         """The axes along which it is one hot, or counts, or repeats itself."""
-        repeats = what == "repeats"
-        found = [mark.layout for mark in self.marks if mark.what == what]
-        return tuple(
-            k for x in found for k, n in enumerate(x.shape) if n > 1 and (k in x.varying) != repeats
-        )
+        axes: list[int] = []
+        for mark in self.marks:
+            if mark.what == what:
+                varying, shape = mark.layout.varying, mark.layout.shape
+                rest = {k for k, n in enumerate(shape) if n > 1 and k not in varying}
+                axes += sorted(rest if what == "repeats" else varying)
+        return tuple(axes)
 
 
 class Side:
@@ -223,9 +220,10 @@ class Side:
         Each of two factors of a matrix repeats along the axis of the other.
         """
         terms = self.value.terms
-        sizes = enumerate(terms[0].layout.shape if terms else ())
-        along = (n == 1 or any(k in t.layout.varying for t in terms) for k, n in sizes)
-        return self.value.is_weight and all(along)
+        varying = frozenset().union(*(t.layout.varying for t in terms))
+        shape = terms[0].layout.shape if terms else ()
+        repeats = any(n > 1 and k not in varying for k, n in enumerate(shape))
+        return self.value.is_weight and not repeats
 
     @property
     def is_matrix(self) -> bool:
@@ -238,24 +236,24 @@ class Side:
 
     def columns(self, t: Term) -> tuple[Run, ...]:
         """Those that it gives; of one of several parameters multiplied by each other, the axis next to its neighbor."""
-        between = t.inner[1:] if not t.layout.atoms(self.summed) else t.inner
-        return t.layout.atoms(self.given) or (between[-1] if between else ())
+        if columns := t.layout.atoms(self.given):
+            return columns
+        between = t.inner if t.layout.atoms(self.summed) else t.inner[1:]
+        return between[-1] if between else ()
 
 
 def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
     """Each with another layout; those of which nothing is left, or known, are left out."""
-    found = ((x, move(x.layout)) for x in items)
-    found = [
-        (x, y)
-        for x, y in found
-        if y is not None and not (isinstance(x, Mark) and UNORDERED in y.loops)
-    ]
-    return tuple(
-        x._replace(layout=y, biases=move_each(x.biases, move))
-        if isinstance(x, Image)
-        else x._replace(layout=y)
-        for x, y in found
-    )
+    moved = []
+    for x in items:
+        layout = move(x.layout)
+        if layout is None or (isinstance(x, Mark) and UNORDERED in layout.loops):
+            continue
+        x = x._replace(layout=layout)
+        if isinstance(x, Image):
+            x = x._replace(biases=move_each(x.biases, move))
+        moved.append(x)
+    return tuple(moved)
 
 
 def dependent(values: Iterable[Value]) -> Value:
@@ -263,11 +261,9 @@ def dependent(values: Iterable[Value]) -> Value:
     depends_on, scores, weights, no_rule = 0, -1, -1, -1
     for v in values:
         depends_on |= v.depends_on
-        scores, weights, no_rule = (
-            max(scores, v.scores),
-            max(weights, v.weights),
-            max(no_rule, v.no_rule),
-        )
+        scores = max(scores, v.scores)
+        weights = max(weights, v.weights)
+        no_rule = max(no_rule, v.no_rule)
     return Value(depends_on, scores=scores, weights=weights, no_rule=no_rule)
 
 
@@ -278,23 +274,29 @@ def alike(images: Sequence[Image]) -> bool:
 
 def all_images(values: Iterable[Value]) -> tuple[Image, ...]:
     """The images in a sum or a concatenation: parts of one product count once."""
-    found = grouped((m.product, m) for v in values for m in v.images)
-    return tuple(group[0] if len(group) == 1 else _united(group) for group in found.values())
+    by_product = grouped((m.product, m) for v in values for m in v.images)
+    return tuple(_united(images) for images in by_product.values())
 
 
 def _united(images: Sequence[Image]) -> Image:
-    found = grouped((t.leaf, t) for m in images for t in m.biases)
-    biases = tuple(
-        group[0]._replace(layout=merged(tuple(t.layout for t in group))) for group in found.values()
+    if len(images) == 1:
+        return images[0]
+    biases = []
+    for terms in grouped((t.leaf, t) for m in images for t in m.biases).values():
+        layout = merged(tuple(t.layout for t in terms))
+        biases.append(terms[0]._replace(layout=layout))
+    return Image(
+        product=images[0].product,
+        layout=merged(tuple(m.layout for m in images)),
+        biases=tuple(biases),
+        bent_by=next((m.bent_by for m in images if not m.linear), -1),
+        apart=alike(images) and all(m.apart for m in images),
     )
-    bent_by = next((m.bent_by for m in images if not m.linear), -1)
-    apart = alike(images) and all(m.apart for m in images)
-    return Image(images[0].product, merged(tuple(m.layout for m in images)), biases, bent_by, apart)
 
 
-def grouped(found: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """The second of each pair, by the first."""
     groups: dict[Any, list[Any]] = {}
-    for key, x in found:
+    for key, x in pairs:
         groups.setdefault(key, []).append(x)
     return groups
