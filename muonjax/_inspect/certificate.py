@@ -36,14 +36,21 @@ def _product(a: np.ndarray, b: np.ndarray, sign: int = 1) -> np.ndarray:
     """The product of two arrays entry by entry, or the quotient."""
     if math.prod(np.broadcast_shapes(a.shape, b.shape)) > MOST:
         raise Unmoved
-    return np.stack([a[0] + sign * b[0], np.minimum(a[1], b[1]), np.maximum(a[2], b[2])])
+    logarithm = a[0] + sign * b[0]
+    return np.stack([logarithm, np.minimum(a[1], b[1]), np.maximum(a[2], b[2])])
 
 
 def _total(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
     """The largest logarithm over these axes, of which one entry is left, and all positions."""
     axes = tuple(axis - 1 for axis in axes)
-    several = zip((np.fmax, np.minimum, np.maximum), table, strict=True)
-    return np.stack([f.reduce(x, axes, keepdims=True) for f, x in several])
+    logarithms, first, last = table
+    return np.stack(
+        [
+            np.fmax.reduce(logarithms, axes, keepdims=True),  # it skips NaN
+            np.minimum.reduce(first, axes, keepdims=True),
+            np.maximum.reduce(last, axes, keepdims=True),
+        ]
+    )
 
 
 def _filled(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
@@ -68,11 +75,11 @@ def _smallest(table: np.ndarray | None) -> np.ndarray | None:
     """One entry along each axis where all are equal; None where nothing is touched."""
     if table is None or not table.size:
         return None
-    for axis in [axis for axis in range(1, table.ndim) if table.shape[axis] > 1]:
+    for axis in range(1, table.ndim):
         first = table.take([0], axis)
-        if ((table == first) | np.isnan(table) & np.isnan(first)).all():
+        if np.array_equal(table, np.broadcast_to(first, table.shape), equal_nan=True):
             table = first
-    return None if table.size == 3 and table.ravel().tolist() == _UNTOUCHED else table
+    return None if table.ravel().tolist() == _UNTOUCHED else table
 
 
 class Certificate:
@@ -93,50 +100,56 @@ class Certificate:
     ) -> None:
         """A clip scales these parts of a parameter by logarithms [*layers, entries]; axes of `stack` count layers."""
         shape = self.walk.shapes[leaf]
-        own = [axis for axis in range(len(shape)) if axis not in stack]
         tables = []
         for span, logs in spans:
-            held = [own[axis] for axis in span.axes]
-            order = [*stack, *held]
-            positions = runs_of(span, span.entries, span.size)
-            total = math.prod(shape[axis] for axis in held)
-            table = np.stack([np.full((*logs.shape[:-1], total), x) for x in _UNTOUCHED])
             # Kernels of which each gives other keys may have their heads at other positions.
             part = sorted({s.start for s, _ in spans if s.factor == span.factor}).index(span.start)
-            numbers = (
-                (part << 40)
-                + (np.arange(span.entries)[:, None] << 20)
-                + np.arange(positions.shape[1])
-            )
-            table[0][..., positions] = logs[..., None]
-            table[1:, ..., positions] = numbers
-            table = table.reshape(3, *(shape[axis] for axis in order))
-            table = table.transpose(0, *(1 + np.argsort(order)))
-            tables.append(
-                np.expand_dims(table, [1 + k for k in range(len(shape)) if k not in order])
-            )
+            table = self._touched(shape, stack, span, logs)
+            table[1:] += part << 40
+            tables.append(table)
         table = functools.reduce(_product, tables)  # an entry of two spans is scaled twice
-        found = _smallest(np.expand_dims(table, tuple(range(1, self.first))))
-        self.tables |= {} if found is None else {self.graph.parameters[leaf]: found}
+        table = _smallest(np.expand_dims(table, tuple(range(1, self.first))))
+        if table is not None:
+            self.tables[self.graph.parameters[leaf]] = table
+
+    def _touched(
+        self, shape: Sequence[int], stack: tuple[int, ...], span: Any, logs: np.ndarray
+    ) -> np.ndarray:
+        """The table of a parameter of which one span is scaled."""
+        inner = [axis for axis in range(len(shape)) if axis not in stack]
+        held = [inner[axis] for axis in span.axes]
+        order = [*stack, *held]
+        positions = runs_of(span, span.entries, span.size)  # [entries, features]
+        size = math.prod(shape[axis] for axis in held)
+        table = np.stack([np.full((*logs.shape[:-1], size), x) for x in _UNTOUCHED])
+        table[0][..., positions] = logs[..., None]
+        entry, feature = np.indices(positions.shape)
+        table[1:, ..., positions] = (entry << 20) + feature
+        table = table.reshape(3, *(shape[axis] for axis in order))
+        table = table.transpose(0, *(1 + np.argsort(order)))
+        return np.expand_dims(table, [1 + k for k in range(len(shape)) if k not in order])
 
     def failure(self) -> int | None:
         """The first operation that is not followed; None if a clip changes the logits and no loss besides."""
-        graph, done, seen = self.graph, -1, set()
+        graph = self.graph
+        done, seen = -1, set()
         pending = [i for x in self.tables for i in graph.readers[x]]
-        heapq.heapify(pending)
+        heapq.heapify(pending)  # in the order of the program, so each once
         while pending:
             i = heapq.heappop(pending)
             if i == done or i not in graph.live:
                 continue
             done, node = i, graph.nodes[i]
             try:
-                found = [_smallest(table) for table in self._followed(node)]
+                tables = [_smallest(table) for table in self._followed(node)]
             except Unmoved:
                 return i
-            for x, table in zip(node.outputs, found, strict=True):
-                if x in self.logits and table is not None:
+            for x, table in zip(node.outputs, tables, strict=True):
+                if table is None:
+                    continue
+                if x in self.logits:
                     self.at[x] = table
-                elif x not in seen and table is not None:
+                elif x not in seen:
                     seen.add(x)
                     self.tables[x] = table
                     for reader in graph.readers[x]:
@@ -151,18 +164,20 @@ class Certificate:
             table = self.tables[value]
             return table if table.ndim > self.first else table.reshape(*table.shape, *[1] * rank)
         known = self.walk.known(value)
-        fits = known is not None and np.ndim(known) == 0 and bool(known == 0 or known <= least)
+        table = _UNTOUCHED
+        if known is not None and np.ndim(known) == 0 and (known == 0 or known <= least):
+            table = _ZERO
         rank = len(self.walk.shape(value)) or rank
-        return np.reshape(_ZERO if fits else _UNTOUCHED, (3, *[1] * (len(self.loops) + rank)))
+        return np.reshape(table, (3, *[1] * (len(self.loops) + rank)))
 
     def _followed(self, node: Node) -> Sequence[np.ndarray | None]:
         """The tables of the results of an operation, None where nothing changes."""
         walk, name = self.walk, node.name
         touched = [x for x in node.inputs if x in self.tables]
-        tables = [self.tables[x] for x in touched]
-        left = [k for k, place in enumerate(self.loops) if place != node.place[: len(place)]]
-        if any(table.shape[1 + k] > 1 for table in tables for k in left):
-            raise Unmoved  # a loop's last iteration, or an iteration of another loop
+        for k, place in enumerate(self.loops):
+            is_inside = place == node.place[: len(place)]
+            if not is_inside and any(self.tables[x].shape[1 + k] > 1 for x in touched):
+                raise Unmoved  # a loop's last iteration, or an iteration of another loop
         is_largest = any(x.stage == "largest" for x in walk.values[node.inputs[-1]].logits)
         if name == "sub" and node.inputs[0] in self.logits and is_largest:
             return [None]  # what softmax subtracts
@@ -173,7 +188,7 @@ class Certificate:
         if len(touched) > 1 or node.inputs.index(touched[0]) != (name == "conv_general_dilated"):
             raise Unmoved
         old, new = walk.shape(touched[0]), walk.shape(node.outputs[0])
-        return [self._moved(node, tables[0], old, new)]
+        return [self._moved(node, self.tables[touched[0]], old, new)]
 
     def _of_several(self, node: Node) -> np.ndarray:
         walk, inputs, out = self.walk, node.inputs, node.outputs[0]
@@ -188,11 +203,18 @@ class Certificate:
             return _product(*tables, sign=1 if node.name == "mul" else -1)
         if node.name != "concatenate":
             return _reduced(np.stack(np.broadcast_arrays(*tables), 1), [1])
-        axis = node.params["dimension"] + self.first
-        sizes = [walk.shape(x)[node.params["dimension"]] for x in inputs]
-        shape = np.broadcast_shapes(*(table.take([0], axis).shape for table in tables))
-        shapes = ((*shape[:axis], n, *shape[axis + 1 :]) for n in sizes)
-        return np.concatenate(list(map(np.broadcast_to, tables, shapes)), axis)
+        return self._concatenated(tables, inputs, node.params["dimension"])
+
+    def _concatenated(
+        self, tables: Sequence[np.ndarray], inputs: Sequence[int], dimension: int
+    ) -> np.ndarray:
+        axis = self.first + dimension
+        shape = list(np.broadcast_shapes(*(table.take([0], axis).shape for table in tables)))
+        full = []
+        for table, x in zip(tables, inputs, strict=True):
+            shape[axis] = self.walk.shape(x)[dimension]
+            full.append(np.broadcast_to(table, shape))
+        return np.concatenate(full, axis)
 
     def _dot(self, node: Node) -> np.ndarray:
         """Factors are equal along the axes that are summed over."""
@@ -209,8 +231,8 @@ class Certificate:
         at, (left, right) = self.first + len(batches[0]), lined
         left = np.expand_dims(left, [at + counts[0] + k for k in range(counts[1])])
         right = np.expand_dims(right, [at + k for k in range(counts[0])])
-        both = _product(left, right)
-        return _reduced(both, range(both.ndim - len(sums[0]), both.ndim))
+        product = _product(left, right)  # [*loops, *batch, *given, *given, *summed]
+        return _reduced(product, range(product.ndim - len(sums[0]), product.ndim))
 
     def _moved(
         self, node: Node, table: np.ndarray, old: Sequence[int], new: Sequence[int]
@@ -219,18 +241,20 @@ class Certificate:
         p, first, name = node.params, self.first, node.name
         if name in ("reduce_sum", "reduce_max", "reduce_min"):
             return _reduced(table, [first + axis for axis in p["axes"]])
-        if name == "scan_slice" and table.shape[first] > 1:
-            if p["scan"] not in self.loops or table.shape[k := 1 + self.loops.index(p["scan"])] > 1:
-                raise Unmoved
-            return np.swapaxes(table, k, first).squeeze(first)
         if name == "scan_slice":
+            if table.shape[first] > 1:  # this axis becomes that of the loop
+                if p["scan"] not in self.loops:
+                    raise Unmoved
+                loop = 1 + self.loops.index(p["scan"])
+                if table.shape[loop] > 1:
+                    raise Unmoved
+                table = np.swapaxes(table, loop, first)
             return table.squeeze(first)
-        if (
-            name == "conv_general_dilated"
-        ):  # of a kernel: queries by 1 x 1 convolutions, as in an autoencoder
-            _, *others = (first + axis for axis in p["dimension_numbers"].rhs_spec)
-            table = _reduced(table, others)
-            shape = [-1 if k == p["dimension_numbers"].out_spec[1] else 1 for k in range(len(new))]
+        if name == "conv_general_dilated":  # of a kernel: queries of an autoencoder, 1 x 1
+            numbers = p["dimension_numbers"]
+            table = _reduced(table, [first + axis for axis in numbers.rhs_spec[1:]])
+            shape = [1] * len(new)
+            shape[numbers.out_spec[1]] = -1
             return table.reshape((*table.shape[:first], *shape))
         if name in _SAME and self.graph.is_float(node.outputs[0]):
             resized = [k for k in range(len(old)) if old[k] != new[k]]
@@ -244,32 +268,33 @@ class Certificate:
 
         `value` are the logits, which it sees in the shape of `seen`.
         """
+        if value not in self.at:
+            return None
         try:
             table = reshaped(self.at[value], self.walk.shape(value), self.walk.shape(seen))
-        except (KeyError, Unmoved):
+        except Unmoved:
             return None
         layers = [k for k in range(1, self.first) if table.shape[k] > 1]
-        path = tuple(
-            step._replace(layer=any(probe.path[: n + 1] == self.loops[k - 1] for k in layers))
-            for n, step in enumerate(probe.path)
-        )
         axes = [k for k in range(self.first, table.ndim) if table.shape[k] > 1]
         others = [k for k in range(1, table.ndim) if k not in (*layers, *axes)]
-        table = table.transpose(0, *layers, *axes, *others)
-        heads = expected.reshape(-1, expected.shape[-1])
-        if math.prod(table.shape[1 : 1 + len(layers)]) != len(heads):
+        heads = expected.reshape(-1, expected.shape[-1])  # [layers, heads]
+        if math.prod(table.shape[k] for k in layers) != len(heads):
             return None
-        table = table.reshape(3, len(heads), -1)
-        head_of = (heads[:, :, None] == table[0, :, None]).argmax(1)[
-            0
-        ]  # of each entry along the axes
+        table = table.transpose(0, *layers, *axes, *others).reshape(3, len(heads), -1)
+        # The head of each entry along the axes, and the first entry of each head.
+        head_of = (heads[:, :, None] == table[0, :, None]).argmax(1)[0]
         first = np.array([(head_of == head).argmax() for head in range(heads.shape[1])])
-        if (
-            not np.array_equal(table[0][:, first], heads)
-            or (table[..., first[head_of]] != table).any()
-        ):
+        if not np.array_equal(table[0][:, first], heads):
             return None
-        entries = tuple(head_of) if (np.diff(head_of) != 1).any() else ()
+        if (table[..., first[head_of]] != table).any():
+            return None
+        loops = {self.loops[k - 1] for k in layers}
+        path = tuple(
+            step._replace(layer=probe.path[: n + 1] in loops) for n, step in enumerate(probe.path)
+        )
+        in_order = (np.diff(head_of) == 1).all()
         return probe._replace(
-            path=path, heads=tuple(axis - self.first for axis in axes), entries=entries
+            path=path,
+            heads=tuple(axis - self.first for axis in axes),
+            entries=() if in_order else tuple(head_of),
         )
