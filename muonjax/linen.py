@@ -47,17 +47,20 @@ class LoHa(nn.Module):
         **settings: Any,
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        # A dense layer says which axes it sums over; a convolution, all but the last.
-        inputs = rhs.ndim - 1
+        # The first axes of a kernel are its inputs: of a convolution all but the last, of a dense layer those that
+        # its dimension numbers sum over.
+        input_axes = rhs.ndim - 1
         if self.function is lax.dot_general:
-            (_, summed), _ = args[0]
-            inputs = len(summed)
+            dimension_numbers = args[0]
+            (_, summed), _ = dimension_numbers
+            input_axes = len(summed)
         with errors_of("loha"):
-            shapes = shared.factor_shapes(rhs.shape, inputs, self.rank)
+            shapes = shared.factor_shapes(rhs.shape, input_axes, self.rank)
         factors = []
         for name, shape in shapes.items():
             initializer = functools.partial(shared.initial, name)
             factors.append(self.param(name, initializer, shape, self.param_dtype))
+        # A parameter, so that a checkpoint of the adapter is complete.
         scale = self.param(shared.SCALE, lambda _: jnp.float32(self.scale))
         scale = lax.stop_gradient(scale)
         return shared.apply_adapter(self.function, factors, scale, lhs, rhs, *args, **settings)

@@ -320,7 +320,7 @@ def value_and_grad_of_model(
     """`nnx.value_and_grad` of `fun(model, ...)` that also returns the largest logits.
 
     Args:
-      with_max_logits: Makes a function of parameters return (loss, (aux, max_logits)).
+      with_max_logits: (fun, argnums, has_aux) -> `fun` that returns (loss, (aux, max_logits)).
       fun: The loss.
       argnums: As in `nnx.value_and_grad`.
       has_aux: Whether `fun` returns (loss, aux).
@@ -332,6 +332,7 @@ def value_and_grad_of_model(
     def measured(*given: Any) -> tuple[Any, Any]:
         # All arguments are split together, because they may share random numbers.
         structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
+        of_model = params.get(0, {})  # 0: the first argument
 
         def of_parameters(params: Any) -> tuple[Any, Any]:
             # New variables, which belong to the trace of this function.
@@ -344,13 +345,13 @@ def value_and_grad_of_model(
 
         of_parameters.__name__ = getattr(fun, "__name__", "loss")
         with_maxima = with_max_logits(of_parameters, 0, True)
-        loss, ((aux, variables), max_logits) = with_maxima(params.get(0, {}))
+        loss, ((aux, variables), max_logits) = with_maxima(of_model)
         # The function may have changed running means or counts of random numbers.
         nnx.update(given, variables)
-        return loss, (aux, max_logits) if has_aux else max_logits
+        return loss, ((aux, max_logits) if has_aux else max_logits)
 
     differentiated = nnx.value_and_grad(measured, argnums=argnums, has_aux=True)
-    # Flax takes no keyword arguments, so they are one more positional argument.
+    # `nnx.value_and_grad` takes no keyword arguments, so they are one more positional argument.
     return lambda *args, **kwargs: differentiated(*args, kwargs)
 
 

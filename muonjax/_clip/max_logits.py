@@ -96,7 +96,10 @@ def max_logits(
     factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
 
     def largest_of_block(start: jax.Array | np.ndarray) -> Float[Array, "*batch key_heads group"]:
-        """The largest logit of each head among the queries and keys of one block."""
+        """The largest logit of each head among `block_q` queries and `block_k` keys, from `start` = (i, j) on.
+
+        The block lies within T queries and S keys.
+        """
         i, j = start
         q = lax.dynamic_slice_in_dim(query, i, block_q, -4)
         k = lax.dynamic_slice_in_dim(key, j, block_k, -3)
@@ -108,13 +111,13 @@ def max_logits(
             preferred_element_type=dtype,
         )
         logits = products * factor
-        # Keys ahead of their query have positive distances; T and S hide nothing.
+        # Keys ahead of their query have positive distances. A window of left = T and right = S hides none.
         if left < T or right < S:
             query_positions = i + jnp.arange(block_q)
             key_positions = j + jnp.arange(block_k)
             ahead = key_positions - query_positions[:, None]
-            visible = (ahead <= right) & (-ahead <= left)
-            logits = jnp.where(visible, logits, -jnp.inf)
+            in_window = (ahead <= right) & (-ahead <= left)
+            logits = jnp.where(in_window, logits, -jnp.inf)
         if mask is not None:
             # An axis of size one broadcasts, and has no blocks.
             visible = mask

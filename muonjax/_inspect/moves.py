@@ -123,7 +123,7 @@ def _gathered(
 
 def reshaped(x: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
     """After a reshape: of axes that become others together, all are there if something depends on one."""
-    if math.prod(old) != math.prod(new):
+    if math.prod(old) != math.prod(new) or 0 in old:
         raise Unmoved
     first = x.ndim - len(old)
     full, result = list(x.shape[:first]), list(x.shape[:first])
@@ -137,17 +137,18 @@ def reshaped(x: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
 
 
 def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
-    """The shortest stretches of axes of two shapes that have as many entries as each other, in order."""
-    i = j = 0
-    while i < len(old) or j < len(new):
-        first, second = i, j
-        i, j = i + 1, j + 1
-        while (m := math.prod(old[first:i])) != (n := math.prod(new[second:j])):
+    """The axes of a reshape that become others: [4, 6, 5] -> [24, 5] gives ((0, 1), (0,)) and ((2,), (1,))."""
+    i_end = j_end = 0
+    while i_end < len(old) or j_end < len(new):
+        i, j = i_end, j_end
+        i_end, j_end = i + 1, j + 1
+        while (m := math.prod(old[i:i_end])) != (n := math.prod(new[j:j_end])):
             if m < n:
-                i += 1
+                i_end += 1
             else:
-                j += 1
-        yield range(first, min(i, len(old))), range(second, min(j, len(new)))
+                j_end += 1
+        # One of them may be at its end already: then the other has axes of one entry left.
+        yield range(i, min(i_end, len(old))), range(j, min(j_end, len(new)))
 
 
 @rule("transpose reshape rev slice scan_stack broadcast_in_dim")

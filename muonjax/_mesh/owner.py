@@ -179,22 +179,26 @@ def _run_loop(
     owner: Any,
     buffer: jax.Array,
 ) -> jax.Array:
-    """Apply a function to this owner's matrices of one shape, whose results replace their blocks in the buffer."""
+    """Apply a function to this owner's matrices of one shape, whose results replace their blocks in the buffer.
+
+    The buffer [devices, columns] has a row from each device; the blocks of a matrix are in the same columns of all.
+    `owner` is the number of this device among the owners, a tracer on more than one.
+    """
     places = jnp.asarray(_row_of(owner, loop.places))
-    # A branch for each layout: only how blocks become matrices differs, and f is compiled once.
+    # A branch for each layout: only how blocks become matrices differs, and `apply` is compiled once.
     assemble = [batch.assemble for batch in loop.batches]
     divide = [batch.divide for batch in loop.batches]
-    width = loop.batches[0].width
+    width = loop.batches[0].width  # all have one shape, so one width
 
     def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
-        column, batch = places[i]
+        column, layout = places[i]
         rows = jax.lax.dynamic_slice(buffer, (0, column), (len(buffer), width))
-        x = jax.lax.switch(batch, assemble, rows)
-        # XLA would fuse f's first and last operations with the exchange, and f would round differently on each mesh.
+        x = jax.lax.switch(layout, assemble, rows)
+        # XLA would fuse its first and last operations with the exchange, and round differently on each mesh.
         # The barriers prevent that.
         x = jax.lax.optimization_barrier(x)
         y = jax.lax.optimization_barrier(apply(x))
-        rows = jax.lax.switch(batch, divide, y)
+        rows = jax.lax.switch(layout, divide, y)
         return jax.lax.dynamic_update_slice(buffer, rows, (0, column))
 
     steps = _row_of(owner, loop.steps)

@@ -164,7 +164,8 @@ def checked_rows(call: str, coefficients: Any) -> Coefficients:
     """`coefficients` as rows of floats, or an error in the name of `call`."""
     if isinstance(coefficients, str):
         raise ValueError(
-            f"{call}(coefficients={coefficients!r}): tables have no names; give muonjax.polar_express(5)."
+            f"{call}(coefficients={coefficients!r}): give numbers in place of a name, such as "
+            "muonjax.polar_express(5)."
         )
     try:
         rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)

@@ -559,7 +559,7 @@ def test_wide_matrices_take_two_steps_a_turn(shape, dtype, turns):
     (lambda: msign(jnp.ones((2, 2)), gradient="svd"), ValueError, r"gradient='svd'"),
     (lambda: msign(jnp.ones((2, 2)), coefficients=()), ValueError, r"msign\(coefficients=\(\)\) .* one row"),
     (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, 2.0),)), ValueError, r"rows of three numbers"),
-    (lambda: msign(jnp.ones((2, 2)), coefficients="jordan"), ValueError, r"tables have no names"),
+    (lambda: msign(jnp.ones((2, 2)), coefficients="jordan"), ValueError, r"give numbers in place of a name"),
     (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, np.nan, 2.0),)), ValueError, r"finite"),
     (lambda: msign(jnp.ones((2, 2)), gradient="polar", polish=-1), ValueError, r"polish=-1"),
     (lambda: msign(jnp.ones((2, 2)), polish=1), ValueError, r"belongs to gradient='polar'"),
