@@ -98,19 +98,6 @@ def attend(q: Any, k: Any, v: Any) -> Any:
 # Heads and lookups.
 
 
-@program(
-    TOKENS,
-    embed=((V, D), "looked up"),
-    up=((D, V), "0 | 1"),
-    down=((V, D), "0 | 1"),
-    head=((D, V), "head"),
-)
-def a_width_that_is_the_vocabulary(p, t):
-    x = p["embed"][t]
-    x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
-    return cross_entropy(x @ p["head"], t)
-
-
 @program(TOKENS, embed=((V, D), "looked up"), w=((D, D), "0 | 1"))
 def tied_embedding(p, t):
     x = jnp.tanh(p["embed"][t] @ p["w"])
@@ -132,53 +119,6 @@ def a_factored_embedding(p, t):
     return cross_entropy(jnp.tanh((p["embed"] @ p["factor"])[t]) @ p["head"], t)
 
 
-@program(
-    TOKENS, embed=((V, D), "looked up"), w=((D, D), "0 | 1"), head=((D, V), "head")
-)
-def a_loss_in_chunks(p, t):
-    x = jnp.tanh(p["embed"][t] @ p["w"])
-
-    def chunk(total, part):
-        x, t = part
-        return total + cross_entropy(x @ p["head"], t), None
-
-    chunks = x.reshape(3, B, 2, D), t.reshape(3, B, 2)
-    return lax.scan(chunk, 0.0, chunks)[0]
-
-
-@program(
-    TOKENS, embed=((V, D), "looked up"), policy=((D, V), "head"), value=((V, 1), "head")
-)
-def a_value_net_that_reads_the_logits(p, t):
-    logits = p["embed"][t] @ p["policy"]
-    return cross_entropy(logits, t) + jnp.mean((jnp.tanh(logits) @ p["value"]) ** 2)
-
-
-@program(ROWS, torso=((D, D), "0 | 1"), actor=((D, 4), "head"), critic=((D, 1), "head"))
-def an_actor_and_a_critic(p, x):
-    h = jnp.tanh(x @ p["torso"])
-    action = jnp.zeros(B, int)
-    return cross_entropy(h @ p["actor"], action) + jnp.mean((h @ p["critic"] - 1) ** 2)
-
-
-@program(ROWS, KEY, encoder=((D, D), "0 | 1"), mean=((D, 4), "0 | 1"), deviation=((D, 4), "0 | 1"),
-         decoder=((4, D), "0 | 1"), out=((D, D), "head"))  # fmt: skip
-def a_variational_autoencoder(p, x, key):
-    h = jnp.tanh(x @ p["encoder"])
-    mean, deviation = h @ p["mean"], h @ p["deviation"]
-    z = mean + jnp.exp(deviation) * jax.random.normal(key, mean.shape)
-    divergence = jnp.mean(mean**2 + jnp.exp(2 * deviation) - 2 * deviation)
-    return jnp.mean((jnp.tanh(z @ p["decoder"]) @ p["out"] - x) ** 2) + divergence
-
-
-@program(ROWS, w=((D, D), "0 | 1"), out=((D, 1), "head"))
-def a_penalty_is_no_use(p, x):
-    penalty = jnp.vdot(p["out"], p["out"]) + jnp.sum(
-        (p["w"].T @ p["w"] - jnp.eye(D)) ** 2
-    )
-    return jnp.mean((jnp.tanh(x @ p["w"]) @ p["out"]) ** 2) + penalty
-
-
 @program(ROWS, w=((D, D), "0 | 1"), out=((D, 1), "head"))
 def energy_and_forces(p, x):
     def energy(x):
@@ -186,35 +126,6 @@ def energy_and_forces(p, x):
 
     e, f = jax.value_and_grad(energy)(x)
     return jnp.mean((f + x) ** 2) + (e - 1) ** 2
-
-
-@program(
-    ROWS, w=((D, D), "0 | 1"), out=((D, 4), "head"), unused_head=((D, 3), "never used")
-)
-def dead_code(p, x):
-    h = jnp.tanh(x @ p["w"])
-    logits = h @ p["out"]
-    _ = jnp.tanh(logits).sum()
-    return cross_entropy(logits, jnp.zeros(B, int))
-
-
-@program(ROWS, ROWS, left=((D, 4), "0 | 1"), right=((D, 4), "0 | 1"))
-def two_towers(p, x, y):
-    a, b = norm(jnp.tanh(x) @ p["left"]), norm(jnp.tanh(y) @ p["right"])
-    return cross_entropy(a @ b.T, jnp.arange(B))
-
-
-@program(ROWS, **dict.fromkeys(("subject", "relation", "object"), ((D, 4), "0 | 1")))
-def three_towers(p, x):
-    a, b, c = (jnp.tanh(x) @ p[name] for name in ("subject", "relation", "object"))
-    return jnp.mean((jnp.sum(a * b * c, -1) - 1) ** 2)
-
-
-@program(X, w=((D, D), "0 | 1"), query=((D, D), "0 | 1"), key=((D, D), "0 | 1"))
-def a_pointer_network(p, x):
-    x = jnp.tanh(x @ p["w"])
-    logits = jnp.einsum("bqd,bkd->bqk", x @ p["query"], x @ p["key"])
-    return cross_entropy(logits, jnp.zeros((B, T), int))
 
 
 @program(TOKENS, embed=((V, D), "looked up"), pos=((T, D), "added"), cls=((1, 1, D), "joined"), w=((D, D), "0 | 1"),
@@ -255,71 +166,10 @@ def fused_attention(p, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(
-    X,
-    sites=1,
-    qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"),
-    o=((H, S, D), "0, 1 | 2"),
-    out=((D, 1), "head"),
-)
-def fused_attention_with_an_axis_of_three(p, x):
-    q, k, v = jnp.moveaxis(jnp.einsum("btd,dzhs->btzhs", x, p["qkv"]), 2, 0)
-    o = attend(q, k, v).reshape(B, T, H, S)
-    return jnp.mean(((x + jnp.einsum("bths,hsd->btd", o, p["o"])) @ p["out"]) ** 2)
-
-
-@program(
-    X,
-    sites=1,
-    qkv=((D, 3 * D), "0 | 1 / 3 of 1, 2 times; 0 | 1 / 6 of 1"),
-    o=((D, D), "0 | 1"),
-    out=((D, 1), "head"),
-)
-def fused_attention_head_by_head(p, x):
-    q, k, v = jnp.split((x @ p["qkv"]).reshape(B, T, H, 3 * S), 3, -1)
-    return jnp.mean(((x + attend(q, k, v) @ p["o"]) @ p["out"]) ** 2)
-
-
-@program(
-    X,
-    sites=1,
-    qkv=((D, D + 2 * S), "0 | 1 / 8, 4, 4 of 1"),
-    o=((D, D), "0 | 1"),
-    out=((D, 1), "head"),
-)
-def multi_query_attention_in_one_kernel(p, x):
-    q, k, v = jnp.split(x @ p["qkv"], (D, D + S), -1)
-    k, v = (jnp.broadcast_to(a[:, :, None], (B, T, H, S)) for a in (k, v))
-    return jnp.mean(((x + attend(heads(q), k, v) @ p["o"]) @ p["out"]) ** 2)
-
-
 def rotated(x, at):
     c, s = jnp.cos(at)[:, None, None], jnp.sin(at)[:, None, None]
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * c - b * s, b * c + a * s], -1)
-
-
-@program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
-def rotary_attention(p, x):
-    at = jnp.arange(T, dtype="float32")
-    q, k = (rotated(heads(x @ p[n]), at) for n in "qk")
-    return jnp.mean(((x + attend(q, k, heads(x @ p["v"])) @ p["o"]) @ p["out"]) ** 2)
-
-
-@program(
-    X,
-    sites=1,
-    q=((D, D), "0 | 1"),
-    k=((D, S), "0 | 1"),
-    v=((D, S), "0 | 1"),
-    o=((D, D), "0 | 1"),
-    out=((D, 1), "head"),
-)
-def shared_keys(p, x):
-    q, k, v = heads(x @ p["q"]), x @ p["k"], x @ p["v"]
-    weights = jax.nn.softmax(jnp.einsum("bqhd,bkd->bhqk", q, k))
-    o = jnp.einsum("bhqk,bkd->bqhd", weights, v).reshape(B, T, D)
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
 @program(
@@ -338,27 +188,6 @@ def grouped_keys(p, x):
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
-@program(
-    X,
-    sites=1,
-    q=((D, 2 * D), "0 | 1"),
-    k=((D, D), "0 | 1"),
-    v=((D, D), "0 | 1"),
-    o=((2 * D, D), "0 | 1"),
-    out=((D, 1), "head"),
-)
-def repeated_keys(p, x):
-    q = (x @ p["q"]).reshape(B, T, 2 * H, S)
-    k, v = (jnp.repeat(heads(x @ p[n]), 2, axis=2) for n in "kv")
-    return jnp.mean(((x + attend(q, k, v) @ p["o"]) @ p["out"]) ** 2)
-
-
-@program(X, sites="integer_pow", **ATTENTION, out=((D, 1), "head"))
-def normalized_queries(p, x):
-    q, k = norm(heads(x @ p["q"])), norm(heads(x @ p["k"]))
-    return jnp.mean(((x + attend(q, k, heads(x @ p["v"])) @ p["o"]) @ p["out"]) ** 2)
-
-
 @program(X, sites="tanh", **ATTENTION, out=((D, 1), "head"))
 def capped_logits(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
@@ -372,30 +201,6 @@ def a_learned_bias(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) + p["bias"]
     o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v).reshape(B, T, D)
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
-
-
-@program(X, sites=0, **ATTENTION, out=((D, 1), "head"))
-def linear_attention(p, x):
-    q, k, v = (heads(x @ p[n]) for n in "qkv")
-    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.tril(jnp.ones((T, T)))
-    o = jnp.einsum("bhqk,bkhd->bqhd", logits, v).reshape(B, T, D)
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
-
-
-@program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
-def softmax_by_hand(p, x):
-    q, k, v = (heads(x @ p[n]) for n in "qkv")
-    e = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2)
-    o = jnp.einsum("bhqk,bkhd->bqhd", e / e.sum(-1, keepdims=True), v).reshape(B, T, D)
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
-
-
-@program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
-def sigmoid_attention(p, x):
-    q, k, v = (heads(x @ p[n]) for n in "qkv")
-    weights = jax.nn.sigmoid(jnp.einsum("bqhd,bkhd->bhqk", q, k) - 2.0)
-    o = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(B, T, D)
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
 
 
@@ -435,21 +240,6 @@ def queries_that_are_a_gate_too(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     o = attend(q, k, v) * jax.nn.sigmoid(q.reshape(B, T, D))
     return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
-
-
-@program(
-    X,
-    sites=1,
-    **{
-        "q": ((D, D), "0 | 1"),
-        "k": ((D, D), "0 | 1"),
-        "o": ((D, D), "0 | 1"),
-        "out": ((D, 1), "head"),
-    },
-)
-def keys_that_are_values_too(p, x):
-    q, k = heads(x @ p["q"]), heads(x @ p["k"])
-    return jnp.mean(((x + attend(q, k, k) @ p["o"]) @ p["out"]) ** 2)
 
 
 @program(
@@ -505,12 +295,6 @@ def layers_on_axis_one_by_index(p, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(X, w=((3, D, D), "1 | 2"), out=((D, 1), "head"))
-def layers_by_a_counter(p, x):
-    x = lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["w"][i]), x)
-    return jnp.mean((x @ p["out"]) ** 2)
-
-
 @program(
     X,
     gate=((D, 3), "0 | 1"),
@@ -543,68 +327,9 @@ def sparse_experts(p, x):
     return jnp.mean((y @ p["out"]) ** 2)
 
 
-@program(
-    X, jax.ShapeDtypeStruct((B,), "int32"), w=((3, D, D), "1 | 2"), out=((D, 1), "head")
-)
-def an_adapter_by_sample(p, x, which):
-    y = jnp.einsum("btd,bdf->btf", x, p["w"][which])
-    return jnp.mean((jnp.tanh(y) @ p["out"]) ** 2)
-
-
-@program(ROWS, w=((4, D, D), "1 | 2"), out=((4, D, 1), "head"))
-def an_ensemble(p, x):
-    h = jax.vmap(lambda w: jnp.tanh(x @ w))(p["w"])
-    y = jax.vmap(lambda h, w: h @ w)(h, p["out"])
-    return jnp.mean((y - 1) ** 2)
-
-
-@program(
-    ROWS,
-    w=((D, D), "0 | 1"),
-    a=((D, 2), "0 | 1"),
-    b=((2, D), "0 | 1"),
-    out=((D, 1), "head"),
-)
-def merged_adapters(p, x):
-    return jnp.mean((jnp.tanh(x @ (p["w"] + p["a"] @ p["b"])) @ p["out"]) ** 2)
-
-
-@program(
-    ROWS,
-    w=((D, D), "0 | 1"),
-    a=((D, 2), "0 | 1"),
-    b=((2, D), "0 | 1"),
-    out=((D, 1), "head"),
-)
-def adapters_beside(p, x):
-    return jnp.mean((jnp.tanh(x @ p["w"] + (x @ p["a"]) @ p["b"]) @ p["out"]) ** 2)
-
-
 @program(ROWS, KEY, mu=((D, D), "0 | 1"), sigma=((D, D), "added"), out=((D, 1), "head"))
 def noisy_weights(p, x, key):
     w = p["mu"] + p["sigma"] * jax.random.normal(key, (D, D))
-    return jnp.mean((jnp.tanh(x @ w) @ p["out"]) ** 2)
-
-
-@program(
-    ROWS,
-    jax.ShapeDtypeStruct((D, D), "bool"),
-    w=((D, D), "0 | 1"),
-    out=((D, 1), "head"),
-)
-def masked_weights(p, x, mask):
-    return jnp.mean((jnp.tanh(x @ (p["w"] * mask)) @ p["out"]) ** 2)
-
-
-@program(ROWS, KEY, w=((D, D), "0 | 1"), out=((D, 1), "head"))
-def dropped_weights(p, x, key):
-    w = jnp.where(jax.random.bernoulli(key, 0.9, (D, D)), p["w"], 0) / 0.9
-    return jnp.mean((jnp.tanh(x @ w) @ p["out"]) ** 2)
-
-
-@program(ROWS, v=((D, D), "0 | 1"), g=((D,), "multiplied"), out=((D, 1), "head"))
-def weight_norm(p, x):
-    w = p["g"] * p["v"] / jnp.linalg.norm(p["v"], axis=0)
     return jnp.mean((jnp.tanh(x @ w) @ p["out"]) ** 2)
 
 
@@ -628,36 +353,6 @@ def a_recurrent_cell(p, x):
 
 
 @program(
-    X,
-    i=((D, S), "0 | 1"),
-    f=((D, S), "0 | 1"),
-    g=((D, S), "0 | 1"),
-    out=((S, 1), "head"),
-)
-def weights_joined_before_their_product(p, x):
-    i, f, g = jnp.split(x @ jnp.concatenate([p["i"], p["f"], p["g"]], -1), 3, -1)
-    return jnp.mean(
-        ((jax.nn.sigmoid(i) * jnp.tanh(g) + jax.nn.sigmoid(f)) @ p["out"]) ** 2
-    )
-
-
-@program(X, a=((D, D), "0 | 1"), b=((D, D), "0 | 1"), out=((D, 1), "head"))
-def weights_stacked_into_a_scan(p, x):
-    x, _ = lax.scan(
-        lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack([p["a"], p["b"]])
-    )
-    return jnp.mean((x @ p["out"]) ** 2)
-
-
-@program(
-    X, w=((D, 2 * D), "0 | 1 / 2 of 1"), down=((D, D), "0 | 1"), out=((D, 1), "head")
-)
-def a_gated_layer_in_one_kernel(p, x):
-    gate, up = jnp.split(x @ p["w"], 2, -1)
-    return jnp.mean(((x + (jax.nn.silu(gate) * up) @ p["down"]) @ p["out"]) ** 2)
-
-
-@program(
     ROWS,
     X,
     w=((D, 6 * D), "0 | 1 / 6 of 1"),
@@ -672,24 +367,6 @@ def adaptive_norms(p, c, x):
     return jnp.mean((x @ p["out"]) ** 2)
 
 
-@program(X, w=((D, D), "0 | 1"), gain=((D,), "multiplied"), out=((D, 1), "head"))
-def a_delay_of_seven_iterations(p, x):
-    def step(line, row):
-        return (row, *line[:-1]), jnp.tanh((line[-1] * p["gain"]) @ p["w"])
-
-    _, y = jax.lax.scan(step, (jnp.zeros((B, D)),) * 7, x.swapaxes(0, 1))
-    return jnp.mean((y @ p["out"]) ** 2)
-
-
-@program(X, sites=1, q=((D, H, S), "0 | 1, 2"), k=((D, H, S), "0 | 1, 2"), v=((D, H, S), "0 | 1, 2"),
-         o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))  # fmt: skip
-def an_output_projection_by_vmap_and_sum(p, x):
-    q, k, v = (jnp.einsum("btd,dhs->bths", x, p[n]) for n in "qkv")
-    o = attend(q, k, v).reshape(B, T, H, S)
-    y = jax.vmap(lambda o, w: o @ w, in_axes=(2, 0))(o, p["o"]).sum(0)
-    return jnp.mean((jnp.tanh(y) @ p["out"]) ** 2)
-
-
 @program(X, sites=1, q=((D, H, S), "0 | 1, 2"), k=((D, H, S), "0 | 1, 2"), v=((D, H, S), "0 | 1, 2"),
          o=((H, S, D), "0, 1 | 2"), out=((D, 1), "head"))  # fmt: skip
 def an_output_projection_by_a_loop(p, x):
@@ -697,23 +374,6 @@ def an_output_projection_by_a_loop(p, x):
     o = attend(q, k, v).reshape(B, T, H, S)
     y = sum(o[:, :, h] @ p["o"][h] for h in range(H))
     return jnp.mean((jnp.tanh(y) @ p["out"]) ** 2)
-
-
-@program(X, w=((D, D), "0 | 1"), shared=((D, D), "0 | 1"), out=((D, 1), "head"))
-def a_weight_used_twice(p, x):
-    x = jnp.tanh(x @ p["shared"])
-    x = jnp.tanh(x @ p["w"])
-    return jnp.mean((jnp.tanh(x @ p["shared"]) @ p["out"]) ** 2)
-
-
-@program(X, w=((D, D), "0 | 1"), out=((D, 1), "head"))
-def a_weight_and_its_transpose(p, x):
-    return jnp.mean(((jnp.tanh(x @ p["w"]) @ p["w"].T) @ p["out"]) ** 2)
-
-
-@program(X, w=((D, D), "1 | 0"), out=((1, D), "head"))
-def weights_stored_the_other_way(p, x):
-    return jnp.mean((jnp.tanh(x @ p["w"].T) @ p["out"].T) ** 2)
 
 
 @program(X, w=((2 * D, D), "0 | 1"), out=((D, 1), "head"))
@@ -753,17 +413,6 @@ def convolutions(p, x):
     x = jax.nn.relu(conv(x, p["depthwise"], groups=8))
     x = jax.nn.relu(conv(x, p["grouped"], groups=2))
     return cross_entropy(x.mean((1, 2)) @ p["out"], jnp.zeros(B, int))
-
-
-@program(
-    jax.ShapeDtypeStruct((B, 8, 8, 1), "float32"),
-    first=((3, 3, 1, 8), "0, 1 | 3"),
-    out=((8, 4), "head"),
-)
-def a_first_convolution_of_one_channel(p, x):
-    return cross_entropy(
-        jax.nn.relu(conv(x, p["first"])).mean((1, 2)) @ p["out"], jnp.zeros(B, int)
-    )
 
 
 @program(
@@ -828,27 +477,6 @@ def end(p, y):
     return jnp.mean(jnp.tanh(y @ p["out"]) ** 2)
 
 
-@program(X, sites="integer_pow", **HEADS)
-def queries_and_keys_normalized_together(p, x):
-    z = (x @ p["w"]).reshape(B, T, 3, H, S)
-    qk = norm(z[:, :, :2])
-    return end(p, attend(qk[:, :, 0], qk[:, :, 1], z[:, :, 2]))
-
-
-@program(X, sites="integer_pow", **HEADS)
-def queries_and_keys_concatenated_to_be_normalized(p, x):
-    q, k, v = map(heads, jnp.split(x @ p["w"], 3, -1))
-    q, k = jnp.split(norm(jnp.concatenate([q, k], 2)), 2, 2)
-    return end(p, attend(q, k, v))
-
-
-@program(X, sites=None, **HEADS)
-def a_shift_by_padding(p, x):
-    z = x @ p["w"]
-    z = 0.5 * z + 0.5 * lax.pad(z, 0.0, ((0, 0, 0), (1, -1, 0), (0, 0, 0)))
-    return end(p, attend(*map(heads, jnp.split(z, 3, -1))))
-
-
 @program(
     X,
     q=((D, H, 2 * S), "0 | 1, 2 / 2 of 2"),
@@ -870,51 +498,10 @@ def gates_of_one_norm_each(p, x):
     return gated(p, *jnp.moveaxis(norm((x @ p["w"]).reshape(B, T, 3, D)), 2, 0))
 
 
-@program(X, **PARTS)
-def gates_of_one_layer_norm_each(p, x):
-    z = (x @ p["w"]).reshape(B, T, 3, D)
-    z = z - z.mean(-1, keepdims=True)
-    return gated(
-        p, *jnp.moveaxis(z / jnp.sqrt(jnp.mean(z * z, -1, keepdims=True) + 1e-6), 2, 0)
-    )
-
-
-@program(X, w=((D, 3 * D), "0 | 1"), out=((D, 1), "an output head"))
-def gates_of_one_norm_for_all(p, x):
-    return gated(p, *jnp.split(norm(x @ p["w"]), 3, -1))
-
-
 @program(X, w=((D, 2 * D), "0 | 1"), out=((D, 1), "an output head"))
 def a_gate_cut_through_normalized_heads(p, x):
     a, b = jnp.split(norm((x @ p["w"]).reshape(B, T, H, 2 * S)), 2, -1)
     return end(p, (a * jax.nn.sigmoid(b)).reshape(B, T, D))
-
-
-@program(X, **PARTS)
-def one_part_pooled_over_its_features(p, x):
-    q, k, v = jnp.moveaxis((x @ p["w"]).reshape(B, T, 3, H, S), 2, 0)
-    return end(p, (jnp.tanh(k) * v * q.max(-1, keepdims=True)).reshape(B, T, D))
-
-
-@program(
-    X, w=((D, D), "0 | 1"), o=((D // 2, D), "0 | 1"), out=((D, 1), "an output head")
-)
-def running_sums_over_the_features(p, x):
-    a, b = jnp.split(jnp.cumsum(x @ p["w"], -1), 2, -1)
-    return end(p, jax.nn.relu((jnp.tanh(a) * b) @ p["o"]))
-
-
-@program(X, **TWO)
-def running_sums_over_one_part(p, x):
-    a, b = jnp.split(x @ p["w"], 2, -1)
-    first, second = jnp.split(jnp.cumsum(a, -1), 2, -1)
-    return end(p, jnp.tanh(b) * jnp.tile(jnp.tanh(first) * second, 2))
-
-
-@program(X, **TWO)
-def running_sums_over_time(p, x):
-    a, b = jnp.split(jnp.cumsum(x @ p["w"], 1), 2, -1)
-    return end(p, jnp.tanh(a) * b)
 
 
 @program(X, **TWO, g=TWO["w"])
@@ -930,13 +517,6 @@ def two_parts_of_a_sum_with_looked_up_biases(p, x, which):
     """GPT-OSS's experts, whose biases are looked up, with gates beside values."""
     z = x @ p["w"] + p["table"][which]
     return end(p, jax.nn.sigmoid(z[..., ::2]) * jnp.minimum(z[..., 1::2], 7.0))
-
-
-@program(X, **TWO)
-def a_part_gated_by_what_the_other_makes(p, x):
-    a, b = jnp.split(x @ p["w"], 2, -1)
-    z = (a * jax.nn.sigmoid(b.mean(1, keepdims=True))).reshape(B, T, 2, D // 2)
-    return end(p, jnp.tile(z[:, :, 0] * jnp.tanh(z[:, :, 1]), 2))
 
 
 def convolved_in_parts(convolve):
@@ -969,53 +549,7 @@ def parts_that_are_cut_after_a_depthwise_convolution(p, x):
     return convolved_in_parts(convolve)(p, x)
 
 
-@program(X, add=((2 * D + S,), "multiplied"), **UNEQUAL)
-def parts_that_are_cut_after_a_sum_over_time(p, x):
-    return convolved_in_parts(lambda y, p: y + y[:, :1] * p["add"])(p, x)
-
-
 LAYERS = [f"layer{i}" for i in range(8)]
-
-
-@program(X, jax.ShapeDtypeStruct((D, 3 * D), "float32"), a=((D, 2), "0 | 1"), b=((2, 3 * D), "0 | 1 / 3 of 1"),
-         **dict.fromkeys(LAYERS, ((D, D), "0 | 1")), **ONE)  # fmt: skip
-def parts_that_are_cut_after_a_sum_with_data(p, x, frozen):
-    """Gemma's adapters beside a frozen kernel, after many layers."""
-    for name in LAYERS:
-        x = x + jnp.tanh(x) @ p[name]
-    q, k, v = jnp.split(x @ p["w"] @ p["a"] @ p["b"] + x @ frozen, 3, -1)
-    return end(
-        p, jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", q, k), v) @ p["o"]
-    )
-
-
-def opposite_parts(p, y):
-    """The first part of what is flipped is the last of the kernel."""
-    q, k, v = jnp.split(y, [2 * D, 3 * D], -1)
-    gate = jnp.einsum("bqd,bkd->bqk", q, jnp.concatenate([k, k], -1))
-    return end(p, jnp.einsum("bqk,bkd->bqd", gate, v) @ p["o"])
-
-
-OPPOSITE: dict[str, Any] = ONE | {"w": ((D, 4 * D), "0 | 1 / 8, 8, 16 of 1")}
-
-
-@program(X, **OPPOSITE)
-def parts_of_a_flipped_product(p, x):
-    return opposite_parts(p, jnp.flip(x @ p["w"], -1))
-
-
-@program(X, **OPPOSITE)
-def parts_of_a_flipped_kernel(p, x):
-    return opposite_parts(p, x @ jnp.flip(p["w"], 1))
-
-
-@program(X, mix=((D, 2), "0 | 1"), **ONE)
-def columns_that_are_used_one_by_one(p, x):
-    """Gemma3n: coefficients of its streams."""
-    mix = x @ p["mix"] + 1
-    return end(
-        p, (x * mix[..., :1] + jnp.roll(x, 1, 0) * mix[..., 1:]) @ p["w"] @ p["o"]
-    )
 
 
 @program(
@@ -1047,19 +581,6 @@ def a_learned_mixture_of_matrices(p, x):
     return end(p, jax.nn.relu(x @ w) @ p["o"])
 
 
-@program(X, g=((D, 3), "0 | 1"), **BANK)
-def a_mixture_of_matrices_chosen_by_data(p, x):
-    gate = jax.nn.softmax(jnp.tanh(x.mean(1)) @ p["g"])
-    w = (gate[:, :, None, None] * p["w"]).sum(1)
-    return end(p, jax.nn.relu(jnp.einsum("btd,bdf->btf", x, w)) @ p["o"])
-
-
-@program(X, a=((3,), "multiplied entry by entry"), b=((3, D), "added"), **ONE)
-def a_learned_mixture_of_biases(p, x):
-    b = (jax.nn.softmax(p["a"])[:, None] * p["b"]).sum(0)
-    return end(p, jax.nn.relu(x @ p["w"] + b) @ p["o"])
-
-
 FACTORS: dict[str, Any] = {
     "u": ((D, 2), "0 | 1"),
     "v": ((D, 2), "1 | 0"),
@@ -1073,67 +594,13 @@ def two_factors_by_a_sum_of_products(p, x):
     return end(p, jax.nn.relu(x @ (p["u"][:, None, :] * p["v"][None]).sum(-1)) @ p["o"])
 
 
-@program(X, g=((D,), "multiplied entry by entry"), **ONE)
-def a_gain_before_a_mean_over_time(p, x):
-    return end(p, jax.nn.relu((norm(x) * p["g"]).mean(1) @ p["w"]) @ p["o"])
-
-
-@program(X, u=((D,), "added"), v=((5,), "added"), **ONE)
-def a_column_and_a_row_added_up(p, x):
-    gain = (p["u"][:, None] + p["v"][None]).sum(-1)
-    return end(p, jax.nn.relu((x * gain) @ p["w"]) @ p["o"])
-
-
-@program(X, g=((D,), "multiplied entry by entry"), **ONE)
-def a_norm_before_tokens_are_sorted(p, x):
-    """Mixtral in Levanter: tokens, in whose norm a parameter is a factor, are sorted by their expert."""
-    y = norm(x) * p["g"]
-    return end(p, jnp.take(y, jnp.argsort(y[:, 0, 0]), axis=0) @ p["w"] @ p["o"])
-
-
-@program(X, w=((2, D, D), "1 | 2"))
-def matrices_that_a_sum_takes_in_both_orders(p, x):
-    def both(x, w):
-        one, other = w
-        return jnp.tanh(x @ one + x @ other), None
-
-    return jnp.mean(lax.scan(both, x, (p["w"], p["w"][::-1]))[0])
-
-
-@program(X, w=((D, 2 * D), "0 | 1"), out=((2 * D, 1), "head"))
-def a_stack_of_one_kernel(p, x):
-    return jnp.sum(jnp.tanh(x @ jnp.stack([p["w"]])[0]) @ p["out"])
-
-
 # Padding that cuts, constant orders, few bits.
-
-
-@program(X, **ONE)
-def a_matrix_shifted_by_padding(p, x):
-    return end(
-        p, jax.nn.relu(x @ lax.pad(p["w"], 0.0, ((0, 0, 0), (-2, 2, 0)))) @ p["o"]
-    )
 
 
 @program(X, n=((D, D), "by names: pad"), **ONE)
 def padding_that_cuts_all_of_it(p, x):
     nothing = lax.pad(p["n"], 0.0, ((0, 0, 0), (-D - 1, D + 1, 0)))
     return end(p, jax.nn.relu(x @ (p["w"] + nothing)) @ p["o"])
-
-
-@program(X, **ONE)
-def bits_of_an_activation(p, x):
-    y = x @ p["w"]
-    odd = lax.bitcast_convert_type(y, jnp.uint8).sum(-1) % 2  # four for each number
-    return end(p, jax.nn.relu(y * odd.astype(y.dtype)) @ p["o"])
-
-
-@program(X, jax.ShapeDtypeStruct((D, D // 2), "uint8"), **ONE)
-def data_of_fewer_bits_in_larger_words(p, x, packed):
-    frozen = (
-        lax.bitcast_convert_type(packed, jnp.int4).reshape(D, D).astype(jnp.float32)
-    )
-    return end(p, jnp.tanh(x @ frozen + x @ p["w"]) @ p["o"])
 
 
 ORDER = np.random.default_rng(0).permutation(D)
@@ -1145,11 +612,6 @@ ORDER = np.random.default_rng(0).permutation(D)
 )
 def rows_in_a_constant_order(p, x):
     return end(p, jax.nn.relu(x @ p["w"][jnp.asarray(ORDER)]) @ p["o"])
-
-
-@program(X, jax.ShapeDtypeStruct((D,), "int32"), **ONE | {"w": ((D, D), "looked up")})
-def rows_in_an_order_of_data(p, x, order):
-    return end(p, jax.nn.relu(p["w"][order]) @ p["o"])
 
 
 def rounded(x, scale):
@@ -1172,19 +634,6 @@ in_eight_bits.defvjp(
     lambda x, w: (in_eight_bits(x, w), (x, w)),
     lambda saved, g: (g @ saved[1].T, jnp.einsum("...i,...o->io", saved[0], g)),
 )
-
-
-@program(X, **ONE)
-def layers_of_eight_bits(p, x):
-    y = in_eight_bits(jax.nn.relu(in_eight_bits(x, p["w"])), p["o"])
-    return jnp.mean(in_eight_bits(jnp.tanh(y), p["out"]) ** 2)
-
-
-@program(X, e=((7, D), "looked up"), h=((D, 7), "an output head"), **ONE)
-def an_index_of_the_largest_ends_a_path(p, x):
-    logits = jax.nn.relu(x @ p["w"]) @ p["h"]
-    again = jax.nn.one_hot(jnp.argmax(logits, -1), 7) @ p["e"]
-    return end(p, again @ p["o"]) - jnp.mean(jax.nn.log_softmax(logits)[..., 0])
 
 
 # Left to names, since an operation is not followed, and others that were not.
@@ -1234,19 +683,6 @@ def queries_and_keys_by_one_vmap(p, x):
     return end(p, jnp.einsum("bhqk,bkhd->bqhd", logits, v).reshape(B, T, -1))
 
 
-@program(X, w=((D, D), "0 | 1"), out=((D, 2), "an output head"))
-def a_scope_of_the_users(p, x):
-    with jax.named_scope("transpose(jvp(block))"):
-        y = jnp.tanh(x @ p["w"])
-    return end(p, y)
-
-
-@program(X, w=((D, 5 * D), "0 | 1 / 8, 8, 24 of 1"), out=((D, 2), "an output head"))
-def columns_of_no_use(p, x):
-    a, b = jnp.split(x @ p["w"], 5, -1)[:2]
-    return end(p, jax.nn.silu(a) * b)
-
-
 @program(
     X,
     w=((D, D), "by names: pad: hostile_programs.py:"),
@@ -1263,16 +699,6 @@ def zeros_between(p, x):
 )
 def an_expert_cut_out_by_data(p, x):
     return end(p, x @ lax.dynamic_slice(p["w"], (0, D * jnp.argmax(x[0, 0])), (D, D)))
-
-
-@program(
-    X,
-    a=((D, 2), "0 | 1"),
-    b=((2, D), "0 | 1"),
-    out=((D, 2), "an output head"),
-)
-def an_adapter_of_a_closed_over_kernel(p, x):
-    return end(p, x @ (np.eye(D, dtype=np.float32) + p["a"] @ p["b"]))
 
 
 @program(
@@ -1491,11 +917,6 @@ def outer_product_mean(sequences: int) -> None:
 
 for sequences in (2, 200):  # in which order einsum multiplies depends on that
     outer_product_mean(sequences)
-
-
-@program(X, X, w=((D, D, 16), "0, 1 | 2"), out=((16, 3), "head"))
-def a_bilinear_layer(p, x, y):
-    return sq(jnp.einsum("btd,bte,def->btf", x, y, p["w"]) @ p["out"])
 
 
 @program(X, projector=((D, D), "0 | 1"))
