@@ -4,10 +4,7 @@ Where a function returns its logits too, they are those that a clip scales: with
 infinity where they are masked.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +12,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.inspect.hostile_programs import HostileProgram, norm
+from tests.inspect.hostile_programs import norm
 from tests.inspect.hostile_programs import program as add_program
 
 B, T, D, H, S = 2, 8, 24, 4, 6
 X = jax.ShapeDtypeStruct((B, T, D), "float32")
-PROGRAMS: list[HostileProgram] = []
+PROGRAMS = []
 program = functools.partial(add_program, to=PROGRAMS)
 attention = functools.partial(program, X, logits=True)
-QKVO: Any = dict.fromkeys("qkvo", (D, D))
-MATRICES: Any = dict.fromkeys("qkvo", ((D, D), "0 | 1"))
-OUT: Any = {"out": ((D, 1), "head")}
+QKVO = dict.fromkeys("qkvo", (D, D))
+MATRICES = dict.fromkeys("qkvo", ((D, D), "0 | 1"))
+OUT = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
 IN_TURNS = "the heads of its logits are not those of its projections"
@@ -36,39 +33,39 @@ GATHER = "by names: gather is not followed: attention_programs.py:"
 ADDED = f"{ELSE}: attention_programs.py:"
 
 
-def heads(x: Any, count: int = H) -> Any:
+def heads(x, count=H):
     return x.reshape(*x.shape[:-1], count, -1)
 
 
-def projected(p: Any, x: Any, names: str = "qkv") -> list[Any]:
+def projected(p, x, names="qkv"):
     return [heads(x @ p[name]) for name in names]
 
 
-def logits_of(q: Any, k: Any) -> Any:
+def logits_of(q, k):
     return jnp.einsum("bqhd,bkhd->bhqk", q, k)
 
 
-def mixed(shares: Any, v: Any) -> Any:
+def mixed(shares, v):
     return jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(
         *shares.shape[:1], shares.shape[2], -1
     )
 
 
-def loss_of(p: Any, y: Any) -> Any:
+def loss_of(p, y):
     return jnp.mean((y @ p["o"]) ** 2)
 
 
-def end(p: Any, logits: Any, v: Any) -> tuple[Any, Any]:
+def end(p, logits, v):
     return loss_of(p, mixed(jax.nn.softmax(logits), v)), logits
 
 
-def layer(p: Any, x: Any, names: str = "qkvo") -> Any:
+def layer(p, x, names="qkvo"):
     q, k, v, o = names
     shares = jax.nn.softmax(logits_of(*projected(p, x, q + k)) / np.sqrt(S))
     return x + jnp.tanh(mixed(shares, heads(x @ p[v])) @ p[o])
 
 
-def constant(shape: tuple[int, ...], seed: int = 0) -> Any:
+def constant(shape, seed=0):
     return 0.5 * np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
@@ -76,16 +73,16 @@ def constant(shape: tuple[int, ...], seed: int = 0) -> Any:
 
 
 def spelled(
-    name: str,
-    sites: int | str | None = 1,
-    change: Any = lambda q, k, p, x: (q, k),
-    spell: Any = lambda logits, p: logits,
-    softmax: Any = lambda logits, p: jax.nn.softmax(logits),
-    weights: Any = lambda p: p,
-    more: Any = lambda q, k, p, x: 0.0,
-    kept: Any = None,
-    **parameters: Any,
-) -> None:
+    name,
+    sites=1,
+    change=lambda q, k, p, x: (q, k),
+    spell=lambda logits, p: logits,
+    softmax=lambda logits, p: jax.nn.softmax(logits),
+    weights=lambda p: p,
+    more=lambda q, k, p, x: 0.0,
+    kept=None,
+    **parameters,
+):
     """Queries and keys are changed, then the logits are spelled; what comes then is no part of them."""
 
     def fun(p, x):
@@ -422,7 +419,7 @@ def a_zero_logit(p, x):
 # Heads and features in another order.
 
 GATHERED = jnp.array([1, 0, 3, 2])
-CUT: Any = dict.fromkeys("qkv", ((D, D), "0 | 1; 0 | 1 / 4 of 1"))
+CUT = dict.fromkeys("qkv", ((D, D), "0 | 1; 0 | 1 / 4 of 1"))
 spelled(
     "rolled", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), jnp.roll(k, 1, 2)), **CUT
 )
@@ -564,7 +561,7 @@ def of_a_kernel_each(p, x, shared):
     )
 
 
-KERNELS: Any = {"o": (D, D), **{f"{n}{h}": (D, S) for n in "qkv" for h in range(H)}}
+KERNELS = {"o": (D, D), **{f"{n}{h}": (D, S) for n in "qkv" for h in range(H)}}
 
 
 @attention(sites=None, **KERNELS)
@@ -684,7 +681,7 @@ def two_attentions_of_disjoint_features_of_every_head(p, x):
 
 # Queries that share a key head: side by side, or in turns.
 
-SHARED: Any = {"q": (D, D), "k": (D, D // 2), "v": (D, D // 2), "o": (D, D)}
+SHARED = {"q": (D, D), "k": (D, D // 2), "v": (D, D // 2), "o": (D, D)}
 
 
 def sharing(p, x, repeat):
@@ -717,7 +714,7 @@ def grouped(
     return loss, logits if kept is None else jnp.where(kept, logits, -jnp.inf)
 
 
-GROUPED: Any = {
+GROUPED = {
     "q": ((D, H, S), "0 | 1, 2; 0 | 2"),
     "k": ((D, 2, S), "0 | 1, 2; 0 | 2"),
     "v": (D, 2, S),
@@ -757,7 +754,7 @@ def a_bias_before_a_transpose(p, x):
     )
 
 
-SINKS: Any = GROUPED | {"sinks": ((H,), "")}
+SINKS = GROUPED | {"sinks": ((H,), "")}
 
 
 def beside(logits, sinks):
@@ -1146,7 +1143,7 @@ def learned_queries(p, x):
 
 
 KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
-ADAPTER: Any = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
+ADAPTER = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
 
 
 @program(X, sites=LOST, **ADAPTER)
@@ -1218,8 +1215,8 @@ def a_gram_matrix_of_features_times_itself(p, x):
 
 # Stacks of layers.
 
-STACK: Any = dict.fromkeys("qkvo", ((3, D, D), "1 | 2"))
-AS_MANY: Any = dict.fromkeys("qkvo", (H, D, D))
+STACK = dict.fromkeys("qkvo", ((3, D, D), "1 | 2"))
+AS_MANY = dict.fromkeys("qkvo", (H, D, D))
 ANOTHER = " are in another order than the parameter's"
 
 
@@ -1384,7 +1381,7 @@ def exchanged(p, x):
     return [lax.all_to_all(y, "m", 2, 1, tiled=True) for y in projected(p, x)]
 
 
-QKV: Any = dict.fromkeys("qkv", (D, D))
+QKV = dict.fromkeys("qkv", (D, D))
 divided("heads_side_by_side", side_by_side, P(None, "m"), w=(D, 3 * D))
 divided("keys_of_another_device", of_another_device, P(None, "m"), **QKV)
 divided("exchanged_heads", exchanged, P(), P(None, "m"), **QKV)

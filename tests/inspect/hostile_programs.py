@@ -5,8 +5,6 @@ equal size along axis 1. Behind a semicolon are the matrices of each head. Every
 Adam gets the parameter; "refused" is an error. A parameter with a shape alone may be anything.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,24 +36,24 @@ class HostileProgram(NamedTuple):
     )
 
 
-PROGRAMS: list[HostileProgram] = []
+PROGRAMS = []
 ANYTHING = "anything"
 
 
 def program(
-    *args: Any,
-    sites: Sites = 0,
-    to: list[HostileProgram] = PROGRAMS,
-    logits: bool = False,
-    **parameters: Any,
+    *args,
+    sites=0,
+    to=PROGRAMS,
+    logits=False,
+    **parameters,
 ):
     """Adds a function to a list; each parameter is its shape and what is right for it.
 
     With `logits` the function returns its loss and the logits that a clip scales.
     """
 
-    def register(fun: Callable[..., Any]) -> Callable[..., Any]:
-        params: dict[str, Any] = {}
+    def register(fun):
+        params = {}
         expected = {}
         for path, value in parameters.items():
             shape, expected[path] = (
@@ -74,21 +72,25 @@ def program(
     return register
 
 
-def cross_entropy(logits: Any, labels: Any) -> Any:
+def cross_entropy(logits, labels):
     return -jnp.take_along_axis(
         jax.nn.log_softmax(logits), labels[..., None], -1
     ).mean()
 
 
-def norm(x: Any) -> Any:
+def sq(y):
+    return jnp.mean(y**2)
+
+
+def norm(x):
     return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
-def heads(x: Any) -> Any:
+def heads(x):
     return x.reshape(*x.shape[:-1], H, S)
 
 
-def attend(q: Any, k: Any, v: Any) -> Any:
+def attend(q, k, v):
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2.0
     logits = jnp.where(jnp.tril(jnp.ones(logits.shape[-2:], bool)), logits, -1e9)
     out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, -1), v)
@@ -149,7 +151,7 @@ ATTENTION = dict.fromkeys(("q", "k", "v", "o"), ((D, D), "0 | 1"))
 @program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
 def plain_attention(p, x):
     x = x + attend(heads(x @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])) @ p["o"]
-    return jnp.mean((x @ p["out"]) ** 2)
+    return sq(x @ p["out"])
 
 
 @program(
@@ -163,7 +165,7 @@ def plain_attention(p, x):
 def fused_attention(p, x):
     q, k, v = jnp.split(x @ p["qkv"] + p["b"], 3, -1)
     x = x + attend(heads(q), heads(k), heads(v)) @ p["o"]
-    return jnp.mean((x @ p["out"]) ** 2)
+    return sq(x @ p["out"])
 
 
 def rotated(x, at):
@@ -185,7 +187,7 @@ def grouped_keys(p, x):
     q, k, v = (x @ p["q"]).reshape(B, T, H, 2, S), heads(x @ p["k"]), heads(x @ p["v"])
     weights = jax.nn.softmax(jnp.einsum("bqhgd,bkhd->bhgqk", q, k))
     o = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(B, T, -1)
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
+    return sq((x + o @ p["o"]) @ p["out"])
 
 
 @program(X, sites="tanh", **ATTENTION, out=((D, 1), "head"))
@@ -193,7 +195,7 @@ def capped_logits(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     logits = 50 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 50)
     o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v).reshape(B, T, D)
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
+    return sq((x + o @ p["o"]) @ p["out"])
 
 
 @program(X, sites="(add)", bias=((H, T, T), "added"), **ATTENTION, out=((D, 1), "head"))
@@ -201,7 +203,7 @@ def a_learned_bias(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) + p["bias"]
     o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v).reshape(B, T, D)
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
+    return sq((x + o @ p["o"]) @ p["out"])
 
 
 @program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
@@ -223,7 +225,7 @@ def online_softmax(p, x):
     start = jnp.full((B, H, T), -jnp.inf), jnp.zeros((B, H, T)), jnp.zeros((B, H, T, S))
     (_, total, out), _ = lax.scan(block, start, blocks)
     o = (out / total[..., None]).transpose(0, 2, 1, 3).reshape(B, T, D)
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
+    return sq((x + o @ p["o"]) @ p["out"])
 
 
 @program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
@@ -232,14 +234,14 @@ def queries_in_chunks(p, x):
     chunks = q.reshape(B, 3, 2, H, S).swapaxes(0, 1)
     o = lax.map(lambda q: attend(q, k[:, :2], v[:, :2]), chunks)
     o = o.swapaxes(0, 1).reshape(B, T, D)
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
+    return sq((x + o @ p["o"]) @ p["out"])
 
 
 @program(X, sites="would not scale its logits alone", **ATTENTION, out=((D, 1), "head"))
 def queries_that_are_a_gate_too(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     o = attend(q, k, v) * jax.nn.sigmoid(q.reshape(B, T, D))
-    return jnp.mean(((x + o @ p["o"]) @ p["out"]) ** 2)
+    return sq((x + o @ p["o"]) @ p["out"])
 
 
 @program(
@@ -258,7 +260,7 @@ def latent_attention(p, x):
         jnp.einsum("bqhd,bkhd->bhqk", q, jnp.concatenate([k, shared], -1))
     )
     o = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-    return jnp.mean(((x + jnp.einsum("bths,hsd->btd", o, p["o"])) @ p["out"]) ** 2)
+    return sq((x + jnp.einsum("bths,hsd->btd", o, p["o"])) @ p["out"])
 
 
 @program(
@@ -283,7 +285,7 @@ def scanned_layers(p, x):
         return x + jax.nn.relu(x @ w[0]) @ w[1], None
 
     x, _ = lax.scan(jax.checkpoint(layer), x, (p["up"], p["down"]))
-    return jnp.mean((x @ p["out"]) ** 2)
+    return sq(x @ p["out"])
 
 
 @program(
@@ -292,7 +294,7 @@ def scanned_layers(p, x):
 def layers_on_axis_one_by_index(p, x):
     for i in range(3):
         x = x + jax.nn.relu(x @ p["up"][:, i]) @ p["down"][:, i]
-    return jnp.mean((x @ p["out"]) ** 2)
+    return sq(x @ p["out"])
 
 
 @program(
@@ -306,7 +308,7 @@ def dense_experts(p, x):
     gate = jax.nn.softmax(x @ p["gate"])
     h = jax.nn.relu(jnp.einsum("btd,edf->betf", x, p["up"]))
     y = jnp.einsum("betf,efd,bte->btd", h, p["down"], gate)
-    return jnp.mean(((x + y) @ p["out"]) ** 2)
+    return sq((x + y) @ p["out"])
 
 
 @program(
@@ -364,7 +366,7 @@ def adaptive_norms(p, c, x):
     a, b, g, d, e, h = jnp.split(jax.nn.silu(c)[:, None] @ p["w"], 6, -1)
     x = x + g * jnp.tanh((norm(x) * (1 + a) + b) @ p["o"])
     x = x + h * jnp.tanh((norm(x) * (1 + d) + e) @ p["mlp"])
-    return jnp.mean((x @ p["out"]) ** 2)
+    return sq(x @ p["out"])
 
 
 @program(X, sites=1, q=((D, H, S), "0 | 1, 2"), k=((D, H, S), "0 | 1, 2"), v=((D, H, S), "0 | 1, 2"),
@@ -460,13 +462,13 @@ def a_convolution_whose_second_operand_is_data(p, x):
 
 # Parts that are normalized, gated or moved together.
 
-PARTS: dict[str, Any] = {
+PARTS = {
     "w": ((D, 3 * D), "0 | 1 / 3 of 1"),
     "out": ((D, 1), "an output head"),
 }
-HEADS: dict[str, Any] = PARTS | {"w": ((D, 3 * D), "0 | 1 / 3 of 1; 0 | 1 / 6 of 1")}
-TWO: dict[str, Any] = PARTS | {"w": ((D, 2 * D), "0 | 1 / 2 of 1")}
-ONE: dict[str, Any] = {
+HEADS = PARTS | {"w": ((D, 3 * D), "0 | 1 / 3 of 1; 0 | 1 / 6 of 1")}
+TWO = PARTS | {"w": ((D, 2 * D), "0 | 1 / 2 of 1")}
+ONE = {
     "w": ((D, D), "0 | 1"),
     "o": ((D, D), "0 | 1"),
     "out": ((D, 1), "an output head"),
@@ -530,7 +532,7 @@ def convolved_in_parts(convolve):
     return fun
 
 
-UNEQUAL: dict[str, Any] = ONE | {"w": ((D, 2 * D + S), "0 | 1 / 8, 4, 8 of 1")}
+UNEQUAL = ONE | {"w": ((D, 2 * D + S), "0 | 1 / 8, 4, 8 of 1")}
 
 
 @program(X, conv=((3, 1, 2 * D + S), "depthwise"), **UNEQUAL)
@@ -572,7 +574,7 @@ def gates_cut_before_their_products(p, x):
 
 # Mixtures of parameters.
 
-BANK: dict[str, Any] = ONE | {"w": ((3, D, D), "1 | 2")}
+BANK = ONE | {"w": ((3, D, D), "1 | 2")}
 
 
 @program(X, a=((3,), "multiplied entry by entry"), **BANK)
@@ -581,7 +583,7 @@ def a_learned_mixture_of_matrices(p, x):
     return end(p, jax.nn.relu(x @ w) @ p["o"])
 
 
-FACTORS: dict[str, Any] = {
+FACTORS = {
     "u": ((D, 2), "0 | 1"),
     "v": ((D, 2), "1 | 0"),
     "o": ONE["o"],
@@ -740,11 +742,7 @@ def a_kernel_that_is_rolled_before_its_product(p, x):
 FROZEN = {"head": (D, V), "up": (D, D), "down": (D, V)}
 
 
-def sq(y: Any) -> Any:
-    return jnp.mean(y**2)
-
-
-def frozen(name: str) -> Any:
+def frozen(name):
     """A matrix that the function closes over."""
     return (
         np.random.default_rng(len(name))
@@ -905,7 +903,7 @@ def positions_by_an_identity_matrix(p, x):
     return sq(jax.nn.relu((x + jnp.eye(T) @ p["pos"]) @ p["up"]) @ p["out"])
 
 
-def outer_product_mean(sequences: int) -> None:
+def outer_product_mean(sequences):
     @program(
         *[jax.ShapeDtypeStruct((sequences, 4, D), "float32")] * 2,
         left=((D, D), "0 | 1"), right=((D, D), "0 | 1"), w=((D, D, 16), "0, 1 | 2"), out=((16, 3), "head"),

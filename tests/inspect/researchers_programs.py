@@ -3,8 +3,6 @@
 An empty word is any reason for Adam. The answers were written before the functions were tried.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -19,7 +17,6 @@ from tests.inspect.hostile_programs import (
     B,
     D,
     H,
-    HostileProgram,
     S,
     T,
     V,
@@ -29,20 +26,17 @@ from tests.inspect.hostile_programs import (
     cross_entropy,
     heads,
     norm,
+    sq,
 )
 from tests.inspect.hostile_programs import program as add_program
 
-PROGRAMS: list[HostileProgram] = []
+PROGRAMS = []
 program = functools.partial(add_program, to=PROGRAMS)
 A4 = ATTENTION
 M = "0 | 1"
 CHAIN = "by names: a product of parameters is not followed: researchers_programs.py:"
 NOT_ALL = "its queries, keys and values can't all be followed to parameters: researchers_programs.py:"
 LABEL = jax.ShapeDtypeStruct((B,), "int32")
-
-
-def sq(y):
-    return jnp.mean(y**2)
 
 
 # --- recurrent
