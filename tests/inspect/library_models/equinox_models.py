@@ -1,13 +1,10 @@
 """Models of Equinox's own layers; parameters are the arrays of a module, the rest is closed over."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from tests.inspect.library_models.model import (
     cross_entropy,
-    mean_square,
     shape,
     tokens,
 )
@@ -117,90 +114,3 @@ def equinox_rotary():
         return cross_entropy(jax.vmap(whole(params))(x), labels)
 
     return loss, params, [shape(2, 6, 32), tokens(2, 6)]
-
-
-def equinox_images():
-    import equinox as eqx
-
-    def make(key):
-        k = iter(jax.random.split(key, 9))
-        return eqx.nn.Sequential(
-            [
-                eqx.nn.Conv2d(3, 16, 3, padding=1, key=next(k)),
-                eqx.nn.Lambda(jax.nn.relu),
-                eqx.nn.Conv2d(16, 32, 3, stride=2, groups=4, key=next(k)),
-                eqx.nn.GroupNorm(4, 32),
-                eqx.nn.Lambda(jax.nn.relu),
-                eqx.nn.Conv2d(32, 32, 3, groups=32, key=next(k)),
-                eqx.nn.Lambda(jax.nn.relu),
-                eqx.nn.ConvTranspose2d(32, 12, 3, stride=2, key=next(k)),
-                eqx.nn.Lambda(jax.nn.relu),
-                eqx.nn.AdaptiveAvgPool2d(1),
-                eqx.nn.Lambda(jnp.ravel),
-                eqx.nn.WeightNorm(eqx.nn.Linear(12, 20, key=next(k))),
-                eqx.nn.Lambda(jax.nn.relu),
-                eqx.nn.Linear(20, 5, key=next(k)),
-            ]
-        )
-
-    params, whole = split(make)
-
-    def loss(params, x, labels):
-        return cross_entropy(jax.vmap(whole(params))(x), labels)
-
-    return loss, params, [shape(2, 3, 8, 8), tokens(2)]
-
-
-def equinox_recurrent():
-    import equinox as eqx
-
-    class Net(eqx.Module):
-        lstm: eqx.nn.LSTMCell
-        gru: eqx.nn.GRUCell
-        head: eqx.nn.Linear
-
-        def __init__(self, key):
-            a, b, c = jax.random.split(key, 3)
-            self.lstm, self.gru = (
-                eqx.nn.LSTMCell(6, 16, key=a),
-                eqx.nn.GRUCell(16, 16, key=b),
-            )
-            self.head = eqx.nn.Linear(16, 1, key=c)
-
-        def __call__(self, x):
-            def step(carry, x):
-                memory, state = carry
-                memory = self.lstm(x, memory)
-                state = self.gru(memory[0], state)
-                return (memory, state), state
-
-            start = (jnp.zeros(16), jnp.zeros(16)), jnp.zeros(16)
-            return jax.vmap(self.head)(jax.lax.scan(step, start, x)[1])
-
-    params, whole = split(Net)
-    return (
-        lambda params, x: mean_square(jax.vmap(whole(params))(x)),
-        params,
-        [shape(2, 7, 6)],
-    )
-
-
-def equinox_ensemble():
-    """Five perceptrons at once."""
-    import equinox as eqx
-
-    make = functools.partial(eqx.nn.MLP, 6, 3, 16, 2)
-    params, whole = split(
-        lambda key: eqx.filter_vmap(lambda k: make(key=k))(jax.random.split(key, 5))
-    )
-
-    def loss(params, x, y):
-        def one(module, x):
-            return jax.vmap(module)(x)
-
-        predicted = eqx.filter_vmap(one, in_axes=(eqx.if_array(0), None))(
-            whole(params), x
-        )
-        return mean_square(predicted - y)
-
-    return loss, params, [shape(4, 6), shape(4, 3)]

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from tests.inspect.library_models.model import cross_entropy, shape, tokens
+from tests.inspect.library_models.model import cross_entropy, tokens
 
 
 def transformed(forward, *inputs):
@@ -42,51 +42,6 @@ def haiku_layer_stack():
         return cross_entropy(apply(params, text)[:, :-1], text[:, 1:])
 
     return loss, params, [tokens(2, 8)]
-
-
-def haiku_images():
-    def forward(x):
-        import haiku as hk
-
-        x = jax.nn.relu(hk.Conv2D(16, 3, name="first")(x))
-        x = jax.nn.relu(
-            hk.Conv2D(32, 3, stride=2, feature_group_count=4, name="grouped")(x)
-        )
-        x = jax.nn.relu(hk.DepthwiseConv2D(1, 3, name="depthwise")(x))
-        x = jax.nn.relu(hk.SeparableDepthwiseConv2D(2, 3, name="separable")(x))
-        x = jax.nn.relu(hk.Conv2DTranspose(12, 3, stride=2, name="transposed")(x))
-        x = hk.GroupNorm(4)(jax.nn.relu(hk.Linear(20, name="dense")(x)))
-        return hk.Linear(5, name="head")(x.mean((1, 2)))
-
-    apply, params = transformed(forward, shape(2, 8, 8, 3))
-
-    def loss(params, x, labels):
-        return cross_entropy(apply(params, x), labels)
-
-    return loss, params, [shape(2, 8, 8, 3), tokens(2)]
-
-
-def haiku_resnet():
-    """Batch normalization whose averages are an input."""
-    import haiku as hk
-
-    def forward(x):
-        net = hk.nets.ResNet(
-            (1, 1, 1, 1),
-            10,
-            channels_per_group=(16, 16, 32, 32),
-            bottleneck=True,
-        )
-        return net(x, is_training=True)
-
-    made = hk.transform_with_state(forward)
-    x = shape(2, 32, 32, 3)
-    params, state = jax.eval_shape(made.init, jax.random.key(0), x)
-
-    def loss(params, state, x, labels):
-        return cross_entropy(made.apply(params, state, None, x)[0], labels)
-
-    return loss, params, [state, x, tokens(2)]
 
 
 def haiku_recurrent():

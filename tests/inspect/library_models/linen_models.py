@@ -116,25 +116,6 @@ def linen_cross_attention():
     return loss, params, [*inputs, tokens(2, 6)]
 
 
-class General(nn.Module):
-    """Dense layers over several axes, and einsums."""
-
-    @nn.compact
-    def __call__(self, x):  # (batch, 6, 8, 10)
-        x = nn.DenseGeneral((4, 5), axis=(-2, -1), name="two_to_two")(
-            x
-        )  # (batch, 6, 4, 5)
-        x = nn.relu(nn.DenseGeneral(7, axis=1, name="inner")(x))  # (batch, 4, 5, 7)
-        x = nn.DenseGeneral(9, axis=-1, batch_dims=(0,), name="for_each_example")(x)
-        x = nn.relu(nn.Einsum((4, 9, 11), "bhij,hjk->bhik", name="for_each_group")(x))
-        return nn.DenseGeneral(3, axis=(1, 2, 3), name="head")(x)
-
-
-def linen_general():
-    loss, params, inputs = measured(General(), shape(2, 6, 8, 10))
-    return loss, params, inputs
-
-
 class Images(nn.Module):
     @nn.compact
     def __call__(self, x):  # (batch, 16, 16, 3)
@@ -169,71 +150,3 @@ def linen_images():
         return cross_entropy(logits, labels)
 
     return loss, params, [averages, shape(2, 16, 16, 3), tokens(2)]
-
-
-class Recurrent(nn.Module):
-    @nn.compact
-    def __call__(self, text):
-        x = nn.Embed(30, 16, name="table")(text)
-        for i, cell in enumerate(
-            (
-                nn.LSTMCell,
-                nn.OptimizedLSTMCell,
-                nn.GRUCell,
-                nn.SimpleCell,
-                nn.MGUCell,
-            )
-        ):
-            x = nn.RNN(cell(24, name=f"cell_{i}"))(x)
-        return nn.Dense(30, name="head")(x)
-
-
-def linen_recurrent():
-    """The gates are parameters of their own, joined before the product in some cells."""
-    module = Recurrent()
-    params, _ = parameters(module, tokens(2, 7))
-
-    def loss(params, text):
-        return cross_entropy(
-            module.apply({"params": params}, text)[:, :-1], text[:, 1:]
-        )
-
-    return loss, params, [tokens(2, 7)]
-
-
-class BothWays(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Bidirectional(nn.RNN(nn.GRUCell(8)), nn.RNN(nn.OptimizedLSTMCell(8)))(x)
-        x = nn.RNN(nn.ConvLSTMCell(features=4, kernel_size=(3,)))(x[..., None])
-        return nn.Dense(1, name="head")(x.mean((2, 3)))
-
-
-def linen_recurrent_convolution():
-    loss, params, inputs = measured(BothWays(), shape(2, 5, 6))
-    return loss, params, inputs
-
-
-class Normalized(nn.Module):
-    """Weights that are normalized before their product."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.WeightNorm(nn.Dense(32, name="weight"))(x))
-        x = nn.relu(
-            nn.SpectralNorm(nn.Dense(32, name="spectral"))(x, update_stats=True)
-        )
-        x = nn.RMSNorm()(nn.relu(nn.Dense(16, name="plain")(x)))
-        return nn.Dense(4, name="head")(nn.PReLU()(x))
-
-
-def linen_normalized_weights():
-    module = Normalized()
-    params, averages = parameters(module, shape(2, 8))
-
-    def loss(params, averages, x):
-        return mean_square(
-            module.apply({"params": params, **averages}, x, mutable=["batch_stats"])[0]
-        )
-
-    return loss, params, [averages, shape(2, 8)]

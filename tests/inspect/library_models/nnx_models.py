@@ -112,58 +112,6 @@ def nnx_fused_in_a_jax_scan():
     return loss, params, [rest, shape(2, 6, 32)]
 
 
-class Others(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
-        self.batch_norm = nnx.BatchNorm(16, rngs=rngs)
-        self.grouped = nnx.Conv(16, 32, (3, 3), feature_group_count=2, rngs=rngs)
-        self.depthwise = nnx.Conv(32, 32, (3, 3), feature_group_count=32, rngs=rngs)
-        self.transposed = nnx.ConvTranspose(32, 8, (3, 3), strides=2, rngs=rngs)
-        self.group_norm = nnx.GroupNorm(8, 4, rngs=rngs)
-        self.einsum = nnx.Einsum("bhwi,ij->bhwj", (8, 12), (12,), rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.lora = nnx.LoRALinear(12, 20, lora_rank=2, rngs=rngs)
-        self.head = nnx.Linear(20, 5, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.batch_norm(self.first(x)))
-        x = nnx.relu(self.depthwise(nnx.relu(self.grouped(x))))
-        x = nnx.relu(self.group_norm(self.transposed(x)))
-        x = self.dropout(nnx.relu(self.einsum(x))).mean((1, 2))
-        return self.head(nnx.relu(self.lora(x)))
-
-
-def nnx_others():
-    """Convolutions, dropout, and an adapter beside its layer."""
-    graph, params, rest = split(Others)
-
-    def loss(params, rest, x, labels):
-        return cross_entropy(nnx.merge(graph, params, rest)(x), labels)
-
-    return loss, params, [rest, shape(2, 8, 8, 3), tokens(2)]
-
-
-def nnx_adapters_alone():
-    """The parameters are the adapters; the layers' own weights are inputs."""
-
-    def make(rngs):
-        return nnx.Sequential(
-            nnx.LoRALinear(12, 20, lora_rank=2, rngs=rngs),
-            nnx.relu,
-            nnx.LoRALinear(20, 16, lora_rank=2, rngs=rngs),
-            nnx.relu,
-            nnx.Linear(16, 5, rngs=rngs),
-        )
-
-    graph, adapters, rest = split(make, nnx.LoRAParam)
-
-    def loss(adapters, rest, x, labels):
-        return cross_entropy(nnx.merge(graph, adapters, rest)(x), labels)
-
-    # Whether the frozen head after the last adapter is one more product or a part of the loss, no program says.
-    return loss, adapters, [rest, shape(2, 12), tokens(2)]
-
-
 class Recurrent(nnx.Module):
     def __init__(self, rngs):
         self.table = nnx.Embed(30, 16, rngs=rngs)

@@ -89,31 +89,3 @@ def chosen_experts():
         return cross_entropy(x @ p["head"], labels)
 
     return loss, params, [shape(10, 20), tokens(10)]
-
-
-def graph_network():
-    """Messages along edges, added up at their ends; a graph's embedding by a mean."""
-    params = weights(
-        nodes=(7, 16),
-        message_1=(40, 32),
-        message_2=(32, 16),
-        update=(32, 16),
-        edges=(5, 8),
-        head=(16, 3),
-    )
-
-    def loss(p, kinds, edge_kinds, sender, receiver, labels):
-        x, e = p["nodes"][kinds], p["edges"][edge_kinds]
-        for _ in range(2):  # the same parameters twice
-            m = (
-                jax.nn.relu(
-                    jnp.concatenate([x[sender], x[receiver], e], -1) @ p["message_1"]
-                )
-                @ p["message_2"]
-            )
-            sums = jax.ops.segment_sum(m, receiver, 6)
-            x = jax.nn.relu(jnp.concatenate([x, sums], -1) @ p["update"])
-        return cross_entropy(x @ p["head"], labels)
-
-    inputs = [tokens(6), tokens(9), tokens(9), tokens(9), tokens(6)]
-    return loss, params, inputs
