@@ -129,12 +129,3 @@ def test_half_precision_parameters_keep_their_state_under_float32_gradients(nest
     trace = [leaf.dtype for leaf in jax.tree.leaves(after.inner_states["muon"])]
     assert trace == [leaf.dtype for leaf in jax.tree.leaves(state.inner_states["muon"])]
 
-
-def test_other_bad_settings():
-    with pytest.raises(TypeError, match=r"muon\(mu_dtype="):
-        muonjax.muon(1e-3, mu_dtype=jnp.int32)
-    assert muonjax.NewtonSchulz(deflation=np.int32(8)) == muonjax.NewtonSchulz(
-        deflation=8
-    )
-    with pytest.raises(ValueError, match="deflation"):
-        muonjax.NewtonSchulz(deflation=np.int32(-1))

@@ -103,13 +103,6 @@ def test_closes_over_tracers():
     )
 
 
-def test_a_constant_that_a_function_returns_beside_attention():
-    inner = jax.jit(lambda w, x: (unrolled(w, x), 3.0))
-    (_, (aux, maxima)), _ = value_and_grad(inner, has_aux=True)(weights(), tokens())
-    assert aux == 3
-    assert list(maxima) == ["max_logits"]
-
-
 def test_auxiliary_output_of_any_kind():
     w, x = weights(), tokens()
     marker = object()
@@ -170,19 +163,6 @@ def test_under_vmap():
     np.testing.assert_allclose(maxima["max_logits"], expected, rtol=2e-5)
 
 
-def test_over_vmap():
-    w, x = weights(), tokens()
-
-    def loss(w, x):
-        return jnp.mean(jax.vmap(lambda x: unrolled(w, x[None]))(x))
-
-    (value, maxima), grads = jax.jit(value_and_grad(loss))(w, x)
-    assert_same((value, grads), jax.jit(jax.value_and_grad(loss))(w, x))
-    np.testing.assert_allclose(
-        maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5
-    )
-
-
 @jax.custom_jvp
 def softcap(logits):
     return 5 * jnp.tanh(logits / 5)
@@ -230,20 +210,6 @@ def test_random_numbers_are_the_same(partitionable):
 
     (value, _), grads = jax.jit(value_and_grad(loss))(w, x)
     assert_same((value, grads), jax.jit(jax.value_and_grad(loss))(w, x))
-
-
-@pytest.mark.nan("to look for NaN JAX keeps donated arrays")
-def test_donation():
-    w, x = jax.tree.map(jnp.asarray, weights(2)), tokens()
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(w, x):
-        (_, maxima), grads = value_and_grad(scanned)(w, x)
-        return jax.tree.map(lambda value, grad: value - grad, w, grads), maxima
-
-    new, _ = step(w, x)
-    assert all(value.is_deleted() for value in jax.tree.leaves(w))
-    assert not any(value.is_deleted() for value in jax.tree.leaves(new))
 
 
 def compiled(fun, *args):
@@ -306,21 +272,6 @@ def test_to_the_bit_with_the_optimizations_of_xla(loss, width):
     fun = functools.partial(loss, layer=attention)
     (value, _), grads = jax.jit(value_and_grad(fun))(w, x)
     assert_same((value, grads), jax.jit(jax.value_and_grad(fun))(w, x))
-
-
-def test_scopes_reach_the_program():
-    w, x = weights(2), tokens()
-
-    def each(x, w):
-        with jax.named_scope("block"):
-            return layer(x, w)
-
-    def scopes(fun):
-        text = jax.jit(fun).lower(w, x).as_text(debug_info=True)
-        return text.count("block/")
-
-    fun = functools.partial(scanned, layer=each)
-    assert scopes(value_and_grad(fun)) >= scopes(jax.value_and_grad(fun)) > 0
 
 
 def test_compute_type_stays():
@@ -415,19 +366,6 @@ def test_several_losses_are_refused_and_their_sum_is_taken():
     )
     (_, (aux, _)), _ = jax.jit(value_and_grad(losses, has_aux=True))(w, x)
     np.testing.assert_allclose(aux, losses(w, x)[1], rtol=1e-6)
-
-
-def test_parameters_that_the_function_closes_over_are_asked_for():
-    w, x = weights(), tokens()
-
-    def loss(_, x):
-        return unrolled(w, x)
-
-    with pytest.raises(
-        ValueError, match=r"loss\): nothing that it returns.*give the parameters"
-    ):
-        value_and_grad(loss)(jnp.ones(3), x)
-    assert list(value_and_grad(unrolled)(w, x)[0][1]) == ["max_logits"]
 
 
 def test_grouped_queries_under_checkpoint():

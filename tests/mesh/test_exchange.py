@@ -10,7 +10,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from benchmarks.common import hlo_counts
 from tests.mesh.layouts import QUICK, make_mesh
 
 HALF = dataclasses.replace(QUICK, compute_dtype=jnp.bfloat16)
@@ -57,47 +56,6 @@ def test_rounding_for_the_exchange_takes_results_no_further_from_the_polar_facto
     ]
     assert distances[1] != distances[0]
     assert distances[1] == pytest.approx(distances[0], rel=0.05)
-
-
-@pytest.mark.parametrize("clip", [True, False])
-def test_the_clip_adds_one_maximum(clip):
-    """Heads on a tensor axis, the batch on a data axis."""
-    mesh = make_mesh(data=4, tensor=2)
-    heads, size, width = 4, 8, 16
-    kernel = NamedSharding(mesh, P("data", "tensor", None))
-    leaf = jax.ShapeDtypeStruct((width, heads, size), "float32", sharding=kernel)
-    params = {"attention": {"query": {"kernel": leaf}, "key": {"kernel": leaf}}}
-    x = jax.ShapeDtypeStruct(
-        (8, 12, width), "float32", sharding=NamedSharding(mesh, P("data"))
-    )
-    tx = muonjax.qk_clip(1.0, [muonjax.mha_site()])
-
-    def step(params, updates, x):
-        attention = params["attention"]
-        query, key = (
-            jnp.einsum("btd,dhk->bthk", x, attention[name]["kernel"])
-            for name in ("query", "key")
-        )
-        largest = muonjax.max_logits(query, key, block_q=4, block_k=6)
-        if not clip:
-            return updates, query
-        return tx.update(
-            updates, tx.init(params), params, max_logits={"attention": largest}
-        )[0], query
-
-    out = (
-        jax.tree.map(lambda p: p.sharding, params),
-        NamedSharding(mesh, P("data", None, "tensor")),
-    )
-    counts = hlo_counts.count(
-        jax.jit(step, out_shardings=out).lower(params, params, x).compile(), devices=8
-    )
-    gathers = {"all-gather": counts.collectives.get("all-gather", 0)}
-    assert gathers["all-gather"] <= 2  # the forward pass's own, of two kernels
-    assert counts.collectives == gathers | ({"all-reduce": 1} if clip else {})
-    if clip:
-        # One float32 a head on this device; and nothing else.
-        assert counts.sent["all-reduce"] == heads / 2 * 4 * 2 * 3 / 4
 
 
 def test_the_clip_on_a_mesh_is_the_clip():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import muonjax
@@ -180,47 +180,6 @@ def test_leaves_on_an_explicit_mesh_beside_leaves_on_none():
     values = put(tree(MATRICES), SPECS, mesh) | {"replicated": tree()["replicated"]}
     results = orthogonalize(values, {n: NUMBERS[n] for n in values})
     check(results, tuple(values))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("jit", [True, nightly(False)])
-@pytest.mark.parametrize(("fsdp", "tensor"), [nightly(1, 1), nightly(1, 2), (2, 1)])
-def test_muon_on_explicit_axes_of_size_one(fsdp, tensor, jit):
-    """Dense, attention and convolution kernels, as a script for eight devices shards them."""
-    specs = {
-        "up": {"kernel": P("fsdp", "tensor"), "bias": P("tensor")},
-        "attention": {
-            "query": {"kernel": P("fsdp", "tensor", None)},
-            "out": {"kernel": P("tensor", None, "fsdp")},
-        },
-        "conv": {"kernel": P(None, None, "fsdp", "tensor")},
-    }
-    shapes = {
-        "up": {"kernel": (16, 64), "bias": (64,)},
-        "attention": {"query": {"kernel": (16, 8, 8)}, "out": {"kernel": (8, 8, 16)}},
-        "conv": {"kernel": (3, 3, 16, 32)},
-    }
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    mesh = make_mesh(AxisType.Explicit, fsdp=fsdp, tensor=tensor)
-    tx = muonjax.muon(1e-3, newton_schulz=QUICK)
-    update = jax.jit(tx.update) if jit else tx.update
-    expected, _ = update(params, tx.init(params), params)
-    sharded = jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs
-    )
-    found, _ = update(sharded, tx.init(sharded), sharded)
-    for (path, x), y in zip(
-        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(x, y, atol=1e-8, err_msg=jax.tree_util.keystr(path))
-    jax.tree.map(
-        lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), found, sharded
-    )
 
 
 def test_a_distribution_over_explicit_axes():

@@ -44,28 +44,6 @@ def svd_derivative(x, direction, rows=None):
     return g / norm
 
 
-def article_vjp(x, cotangent, eps=1e-3):
-    """The article's gradient, word for word, with an exact sign function: the Sylvester equation
-    (A + eps) X + X (B + eps) = C of A = M O^T and B = O^T M by the sign of a block matrix, then X - O X^T O.
-
-    Kept as the reference of what `msign` improves on: biased by eps, and by one half outside of the row
-    space.
-    """
-    x, cotangent = np.asarray(x, np.float64), np.asarray(cotangent, np.float64)
-    m, n = x.shape
-    u, _, vt = np.linalg.svd(x, full_matrices=False)
-    factor = u @ vt
-    norm = np.linalg.norm(x)
-    a, b = x @ factor.T / norm + eps * np.eye(m), factor.T @ x / norm + eps * np.eye(n)
-    block = np.block([[a, -cotangent], [np.zeros((n, m)), -b]])
-    for _ in range(
-        25
-    ):  # Newton for the matrix sign: halves the exponent of small eigenvalues, then is quadratic
-        block = 0.5 * (block + np.linalg.inv(block))
-    solution = -0.5 * block[:m, m:]
-    return (solution - factor @ solution.T @ factor) / norm
-
-
 def relative(actual, desired):
     """|actual - desired|_F / |desired|_F."""
     actual, desired = np.asarray(actual, np.float64), np.asarray(desired, np.float64)

@@ -105,41 +105,6 @@ def test_second_derivatives():
             assert relative(jax.jit(f)(x), second) < 1e-11
 
 
-@pytest.mark.nightly
-def test_third_derivatives():
-    rows = polar_express(8) + oracles.CLASSICAL * 2
-    with jax.enable_x64(True):
-        x = jnp.asarray(with_eigenvalues(EIGENVALUES[:3])[0])
-
-        def third(g):
-            return jax.jit(
-                jax.jacfwd(jax.hessian(lambda x: jnp.sum(jnp.sin(g(x)) * x)))
-            )(x)
-
-        plain = third(lambda x: _iterate(_unit(x)[0], jnp.asarray(rows), dot))
-        assert (
-            relative(third(functools.partial(mcsgn, coefficients=rows)), plain) < 1e-9
-        )
-
-
-@pytest.mark.thorough
-def test_check_grads():
-    with jax.enable_x64(True):
-        x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
-        f = jax.jit(functools.partial(mcsgn, coefficients=polar_express(8)))
-        check_grads(f, (x,), order=2, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.thorough
-def test_the_adjoint_is_the_derivative_at_the_transpose():
-    with jax.enable_x64(True):
-        x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0])
-        v = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape))
-        np.testing.assert_allclose(
-            jax.vjp(mcsgn, x)[1](v)[0], jax.jvp(mcsgn, (x.T,), (v,))[1], atol=1e-9
-        )
-
-
 @pytest.mark.thorough
 @pytest.mark.nan
 def test_scale_zero_and_the_edge_of_the_domain():

@@ -165,35 +165,6 @@ def test_a_stack_of_layers_is_refused_but_a_stack_of_adapted_layers_works():
     assert stack.dot_general.hada_w1_a.shape == (3, 4, 2)
 
 
-@pytest.mark.thorough
-def test_only_adapters_train_in_nnx():
-    model = Mixed(nnx.Rngs(0))
-    add_loha(model, "attention|up", rank=2, rngs=nnx.Rngs(1))
-    frozen = jax.tree.map(
-        jnp.copy, nnx.state(model, nnx.All(nnx.Param, nnx.Not(LoHaParam)))
-    )
-    moving = jax.tree.map(jnp.copy, nnx.state(model, LoHaParam))
-    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=LoHaParam)
-
-    @nnx.jit
-    def step(model, optimizer):
-        loss = lambda model: jnp.mean(model(TOKENS)[..., 0] ** 2)  # noqa: E731
-        optimizer.update(
-            model, nnx.grad(loss, argnums=nnx.DiffState(0, LoHaParam))(model)
-        )
-
-    for _ in range(3):
-        step(model, optimizer)
-    now = nnx.state(model, nnx.All(nnx.Param, nnx.Not(LoHaParam)))
-    assert all(
-        jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), frozen, now))
-    )
-    now = nnx.state(model, LoHaParam)
-    assert all(
-        jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), moving, now))
-    )
-
-
 def test_muon_takes_every_factor():
     model = Mixed(nnx.Rngs(0))
     add_loha(model, "attention|up", rank=2, rngs=nnx.Rngs(1))

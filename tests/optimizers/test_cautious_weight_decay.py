@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import muonjax
 
@@ -42,18 +41,3 @@ def test_a_schedule_counts_steps():
         decays.append(float(found[0]) - 1)
     assert decays == [0.0, 0.5, 1.0]
 
-
-def test_where_all_signs_agree_it_is_optaxs_decay():
-    rng = np.random.default_rng(0)
-    params = jnp.asarray(rng.standard_normal((3, 4)), jnp.float32)
-    ours, theirs = muonjax.cautious_weight_decay(0.1), optax.add_decayed_weights(0.1)
-    np.testing.assert_array_equal(
-        ours.update(params, ours.init(params), params)[0],
-        theirs.update(params, theirs.init(params), params)[0],
-    )
-
-
-def test_params_are_needed():
-    tx = muonjax.cautious_weight_decay(0.1)
-    with pytest.raises(ValueError, match="needs params"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

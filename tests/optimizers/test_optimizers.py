@@ -1,4 +1,3 @@
-import dataclasses
 import inspect
 
 import chex
@@ -7,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
@@ -299,21 +297,6 @@ def test_parameters_keep_their_dtype(dtype):
     assert error < 0.05 * np.linalg.norm(single["mlp"]["kernel"])
 
 
-@pytest.mark.thorough
-def test_x64_changes_nothing_but_digits():
-    single, _ = run(muonjax.muon(0.01), params())
-    with jax.enable_x64(True):
-        double, _ = run(
-            muonjax.muon(0.01),
-            jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params()),
-        )
-    assert double["mlp"]["kernel"].dtype == jnp.float64
-    # Gradients are float32 in both; deflation's random start is the same.
-    np.testing.assert_allclose(
-        double["mlp"]["kernel"], single["mlp"]["kernel"], atol=2e-3
-    )
-
-
 # Where an optimizer lives.
 
 
@@ -383,29 +366,6 @@ def test_a_tree_is_routed_once_and_its_chain_is_built_once(jit, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_tree_map_params():
-    tx = muonjax.muon(0.01)
-    state = tx.init(params())
-    marked = optax.tree.map_params(
-        tx, lambda p: "parameter", state, transform_non_params=lambda p: "other"
-    )
-    leaves = jax.tree.leaves(marked)
-    # Adam's two moments for 4 leaves, Muon's momentum for 4.
-    assert leaves.count("parameter") == 2 * 4 + 4
-    assert "other" in leaves
-
-
-def test_multi_steps_is_the_mean_gradient():
-    many, _ = run(
-        optax.MultiSteps(muonjax.muon(0.01, newton_schulz=SHORT), 2), params(), steps=2
-    )
-    tx = muonjax.muon(0.01, newton_schulz=SHORT)
-    mean = jax.tree.map(lambda a, b: (a + b) / 2, gradients(0), gradients(1))
-    updates, _ = tx.update(mean, tx.init(params()), params())
-    once = optax.apply_updates(params(), updates)
-    np.testing.assert_allclose(many["mlp"]["kernel"], once["mlp"]["kernel"], atol=1e-5)
-
-
 @pytest.mark.parametrize(("make", "rates"), [
     (muonjax.muon, {"learning_rate": 0.01}), (muonjax.muonh, {"learning_rate": 0.01, "adam_learning_rate": 1e-3})
 ])  # fmt: skip
@@ -468,32 +428,6 @@ def test_every_setting_of_the_parts_reaches_the_clipped():
         assert {n: v for n, v in found.items() if n not in own} == given
 
 
-@pytest.mark.nan
-def test_apply_if_finite_holds_back_a_nan():
-    tx = optax.apply_if_finite(muonjax.muon(0.01, newton_schulz=SHORT), 3)
-    bad = gradients(0) | {
-        "mlp": jax.tree.map(lambda g: g * jnp.nan, gradients(0)["mlp"])
-    }
-    updates, _ = tx.update(bad, tx.init(params()), params())
-    assert not any(np.any(u) for u in jax.tree.leaves(updates))
-
-
-def test_flax_train_state_and_donation():
-    state = TrainState.create(
-        apply_fn=lambda: None,
-        params=params(),
-        tx=muonjax.muon(0.01, newton_schulz=SHORT),
-    )
-    step = jax.jit(
-        lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0
-    )
-    state = step(step(state, gradients(0)), gradients(1))
-    expected, _ = run(muonjax.muon(0.01, newton_schulz=SHORT), params(), steps=2)
-    np.testing.assert_allclose(
-        state.params["mlp"]["kernel"], expected["mlp"]["kernel"], atol=1e-6
-    )
-
-
 # Bad input.
 
 
@@ -541,10 +475,6 @@ def test_adamclip_is_adamw_then_the_clip():
     np.testing.assert_array_equal(
         tree["attention"]["query"]["kernel"][:, 1], query[:, 1]
     )
-
-
-def test_settings_are_plain_values():
-    assert dataclasses.replace(JORDAN5, deflation=3).deflation == 3
 
 
 def test_a_program_says_which_stacked_leaves_are_vectors_and_do_not_decay():
