@@ -128,4 +128,3 @@ def test_half_precision_parameters_keep_their_state_under_float32_gradients(nest
     _, after = jax.eval_shape(tx.update, gradients, state, params)
     trace = [leaf.dtype for leaf in jax.tree.leaves(after.inner_states["muon"])]
     assert trace == [leaf.dtype for leaf in jax.tree.leaves(state.inner_states["muon"])]
-

@@ -296,19 +296,6 @@ def test_every_head_has_a_count_of_its_own():
     assert clips_of(state) == (0, 3)
 
 
-def test_every_state_buffer_can_be_donated():
-    params, maxima, site = multi_head()
-    tx = muonjax.qk_clip(5.0, site, every_k=2)
-    step = jax.jit(
-        lambda state: tx.update(
-            params, state, params, max_logits={"max_logits": maxima(params)}
-        )[1],
-        donate_argnums=0,
-    )
-    state = step(step(tx.init(params)))
-    assert muonjax.metrics(state)["qk_clip/total_clipped"] == 4
-
-
 # Through Flax, with gradients.
 
 
@@ -430,13 +417,6 @@ def test_a_threshold_schedule_counts_clips():
     assert update._cache_size() == 1
 
 
-def test_optax_can_map_over_the_state():
-    params, _, site = multi_head()
-    tx = muonjax.qk_clip(5.0, site)
-    state = optax.tree.map_params(tx, lambda x: x, tx.init(params))
-    assert isinstance(state, type(tx.init(params)))
-
-
 # Against an optimizer that pushes one head up, for thousands of steps.
 
 
@@ -555,28 +535,6 @@ def test_bad_settings(make, arguments, error, message):
 
 
 NAMES = {make: list(inspect.signature(make).parameters)[1] for make in OPTIMIZERS}
-
-
-def test_bad_settings_of_adamw():
-    with pytest.raises(ValueError, match=r"^adamclip\(b1=1.0\) must be in \[0, 1\)"):
-        muonjax.adamclip(1e-3, SITE, b1=1.0)
-    with pytest.raises(
-        TypeError, match=r"^adamclip\(mask='yes'\) must be a tree or prefix of booleans"
-    ):
-        muonjax.adamclip(1e-3, SITE, mask="yes")
-    with pytest.raises(
-        TypeError, match=r"^adamclip\(mu_dtype=.*int8.*must be a float type"
-    ):
-        muonjax.adamclip(
-            1e-3, SITE, mu_dtype=jnp.int8
-        )  # Optax would round the momentum to whole numbers
-
-
-def test_bad_settings_of_muon_are_muonclip_s():
-    with pytest.raises(ValueError, match=r"^muonclip: .*learning_rate=-1.0"):
-        muonjax.muonclip(-1.0, SITE)
-    with pytest.raises(ValueError, match=r"^muonclip: .*decay=2"):
-        muonjax.muonclip(1.0, SITE, decay=2)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)

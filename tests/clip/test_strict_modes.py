@@ -51,11 +51,3 @@ def test_traced_settings_are_refused(name):
         match=rf"max_logits\({name}=.*(True or False|whole number)",
     ):
         jax.jit(lambda value: muonjax.max_logits(query, query, **{name: value}))(1)
-
-
-def test_bools_of_numpy():
-    query = normal(1, 6, 2, 4)
-    np.testing.assert_array_equal(
-        muonjax.max_logits(query, query, is_causal=np.True_),
-        muonjax.max_logits(query, query, is_causal=True),
-    )

@@ -551,9 +551,6 @@ def parts_that_are_cut_after_a_depthwise_convolution(p, x):
     return convolved_in_parts(convolve)(p, x)
 
 
-LAYERS = [f"layer{i}" for i in range(8)]
-
-
 @program(
     X,
     x=((D, 2 * S), "0 | 1 / 2 of 1"),

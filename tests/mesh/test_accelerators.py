@@ -62,27 +62,8 @@ def compiled(platform, case, newton_schulz, axis_type):
 @pytest.mark.nightly
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize(
-    ("dtype", "mebibytes"),
-    [(None, 10.5), (jnp.float32, 21.0)],
-    ids=["default", "float32"],
-)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_accelerators_send_half_precision_unless_float32_is_asked_for(
-    platform, dtype, mebibytes, axis_type
-):
-    program = compiled(
-        platform, sharding.CASES["fsdp"], QUICK(compute_dtype=dtype), axis_type
-    )
-    counts = hlo_counts.count(program, devices=8, unknown_trips=1)
-    assert counts.collectives == {"all-to-all": 2}
-    assert counts.mebibytes == pytest.approx(mebibytes, rel=0.01)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
-@pytest.mark.parametrize(
     ("name", "collectives"),
-    [("fsdp_tp", 2), ("hsdp", 3), ("replicated", 1), ("experts", 2)],
+    [("fsdp", 2), ("fsdp_tp", 2), ("hsdp", 3), ("replicated", 1), ("experts", 2)],
 )
 def test_the_compiler_sends_what_owners_are_assigned_by(platform, name, collectives):
     case = sharding.CASES[name]

@@ -96,53 +96,6 @@ def test_linen_transformer(scan_axis, bias):
     assert matrices(params) == dict.fromkeys(attention, (count, D, D)) | mlp
 
 
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.RMSNorm(D, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            H, D, num_kv_heads=2, decode=False, rngs=rngs
-        )
-        self.mlp = nnx.Linear(D, D, rngs=rngs)
-
-
-class NnxModel(nnx.Module):
-    def __init__(self, rngs, stack_axis=None):
-        self.embed = nnx.Embed(VOCAB, D, rngs=rngs)
-        if stack_axis is None:
-            self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
-        else:
-            make = nnx.split_rngs(splits=LAYERS)(
-                nnx.vmap(in_axes=0, out_axes=stack_axis)(NnxBlock)
-            )
-            self.blocks = make(rngs)
-        self.norm = nnx.LayerNorm(D, rngs=rngs)
-        self.head = nnx.Linear(D, VOCAB, rngs=rngs)
-
-
-@pytest.mark.parametrize("stack_axis", [None, 0, 1])
-def test_nnx_transformer(stack_axis):
-    """Shared key heads, a list of blocks and `nnx.vmap` stacks, boxed and pure."""
-    model = nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0), stack_axis))
-    state = nnx.state(model, nnx.Param)
-    count, scopes = (
-        (1, ["blocks/0", "blocks/1"]) if stack_axis is None else (LAYERS, ["blocks"])
-    )
-    columns = {
-        "attention/query": D,
-        "attention/key": 2 * S,
-        "attention/value": 2 * S,
-        "attention/out": D,
-        "mlp": D,
-    }
-    expected = {
-        f"{scope}/{path}/kernel": (count, D, n)
-        for scope in scopes
-        for path, n in columns.items()
-    }
-    assert matrices(state) == expected
-    assert numbers_of(state) == numbers_of(nnx.as_pure(state))
-
-
 def test_the_gates_of_a_recurrent_cell_are_for_a_program():
     model = nnx.Dict(
         cell=nnx.GRUCell(16, 24, rngs=nnx.Rngs(0)),

@@ -40,4 +40,3 @@ def test_a_schedule_counts_steps():
         found, state = tx.update(jnp.ones(1), state, params)
         decays.append(float(found[0]) - 1)
     assert decays == [0.0, 0.5, 1.0]
-

@@ -92,10 +92,9 @@ NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}
 @pytest.mark.parametrize(
     ("tx", "like_parameters"),
     [
-        (
-            muonjax.monitor(muonjax.muon(1e-3)),
-            3,
-        ),  # the momentum of the kernel, two moments of the bias
+        # The momentum of the kernel, and two moments of the bias.
+        (muonjax.muon(1e-3), 3),
+        (muonjax.monitor(muonjax.muon(1e-3)), 3),
         (muonjax.monitor(optax.sgd(1e-3, momentum=0.9), NUMBERS), 2),
         (muonjax.normuon(1e-3, NUMBERS), 4),
         (muonjax.muonh(1e-3, adam_learning_rate=1e-3, program=NUMBERS), 4),

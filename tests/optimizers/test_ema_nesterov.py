@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import muonjax
 from tests.clip.attentions import EXACT, multi_head
-from tests.mesh.layouts import make_mesh
 from tests.tools.oracles import SHORT, normal
 
 STEPS = 50
@@ -182,22 +180,6 @@ def test_a_clip_or_an_accumulation_inside_is_refused(inner, message):
     params, *_ = multi_head()
     with pytest.raises(ValueError, match=message):
         muonjax.ema_nesterov(inner, 0.5).init(params)
-
-
-def test_the_mean_is_sharded_as_its_parameter():
-    params = {"dense": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
-    specs = {"dense": {"kernel": P("fsdp"), "bias": P()}}
-    distribution = muonjax.Distribution(make_mesh(fsdp=4), specs)
-    tx = muonjax.ema_nesterov(
-        muonjax.muon(0.1, distribution=distribution, newton_schulz=SHORT), 0.5
-    )
-    shardings = muonjax.state_shardings(tx, params, distribution)
-    assert shardings.ema["dense"]["kernel"].spec == P("fsdp", None)
-    state = jax.jit(tx.init, out_shardings=shardings)(params)
-    after = jax.jit(tx.update, out_shardings=(None, shardings))(params, state, params)[
-        1
-    ]
-    assert after.ema["dense"]["kernel"].addressable_shards[0].data.shape == (2, 16)
 
 
 def test_a_parameter_may_be_a_python_number():

@@ -1,10 +1,6 @@
 """`muonjax.optax_contrib` against the Optax that is installed: arguments, results, state; and where it is better."""
 
-import importlib.util
 import inspect
-import pathlib
-import sys
-import unittest
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +15,6 @@ from muonjax import MuonDimensionNumbers, optax_contrib
 from tests.mesh.layouts import make_mesh, put, under
 from tests.tools.oracles import normal
 from tests.tools.tiers import thorough
-from tests.tools.views import matrix_view
 
 pytestmark = pytest.mark.skipif(
     "preconditioning" not in inspect.signature(optax.contrib.muon).parameters,
@@ -318,67 +313,3 @@ def test_the_momentum_keeps_its_dtype():
 def test_mistakes_say_what_to_give(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def both_ways(x, numbers):
-    """Leaf -> [batch, fan_in, fan_out], and the inverse, a private function that Optax's tests call."""
-    view = matrix_view(x, numbers, call="test")
-    return view.to_matrices, view.to_leaf
-
-
-def orthogonalize_via_newton_schulz(
-    x,
-    ns_coeffs,
-    ns_steps=5,
-    preconditioning="frobenius",
-    eps=1e-8,
-    dimension_numbers=None,
-):
-    """Another one."""
-    if preconditioning not in (
-        "frobenius",
-        "spectral",
-        "aol",
-        "schatten",
-    ) or ns_coeffs.shape[-1:] != (3,):
-        raise ValueError("as scale_by_muon")
-    if x.ndim == 2:
-        dimension_numbers = MuonDimensionNumbers()
-    if dimension_numbers is None:
-        raise ValueError("which axes?")
-
-    def iteration(policy):
-        return optax_contrib._iteration(
-            ns_coeffs, ns_steps, preconditioning, eps, policy
-        )
-
-    return optax_contrib.map_matrices(
-        iteration, x, dimension_numbers, None, call="test"
-    )
-
-
-@pytest.mark.nightly
-def test_the_tests_of_optax_pass_unchanged(monkeypatch):
-    """Those of the Optax that is installed, if it brings them along."""
-    path = pathlib.Path(str(optax.contrib._muon.__file__)).with_name("_muon_test.py")
-    if not path.exists():
-        pytest.skip(f"this Optax has no {path.name}")
-    monkeypatch.setattr(optax.contrib, "_muon", optax_contrib)
-    monkeypatch.setattr(
-        optax_contrib, "_compute_muon_reshape", both_ways, raising=False
-    )
-    newton_schulz = orthogonalize_via_newton_schulz
-    monkeypatch.setattr(
-        optax_contrib, newton_schulz.__name__, newton_schulz, raising=False
-    )
-    spec = importlib.util.spec_from_file_location("optax_muon_test", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    assert module._muon is optax_contrib
-    result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromModule(module).run(result)
-    assert not result.failures + result.errors, (result.failures + result.errors)[0][1]
-    assert result.testsRun >= 32

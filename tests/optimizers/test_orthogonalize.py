@@ -9,7 +9,7 @@ import muonjax
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._common.platform import Policy
-from muonjax._matrices.batching import group_by_shape, map_groups
+from muonjax._matrices.batching import map_groups
 from muonjax._matrices.columns import block_size
 from muonjax._newton_schulz.polar_factor import polar_function
 from tests.tools import oracles
@@ -41,31 +41,11 @@ def test_every_axis_order_gives_the_same_matrix():
     np.testing.assert_allclose(y, np.transpose(expected, (1, 2, 0)), atol=1e-5)
 
 
-def test_batch_axes_are_matrices_of_their_own():
-    x = normal(4, 8, 3, 6)
-    y = update(
-        {"w": x}, dimension_numbers=MuonDimensionNumbers(1, 3), newton_schulz=EXACT
-    )["w"]
-    np.testing.assert_allclose(
-        np.swapaxes(y, 1, 2), oracles.polar(np.swapaxes(np.asarray(x), 1, 2)), atol=1e-5
-    )
-
-
 def test_leaves_without_dimension_numbers_pass_through():
     tree = {"w": normal(4, 6), "b": normal(6)}
     y = update(tree, dimension_numbers={"w": MuonDimensionNumbers(), "b": None})
     np.testing.assert_array_equal(y["b"], tree["b"])
     assert not np.array_equal(y["w"], tree["w"])
-
-
-def test_groups_are_shapes_up_to_transposition():
-    arrays = [
-        normal(1, 4, 8),
-        normal(2, 8, 4),
-        normal(1, 4, 4),
-        normal(3, 4, 8).astype(jnp.bfloat16),
-    ]
-    assert group_by_shape(arrays) == [[0, 1], [2], [3]]
 
 
 @pytest.mark.rounding
@@ -322,25 +302,3 @@ def test_small_matrices_share_a_program_from_three_shapes_on():
 )
 def test_the_size_of_a_block(matrices, m, size):
     assert block_size(matrices, m) == size
-
-
-@pytest.mark.thorough
-@pytest.mark.nan
-def test_nan_stays_in_its_matrix_of_the_group():
-    tree = {
-        "a": normal(8, 12),
-        "b": normal(12, 8).at[0, 0].set(jnp.nan),
-        "c": normal(8, 12, seed=2),
-    }
-    y = update(tree)
-    assert np.isnan(y["b"]).any()
-    assert np.isfinite(y["a"]).all()
-    assert np.isfinite(y["c"]).all()
-
-
-def test_a_leaf_that_is_no_matrix_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=r"orthogonalize needs matrices, but the leaf 'b' has shape \(3,\)",
-    ):
-        update({"b": jnp.ones(3)})

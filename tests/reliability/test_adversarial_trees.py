@@ -182,11 +182,3 @@ def test_any_tree_is_optimized_or_refused_by_name(params, numbers):
             lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), shapes[0], params
         )
         assert shapes[0] == params
-
-
-RATE, RMS, DECAY = 0.01, 0.2, 0.1
-PARAMS = {"wide": (8, 24), "tall": (24, 8), "stack": (3, 8, 8), "bias": (8,)}
-NUMBERS = {
-    n: MuonDimensionNumbers(-2, -1) if len(s) > 1 else None for n, s in PARAMS.items()
-}
-

@@ -41,12 +41,6 @@ def polar_error(y, x):
     )
 
 
-def on_singular_values(f, x):
-    """U f(S) V^H."""
-    u, s, vh = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
-    return (u * f(s)[..., None, :]) @ vh
-
-
 def with_spectrum(s, n, seed=0, tall=False):
     """A float64 matrix [len(s), n] (transposed if tall) with singular values s and random singular
     vectors."""

@@ -103,11 +103,6 @@ def test_what_a_function_refuses_itself_it_refuses(module):
         module.refuses(jnp.ones(3))
 
 
-def test_refuses_a_wrong_scale(module):
-    with pytest.raises(AssertionError, match="gram: scale is"):
-        module.gram(jnp.ones((2, 3)), jnp.ones(2))
-
-
 def test_all_shapes_in_the_sources_can_be_evaluated():
     root = pathlib.Path(__file__).parents[2]
     sources = [
