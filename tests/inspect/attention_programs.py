@@ -606,12 +606,6 @@ for name, put_together in {
     of_one_head_each(name, 3, put_together)
 
 
-@attention(sites=1, **dict.fromkeys("qkvo", (D, D)))
-def tokens_in_a_constant_order(p, x):
-    q, k, v = (y[:, np.arange(T)[::-1] ^ 1] for y in projected(p, x))
-    return end(p, logits_of(q, k), v)
-
-
 @attention(sites=1, q=(1, 1, D, D), k=(1, 1, D, D), v=(D, D), o=(D, D))
 def queries_by_convolutions(p, x):
     """As in the autoencoder of Stable Diffusion."""
@@ -628,12 +622,6 @@ def queries_by_convolutions(p, x):
         return heads(y.reshape(B, T, D))
 
     return end(p, logits_of(convolved(p["q"]), convolved(p["k"])), heads(x @ p["v"]))
-
-
-@attention(sites=1, a=(D, H * 4), b=(D, H * 2), **QKVO)
-def keys_of_two_products(p, x):
-    k = jnp.concatenate([heads(x @ p["a"]), heads(x @ p["b"])], -1)
-    return end(p, logits_of(heads(x @ p["q"]), k), heads(x @ p["v"]))
 
 
 @attention(
@@ -728,17 +716,6 @@ def a_mask_after_a_reshape(p, x):
     """Tunix's Llama."""
     return grouped(
         p, x, soften=lambda a: jax.nn.softmax(jnp.where(CAUSAL, a, -1e9)), kept=CAUSAL
-    )
-
-
-@attention(sites=1, **GROUPED)
-def a_bias_before_a_reshape_is_not_measured(p, x):
-    return grouped(
-        p,
-        x,
-        move=lambda a: a + 5.0 * jnp.arange(T),
-        soften=lambda a: jax.nn.softmax(jnp.where(CAUSAL, a, -1e9)),
-        kept=CAUSAL,
     )
 
 
@@ -852,34 +829,7 @@ def heads_cut_before_their_products(p, x):
     return cut_before_products(p, x, H)
 
 
-@attention(sites=1, qkv=((D, 5 * D), f"0 | 1 / 24, 24, 24, 48 of 1; 0 | 1 / {'6, ' * 12}48 of 1"),
-           out=((3 * D, D), "0 | 1"), o=(D, D))  # fmt: skip
-def heads_of_some_parts_of_a_kernel(p, x):
-    """Flux: queries, keys, values and a dense layer by one kernel."""
-    *qkv, up = jnp.split(x @ p["qkv"], [D, 2 * D, 3 * D], -1)
-    q, k, v = map(heads, qkv)
-    y = jnp.concatenate(
-        [mixed(jax.nn.softmax(logits_of(q, k)), v), jax.nn.gelu(up)], -1
-    )
-    return loss_of(p, y @ p["out"]), logits_of(q, k)
-
-
 # Several inputs, several products, several uses.
-
-FROZEN = jax.ShapeDtypeStruct((D, D), "float32")
-
-
-@program(X, jax.ShapeDtypeStruct((H,), "float32"), sites=1, logits=True, **QKVO)
-def logits_multiplied_by_data_by_einsum(p, x, scale):
-    q, k, v = projected(p, x)
-    return end(p, jnp.einsum("bhqk,h->bhqk", logits_of(q, k), scale), v)
-
-
-@program(X, FROZEN, sites=ADDED, **QKVO)
-def queries_of_adapters_added_to_frozen_ones(p, x, frozen):
-    """Gemma's adapters: a clip of them alone leaves the frozen part of the queries as large as it is."""
-    q, k, v = (heads(x @ p[n] + x @ frozen) for n in "qkv")
-    return end(p, logits_of(q, k), v)[0]
 
 
 @attention(sites=None, **QKVO)
@@ -912,19 +862,6 @@ def a_derivative_of_an_attention(p, x, v):
     return jnp.mean((y - lax.stop_gradient(derivative)) ** 2)
 
 
-@attention(sites="several softmaxes take its logits", **QKVO)
-def two_softmaxes_of_one_product(p, x):
-    q, k, v = projected(p, x)
-    logits = logits_of(q, k)
-    local, first = CAUSAL & ~np.tri(T, k=-2, dtype=bool), x[0, 0, 0] < 0
-
-    def attend(mask):
-        return lambda logits, v: mixed(jax.nn.softmax(jnp.where(mask, logits, -1e9)), v)
-
-    y = lax.cond(first, attend(local), attend(CAUSAL), logits, v)
-    return loss_of(p, y), jnp.where(jnp.where(first, local, CAUSAL), logits, -jnp.inf)
-
-
 TERMS = [f"w{i}" for i in range(8)]
 
 
@@ -948,12 +885,6 @@ def queries_that_begin_a_long_sum(p, x):
 )
 def queries_that_end_a_long_sum(p, x):
     return in_a_long_sum(p, x, False)
-
-
-@program(X, sites=f"{ELSE}: attention_programs.py:", **QKVO)
-def a_kernel_of_queries_multiplied_again(p, x):
-    q, k, v = projected(p, x)
-    return end(p, logits_of(q, k), v)[0] + jnp.mean(jnp.tanh(x @ p["q"]) @ p["o"])
 
 
 @program(X, sites=1, v2=(D, D), k2=(D, D), **QKVO)
@@ -1048,21 +979,6 @@ def a_table_without_its_mean(p, x):
     return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
 
 
-@program(
-    X,
-    sites=1,
-    first=((1, 1, D), "joined with data"),
-    w=((D, D // 2), "0 | 1"),
-    **MATRICES,
-    **OUT,
-)
-def a_repeated_parameter(p, x):
-    """CLIP: `tile(class_embedding, (batch, 1, 1))` before the patches."""
-    first = jnp.tile(p["first"], (B, 1, 1))
-    x = jnp.concatenate([first, x @ jnp.tile(p["w"], (1, 2))], 1)
-    return jnp.mean((layer(p, x) @ p["out"]) ** 2)
-
-
 @attention(
     sites="something is added to its logits in a function that does not return them without it",
     **QKVO,
@@ -1071,19 +987,6 @@ def a_bias_inside_of_another_function(p, x):
     q, k, v = projected(p, x)
     biased = jax.jit(lambda q, k: logits_of(q, k) + 5.0 * jnp.arange(T))
     return end(p, jnp.where(CAUSAL, biased(q, k), -1e9), v)
-
-
-@program(X, sites="scale its logits alone", **QKVO)
-def one_softmax_over_blocks_of_keys(p, x):
-    """GenCast: the largest logit is that of all blocks."""
-    q, k, v = projected(p, x)
-    blocks = [(logits_of(q, k[:, i : i + 4]), v[:, i : i + 4]) for i in range(0, T, 4)]
-    largest = jnp.max(
-        jnp.stack([logits.max(-1, keepdims=True) for logits, _ in blocks]), 0
-    )
-    shares = [(jnp.exp(logits - largest), v) for logits, v in blocks]
-    total = sum(weights.sum(-1, keepdims=True) for weights, _ in shares)
-    return loss_of(p, sum(mixed(weights / total, v) for weights, v in shares))
 
 
 @program(X, sites="several softmaxes take its logits", **QKVO)
@@ -1110,36 +1013,9 @@ def queries_written_in_place(p, x):
 
 
 @program(X, sites=LOST, **QKVO)
-def logits_changed_in_place(p, x):
-    q, k, v = projected(p, x)
-    return end(p, logits_of(q, k).at[..., 0].add(-3.0), v)[0]
-
-
-@program(X, sites=LOST, **QKVO)
 def queries_and_keys_multiplied_entry_by_entry(p, x):
     q, k, v = projected(p, x)
     return end(p, jnp.moveaxis((q[:, :, None] * k[:, None]).sum(-1), 3, 1), v)[0]
-
-
-@program(X, sites=LOST, **QKVO)
-def the_largest_three(p, x):
-    q, k, v = projected(p, x)
-    largest, where = lax.top_k(logits_of(q, k), 3)
-    return loss_of(
-        p,
-        mixed(
-            jnp.einsum(
-                "bhqn,bhqnk->bhqk", jax.nn.softmax(largest), jax.nn.one_hot(where, T)
-            ),
-            v,
-        ),
-    )
-
-
-@program(X, sites=LOST, queries=(5, H, S), k=(D, D), v=(D, D))
-def learned_queries(p, x):
-    logits = jnp.einsum("qhd,bkhd->bhqk", p["queries"], heads(x @ p["k"]))
-    return jnp.mean(mixed(jax.nn.softmax(logits), heads(x @ p["v"])) ** 2)
 
 
 KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
@@ -1154,41 +1030,6 @@ def adapted_queries(p, x):
 
 
 # Without a softmax of keys it is none.
-
-
-@program(X, sites=LOST, **QKVO)
-def kernels_of_features(p, x):
-    """Linear attention."""
-    q, k, v = projected(p, x)
-    return loss_of(
-        p,
-        jnp.einsum("bqhd,bkhd,bkhe->bqhe", jnp.exp(q), jax.nn.softmax(k, 1), v).reshape(
-            x.shape
-        ),
-    )
-
-
-@program(X, **QKVO)
-def a_decayed_state(p, x):
-    """A state-space product: the exponential is the decay's."""
-    q, k, v = projected(p, x)
-    time = jnp.cumsum(jax.nn.softplus(x @ p["o"])[..., :H], 1)
-    decay = jnp.exp(jnp.minimum(time[:, :, None] - time[:, None], 0))
-    return loss_of(
-        p, jnp.einsum("bqhd,bkhd,bqkh,bkhe->bqhe", q, k, decay, v).reshape(x.shape)
-    )
-
-
-@program(
-    X,
-    rate=((D, H), "0 | 1; 0 | 1"),
-    **MATRICES | OUT | {"q": ((D, D), "0 | 1; 0 | 1 / 4 of 1")},
-)
-def a_rate_for_each_head(p, x):
-    """Gated delta nets: a head of one column is no matrix of its own."""
-    q, k, v = projected(p, x)
-    y = mixed(logits_of(q, k * jax.nn.sigmoid(x @ p["rate"])[..., None]), v)
-    return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
 
 
 @program(X, a=(H, S), **QKVO)
@@ -1245,13 +1086,6 @@ def as_many_layers_as_heads(p, x):
     return scanned(p, x)
 
 
-@program(X, sites=3, **STACK)
-def layers_taken_one_by_one(p, x):
-    for i in range(3):
-        x = layer({name: stack[i] for name, stack in p.items()}, x)
-    return jnp.mean(x**2)
-
-
 CHANGES = {
     "one_after_the_other": (lambda w: jnp.concatenate([w, w]), IN_TURNS),
     "padded": (lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]), ANOTHER),
@@ -1278,16 +1112,6 @@ def layers_with_normalized_keys(p, x):
 @program(X, sites=1, **STACK)
 def layers_of_reversed_keys(p, x):
     return scanned(p | {"k": p["k"][::-1]}, x)[0]
-
-
-@program(
-    X,
-    sites=ANOTHER,
-    **{f"layer{i}/{n}": ((D, D), "0 | 1") for i in range(2) for n in "qkvo"},
-)
-def layers_put_together_inside_of_the_function(p, x):
-    """Its largest logits would be those of all of them."""
-    return scanned(jax.tree.map(lambda *w: jnp.stack(w), *p.values()), x)[0]
 
 
 def by_number(p, x, order=lambda i: i):
@@ -1385,21 +1209,6 @@ QKV = dict.fromkeys("qkv", (D, D))
 divided("heads_side_by_side", side_by_side, P(None, "m"), w=(D, 3 * D))
 divided("keys_of_another_device", of_another_device, P(None, "m"), **QKV)
 divided("exchanged_heads", exchanged, P(), P(None, "m"), **QKV)
-
-
-@attention(sites=NOT_ALL, wq=(2, D, D), wk=(2, D, D))
-def layers_that_are_divided(p, x):
-    """Each device has a layer of its own from the start."""
-
-    def local(w, x):
-        q, k = (heads(x @ w[n][0], H) for n in ("wq", "wk"))
-        y, logits = mixed(jax.nn.softmax(logits_of(q, k)), heads(x, H)), logits_of(q, k)
-        return jnp.mean(y**2)[None], logits[None]
-
-    y, logits = on_two_devices(local, dict.fromkeys(p, P("m")), P(), (P("m"), P("m")))(
-        p, x
-    )
-    return jnp.mean(y), logits.reshape(2 * B, H, T, T)
 
 
 # Masks that add any one number below zero, as the windows of a Swin transformer do; beside a bias none can be told.

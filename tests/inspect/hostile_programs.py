@@ -107,27 +107,10 @@ def tied_embedding(p, t):
 
 
 @program(
-    TOKENS, embed=((V, D), "looked up"), w=((D, D), "0 | 1"), head=((D, V), "head")
-)
-def a_lookup_by_one_hot(p, t):
-    x = jax.nn.one_hot(t, V) @ p["embed"]
-    return cross_entropy(jnp.tanh(x @ p["w"]) @ p["head"], t)
-
-
-@program(
     TOKENS, embed=((V, 4), "looked up"), factor=((4, D), "0 | 1"), head=((D, V), "head")
 )
 def a_factored_embedding(p, t):
     return cross_entropy(jnp.tanh((p["embed"] @ p["factor"])[t]) @ p["head"], t)
-
-
-@program(ROWS, w=((D, D), "0 | 1"), out=((D, 1), "head"))
-def energy_and_forces(p, x):
-    def energy(x):
-        return jnp.sum(jnp.tanh(x @ p["w"]) @ p["out"])
-
-    e, f = jax.value_and_grad(energy)(x)
-    return jnp.mean((f + x) ** 2) + (e - 1) ** 2
 
 
 @program(TOKENS, embed=((V, D), "looked up"), pos=((T, D), "added"), cls=((1, 1, D), "joined"), w=((D, D), "0 | 1"),
@@ -174,22 +157,6 @@ def rotated(x, at):
     return jnp.concatenate([a * c - b * s, b * c + a * s], -1)
 
 
-@program(
-    X,
-    sites=1,
-    q=((D, 2 * D), "0 | 1"),
-    k=((D, D), "0 | 1"),
-    v=((D, D), "0 | 1"),
-    o=((2 * D, D), "0 | 1"),
-    out=((D, 1), "head"),
-)
-def grouped_keys(p, x):
-    q, k, v = (x @ p["q"]).reshape(B, T, H, 2, S), heads(x @ p["k"]), heads(x @ p["v"])
-    weights = jax.nn.softmax(jnp.einsum("bqhgd,bkhd->bhgqk", q, k))
-    o = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v).reshape(B, T, -1)
-    return sq((x + o @ p["o"]) @ p["out"])
-
-
 @program(X, sites="tanh", **ATTENTION, out=((D, 1), "head"))
 def capped_logits(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
@@ -203,37 +170,6 @@ def a_learned_bias(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) + p["bias"]
     o = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v).reshape(B, T, D)
-    return sq((x + o @ p["o"]) @ p["out"])
-
-
-@program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
-def online_softmax(p, x):
-    """Blocks of keys one after the other, with a running maximum."""
-    q, k, v = (heads(x @ p[n]).transpose(0, 2, 1, 3) for n in "qkv")
-    blocks = tuple(a.reshape(B, H, 3, 2, S).transpose(2, 0, 1, 3, 4) for a in (k, v))
-
-    def block(carry, kv):
-        m, total, out = carry
-        k, v = kv
-        logits = jnp.einsum("bhqd,bhkd->bhqk", q, k) / 2
-        new = jnp.maximum(m, logits.max(-1))
-        e = jnp.exp(logits - new[..., None])
-        scale = jnp.exp(m - new)
-        out = out * scale[..., None] + jnp.einsum("bhqk,bhkd->bhqd", e, v)
-        return (new, total * scale + e.sum(-1), out), None
-
-    start = jnp.full((B, H, T), -jnp.inf), jnp.zeros((B, H, T)), jnp.zeros((B, H, T, S))
-    (_, total, out), _ = lax.scan(block, start, blocks)
-    o = (out / total[..., None]).transpose(0, 2, 1, 3).reshape(B, T, D)
-    return sq((x + o @ p["o"]) @ p["out"])
-
-
-@program(X, sites=1, **ATTENTION, out=((D, 1), "head"))
-def queries_in_chunks(p, x):
-    q, k, v = (heads(x @ p[n]) for n in "qkv")
-    chunks = q.reshape(B, 3, 2, H, S).swapaxes(0, 1)
-    o = lax.map(lambda q: attend(q, k[:, :2], v[:, :2]), chunks)
-    o = o.swapaxes(0, 1).reshape(B, T, D)
     return sq((x + o @ p["o"]) @ p["out"])
 
 
@@ -275,17 +211,6 @@ def learned_queries(p, x):
 
 
 # Stacks, experts, combinations.
-
-
-@program(
-    X, up=((3, D, 2 * D), "1 | 2"), down=((3, 2 * D, D), "1 | 2"), out=((D, 1), "head")
-)
-def scanned_layers(p, x):
-    def layer(x, w):
-        return x + jax.nn.relu(x @ w[0]) @ w[1], None
-
-    x, _ = lax.scan(jax.checkpoint(layer), x, (p["up"], p["down"]))
-    return sq(x @ p["out"])
 
 
 @program(
@@ -417,14 +342,6 @@ def convolutions(p, x):
     return cross_entropy(x.mean((1, 2)) @ p["out"], jnp.zeros(B, int))
 
 
-@program(
-    IMAGE, patches=((4, 4, 3, D), "patches"), w=((D, D), "0 | 1"), out=((D, 4), "head")
-)
-def patches_by_convolution(p, x):
-    x = jnp.tanh(conv(x, p["patches"], stride=4).reshape(B, 4, D) @ p["w"])
-    return cross_entropy(x.mean(1) @ p["out"], jnp.zeros(B, int))
-
-
 @program(IMAGE, patches=((48, D), "patches"), w=((D, D), "0 | 1"), out=((D, 4), "head"))
 def patches_by_reshape(p, x):
     x = x.reshape(B, 2, 4, 2, 4, 3).transpose(0, 1, 3, 2, 4, 5).reshape(B, 4, 48)
@@ -467,7 +384,6 @@ PARTS = {
     "out": ((D, 1), "an output head"),
 }
 HEADS = PARTS | {"w": ((D, 3 * D), "0 | 1 / 3 of 1; 0 | 1 / 6 of 1")}
-TWO = PARTS | {"w": ((D, 2 * D), "0 | 1 / 2 of 1")}
 ONE = {
     "w": ((D, D), "0 | 1"),
     "o": ((D, D), "0 | 1"),
@@ -477,18 +393,6 @@ ONE = {
 
 def end(p, y):
     return jnp.mean(jnp.tanh(y @ p["out"]) ** 2)
-
-
-@program(
-    X,
-    q=((D, H, 2 * S), "0 | 1, 2 / 2 of 2"),
-    o=((H, S, D), "0, 1 | 2"),
-    out=((D, 1), "head"),
-)
-def a_norm_of_queries_beside_their_gates(p, x):
-    """Qwen3.5: a head's queries are normalized, its gates are not."""
-    q, gate = jnp.split(jnp.einsum("btd,dhs->bths", x, p["q"]), 2, -1)
-    return end(p, jnp.einsum("bths,hso->bto", norm(q) * jax.nn.sigmoid(gate), p["o"]))
 
 
 def gated(p, i, f, g):
@@ -506,80 +410,6 @@ def a_gate_cut_through_normalized_heads(p, x):
     return end(p, (a * jax.nn.sigmoid(b)).reshape(B, T, D))
 
 
-@program(X, **TWO, g=TWO["w"])
-def two_sides_gated_before_they_part(p, x):
-    """AlphaFold's fused triangle multiplication."""
-    left, right = jnp.split((x @ p["w"]) * jax.nn.sigmoid(x @ p["g"]), 2, -1)
-    return end(p, jnp.einsum("bid,bjd->bijd", left, right).sum(1))
-
-
-@program(X, jax.ShapeDtypeStruct((B, T), "int32"), w=((D, 2 * D), "0 | 1 / 2 of 1, 8 times"),
-         table=((3, 2 * D), "looked up"), out=((D, 1), "an output head"))  # fmt: skip
-def two_parts_of_a_sum_with_looked_up_biases(p, x, which):
-    """GPT-OSS's experts, whose biases are looked up, with gates beside values."""
-    z = x @ p["w"] + p["table"][which]
-    return end(p, jax.nn.sigmoid(z[..., ::2]) * jnp.minimum(z[..., 1::2], 7.0))
-
-
-def convolved_in_parts(convolve):
-    """Gated delta nets: queries, keys and values by one kernel, a depthwise convolution and SiLU before they part."""
-
-    def fun(p, x):
-        q, k, v = jnp.split(jax.nn.silu(convolve(x @ p["w"], p)), [D, D + S], -1)
-        mixed = jnp.einsum("bds,btv->bsd", jnp.einsum("btd,bts->bds", q, k), v)
-        return end(p, mixed @ p["o"])
-
-    return fun
-
-
-UNEQUAL = ONE | {"w": ((D, 2 * D + S), "0 | 1 / 8, 4, 8 of 1")}
-
-
-@program(X, conv=((3, 1, 2 * D + S), "depthwise"), **UNEQUAL)
-def parts_that_are_cut_after_a_depthwise_convolution(p, x):
-    def convolve(y, p):
-        numbers = ("NTC", "TIO", "NTC")
-        return lax.conv_general_dilated(
-            y,
-            p["conv"],
-            (1,),
-            "SAME",
-            dimension_numbers=numbers,
-            feature_group_count=y.shape[-1],
-        )
-
-    return convolved_in_parts(convolve)(p, x)
-
-
-@program(
-    X,
-    x=((D, 2 * S), "0 | 1 / 2 of 1"),
-    w=((S, 3 * S), "0 | 1 / 8, 4 of 1"),
-    out=((S, 1), "head"),
-)
-def gates_cut_before_their_products(p, x):
-    """Haiku's GRU: the candidate's product comes after the gates' one."""
-
-    def step(state, x):
-        gates, new = jnp.split(p["w"], [2 * S], 1)
-        update, reset = jnp.split(jax.nn.sigmoid(x @ p["x"] + state @ gates), 2, -1)
-        state = (1 - update) * state + update * jnp.tanh((reset * state) @ new)
-        return state, state
-
-    return end(p, lax.scan(step, jnp.zeros((T, S)), x)[1])
-
-
-# Mixtures of parameters.
-
-BANK = ONE | {"w": ((3, D, D), "1 | 2")}
-
-
-@program(X, a=((3,), "multiplied entry by entry"), **BANK)
-def a_learned_mixture_of_matrices(p, x):
-    w = (jax.nn.softmax(p["a"])[:, None, None] * p["w"]).sum(0)
-    return end(p, jax.nn.relu(x @ w) @ p["o"])
-
-
 FACTORS = {
     "u": ((D, 2), "0 | 1"),
     "v": ((D, 2), "1 | 0"),
@@ -591,15 +421,6 @@ FACTORS = {
 @program(X, **FACTORS)
 def two_factors_by_a_sum_of_products(p, x):
     return end(p, jax.nn.relu(x @ (p["u"][:, None, :] * p["v"][None]).sum(-1)) @ p["o"])
-
-
-# Padding that cuts, constant orders, few bits.
-
-
-@program(X, n=((D, D), "by names: pad"), **ONE)
-def padding_that_cuts_all_of_it(p, x):
-    nothing = lax.pad(p["n"], 0.0, ((0, 0, 0), (-D - 1, D + 1, 0)))
-    return end(p, jax.nn.relu(x @ (p["w"] + nothing)) @ p["o"])
 
 
 ORDER = np.random.default_rng(0).permutation(D)
@@ -669,21 +490,6 @@ def an_ensemble_of_convolutions(p, x):
 
 @program(
     X,
-    qk=((2, H, S, S), "2 | 3"),
-    v=((H, S, S), "1 | 2"),
-    out=((D, 2), "an output head"),
-)
-def queries_and_keys_by_one_vmap(p, x):
-    q, k = jax.vmap(lambda w: jnp.einsum("bthi,hij->bthj", heads(x), w))(p["qk"])
-    logits, v = (
-        jnp.einsum("bqhd,bkhd->bhqk", q, k),
-        jnp.einsum("bthi,hij->bthj", heads(x), p["v"]),
-    )
-    return end(p, jnp.einsum("bhqk,bkhd->bqhd", logits, v).reshape(B, T, -1))
-
-
-@program(
-    X,
     w=((D, D), "by names: pad: hostile_programs.py:"),
     out=((2 * D - 1, 2), "an output head"),
 )
@@ -727,11 +533,6 @@ def one_half_of_the_columns_of_a_product(p, x):
 def one_half_of_the_columns_of_a_kernel(p, x):
     first, second = jnp.split(p["w"], 2, -1)
     return end(p, x @ lax.cond(x[0, 0, 0] > 0, lambda: first, lambda: second))
-
-
-@program(X, w=((D, 3 * D), "0 | 1"), out=((3 * D, 1), "head"))
-def a_kernel_that_is_rolled_before_its_product(p, x):
-    return end(p, jnp.tanh(x @ jnp.roll(p["w"], D, 1)))
 
 
 # What does not train, and what stands outside of the parameters.

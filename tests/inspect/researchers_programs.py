@@ -13,7 +13,6 @@ from tests.inspect.hostile_programs import (
     ATTENTION,
     IMAGE,
     ROWS,
-    TOKENS,
     B,
     D,
     H,
@@ -35,11 +34,7 @@ program = functools.partial(add_program, to=PROGRAMS)
 A4 = ATTENTION
 M = "0 | 1"
 CHAIN = "by names: a product of parameters is not followed: researchers_programs.py:"
-NOT_ALL = "its queries, keys and values can't all be followed to parameters: researchers_programs.py:"
 LABEL = jax.ShapeDtypeStruct((B,), "int32")
-
-
-# --- recurrent
 
 
 @program(X, w=((D, 2 * S), "0 | 1 / 2 of 1"), out=((S, 1), "head"))
@@ -100,29 +95,11 @@ def mamba(p, x):
     return sq((x + y @ p["o"]) @ p["out"])
 
 
-# --- unbatched learned inputs: products of parameters alone
-@program(
-    X,
-    latents=((3, D), CHAIN),
-    **A4 | {"q": ((D, D), CHAIN)},
-    out=((D, 1), "head"),
-    sites=NOT_ALL,
-)
-def perceiver_with_unbatched_latents(p, x):
-    q, k, v = heads(p["latents"] @ p["q"]), heads(x @ p["k"]), heads(x @ p["v"])
-    w = jax.nn.softmax(jnp.einsum("qhd,bkhd->bhqk", q, k))
-    o = jnp.einsum("bhqk,bkhd->bqhd", w, v).reshape(B, 3, D)
-    return sq(jnp.tanh(o @ p["o"]) @ p["out"])
-
-
 @program(
     X, pos=((T, D), CHAIN), proj=((D, D), CHAIN), w=((D, D), M), out=((D, 1), "head")
 )
 def a_projected_position_table(p, x):
     return sq(jnp.tanh((x + p["pos"] @ p["proj"]) @ p["w"]) @ p["out"])
-
-
-# --- reads by data that are no output
 
 
 @program(ROWS, LABEL, w=((3, D, D), "1 | 2"), out=((D, 4), "head"))
@@ -132,20 +109,6 @@ def experts_that_labels_choose(p, x, task):
     return cross_entropy(jnp.tanh(h) @ p["out"], task)
 
 
-# --- two spellings
-@program(
-    LABEL,
-    LABEL,
-    user=((V, D), "looked up"),
-    item=((V, D), "looked up"),
-    a=((D, S), M),
-    b=((D, S), M),
-)
-def two_towers_by_a_sum(p, u, i):
-    a, b = jnp.tanh(p["user"][u]) @ p["a"], jnp.tanh(p["item"][i]) @ p["b"]
-    return jnp.mean(jax.nn.softplus(-(a * b).sum(-1)))
-
-
 @program(ROWS, w=((D, D), M), a=((D, 4), "head"), b=((D, 3), "head"), s=((2,), ""))
 def task_weights_by_a_dot(p, x):
     h = jnp.tanh(x @ p["w"])
@@ -153,13 +116,6 @@ def task_weights_by_a_dot(p, x):
     return jnp.dot(losses, jnp.exp(-p["s"])) + p["s"].sum()
 
 
-# --- recommenders
-
-
-# --- graphs
-
-
-# --- attention
 def mha(p, x, w=None):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     return q, k, v, jnp.einsum("bqhd,bkhd->bhqk", q, k)
@@ -179,19 +135,6 @@ def softmax_with_where(p, x):
     return done(
         p, x, jax.nn.softmax(l, where=jnp.tril(jnp.ones((T, T), bool)), axis=-1), v
     )
-
-
-@program(X, table=((2 * T, H), "added"), **A4, **OUT, sites="(add)")
-def t5_bias(p, x):
-    q, k, v, l = mha(p, x)
-    at = jnp.arange(T)[:, None] - jnp.arange(T) + T
-    return done(p, x, jax.nn.softmax(l + p["table"][at].transpose(2, 0, 1)), v)
-
-
-@program(X, temp=((H,), "multiplied"), **A4, **OUT, sites=1)
-def a_learned_temperature_by_head(p, x):
-    q, k, v, l = mha(p, x)
-    return done(p, x, jax.nn.softmax(l * jnp.exp(p["temp"])[:, None, None]), v)
 
 
 @program(
@@ -245,7 +188,6 @@ def slot_attention(p, x):
     return sq(jnp.tanh(jnp.einsum("bst,btd->bsd", w, v) @ p["o"]) @ p["out"])
 
 
-# --- convolutions
 @program(
     IMAGE,
     down=((3, 3, 3, D), "0, 1, 2 | 3"),
@@ -274,32 +216,6 @@ def transposed_convolution_with_a_transposed_kernel(p, x):
     return sq(jax.nn.relu(y) @ p["out"])
 
 
-@program(ROWS, ROWS, w=((D, D), M), out=((D, 4), "head"))
-def spectral_norm(p, x, uv):
-    def normed(w, u):
-        v = u @ w
-        v = v / jnp.linalg.norm(v)
-        sigma = (
-            lax.stop_gradient(w @ v) @ w @ lax.stop_gradient(v)
-            if w.shape[0] == w.shape[1]
-            else jnp.linalg.norm(w @ v)
-        )
-        return w / sigma
-
-    return cross_entropy(
-        jnp.tanh(x @ normed(p["w"], uv[0])) @ normed(p["out"], uv[0]), jnp.zeros(B, int)
-    )
-
-
-@program(IMAGE, w=((3, 3), M), mid=((3, 5), M), out=((5, 1), "head"))
-def an_invertible_convolution(p, x):
-    y = x @ p["w"]
-    return sq(jnp.tanh(y @ p["mid"]) @ p["out"]) - jnp.linalg.slogdet(p["w"])[1]
-
-
-# --- combined weights
-
-
 @program(X, w=((2, 3, D, D), "2 | 3"), out=((D, 1), "head"))
 def nested_scans(p, x):
     inner = lambda x, w: (jnp.tanh(x @ w), None)
@@ -307,7 +223,6 @@ def nested_scans(p, x):
     return sq(x @ p["out"])
 
 
-# --- losses
 @program(ROWS, w=((D, D), M), out=((D, 4), "gradient inside of the function"))
 def maml(p, x):
     loss = lambda p: cross_entropy(jnp.tanh(x @ p["w"]) @ p["out"], jnp.zeros(B, int))
@@ -336,55 +251,11 @@ def vq_vae(p, x):
     return sq(jnp.tanh(q @ p["dec"]) @ p["out"] - x) + commit
 
 
-@program(
-    X,
-    router=((D, 3), M),
-    up=((3, D, 5), "1 | 2"),
-    down=((3, 5, D), "1 | 2"),
-    sup=((D, 5), M),
-    sdown=((5, D), M),
-    out=((D, 1), "head"),
-)
-def top_two_by_one_hot(p, x):
-    w, i = lax.top_k(jax.nn.softmax(x @ p["router"]), 2)
-    combine = jnp.einsum("btk,btke->bte", w, jax.nn.one_hot(i, 3))
-    dispatch = (combine > 0).astype(x.dtype)
-    h = jax.nn.relu(
-        jnp.einsum("ebtd,edf->ebtf", jnp.einsum("bte,btd->ebtd", dispatch, x), p["up"])
-    )
-    y = jnp.einsum("ebtf,efd,bte->btd", h, p["down"], combine)
-    return sq((x + y + jax.nn.relu(x @ p["sup"]) @ p["sdown"]) @ p["out"])
-
-
-@program(ROWS, a=((D, D), M), b=((D, D), M), out=((D, 1), "head"))
-def a_shard_map(p, x):
-    import numpy as np
-    from jax.sharding import Mesh
-    from jax.sharding import PartitionSpec as P
-
-    mesh = Mesh(np.array(jax.devices()[:1]), ("m",))
-    f = jax.shard_map(
-        lambda x, a, b: lax.psum(jnp.tanh(x @ a) @ b, "m"),
-        mesh=mesh,
-        in_specs=(P(), P(None, "m"), P("m", None)),
-        out_specs=P(),
-    )
-    return sq(jnp.tanh(f(x, p["a"], p["b"])) @ p["out"])
-
-
 @program(X, g=((D, H), M), **A4, **OUT, sites="scale its logits alone")
 def forgetting_attention_bias(p, x):
     q, k, v, l = mha(p, x)
     c = jnp.cumsum(jax.nn.log_sigmoid(x @ p["g"]), 1).swapaxes(1, 2)
     return done(p, x, jax.nn.softmax(l + c[..., :, None] - c[..., None, :]), v)
-
-
-@program(ROWS, w=((D, D), M), out=((D, 4), "head"))
-def ntk_penalty(p, x):
-    f = lambda p: jnp.tanh(x @ p["w"]) @ p["out"]
-    j = jax.jacrev(f)(p)
-    k = jnp.einsum("bkij,clij->bckl", j["w"], j["w"])
-    return cross_entropy(f(p), jnp.zeros(B, int)) + 1e-3 * sq(k)
 
 
 @program(ROWS, LABEL, a=((D, D), M), b=((D, D), M), out=((D, 1), "head"))
@@ -439,21 +310,6 @@ def pooled_by_learned_weights(p, x):
 L4 = dict.fromkeys("qkvo", ((3, D, D), "1 | 2"))
 
 
-@program(X, **L4, **OUT, sites=1)
-def scanned_attention_under_remat_and_vmap(p, x):
-    def layer(x, w):
-        f = jax.vmap(
-            lambda x: attend(*(heads(x[None] @ w[n]) for n in "qkv"))[0] @ w["o"]
-        )
-        return x + f(x), None
-
-    w = {n: p[n] for n in "qkvo"}
-    x, _ = lax.scan(
-        jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable), x, w
-    )
-    return sq(x @ p["out"])
-
-
 @program(X, **dict.fromkeys("qkvo", ((D, 3, D), "0 | 2")), **OUT, sites=1)
 def scanned_attention_on_axis_one(p, x):
     def layer(x, w):
@@ -469,49 +325,6 @@ def attention_by_a_counter(p, x):
         return norm(x + attend(*(heads(x @ p[n][i]) for n in "qkv")) @ p["o"][i])
 
     return sq(lax.fori_loop(0, 3, layer, x) @ p["out"])
-
-
-@program(X, LABEL, **A4, **OUT, sites=1)
-def attention_in_a_branch(p, x, i):
-    f = lambda x: x + attend(*(heads(x @ p[n]) for n in "qkv")) @ p["o"]
-    return sq(lax.cond(i[0] > 0, f, lambda x: x, x) @ p["out"])
-
-
-@program(
-    X,
-    w=((D, D), "0 | 1 / 2 of 1"),
-    spatial=((T, T), "1 | 0"),
-    b=((T, 1), "added"),
-    out=((D // 2, 1), "head"),
-)
-def gmlp(p, x):
-    u, v = jnp.split(jax.nn.gelu(x @ p["w"]), 2, -1)
-    return sq(
-        (u * (jnp.einsum("st,btd->bsd", p["spatial"], norm(v)) + p["b"])) @ p["out"]
-    )
-
-
-@program(ROWS, spline=((D, 5, D), "0, 1 | 2"), base=((D, D), M), out=((D, 1), "head"))
-def kan(p, x):
-    basis = jnp.exp(-((x[..., None] - jnp.linspace(-1, 1, 5)) ** 2))
-    return sq(
-        jnp.tanh(
-            jnp.einsum("bik,iko->bo", basis, p["spline"]) + jax.nn.silu(x) @ p["base"]
-        )
-        @ p["out"]
-    )
-
-
-@program(
-    TOKENS,
-    LABEL,
-    embed=((V, D), "looked up"),
-    w=((D, D), M),
-    context=((V, D), "looked up"),
-)
-def negative_sampling(p, t, i):
-    h = jnp.tanh(p["embed"][t] @ p["w"])
-    return jnp.mean(jax.nn.softplus(jnp.einsum("btd,kd->btk", h, p["context"][i])))
 
 
 @program(X, w=((D, 3 * D), "0 | 1 / 3 of 1"), o=((D, D), M), out=((D, 1), "head"))

@@ -18,6 +18,7 @@ from flax import linen as nn
 import muonjax
 from tests.inspect.attention import attend, layer, tokens, unstacked, weights
 from tests.tools.oracles import SHORT
+from tests.tools.tiers import thorough
 
 NUMBERS = muonjax.MuonDimensionNumbers
 
@@ -344,7 +345,7 @@ class Block(nn.Module):
         return x + nn.MultiHeadDotProductAttention(2, name="attention")(x), None
 
 
-@pytest.mark.parametrize("stack", [0, 1])
+@pytest.mark.parametrize("stack", [thorough(0), 1])
 def test_scanned_linen_layers_are_clipped_layer_by_layer(stack):
     """With as many layers as heads, sizes can't tell them apart; the program does."""
     scan = nn.scan(
