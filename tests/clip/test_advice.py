@@ -103,42 +103,6 @@ def test_states(make):
             tx.update(ATTENTION, theirs, ATTENTION, **more)
 
 
-@pytest.mark.thorough
-def test_equinox_modules_in_update():
-    """What has no gradient and is no array of floats, as AdamW takes it."""
-    eqx = pytest.importorskip("equinox")
-
-    class Patches(eqx.Module):
-        linear: eqx.nn.Linear
-        index: jax.Array
-        patch_size: int
-        function: object
-
-        def __call__(self, x):
-            return self.function(self.linear(x))
-
-    model = Patches(
-        eqx.nn.Linear(8, 16, key=jax.random.key(0)), jnp.arange(3), 4, jax.nn.relu
-    )
-    grads = eqx.filter_grad(lambda m: (m(jnp.ones(8)) ** 2).sum())(model)
-    arrays = eqx.filter(model, eqx.is_inexact_array)
-    for tx in (
-        muonjax.muon(1e-3),
-        muonjax.normuon(1e-3),
-        muonjax.muonh(1e-2, adam_learning_rate=1e-3),
-    ):
-        state = tx.init(arrays)
-        whole, alone = (
-            tx.update(grads, state, params)[0] for params in (model, arrays)
-        )
-        assert eqx.tree_equal(whole, alone)
-        assert eqx.apply_updates(model, whole).patch_size == 4
-        with pytest.raises(
-            ValueError, match="linear/bias' is a parameter without a gradient"
-        ):
-            tx.update(eqx.tree_at(lambda m: m.linear.bias, grads, None), state, model)
-
-
 @pytest.mark.parametrize("make", [muonjax.muon, muonjax.muonclip])
 def test_integers_are_left_as_they_are(make):
     """AdamW's weight decay counted 100 down to 99 at the first step."""

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
@@ -110,16 +109,3 @@ def test_the_larger_of_two():
             np.testing.assert_array_equal(
                 largest(jnp.array([a, b], jnp.float32), (0,)), want
             )
-
-
-def test_a_restored_state_with_nan():
-    """From a version that let NaN stay in the running maximum."""
-    tx = optax.chain(muonjax.qk_clip(100.0, muonjax.mha_site(), every_k=2))
-    (state,) = tx.init(PARAMS)
-    state = state._replace(
-        count=jnp.ones((), jnp.int32), running_max={"a": jnp.full(2, jnp.nan)}
-    )
-    _, (state,) = tx.update(
-        ZEROS, (state,), PARAMS, max_logits={"a": jnp.array([400.0, 50.0])}
-    )
-    np.testing.assert_array_equal(state.factors["a"], [0.25, 1.0])

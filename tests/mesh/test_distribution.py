@@ -37,20 +37,6 @@ def test_a_distribution_is_a_value():
     assert one != "fsdp"
 
 
-def test_one_trace_serves_equal_distributions():
-    mesh = make_mesh(fsdp=8)
-    traces = []
-
-    def f(x, distribution):
-        traces.append(distribution)
-        return x
-
-    jitted = jax.jit(f, static_argnames="distribution")
-    for _ in range(2):
-        jitted(X, distribution=Distribution(mesh, {"a": P("fsdp")}))
-    assert len(traces) == 1
-
-
 @pytest.mark.parametrize("spec", [P("data"), P(None, ("fsdp", "data"))])
 def test_axes_that_the_mesh_lacks(spec):
     with pytest.raises(
@@ -73,8 +59,6 @@ def test_values_that_are_no_mesh_or_no_spec():
     "call",
     [
         lambda given: muonjax.muon(1e-3, distribution=given),
-        lambda given: muonjax.normuon(1e-3, distribution=given),
-        lambda given: muonjax.muonh(1e-3, adam_learning_rate=1e-3, distribution=given),
         lambda given: muonjax.muonclip(1e-3, muonjax.mha_site(), distribution=given),
         lambda given: muonjax.orthogonalize(distribution=given),
         lambda given: muonjax.state_shardings(optax.sgd(0.1), {"w": X}, given),

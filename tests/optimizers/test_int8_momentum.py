@@ -60,10 +60,10 @@ def momenta(state):
     return [node for node in jax.tree.leaves(state, is_leaf=is_trace) if is_trace(node)]
 
 
-def members(tx, tree, steps=3, **extra):
+def members(tx, tree, steps=3):
     state, update = tx.init(tree), jax.jit(tx.update)
     for step in range(steps):
-        updates, state = update(gradients(step, tree), state, tree, **extra)
+        updates, state = update(gradients(step, tree), state, tree)
         tree = optax.apply_updates(tree, updates)
     return tree, state
 
@@ -207,20 +207,14 @@ def test_a_new_state_is_made_without_arithmetic():
 # Optimizers and wrappers
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon", "muonh", "muonclip"])
+@pytest.mark.parametrize("name", ["muon", "normuon", "muonh"])
 def test_every_optimizer_takes_it(name):
     tree = params()
-    other = {"program": SITES} if name == "muonclip" else {}
-    other |= {"adam_learning_rate": 0.01} if name == "muonh" else {}
-    extra = (
-        {"max_logits": {"attention": jnp.asarray([1.0, 500.0])}}
-        if name == "muonclip"
-        else {}
-    )
+    other = {"adam_learning_rate": 0.01} if name == "muonh" else {}
     results = []
     for dtype in (jnp.int8, jnp.float32):
         tx = getattr(muonjax, name)(0.05, mu_dtype=dtype, newton_schulz=SHORT, **other)
-        tree_after, state = members(tx, tree, **extra)
+        tree_after, state = members(tx, tree)
         results.append(tree_after)
         assert {x.dtype for x in jax.tree.leaves(momenta(state)[0].trace)} == {
             jnp.dtype(dtype)

@@ -173,19 +173,6 @@ def test_complex_matrices_equal_those_of_optax(preconditioning):
     assert_near(ours, theirs)
 
 
-@pytest.mark.thorough
-def test_a_state_goes_on_with_either():
-    tree = params()
-    both = (
-        optax_contrib.muon(0.1, ns_coeffs="dion"),
-        optax.contrib.muon(0.1, ns_coeffs="dion"),
-    )
-    (ours, state, _), (theirs, other, _) = (trajectory(tx, tree) for tx in both)
-    assert_near(
-        trajectory(both[0], theirs, state=other), trajectory(both[1], ours, state=state)
-    )
-
-
 def test_the_coefficients_of_a_state_are_those_that_run():
     tree = params()
     state = optax.contrib.muon(0.1, ns_coeffs=(2.0, -1.5, 0.5)).init(tree)

@@ -98,49 +98,13 @@ def test_ten_steps_equal_the_float64_oracle(nesterov):
 def test_ten_steps_equal_optax():
     """Optax averages its momentum and corrects the bias; without Nesterov that is a factor, which msign discards.
 
-    With Nesterov it corrects the two terms of its look-ahead by different powers, so the first directions differ: the
-    chain below says so in Optax's own parts.
+    With Nesterov it corrects the two terms of its look-ahead by different powers, so the first directions differ.
     """
     start = matrices()
     theirs = optax.contrib.muon(
         0.01, weight_decay=0.1, nesterov=False, consistent_rms=0.2
     )
     ours = muonjax.muon(0.01, nesterov=False, newton_schulz=JORDAN5)
-    for a, b in zip(
-        jax.tree.leaves(trajectory(ours, start)),
-        jax.tree.leaves(trajectory(theirs, start)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a, b, atol=2e-5)
-
-
-@needs_consistent_rms
-def test_ten_nesterov_steps_equal_optax_given_its_momentum():
-    def optax_momentum(decay=0.95):
-        def init(tree):
-            return (jnp.zeros([], jnp.int32), optax.tree.zeros_like(tree))
-
-        def update(updates, state, _=None):
-            count, mu = state
-            mu = optax.tree.update_moment(updates, mu, decay, 1)
-            ahead = optax.tree.bias_correction(mu, decay, count + 2)
-            now = optax.tree.bias_correction(updates, decay, count + 1)
-            return jax.tree.map(lambda m, g: decay * m + (1 - decay) * g, ahead, now), (
-                count + 1,
-                mu,
-            )
-
-        return optax.GradientTransformation(init, update)
-
-    ours = optax.chain(
-        optax_momentum(),
-        muonjax.orthogonalize(newton_schulz=JORDAN5),
-        muonjax.match_rms(0.2),
-        optax.add_decayed_weights(0.1),
-        optax.scale_by_learning_rate(0.01),
-    )
-    theirs = optax.contrib.muon(0.01, weight_decay=0.1, consistent_rms=0.2)
-    start = matrices()
     for a, b in zip(
         jax.tree.leaves(trajectory(ours, start)),
         jax.tree.leaves(trajectory(theirs, start)),
