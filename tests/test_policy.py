@@ -159,15 +159,6 @@ def test_the_kind_is_that_of_the_same_device(pretend):
     assert kind_of() == ""
 
 
-def test_small_chips_get_small_stacks():
-    sizes = {
-        kind: Policy("tpu", kind).stack_elements
-        for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5", "")
-    }
-    assert sizes["TPU v5 lite"] == sizes["TPU v6 lite"] == 1024 * 4096
-    assert sizes["TPU v5"] == sizes[""] >= 4096 * 4096
-
-
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_chunks_divide_the_count_and_are_as_large_as_they_may_be(platform):
     policy, elements = Policy(platform), 1 << (18 if platform == "cpu" else 26)
@@ -175,11 +166,6 @@ def test_chunks_divide_the_count_and_are_as_large_as_they_may_be(platform):
     assert policy.chunk_size(7, (1, elements // 5)) == 1
     assert policy.chunk_size(7, (2, elements)) == 1
     assert policy.chunk_size(7, (1, 1)) == 7
-
-
-def test_small_matrices_run_in_larger_batches_on_a_gpu():
-    assert Policy("gpu").chunk_size(128, (2048, 768)) == 128
-    assert Policy("gpu").chunk_size(4, (4096, 14336)) == 1
 
 
 @pytest.mark.parametrize(("platform", "dtype", "asked", "sent"), [

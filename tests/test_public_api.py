@@ -9,7 +9,6 @@ import inspect
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -42,7 +41,7 @@ def public_names(module) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def signature(value: Any) -> str:
+def signature(value) -> str:
     """Arguments, their kinds and their defaults; no annotations, for they may become more precise."""
     found = inspect.signature(value)
     bare = [p.replace(annotation=p.empty) for p in found.parameters.values()]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax.traverse_util import flatten_dict
 
 import muonjax
 from tests.clip.attentions import multi_head, projected, zero_update
@@ -276,22 +275,3 @@ def test_two_attentions_in_one_module_have_a_statistic_each():
         match=r"scale 'a/self_key/(kernel|bias)', which would be clipped twice",
     ):
         muonjax.qk_clip(100.0, shared).init({"a": params})
-
-
-def test_sown_arrays_become_the_dict():
-    """The recipe of docs/qk_clip.md: of several calls the largest, and arrays in modules inside of the attention."""
-    cold = jnp.ones(4)
-    variables = {
-        "intermediates": {
-            "a": {"max_logits": (HOT, cold), "features": (cold,)},
-            "b": {"max_logits": (cold,)},
-        }
-    }
-    sown = flatten_dict(variables["intermediates"], sep="/")
-    sown = {
-        path.removesuffix("/max_logits"): x
-        for path, x in sown.items()
-        if path.endswith("max_logits")
-    }
-    max_logits = {path: jnp.stack(calls).max(0) for path, calls in sown.items()}
-    same(max_logits, {"a": HOT, "b": cold})

@@ -14,8 +14,7 @@ import types
 import optax
 import pytest
 
-import muonjax
-import pallas_kernels
+from tests.test_public_api import PACKAGES, public_names
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 DOCUMENTED = re.findall(
@@ -37,34 +36,13 @@ OURS = {
 WITHOUT = {"muonjax.adapter_mask": {"Raises"}, "muonjax.metrics": {"Raises"}}
 
 
-def public_names():
-    """Name to object, for all that a user may import."""
-    names = {}
-    for module in (
-        muonjax,
-        muonjax.linen,
-        muonjax.nnx,
-        muonjax.optax_contrib,
-        pallas_kernels,
-    ):
-        own = ast.parse(inspect.getsource(module)).body
-        exported = {
-            a.asname
-            for n in own
-            if isinstance(n, ast.ImportFrom)
-            for a in n.names
-            if a.asname == a.name
-        }
-        defined = {n.name for n in own if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        for name in getattr(module, "__all__", sorted(exported | defined)):
-            if not name.startswith("_") and not isinstance(
-                getattr(module, name), types.ModuleType
-            ):
-                names[f"{module.__name__}.{name}"] = getattr(module, name)
-    return names
-
-
-PUBLIC = public_names()
+MODULES = map(importlib.import_module, PACKAGES)
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in MODULES
+    for name in sorted(public_names(module))
+    if not isinstance(getattr(module, name), types.ModuleType)
+}
 
 
 def is_value(name: str) -> bool:

@@ -4,7 +4,6 @@ import os
 import pathlib
 import sys
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -82,31 +81,6 @@ def test_muon_gets_the_paths():
         words in table
         for words in ("2 matrices in 2 leaves", "embedding", "output head")
     )
-
-
-def test_it_moves_as_by_hand():
-    optimizer, tx = Optimizer(muonjax.muon(1e-2)), muonjax.muon(1e-2)
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(3)]
-    )
-    variables = model.trainable_variables
-    optimizer.build(variables)
-    params = optimizer.params(variables)
-    # Of squares: cosines of equal steps have rank two, and rounding fills the rest.
-    grads = [
-        jnp.cos(jnp.arange(float(v.value.size)) ** 2).reshape(v.shape)
-        for v in variables
-    ]
-    updates, _ = jax.jit(tx.update)(
-        optimizer.params(variables, grads), tx.init(params), params
-    )
-    optimizer.apply(grads, variables)
-    expected = jax.tree.leaves(optax.apply_updates(params, updates))
-    for x, y in zip(
-        jax.tree.leaves(optimizer.params(variables)), expected, strict=True
-    ):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def test_its_state_is_saved(tmp_path):

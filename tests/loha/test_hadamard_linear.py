@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from muonjax import hadamard_linear
-from muonjax.loha import multiply
 from tests.tools.oracles import on_device
 
 M, N, R, T = 301, 200, 5, 7
@@ -81,20 +80,6 @@ def test_double_precision_stays_double():
         )
 
 
-def test_forward_mode_is_the_transpose_of_reverse_mode():
-    f, rng = as_float32(factors()), np.random.default_rng(7)
-    x, w, g = as_float32(
-        [rng.standard_normal(shape) for shape in [(T, M), (M, N), (T, N)]]
-    )
-    tangents = as_float32(factors(seed=8))
-    call = functools.partial(hadamard_linear, x, w)
-    _, pushed = jax.jvp(call, f, tangents)
-    pulled = jax.vjp(call, *f)[1](g)
-    want = sum(float(jnp.vdot(t, p)) for t, p in zip(tangents, pulled, strict=True))
-    assert float(jnp.vdot(g, pushed)) == pytest.approx(want, rel=1e-4)
-
-
-@pytest.mark.thorough
 def test_second_derivatives_are_those_of_the_plain_product():
     f, rng = as_float32(factors(m=6, n=4, r=2)), np.random.default_rng(10)
     x, w = as_float32([rng.standard_normal((2, 6)), rng.standard_normal((6, 4))])
@@ -218,44 +203,6 @@ def test_the_weight_waits_for_x_and_its_recomputation_for_the_cotangent():
 
 
 # JAX 0.10's CPU compiler drops optimization barriers.
-@pytest.mark.skipif(
-    jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12),
-    reason="its compiler drops barriers",
-)
-@pytest.mark.parametrize("kind", ["dense", "convolution"])
-def test_unrolled_layers_keep_no_matrix(kind):
-    layers, width, window = 24, 256, () if kind == "dense" else (3,)
-    leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    rows = width * (3 if window else 1)
-    adapters = [(leaf(rows, 4), leaf(4, width)) * 2] * layers
-    kernels = [leaf(*window, width, width)] * layers
-
-    def product(x, kernel):
-        if not window:
-            return x @ kernel
-        return jax.lax.conv_general_dilated(
-            x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-        )
-
-    def temporary(linear):
-        def loss(adapters, kernels, x):
-            for w, f in zip(kernels, adapters, strict=True):
-                x = jnp.tanh(linear(x, w, *f))
-            return jnp.sum(x**2)
-
-        given = adapters, kernels, leaf(1, 8, width)
-        return (
-            jax.jit(jax.grad(loss))
-            .lower(*given)
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
-
-    ours = temporary(lambda x, w, *f: multiply(product, x, w, f, 1.0))
-    assert ours < 0.25 * temporary(
-        lambda x, w, a, b, c, d: product(x, w + ((a @ b) * (c @ d)).reshape(w.shape))
-    )
 
 
 A, B = jnp.ones((6, 2)), jnp.ones((2, 4))

@@ -110,13 +110,6 @@ def test_loads_are_summed_over_shapes_shardings_and_dtypes():
     assert (work == work[0]).all()
 
 
-def test_units_count_experts_and_layers_but_not_fused_parts():
-    struct = jax.ShapeDtypeStruct((5, 16, 48), "float32")
-    fused = matrix_view(struct, muonjax.FusedDimensionNumbers(1, 2, axis=2), call="")
-    assert fused.unit_axes == ((0,), (1, 2))
-    assert leaf((2, 3, 4, 5), (), ()).view.unit_axes == ((0, 1), (2, 3))
-
-
 def test_replicas_divide_the_work():
     rounds = make([leaf((8, 32, 64), ("fsdp",), ())], replica=2, fsdp=4)
     assert (loads(rounds, replica=2, fsdp=4) == 32 * 32 * 64).all()
@@ -177,14 +170,6 @@ def test_the_predicted_products_are_those_of_the_default_settings(platform, dtyp
     assert seconds_of_unit(kind, {"fsdp": 8}) == pytest.approx(
         flops / flops_a_second(dtype), rel=0.2
     )
-
-
-def test_devices_that_share_a_matrix_send_its_gram_matrix():
-    mesh_shape = {"fsdp": 2, "tensor": 4}
-    shared = unit_kind(leaf((32, 128), (), ("tensor",)), mesh_shape, ("tensor",))
-    alone = unit_kind(leaf((32, 32), (), ()), mesh_shape)
-    seconds = seconds_of_unit(shared, mesh_shape) - seconds_of_unit(alone, mesh_shape)
-    assert seconds == pytest.approx(2 * 3 / 4 * 32 * 32 * 4 / BYTES_A_SECOND)
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-def flops_of(f: Callable[..., Any], *shapes: Any) -> float:
+def flops_of(f: Callable[..., Any], *shapes) -> float:
     """Flops of all products, two per multiply-add, branches together; loops must have a static length."""
     return _flops(jax.make_jaxpr(f)(*shapes).jaxpr)
 
@@ -18,7 +18,7 @@ def _flops(jaxpr: Jaxpr) -> float:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            left: Any = equation.invars[0].aval
+            left = equation.invars[0].aval
             depth = np.prod([left.shape[axis] for axis in contracted])
             total += 2.0 * equation.outvars[0].aval.size * depth
             continue

@@ -66,7 +66,7 @@ def params(leaves: list[Leaf]) -> dict[str, Any]:
     return tree
 
 
-def matches(numbers: Any, right: tuple[Any, ...]) -> bool:
+def matches(numbers, right: tuple[Any, ...]) -> bool:
     """Whether dimension numbers, or None, are one of the right answers; the order of axes that are joined is free."""
     return any(
         _normal(numbers) == _normal(answer)
@@ -75,7 +75,7 @@ def matches(numbers: Any, right: tuple[Any, ...]) -> bool:
     )
 
 
-def same_matrices(numbers: Any, right: tuple[Any, ...]) -> bool:
+def same_matrices(numbers, right: tuple[Any, ...]) -> bool:
     """As `matches`, whichever side of a matrix is called rows."""
     if numbers is not None and None not in right:
         numbers = numbers._replace(
@@ -91,7 +91,7 @@ def same_matrices(numbers: Any, right: tuple[Any, ...]) -> bool:
     return matches(numbers, right)
 
 
-def _normal(numbers: Any) -> Any:
+def _normal(numbers):
     if numbers is None:
         return None
     sides = tuple(
@@ -117,7 +117,7 @@ def _leaves(line: str) -> list[Leaf]:
     ]
 
 
-def _answer(text: str) -> Any:
+def _answer(text: str):
     if text == "warn":
         return text
     numbers = numbers_of(text)

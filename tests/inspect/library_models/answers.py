@@ -73,7 +73,7 @@ def _regex(pattern: str) -> str:
     )
 
 
-def is_right(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -> bool:
+def is_right(numbers, why: str | None, answer: str, shape: Sequence[int]) -> bool:
     """Whether dimension numbers, or None and the reason, are this answer.
 
     Rows and columns may be exchanged, axes of one entry are on both sides, and a reason of None is not looked at.
@@ -83,7 +83,7 @@ def is_right(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -
     )
 
 
-def _is_this(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -> bool:
+def _is_this(numbers, why: str | None, answer: str, shape: Sequence[int]) -> bool:
     wanted = numbers_of(answer)
     if wanted is None or numbers is None:
         return numbers is wanted and (why is None or why.startswith(answer))
@@ -96,7 +96,7 @@ def _is_this(numbers: Any, why: str | None, answer: str, shape: Sequence[int]) -
     )
 
 
-def numbers_of(answer: str) -> Any:
+def numbers_of(answer: str):
     """Dimension numbers, None for Adam."""
     match = PARAMETER.fullmatch(answer)
     if match is None:
@@ -112,7 +112,7 @@ def numbers_of(answer: str) -> Any:
     return muonjax.FusedDimensionNumbers(rows, columns, parts, int(match[5]), *repeats)
 
 
-def _normal(numbers: Any, shape: Sequence[int]) -> Any:
+def _normal(numbers, shape: Sequence[int]):
     both = ((axes,) if isinstance(axes, int) else axes for axes in numbers[:2])
     sides = tuple(frozenset(axis for axis in axes if shape[axis] > 1) for axes in both)
     return (*sides, *numbers[2:])
@@ -159,7 +159,7 @@ def expected_attention(model: Model, line: str) -> Heads | str:
     return heads
 
 
-def found_attention(params: Any, attention: Any) -> Heads | str:
+def found_attention(params, attention) -> Heads | str:
     """What a program says of an attention, in the same form."""
     if attention.site is None:
         return attention.problem
@@ -180,7 +180,7 @@ def found_attention(params: Any, attention: Any) -> Heads | str:
     return heads
 
 
-def _grid(shape: tuple[int, ...], scale: Any, stack: tuple[int, ...]) -> np.ndarray:
+def _grid(shape: tuple[int, ...], scale, stack: tuple[int, ...]) -> np.ndarray:
     """A `Scale`'s own words: flatten the axes, take runs of equal length, and of each run the span."""
     own = [axis for axis in range(len(shape)) if axis not in stack]
     held = [own[axis] for axis in scale.axes]

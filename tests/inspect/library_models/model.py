@@ -74,7 +74,7 @@ def scrambled(made: Model, seed: int = 0) -> tuple[Model, dict[str, str]]:
     words = ["".join(draw.choices(string.ascii_lowercase, k=8)) for _ in paths]
     assert len(set(words)) == len(words)
 
-    def loss(params: Any, *inputs: Any) -> Any:
+    def loss(params, *inputs):
         return made.loss(structure.unflatten([params[word] for word in words]), *inputs)
 
     return made._replace(loss=loss, params=dict(zip(words, leaves, strict=True))), dict(
@@ -82,7 +82,7 @@ def scrambled(made: Model, seed: int = 0) -> tuple[Model, dict[str, str]]:
     )
 
 
-def flattened(tree: Any) -> tuple[list[str], list[Any], Any]:
+def flattened(tree) -> tuple[list[str], list[Any], Any]:
     """Paths, leaves and structure."""
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
     paths = [
@@ -95,7 +95,7 @@ def flattened(tree: Any) -> tuple[list[str], list[Any], Any]:
     )
 
 
-def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+def shape(*sizes: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
@@ -103,14 +103,14 @@ def tokens(*sizes: int) -> jax.ShapeDtypeStruct:
     return shape(*sizes, dtype=jnp.int32)
 
 
-def cross_entropy(logits: Any, labels: Any) -> Any:
+def cross_entropy(logits, labels):
     """Over the last axis, the mean of all others."""
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), labels
     ).mean()
 
 
-def mean_square(predicted: Any) -> Any:
+def mean_square(predicted):
     return jnp.mean(predicted.astype(jnp.float32) ** 2)
 
 
@@ -124,7 +124,7 @@ def arrays(named: Mapping[str, str]) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: array(words) for name, words in named.items()}
 
 
-def instance(value: Any) -> Any:
+def instance(value):
     """What a table means: one with a `class` is an object with those arguments, `@a.b` is that name, `@` is None."""
     if isinstance(value, list):
         return [instance(item) for item in value]
