@@ -141,30 +141,6 @@ def test_one_device_never_warns():
         update({"a": jax.device_put(X, NamedSharding(make_mesh(fsdp=1), P("fsdp")))})
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        muonjax.muon(1e-3),
-        optax.masked(optax.adam(1e-3), {"dense": {"kernel": True, "bias": False}}),
-        optax.contrib.muon(1e-3),
-    ],
-)
-def test_momentum_is_sharded_as_its_parameter(tx):
-    mesh = make_mesh(fsdp=8)
-    params = {"dense": {"kernel": jnp.ones((16, 64)), "bias": jnp.ones(64)}}
-    distribution = Distribution(mesh, {"dense": {"kernel": P("fsdp"), "bias": P()}})
-    shardings = muonjax.state_shardings(tx, params, distribution)
-    state = jax.jit(tx.init, out_shardings=shardings)(params)
-    matrices = [x for x in jax.tree.leaves(state) if x.shape == (16, 64)]
-    assert matrices
-    assert all(x.sharding.spec == P("fsdp", None) for x in matrices)
-    rest = [x for x in jax.tree.leaves(state) if x.shape != (16, 64)]
-    assert all(x.sharding.is_fully_replicated for x in rest)
-    # Without them every device would hold the whole.
-    alone = jax.tree.leaves(jax.jit(tx.init)(params))
-    assert all(len(x.sharding.device_set) == 1 for x in alone)
-
-
 SIZES = st.sampled_from([1, 8, 24])
 SPEC = st.sampled_from([P("fsdp"), P(None, "fsdp"), P()])
 

@@ -56,35 +56,3 @@ def test_rounding_for_the_exchange_takes_results_no_further_from_the_polar_facto
     ]
     assert distances[1] != distances[0]
     assert distances[1] == pytest.approx(distances[0], rel=0.05)
-
-
-def test_the_clip_on_a_mesh_is_the_clip():
-    mesh = make_mesh(data=4, tensor=2)
-    rng = np.random.default_rng(0)
-    params = {
-        "attention": {
-            name: {"kernel": jnp.asarray(rng.standard_normal((16, 4, 8)), jnp.float32)}
-            for name in ("query", "key")
-        }
-    }
-    largest = {"attention": jnp.asarray([0.5, 2.0, 7.0, -1.0])}
-    tx = muonjax.muonclip(1e-2, [muonjax.mha_site()], threshold=1.0)
-
-    def step(params, tx=tx):
-        return tx.update(params, tx.init(params), params, max_logits=largest)[0]
-
-    expected = jax.jit(step)(params)
-    specs = {
-        "attention": {n: {"kernel": P("data", "tensor")} for n in ("query", "key")}
-    }
-    distribution = muonjax.Distribution(mesh, specs)
-    there = jax.tree.map(
-        lambda p: jax.device_put(p, NamedSharding(mesh, P("data", "tensor"))), params
-    )
-    on_mesh = muonjax.muonclip(
-        1e-2, [muonjax.mha_site()], threshold=1.0, distribution=distribution
-    )
-    found = jax.jit(lambda p: step(p, on_mesh))(there)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected
-    )

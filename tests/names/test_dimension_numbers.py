@@ -18,7 +18,7 @@ import muonjax
 from muonjax._matrices.matrix_view import FusedDimensionNumbers, matrix_pieces
 from muonjax._names.dimension_numbers import dimension_numbers, routes
 
-D, H, S, MLP, VOCAB, LAYERS = 32, 4, 8, 80, 100, 3  # no two alike, and H·S = D
+D, H, S, MLP, VOCAB = 32, 4, 8, 80, 100  # no two alike, and H·S = D
 
 
 def leaf(*shape, dtype="float32"):
@@ -37,63 +37,6 @@ def matrices(params, **settings):
             view = matrix_pieces(r.numbers, leaf(*r.shape), call="")[0].view
             found[r.path] = view.batch, view.fan_in, view.fan_out
     return found
-
-
-class Block(nn.Module):
-    bias: bool = True
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        h = nn.LayerNorm(use_bias=self.bias)(x)
-        x = x + nn.MultiHeadDotProductAttention(
-            H, use_bias=self.bias, name="attention"
-        )(h, h)
-        h = nn.Dense(MLP, use_bias=self.bias)(nn.RMSNorm()(x))
-        return x + nn.Dense(D, use_bias=self.bias)(nn.gelu(h)), None
-
-
-class Model(nn.Module):
-    scan_axis: int | None = None
-    bias: bool = True
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCAB, D)(tokens)
-        x = x + self.param("position_embedding", nn.initializers.normal(), (6, D))
-        if self.scan_axis is None:
-            x, _ = nn.remat(Block)(self.bias, name="layers")(x)
-        else:
-            axes = {"params": self.scan_axis}
-            stack = nn.scan(
-                nn.remat(Block),
-                variable_axes=axes,
-                split_rngs={"params": True},
-                length=LAYERS,
-            )
-            x, _ = stack(self.bias, name="layers")(x, None)
-        return nn.Dense(VOCAB)(nn.LayerNorm(name="ln_f")(x))
-
-
-def model_params(**settings):
-    return jax.eval_shape(
-        Model(**settings).init, jax.random.key(0), jnp.zeros((2, 6), int)
-    )["params"]
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("scan_axis", [None, 0, 1])
-def test_linen_transformer(scan_axis, bias):
-    """Kernels of the blocks and nothing else; the layers' axis is a batch axis wherever it is."""
-    params = model_params(scan_axis=scan_axis, bias=bias)
-    count = 1 if scan_axis is None else LAYERS
-    attention = [
-        f"layers/attention/{name}/kernel" for name in ("query", "key", "value", "out")
-    ]
-    mlp = {
-        "layers/Dense_0/kernel": (count, D, MLP),
-        "layers/Dense_1/kernel": (count, MLP, D),
-    }
-    assert matrices(params) == dict.fromkeys(attention, (count, D, D)) | mlp
 
 
 def test_the_gates_of_a_recurrent_cell_are_for_a_program():
@@ -131,16 +74,18 @@ def test_the_gates_of_a_recurrent_cell_are_for_a_program():
 
 def test_trees_of_every_kind():
     """Frozen dicts, metadata boxes, tracers and masked nodes are read as plain trees and keep their structure."""
-    plain = model_params(scan_axis=1)
+    plain = {
+        "up": {"kernel": leaf(D, MLP), "bias": leaf(MLP)},
+        "down": {"kernel": leaf(MLP, D)},
+    }
     expected = numbers_of(plain)
     assert numbers_of(freeze(plain)) == expected
     boxed = jax.tree.map(
         lambda x: nn.LogicallyPartitioned(x, (None,) * len(x.shape)), plain
     )
     assert numbers_of(boxed) == expected
-    assert dimension_numbers(boxed)["layers"]["Dense_0"][
-        "kernel"
-    ].value == MuonDimensionNumbers(0, 2)
+    kernel = dimension_numbers(boxed)["up"]["kernel"]
+    assert kernel.value == MuonDimensionNumbers(0, 1)
     traced = []
     jax.eval_shape(lambda p: traced.append(numbers_of(p)), plain)
     assert traced == [expected]

@@ -182,29 +182,6 @@ def test_a_clip_or_an_accumulation_inside_is_refused(inner, message):
         muonjax.ema_nesterov(inner, 0.5).init(params)
 
 
-def test_a_parameter_may_be_a_python_number():
-    tx, params = muonjax.ema_nesterov(optax.sgd(1.0), 0.5, decay=0.0), {"w": 0.0}
-    updates, state = tx.update({"w": 1.0}, tx.init(params), params)
-    params = {"w": params["w"] + float(updates["w"])}
-    assert (params["w"], float(muonjax.ema_nesterov_params(state, params)["w"])) == (
-        -1.5,
-        -1.0,
-    )
-
-
-def test_beta_may_be_traced():
-    tree = {"w": normal(3, 4)}
-    injected = optax.inject_hyperparams(lambda beta: muonjax.ema_nesterov(sgd(), beta))(
-        0.4
-    )
-    for a, b in zip(
-        trajectory(injected, tree, 3),
-        trajectory(muonjax.ema_nesterov(sgd(), 0.4), tree, 3),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a["w"], b["w"], atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -240,35 +240,6 @@ def test_value_and_grad_by_what_has_no_derivative(leaf, message):
         )
 
 
-def shape(*sizes):
-    return jax.ShapeDtypeStruct(sizes, "float32")
-
-
-def test_layouts_of_pytorch_without_a_bias():
-    params = {
-        "emb": {"weight": shape(64, 16)},
-        "up": {"weight": shape(32, 16)},
-        "out": {"weight": shape(64, 16)},
-    }
-    table = muonjax.tabulate(params)
-    assert re.search(r"emb/weight +64×16 +Adam +embedding", table)
-    assert re.search(r"out/weight +64×16 +Adam +output head", table)
-    # The bias shows that the linear layer takes what the convolution gives.
-    linear = {"weight": shape(8, 16), "bias": shape(8)}
-    over_time = {"conv": {"weight": shape(16, 16, 3)}, "linear": linear}
-    assert re.search(
-        r"conv/weight +16×16×3 +Muon +48×16 +convolution", muonjax.tabulate(over_time)
-    )
-    hidden = {
-        "emb": {"weight": shape(64, 16)},
-        "up": {"weight": shape(64, 16)},
-        "down": {"weight": shape(16, 64)},
-    }
-    assert re.search(
-        r"up/weight +64×16 +Muon", muonjax.tabulate(hidden)
-    )  # as wide as the vocabulary by chance
-
-
 @pytest.mark.parametrize("mask", [[], {"dense": {"kernel": True}}])
 @pytest.mark.parametrize(("make", "call"), [
     (lambda mask: MUON(weight_decay_mask=mask), "muon(weight_decay_mask="),
