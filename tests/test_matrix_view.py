@@ -5,6 +5,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from muonjax._matrices.matrix_view import (
@@ -37,7 +38,7 @@ def test_to_leaf_inverts_to_matrices(case):
         leaf
     )  # NumPy's arrays have the same methods, and compile nothing
     assert matrices.shape == (view.batch, view.fan_in, view.fan_out)
-    np.testing.assert_array_equal(view.to_leaf(matrices), leaf)
+    assert_array_equal(view.to_leaf(matrices), leaf)
 
 
 def test_rows_are_what_the_layer_sums_over():
@@ -45,9 +46,7 @@ def test_rows_are_what_the_layer_sums_over():
         np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
     )  # (heads, head_dim, features)
     view = matrix_view(leaf, MuonDimensionNumbers((0, 1), 2), call="test")
-    np.testing.assert_array_equal(
-        view.to_matrices(jnp.asarray(leaf))[0], leaf.reshape(12, 5)
-    )
+    assert_array_equal(view.to_matrices(jnp.asarray(leaf))[0], leaf.reshape(12, 5))
     stacked = matrix_view(leaf, MuonDimensionNumbers(1, 2), call="test")
     assert (stacked.batch, stacked.fan_in, stacked.fan_out) == (3, 4, 5)
 
@@ -60,8 +59,8 @@ def test_a_fused_leaf_is_its_parts(cut):
         leaf, FusedDimensionNumbers(0, 1, parts=3, axis=cut), call="test"
     )
     assert (view.batch, view.fan_in, view.fan_out) == (3, 4, 4)
-    np.testing.assert_array_equal(view.to_matrices(jnp.asarray(leaf)), parts)
-    np.testing.assert_array_equal(view.to_leaf(jnp.asarray(parts)), leaf)
+    assert_array_equal(view.to_matrices(jnp.asarray(leaf)), parts)
+    assert_array_equal(view.to_leaf(jnp.asarray(parts)), leaf)
 
 
 @pytest.mark.parametrize(
@@ -190,13 +189,13 @@ def test_parts_that_repeat_are_the_stretches_of_one_matrix_each(parts):
         columns = [
             head * period + start + i for head in range(heads) for i in range(size)
         ]
-        np.testing.assert_array_equal(piece, leaf[:, columns])
+        assert_array_equal(piece, leaf[:, columns])
         start += size
     back = pieces.replaced(tree, taken)["w"]
-    np.testing.assert_array_equal(back, leaf)
+    assert_array_equal(back, leaf)
     update, _ = jax.jit(muonjax.orthogonalize(dimension_numbers={"w": numbers}).update)(
         tree, None
     )
     for piece, out in zip(pieces, taken, strict=True):
         u, _, vh = np.linalg.svd(out.astype(np.float64), full_matrices=False)
-        np.testing.assert_allclose(piece.take([update["w"]]), u @ vh, atol=0.35)
+        assert_allclose(piece.take([update["w"]]), u @ vh, atol=0.35)

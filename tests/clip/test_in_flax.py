@@ -5,12 +5,12 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.clip.attentions import EXACT
@@ -96,9 +96,7 @@ def test_one_clip_is_exact():
     first = muonjax.metrics(optimizer.opt_state)
     assert first["qk_clip/num_clipped"] > 0
     largest = before["blocks/0/attention"].max()
-    np.testing.assert_allclose(
-        first["qk_clip/largest/blocks/0/attention"], largest, rtol=1e-6
-    )
+    assert_allclose(first["qk_clip/largest/blocks/0/attention"], largest, rtol=1e-6)
     params = nnx.state(model.blocks[0].attention, nnx.Param)
     assert want(params, model.blocks[0].norm(X), is_causal=True).max() <= 0.5 * EXACT
 
@@ -122,9 +120,7 @@ def test_parts_of_a_model(make, wrt):
     _, max_logits = step(model, optimizer, X)
     assert set(max_logits) == {"blocks/0/attention", "blocks/1/attention"}
     assert set(optimizer.opt_state[-1].factors) == {"blocks/1/attention"}
-    jax.tree.map(
-        np.testing.assert_array_equal, frozen, nnx.state(model.blocks[0], nnx.Param)
-    )
+    jax.tree.map(assert_array_equal, frozen, nnx.state(model.blocks[0], nnx.Param))
     attention = model.blocks[1].attention
     x = model.blocks[1].norm(model.blocks[0](X))
     assert want(nnx.state(attention, nnx.Param), x, is_causal=True).max() <= 0.5 * EXACT
@@ -199,7 +195,7 @@ def test_all_else_is_as_nnx_has_it(argnums):
             (loss, grads, nnx.state(model, nnx.Not(nnx.RngKey)), rngs.noise.count[...])
         )
     assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
-    jax.tree.map(np.testing.assert_array_equal, *results)
+    jax.tree.map(assert_array_equal, *results)
 
 
 def capped(query, key, value, **_):
@@ -259,7 +255,7 @@ def test_train_state_hands_the_statistics_on():
     assert isinstance(after, muonjax.linen.TrainState)
     assert after.tx is state.tx
     assert int(after.step) == 1
-    np.testing.assert_allclose(
+    assert_allclose(
         muonjax.metrics(after.opt_state)["qk_clip/largest/attention_0"],
         want(params["attention_0"], mask=MASK).max(), rtol=1e-6,
     )  # fmt: skip
@@ -275,7 +271,7 @@ def test_train_state_hands_the_statistics_on():
         apply_fn=model.apply, params=params, tx=optax.sgd(0.1)
     )
     jax.tree.map(
-        np.testing.assert_array_equal,
+        assert_array_equal,
         *(s.apply_gradients(grads=params).params for s in (plain, expected)),
     )
     plain.apply_gradients(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.tools.oracles import on_device
@@ -73,7 +74,7 @@ def test_equals_the_dense_maximum(blocks, hidden, t, s, key_heads, batch):
         block_q=blocks[0],
         block_k=blocks[1],
     )
-    np.testing.assert_allclose(largest, dense(q, k, **hidden), rtol=1e-5)
+    assert_allclose(largest, dense(q, k, **hidden), rtol=1e-5)
 
 
 MASKS = [
@@ -96,13 +97,13 @@ def test_masks_of_every_shape(shape, blocks):
     largest = max_logits(
         q, k, mask=jnp.asarray(mask), block_q=blocks[0], block_k=blocks[1]
     )
-    np.testing.assert_allclose(largest, dense(q, k, mask=mask), rtol=1e-5)
+    assert_allclose(largest, dense(q, k, mask=mask), rtol=1e-5)
 
 
 def test_masks_on_one_of_two_batch_axes():
     q, k = inputs((3, 2))
     mask = np.random.default_rng(4).random((3, 1, 4, 13, 13)) < 0.1
-    np.testing.assert_allclose(
+    assert_allclose(
         max_logits(q, k, mask=mask, block_k=4), dense(q, k, mask=mask), rtol=1e-5
     )
 
@@ -114,9 +115,7 @@ def test_masks_on_one_of_two_batch_axes():
 def test_flax_masks_hold_floats(mask):
     q, k = inputs()
     assert mask.dtype == jnp.float32
-    np.testing.assert_allclose(
-        max_logits(q, k, mask=mask), dense(q, k, causal=True), rtol=1e-5
-    )
+    assert_allclose(max_logits(q, k, mask=mask), dense(q, k, causal=True), rtol=1e-5)
 
 
 @pytest.mark.parametrize(("t", "s"), [(5, 11), thorough(11, 5)])
@@ -131,9 +130,7 @@ def test_hides_the_pairs_that_jax_hides(t, s, hidden):
         jax.nn.dot_product_attention, scale=1e3, return_residual=True, **hidden
     )
     _, lse = jax.jit(attention)(q, k, k)
-    np.testing.assert_allclose(
-        max_logits(q, k, scale=1e3, **hidden), lse.max((0, 1)), rtol=1e-4
-    )
+    assert_allclose(max_logits(q, k, scale=1e3, **hidden), lse.max((0, 1)), rtol=1e-4)
 
 
 def test_a_head_that_is_masked_everywhere_is_minus_infinity():
@@ -147,21 +144,19 @@ def test_a_head_that_is_masked_everywhere_is_minus_infinity():
 
 @pytest.mark.parametrize("shape", [{"t": 0}, {"s": 0}, {"batch": (0,)}])
 def test_no_pair_at_all_is_minus_infinity(shape):
-    np.testing.assert_array_equal(max_logits(*inputs(**shape)), -np.inf)
+    assert_array_equal(max_logits(*inputs(**shape)), -np.inf)
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 def test_signed_scaled_and_without_gradient(scale):
     q, k = inputs()
-    np.testing.assert_allclose(
-        max_logits(q, k, scale=scale), dense(q, k, scale=scale), rtol=1e-5
-    )
-    np.testing.assert_allclose(
+    assert_allclose(max_logits(q, k, scale=scale), dense(q, k, scale=scale), rtol=1e-5)
+    assert_allclose(
         max_logits(jnp.ones((3, 1, 4)), -jnp.ones((3, 1, 4)), scale=0.5), [-2.0]
     )
     gradients = jax.grad(lambda q, k: max_logits(q, k).sum(), (0, 1))(q, k)
     for gradient in gradients:
-        np.testing.assert_array_equal(gradient, 0)
+        assert_array_equal(gradient, 0)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +172,7 @@ def test_half_precision_is_summed_in_float32(dtypes):
     with jax.numpy_dtype_promotion("strict"):
         half = max_logits(q, k)
     assert half.dtype == jnp.float32
-    np.testing.assert_allclose(
+    assert_allclose(
         half, dense(np.asarray(q, np.float32), np.asarray(k, np.float32)), rtol=1e-5
     )
 
@@ -186,7 +181,7 @@ def test_half_precision_is_summed_in_float32(dtypes):
 def test_nan_is_not_hidden():
     q, k = inputs()
     largest = max_logits(q.at[0, 3, 1, 0].set(jnp.nan), k, block_q=4, block_k=4)
-    np.testing.assert_array_equal(np.isnan(largest), [False, True, False, False])
+    assert_array_equal(np.isnan(largest), [False, True, False, False])
 
 
 @pytest.mark.parametrize(
@@ -295,9 +290,7 @@ def test_the_bound_of_nothing_is_minus_infinity():
     lse = (
         jnp.full((2, 5, 3), -jnp.inf).at[0, 0, 1].set(jnp.inf).at[1, 1, 2].set(jnp.nan)
     )
-    np.testing.assert_array_equal(
-        muonjax.max_logits_bound(lse), [-np.inf, np.inf, np.nan]
-    )
+    assert_array_equal(muonjax.max_logits_bound(lse), [-np.inf, np.inf, np.nan])
 
 
 def test_the_bound_of_one_key_near_zero():

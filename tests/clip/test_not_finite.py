@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_array_equal
 
 import muonjax
 from muonjax._clip.statistics import larger, largest
@@ -25,8 +26,8 @@ def test_one_micro_batch(make, first, bad):
     statistics = [[bad, 400.0], [400.0, 50.0]]
     for maxima in statistics if first else statistics[::-1]:
         _, state = update(ZEROS, state, PARAMS, max_logits={"a": jnp.array(maxima)})
-    np.testing.assert_array_equal(state[-1].maxima["a"], [400.0, 400.0])
-    np.testing.assert_array_equal(state[-1].factors["a"], [0.25, 0.25])
+    assert_array_equal(state[-1].maxima["a"], [400.0, 400.0])
+    assert_array_equal(state[-1].factors["a"], [0.25, 0.25])
     assert muonjax.metrics(state)["qk_clip/largest"] == 400.0
 
 
@@ -38,12 +39,12 @@ def test_a_head_that_was_never_finite():
         updates, state = update(
             ZEROS, state, PARAMS, max_logits={"a": jnp.array(maxima)}
         )
-    np.testing.assert_array_equal(state.maxima["a"], [np.nan, np.inf])
-    np.testing.assert_array_equal(state.factors["a"], 1.0)
-    jax.tree.map(np.testing.assert_array_equal, updates, ZEROS)
+    assert_array_equal(state.maxima["a"], [np.nan, np.inf])
+    assert_array_equal(state.factors["a"], 1.0)
+    jax.tree.map(assert_array_equal, updates, ZEROS)
     assert np.isnan(muonjax.metrics(state)["qk_clip/largest"])
     _, state = update(ZEROS, state, PARAMS, max_logits={"a": jnp.zeros(2)})
-    np.testing.assert_array_equal(state.running_max["a"], 0.0)  # anew
+    assert_array_equal(state.running_max["a"], 0.0)  # anew
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -56,7 +57,7 @@ def test_one_call_or_example(bad, dtype):
     got = jax.jit(
         lambda s: muonjax.apply_qk_clip(PARAMS, {"a": s}, muonjax.mha_site())
     )(calls)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    jax.tree.map(assert_array_equal, got, expected)
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -71,14 +72,14 @@ def test_one_device(bad):
 
     maxima = jnp.array([[bad, 50.0], [400.0, bad], [200.0, bad]])
     found = jax.jit(jax.vmap(factors, axis_name="data"))(maxima)
-    np.testing.assert_array_equal(found, [[0.25, 1.0]] * 3)
+    assert_array_equal(found, [[0.25, 1.0]] * 3)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     alone = jax.jit(
         jax.shard_map(
             lambda m: factors(m[0]), mesh=mesh, in_specs=P("data"), out_specs=P()
         )
     )
-    np.testing.assert_array_equal(alone(maxima[1:2]), [0.25, 1.0])
+    assert_array_equal(alone(maxima[1:2]), [0.25, 1.0])
 
 
 X = jax.random.normal(jax.random.key(0), (2, 5, 8))
@@ -105,7 +106,5 @@ def test_the_larger_of_two():
         for b in values:
             finite = [x for x in (a, b) if np.isfinite(x)]
             want = max(finite) if finite else np.maximum(a, b)
-            np.testing.assert_array_equal(larger(jnp.float32(a), jnp.float32(b)), want)
-            np.testing.assert_array_equal(
-                largest(jnp.array([a, b], jnp.float32), (0,)), want
-            )
+            assert_array_equal(larger(jnp.float32(a), jnp.float32(b)), want)
+            assert_array_equal(largest(jnp.array([a, b], jnp.float32), (0,)), want)

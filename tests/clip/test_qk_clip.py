@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from muonjax._clip.clip_by_statistic import clip_factor
@@ -50,15 +51,13 @@ def test_one_clip_is_exact(kind):
     hot = before > threshold
     assert 0 < hot.sum() < hot.size or hot.size == 1
     assert (after <= threshold * EXACT).all()
-    np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=3e-6)
+    assert_allclose(after, np.minimum(before, threshold), rtol=3e-6)
     assert muonjax.metrics(state)["qk_clip/num_clipped"] == hot.sum()
-    np.testing.assert_allclose(
-        state.factors[""], np.where(hot, threshold / before, 1), rtol=1e-6
-    )
+    assert_allclose(state.factors[""], np.where(hot, threshold / before, 1), rtol=1e-6)
     apply = functools.partial(muonjax.apply_qk_clip, sites=site, threshold=threshold)
     direct = jax.jit(apply)(params, {"max_logits": before})
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7),
+        functools.partial(assert_allclose, rtol=1e-6, atol=1e-7),
         direct,
         clipped,
     )
@@ -70,7 +69,7 @@ def test_calm_heads_that_share_a_key_with_a_hot_one_stay():
         params, {"max_logits": jnp.asarray([400.0, 1.0, 1.0, 1.0])}, site, 100.0
     )
     before, after = maxima(params), maxima(clipped)
-    np.testing.assert_allclose(after / before, [0.25, 1, 1, 1], rtol=1e-5)
+    assert_allclose(after / before, [0.25, 1, 1, 1], rtol=1e-5)
     same = [
         (clipped[n]["kernel"] == params[n]["kernel"]).all((0, 2)).tolist()
         for n in ("query", "key")
@@ -88,16 +87,14 @@ def test_heads_below_the_threshold_are_bit_identical_to_muon_alone():
     def same(got, expected):
         for name in ("query", "key"):
             for leaf in ("kernel", "bias"):
-                np.testing.assert_array_equal(
+                assert_array_equal(
                     got[name][leaf][..., calm, :], expected[name][leaf][..., calm, :]
                 )
                 assert (
                     got[name][leaf][..., ~calm, :]
                     != expected[name][leaf][..., ~calm, :]
                 ).any()
-        np.testing.assert_array_equal(
-            got["value"]["kernel"], expected["value"]["kernel"]
-        )
+        assert_array_equal(got["value"]["kernel"], expected["value"]["kernel"])
 
     # Muon's own program, then the clip's.
     muon, clip = (
@@ -121,9 +118,7 @@ def test_heads_below_the_threshold_are_bit_identical_to_muon_alone():
         update(grads, both.init(params), params, max_logits={"max_logits": before})[0],
         cold,
     )
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8), cold, alone
-    )
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-8), cold, alone)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -134,8 +129,8 @@ def test_clipped_parameters_keep_their_dtype(dtype):
     )
     for leaf in jax.tree.leaves(clipped):
         assert leaf.dtype == dtype
-        np.testing.assert_array_equal(leaf[:, 0], 0.5)
-        np.testing.assert_array_equal(leaf[:, 1], 1)
+        assert_array_equal(leaf[:, 0], 0.5)
+        assert_array_equal(leaf[:, 1], 1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -172,9 +167,7 @@ def test_half_precision_updates_of_float32_weights_keep_the_bound():
     updates, _ = tx.update(
         updates, tx.init(params), params, max_logits={"max_logits": before}
     )
-    np.testing.assert_allclose(
-        maxima(optax.apply_updates(params, updates)), 5.0, rtol=3e-6
-    )
+    assert_allclose(maxima(optax.apply_updates(params, updates)), 5.0, rtol=3e-6)
 
 
 def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_it():
@@ -190,7 +183,7 @@ def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_i
     direct = muonjax.apply_qk_clip(
         params, {"max_logits": before}, site, threshold
     )  # multiplies
-    np.testing.assert_allclose(maxima(direct), threshold, rtol=3e-6)
+    assert_allclose(maxima(direct), threshold, rtol=3e-6)
 
 
 # The bugs of others, one test each.
@@ -200,14 +193,14 @@ def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_i
 @pytest.mark.parametrize("bad", [-5.0, 0.0, -np.inf, np.inf, np.nan])
 def test_a_negative_maximum_gives_no_nan(bad):
     """√(τ/S) of a negative maximum made NaN weights. γ is exactly 1 wherever S says nothing."""
-    np.testing.assert_array_equal(
+    assert_array_equal(
         clip_factor(jnp.asarray([bad, 200.0, 100.0]), 100.0), [1.0, 0.5, 1.0]
     )
     params, _, site = multi_head()
     clipped, state = zero_update(
         muonjax.qk_clip(100.0, site), params, {"max_logits": jnp.full(4, bad)}
     )
-    jax.tree.map(np.testing.assert_array_equal, clipped, params)
+    jax.tree.map(assert_array_equal, clipped, params)
     assert muonjax.metrics(state)["qk_clip/num_clipped"] == 0
 
 
@@ -228,14 +221,14 @@ def test_accumulation_takes_the_maximum_of_maxima_not_their_sum():
         assert moved[:, 0].any() == (i == 2)
         assert not moved[:, 1:].any()
         assert muonjax.metrics(state)["qk_clip/num_clipped"] == (i == 2)
-    np.testing.assert_array_equal(state.running_max[""], -np.inf)
+    assert_array_equal(state.running_max[""], -np.inf)
     _, state = update(
         params, state, params, max_logits={"max_logits": jnp.full(4, 300.0)}
     )
     # Between two clips the state shows the last one.
-    np.testing.assert_array_equal(state.maxima[""], [200.0, 60.0, 60.0, 60.0])
-    np.testing.assert_array_equal(state.factors[""], [0.5, 1.0, 1.0, 1.0])
-    np.testing.assert_array_equal(state.running_max[""], 300.0)
+    assert_array_equal(state.maxima[""], [200.0, 60.0, 60.0, 60.0])
+    assert_array_equal(state.factors[""], [0.5, 1.0, 1.0, 1.0])
+    assert_array_equal(state.running_max[""], 300.0)
     assert clips_of(state) == (1, 1)
     assert int(state.count) == 4
 
@@ -245,9 +238,9 @@ def test_the_threshold_of_a_site_comes_before_that_of_all():
     site = dataclasses.replace(site, threshold=200.0)
     hot = {"max_logits": jnp.full(4, 400.0)}
     _, state = zero_update(muonjax.qk_clip(100.0, site), params, hot)
-    np.testing.assert_array_equal(state.factors[""], 0.5)
+    assert_array_equal(state.factors[""], 0.5)
     clipped = muonjax.apply_qk_clip(params, hot, site, 100.0)
-    np.testing.assert_allclose(
+    assert_allclose(
         clipped["key"]["kernel"], np.sqrt(0.5) * params["key"]["kernel"], rtol=1e-6
     )
 
@@ -264,7 +257,7 @@ def test_every_head_has_a_count_of_its_own():
         _, state = tx.update(
             params, state, params, max_logits={"max_logits": jnp.asarray(hot)}
         )
-    np.testing.assert_array_equal(state.clips[""], [2, 1, 0, 0])
+    assert_array_equal(state.clips[""], [2, 1, 0, 0])
     assert clips_of(state) == (0, 3)
 
 
@@ -313,10 +306,8 @@ def test_scanned_rematerialised_and_donated(scan_axis):
     assert before.shape == (3, 4)
     assert (before[0] > 5).all()
     after = muonjax.value_and_grad(loss_fn)(clipped)[0][1]["attention"]
-    np.testing.assert_allclose(
-        after[0], 5.0, rtol=3e-6
-    )  # deeper layers see other inputs now
-    np.testing.assert_allclose(
+    assert_allclose(after[0], 5.0, rtol=3e-6)  # deeper layers see other inputs now
+    assert_allclose(
         state[1].factors["attention"], jnp.minimum(1, 5 / before), rtol=1e-6
     )
 
@@ -410,14 +401,12 @@ def test_tug_of_war(kind):
     assert (
         5.0 * 0.9999 <= history[100:, 0].min() <= history[100:, 0].max() <= 5.0 * 1.0102
     )
-    np.testing.assert_array_equal(
+    assert_array_equal(
         history[:, 1:], np.broadcast_to(history[0, 1:], history[:, 1:].shape)
     )
-    np.testing.assert_array_equal(state.clips[""] > 2900, jnp.arange(before.size) == 0)
+    assert_array_equal(state.clips[""] > 2900, jnp.arange(before.size) == 0)
     for old, new, pushed in zip(*map(jax.tree.leaves, (start, end, push)), strict=True):
-        np.testing.assert_array_equal(
-            np.where(pushed > 0, 0, new), np.where(pushed > 0, 0, old)
-        )
+        assert_array_equal(np.where(pushed > 0, 0, new), np.where(pushed > 0, 0, old))
         ratio = np.asarray(new / old)[np.asarray(pushed) > 0]
         assert (
             (ratio > 1) & (ratio < 5.1 / 4)
@@ -500,4 +489,4 @@ def test_low_precision_parameters_are_warned_of(dtype):
     )
     new = optax.apply_updates(params, updates)
     if dtype == jnp.bfloat16:
-        np.testing.assert_array_equal(new["query"]["kernel"], params["query"]["kernel"])
+        assert_array_equal(new["query"]["kernel"], params["query"]["kernel"])

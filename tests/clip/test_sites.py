@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.core import freeze
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.tools.tiers import quick
@@ -130,7 +131,7 @@ def test_layouts(name):
     }
     scaled = clip(expected, site)
     jax.tree.map(
-        lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6),
+        lambda got, want: assert_allclose(got, want, rtol=1e-6),
         scaled,
         expected,
     )
@@ -157,9 +158,7 @@ def test_stacked_layers_on_any_axis(axes):
     for leaf in shapes:
         got = np.moveaxis(np.asarray(scaled["query"][leaf]), where, range(len(depths)))
         got = got if leaf == "bias" else got[..., 0, :, :]
-        np.testing.assert_allclose(
-            got, np.sqrt(gamma)[..., None] * np.ones(DH), rtol=1e-6
-        )
+        assert_allclose(got, np.sqrt(gamma)[..., None] * np.ones(DH), rtol=1e-6)
 
 
 def test_a_name_is_a_regular_expression_for_the_whole_path():
@@ -173,10 +172,8 @@ def test_a_name_is_a_regular_expression_for_the_whole_path():
     scaled = muonjax.apply_qk_clip(
         params, statistics, muonjax.mha_site("decoder/.*"), THRESHOLD
     )
-    np.testing.assert_array_equal(
-        scaled["decoder"]["attention"]["query"]["kernel"], 0.5
-    )
-    np.testing.assert_array_equal(scaled["encoder"]["attention"]["query"]["kernel"], 1)
+    assert_array_equal(scaled["decoder"]["attention"]["query"]["kernel"], 0.5)
+    assert_array_equal(scaled["encoder"]["attention"]["query"]["kernel"], 1)
     with pytest.raises(
         ValueError,
         match=r"'coder' matches no module.*\['decoder/attention', 'encoder/attention'\]",
@@ -331,7 +328,7 @@ def test_a_frozen_attention_before_the_clip_is_scaled():
         params,
         max_logits={"attention": jnp.full(H, 4 * THRESHOLD)},
     )
-    np.testing.assert_array_equal(updates["attention"]["query"]["kernel"], -0.5)
+    assert_array_equal(updates["attention"]["query"]["kernel"], -0.5)
 
 
 def test_two_sites_for_one_module():
@@ -463,7 +460,7 @@ def test_parameters_under_other_names():
     ]
     site = muonjax.Site(path="attention", scales=tuple(scales))
     for scaled in jax.tree.leaves(clip(params["attention"], site)):
-        np.testing.assert_allclose(scaled[0, :, 0], ROOT, rtol=1e-6)
+        assert_allclose(scaled[0, :, 0], ROOT, rtol=1e-6)
 
 
 def test_key_heads_that_were_forgotten():
@@ -504,7 +501,7 @@ def test_leaves_that_are_none_or_something_else():
     hot = {"attention": jnp.full(H, 4 * THRESHOLD)}
     updates, _ = tx.update(params, tx.init(params), params, max_logits=hot)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
-    np.testing.assert_array_equal(
+    assert_array_equal(
         updates["attention"]["query"]["kernel"], 0.0
     )  # half of 1 + 1, less 1
     assert updates["0"]["step"] == 3

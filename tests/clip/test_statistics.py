@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.clip.attentions import multi_head, projected, zero_update
@@ -16,7 +17,7 @@ HOT = jnp.asarray([400.0, 1.0, 1.0, 1.0])
 
 
 def same(got, expected):
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    jax.tree.map(assert_array_equal, got, expected)
 
 
 def test_axes_of_batch_between_layers_and_heads():
@@ -36,8 +37,8 @@ def test_axes_of_batch_between_layers_and_heads():
     stacked = muonjax.apply_qk_clip({"a": layers}, {"a": by_layer}, site, 100.0)["a"][
         "query"
     ]["kernel"]
-    np.testing.assert_array_equal(stacked[0], expected["a"]["query"]["kernel"])
-    np.testing.assert_array_equal(stacked[1:], layers["query"]["kernel"][1:])
+    assert_array_equal(stacked[0], expected["a"]["query"]["kernel"])
+    assert_array_equal(stacked[1:], layers["query"]["kernel"][1:])
 
 
 def test_micro_batches_are_not_taken_for_layers():
@@ -58,9 +59,7 @@ def test_micro_batches_are_not_taken_for_layers():
     clipped = muonjax.apply_qk_clip(
         params, {"a": stacked.max(0)}, muonjax.mha_site(), 100.0
     )
-    np.testing.assert_array_equal(
-        clipped["a"]["key"]["kernel"][:, 0, 0, 0], [0.5, 1, 1, 1]
-    )
+    assert_array_equal(clipped["a"]["key"]["kernel"][:, 0, 0, 0], [0.5, 1, 1, 1])
 
 
 def test_two_levels_of_layers():
@@ -72,7 +71,7 @@ def test_two_levels_of_layers():
         params, {"a": statistic[:, :, None]}, muonjax.mha_site(), 100.0
     )
     factors = np.asarray(got["a"]["key"]["kernel"])[:, :, 0, :, 0]
-    np.testing.assert_array_equal(factors, np.where(statistic > 100, 0.5, 1.0))
+    assert_array_equal(factors, np.where(statistic > 100, 0.5, 1.0))
 
 
 def test_a_stack_of_one_layer():
@@ -85,7 +84,7 @@ def test_a_stack_of_one_layer():
     assert state.factors["a"].shape == (1, 2)
     for statistic in (jnp.array([40.0, 5.0]), jnp.array([[40.0, 5.0]])):
         _, new = jax.jit(tx.update)(params, state, params, max_logits={"a": statistic})
-        np.testing.assert_allclose(new.factors["a"], [[0.25, 1.0]])
+        assert_allclose(new.factors["a"], [[0.25, 1.0]])
     with pytest.raises(
         ValueError, match=r"has shape \(3,\); the parameters say \(1, 2\)"
     ):
@@ -257,7 +256,7 @@ def test_two_attentions_in_one_module_have_a_statistic_each():
     clipped, state = zero_update(
         muonjax.qk_clip(100.0, sites), {"a": params}, statistics
     )
-    np.testing.assert_allclose(
+    assert_allclose(
         clipped["a"]["self_query"]["kernel"],
         0.5 * params["self_query"]["kernel"],
         rtol=1e-6,

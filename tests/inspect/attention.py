@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import check_jaxpr
+from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import value_and_grad
 
@@ -103,13 +104,13 @@ def check(loss, w, x, expected):
     check_jaxpr(jax.make_jaxpr(value_and_grad(loss))(w, x).jaxpr)
     (value, maxima), grads = jax.jit(value_and_grad(loss))(w, x)
     other, others = jax.jit(jax.value_and_grad(loss))(w, x)
-    np.testing.assert_array_equal(value, other)
-    jax.tree.map(np.testing.assert_array_equal, grads, others)
+    assert_array_equal(value, other)
+    jax.tree.map(assert_array_equal, grads, others)
     found = (
         np.stack([*maxima.values()]) if len(maxima) > 1 else next(iter(maxima.values()))
     )  # layers
     assert (found.shape, found.dtype) == (np.shape(expected), jnp.float32)
-    np.testing.assert_allclose(found, np.float64(expected), rtol=2e-5, atol=2e-5)
+    assert_allclose(found, np.float64(expected), rtol=2e-5, atol=2e-5)
 
 
 dot_product_attention = functools.partial(

@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import errors, nnx
 from flax import linen as nn
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.inspect.attention import attend, layer, tokens, unstacked, weights
@@ -49,7 +50,7 @@ def test_a_program_stands_for_dimension_numbers():
     )
     one, _ = jax.jit(by_program.update)(params, by_program.init(params), params)
     two, _ = jax.jit(by_hand.update)(params, by_hand.init(params), params)
-    jax.tree.map(np.testing.assert_array_equal, one, two)
+    jax.tree.map(assert_array_equal, one, two)
 
 
 def test_the_table_says_why_with_the_line_of_the_code():
@@ -149,7 +150,7 @@ def test_parts_of_a_model_train_with_the_program_of_all_of_it():
     whole = muonjax.muon(1e-3, program, newton_schulz=SHORT)
     expected, _ = jax.jit(whole.update)(grads, whole.init(params), params)
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8),
+        functools.partial(assert_allclose, rtol=1e-5, atol=1e-8),
         updates["above"],
         expected["above"],
     )
@@ -370,7 +371,7 @@ def test_scanned_linen_layers_are_clipped_layer_by_layer(stack):
     clipped = muonjax.apply_qk_clip(params, maxima, program, threshold)
     after = np.moveaxis(np.asarray(clipped["attention"]["query"]["kernel"]), stack, 0)
     factors = np.sqrt(np.minimum(1, threshold / np.asarray(maxima[name], np.float64)))
-    np.testing.assert_allclose(after, kernel * factors[:, None, :, None], rtol=1e-6)
+    assert_allclose(after, kernel * factors[:, None, :, None], rtol=1e-6)
 
 
 def test_a_clip_of_an_nnx_model_that_counts_is_checked():

@@ -9,6 +9,7 @@ import pytest
 from jax.extend import source_info_util
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import value_and_grad
 from muonjax._inspect.measure import run
@@ -291,9 +292,7 @@ def test_nan_and_masked_heads():
     (_, maxima), _ = value_and_grad(
         functools.partial(unrolled, layer=functools.partial(layer, attend=each))
     )(w, x)
-    np.testing.assert_array_equal(
-        maxima["max_logits"][..., :3].reshape(-1), [np.nan, -np.inf, 0]
-    )
+    assert_array_equal(maxima["max_logits"][..., :3].reshape(-1), [np.nan, -np.inf, 0])
 
 
 def test_order_of_effects_stays():
@@ -305,7 +304,7 @@ def test_order_of_effects_stays():
         return before + ref[...]
 
     closed = jax.make_jaxpr(loss)(2.0)
-    np.testing.assert_allclose(run(closed, [], 2.0)[0], 2 + np.sin(2), rtol=1e-6)
+    assert_allclose(run(closed, [], 2.0)[0], 2 + np.sin(2), rtol=1e-6)
 
 
 def test_scopes_and_lines_are_those_of_jax():
@@ -346,12 +345,8 @@ def test_inside_of_shard_map():
         return jax.jit(f)(w, x)
 
     (loss, maxima), grads = step(value_and_grad, w, x)
-    jax.tree.map(
-        np.testing.assert_array_equal, (loss, grads), step(jax.value_and_grad, w, x)
-    )
-    np.testing.assert_allclose(
-        np.stack([*maxima.values()]), largest(w, x, 1), rtol=2e-5
-    )
+    jax.tree.map(assert_array_equal, (loss, grads), step(jax.value_and_grad, w, x))
+    assert_allclose(np.stack([*maxima.values()]), largest(w, x, 1), rtol=2e-5)
 
 
 def test_outside_of_jit_arrays_stay_to_their_last_use_alone():

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 import muonjax
 from muonjax._inspect.certificate import Certificate
@@ -180,13 +181,13 @@ def test_a_clip_is_exact_for_each_head(program):
         program.sites is None
     ):  # in the order of the projections, which may be another one
         check_clip(read, p, args)
-        np.testing.assert_allclose(np.sort(found), np.sort(wanted), rtol=2e-5)
+        assert_allclose(np.sort(found), np.sort(wanted), rtol=2e-5)
         threshold = float(np.median(wanted))
         _, after = measured(muonjax.apply_qk_clip(p, maxima, read, threshold))
-        return np.testing.assert_allclose(
+        return assert_allclose(
             after.max((0, 2, 3)), np.minimum(wanted, threshold), rtol=1e-4
         )
-    np.testing.assert_allclose(found, wanted, rtol=2e-5)
+    assert_allclose(found, wanted, rtol=2e-5)
     if sites[0].scan_axis not in (None, ()):  # deeper layers get other inputs
         return check_clip(read, p, args)
     factors = np.linspace(0.5, 1, logits.shape[1], dtype=np.float32)
@@ -196,9 +197,7 @@ def test_a_clip_is_exact_for_each_head(program):
         for (n, x), f in zip(maxima.items(), np.split(factors, cuts), strict=True)
     }
     _, after = measured(muonjax.apply_qk_clip(p, hot, read, 1.0))
-    np.testing.assert_allclose(
-        after, factors[:, None, None] * logits, rtol=1e-4, atol=1e-4
-    )
+    assert_allclose(after, factors[:, None, None] * logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import value_and_grad
 from tests.inspect.attention import (
@@ -31,21 +32,21 @@ def optimized():
 
 def assert_same(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    jax.tree.map(assert_array_equal, one, other)
 
 
 def test_without_jit():
     w, x = weights(2), tokens()
     (loss, maxima), grads = value_and_grad(scanned)(w, x)
     expected, expected_grads = jax.value_and_grad(scanned)(w, x)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_allclose(loss, expected, rtol=1e-6)
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        functools.partial(assert_allclose, rtol=1e-5, atol=1e-6),
         grads,
         expected_grads,
     )
     assert list(maxima) == ["max_logits"]
-    np.testing.assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
+    assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
 
 
 @pytest.mark.parametrize("argnums", [1, -1, (1,), (1, 0), [0, 1]])
@@ -76,13 +77,13 @@ def test_everything_but_argnums_stays_as_it_is():
     (value, maxima), grads = step(value_and_grad, ref)
     assert seen == [(np.ndarray, "double", True)]
     assert ref[...] == 1
-    np.testing.assert_allclose(
+    assert_allclose(
         maxima["max_logits"], by_hand(w, x, causal=True).max((0, 1)), rtol=2e-5
     )
     expected, expected_grads = step(jax.value_and_grad, ref)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert_allclose(value, expected, rtol=1e-6)
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        functools.partial(assert_allclose, rtol=1e-5, atol=1e-6),
         grads,
         expected_grads,
     )
@@ -98,9 +99,7 @@ def test_closes_over_tracers():
     assert_same(
         (loss, grads), jax.jit(functools.partial(step, jax.value_and_grad))(w, x, 3.0)
     )
-    np.testing.assert_allclose(
-        maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5
-    )
+    assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
 
 
 def test_auxiliary_output_of_any_kind():
@@ -126,7 +125,7 @@ def test_auxiliary_output_of_any_kind():
     assert aux["array"] is constant
     assert aux["int"] == 3
     assert type(aux["int"]) is int
-    np.testing.assert_array_equal(aux["twice"], 2 * value)
+    assert_array_equal(aux["twice"], 2 * value)
     assert list(maxima) == ["max_logits"]
     assert jax.tree.structure(grads) == jax.tree.structure(w)
 
@@ -160,7 +159,7 @@ def test_under_vmap():
         by_hand(w, x).max((0, 1)),
         by_hand(jax.tree.map(lambda value: 2 * value, w), x).max((0, 1)),
     ]
-    np.testing.assert_allclose(maxima["max_logits"], expected, rtol=2e-5)
+    assert_allclose(maxima["max_logits"], expected, rtol=2e-5)
 
 
 @jax.custom_jvp
@@ -324,7 +323,7 @@ def test_logits_are_measured_without_a_bias(causal):
         w, x
     )
     expected = by_hand(w, x, causal).max((0, 1))
-    np.testing.assert_allclose(maxima["max_logits"].reshape(-1), expected, rtol=2e-5)
+    assert_allclose(maxima["max_logits"].reshape(-1), expected, rtol=2e-5)
 
 
 def test_no_attention():
@@ -360,12 +359,10 @@ def test_several_losses_are_refused_and_their_sum_is_taken():
     ):
         value_and_grad(losses)(w, x)
     (loss, maxima), _ = jax.jit(value_and_grad(lambda w, x: sum(losses(w, x))))(w, x)
-    np.testing.assert_allclose(loss, sum(losses(w, x)), rtol=1e-6)
-    np.testing.assert_allclose(
-        maxima["max_logits"], by_hand(w, 2 * x).max((0, 1)), rtol=2e-5
-    )
+    assert_allclose(loss, sum(losses(w, x)), rtol=1e-6)
+    assert_allclose(maxima["max_logits"], by_hand(w, 2 * x).max((0, 1)), rtol=2e-5)
     (_, (aux, _)), _ = jax.jit(value_and_grad(losses, has_aux=True))(w, x)
-    np.testing.assert_allclose(aux, losses(w, x)[1], rtol=1e-6)
+    assert_allclose(aux, losses(w, x)[1], rtol=1e-6)
 
 
 def test_grouped_queries_under_checkpoint():
@@ -395,4 +392,4 @@ def test_grouped_queries_under_checkpoint():
     _, q, k = attention(w, x)
     want = jnp.einsum("bths,buhs->bhtu", q, jnp.repeat(k, 2, 2)).max((0, 2, 3)) / 8**0.5
     for (_, maxima), _ in (plain, kept):
-        np.testing.assert_allclose(maxima["max_logits"], want, rtol=2e-5)
+        assert_allclose(maxima["max_logits"], want, rtol=2e-5)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
+from numpy.testing import assert_allclose
 
 from muonjax import adapter_mask, dimension_numbers
 from muonjax import linen as linen_loha
@@ -74,7 +75,7 @@ def trained(params):
 def test_linen_starts_as_the_trained_model_and_merges_into_it():
     plain, params = adapted_parameters()
     want = Network(adapted=False).apply({"params": plain}, X)
-    np.testing.assert_allclose(Network().apply({"params": params}, X), want, atol=2e-5)
+    assert_allclose(Network().apply({"params": params}, X), want, atol=2e-5)
     flat = flatten_dict(params, sep="/")
     assert {
         path.removesuffix("/loha/hada_w1_a") for path in flat if "hada_w1_a" in path
@@ -83,7 +84,7 @@ def test_linen_starts_as_the_trained_model_and_merges_into_it():
     adapted = Network().apply({"params": params}, X)
     merged = linen_loha.merge(params)
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
-    np.testing.assert_allclose(
+    assert_allclose(
         Network(adapted=False).apply({"params": merged}, X), adapted, atol=5e-5
     )
     assert np.abs(merged["up"]["kernel"] - plain["up"]["kernel"]).max() > 0.1
@@ -154,7 +155,7 @@ def test_linen_scanned_layers_merge_as_a_stack():
     assert params["up"]["loha"]["hada_w1_a"].shape == (3, 8, 2)
     params = trained(params)
     adapted = Stack(True).apply({"params": params}, X)
-    np.testing.assert_allclose(
+    assert_allclose(
         Stack(False).apply({"params": linen_loha.merge(params)}, X),
         adapted,
         atol=1e-5,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from muonjax import hadamard_linear
 from tests.tools.oracles import on_device
@@ -94,7 +95,7 @@ def test_second_derivatives_are_those_of_the_plain_product():
         *(jax.tree.leaves(mixed(call)) for call in (hadamard_linear, plain)),
         strict=True,
     ):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_vmap_over_examples_and_over_adapters():
@@ -114,7 +115,7 @@ def test_vmap_over_examples_and_over_adapters():
         *(grad(x[i], *(a[i] for a in f)) for i in range(3)),
         strict=True,
     ):
-        np.testing.assert_allclose(got, jnp.stack(each), rtol=1e-4, atol=1e-4)
+        assert_allclose(got, jnp.stack(each), rtol=1e-4, atol=1e-4)
 
 
 def test_vmap_over_examples_computes_one_weight():
@@ -132,7 +133,7 @@ def test_leading_axes_and_no_axes_of_x():
     w = jnp.ones((9, 6))
     for shape in [(9,), (2, 3, 9), (0, 9)]:
         x = jnp.ones(shape)
-        np.testing.assert_allclose(
+        assert_allclose(
             hadamard_linear(x, w, *f), plain(x, w, *f), rtol=1e-5, atol=1e-6
         )
 
@@ -170,7 +171,7 @@ def test_a_double_precision_scale_of_single_precision_factors():
         x, w, *f = as_float32([np.ones((2, M)), np.ones((M, N)), *factors()])
         got = hadamard_linear(x, w, *f, scale=jnp.asarray(0.5, jnp.float64))
         assert got.dtype == jnp.float32
-        np.testing.assert_allclose(got, hadamard_linear(x, w, *f, scale=0.5), rtol=1e-5)
+        assert_allclose(got, hadamard_linear(x, w, *f, scale=0.5), rtol=1e-5)
 
 
 def test_precision_is_that_of_every_product():

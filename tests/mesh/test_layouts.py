@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from muonjax import NewtonSchulz
@@ -37,9 +38,7 @@ def check(results, names=tuple(LAYOUTS), newton_schulz=QUICK, atol=2e-6):
     # Of entries of about 0.3: float32's own rounding, in another order.
     expected = on_one_device(newton_schulz)
     for name in names:
-        np.testing.assert_allclose(
-            results[name], expected[name], atol=atol, rtol=0, err_msg=name
-        )
+        assert_allclose(results[name], expected[name], atol=atol, rtol=0, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz, meshes):
         found.append(jax.tree.map(np.asarray, results))
     for other in found[1:]:
         for name in names:
-            np.testing.assert_array_equal(found[0][name], other[name], err_msg=name)
+            assert_array_equal(found[0][name], other[name], err_msg=name)
 
 
 @pytest.mark.thorough
@@ -114,9 +113,7 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
     each, shared = found
     for name in names:
         tolerance = 5e-6 if compute_dtype is None else 0.02
-        np.testing.assert_allclose(
-            shared[name], each[name], atol=tolerance, err_msg=name
-        )
+        assert_allclose(shared[name], each[name], atol=tolerance, err_msg=name)
 
 
 @pytest.mark.thorough
@@ -265,7 +262,7 @@ def test_dtypes_are_exchanged_apart_and_zeros_and_nan_stay_in_their_matrix():
     expected = orthogonalize(x, None)
     for name in x:
         assert results[name].dtype == x[name].dtype
-        np.testing.assert_allclose(
+        assert_allclose(
             results[name].astype(jnp.float32),
             expected[name].astype(jnp.float32),
             atol=2e-6,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
+from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import JORDAN, mcsgn, msign, polar_express, sylvester
 from muonjax._common.linalg import dot
@@ -54,8 +55,8 @@ def test_it_is_msign_on_symmetric_matrices_in_value_and_derivatives():
 
         y, g = value_and_gradient(mcsgn, x)
         z, other = value_and_gradient(msign, x)
-        np.testing.assert_allclose(y, z, atol=1e-11)
-        np.testing.assert_allclose(g, other, atol=1e-9)
+        assert_allclose(y, z, atol=1e-11)
+        assert_allclose(g, other, atol=1e-9)
 
 
 @pytest.mark.thorough
@@ -80,7 +81,7 @@ def test_all_derivatives_are_those_of_the_steps(rows):
         assert relative(gradient(x), exact) < 1e-12
         assert relative(jax.jit(jax.jacfwd(loss(f)))(x), exact) < 1e-12
         batch = jnp.stack([x, 2 * x.T])
-        np.testing.assert_allclose(
+        assert_allclose(
             jax.jit(jax.vmap(gradient))(batch),
             jnp.stack([gradient(v) for v in batch]),
             atol=1e-10,
@@ -110,8 +111,8 @@ def test_second_derivatives():
 def test_scale_zero_and_the_edge_of_the_domain():
     x = jnp.asarray(with_eigenvalues(EIGENVALUES)[0], jnp.float32)
     y = mcsgn(x)
-    np.testing.assert_array_equal(mcsgn(x * 2.0**90), y)
-    np.testing.assert_array_equal(mcsgn(x * 2.0**-90), y)
+    assert_array_equal(mcsgn(x * 2.0**90), y)
+    assert_array_equal(mcsgn(x * 2.0**-90), y)
     rotation = jnp.array(
         [[0.0, -1.0], [1.0, 0.0]]
     )  # eigenvalues ±i, trace of the square -2
@@ -122,9 +123,9 @@ def test_scale_zero_and_the_edge_of_the_domain():
     y, g = jax.jit(lambda x: (mcsgn(x), jax.grad(lambda x: mcsgn(x).sum())(x)))(batch)
     assert np.all(np.isnan(y[:2]))
     assert np.all(np.isnan(y[4]))
-    np.testing.assert_array_equal(y[2], 0)
-    np.testing.assert_array_equal(g[2], 0)
-    np.testing.assert_allclose(y[3], np.eye(2), atol=1e-6)
+    assert_array_equal(y[2], 0)
+    assert_array_equal(g[2], 0)
+    assert_allclose(y[3], np.eye(2), atol=1e-6)
     assert np.all(np.isfinite(g[3]))
     assert mcsgn(jnp.zeros((3, 0, 0))).shape == (3, 0, 0)
 
@@ -154,10 +155,8 @@ def test_sylvester():
         stacked = jax.jit(jax.vmap(sylvester, in_axes=(None, None, 0)))(
             a, b, jnp.stack([c, 2 * c])
         )
-        np.testing.assert_allclose(stacked[1], 2 * exact, atol=1e-10)
-        np.testing.assert_allclose(
-            solve(a, b, jnp.stack([c, 2 * c])), stacked, atol=1e-12
-        )
+        assert_allclose(stacked[1], 2 * exact, atol=1e-10)
+        assert_allclose(solve(a, b, jnp.stack([c, 2 * c])), stacked, atol=1e-12)
 
 
 @pytest.mark.parametrize(

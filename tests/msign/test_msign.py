@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import JORDAN, msign, polar_express
 from muonjax._msign.inputs import CONVERGED
@@ -32,6 +33,12 @@ def random(shape, seed=1):
 @functools.partial(jax.jit, static_argnums=0)
 def vjp(f, x, cotangent):
     return jax.vjp(f, x)[1](cotangent)[0]
+
+
+def pulled_back(x, cotangent, dtype=None, **settings):
+    """The cotangent of `msign` with these settings, pulled back to x."""
+    f = functools.partial(msign, **settings)
+    return vjp(f, jnp.asarray(x, dtype), jnp.asarray(cotangent, dtype))
 
 
 # Values
@@ -88,7 +95,7 @@ def test_the_rows_that_run(mode, rows):
     f = functools.partial(msign, coefficients=rows, gradient=mode, polish=polish)
     y = f(jnp.asarray(x, jnp.float32))
     expected = np.stack([oracles.newton_schulz(v, rows) for v in x])
-    np.testing.assert_allclose(y, expected, atol=2e-5)
+    assert_allclose(y, expected, atol=2e-5)
 
 
 @pytest.mark.thorough
@@ -98,12 +105,12 @@ def test_scale_batch_and_orientation_do_not_matter(mode):
     x = jnp.asarray(random((2, 3, 5, 8)), jnp.float32)
     y = f(x)
     assert y.shape == x.shape
-    np.testing.assert_array_equal(f(x * 2.0**-90), y)
-    np.testing.assert_array_equal(f(x * 2.0**90), y)
-    np.testing.assert_allclose(f(x * 1e-30), y, atol=1e-5)
-    np.testing.assert_allclose(f(x * 1e30), y, atol=1e-5)
-    np.testing.assert_allclose(f(x[1, 2]), y[1, 2], atol=1e-6)
-    np.testing.assert_allclose(f(x.mT), y.mT, atol=1e-6)
+    assert_array_equal(f(x * 2.0**-90), y)
+    assert_array_equal(f(x * 2.0**90), y)
+    assert_allclose(f(x * 1e-30), y, atol=1e-5)
+    assert_allclose(f(x * 1e30), y, atol=1e-5)
+    assert_allclose(f(x[1, 2]), y[1, 2], atol=1e-6)
+    assert_allclose(f(x.mT), y.mT, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +126,12 @@ def test_a_zero_matrix_has_value_zero_and_gradient_zero(dtype, mode):
     x = jnp.stack([jnp.zeros((4, 6)), jnp.asarray(random((4, 6)))]).astype(dtype)
     y, g = jax.jit(f)(x), vjp(f, x, jnp.ones_like(x))
     assert y.dtype == g.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(y[0], np.float32), 0)
-    np.testing.assert_array_equal(np.asarray(g[0], np.float32), 0)
+    assert_array_equal(np.asarray(y[0], np.float32), 0)
+    assert_array_equal(np.asarray(g[0], np.float32), 0)
     assert jnp.all(jnp.isfinite(g))
     assert jnp.any(g[1] != 0)
     tangent = jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,))[1])(x, jnp.ones_like(x))
-    np.testing.assert_array_equal(np.asarray(tangent[0], np.float32), 0)
+    assert_array_equal(np.asarray(tangent[0], np.float32), 0)
 
 
 @pytest.mark.nan
@@ -167,29 +174,20 @@ def test_polynomial_gradient(shape, rows):
     for condition, seed in ((3, 0), (1e3, 1)):
         x, c = matrix(*shape, condition, seed), random(shape)
         expected = msign_oracles.svd_derivative(x, c, rows)
-        f = functools.partial(msign, coefficients=rows, gradient="polynomial")
-        assert (
-            relative(
-                vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)),
-                expected,
-            )
-            < 5e-5
-        )
+        settings = {"coefficients": rows, "gradient": "polynomial"}
+        assert relative(pulled_back(x, c, jnp.float32, **settings), expected) < 5e-5
         with jax.enable_x64(True):
-            assert relative(vjp(f, jnp.asarray(x), jnp.asarray(c)), expected) < 1e-12
+            assert relative(pulled_back(x, c, **settings), expected) < 1e-12
 
 
 @pytest.mark.parametrize("steps", [1, 2, thorough(3)])
 def test_polynomial_gradient_of_few_steps(steps):
     """A last turn alone, of one or two steps; and an odd step before it."""
     x, c = random((6, 20)), random((6, 20), 2)
+    rows = JORDAN * steps
     with jax.enable_x64(True):
-        g = vjp(
-            functools.partial(msign, coefficients=steps * JORDAN),
-            jnp.asarray(x),
-            jnp.asarray(c),
-        )
-    assert relative(g, msign_oracles.svd_derivative(x, c, JORDAN * steps)) < 1e-12
+        g = pulled_back(x, c, coefficients=rows)
+    assert relative(g, msign_oracles.svd_derivative(x, c, rows)) < 1e-12
 
 
 FIVE, EIGHT = (
@@ -210,16 +208,10 @@ def test_polar_gradient(shape, options):
             continue  # a smallest singular value below 1e-3 of the norm: not what eight or five steps are for
         x, c = matrix(*shape, condition), random(shape)
         expected = msign_oracles.svd_derivative(x, c)
-        f = functools.partial(msign, gradient="polar", **options)
-        assert (
-            relative(
-                vjp(f, jnp.asarray(x, jnp.float32), jnp.asarray(c, jnp.float32)),
-                expected,
-            )
-            < single
-        )
+        settings = {"gradient": "polar", **options}
+        assert relative(pulled_back(x, c, jnp.float32, **settings), expected) < single
         with jax.enable_x64(True):
-            assert relative(vjp(f, jnp.asarray(x), jnp.asarray(c)), expected) < exact
+            assert relative(pulled_back(x, c, **settings), expected) < exact
 
 
 @pytest.mark.parametrize(
@@ -229,24 +221,17 @@ def test_polar_gradient(shape, options):
 def test_polish_takes_any_truncated_value_to_the_polar_factor(steps, polish, most):
     """Three steps leave singular values up to 1.87, where the classical quintic diverges."""
     x, c = matrix(16, 24, 1e2), random((16, 24))
-    f = functools.partial(
-        msign, gradient="polar", coefficients=polar_express(steps), polish=polish
-    )
+    rows = polar_express(steps)
     with jax.enable_x64(True):
-        g = vjp(f, jnp.asarray(x), jnp.asarray(c))
+        g = pulled_back(x, c, gradient="polar", coefficients=rows, polish=polish)
     assert relative(g, msign_oracles.svd_derivative(x, c)) < most
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(32, 80), *map(nightly, [(48, 48), (80, 32)])])
 def test_polar_gradient_of_bfloat16_operands(shape):
-    x, c = (
-        jnp.asarray(matrix(*shape, 1e2), jnp.bfloat16),
-        jnp.asarray(random(shape), jnp.bfloat16),
-    )
-    g = vjp(
-        functools.partial(msign, gradient="polar", coefficients=polar_express(8)), x, c
-    )
+    x, c = (jnp.asarray(y, jnp.bfloat16) for y in (matrix(*shape, 1e2), random(shape)))
+    g = pulled_back(x, c, gradient="polar", coefficients=polar_express(8))
     expected = msign_oracles.svd_derivative(
         np.asarray(x, np.float64), np.asarray(c, np.float64)
     )
@@ -268,12 +253,10 @@ def test_the_gradient_is_orthogonal_to_x_and_inverse_in_its_scale(mode, shape):
     g = vjp(f, x, c)
     assert abs(jnp.vdot(g, x)) < 1e-5 * jnp.linalg.norm(g) * jnp.linalg.norm(x)
     for scale in (1e-30, 1e-3, 7.0, 1e30):
-        np.testing.assert_allclose(
+        assert_allclose(
             vjp(f, scale * x, c) * scale, g, atol=3e-4 * float(jnp.max(jnp.abs(g)))
         )
-    np.testing.assert_allclose(
-        vjp(f, x.mT, c.mT).T, g, atol=1e-4 * float(jnp.max(jnp.abs(g)))
-    )
+    assert_allclose(vjp(f, x.mT, c.mT).T, g, atol=1e-4 * float(jnp.max(jnp.abs(g))))
 
 
 @pytest.mark.parametrize("shape", [(4, 4), thorough((3, 5)), nightly((5, 3))])
@@ -283,12 +266,12 @@ def test_the_polar_jacobian_is_symmetric_and_positive_semidefinite(shape):
         jacobian = jax.jit(jax.jacfwd(functools.partial(msign, gradient="polar")))(
             x
         ).reshape(x.size, x.size)
-        np.testing.assert_allclose(jacobian, jacobian.T, atol=1e-12)
+        assert_allclose(jacobian, jacobian.T, atol=1e-12)
         assert np.min(np.linalg.eigvalsh(jacobian)) > -1e-12
         reverse = jax.jit(jax.jacrev(functools.partial(msign, gradient="polar")))(
             x
         ).reshape(x.size, x.size)
-        np.testing.assert_allclose(jacobian, reverse, atol=1e-12)
+        assert_allclose(jacobian, reverse, atol=1e-12)
 
 
 @pytest.mark.thorough
@@ -299,26 +282,17 @@ def test_rank_deficiency(shape):
     x, c = oracles.with_spectrum(s, shape[1]), random(shape)
     with jax.enable_x64(True):
         rows = polar_express(8)
-        g = vjp(
-            functools.partial(msign, coefficients=rows), jnp.asarray(x), jnp.asarray(c)
-        )
+        g = pulled_back(x, c, coefficients=rows)
         assert relative(g, msign_oracles.svd_derivative(x, c, rows)) < 1e-10
         u, _, vt = np.linalg.svd(x)
         left, right = u[:, :5], vt[:5].T
         inside = left @ left.T @ c @ right @ right.T
-        g = vjp(
-            functools.partial(msign, gradient="polar"),
-            jnp.asarray(x),
-            jnp.asarray(inside),
-        )
+        g = pulled_back(x, inside, gradient="polar")
         compressed = msign_oracles.svd_derivative(
             left.T @ x @ right, left.T @ c @ right
         )
         assert relative(g, left @ compressed @ right.T) < 1e-10
-        g = vjp(
-            functools.partial(msign, gradient="polar"), jnp.asarray(x), jnp.asarray(c)
-        )
-        assert np.all(np.isfinite(g))
+        assert np.all(np.isfinite(pulled_back(x, c, gradient="polar")))
 
 
 # All orders
@@ -380,14 +354,12 @@ def test_vmap_scan_and_remat(mode):
     loss = scalar(f, shape)
     gradient = jax.jit(jax.grad(loss))
     one_by_one = jnp.stack([gradient(v) for v in x])
-    np.testing.assert_allclose(
-        jax.jit(jax.vmap(jax.grad(loss)))(x), one_by_one, atol=1e-4
-    )
+    assert_allclose(jax.jit(jax.vmap(jax.grad(loss)))(x), one_by_one, atol=1e-4)
     of_the_sum = jax.jit(jax.grad(lambda x: jnp.sum(jax.vmap(loss)(x))))
-    np.testing.assert_allclose(of_the_sum(x), one_by_one, atol=1e-4)
+    assert_allclose(of_the_sum(x), one_by_one, atol=1e-4)
     directions = jnp.asarray(random((2, *shape), 3), jnp.float32)
     forwards = jax.jit(lambda d: jax.jvp(f, (x[0],), (d,))[1])
-    np.testing.assert_allclose(
+    assert_allclose(
         jax.vmap(forwards)(directions),
         jnp.stack([forwards(d) for d in directions]),
         atol=1e-4,
@@ -404,7 +376,7 @@ def test_vmap_scan_and_remat(mode):
     expected = jax.jit(jax.grad(recurrent), static_argnums=1)(x[0], plain)
     g = f if mode == "polynomial" else jax.checkpoint(f)
     # Eight steps' polynomial and the polar factor differ by no more than float32 here.
-    np.testing.assert_allclose(
+    assert_allclose(
         jax.jit(jax.grad(recurrent), static_argnums=1)(x[0], g), expected, atol=2e-3
     )
 

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose
 
 from muonjax import adapter_mask, apply_qk_clip, dimension_numbers, mha_site
 from muonjax import nnx as nnx_loha
@@ -66,12 +67,10 @@ LAYERS = [
 def test_nnx_linear_starts_plain_then_follows_its_factors(alpha):
     layer = LoHaLinear(6, 5, rank=2, alpha=alpha, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (3, 6))
-    np.testing.assert_allclose(
-        layer(x), x @ layer.kernel[...] + layer.bias[...], atol=1e-6
-    )
+    assert_allclose(layer(x), x @ layer.kernel[...] + layer.bias[...], atol=1e-6)
     train_nnx(layer)
     want = np.asarray(x, np.float64) @ weight64(layer, layer.dot_general)
-    np.testing.assert_allclose(layer(x), want, atol=2e-5)
+    assert_allclose(layer(x), want, atol=2e-5)
     assert np.abs(layer(x) - x @ layer.kernel[...]).max() > 0.1
 
 
@@ -84,12 +83,8 @@ def test_nnx_merge_leaves_a_plain_layer_with_the_same_outputs(dtype, exact):
     adapted, want = layer(x), weight64(layer, layer.dot_general)
     nnx_loha.merge(layer)
     assert layer.dot_general is jax.lax.dot_general
-    np.testing.assert_allclose(
-        nnx.jit(lambda layer, x: layer(x))(layer, x), adapted, atol=exact
-    )
-    np.testing.assert_allclose(
-        np.asarray(layer.kernel[...], np.float64), want, atol=exact
-    )
+    assert_allclose(nnx.jit(lambda layer, x: layer(x))(layer, x), adapted, atol=exact)
+    assert_allclose(np.asarray(layer.kernel[...], np.float64), want, atol=exact)
     with pytest.raises(ValueError, match="merged already"):
         nnx_loha.merge(layer)
 
@@ -100,13 +95,13 @@ def test_add_loha_in_place_changes_no_output_and_no_path():
     before, paths = model(TOKENS), paths_of(model)
     query = model.attention.query
     assert sorted(add_loha(model, ".", rank=2, rngs=nnx.Rngs(1))) == LAYERS
-    np.testing.assert_allclose(model(TOKENS), before, atol=1e-5)
+    assert_allclose(model(TOKENS), before, atol=1e-5)
     assert model.attention.query is query
     assert paths <= paths_of(model)
     after = train_nnx(model)(TOKENS)
     assert np.abs(after - before).max() > 0.1
     nnx_loha.merge(model)
-    np.testing.assert_allclose(model(TOKENS), after, atol=2e-5)
+    assert_allclose(model(TOKENS), after, atol=2e-5)
     assert paths_of(model) == paths
     add_loha(model, "up", rank=2, rngs=nnx.Rngs(1))  # and it can be adapted again
 
@@ -205,7 +200,7 @@ def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
         clipped(LoHaParam)
     nnx_loha.merge(train_nnx(model))
     kernel = clipped(nnx.Param)["attention"]["query"]["kernel"]
-    np.testing.assert_allclose(
+    assert_allclose(
         kernel[:, 0], model.attention.query.kernel[...][:, 0] / 2, rtol=1e-6
     )
 
@@ -226,12 +221,12 @@ def test_nnx_convolution_is_the_one_with_the_adapted_kernel(conv):
     layer = LoHaConv(6, 8, (3, 2), rank=2, alpha=3.0, rngs=nnx.Rngs(0), **conv)
     plain = nnx.Conv(6, 8, (3, 2), rngs=nnx.Rngs(0), **conv)
     x = jax.random.normal(jax.random.key(1), (2, 7, 7, 6))
-    np.testing.assert_allclose(layer(x), plain(x), atol=1e-5)
+    assert_allclose(layer(x), plain(x), atol=1e-5)
     train_nnx(layer)
     plain.kernel[...] = jnp.asarray(
         weight64(layer, layer.conv_general_dilated), jnp.float32
     )
-    np.testing.assert_allclose(layer(x), plain(x), atol=1e-4)
+    assert_allclose(layer(x), plain(x), atol=1e-4)
     loss = lambda layer: jnp.sum(layer(x) ** 2)  # noqa: E731
     grads = jax.tree.leaves(nnx.grad(loss, argnums=nnx.DiffState(0, LoHaParam))(layer))
     assert len(grads) == 4

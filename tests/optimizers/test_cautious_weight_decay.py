@@ -1,8 +1,8 @@
 """Cautious weight decay, sign by sign."""
 
 import jax.numpy as jnp
-import numpy as np
 import optax
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 
@@ -12,7 +12,7 @@ def test_only_weights_that_move_towards_zero_decay():
     updates = jnp.array([1.0, -1.0, 1.0, -1.0, 1.0, 0.0, 0.0])
     tx = muonjax.cautious_weight_decay(0.25)
     found, _ = tx.update(updates, tx.init(params), params)
-    np.testing.assert_array_equal(found, [1.5, -1.0, 1.0, -1.5, 1.0, 0.5, -0.5])
+    assert_array_equal(found, [1.5, -1.0, 1.0, -1.5, 1.0, 0.5, -0.5])
 
 
 def test_signs_count_where_a_product_would_underflow():
@@ -21,15 +21,15 @@ def test_signs_count_where_a_product_would_underflow():
     found, _ = tx.update(
         jnp.array([1e-30, -1e-30], jnp.float32), tx.init(params), params
     )
-    np.testing.assert_allclose(found, [1.0, -1e-30], rtol=1e-6)
+    assert_allclose(found, [1.0, -1e-30], rtol=1e-6)
 
 
 def test_the_mask_is_optaxs():
     params = {"w": jnp.ones(2), "b": jnp.ones(2)}
     tx = muonjax.cautious_weight_decay(0.5, mask={"w": True, "b": False})
     found, _ = tx.update(params, tx.init(params), params)
-    np.testing.assert_array_equal(found["w"], [1.5, 1.5])
-    np.testing.assert_array_equal(found["b"], [1.0, 1.0])
+    assert_array_equal(found["w"], [1.5, 1.5])
+    assert_array_equal(found["b"], [1.0, 1.0])
 
 
 def test_a_schedule_counts_steps():

@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.tools.oracles import SHORT
@@ -56,16 +56,14 @@ def test_normuon_is_its_chain():
             1e-2, neuron_decay=0.9, weight_decay=0.1, adam=adam, newton_schulz=SHORT
         )
     )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, run(chain)
-    )
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-6), found, run(chain))
 
 
 def test_muonh_is_its_chain_and_keeps_the_norm():
     adam = optax.adamw(1e-3, b2=0.95)
     found = run(muonjax.muonh(0.02, adam=adam, newton_schulz=SHORT))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        lambda a, b: assert_allclose(a, b, rtol=1e-6),
         found,
         run(by_hand(muonjax.hyperball(0.02))),
     )
@@ -76,7 +74,7 @@ def test_muonh_is_its_chain_and_keeps_the_norm():
 def test_muonhs_own_adam_has_no_weight_decay():
     still = [jax.tree.map(jnp.zeros_like, PARAMS)] * 3
     found = run(muonjax.muonh(0.02, adam_learning_rate=1.0, newton_schulz=SHORT), still)
-    np.testing.assert_array_equal(found["dense"]["bias"], PARAMS["dense"]["bias"])
+    assert_array_equal(found["dense"]["bias"], PARAMS["dense"]["bias"])
 
 
 def test_muonh_needs_a_rate_for_the_other_leaves():

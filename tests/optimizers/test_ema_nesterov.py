@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.clip.attentions import EXACT, multi_head
@@ -96,9 +97,9 @@ def test_without_a_look_ahead_it_is_the_optimizer_inside():
         }
         updates, state = update(grads, state, plain)
         plain = optax.apply_updates(plain, updates)
-    np.testing.assert_allclose(ahead["w"][-1], plain["w"], atol=1e-6)
-    np.testing.assert_array_equal(ahead["w"], weights["w"])
-    np.testing.assert_array_equal(ahead["w"], expected["w"])
+    assert_allclose(ahead["w"][-1], plain["w"], atol=1e-6)
+    assert_array_equal(ahead["w"], weights["w"])
+    assert_array_equal(ahead["w"], expected["w"])
 
 
 def test_bfloat16_parameters_keep_their_dtype_in_a_scan():
@@ -122,12 +123,12 @@ def test_inside_of_multi_steps_every_micro_batch_sees_the_same_parameters():
     for a, b in (grads[:2], grads[2:]):
         updates, once = jax.jit(tx.update)({"w": (a["w"] + b["w"]) / 2}, once, wanted)
         wanted = optax.apply_updates(wanted, updates)
-    np.testing.assert_allclose(found["w"], wanted["w"], atol=1e-6)
+    assert_allclose(found["w"], wanted["w"], atol=1e-6)
     of_both = (
         muonjax.ema_nesterov_params(*pair)["w"]
         for pair in ((state, found), (once, wanted))
     )
-    np.testing.assert_allclose(*of_both, atol=1e-6)
+    assert_allclose(*of_both, atol=1e-6)
 
 
 def test_the_clip_scales_what_the_model_sees():
@@ -155,7 +156,7 @@ def test_the_clip_scales_what_the_model_sees():
     )
     found = optax.apply_updates(params, clipped)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.nan("monitor starts from it")

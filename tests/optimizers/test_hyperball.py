@@ -46,35 +46,30 @@ def test_twenty_steps_are_the_papers(shape, eta):
     assert np.linalg.norm(found - want) < 1e-5 * np.linalg.norm(want)
 
 
-def test_each_matrix_of_a_stack_has_its_own_sphere():
-    numbers = MuonDimensionNumbers(
-        reduction_axis=1, output_axis=3
-    )  # one matrix per layer and head
-    w, updates = draw((2, 6, 3, 4), 1)[0], draw((2, 6, 3, 4))
-    w *= np.array([1.0, 10.0, 100.0], np.float32)[:, None]
+@pytest.mark.parametrize(
+    ("shape", "numbers", "matrices"),
+    [
+        # One matrix for each layer and head.
+        (
+            (2, 6, 3, 4),
+            MuonDimensionNumbers(1, 3),
+            [np.s_[layer, :, head] for layer in range(2) for head in range(3)],
+        ),
+        (
+            (4, 12),
+            FusedDimensionNumbers(0, 1, parts=3, axis=1),
+            [np.s_[:, 4 * part : 4 * part + 4] for part in range(3)],
+        ),
+    ],
+)
+def test_each_matrix_and_each_part_has_its_own_sphere(shape, numbers, matrices):
+    w, updates = draw(shape, 1)[0], draw(shape)
+    for power, matrix in enumerate(matrices):
+        w[matrix] *= 10.0**power
     found = run(muonjax.hyperball(0.1, dimension_numbers={"w": numbers}), w, updates)
-    for layer in range(2):
-        for head in range(3):
-            want = oracle(
-                w[layer, :, head].astype(np.float64),
-                [u[layer, :, head] for u in updates],
-                0.1,
-            )
-            assert np.linalg.norm(found[layer, :, head] - want) < 1e-5 * np.linalg.norm(
-                want
-            )
-
-
-def test_each_part_of_a_fused_leaf_has_its_own_sphere():
-    w, updates = draw((4, 12), 1)[0], draw((4, 12))
-    w[:, 4:8] *= 50
-    numbers = FusedDimensionNumbers(0, 1, parts=3, axis=1)
-    found = run(muonjax.hyperball(0.1, dimension_numbers={"w": numbers}), w, updates)
-    for part in range(3):
-        columns = slice(4 * part, 4 * part + 4)
-        assert np.linalg.norm(found[:, columns]) == pytest.approx(
-            np.linalg.norm(w[:, columns]), rel=1e-5
-        )
+    for matrix in matrices:
+        want = oracle(np.float64(w[matrix]), [u[matrix] for u in updates], 0.1)
+        assert np.linalg.norm(found[matrix] - want) < 1e-5 * np.linalg.norm(want)
 
 
 @pytest.mark.nan

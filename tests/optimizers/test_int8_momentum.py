@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from benchmarks.common import hlo_counts
@@ -127,7 +128,7 @@ def test_extremes_stay_in_their_block():
     assert np.isnan(found[0]).all()  # never hidden
     assert not found[1].any()
     for row, size in ((2, 1e30), (3, 1e-30)):
-        np.testing.assert_allclose(found[row] / size, normal(128), atol=0.02)
+        assert_allclose(found[row] / size, normal(128), atol=0.02)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -142,7 +143,7 @@ def test_three_steps_equal_float64(nesterov):
         exact = 0.9 * momentum + np.asarray(g, np.float64)
         ahead = np.asarray(g, np.float64) + 0.9 * exact if nesterov else exact
         # The update is taken before the rounding.
-        np.testing.assert_allclose(updates["w"], ahead, atol=1e-5)
+        assert_allclose(updates["w"], ahead, atol=1e-5)
         momentum = np.asarray(
             dequantize(state.trace["w"], state.scale["w"]), np.float64
         )
@@ -232,7 +233,7 @@ def test_the_monitor_measures_the_momentum():
         _, state = members(tx, tree, 1)
         norms.append(float(state.statistics["muon"]["momentum_norm"]))
     assert norms[1] > 1
-    np.testing.assert_allclose(*norms, rtol=1e-2)
+    assert_allclose(*norms, rtol=1e-2)
 
 
 # Meshes
@@ -276,7 +277,7 @@ def test_the_state_is_sharded_as_its_parameter_and_no_collective_is_added(axis_t
     alone = muonjax.muon(0.1, mu_dtype=jnp.int8, **settings)
     expected, _ = jax.jit(alone.update)(tree, alone.init(tree), tree)
     for name in tree:
-        np.testing.assert_allclose(results[0][name], expected[name], atol=1e-5)
+        assert_allclose(results[0][name], expected[name], atol=1e-5)
 
 
 def test_a_block_that_would_cross_a_shard_is_refused():
@@ -309,11 +310,9 @@ def test_a_state_changes_its_dtype_by_name():
     assert jax.tree.structure(back) == jax.tree.structure(state)
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         if a.ndim > 1:
-            np.testing.assert_allclose(
-                a, numpy_rounded(np.asarray(b, np.float64)), atol=1e-5
-            )
+            assert_allclose(a, numpy_rounded(np.asarray(b, np.float64)), atol=1e-5)
         else:
-            np.testing.assert_array_equal(a, b)
+            assert_array_equal(a, b)
     found, expected = (
         jax.jit(tx.update)(gradients(9, tree), s, tree)[0]
         for tx, s in ((narrow, cast), (wide, state))

@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from benchmarks.common import hlo_counts
@@ -95,7 +96,7 @@ def trained(tx, tree, distribution, memory_kind, steps=2):
 
 
 def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    jax.tree.map(assert_array_equal, a, b)
 
 
 def same_but_for_fused_products(a, b):
@@ -104,9 +105,9 @@ def same_but_for_fused_products(a, b):
     def compare(x, y):
         x, y = np.asarray(x), np.asarray(y)
         if x.dtype == np.int8:
-            np.testing.assert_allclose(x.astype(int), y.astype(int), atol=1)
+            assert_allclose(x.astype(int), y.astype(int), atol=1)
         else:
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+            assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
     jax.tree.map(compare, a, b)
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
@@ -91,7 +92,7 @@ def test_ten_steps_equal_the_float64_oracle(nesterov):
             learning_rate=0.01,
             nesterov=nesterov,
         )[-1]
-        np.testing.assert_allclose(ours[name], expected, atol=2e-5)
+        assert_allclose(ours[name], expected, atol=2e-5)
 
 
 @needs_consistent_rms
@@ -110,7 +111,7 @@ def test_ten_steps_equal_optax():
         jax.tree.leaves(trajectory(theirs, start)),
         strict=True,
     ):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+        assert_allclose(a, b, atol=2e-5)
 
 
 def test_golden_values():
@@ -127,7 +128,7 @@ def test_golden_values():
     step = 0.2 * 3**0.5 * (u @ vh)
     first = np.asarray(w) - 0.1 * (step + 0.1 * np.asarray(w))
     second = first - 0.1 * (-step + 0.1 * first)
-    np.testing.assert_allclose(tree["kernel"], second, atol=0.1 * 0.2 * 3**0.5 * 0.25)
+    assert_allclose(tree["kernel"], second, atol=0.1 * 0.2 * 3**0.5 * 0.25)
 
 
 @pytest.mark.interop
@@ -152,7 +153,7 @@ def test_ten_steps_equal_torch():
         theirs.step()
     ours = trajectory(muonjax.muon(0.01, newton_schulz=JORDAN5), start)
     for name, weight in weights.items():
-        np.testing.assert_allclose(ours[name], weight.detach().numpy(), atol=0.03)
+        assert_allclose(ours[name], weight.detach().numpy(), atol=0.03)
 
 
 @pytest.mark.thorough
@@ -165,10 +166,10 @@ def test_adamw_and_not_nadamw_takes_the_rest():
         mask={"embed": True, "attention": False, "mlp": False},
     )
     expected, _ = run(adamw, params())
-    np.testing.assert_allclose(
+    assert_allclose(
         tree["embed"]["embedding"], expected["embed"]["embedding"], rtol=1e-5
     )
-    np.testing.assert_allclose(
+    assert_allclose(
         tree["attention"]["query"]["bias"],
         expected["attention"]["query"]["bias"],
         rtol=1e-5,
@@ -180,7 +181,7 @@ def test_a_given_adam_is_used_as_it_is():
     tree, _ = run(
         muonjax.muon(0.01, adam=optax.sgd(0.5), newton_schulz=SHORT), params(), steps=1
     )
-    np.testing.assert_allclose(
+    assert_allclose(
         tree["mlp"]["bias"], params()["mlp"]["bias"] - 0.5 * gradients(0)["mlp"]["bias"]
     )
 
@@ -193,9 +194,7 @@ def test_rms_none_is_the_width_rule():
         )
         tree = {"kernel": normal(32, 8)}
         updates, _ = tx.update({"kernel": normal(32, 8, seed=1)}, tx.init(tree), tree)
-        np.testing.assert_allclose(
-            np.linalg.norm(updates["kernel"], 2), scale, rtol=1e-4
-        )
+        assert_allclose(np.linalg.norm(updates["kernel"], 2), scale, rtol=1e-4)
 
 
 @pytest.mark.thorough
@@ -327,7 +326,7 @@ def test_a_tree_is_routed_once_and_its_chain_is_built_once(jit, monkeypatch):
     tx.update(other, tx.init(other), other, max_logits=statistics)
     found, _ = run(tx, params(), steps=1, jit=jit, max_logits=statistics)
     assert (len(routed), len(built)) == (3, 3)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize(("make", "rates"), [
@@ -337,9 +336,7 @@ def test_inject_hyperparams(make, rates):
     tx = optax.inject_hyperparams(make)(newton_schulz=SHORT, **rates)
     tree, state = run(tx, params(), steps=2)
     plain, _ = run(make(newton_schulz=SHORT, **rates), params(), steps=2)
-    np.testing.assert_allclose(
-        tree["mlp"]["kernel"], plain["mlp"]["kernel"], rtol=1e-5, atol=1e-6
-    )
+    assert_allclose(tree["mlp"]["kernel"], plain["mlp"]["kernel"], rtol=1e-5, atol=1e-6)
     state.hyperparams.update(dict.fromkeys(rates, jnp.asarray(0.0)))
     updates, _ = tx.update(gradients(5), state, tree)
     assert max(np.abs(u).max() for u in jax.tree.leaves(updates)) < 1e-6
@@ -433,12 +430,10 @@ def test_adamclip_is_adamw_then_the_clip():
     )
     plain, _ = run(optax.adamw(0.01), params(), steps=1)
     query = np.asarray(plain["attention"]["query"]["kernel"])
-    np.testing.assert_allclose(
+    assert_allclose(
         tree["attention"]["query"]["kernel"][:, 0], query[:, 0] / 2, rtol=1e-5
     )
-    np.testing.assert_array_equal(
-        tree["attention"]["query"]["kernel"][:, 1], query[:, 1]
-    )
+    assert_array_equal(tree["attention"]["query"]["kernel"][:, 1], query[:, 1])
 
 
 def test_a_program_says_which_stacked_leaves_are_vectors_and_do_not_decay():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from benchmarks.optimizer.half_precision import EMULATED
@@ -32,20 +33,20 @@ def test_every_axis_order_gives_the_same_matrix():
         dimension_numbers={"w": MuonDimensionNumbers(0, (1, 2))},
         newton_schulz=EXACT,
     )["w"]
-    np.testing.assert_allclose(y, expected, atol=1e-5)
+    assert_allclose(y, expected, atol=1e-5)
     out = jnp.transpose(x, (1, 2, 0))
     y = update(
         {"w": out},
         dimension_numbers={"w": MuonDimensionNumbers((0, 1), -1)},
         newton_schulz=EXACT,
     )["w"]
-    np.testing.assert_allclose(y, np.transpose(expected, (1, 2, 0)), atol=1e-5)
+    assert_allclose(y, np.transpose(expected, (1, 2, 0)), atol=1e-5)
 
 
 def test_leaves_without_dimension_numbers_pass_through():
     tree = {"w": normal(4, 6), "b": normal(6)}
     y = update(tree, dimension_numbers={"w": MuonDimensionNumbers(), "b": None})
-    np.testing.assert_array_equal(y["b"], tree["b"])
+    assert_array_equal(y["b"], tree["b"])
     assert not np.array_equal(y["w"], tree["w"])
 
 
@@ -62,12 +63,12 @@ def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
         parts = map_groups(
             lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu")
         )[0]
-        np.testing.assert_allclose(parts, once, atol=1e-6)
+        assert_allclose(parts, once, atol=1e-6)
         wide, transposed = map_groups(
             lambda x: muonjax.newton_schulz(x, EXACT), [x, x[:tall].mT], Policy("cpu")
         )
-        np.testing.assert_allclose(wide, once, atol=1e-6)
-        np.testing.assert_allclose(transposed.mT, once[:tall], atol=1e-6)
+        assert_allclose(wide, once, atol=1e-6)
+        assert_allclose(transposed.mT, once[:tall], atol=1e-6)
 
 
 @pytest.mark.thorough
@@ -179,7 +180,7 @@ def test_neighbors_share_a_program_with_columns_of_zeros():
     assert number == 1
     for shape, y in zip(shapes, together, strict=True):
         (alone,), _ = stacks(gpu, shape)
-        np.testing.assert_allclose(y, alone, atol=2e-2)
+        assert_allclose(y, alone, atol=2e-2)
     assert stacks(gpu, (1, 32, 64), (1, 32, 48))[1] == 2
     assert stacks(tpu, *shapes)[1] == 3
     assert gpu.pads(128, 4096)
@@ -212,7 +213,7 @@ def test_matrices_of_one_short_side_share_a_program_in_blocks(dtype):
         assert together[name].dtype == x.dtype
         alone = jax.jit(muonjax.newton_schulz)(x)
         last_digit = jnp.finfo(dtype).eps if dtype == "bfloat16" else 0
-        np.testing.assert_allclose(
+        assert_allclose(
             np.float32(together[name]), np.float32(alone), rtol=last_digit, atol=1e-5
         )
     assert np.isnan(together["bad"]).all()
@@ -228,7 +229,7 @@ def test_a_square_in_blocks_with_its_neighbors_is_not_transposed():
     alone = jax.jit(muonjax.newton_schulz)
     for name, y in update(tree).items():
         x = tree[name] if name != "tall" else tree[name].mT
-        np.testing.assert_allclose(y if name != "tall" else y.mT, alone(x), atol=1e-5)
+        assert_allclose(y if name != "tall" else y.mT, alone(x), atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -244,7 +245,7 @@ def test_blocks_take_any_settings_and_complex_matrices(settings):
         for name, y in update(tree, newton_schulz=settings).items():
             alone = jax.jit(lambda x: muonjax.newton_schulz(x, settings))(tree[name])
             # Where products are rounded to half precision, sums in another order round differently.
-            np.testing.assert_allclose(
+            assert_allclose(
                 y, alone, atol=2e-2 if settings.compute_dtype == jnp.bfloat16 else 2e-5
             )
 
@@ -263,7 +264,7 @@ def test_an_update_in_blocks_or_transposed_has_derivatives_both_ways():
     alone = total(lambda tree: jax.tree.map(muonjax.newton_schulz, tree))
     want, got = jax.jit(jax.grad(alone))(tree), jax.jit(jax.grad(total(update)))(tree)
     for name in tree:
-        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=1e-11)
+        assert_allclose(got[name], want[name], rtol=0, atol=1e-11)
     _, tangent = jax.jit(lambda tree: jax.jvp(total(update), (tree,), (tree,)))(tree)
     assert abs(tangent) < 1e-10  # a scale changes nothing
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from muonjax._transforms.learning_rate import adamw
@@ -48,7 +49,7 @@ def test_a_schedule_of_the_momentum_equals_float64(nesterov):
         update, state = tx.update(gradient, state)
         momentum = np.asarray(gradient, np.float64) + warm_up(step) * momentum
         expected = gradient + warm_up(step) * momentum if nesterov else momentum
-        np.testing.assert_allclose(update, expected, rtol=1e-5, atol=1e-6)
+        assert_allclose(update, expected, rtol=1e-5, atol=1e-6)
 
 
 OPTIMIZERS = {
@@ -80,7 +81,7 @@ def test_each_optimizer_takes_a_schedule_of_the_momentum(name):
         for step in range(STEPS):
             gradient = gradients(step)["attention"][leaf]["kernel"]
             expected = np.asarray(gradient, np.float64) + warm_up(step) * expected
-        np.testing.assert_allclose(momentum, expected, rtol=1e-5, atol=1e-6)
+        assert_allclose(momentum, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_number_keeps_the_state_of_optax():
@@ -136,4 +137,4 @@ def test_adamw_and_its_rate_are_those_of_optax(rate, dtype):
         grads = jax.tree.map(lambda g: g.astype(dtype), gradients(step))
         updates, states[0] = ours.update(grads, states[0], params)
         expected, states[1] = theirs.update(grads, states[1], params)
-        jax.tree.map(np.testing.assert_array_equal, updates, expected)
+        jax.tree.map(assert_array_equal, updates, expected)

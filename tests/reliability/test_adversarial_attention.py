@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.reliability.adversarial import BAD, numbers
@@ -96,9 +97,7 @@ def test_any_queries_and_keys(data):
             # Subnormal factors may count as zero.
             finite = [np.abs(x)[np.isfinite(x)].max(initial=1) for x in (query, key)]
             lost = TINY * 8 * sum(finite)
-            np.testing.assert_allclose(
-                got[head], visible.max(), rtol=0, atol=1e-5 * size + lost
-            )
+            assert_allclose(got[head], visible.max(), rtol=0, atol=1e-5 * size + lost)
 
 
 def weights(rng, heads, key_heads):
@@ -154,9 +153,7 @@ def test_any_statistic_and_threshold(key_heads, signal, threshold, exponent, see
             threshold / signal.astype(np.float64),
             1.0,
         )
-    np.testing.assert_allclose(
-        state.factors["attention"], np.maximum(gamma, TINY), rtol=1e-6
-    )
+    assert_allclose(state.factors["attention"], np.maximum(gamma, TINY), rtol=1e-6)
     params, now, after = (tree["attention"] for tree in (params, now, after))
     factors = {
         name: np.asarray(now[name]["kernel"], np.float64)[0, :, 0]
@@ -165,12 +162,12 @@ def test_any_statistic_and_threshold(key_heads, signal, threshold, exponent, see
     }
     # The product of both factors is the clip of each head.
     product = factors["query"] * np.repeat(factors["key"], heads // key_heads)
-    np.testing.assert_allclose(product, np.maximum(gamma, TINY), rtol=1e-5, atol=1e-30)
+    assert_allclose(product, np.maximum(gamma, TINY), rtol=1e-5, atol=1e-30)
     for name, count in (("query", heads), ("key", key_heads)):
         for leaf in ("kernel", "bias"):
             p, a, b = (np.asarray(tree[name][leaf]) for tree in (params, now, after))
             assert np.isfinite(a).all()
-            np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6 * np.abs(p).max())
+            assert_allclose(b, a, rtol=1e-5, atol=1e-6 * np.abs(p).max())
             quiet = factors[name] == 1
-            np.testing.assert_array_equal(a[..., quiet, :], p[..., quiet, :])
+            assert_array_equal(a[..., quiet, :], p[..., quiet, :])
         assert count == len(factors[name])

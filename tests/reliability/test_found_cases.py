@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.tools.tiers import quick
@@ -31,9 +32,7 @@ def test_values_out_of_range_are_refused(call, message):
 def test_a_single_entry_is_its_own_polar_factor(shape, dtype):
     x = jnp.zeros(shape, dtype).at[3, 5].set(7)
     y = jax.jit(muonjax.newton_schulz)(x)  # XLA turns a / b / b into a / (b * b)
-    np.testing.assert_allclose(
-        np.asarray(y, np.float32), np.asarray(x / 7, np.float32), atol=0.1
-    )
+    assert_allclose(np.asarray(y, np.float32), np.asarray(x / 7, np.float32), atol=0.1)
 
 
 @pytest.mark.nan
@@ -47,7 +46,7 @@ def test_a_bad_number_among_zeros_is_not_hidden(bad):
     ):
         y = np.asarray(jax.jit(muonjax.newton_schulz, static_argnums=1)(x, settings))
         assert np.isnan(y[0]).any()
-        np.testing.assert_array_equal(y[1], 0)
+        assert_array_equal(y[1], 0)
 
 
 @pytest.mark.parametrize("shape", [(), (8,)])
@@ -66,6 +65,4 @@ def test_a_schedule_without_a_positive_threshold_clips_nothing(limit):
     updates, _ = tx.update(
         params, tx.init(params), params, max_logits={"a": jnp.asarray([-0.5, 7.0])}
     )
-    np.testing.assert_array_equal(
-        optax.apply_updates(params, updates)["a"]["key"]["kernel"], 1
-    )
+    assert_array_equal(optax.apply_updates(params, updates)["a"]["key"]["kernel"], 1)
