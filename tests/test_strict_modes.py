@@ -11,12 +11,13 @@ import pytest
 import muonjax
 from muonjax._common.platform import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
+from tests.tools.oracles import queries_and_keys
 from tests.tools.tiers import quick
 
 STACK = np.random.default_rng(0).standard_normal((2, 24, 32)).astype(np.float32)
 
 
-PARAMS = {"attention": {n: {"kernel": jnp.ones((16, 2, 8))} for n in ("query", "key")}}
+PARAMS = {"attention": queries_and_keys(16, 2, 8)}
 PARAMS |= {
     "mlp": {"kernel": jnp.ones((3, 16, 40)), "bias": jnp.ones((3, 40))},
     "embedding": jnp.ones((9, 16)),

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import muonjax
-from tests.tools.oracles import SHORT
+from tests.tools.oracles import SHORT, queries_and_keys
 
 
 def calls(message):
@@ -23,7 +23,7 @@ def calls(message):
     return found
 
 
-ATTENTION = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
+ATTENTION = {"a": queries_and_keys(8, 2, 4)}
 SITE = muonjax.mha_site()
 
 

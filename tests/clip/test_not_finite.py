@@ -10,9 +10,10 @@ from numpy.testing import assert_array_equal
 
 import muonjax
 from muonjax._clip.statistics import larger, largest
+from tests.tools.oracles import queries_and_keys
 
 pytestmark = pytest.mark.nan
-PARAMS = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
+PARAMS = {"a": queries_and_keys(8, 2, 4)}
 ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
 BAD = [np.nan, np.inf, -np.inf]
 

@@ -25,7 +25,7 @@ from tests.clip.attentions import (
     projected,
     zero_update,
 )
-from tests.tools.oracles import SHORT
+from tests.tools.oracles import SHORT, queries_and_keys
 from tests.tools.tiers import quick, thorough
 
 
@@ -123,7 +123,7 @@ def test_heads_below_the_threshold_are_bit_identical_to_muon_alone():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_clipped_parameters_keep_their_dtype(dtype):
-    params = {n: {"kernel": jnp.ones((3, 2, 2), dtype)} for n in ("query", "key")}
+    params = queries_and_keys(3, 2, 2, dtype=dtype)
     clipped = muonjax.apply_qk_clip(
         params, {"max_logits": jnp.array([400.0, 50.0])}, muonjax.mha_site()
     )

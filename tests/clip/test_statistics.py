@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.clip.attentions import multi_head, projected, zero_update
-from tests.tools.oracles import SHORT, normal
+from tests.tools.oracles import SHORT, normal, queries_and_keys
 
 HOT = jnp.asarray([400.0, 1.0, 1.0, 1.0])
 
@@ -43,9 +43,7 @@ def test_axes_of_batch_between_layers_and_heads():
 
 def test_micro_batches_are_not_taken_for_layers():
     """`lax.map` stacks micro-batches in front of the layers: the first of two equal axes may be either."""
-    params = {
-        "a": {name: {"kernel": jnp.ones((4, 8, 2, 4))} for name in ("query", "key")}
-    }
+    params = {"a": queries_and_keys(4, 8, 2, 4)}
     by_layer = jnp.ones((4, 2)).at[0].set(400.0)
     for micro_batches, message in (
         (4, "as long as that of layers"),
@@ -63,9 +61,7 @@ def test_micro_batches_are_not_taken_for_layers():
 
 
 def test_two_levels_of_layers():
-    params = {
-        "a": {name: {"kernel": jnp.ones((2, 2, 12, 2, 4))} for name in ("query", "key")}
-    }
+    params = {"a": queries_and_keys(2, 2, 12, 2, 4)}
     statistic = jnp.ones((2, 2, 2)).at[1, 0, 1].set(400.0)
     got = muonjax.apply_qk_clip(
         params, {"a": statistic[:, :, None]}, muonjax.mha_site(), 100.0
@@ -76,9 +72,7 @@ def test_two_levels_of_layers():
 
 def test_a_stack_of_one_layer():
     """A scan of length one is no loop for the program, whose statistic has no axis of layers then."""
-    params = {
-        "a": {name: {"kernel": jnp.ones((1, 8, 2, 4))} for name in ("query", "key")}
-    }
+    params = {"a": queries_and_keys(1, 8, 2, 4)}
     tx = muonjax.qk_clip(10.0, muonjax.mha_site())
     state = tx.init(params)
     assert state.factors["a"].shape == (1, 2)
@@ -140,9 +134,7 @@ def test_statistics_that_do_not_fit(statistics, message):
 
 
 def test_stacked_statistics_in_another_order():
-    params = {
-        "a": {name: {"kernel": jnp.ones((3, 12, 2, 4))} for name in ("query", "key")}
-    }
+    params = {"a": queries_and_keys(3, 12, 2, 4)}
     with pytest.raises(
         ValueError,
         match=r"shape \(2, 3\); the parameters say \(3, 2\), layers before heads",

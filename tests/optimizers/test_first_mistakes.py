@@ -14,10 +14,10 @@ from flax.serialization import from_state_dict, to_state_dict
 
 import muonjax
 import muonjax.optax_contrib
-from tests.tools.oracles import SHORT
+from tests.tools.oracles import SHORT, queries_and_keys
 
 PARAMS = {"dense": {"kernel": jnp.ones((8, 16)), "bias": jnp.zeros(16)}}
-ATTENTION = {"a": {name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")}}
+ATTENTION = {"a": queries_and_keys(8, 2, 4)}
 
 
 MODEL = NamedTuple("Transformed", [("init", object), ("apply", object)])(len, len)

@@ -9,9 +9,9 @@ from flax import nnx
 from flax.serialization import to_state_dict
 
 import muonjax
-from tests.tools.oracles import SHORT
+from tests.tools.oracles import SHORT, queries_and_keys
 
-PARAMS = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+PARAMS = {"attention": queries_and_keys(8, 2, 4)}
 HOT = {"attention": jnp.array([400.0, 50.0])}
 SITE = muonjax.mha_site()
 

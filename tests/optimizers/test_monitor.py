@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import muonjax
-from tests.tools.oracles import SHORT
+from tests.tools.oracles import SHORT, queries_and_keys
 
 pytestmark = pytest.mark.nan  # it marks what was not measured
 
@@ -247,9 +247,7 @@ def test_between_measurements_the_last_values_stay_also_in_a_scan():
 
 
 def test_a_group_can_be_left_out_and_a_clip_gets_its_statistics():
-    params = {
-        "attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}
-    }
+    params = {"attention": queries_and_keys(8, 2, 4)}
     tx = muonjax.monitor(
         muonjax.muonclip(1e-3, muonjax.mha_site(), newton_schulz=SHORT),
         groups=lambda p: "q" if "query" in p else None,

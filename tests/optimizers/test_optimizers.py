@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from tests.tools import oracles
-from tests.tools.oracles import SHORT, normal
+from tests.tools.oracles import SHORT, normal, queries_and_keys
 from tests.tools.tiers import quick, thorough
 
 JORDAN5 = NewtonSchulz(
@@ -345,11 +345,7 @@ def test_inject_hyperparams(make, rates):
 @quick("muonclip")
 @pytest.mark.parametrize("optimizer", [muonjax.muonclip, muonjax.adamclip])
 def test_inject_hyperparams_into_the_clipped(optimizer):
-    tree = {
-        "attention": {
-            name: {"kernel": jnp.ones((8, 2, 4))} for name in ("query", "key")
-        }
-    }
+    tree = {"attention": queries_and_keys(8, 2, 4)}
     logits = {"attention": jnp.array([400.0, 50.0])}
     injected = optax.inject_hyperparams(optimizer)
     tx, plain = (

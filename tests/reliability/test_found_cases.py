@@ -8,6 +8,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
+from tests.tools.oracles import queries_and_keys
 from tests.tools.tiers import quick
 
 
@@ -58,7 +59,7 @@ def test_a_tree_may_be_one_array(shape):
 
 @pytest.mark.parametrize("limit", [0.0, -1.0])
 def test_a_schedule_without_a_positive_threshold_clips_nothing(limit):
-    params = {"a": {name: {"kernel": jnp.ones((4, 2, 4))} for name in ("query", "key")}}
+    params = {"a": queries_and_keys(4, 2, 4)}
     tx = optax.chain(
         optax.sgd(0.0), muonjax.qk_clip(lambda _: limit, muonjax.mha_site())
     )

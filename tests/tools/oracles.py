@@ -17,6 +17,11 @@ def normal(*shape, seed=0, scale=1.0, dtype=jnp.float32):
     return on_device(scale * np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
+def queries_and_keys(*shape, dtype=jnp.float32):
+    """The kernels of one attention, of ones."""
+    return {name: {"kernel": jnp.ones(shape, dtype)} for name in ("query", "key")}
+
+
 def on_device(x, dtype=jnp.float32):
     """NumPy's x, which NumPy rounds: JAX would compile a program for each shape, as it does without a dtype."""
     return jnp.asarray(np.asarray(x, dtype), dtype)
