@@ -1,4 +1,4 @@
-"""Models of public libraries, computed: the largest logits are what goes into softmax, and a clip is exact."""
+"""Models of public libraries, computed: loss and gradients are those of JAX, and a clip is exact."""
 
 import functools
 

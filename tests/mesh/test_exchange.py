@@ -1,4 +1,4 @@
-"""What is exchanged: half the bytes where the iteration computes in half precision, and one maximum for the clip."""
+"""What is exchanged: half the bytes where the iteration computes in half precision."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Real Flax models, rules, and what is open; the kinds of layers are in trees/layouts.txt."""
+"""Forms of trees, rules, and what is open; the kinds of layers are in trees/layouts.txt."""
 
 import dataclasses
 import re
