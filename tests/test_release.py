@@ -70,20 +70,29 @@ def test_links_of_the_readme_work_elsewhere(tmp_path):
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
-def test_a_page_can_say_how_to_install_from_pypi(tmp_path, page):
-    copy = tmp_path / "page.md"
-    text = (ROOT / page).read_text()
-    copy.write_text(text)
-    code = f"r['write_install'](__import__('pathlib').Path('{copy}'))"
-    done = release(code)
-    assert done.returncode == 0, done.stderr
-    before, rest = text.split("<!-- install -->")
-    written = copy.read_text()
-    assert written.startswith(before)
-    assert written.endswith(rest.split("<!-- end -->", 1)[1])
-    assert "pip install muonjax\n" in written
-    assert "not on PyPI" not in written
+def test_one_switch_installs_from_pypi_and_shows_the_badges(tmp_path):
+    """It works a second time too, because each later release builds a README that has been switched."""
+    pages = "README.md", "docs/quickstart.md"
+    (tmp_path / "docs").mkdir()
+    for page in pages:
+        (tmp_path / page).write_text((ROOT / page).read_text())
+    for _ in range(2):
+        code = f"r['publish'](__import__('pathlib').Path('{tmp_path}'), 'someone')"
+        done = release(code)
+        assert done.returncode == 0, done.stderr
+        for page in pages:
+            before, rest = (ROOT / page).read_text().split("<!-- install -->")
+            switched, after = (tmp_path / page).read_text().split("<!-- install -->")
+            assert after.split("<!-- end -->", 1)[1] == rest.split("<!-- end -->", 1)[1]
+            assert "pip install muonjax\n" in after
+            assert "not on PyPI" not in after
+            assert switched == before or page == "README.md"
+        badge = "\n[![PyPI](https://img.shields.io/pypi/v/muonjax.svg)]"
+        readme = (tmp_path / "README.md").read_text()
+        assert badge in readme
+        assert "github.com/someone/muonjax/actions" in readme
+        assert "OWNER" not in readme
+    (tmp_path / "README.md").write_text("# No block\n")
     assert "it needs one" in release(code).stderr
 
 
