@@ -80,7 +80,7 @@ class ClipByStatistic:
     axis_name: Any = None
 
     def __post_init__(self):
-        # The default is None, for optax.inject_hyperparams makes an array of a default that is a number.
+        # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
         every_k = 1 if self.every_k is None else self.every_k
         why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
         object.__setattr__(self, "every_k", whole_number(self.call, "every_k", every_k, 1, why))
@@ -98,7 +98,7 @@ class ClipByStatistic:
     def init(self, params: optax.Params) -> QKClipState:
         """The state before the first update."""
         # To find the parts of a state that are like parameters, Optax calls `init` with a placeholder without leaves.
-        # No part of this state is like a parameter; for Optax, one array in the place of each dictionary means that.
+        # One array in place of each dictionary tells Optax that no part of this state is like a parameter.
         if not jax.tree.leaves(params, is_leaf=is_masked):
             return QKClipState(jnp.zeros([], jnp.int32), *(jnp.zeros([]) for _ in range(4)))  # pyright: ignore
         with errors_of(self.call):
@@ -107,7 +107,7 @@ class ClipByStatistic:
         self._warn_of_low_precision(sites, modules)
         state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
         for site in sites:
-            # On the mesh of the parameters, where that has explicit axis types.
+            # On the mesh of the parameters if it has explicit axis types.
             zero = zero_beside(modules.leaves[site.scales[0].leaf])
             zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
             # A new array for each field: a buffer that is in two places can't be donated.
@@ -125,7 +125,7 @@ class ClipByStatistic:
         params: Any = None,
         **extra_args: Any,
     ) -> tuple[Any, QKClipState]:
-        """The updates with which clipped weights arrive at what the clip makes of them."""
+        """The updates that take the weights to their clipped values."""
         check_order(self.call, updates, state, params)
         if not hasattr(state, "factors"):
             raise ValueError(other_state(self.call, state))
@@ -162,7 +162,7 @@ class ClipByStatistic:
         after = QKClipState(count, {}, {}, {}, {})
         for site in sites:
             name = site.name
-            # As the state is sharded, also where the statistics are not: its buffers can be donated.
+            # Sharded as the state is, even if the statistics are not, so that its buffers can be donated.
             maximum = sharded_like(maxima[name], state.maxima[name])
             # Between two clips the largest of all micro-batches is kept.
             if self.every_k > 1:
@@ -233,8 +233,10 @@ def clip_factor(
     signal: Float[Array, "*layers entries"],
     threshold: Any,
 ) -> Float[Array, "*layers entries"]:
-    """γ = min(1, threshold / S); exactly 1 where S is not a finite number above the threshold, and the threshold not
-    positive (a schedule's can't be checked)."""
+    """γ = min(1, threshold / S); exactly 1 unless S is finite and above the threshold.
+
+    It is also 1 if the threshold is not positive, which a schedule may return.
+    """
     threshold = jnp.asarray(threshold, jnp.float32)
     # NaN compares as False, so that it is not hot either.
     is_hot = (signal > threshold) & jnp.isfinite(signal) & (threshold > 0)
@@ -259,14 +261,14 @@ def parameter_factors(
             power, path = placed_scale.scale.power, placed_scale.leaf
             if power == 0:
                 continue
-            # Features of one kernel may belong to two factors, as query and rotary do: outside of each it is 1.
+            # A kernel's features may belong to two factors, such as query and rotary; each is 1 elsewhere.
             factor = placed_scale.spread(_power(gammas[site.name], power))
             factors[path] = factors[path] * factor if path in factors else factor
     return factors
 
 
 def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
-    # By name where it can be: exact, and faster than a general power.
+    # The square root is exact, and faster than a general power.
     if power == 1.0:
         return x
     if power == 0.5:
@@ -279,7 +281,7 @@ def scaled_leaves(
     params: Mapping[str, jax.Array],
     factors: Mapping[str, jax.Array],
 ) -> Any:
-    """The updates with which each parameter arrives at its factor times what it would be."""
+    """The updates after which each parameter is its factor times what it would be otherwise."""
     leaves = flatten_paths(updates)
     for path, factor in factors.items():
         if path not in leaves or is_masked(leaves[path]):
@@ -293,7 +295,7 @@ def scaled_update(
     p: Float[Array, "*parameter"],
     f: Float[Array, "*#parameter"],
 ) -> Float[Array, "*parameter"]:
-    """u' with p + u' = f·(p + u), and u bit for bit where f = 1 (where 0·p would turn −0 into 0, and inf into NaN)."""
+    """u' with p + u' = f·(p + u); u bit for bit where f = 1, because 0·p turns −0 into 0 and inf into NaN."""
     # A half-precision update of a float32 weight would miss the bound.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)

@@ -28,7 +28,7 @@ def _parent(path: str) -> str:
 
 
 class Modules:
-    """The leaves of a tree of parameters by path, and the paths below each of its modules: one walk for all."""
+    """The leaves of a tree of parameters by path, and the paths below each of its modules."""
 
     def __init__(self, params: Any):
         self.leaves = flatten_paths(params)
@@ -55,7 +55,7 @@ def find_sites(
 ) -> tuple[list[PlacedSite], set[str]]:
     """Every module that the sites match, checked against the parameters.
 
-    Also the keys of the statistics of a program's attentions whose parameters are not all trained: they are skipped.
+    Also returns which statistics are skipped: those of a program's attentions with parameters that do not train.
     """
     by_signal: dict[str, PlacedSite] = {}
     not_trained: set[str] = set()
@@ -99,7 +99,7 @@ def _matched(site: Site, only: str | None, modules: Modules) -> list[str]:
     # The child that tells a site's module from others: the submodule of the first parameter.
     first = site.scales[0].path
     child = _parent(first) or first
-    # One look in place of a search: a program has a site for each of perhaps a thousand modules.
+    # A look-up and not a search, because a program may have sites for a thousand modules.
     candidates = sorted(modules.inside) if only is None else [only]
     matched = [
         root
@@ -130,7 +130,7 @@ def _placed(site: Site, root: str, modules: Modules) -> PlacedSite:
         path = below(root, scale.path)
         if not scale.optional or modules.leaves.get(path) is not None:
             scales.append(placed(scale, path, _shape(root, path, modules), scan_axis))
-    # What the program has proved needs no judgement by names.
+    # A program has proved that the scales are complete, so no name is judged.
     if not site.exact:
         if any(scale.factor in ("query", "key") for scale in site.scales):
             _refuse_norms(root, site.norms, modules)

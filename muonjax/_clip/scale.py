@@ -176,7 +176,7 @@ class PlacedScale(NamedTuple):
             table = jnp.pad(table, widths, constant_values=1.0)
         table = table.reshape(*layers, -1)[..., : self.size]
         sizes = [self.shape[axis] for axis in self.entry_axes]
-        # Outside of start:start + size the axes hold something else, as the values of a fused kernel.
+        # Outside of start:start + size the axes hold something else, such as the values of a fused kernel.
         before = self.scale.start
         after = math.prod(sizes) - before - self.size
         if before or after:

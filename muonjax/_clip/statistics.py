@@ -103,9 +103,9 @@ def larger(
     a: Float[Array, "*shape"],
     b: Float[Array, "*shape"],
 ) -> Float[Array, "*shape"]:
-    """The larger of two, entry by entry; one that is not finite counts only where neither is, and NaN shows there."""
+    """The larger of two, entry by entry. An entry that is not finite counts only if both are not; NaN is then kept."""
     is_finite = jnp.isfinite(a)
-    # Where both are finite or neither is, the maximum counts; it passes NaN on.
+    # If both are finite or neither is, take the maximum, which passes NaN on.
     are_alike = is_finite == jnp.isfinite(b)
     finite_one = jnp.where(is_finite, a, b)
     return jnp.where(are_alike, jnp.maximum(a, b), finite_one)

@@ -3,7 +3,7 @@
 Where the name leaves several readings of a shape, the evidence is taken in this order: the bias
 (what has a bias is an output axis), the attention's other projections (they agree on d, heads and
 size), what the rest of the tree stores first (`weight` as (out, in)), and last the shape alone (two
-axes are (in, out); equal small axes before larger ones are a window). Where none of them tells,
+axes are (in, out); equal small axes before larger ones are a window). If none of them decides,
 there is no answer.
 """
 
@@ -61,7 +61,7 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
 
 
 def _is_stored_as_up(p: Parameter, neighbors: Neighbors) -> bool:
-    """Whether a down kernel is [d, hidden], as the up kernel next to it: seqax' are."""
+    """Whether a down kernel is stored as [d, hidden], like the up kernel next to it, as in seqax."""
     if not re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", p.layer):
         return False
     for other in neighbors.beside(p):
@@ -82,7 +82,7 @@ def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
 
 
 def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
-    """The axes that the bias has; none where it does not tell."""
+    """The kernel's axes that its bias has too; empty if the bias does not show them."""
     shape, rank = p.shape, p.rank
     bias = neighbors.bias(p) or ()
     if len(bias) == 1:
@@ -98,7 +98,7 @@ def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
                 return [axis]
         return []
     inputs = rank - len(bias)
-    # A matrix for each block has such a bias too, and [in, heads, size] of as many heads as inputs.
+    # Kernels of one matrix a block have such a bias too, and so has [in, heads, size] if in = heads.
     is_block = bias == (*shape[:-2], shape[-1])
     if inputs > 0 and shape[inputs:] == bias and not is_block:
         return list(range(inputs, rank))
@@ -106,7 +106,7 @@ def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
 
 
 def _outputs_by_window(p: Parameter, neighbors: Neighbors) -> list[int]:
-    """The axis of outputs of a convolution; none for other kernels."""
+    """The axis of a convolution's outputs; empty for other kernels."""
     if is_outputs_first(p, neighbors):
         return [0]
     # A bare array of such a shape may be a stack of matrices.
@@ -125,14 +125,14 @@ _ORDERS = (
 
 
 def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
-    """A projection's matrix, in the first order that no shape in its attention contradicts."""
+    """A projection's matrix, by the first order of axes that fits all shapes in its attention."""
     shapes: dict[str, Shape] = {}
     for name, shape in neighbors.attention(p).items():
         if len(shape) > 3:
             return None  # queries grouped by key head
         if len(shape) == 3:
             shapes[name] = shape
-    # Flax' kernel has one order; an einsum's output alone could have either.
+    # Flax's kernels have one order; an einsum's output could have either.
     if [*shapes] == ["out"] and words(p.path)[-1] != "kernel":
         return None
     is_output = p.role.projection == "out"
@@ -169,7 +169,7 @@ def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
         if one_part is not None:
             rows, columns = (_behind(axis_of_part, axes_of(side)) for side in one_part)
             return MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
-    # Grouped keys: out of how many heads nothing here tells.
+    # With grouped keys the numbers of heads are not known here.
     if p.rank != 2 or parts != 3:
         return None
     first, last = p.shape
@@ -179,12 +179,12 @@ def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
 
 
 def _behind(removed: int, axes: tuple[int, ...]) -> list[int]:
-    """Axes of a shape without one axis, counted with it."""
+    """The axes of a shape that lacks one axis, as numbers of the axes with it."""
     return [axis + (axis >= removed) for axis in axes]
 
 
 def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """Gate and up on an axis of two, below experts or not."""
+    """Gate and up along an axis of size two, with or without an axis of experts."""
     axis_of_part = axis_of_parts(p)
     if p.rank == 2 or axis_of_part is None:
         return None
@@ -196,7 +196,7 @@ def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     is_square = sides[0] == sides[1]
     for other in neighbors.beside(p):
         is_down = other.role.muon and other.rank == p.rank - 1
-        # It is stored as the down kernel is.
+        # Gate and up are stored in the same order as the down kernel.
         if is_down and other.shape[-2:] == sides and not is_square:
             return MuonDimensionNumbers(columns, rows)
     return MuonDimensionNumbers(rows, columns)

@@ -10,15 +10,15 @@ from muonjax._names.roles import Answer, Parameter
 from muonjax._names.widths import Matrices, Widths, channels
 
 _LARGEST_WINDOW = 32
-# An image has three; what nothing else gives may be the model's input.
+# An image has three channels, and no parameter gives a model's input.
 _IMAGE_CHANNELS = 3
 
 
 def patch_embedding(p: Parameter) -> Answer | None:
     """The answer for a kernel that cuts an image or a video into patches; None for other leaves.
 
-    Its window is even, and it is named for an embedding, or, which stays open, it is large and sees
-    few channels.
+    It has an even window over few channels, and the name of an embedding. Without such a name a
+    large window over few channels stays open.
     """
     if p.is_weight and is_trailing_window(p.shape):
         outputs, inputs, side = p.shape[:3]
@@ -38,7 +38,7 @@ def patch_embedding(p: Parameter) -> Answer | None:
 def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, Answer]:
     """The answers for convolutions whose window sees one channel.
 
-    A single one may be a model's first convolution, so that it is open.
+    If there is only one, it may be a model's first convolution, and stays open.
     """
     paths = []
     for p in parameters:
@@ -51,8 +51,9 @@ def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, 
 def grouped(p: Parameter, widths: Widths) -> Answer | None:
     """The answer for a convolution that may have groups; None for other leaves.
 
-    No parameter gives as many channels as its kernel takes, and one gives a multiple that divides
-    the outputs into groups. Three channels are an image's, if one convolution alone takes them.
+    It may have groups if no parameter gives as many channels as its kernel takes, but one gives a
+    multiple that divides the outputs. Three channels are an image's if only one convolution takes
+    them.
     """
     inputs = channels(p, widths.numbers[p.path])
     if inputs is None or widths.given[inputs]:
@@ -75,7 +76,7 @@ def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
         return False
     if neighbors.outputs_first or is_trailing_window(p.shape):
         return True
-    # A window of one axis is the shortest of three.
+    # If the window has one axis, this axis is the shortest of the three.
     if p.role is not roles.CONVOLUTION or p.rank > 3:
         return False
     return p.shape[2] < min(p.shape[:2])
@@ -84,8 +85,8 @@ def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
 def is_window(shape: Shape) -> bool:
     """Whether the leading axes of [*window, in, out] look like a window.
 
-    The last two are equal and small, and none is as large as the outputs; one more may count
-    frames.
+    Its last two sizes are equal and small, and all are smaller than the outputs. An axis of frames
+    may come first.
     """
     if len(shape) not in (4, 5):
         return False

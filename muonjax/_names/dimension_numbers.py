@@ -9,8 +9,8 @@ The evidence, in this order; what comes first decides:
   4. whether it is an end of the model: a patch embedding (`convolutions`) or an output head
      (`ends_of_model`).
 
-A rule of the caller's replaces the answer. What nothing tells, and what may be an end of the model,
-is open: it goes to Adam, and one warning lists all such leaves, with rules that decide them.
+A rule of the caller's replaces the answer. A leaf that nothing decides, or that may be an end of
+the model, is open: it goes to Adam, and one warning lists all such leaves, with rules for them.
 """
 
 import math
@@ -51,7 +51,7 @@ class Route(NamedTuple):
     dtype: Any
     numbers: DimensionNumbers | None
     why: str
-    is_open: bool  # nothing tells what it is, so that it goes to Adam with a warning
+    is_open: bool  # nothing decides what it is, so it goes to Adam with a warning
 
 
 def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
@@ -123,11 +123,10 @@ def routes(
     Args:
       params: As in `dimension_numbers`.
       rules: As in `dimension_numbers`.
-      reasons: Why a program could not decide a leaf, by its "/"-joined path. What names say of such
-        a leaf counts, and a warning gives the reason, also where names have an answer that is
-        Muon's.
-      layers: The modules that `params` are of, where these are no tree of modules.
-      call: Whom `params` were given to, for messages about them.
+      reasons: Why a program could not decide a leaf, by its "/"-joined path. Names decide such a
+        leaf, and a warning gives the reason, also if they give it to Muon.
+      layers: The modules that hold `params`, if `params` is not a tree of modules.
+      call: The public function that got `params`, for messages.
       warn: Whether to warn of what may be wrong.
     """
     check_parameters(params, call, warn=warn)
@@ -216,7 +215,7 @@ def _warn(
     paths: Sequence[Path],
     reasons: Mapping[str, str],
 ) -> None:
-    """Warn of what is open, and of what a program could not follow and names give to Muon."""
+    """Warn of open leaves, and of those that names give to Muon after a program failed to follow them."""
     open_paths, open_leaves, unfollowed = [], [], []
     for p in parameters:
         answer = answers[p.path]

@@ -53,7 +53,7 @@ _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions|proj|projectio
 
 
 def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dict[Path, Answer]:
-    """New answers for matrices of one layer that are, or may be, none for Muon.
+    """New answers for matrices of one layer that are not for Muon, or may not be.
 
     These are depthwise and grouped convolutions, output heads, and embeddings without a name in
     `roles`.
@@ -78,7 +78,7 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     """The answer for what is or may be an output head, by the reasons in the module's docstring."""
     place = places.of(p)
     modules = [stem(name) for name in place.scope[places.root :]]
-    # An attention's layers are hidden, also those whose output is a bias or a gate of its logits.
+    # Layers of an attention are hidden, even if their output is only a bias or a gate of its logits.
     in_attention = re.search("att(n|en)", "/".join(modules))
     if in_attention or not _is_layer(p):
         return None
@@ -95,7 +95,7 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     by_name = is_end and not is_hidden and (is_in_end or not is_repeated)
     if by_name:
         signs.append("by its name")
-    # Next to a layer with the name of an end, the last by number is hidden.
+    # The last layer by number is hidden if one next to it has the name of an end.
     is_last_of_all = is_last and not is_end and not places.has_other_end(place)
     if is_dense and is_in_end and is_last_of_all and not is_hidden:
         signs.append("the last of its kind")
@@ -109,7 +109,7 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
 
 
 def _table(p: Parameter, widths: Widths) -> Answer | None:
-    """The answer for a matrix without a name that says what it is, which may be an embedding."""
+    """The answer for a matrix that may be an embedding, because its name does not say what it is."""
     is_unnamed = p.role is roles.UNKNOWN and p.is_bare and len(p.leaf_shape) == 2
     if is_unnamed and widths.is_ungiven(p):
         why = "no other parameter gives its input, so that it may be an embedding"
@@ -161,7 +161,7 @@ class _Places:
             place = self.of(p)
             self._names[place.scope].add(place.name)
             self._scopes[place.kind].add(place.scope)
-            # A last layer with one output is no matrix, and ends the series all the same.
+            # A last layer with one output is not a matrix, but it still ends the series.
             is_matrix = widths.numbers[p.path] or 1 in p.shape
             if is_matrix and _is_layer(p):
                 self._series[place.series].append(place.count)

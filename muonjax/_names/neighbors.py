@@ -40,7 +40,7 @@ class Neighbors:
         shape = self._biases.get(p.module)
         if shape is None:
             return None
-        # A convolution's in PyTorch's order is (16, 1, 1).
+        # In PyTorch's order the bias of a convolution is (16, 1, 1).
         is_column = shape[1:] == (1,) and p.is_weight
         if len(shape) > 2 or is_column:
             return tuple(size for size in shape if size > 1) or (1,)
@@ -63,7 +63,7 @@ class Neighbors:
         if p.role is roles.NORM:
             # Norms keep a vector under this name, adaptive ones a dense layer.
             return p.path[-1] == "kernel"
-        # A bias has a weight next to it; S4's and an adapter's B have not.
+        # A bias has a weight next to it; the B of S4 or of an adapter does not.
         is_alone = self._leaves_of[p.module] == 1
         return is_alone and words(p.path)[-1:] == ("b",)
 
@@ -89,7 +89,7 @@ class Neighbors:
         return not tables.isdisjoint(heads)
 
     def _vote(self, p: Parameter) -> int:
-        """1 for outputs first, -1 for outputs last, 0 where a leaf does not tell."""
+        """1 for outputs first, -1 for outputs last, 0 if the leaf shows neither."""
         is_matrix = p.role.muon and p.rank > 1
         if not is_matrix or not p.is_weight:
             return 0

@@ -13,12 +13,12 @@ from muonjax._names.roles import Role
 
 _CALLS = "program = muonjax.inspect(loss_fn, params, batch), then muonjax.muon(2e-3, program)"
 INSPECT = f"Better: {_CALLS}."
-# What Flax keeps next to the parameters.
+# Flax's other collections of variables.
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
 
 def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
-    """Raise TypeError for a module or an optimizer in place of parameters, and for no arrays.
+    """Raise TypeError if this is a module or an optimizer, or has no arrays.
 
     Warns of other collections next to them.
     """
@@ -53,10 +53,10 @@ def _has_no_arrays(params: Any) -> bool:
 
 
 def types_of_modules(params: Any) -> dict[str, Role]:
-    """What modules say that names can't, by the path of a parameter.
+    """What modules say and names can't, by the path of a parameter.
 
-    Their type says that they are an embedding, their settings that a kernel has groups or the
-    letters of an einsum.
+    The type of a module shows an embedding. Its settings show the groups of a kernel, or the letters
+    of an einsum.
 
     Raises:
       TypeError: Axes with names, as Haliax's and penzai's arrays have them: a program reads these
@@ -82,7 +82,7 @@ def _has_named_axes(node: Any) -> bool:
 
 
 def _type(node: Any) -> Role | None:
-    # Flax' name, or Equinox'.
+    # In Flax, or in Equinox.
     groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))
     if hasattr(node, "einsum_str") or (isinstance(groups, int) and groups > 1):
         return roles.SPECIAL

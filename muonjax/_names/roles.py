@@ -45,7 +45,7 @@ class Parameter(NamedTuple):
       shape: Its shape in one layer.
       axes: For each axis of `shape`, which axis of the leaf it is.
       leaf_shape: Its shape as it is stored.
-      stacked: True where further axes enumerate layers, but it is not known which ones.
+      stacked: True if further axes enumerate layers, but it is not known which ones.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is no kernel or bias of a module, so that its name is also the layer's."""
+        """Whether it is an array without a module of its own, so that its name is also the layer's."""
         return self.module == words(self.path)
 
 
@@ -90,7 +90,7 @@ class Answer(NamedTuple):
     """What is decided about a parameter: its matrices, or None for Adam, and why.
 
     Attributes:
-      numbers: In the axes of one layer, and at last in those of the leaf.
+      numbers: In the axes of one layer at first, and in those of the leaf at the end.
       why: In a few words.
       is_open: Whether it goes to Adam with a warning, because nothing tells what it is.
     """
@@ -119,7 +119,7 @@ DENSE = Role("dense", ranks=(2,))
 ROUTER = Role("router", ranks=(2,))
 UNKNOWN = Role("matrix")
 
-# Names say that these exist, and never how their axes are used.
+# Names show that these exist, but not how their axes are used.
 INTERLEAVED = Role("projections interleaved by head")
 RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
 LONE_LETTER = Role("a letter")  # S4's B, or an adapter's
@@ -289,7 +289,7 @@ def _role(path: Path, tree: _Tree) -> Role:
     role = _first(_NOT_MUON, last_two)
     if role is BIAS:
         return _bias(path, re.sub("^b_", "", layer), tree)
-    # An attention's, next to its keys; alone they are learned tokens.
+    # Next to keys they are an attention's queries; alone they are learned tokens.
     is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
     is_router = role is HEAD and "router" in names
     if role is None or is_query or is_router:

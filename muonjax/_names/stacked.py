@@ -54,7 +54,7 @@ def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
 
 
 def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
-    """Remove an axis from the outermost modules where a leaf shows a stack and none one layer."""
+    """Remove an axis from the outermost modules in which a leaf shows a stack and none a single layer."""
     verdicts = {p.stacked for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)
@@ -62,7 +62,7 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
             return layers
     if len(parameters) == 1:
         return list(parameters)
-    # No module agrees on an axis as a whole: one of those in it may.
+    # The module as a whole has no common axis, but a module inside of it may have one.
     modules: dict[str, list[Parameter]] = defaultdict(list)
     for p in parameters:
         name = "".join(p.path[depth : depth + 1])
@@ -74,7 +74,7 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
 
 
 def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | None:
-    """Remove the axis of layers, or nothing if two axes fit equally well; None if none fits."""
+    """Remove the axis of layers, or nothing if two axes fit equally well; None if no axis fits."""
     common_axes = _common_axes(parameters)
     if not common_axes:
         return None
@@ -87,7 +87,7 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     has_other_reading = parameters[0].role.projection or any(axes[0] for axes in fits)
     if is_alone and has_other_reading:
         return None
-    # Vectors stay vectors whichever axis goes; matrices would be others.
+    # Vectors stay vectors whichever axis is removed, but matrices would differ.
     has_matrix = any(p.role.muon for p in parameters)
     if len(fits) > 1 and has_matrix:
         return list(parameters)
@@ -98,7 +98,7 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
 
 
 def _common_axes(parameters: Sequence[Parameter]) -> dict[tuple[int, ...], int]:
-    """Axes at one position from the front or the back where all parameters have one size, and it."""
+    """The size of each position, from the front or the back, at which all parameters have the same size."""
     shortest = min(p.rank for p in parameters)
     sizes: dict[tuple[int, ...], int] = {}
     for position in [*range(shortest), *range(-shortest, 0)]:

@@ -60,7 +60,7 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     dtypes = {str(route.dtype) for route in leaves}
     table = [_HEADER, *map(_cells, leaves)]
     if len(dtypes) == 1:
-        # One line below the table says what every line of a column would.
+        # A line below the table replaces a column in which every line is the same.
         dtype = _HEADER.index("dtype")
         table = [cells[:dtype] + cells[dtype + 1 :] for cells in table]
     lines = _aligned(table)
@@ -91,7 +91,7 @@ def _given(params: Any, dimension_numbers: Any) -> Sequence[Any]:
 
 
 def _matrices(route: Route) -> Counter[tuple[int, int]]:
-    """How many matrices of each size a leaf holds: none where it is Adam's."""
+    """How many matrices of each size a leaf holds; empty if it is Adam's."""
     sizes: Counter[tuple[int, int]] = Counter()
     if route.numbers is None:
         return sizes

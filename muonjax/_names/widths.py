@@ -68,7 +68,7 @@ def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], s
     if p.role.name in ("scale", "embedding") and p.shape:
         width = {p.shape[-1]}
         return width, width
-    # What a head gives is the model's output, and a single number ends a model too.
+    # The output of a head is the model's output, and so is a single number.
     is_head = p.role is roles.HEAD or (p.role.muon and 1 in p.shape)
     if p.rank == 2 and is_head:
         return {p.shape[0]}, set()
@@ -76,5 +76,5 @@ def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], s
         return set(), set()
     rows = [p.shape[axis] for axis in axes_of(numbers.reduction_axis)]
     columns = [p.shape[axis] for axis in axes_of(numbers.output_axis)]
-    # A window's rows count also channel by channel, an attention's output also head by head.
+    # Each axis counts alone too: the channels of a window, or one head of an attention's output.
     return {*rows, math.prod(rows)}, {math.prod(columns)}
