@@ -78,9 +78,8 @@ class Memory(nnx.Module):
         )
         self.key, self.value = project(), project()
         self.out = nnx.LinearGeneral((heads, size), width, axis=(-2, -1), use_bias=False, rngs=rngs)
-        self.keep = nnx.Param(
-            jnp.full(heads, MEMORIES[kind], jnp.float32)
-        )  # a logit: momentum or decay
+        # A logit: momentum or decay
+        self.keep = nnx.Param(jnp.full(heads, MEMORIES[kind], jnp.float32))
         self.rate = nnx.Param(jnp.zeros(heads))  # a logarithm
         # Five steps, as in Muon. The polar derivative needs an orthogonal factor: three further steps, for it only.
         options = {"polish": 3} if gradient == "polar" else {}

@@ -15,12 +15,8 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 64, 32, 4, 2
-RULES = (
-    ("mlp", "tensor"),
-    ("vocab", "tensor"),
-    ("embed", "fsdp"),
-    ("heads", "tensor"),
-)  # of its configuration
+# From its configuration
+RULES = (("mlp", "tensor"), ("vocab", "tensor"), ("embed", "fsdp"), ("heads", "tensor"))
 
 
 # The model: parameters, names and logical axes of Flax's examples/lm1b/models.py, without dropout and decoding.
@@ -126,9 +122,8 @@ def step(state, tokens):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument(
-        "--threshold", type=float, default=1.0
-    )  # low, so that it takes effect in this tiny model
+    # Low, so that it takes effect in this tiny model
+    parser.add_argument("--threshold", type=float, default=1.0)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 4)  # accelerators are not affected
     mesh = make_mesh(jax.devices()[:4])

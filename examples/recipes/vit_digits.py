@@ -78,9 +78,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument(
-        "--threshold", type=float, default=5.0
-    )  # low, so that it takes effect in this small model
+    # Low, so that it takes effect in this small model
+    parser.add_argument("--threshold", type=float, default=5.0)
     args = parser.parse_args()
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)

@@ -96,9 +96,8 @@ def train(optimizer, rate, steps, batch=8, context=64):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument(
-        "--threshold", type=float, default=1.0
-    )  # low, so that it takes effect in this tiny model
+    # Low, so that it takes effect in this tiny model
+    parser.add_argument("--threshold", type=float, default=1.0)
     args = parser.parse_args()
     losses, state = train(functools.partial(optimizer, threshold=args.threshold), 1e-2, args.steps)
     metrics = muonjax.metrics(state)

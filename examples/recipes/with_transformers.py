@@ -36,14 +36,12 @@ def main():
     parser.add_argument("--checkpoint", help="name or folder of pre-trained weights")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument(
-        "--threshold", type=float, default=0.5
-    )  # low, for the tiny model; with weights use 100
+    # Low, for the tiny model; with published weights use 100
+    parser.add_argument("--threshold", type=float, default=0.5)
     args = parser.parse_args()
     model = FlaxGPT2LMHeadModel.from_pretrained(args.checkpoint) if args.checkpoint else tiny()
-    tokens = np.random.default_rng(0).integers(
-        0, model.config.vocab_size, (4, 16)
-    )  # yours: a tokenizer's output
+    # In place of a tokenizer's output
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (4, 16))
     attention_mask = np.ones_like(tokens)
     program = muonjax.inspect(loss_fn, model.params, model, tokens, attention_mask)
     tx = muonjax.muonclip(args.learning_rate, program, threshold=args.threshold, weight_decay=0.01)
