@@ -154,7 +154,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     runs = pathlib.Path("runs")
-    start = runs / "muonclip"
+    start = runs / "compare" / "muonclip"
     add("--start", type=pathlib.Path, default=start, help="folder of a run of train_transformer.py")
     add("--data", help="a file to fine-tune on; None: packages of Python's standard library")
     add(

@@ -253,3 +253,13 @@ def test_loha_adapters_on_a_finished_run(finished, tmp_path):
     assert "trainable parameters" in output
     missing = refusal("loha_finetune", "--start", tmp_path, *flags)
     assert "holds no checkpoint; first: python examples/train_transformer.py" in missing
+
+
+def test_loha_adapters_start_from_what_the_example_leaves():
+    """`python examples/train_transformer.py` compares two optimizers, each in its own folder."""
+    import loha_finetune
+    import train_transformer
+
+    started = train_transformer.parse([])
+    assert started.optimizer is None
+    assert loha_finetune.parse([]).start == started.out / "muonclip"
