@@ -20,7 +20,7 @@ from muonjax._common.trees import (
 
 
 def test_paths():
-    """Boxes of Flax are no names, masked leaves are leaves, None is none, integers and attributes are names."""
+    """Flax's boxes add no name; masked leaves are leaves, and None is not; integers and attributes are names."""
     tree = {
         "a": [1.0, None, optax.MaskedNode()],
         "b": nn.Partitioned(2.0, ("x",)),

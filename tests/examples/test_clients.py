@@ -60,7 +60,7 @@ MLA = (
 def test_maxtext_clips_exactly(settings):
     """Its synthetic batch is the same in each step: what the first clip leaves is what the second step sees.
 
-    Of one layer: the inputs of a second one change with the first one's attention.
+    The model has one layer, because the inputs of a second one would change with the first one's attention.
     """
     threshold, settings = 0.5, ("base_num_decoder_layers=1", *settings)
     assert (
@@ -74,7 +74,7 @@ def test_maxtext_clips_exactly(settings):
 
 
 def test_maxtext_takes_the_largest_logit_of_all_micro_batches():
-    """Of the first step, where both have the same weights and, in some order, the same examples."""
+    """In the first step both have the same weights and, in some order, the same examples."""
     whole, parts = (
         run(
             "maxtext",

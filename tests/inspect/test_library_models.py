@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-# One of each kind: a fused projection, heads side by side, refused attentions beside others, layers on another axis
+# One of each kind: a fused projection, heads side by side, refused attentions and others, layers on another axis
 # than the first, convolutions, a loop over layers, gates, shared parameters, latent attention, and experts.
 KINDS = (
     "transformers-gpt2",

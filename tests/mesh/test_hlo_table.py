@@ -21,7 +21,7 @@ LIMITS = {
 
 @functools.cache
 def even_share():
-    """Of 24 matrices: the same in every layout."""
+    """The even share of the flops of 24 matrices, which is the same in every layout."""
     case = sharding.CASES["fsdp"]
     return sharding.even_share(sharding.muon(case, None), case)
 

@@ -65,7 +65,7 @@ def finish(*processes):
 
 
 def parameters(out):
-    """Of the last checkpoint, as NumPy arrays, whatever devices wrote it."""
+    """Read the last checkpoint as NumPy arrays, whatever devices wrote it."""
     handler = ocp.PyTreeCheckpointer()
     folder = out.absolute() / "checkpoints" / "12" / "state"
     tree = handler.metadata(folder).item_metadata.tree

@@ -16,7 +16,7 @@ SOURCES = ("muonjax", "pallas_kernels")
 # Kernels whose tests need an interpreter that came with JAX 0.11.
 NEED_AN_INTERPRETER = ("_mosaic_gpu", "_kernel_batch")
 
-# What stands in a program by mistake: a neighbour of the right operator, not one that no number has.
+# Likely mistakes: an operator that is close to the right one.
 BINARY = "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitOr_BitAnd BitAnd_BitOr"
 COMPARISON = "Eq_NotEq NotEq_Eq Is_IsNot IsNot_Is Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt"
 OPERATORS = [
@@ -110,7 +110,7 @@ def _ends(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def candidates(file: str) -> dict[int, list[tuple[str, int]]]:
-    """Of each line, the operators that can change it, each with which of its places in the file it is."""
+    """The operators that can change each line, each with the number of its place in the file."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator
 

@@ -4,7 +4,7 @@ import pathlib
 
 from tests.mutations.breaks import ROOT
 
-# Beside the tests that are named as a file, and the folder of its room. The longest path that fits counts.
+# Besides the tests named after a file, and those of its room. The longest path that fits counts.
 USED_BY = {
     "muonjax/__init__": "optimizers/test_first_mistakes.py",
     "muonjax/__main__": "test_device_check.py",

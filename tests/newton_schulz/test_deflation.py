@@ -136,7 +136,7 @@ def test_the_sum_over_the_others_is_worth_its_price():
 @pytest.mark.parametrize("steps", [7, *map(thorough, [3, 5])])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_rounding_never_grows_in_the_gram_form(name, steps):
-    """What float32 leaves of A beside its largest eigenvalue can be negative, and polynomials amplify that."""
+    """Next to the largest eigenvalue of A, rounding makes small ones negative, and polynomials amplify those."""
     rows = muonjax.polar_express(steps)
     settings = NewtonSchulz(coefficients=rows, form="gram")
     x = jnp.asarray(oracles.with_spectrum(SPECTRA[name], 400), jnp.float32)

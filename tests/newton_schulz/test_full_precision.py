@@ -485,7 +485,7 @@ def test_devices_share_products_only_where_that_saves_more_than_it_sends(
     assert Policy("gpu").shares_products(m, jnp.dtype(dtype)) == worth
     product = SymmetricProduct("gpu", jnp.dtype(dtype), None)
     assert product.shared_by(("tensor",)).together == ("tensor",)
-    # A named implementation is used, and the shares are none.
+    # A named implementation computes whole products on each device.
     assert (
         product._replace(implementation="reference").shared_by(("tensor",)).together
         == ()

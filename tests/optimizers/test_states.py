@@ -1,4 +1,4 @@
-"""What an optimizer keeps: its dtypes, its metadata, and where it lies, beside the parameters'."""
+"""What an optimizer keeps, compared with the parameters: dtypes, metadata, and where the arrays are."""
 
 import jax
 import jax.numpy as jnp

@@ -14,7 +14,7 @@ from muonjax._optimizers.muon import MuonSettings
 
 
 def calls() -> None:
-    """Of every optimizer."""
+    """Settings of every optimizer."""
     muonjax.muon(1e-3, decay=0.9, mu_dtype=jnp.bfloat16, rms=None)
     muonjax.muon(1e-3, decay="0.9")  # pyright: ignore[reportArgumentType]
     muonjax.muon(1e-3, b2=0.95)  # pyright: ignore[reportCallIssue]

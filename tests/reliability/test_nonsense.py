@@ -57,7 +57,7 @@ def attention(params: Any) -> jax.Array:
     return jnp.mean(jax.nn.dot_product_attention(*heads) ** 2)
 
 
-# What a call needs beside the nonsense.
+# What a call needs besides the nonsense.
 NEEDED = {
     "inner": optax.sgd(0.1), "tx": optax.sgd(0.1, 0.9), "learning_rate": 1e-3, "adam_learning_rate": 1e-3, "beta": 0.5,
     "decay": 0.9, "threshold": 10.0, "rank": 2, "num_steps": 3, "num_heads": 2, "head_dim": 4, "nope": 2,

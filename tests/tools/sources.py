@@ -63,7 +63,7 @@ class Loader(SourceFileLoader):
 
 
 class Finder(MetaPathFinder):
-    """Of the modules of `packages`, whose functions get the decorators."""
+    """Finds the modules of `packages`, whose functions get the decorators."""
 
     def __init__(self, *decorators: Decorator, packages: tuple[str, ...] = PACKAGES):
         self.packages = packages

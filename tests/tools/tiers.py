@@ -9,7 +9,7 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Of all tests in tests/reliability together. Derandomized, so that every run but the nightly one draws the same.
+# Examples that the tests in tests/reliability share by percent. Every run but the nightly one draws the same.
 EXAMPLES = {"quick": 60, "thorough": 300, "nightly": 20_000}
 
 
@@ -24,11 +24,11 @@ def nightly(*case, id=None):
 
 
 def quick(*ids, others="thorough"):
-    """Of a parametrized test, the cases that are quick, by their ids, and the marker of all others."""
+    """Mark the cases of a parametrized test that are quick, by their ids; `others` is the marker of the rest."""
     return pytest.mark.quick(*ids, others=others)
 
 
-# Of a test with several `parametrize`, the thorough cases are those that bring two values together for the first time;
+# With several `parametrize`, the thorough cases are those that bring two values together for the first time;
 # what only adds a third to two that have met runs at night.
 every_pair = pytest.mark.every_pair
 
