@@ -23,49 +23,57 @@ def read(path: pathlib.Path) -> list[dict[str, float]]:
 
 def column(history: History, name: str) -> tuple[list[float], list[float]]:
     """The steps at which a metric was recorded, and its values."""
-    found = [
-        (row.get("step", row.get("count", i + 1)), row[name])
-        for i, row in enumerate(history)
-        if name in row
-    ]
-    return [step for step, _ in found], [value for _, value in found]
+    steps, values = [], []
+    for i, row in enumerate(history):
+        if name in row:
+            steps.append(row.get("step", row.get("count", i + 1)))
+            values.append(row[name])
+    return steps, values
 
 
-def plot(runs: Mapping[str, History], threshold: float | None = None) -> Figure:
+def plot(
+    runs: Mapping[str, History], threshold: float | None = None, loss_name: str = "loss"
+) -> Figure:
     """Draw what the rows of one or several runs have; a notebook shows the figure that is returned.
 
     Args:
       runs: For each optimizer a row for each `step` or `count`: `muonjax.metrics(state)`, with `loss` and `held_out`
         where they are known, and `logit/<module>` for logits that no clip has recorded.
       threshold: The threshold of the clip.
+      loss_name: What the axis of the loss says, such as "loss (nats per byte)".
     """
     figure, ((loss, logits), (sizes, clips)) = plt.subplots(
         2, 2, figsize=(10, 6), layout="constrained", height_ratios=(2, 1), sharex=True
     )
     for name, history in runs.items():
         color = COLORS.get(name)
-        (line,) = loss.plot(*column(history, "loss"), color=color, alpha=0.25, linewidth=1)
+        (line,) = loss.plot(*column(history, "loss"), color=color, linewidth=1)
         color = line.get_color()
         steps, held_out = column(history, "held_out")
-        label = f"{name}: held-out {held_out[-1]:.3f}" if held_out else name
-        loss.plot(steps, held_out, ".-", color=color, label=label)
+        if held_out:
+            line.set_alpha(0.25)
+            label = f"{name}: held-out {held_out[-1]:.3f}"
+            loss.plot(steps, held_out, ".-", color=color, label=label)
+        else:
+            line.set_label(name)
         _plot_logits(logits, name, history, color)
         for group, style in (("muon", "-"), ("adam", "--")):
             ratios = column(history, f"monitor/{group}/update_to_weight")
             what = "matrices" if group == "muon" else "other parameters"
-            label = (
-                what if name == next(iter(runs)) else None
-            )  # the colors are those of the other panels
+            # One label for all runs, because their colors are those of the other panels
+            label = what if name == next(iter(runs)) else None
             sizes.plot(*ratios, style, color=color, linewidth=1, label=label)
         steps, heads = column(history, "qk_clip/num_clipped")
         if heads:
             label = f"{name}: {sum(heads):,.0f} in all"
-            clips.fill_between(steps, heads, step="mid", color=color, linewidth=0, label=label)
+            clips.fill_between(
+                steps, heads, step="mid", color=color, alpha=0.4, linewidth=0, label=label
+            )
     if threshold is not None:
         logits.axhline(
             threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}"
         )
-    loss.set(ylabel="loss (nats per byte)", title="Training loss, and held-out loss (dots)")
+    loss.set(ylabel=loss_name, title="Training loss, and held-out loss (dots)")
     logits.set(ylabel="largest logit", title="Largest logit of each layer (darker: deeper)")
     sizes.set(ylabel="ratio", yscale="log", xlabel="step", title="RMS of updates ÷ RMS of weights")
     clips.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -85,11 +93,9 @@ def save(figure: Figure, path: pathlib.Path) -> None:
 
 def _plot_logits(axes: Axes, name: str, history: History, color: str) -> None:
     names = history[0] if history else {}
-    found = (
-        [key for key in names if key.startswith(prefix)]
-        for prefix in ("logit/", "qk_clip/largest/")
-    )
-    layers = next(filter(None, found), [])
+    layers = [key for key in names if key.startswith("logit/")]
+    if not layers:
+        layers = [key for key in names if key.startswith("qk_clip/largest/")]
     for i, key in enumerate(layers):
         alpha, label = 0.35 + 0.65 * (i + 1) / len(layers), name if i == len(layers) - 1 else None
         axes.plot(*column(history, key), color=color, alpha=alpha, linewidth=1, label=label)

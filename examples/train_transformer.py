@@ -31,6 +31,7 @@ from tqdm import tqdm
 import muonjax
 
 OPTIMIZERS = ("muonclip", "muon", "adamw", "adamclip")
+LOSS_NAME = "loss (nats per byte)"
 MONITOR_EVERY = 10  # steps between two measurements of muonjax.monitor
 # The best of five rates (benchmarks/training/steps_to_loss.py).
 LEARNING_RATES = {"muonclip": 8e-3, "muon": 8e-3, "adamw": 2e-3, "adamclip": 2e-3}
@@ -248,7 +249,8 @@ def train(args: argparse.Namespace) -> float:
     params = state["params"]
     if not first:
         return held_out
-    figure = plots.plot({args.optimizer: log.rows}, args.threshold if trainer.clips else None)
+    threshold = args.threshold if trainer.clips else None
+    figure = plots.plot({args.optimizer: log.rows}, threshold, LOSS_NAME)
     plots.save(figure, args.out / "metrics.png")
     print(f"{args.optimizer}: held-out loss {held_out:.4f} nats per byte after {args.steps} steps")
     if args.sample and jax.process_count() == 1:
@@ -336,7 +338,7 @@ def compare(args: argparse.Namespace) -> None:
         train(argparse.Namespace(**{**vars(args), **own}))
         runs[optimizer] = plots.read(args.out / optimizer / "metrics.csv")
         seconds[optimizer] = statistics.median(row["seconds"] for row in runs[optimizer])
-    plots.save(plots.plot(runs, args.threshold), args.out / "compare.png")
+    plots.save(plots.plot(runs, args.threshold, LOSS_NAME), args.out / "compare.png")
     ends = [
         f"{runs[name][-1]['held_out']:.3f} with {name} (rate {rate:g})"
         for name, rate in rates.items()

@@ -47,7 +47,8 @@ def main() -> None:
                 "largest_logit": round(max(logits), 2),
                 "steps_above_1.5_thresholds": sum(value > 1.5 * args.threshold for value in logits),
             }
-    plots.save(plots.plot(runs, args.threshold), IMAGES / "clip_holds.png")
+    figure = plots.plot(runs, args.threshold, train_transformer.LOSS_NAME)
+    plots.save(figure, IMAGES / "clip_holds.png")
     measure.write("clip_holds", {**vars(args), "runs": results}, results)
 
 

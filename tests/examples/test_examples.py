@@ -115,7 +115,7 @@ def test_the_comparison_ends_with_losses_rates_and_a_picture(tmp_path):
 
 @pytest.mark.thorough
 def test_killed_twice_and_resumed_ends_in_the_same_bits(finished, tmp_path):
-    """First in its first checkpoint: a temporary folder is none, --resume says so, and --out may start again."""
+    """A kill in the first checkpoint leaves a temporary folder: --resume refuses it, and --out may start again."""
     whole, _ = finished
     out = tmp_path / "killed"
     (out / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir(parents=True)
