@@ -31,9 +31,8 @@ TINY = LlamaConfig(
 @dataclasses.dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
     def build(self, num_train_steps):
-        return muonjax.muon(
-            self.lr_scheduler(num_train_steps), program(), weight_decay=self.weight_decay
-        )
+        rate = self.lr_scheduler(num_train_steps)
+        return muonjax.muon(rate, program(), weight_decay=self.weight_decay)
 
 
 def loss_fn(model, example, *, key=None):

@@ -49,11 +49,7 @@ def optimizer(learning_rate_schedule, config, model=None, mesh=None):
         return trainer.loss_fn(model, config, data, None, None)[0]
 
     shape = jax.ShapeDtypeStruct((1, config.max_target_length), jnp.int32)
-    names = [
-        f"{name}{end}"
-        for name in ("inputs", "targets")
-        for end in ("", "_position", "_segmentation")
-    ]
+    names = [a + b for a in ("inputs", "targets") for b in ("", "_position", "_segmentation")]
     with mesh, nn.logical_axis_rules(config.logical_axis_rules):
         program = muonjax.inspect(loss, model, dict.fromkeys(names, shape))
     params = nnx.state(model, nnx.Param)
@@ -76,16 +72,12 @@ def optimizer(learning_rate_schedule, config, model=None, mesh=None):
 
 def largest_logits(sown):
     """{module path: [layers, heads]} from what MaxText's attentions have sown: of all calls and examples."""
-    leaves = traverse_util.flatten_dict(sown, sep="/")
-    found = {
-        path.removesuffix("/max_logits"): x
-        for path, x in leaves.items()
-        if path.endswith("max_logits")
-    }
-    largest = {
-        path: jnp.stack(jax.tree.leaves(calls)).max((0, -2)) for path, calls in found.items()
-    }
-    return {path.removesuffix("/attention_op"): x for path, x in largest.items()}
+    largest = {}
+    for path, calls in traverse_util.flatten_dict(sown, sep="/").items():
+        if path.endswith("max_logits"):
+            module = path.removesuffix("/max_logits").removesuffix("/attention_op")
+            largest[module] = jnp.stack(jax.tree.leaves(calls)).max((0, -2))
+    return largest
 
 
 def record_max_logits(attention_op):
@@ -123,12 +115,8 @@ EDITS = [  # a line of MaxText, and what replaces it
 ]
 
 
-for (
-    module,
-    name,
-    line,
-    replacement,
-) in EDITS:  # in memory; in your own copy of MaxText, in its files
+# In memory; in your own copy of MaxText, in its files
+for module, name, line, replacement in EDITS:
     source = inspect.getsource(getattr(module, name))
     if source.count(line) != 1:
         raise SystemExit(
