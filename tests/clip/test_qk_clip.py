@@ -135,7 +135,7 @@ def test_clipped_parameters_keep_their_dtype(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_updates_of_calm_heads_pass_bit_by_bit(dtype):
-    """Also −0, which f·u + (f − 1)·p would turn into 0, and beside infinite weights, which would give NaN."""
+    """−0 passes too, which f·u + (f − 1)·p would turn into 0, and updates of infinite weights, which would be NaN."""
     params = {
         n: {"kernel": jnp.full((3, 2, 2), jnp.inf, dtype)} for n in ("query", "key")
     }

@@ -9,7 +9,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
     path
-    for top in ("muonjax", "pallas_kernels", "examples")
+    for top in ("muonjax", "pallas_kernels", "examples", "tests")
     for path in (ROOT / top).rglob("*.py")
 ]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]

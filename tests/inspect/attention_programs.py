@@ -487,7 +487,7 @@ for order in [(0, 1, 2, 4, 3), (0, 1, 4, 3, 2)]:
 
 @attention(sites=None, **QKVO)
 def an_order_by_reshape(p, x):
-    """Of two axes of heads, by `dimensions`."""
+    """A reshape with `dimensions` merges two axes of heads."""
     q, k, v = (
         lax.reshape(
             (x @ p[n]).reshape(B, T, 2, 2, S), (B, T, H, S), dimensions=(0, 1, 3, 2, 4)
@@ -742,7 +742,7 @@ def beside(logits, sinks):
 
 @attention(sites=1, **SINKS)
 def sinks_beside_the_logits(p, x):
-    """gpt-oss: a learned logit for each head beside those of the keys."""
+    """gpt-oss: a learned logit for each head, next to those of the keys."""
     return grouped(
         p, x, soften=lambda a: jax.nn.softmax(beside(a, p["sinks"]))[..., :-1]
     )
@@ -1029,7 +1029,7 @@ def adapted_queries(p, x):
     return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2)
 
 
-# Without a softmax of keys it is none.
+# Without a softmax over keys it is no attention.
 
 
 @program(X, a=(H, S), **QKVO)
@@ -1211,7 +1211,7 @@ divided("keys_of_another_device", of_another_device, P(None, "m"), **QKV)
 divided("exchanged_heads", exchanged, P(), P(None, "m"), **QKV)
 
 
-# Masks that add any one number below zero, as the windows of a Swin transformer do; beside a bias none can be told.
+# Masks that add one number below zero, as a Swin transformer's windows do; next to a bias no mask can be told.
 
 ADD_MASK = {
     "a_table": lambda c: np.where(CAUSAL, 0, c).astype(np.float32),

@@ -127,7 +127,7 @@ def test_state_in_host_memory_passes_through_the_device_leaf_by_leaf(case):
     int8 = "int8" in case.optimizer
     assert row["state_on_device"] <= 64  # counters
     assert row["state_on_host_mib"] == case.count * matrix * (33 / 128 if int8 else 1)
-    # Of a GPU only the copies back are seen: its description can't say that arguments are in host memory.
+    # On a GPU only the copies back show: its description can't say that arguments are in host memory.
     assert row["asynchronous"] == case.count * (1 if case.chip == "H100" else 2) * (
         2 if int8 else 1
     )

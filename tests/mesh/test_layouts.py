@@ -35,7 +35,7 @@ MATRICES = ("rows", "both", "tall", "experts")
 
 
 def check(results, names=tuple(LAYOUTS), newton_schulz=QUICK, atol=2e-6):
-    # Of entries of about 0.3: float32's own rounding, in another order.
+    # Entries are about 0.3, and float32 rounds their sums in another order.
     expected = on_one_device(newton_schulz)
     for name in names:
         assert_allclose(results[name], expected[name], atol=atol, rtol=0, err_msg=name)

@@ -457,7 +457,7 @@ def test_the_loops_are_rolled_and_stack_nothing(mode):
     ((16, 16), jnp.float32, "[7,1,3]"),
 ])  # fmt: skip
 def test_wide_matrices_take_two_steps_a_turn(shape, dtype, turns):
-    """Of eight steps the last turn stands alone; and in half precision each step makes its Gram matrix anew."""
+    """Eight steps end with a turn of one step, and half precision makes a new Gram matrix in each step."""
     text = compiled_vjp(
         functools.partial(msign, coefficients=polar_express(8)), jnp.ones(shape, dtype)
     )

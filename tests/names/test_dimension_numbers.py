@@ -18,7 +18,7 @@ import muonjax
 from muonjax._matrices.matrix_view import FusedDimensionNumbers, matrix_pieces
 from muonjax._names.dimension_numbers import dimension_numbers, routes
 
-D, H, S, MLP, VOCAB = 32, 4, 8, 80, 100  # no two alike, and H·S = D
+D, H, S, MLP, VOCAB = 32, 4, 8, 80, 100  # no two equal, and H·S = D
 
 
 def leaf(*shape, dtype="float32"):

@@ -176,7 +176,7 @@ def test_a_parameter_costs_little_more_than_a_byte():
 
 
 def test_an_update_keeps_no_copy_in_float32():
-    """Of temporary memory it takes what the same update of float32 momentum takes, and a part of one matrix."""
+    """It takes the temporary memory of the same update of float32 momentum, and a part of one matrix."""
     tree = {f"layer_{i}": jnp.ones((256, 512)) for i in range(12)}
 
     def temporary(dtype):

@@ -41,7 +41,7 @@ def params(dtype=jnp.float32):
 
 
 def gradients(step, tree):
-    # Of different sizes, so that a step counts the momentum's scale.
+    # Steps have different sizes, so that the momentum's scale counts.
     return jax.tree.map(
         lambda p: normal(*p.shape, seed=step + p.size, scale=0.5**step, dtype=p.dtype),
         tree,

@@ -190,7 +190,7 @@ def test_neighbors_share_a_program_with_columns_of_zeros():
 @pytest.mark.nan
 @pytest.mark.parametrize("dtype", [thorough("float32"), "bfloat16"])
 def test_matrices_of_one_short_side_share_a_program_in_blocks(dtype):
-    """Of any longer side, tall or wide, zero, tiny, or not a number; but squares have their own."""
+    """Matrices of any longer side, tall or wide, zero, tiny or NaN, share a loop; squares have their own."""
     tree = {
         "a": normal(72, 144),
         "b": normal(400, 72),

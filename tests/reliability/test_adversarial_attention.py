@@ -79,7 +79,7 @@ def test_any_queries_and_keys(data):
             np.repeat(key.astype(np.float64), heads // key_heads, axis=2),
         )
         logits = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8)
-        # What rounding and overflow go by, beside any infinity.
+        # Rounding and overflow depend on these sizes, besides any infinity.
         sizes = np.einsum(
             "bthd,bshd->bhts", *(np.where(np.isfinite(x), np.abs(x), 0) for x in (q, k))
         )

@@ -77,7 +77,7 @@ def test_momentum_may_change_its_dtype(saved):
     after, _ = advance(tx, restored["params"], restored["opt_state"], 3)
     expected, _ = advance(muonclip(), tree, state, 3)
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
-        # Of a step of RMS 0.2 times the rate, the rounding of the momentum turns a little.
+        # The rounding of the momentum turns a step, whose RMS is 0.2 times the rate, a little.
         assert np.abs(a - b).max() < 0.05 * 0.01
     assert digest(after) != digest(expected)
 

@@ -29,8 +29,8 @@ class Leaf(NamedTuple):
 
     Attributes:
       path: "/"-joined.
-      shape: Of its array.
-      dtype: Of its array.
+      shape: The shape of its array.
+      dtype: The dtype of its array.
       right: Alternatives: dimension numbers, None for Adam, or "warn".
     """
 
