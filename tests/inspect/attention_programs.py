@@ -101,11 +101,8 @@ SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
 spelled("negative", spell=lambda a, p: -a)
 spelled("zero_minus", spell=lambda a, p: 0 - a)
 spelled("subtracted", ELSE, spell=lambda a, p: 1.0 - a)
-spelled("a_rotation_of_half_of_the_features", change=lambda q, k, p, x: (
-    jnp.concatenate([q[..., :2] @ R[:2, :2], q[..., 2:]], -1), k))  # fmt: skip
 spelled("ones_beside_the_features", ELSE,
         lambda q, k, p, x: tuple(jnp.concatenate([z, jnp.ones_like(z)], -1) for z in (q, k)))  # fmt: skip
-spelled("a_masked_kernel", weights=lambda p: p | {"q": jnp.tril(p["q"])})
 spelled("a_normalized_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] / jnp.linalg.norm(p["q"], axis=0)})  # fmt: skip
 spelled(
@@ -194,8 +191,6 @@ spelled(
 )
 spelled("weights_put_together_of_their_halves", softmax=lambda a, p: jnp.concatenate(
     jnp.split(jax.nn.softmax(a), 2, 2), 2))  # fmt: skip
-spelled("a_sum_of_powers", "several softmaxes take its logits",
-        softmax=lambda a, p: jax.nn.softmax(a) + jnp.exp2(a))  # fmt: skip
 spelled("a_mask_that_was_rounded_to_bfloat16", kept=SPARSE, softmax=lambda a, p: (
     jax.nn.softmax(a + jnp.where(SPARSE, 0, -1e4).astype("bfloat16"))))  # fmt: skip
 
@@ -248,20 +243,7 @@ spelled(
 spelled(
     "logits_divided_by_a_norm", None, spell=lambda a, p: a / jnp.linalg.norm(p["q"])
 )
-spelled("a_temperature_of_each_heads_kernel", None,
-        spell=lambda a, p: a / jnp.linalg.norm(heads(p["q"]), axis=(0, 2))[:, None, None])  # fmt: skip
 spelled("the_reciprocal_of_the_logits", None, spell=lambda a, p: 1 / a)
-spelled("a_quotient_by_the_logits", None, spell=lambda a, p: 3.0 / (a + 0.0))
-spelled(
-    "keys_divided_by_the_norm_of_the_kernel",
-    None,
-    lambda q, k, p, x: (q, k / jnp.linalg.norm(p["k"])),
-)
-spelled(
-    "a_temperature_made_of_the_kernel",
-    None,
-    spell=lambda a, p: a * jnp.mean(jnp.abs(p["q"])),
-)
 spelled("rectified_logits", spell=lambda a, p: jax.nn.relu(a))
 spelled("the_square_of_the_logits", None, spell=lambda a, p: a * a)
 spelled(
@@ -269,8 +251,6 @@ spelled(
     None,
     spell=lambda a, p: (9 * a).astype(jnp.int32).astype(jnp.float32),
 )
-spelled("queries_cast_to_int8", None,
-        lambda q, k, p, x: ((9 * q).astype(jnp.int8).astype(jnp.float32), k))  # fmt: skip
 spelled("queries_cast_to_float8", None,
         lambda q, k, p, x: (q.astype(jnp.float8_e4m3fn).astype(jnp.float32), k))  # fmt: skip
 spelled("queries_times_their_sign", None, lambda q, k, p, x: (q * jnp.sign(q), k))
@@ -281,16 +261,9 @@ spelled("a_gate_by_the_sum_of_squares", ELSE,
         more=lambda q, k, p, x: jnp.mean(x * jnp.sum(q**2, (2, 3))[..., None]))  # fmt: skip
 spelled("a_gate_by_the_largest_query", ELSE,
         more=lambda q, k, p, x: jnp.mean(x * jnp.max(q, (2, 3))[..., None]))  # fmt: skip
-spelled("a_gate_by_each_heads_norm", None,
-        more=lambda q, k, p, x: jnp.mean(jnp.sum(q**2, -1) * jnp.sum(x)))  # fmt: skip
 spelled("a_penalty_on_the_queries", ELSE, more=lambda q, k, p, x: 1e-2 * jnp.sum(q**2))
 spelled("a_sum_of_the_keys", more=lambda q, k, p, x: jnp.sum(k))
 spelled("a_sum_of_the_queries", ELSE, more=lambda q, k, p, x: jnp.sum(q))
-spelled(
-    "a_penalty_on_parameters",
-    ELSE,
-    more=lambda q, k, p, x: 1e-2 * sum(jnp.sum(w**2) for w in p.values()),
-)
 spelled("a_penalty_on_parameters_in_a_loop", ELSE,
         more=lambda q, k, p, x: lax.scan(lambda c, row: (c + jnp.sum(row**2), None), 0.0, p["q"])[0])  # fmt: skip
 
@@ -423,10 +396,7 @@ CUT = dict.fromkeys("qkv", ((D, D), "0 | 1; 0 | 1 / 4 of 1"))
 spelled(
     "rolled", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), jnp.roll(k, 1, 2)), **CUT
 )
-spelled("rolled_queries", None, lambda q, k, p, x: (jnp.roll(q, 1, 2), k), **CUT)
 spelled("flipped_queries", None, lambda q, k, p, x: (jnp.flip(q, 2), k))
-spelled("flipped_heads", None, lambda q, k, p, x: (jnp.flip(q, 2), jnp.flip(k, 2)))
-spelled("flipped_features", None, lambda q, k, p, x: (jnp.flip(q, 3), jnp.flip(k, 3)))
 spelled("heads_added_up", None, lambda q, k, p, x: (q + jnp.flip(q, 2), k))
 spelled(
     "keys_in_another_order_by_gather",
@@ -554,24 +524,13 @@ def heads_mapped_two_by_two(p, x):
     return loss_of(p, y), jnp.moveaxis(logits, 0, 1).reshape(B, H, T, T)
 
 
-def of_a_kernel_each(p, x, shared):
-    q, k, v = (jnp.stack([x @ p[f"{n}{h}"] for h in range(H)], 2) for n in "qkv")
-    return end(
-        p, logits_of(q, jnp.broadcast_to(k[:, :, :1], k.shape) if shared else k), v
-    )
-
-
 KERNELS = {"o": (D, D), **{f"{n}{h}": (D, S) for n in "qkv" for h in range(H)}}
 
 
 @attention(sites=None, **KERNELS)
-def heads_of_a_kernel_each(p, x):
-    return of_a_kernel_each(p, x, False)
-
-
-@attention(sites=None, **KERNELS)
 def heads_of_a_kernel_each_and_one_key(p, x):
-    return of_a_kernel_each(p, x, True)
+    q, k, v = (jnp.stack([x @ p[f"{n}{h}"] for h in range(H)], 2) for n in "qkv")
+    return end(p, logits_of(q, jnp.broadcast_to(k[:, :, :1], k.shape)), v)
 
 
 def of_one_head_each(name, count, put_together):
@@ -634,25 +593,14 @@ def features_of_a_kernel_each(p, x):
     return end(p, logits_of(q, k), heads(x @ p["v"]))
 
 
-def heads_and_batch(p, x, products):
-    """As ported from `torch.bmm`: queries, or logits, with one axis for examples and heads."""
-    q, k, v = (y.swapaxes(1, 2) for y in projected(p, x))
-    if products:
-        q, k, v = (y.reshape(B * H, T, S) for y in (q, k, v))
-    logits = jnp.where(CAUSAL, (q @ k.swapaxes(-1, -2)).reshape(B * H, T, T), -1e9)
-    y = (
-        (jax.nn.softmax(logits).reshape(*q.shape[:-1], T) @ v)
-        .reshape(B, H, T, S)
-        .swapaxes(1, 2)
-    )
-    return loss_of(p, y.reshape(x.shape)), jnp.where(
-        CAUSAL, logits.reshape(B, H, T, T), -jnp.inf
-    )
-
-
 @attention(sites=1, **QKVO)
-def heads_and_batch_in_one_axis_of_the_products(p, x):
-    return heads_and_batch(p, x, True)
+def heads_and_batch_in_one_axis(p, x):
+    """As ported from `torch.bmm`: products with one axis for examples and heads."""
+    q, k, v = (y.swapaxes(1, 2).reshape(B * H, T, S) for y in projected(p, x))
+    logits = jnp.where(CAUSAL, q @ k.mT, -1e9)
+    y = (jax.nn.softmax(logits) @ v).reshape(B, H, T, S).swapaxes(1, 2)
+    logits = jnp.where(CAUSAL, logits.reshape(B, H, T, T), -jnp.inf)
+    return loss_of(p, y.reshape(x.shape)), logits
 
 
 @attention(sites=2, **QKVO)
@@ -865,26 +813,13 @@ def a_derivative_of_an_attention(p, x, v):
 TERMS = [f"w{i}" for i in range(8)]
 
 
-def in_a_long_sum(p, x, first):
-    q, k, v = projected(p, x)
-    terms = [x @ p[name] for name in TERMS]
-    queries = q.reshape(B, T, D)
-    total = sum([queries, *terms] if first else [*terms, queries])
-    return end(p, logits_of(q, k), v)[0] + loss_of(p, total)
-
-
-@program(
-    X, sites=f"{ELSE}: attention_programs.py:", **dict.fromkeys(TERMS, (D, D)), **QKVO
-)
-def queries_that_begin_a_long_sum(p, x):
-    return in_a_long_sum(p, x, True)
-
-
 @program(
     X, sites=f"{ELSE}: attention_programs.py:", **dict.fromkeys(TERMS, (D, D)), **QKVO
 )
 def queries_that_end_a_long_sum(p, x):
-    return in_a_long_sum(p, x, False)
+    q, k, v = projected(p, x)
+    total = sum(x @ p[name] for name in TERMS) + q.reshape(B, T, D)
+    return end(p, logits_of(q, k), v)[0] + loss_of(p, total)
 
 
 @program(X, sites=1, v2=(D, D), k2=(D, D), **QKVO)
@@ -1029,9 +964,6 @@ def adapted_queries(p, x):
     return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2)
 
 
-# Without a softmax over keys it is no attention.
-
-
 @program(X, a=(H, S), **QKVO)
 def additive_attention_of_two_steps(p, x):
     """GATv2: there is no product of queries and keys, so a clip has nothing to scale."""
@@ -1045,13 +977,6 @@ def additive_attention_of_two_steps(p, x):
             @ p["o"]
         )
     return jnp.mean(x**2)
-
-
-@program(X, w=(D, D))
-def a_gram_matrix_of_features_times_itself(p, x):
-    """As in losses that decorrelate them."""
-    gram = jnp.einsum("btd,bte->bde", x @ p["w"], x @ p["w"])
-    return jnp.mean(gram * gram)
 
 
 # Stacks of layers.
@@ -1109,30 +1034,16 @@ def layers_with_normalized_keys(p, x):
     return jnp.mean(y**2), logits.transpose(1, 0, 2, 3, 4).reshape(B, -1, T, T)
 
 
-@program(X, sites=1, **STACK)
-def layers_of_reversed_keys(p, x):
-    return scanned(p | {"k": p["k"][::-1]}, x)[0]
-
-
-def by_number(p, x, order=lambda i: i):
+@attention(sites=f"{ELSE}: attention_programs.py:", **STACK)
+def layers_taken_by_the_number_of_the_iteration(p, x):
     """AlphaFold's layer_stack: parameters stay outside of the scan, which goes over 0, 1, 2."""
 
     def step(x, i):
-        w = {name: w[order(i)] for name, w in p.items()}
+        w = {name: w[i] for name, w in p.items()}
         return layer(w, x), logits_of(*projected(w, x, "qk")) / np.sqrt(S)
 
     x, logits = lax.scan(step, x, jnp.arange(3))
     return jnp.mean(x**2), jnp.moveaxis(logits, 0, 1).reshape(B, -1, T, T)
-
-
-@attention(sites=f"{ELSE}: attention_programs.py:", **STACK)
-def layers_taken_by_the_number_of_the_iteration(p, x):
-    return by_number(p, x)
-
-
-@program(X, sites=f"{ELSE}: attention_programs.py:", **STACK)
-def layers_taken_backwards(p, x):
-    return by_number(p, x, lambda i: 2 - i)[0]
 
 
 @program(
