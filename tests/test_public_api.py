@@ -112,6 +112,12 @@ def test_dir_lists_the_package_and_no_module_that_it_uses():
     assert "importlib" not in dir(importlib.import_module("muonjax"))
 
 
+@pytest.mark.parametrize("name", ["linen", "nnx"])
+def test_modules_that_import_flax_are_loaded_when_they_are_asked_for(name):
+    package = importlib.import_module("muonjax")
+    assert package.__getattr__(name) is importlib.import_module(f"muonjax.{name}")
+
+
 if __name__ == "__main__":
     lines = {package: public_api(package) for package in PACKAGES}
     LIST.write_text("\n\n".join(map("\n".join, lines.values())) + "\n")

@@ -358,6 +358,13 @@ def test_a_threshold_schedule_counts_clips():
     assert update._cache_size() == 1
 
 
+def test_optax_can_map_over_the_state():
+    params, _, site = multi_head()
+    tx = muonjax.qk_clip(5.0, site)
+    state = optax.tree.map_params(tx, lambda x: x, tx.init(params))
+    assert isinstance(state, type(tx.init(params)))
+
+
 # Against an optimizer that pushes one head up, for thousands of steps.
 
 

@@ -365,6 +365,14 @@ def test_several_losses_are_refused_and_their_sum_is_taken():
     assert_allclose(aux, losses(w, x)[1], rtol=1e-6)
 
 
+def test_parameters_that_the_function_closes_over_are_asked_for():
+    w, x = weights(), tokens()
+    with pytest.raises(
+        ValueError, match=r"nothing that it returns.*give the parameters"
+    ):
+        value_and_grad(lambda _, x: unrolled(w, x))(jnp.ones(3), x)
+
+
 def test_grouped_queries_under_checkpoint():
     """Their heads are in another order in the logits than in the kernel: no constant may say so in the body."""
     shapes = {"q": (16, 4, 8), "k": (16, 2, 8), "v": (16, 2, 8), "o": (4, 8, 16)}
