@@ -39,9 +39,9 @@ from muonjax._transforms.ema_nesterov import ema_nesterov as ema_nesterov
 from muonjax._transforms.ema_nesterov import ema_nesterov_params as ema_nesterov_params
 from muonjax._transforms.hyperball import cautious_weight_decay as cautious_weight_decay
 from muonjax._transforms.hyperball import hyperball as hyperball
+from muonjax._transforms.metrics import metrics as metrics
 from muonjax._transforms.momentum import cast_momentum as cast_momentum
 from muonjax._transforms.momentum import trace as trace
-from muonjax._transforms.monitor import metrics as metrics
 from muonjax._transforms.monitor import monitor as monitor
 from muonjax._transforms.orthogonalize import match_rms as match_rms
 from muonjax._transforms.orthogonalize import normalize_neurons as normalize_neurons

@@ -93,7 +93,8 @@ def loha(
 
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
-    scale = shared.scale_of("loha", rank, alpha)
+    with errors_of("loha"):
+        scale = shared.scale_of(rank, alpha)
     return functools.partial(LoHa, rank, scale, param_dtype=param_dtype, name=_HOLDER)
 
 
@@ -127,8 +128,8 @@ def LoHaDense(
 
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
-    shared.scale_of("LoHaDense", rank, alpha)  # to raise in the layer's name
-    adapter = loha(rank, alpha=alpha, param_dtype=dense.get("param_dtype", jnp.float32))
+    with errors_of("LoHaDense"):
+        adapter = loha(rank, alpha=alpha, param_dtype=dense.get("param_dtype", jnp.float32))
     return nn.Dense(features, dot_general_cls=adapter, **dense)
 
 
@@ -166,8 +167,8 @@ def LoHaConv(
     """
     if conv.get("mask") is not None:
         raise ValueError("LoHaConv(mask=…): ΔW is not masked; remove the mask.")
-    shared.scale_of("LoHaConv", rank, alpha)
-    adapter = loha(rank, alpha=alpha, param_dtype=conv.get("param_dtype", jnp.float32))
+    with errors_of("LoHaConv"):
+        adapter = loha(rank, alpha=alpha, param_dtype=conv.get("param_dtype", jnp.float32))
     adapter = functools.partial(adapter, function=lax.conv_general_dilated)
     return nn.Conv(features, kernel_size, conv_general_dilated_cls=adapter, **conv)
 

@@ -77,8 +77,8 @@ def hadamard_linear(
     factors = (w1a, w1b, w2a, w2b)
     with errors_of("hadamard_linear"):
         _check(x, w, factors)
-    check_precision("hadamard_linear", precision)
-    check_range("hadamard_linear", "scale", scale, "finite", "; alpha / r is usual.")
+        check_precision(precision)
+        check_range("scale", scale, "finite", "; alpha / r is usual.")
     # The product has the precision of x and w: a layer in half precision may hold its factors in float32.
     dtype = common_dtype(x, w)
     result = common_dtype(x, w, *factors)
@@ -179,12 +179,12 @@ FACTORS: tuple[str, str, str, str] = (
 SCALE: str = "hada_scale"
 
 
-def scale_of(call: str, rank: int, alpha: float | None) -> float:
+def scale_of(rank: int, alpha: float | None) -> float:
     """alpha / rank; None is alpha = rank."""
-    rank = whole_number(call, "rank", rank, 1, ", 1 or more.")
+    rank = whole_number("rank", rank, 1, ", 1 or more.")
     if alpha is None:
         return 1.0
-    check_range(call, "alpha", alpha, "positive and finite", "; None is alpha = rank.")
+    check_range("alpha", alpha, "positive and finite", "; None is alpha = rank.")
     return alpha / rank
 
 

@@ -98,9 +98,9 @@ class LoHaLinear(nnx.Linear):
         rngs: nnx.Rngs,
         **linear: Any,
     ):
-        scale = shared.scale_of("LoHaLinear", rank, alpha)
-        super().__init__(in_features, out_features, rngs=rngs, **linear)
         with errors_of("LoHaLinear"):
+            scale = shared.scale_of(rank, alpha)
+            super().__init__(in_features, out_features, rngs=rngs, **linear)
             self.dot_general = nnx.data(LoHa(self, rank, scale, rngs))
 
 
@@ -137,9 +137,9 @@ class LoHaConv(nnx.Conv):
         rngs: nnx.Rngs,
         **conv: Any,
     ):
-        scale = shared.scale_of("LoHaConv", rank, alpha)
-        super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
         with errors_of("LoHaConv"):
+            scale = shared.scale_of(rank, alpha)
+            super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
             self.conv_general_dilated = nnx.data(LoHa(self, rank, scale, rngs))
 
 
@@ -178,7 +178,8 @@ def add_loha(
 
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
-    scale = shared.scale_of("add_loha", rank, alpha)
+    with errors_of("add_loha"):
+        scale = shared.scale_of(rank, alpha)
     matches = re.compile(path_rule).search if isinstance(path_rule, str) else path_rule
     if not callable(matches):
         raise TypeError(

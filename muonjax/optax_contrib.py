@@ -9,7 +9,6 @@ the same up to rounding; for the rest see docs/coming_from.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
@@ -105,44 +104,58 @@ def muon(
     """
     call = "optax_contrib.muon"
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    check_rates(
-        call, learning_rate=learning_rate, adam_learning_rate=adam_rate, weight_decay=weight_decay
-    )
-    check_rates(call, adam_weight_decay=adam_weight_decay, adam_eps_root=adam_eps_root)
-    check_range(call, "adam_b1", adam_b1, "in [0, 1)", ".")
-    check_range(call, "adam_b2", adam_b2, "in [0, 1)", ".")
-    check_mask(call, "weight_decay_mask", weight_decay_mask)
-    check_program(call, "muon_weight_dimension_numbers", muon_weight_dimension_numbers)
-    if consistent_rms is not None:
-        check_range(
-            call, "consistent_rms", consistent_rms, "positive and finite", "; 0.2 is usual."
+    with errors_of(call):
+        check_rates(
+            learning_rate=learning_rate,
+            adam_learning_rate=adam_rate,
+            weight_decay=weight_decay,
+            adam_weight_decay=adam_weight_decay,
+            adam_eps_root=adam_eps_root,
         )
-    if isinstance(ns_coeffs, str):
-        check_choice(call, "ns_coeffs", ns_coeffs, tuple(_PRESETS))
-        ns_coeffs = _PRESETS[ns_coeffs]
+        check_range("adam_b1", adam_b1, "in [0, 1)", ".")
+        check_range("adam_b2", adam_b2, "in [0, 1)", ".")
+        check_mask("weight_decay_mask", weight_decay_mask)
+        check_program("muon_weight_dimension_numbers", muon_weight_dimension_numbers)
+        if consistent_rms is not None:
+            check_range("consistent_rms", consistent_rms, "positive and finite", "; 0.2 is usual.")
+        if isinstance(ns_coeffs, str):
+            check_choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
+            ns_coeffs = _PRESETS[ns_coeffs]
     numbers = _two_axes if muon_weight_dimension_numbers is None else muon_weight_dimension_numbers
-
-    settings: Any = {"nesterov": nesterov, "adaptive": adaptive, "preconditioning": preconditioning}
-    settings |= {"distribution": distribution}
-    scaled_by_muon = partial(scale_by_muon, ns_coeffs, ns_steps, beta, eps, mu_dtype, **settings)
-    sized = (
-        partial(match_rms, rule="width")
-        if consistent_rms is None
-        else partial(match_rms, consistent_rms)
-    )
+    rule = "width" if consistent_rms is None else "rms"
+    rms = 1.0 if consistent_rms is None else consistent_rms
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         return optax.chain(
-            scaled_by_muon(weight_dimension_numbers=numbers),
-            sized(dimension_numbers=numbers),
+            scale_by_muon(
+                ns_coeffs,
+                ns_steps,
+                beta,
+                eps,
+                mu_dtype,
+                nesterov=nesterov,
+                adaptive=adaptive,
+                preconditioning=preconditioning,
+                weight_dimension_numbers=numbers,
+                distribution=distribution,
+            ),
+            match_rms(rms, dimension_numbers=numbers, rule=rule),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )
 
     with errors_of(call):
-        matrices(None)  # for the checks of the momentum's settings
-    adams = adam_b1, adam_b2, eps, adam_eps_root, mu_dtype, adam_weight_decay
-    adam = optax.adamw(adam_rate, *adams, nesterov=nesterov)
+        matrices(None)  # The members check their settings.
+    adam = optax.adamw(
+        adam_rate,
+        adam_b1,
+        adam_b2,
+        eps,
+        adam_eps_root,
+        mu_dtype,
+        adam_weight_decay,
+        nesterov=nesterov,
+    )
     return partition_by_route(call, matrices, lambda _: adam, numbers)
 
 
@@ -183,42 +196,42 @@ def scale_by_muon(
 
     Source: `optax.contrib.scale_by_muon`, Optax 0.2.8.
     """
-    call = "scale_by_muon"
-    check_range(call, "beta", beta, "in [0, 1)", "; 0.95 is usual.")
-    check_rates(call, eps=eps)
-    if mu_dtype is not None:
-        given_dtype(
-            call, "mu_dtype", mu_dtype, (jnp.inexact,), "a float type, such as jnp.bfloat16"
-        )
-    check_flag(call, "nesterov", nesterov)
-    check_flag(call, "adaptive", adaptive)
-    check_choice(call, "preconditioning", preconditioning, get_args(_Preconditioning))
-    check_distribution(distribution, call=call)
-
     shape = np.shape(ns_coeffs)
-    if len(shape) not in (1, 2) or shape[-1] != 3:
-        raise ValueError(
-            f"{call}(ns_coeffs={shown(ns_coeffs)}) must have shape (3,) or (n, 3), not {shape}."
-        )
-    check_range(call, "ns_steps", ns_steps, "positive and finite", "; it counts steps.")
+    with errors_of("scale_by_muon"):
+        check_range("beta", beta, "in [0, 1)", "; 0.95 is usual.")
+        check_rates(eps=eps)
+        if mu_dtype is not None:
+            given_dtype("mu_dtype", mu_dtype, (jnp.inexact,), "a float type, such as jnp.bfloat16")
+        check_flag(nesterov=nesterov, adaptive=adaptive)
+        check_choice("preconditioning", preconditioning, get_args(_Preconditioning))
+        check_distribution(distribution)
+        if len(shape) not in (1, 2) or shape[-1] != 3:
+            raise ValueError(
+                f"(ns_coeffs={shown(ns_coeffs)}) must have shape (3,) or (n, 3), not {shape}."
+            )
+        check_range("ns_steps", ns_steps, "positive and finite", "; it counts steps.")
 
+    @errors_of("scale_by_muon")
     def init(params: optax.Params) -> MuonState:
         if len(shape) == 2 and shape[0] > ns_steps:
             raise ValueError(
-                f"scale_by_muon(ns_steps={ns_steps}) is less than the {shape[0]} rows of ns_coeffs; give "
-                f"as many steps, and Optax takes each row once."
+                f"(ns_steps={ns_steps}) is less than the {shape[0]} rows of ns_coeffs; give as many "
+                "steps, and Optax takes each row once."
             )
         mu: Any = optax.tree.zeros_like(params, dtype=mu_dtype)
         return MuonState(jnp.zeros([], jnp.int32), mu, jnp.asarray(ns_coeffs))
 
+    @errors_of("scale_by_muon")
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
         count = optax.safe_increment(state.count)
+        # mu <- beta mu + (1 - beta) G
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
-            ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
-            now = optax.tree.bias_correction(updates, beta, count)
-            direction = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+            # beta mu + (1 - beta) G, each without the bias of a mean that began at zero
+            unbiased_mu = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            gradient = optax.tree.bias_correction(updates, beta, count)
+            direction = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, unbiased_mu, gradient)
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
         updates = map_matrices(
@@ -226,7 +239,6 @@ def scale_by_muon(
             direction,
             weight_dimension_numbers,
             distribution,
-            call=call,
         )
         if adaptive:  # of all matrices of a leaf together, as in Optax
             updates = jax.tree.map(lambda x, y: jnp.sum(x.conj() * y) * y, direction, updates)

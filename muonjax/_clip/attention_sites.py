@@ -52,9 +52,9 @@ def mha_site(
       >>> [scale.path for scale in site.scales]
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
-    check_text("mha_site", query=query, key=key, layout=layout)
-    _check_counts("mha_site", num_heads=num_heads, num_kv_heads=num_kv_heads)
     with errors_of("mha_site"):
+        check_text(query=query, key=key, layout=layout)
+        _check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads)
         _check_groups(num_heads, num_kv_heads)
         kernel = _Kernel.of_layout(layout, ("hd",), num_heads)
         queries = kernel.part(query, "query", entries=num_heads)
@@ -102,10 +102,10 @@ def mla_site(
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
-    check_text("mla_site", query=query, key_value=key_value, layout=layout)
-    whole_number("mla_site", "nope", nope, 1, _AT_LEAST_ONE)
-    _check_counts("mla_site", num_heads=num_heads)
     with errors_of("mla_site"):
+        check_text(query=query, key_value=key_value, layout=layout)
+        whole_number("nope", nope, 1, _AT_LEAST_ONE)
+        _check_counts(num_heads=num_heads)
         kernel = _Kernel.of_layout(layout, ("hd",), num_heads)
         # √γ·√γ for the features without position, γ·1 for the rotary ones, whose key all heads share.
         queries = kernel.part(query, "query", entries=num_heads, span=(0, nope))
@@ -150,15 +150,12 @@ def fused_qkv_site(
       >>> [(s.path, s.start, s.size, s.entries) for s in site.scales if not s.optional]
       [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
     """
-    check_text("fused_qkv_site", name=name, layout=layout)
     key_heads = num_heads if num_kv_heads is None else num_kv_heads
-    for argument, value in {
-        "num_heads": num_heads,
-        "head_dim": head_dim,
-        "num_kv_heads": key_heads,
-    }.items():
-        whole_number("fused_qkv_site", argument, value, 1, _AT_LEAST_ONE)
     with errors_of("fused_qkv_site"):
+        check_text(name=name, layout=layout)
+        whole_number("num_heads", num_heads, 1, _AT_LEAST_ONE)
+        whole_number("head_dim", head_dim, 1, _AT_LEAST_ONE)
+        whole_number("num_kv_heads", key_heads, 1, _AT_LEAST_ONE)
         _check_groups(num_heads, key_heads)
         kernel = _Kernel.of_layout(layout, ("3hd", "h3d"), num_heads)
         # Head after head as in GPT-NeoX, or all queries before all keys.
@@ -217,10 +214,10 @@ class _Kernel(NamedTuple):
         return kernel, bias
 
 
-def _check_counts(call: str, **counts: Any) -> None:
+def _check_counts(**counts: Any) -> None:
     for argument, count in counts.items():
         if count is not None:
-            whole_number(call, argument, count, 1, _AT_LEAST_ONE)
+            whole_number(argument, count, 1, _AT_LEAST_ONE)
 
 
 def _check_groups(num_heads: int | None, num_kv_heads: int | None) -> None:

@@ -83,8 +83,8 @@ class ClipByStatistic:
         # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
         every_k = 1 if self.every_k is None else self.every_k
         why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
-        object.__setattr__(self, "every_k", whole_number(self.call, "every_k", every_k, 1, why))
-        object.__setattr__(self, "axis_name", mesh_axes(self.call, "axis_name", self.axis_name))
+        object.__setattr__(self, "every_k", whole_number("every_k", every_k, 1, why))
+        object.__setattr__(self, "axis_name", mesh_axes("axis_name", self.axis_name))
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """The member of a chain."""
@@ -126,11 +126,11 @@ class ClipByStatistic:
         **extra_args: Any,
     ) -> tuple[Any, QKClipState]:
         """The updates that take the weights to their clipped values."""
-        check_order(self.call, updates, state, params)
-        if not hasattr(state, "factors"):
-            raise ValueError(other_state(self.call, state))
         statistics = extra_args.get(self.argument)
         with errors_of(self.call):
+            check_order(updates, state, params)
+            if not hasattr(state, "factors"):
+                raise ValueError(other_state(state))
             self._require(params, statistics)
             modules = Modules(params)
             sites, not_trained = self.find(modules)

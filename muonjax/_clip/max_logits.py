@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from muonjax._common.arguments import check_flag, check_range, given_dtype, shown, whole_number
+from muonjax._common.arguments import (
+    check_flag,
+    check_range,
+    errors_of,
+    given_dtype,
+    shown,
+    whole_number,
+)
 from muonjax._common.linalg import at_least_float32
 
 if TYPE_CHECKING:
@@ -68,24 +75,25 @@ def max_logits(
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
-    _check_array("max_logits", "query", query, "of real numbers, [*batch, T, heads, D]")
-    _check_array("max_logits", "key", key, "of real numbers, [*batch, S, key_heads, D]")
-    _check_heads(query.shape, key.shape)
-    *batch, T, heads, depth = query.shape
-    S, key_heads = key.shape[-3:-1]
-    groups = heads // key_heads
-    left, right = _window(local_window_size, T, S)
-    check_flag("max_logits", "is_causal", is_causal)
-    if is_causal:
-        right = 0
-    block_q = min(T, whole_number("max_logits", "block_q", block_q, 1, _POSITIONS))
-    block_k = min(S, whole_number("max_logits", "block_k", block_k, 1, _POSITIONS))
-    if scale is not None:
-        check_range("max_logits", "scale", scale, "finite", "; 1/√D is usual.")
-    if mask is not None:
-        wanted = "of booleans or numbers that broadcasts to [*batch, heads, T, S]"
-        _check_array("max_logits", "mask", mask, wanted)
-        mask = _by_key_head(mask, (*batch, heads, T, S), key_heads)
+    with errors_of("max_logits"):
+        _check_array("query", query, "of real numbers, [*batch, T, heads, D]")
+        _check_array("key", key, "of real numbers, [*batch, S, key_heads, D]")
+        _check_heads(query.shape, key.shape)
+        *batch, T, heads, depth = query.shape
+        S, key_heads = key.shape[-3:-1]
+        groups = heads // key_heads
+        left, right = _window(local_window_size, T, S)
+        check_flag(is_causal=is_causal)
+        if is_causal:
+            right = 0
+        block_q = min(T, whole_number("block_q", block_q, 1, _POSITIONS))
+        block_k = min(S, whole_number("block_k", block_k, 1, _POSITIONS))
+        if scale is not None:
+            check_range("scale", scale, "finite", "; 1/√D is usual.")
+        if mask is not None:
+            wanted = "of booleans or numbers that broadcasts to [*batch, heads, T, S]"
+            _check_array("mask", mask, wanted)
+            mask = _by_key_head(mask, (*batch, heads, T, S), key_heads)
     dtype = at_least_float32(query.dtype, key.dtype)
     if 0 in (*batch, T, S):
         return jnp.full((heads,), -jnp.inf, dtype)
@@ -184,15 +192,12 @@ def max_logits_bound(
 
     Source: the inequality between maximum and log-sum-exp; Dao et al., "FlashAttention", 2022, which keeps the latter.
     """
-    _check_array("max_logits_bound", "lse", lse, "of floats, [*batch, T, heads]")
-    if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
-        raise ValueError(
-            f"max_logits_bound needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}."
-        )
-    if dtype is not None:
-        dtype = given_dtype(
-            "max_logits_bound", "dtype", dtype, (jnp.floating,), "a floating-point dtype"
-        )
+    with errors_of("max_logits_bound"):
+        _check_array("lse", lse, "of floats, [*batch, T, heads]")
+        if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
+            raise ValueError(f" needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}.")
+        if dtype is not None:
+            dtype = given_dtype("dtype", dtype, (jnp.floating,), "a floating-point dtype")
     cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
     # The error of the float32 sum and logarithm; absolute too, because a relative margin vanishes near 0.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)
@@ -205,14 +210,14 @@ def max_logits_bound(
 _POSITIONS = " of positions, at least 1."
 
 
-def _check_array(call: str, name: str, value: Any, wanted: str) -> None:
+def _check_array(name: str, value: Any, wanted: str) -> None:
     """Raise unless it is an array of NumPy or JAX, of real numbers; booleans are for a mask."""
     kinds = [jnp.floating, jnp.integer]
     if name == "mask":
         kinds.append(jnp.bool_)
     is_array = hasattr(value, "ndim") and hasattr(value, "dtype")
     if not is_array or not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
-        raise TypeError(f"{call}({name}={shown(value)}) must be an array {wanted}.")
+        raise TypeError(f"({name}={shown(value)}) must be an array {wanted}.")
 
 
 def _check_heads(query: tuple[int, ...], key: tuple[int, ...]) -> None:
@@ -221,7 +226,7 @@ def _check_heads(query: tuple[int, ...], key: tuple[int, ...]) -> None:
     fits = fits and key[-2] > 0 and query[-2] % key[-2] == 0
     if not fits:
         raise ValueError(
-            f"max_logits(query, key) got {list(query)} and {list(key)}; it needs [*batch, T, heads, D] and "
+            f"(query, key) got {list(query)} and {list(key)}; it needs [*batch, T, heads, D] and "
             "[*batch, S, key_heads, D] with D > 0, where key_heads divides heads; reshape the projections to heads."
         )
 
@@ -233,9 +238,7 @@ def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
     is_pair = isinstance(local_window_size, Sequence) and len(local_window_size) == 2
     sides = local_window_size if is_pair else (local_window_size, local_window_size)
     for side in sides:
-        whole_number(
-            "max_logits", "local_window_size", side, 0, " or two, (left, right), none negative."
-        )
+        whole_number("local_window_size", side, 0, " or two, (left, right), none negative.")
     return tuple(sides)
 
 
@@ -249,7 +252,7 @@ def _by_key_head(
     )
     if not fits:
         raise ValueError(
-            f"max_logits(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."
+            f"(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."
         )
     *batch, heads, T, S = shape
     # A mask for all heads at once broadcasts over both axes.

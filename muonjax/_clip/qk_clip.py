@@ -76,7 +76,8 @@ def qk_clip(
     Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
     translation in circulation prints Q·γ and K·γ: that clips twice).
     """
-    return clip_of_logits("qk_clip", threshold, sites, every_k, axis_name).transformation()
+    with errors_of("qk_clip"):
+        return clip_of_logits("qk_clip", threshold, sites, every_k, axis_name).transformation()
 
 
 def clip_of_logits(
@@ -87,16 +88,16 @@ def clip_of_logits(
     axis_name: Any,
 ) -> ClipByStatistic:
     """The clip of the public function `call`, with its settings checked."""
-    check_range(call, "threshold", threshold, "positive and finite", _USUAL, schedule=True)
+    check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
     if sites is None:
         raise ValueError(
-            f"{call} needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
+            f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
             f"tx = muonjax.{call}({'100.0' if call == 'qk_clip' else '2e-3'}, program)"
         )
     return ClipByStatistic(
         call=call,
         argument="max_logits",
-        sites=as_sites(call, "sites" if call == "qk_clip" else "program", sites),
+        sites=as_sites("sites" if call == "qk_clip" else "program", sites),
         prepare=_attentions,
         threshold=threshold,
         every_k=every_k,
@@ -131,10 +132,9 @@ def apply_qk_clip(
 
     Source: as `qk_clip`.
     """
-    check_range("apply_qk_clip", "threshold", threshold, "positive and finite", _USUAL)
-    sites = as_sites("apply_qk_clip", "sites", sites)
-    clip = clip_of_logits("apply_qk_clip", threshold, sites, None, None)
     with errors_of("apply_qk_clip"):
+        check_range("threshold", threshold, "positive and finite", _USUAL)
+        clip = clip_of_logits("apply_qk_clip", threshold, as_sites("sites", sites), None, None)
         modules = Modules(params)
         attentions, not_trained = clip.find(modules)
         statistics = match_statistics("max_logits", max_logits, attentions, not_trained)

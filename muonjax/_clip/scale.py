@@ -14,6 +14,7 @@ from muonjax._common.arguments import (
     check_flag,
     check_range,
     check_text,
+    errors_of,
     shown,
     whole_number,
 )
@@ -72,36 +73,36 @@ class Scale:
     optional: bool = False
 
     def __post_init__(self):
-        check_text("Scale", path=self.path, factor=self.factor)
+        with errors_of("Scale"):
+            self._check()
+
+    def _check(self) -> None:
+        check_text(path=self.path, factor=self.factor)
         for name in ("rank", "start", "gap"):
-            whole_number("Scale", name, getattr(self, name), 0, ", at least 0.")
-        whole_number("Scale", "groups", self.groups, 1, ", at least 1.")
+            whole_number(name, getattr(self, name), 0, ", at least 0.")
+        whole_number("groups", self.groups, 1, ", at least 1.")
         for name in ("entries", "size"):
             if getattr(self, name) is not None:
-                whole_number("Scale", name, getattr(self, name), 1, ", at least 1, or None.")
-        axes = axis_numbers("Scale", "axes", self.axes)
+                whole_number(name, getattr(self, name), 1, ", at least 1, or None.")
+        axes = axis_numbers("axes", self.axes)
         object.__setattr__(self, "axes", axes)
         # As counted from the front, so that 1 and -1 of two axes are one.
         different = {axis % self.rank for axis in axes if -self.rank <= axis < self.rank}
         if len(different) < len(axes):
-            raise ValueError(
-                f"Scale({axes=}) must be different axes of the {self.rank} of one layer."
-            )
+            raise ValueError(f"({axes=}) must be different axes of the {self.rank} of one layer.")
         if not axes and self.entries is None:
-            raise ValueError("Scale(axes=()) has no axis that counts entries: give entries=1.")
+            raise ValueError("(axes=()) has no axis that counts entries: give entries=1.")
         self._check_span()
-        check_range("Scale", "power", self.power, "finite", ".")
-        check_flag("Scale", "optional", self.optional)
+        check_range("power", self.power, "finite", ".")
+        check_flag(optional=self.optional)
 
     def _check_span(self) -> None:
         if not isinstance(self.span, tuple) or len(self.span) != 2:
-            raise TypeError(
-                f"Scale(span={shown(self.span)}) must be a pair (first, end), as (0, None)."
-            )
+            raise TypeError(f"(span={shown(self.span)}) must be a pair (first, end), as (0, None).")
         first, end = self.span
-        whole_number("Scale", "span", first, 0, " as its first position, at least 0.")
+        whole_number("span", first, 0, " as its first position, at least 0.")
         if end is not None:
-            whole_number("Scale", "span", end, first + 1, f" as its end, above {first}, or None.")
+            whole_number("span", end, first + 1, f" as its end, above {first}, or None.")
 
 
 def run_length(scale: Scale, entries: int, size: int) -> int:

@@ -6,6 +6,7 @@ import optax
 
 from muonjax._clip.clip_by_statistic import ClipByStatistic
 from muonjax._clip.site import PlacedSite, Site, as_sites
+from muonjax._common.arguments import errors_of
 
 
 def signal_clip(
@@ -55,23 +56,24 @@ def signal_clip(
 
     Source: J. Su, kexue.fm/archives/11126, last part.
     """
-    checked = as_sites("signal_clip", "sites", sites)
-    for site in checked:
-        _check_powers(site)
-    clip = ClipByStatistic(
-        call="signal_clip",
-        argument="signals",
-        sites=checked,
-        prepare=_each_scales_its_own,
-        every_k=every_k,
-        axis_name=axis_name,
-    )
+    with errors_of("signal_clip"):
+        checked = as_sites("sites", sites)
+        for site in checked:
+            _check_powers(site)
+        clip = ClipByStatistic(
+            call="signal_clip",
+            argument="signals",
+            sites=checked,
+            prepare=_each_scales_its_own,
+            every_k=every_k,
+            axis_name=axis_name,
+        )
     return clip.transformation()
 
 
 def _check_powers(site: Site) -> None:
     """Raise unless the signal is scaled by exactly γ."""
-    name = f"signal_clip(sites=Site({site.path!r}))"
+    name = f"(sites=Site({site.path!r}))"
     if site.threshold is None:
         raise ValueError(f"{name} has no threshold: give it Site(..., threshold=30.0).")
     powers: dict[str, float] = {}

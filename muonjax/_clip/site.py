@@ -14,6 +14,7 @@ from muonjax._common.arguments import (
     check_pattern,
     check_range,
     check_text,
+    errors_of,
     shown,
 )
 
@@ -68,34 +69,34 @@ class Site:
     products: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self):
-        check_pattern("Site", "path", self.path)
-        check_text("Site", signal=self.signal)
+        with errors_of("Site"):
+            self._check()
+
+    def _check(self) -> None:
+        check_pattern("path", self.path)
+        check_text(signal=self.signal)
         self._check_scales()
         if self.scan_axis is not None:
-            axes = axis_numbers("Site", "scan_axis", self.scan_axis)
+            axes = axis_numbers("scan_axis", self.scan_axis)
             object.__setattr__(self, "scan_axis", axes)
         if not isinstance(self.norms, (tuple, list)):
             raise TypeError(
-                f"Site(norms={shown(self.norms)}) must be a tuple of regular expressions; () allows all."
+                f"(norms={shown(self.norms)}) must be a tuple of regular expressions; () allows all."
             )
         for pattern in self.norms:
-            check_pattern("Site", "norms", pattern)
-        check_flag("Site", "exact", self.exact)
+            check_pattern("norms", pattern)
+        check_flag(exact=self.exact)
         if self.threshold is not None:
-            check_range(
-                "Site", "threshold", self.threshold, "positive and finite", ".", schedule=True
-            )
+            check_range("threshold", self.threshold, "positive and finite", ".", schedule=True)
         if self.products is not None:
             self._check_products(self.products)
 
     def _check_scales(self) -> None:
         is_several = isinstance(self.scales, (tuple, list))
         if not is_several or not all(isinstance(scale, Scale) for scale in self.scales):
-            raise TypeError(f"Site(scales={shown(self.scales)}) must be a tuple of muonjax.Scale.")
+            raise TypeError(f"(scales={shown(self.scales)}) must be a tuple of muonjax.Scale.")
         if not self.scales:
-            raise ValueError(
-                f"Site(path={self.path!r}, scales=()) scales nothing; name a parameter."
-            )
+            raise ValueError(f"(path={self.path!r}, scales=()) scales nothing; name a parameter.")
 
     def _check_products(self, products: Any) -> None:
         factors = {scale.factor for scale in self.scales}
@@ -104,14 +105,14 @@ class Site:
         )
         if not is_nested or set(itertools.chain(*products)) != factors:
             raise ValueError(
-                f"Site(products={products!r}) must be tuples of factors, of all {sorted(factors)}."
+                f"(products={products!r}) must be tuples of factors, of all {sorted(factors)}."
             )
 
 
 Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
 
 
-def as_sites(call: str, argument: str, sites: Any) -> tuple[Site, ...]:
+def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
     """One site or several, as a tuple; a `Program` has them."""
     several = getattr(sites, "sites", sites)
     if isinstance(several, Site):
@@ -122,7 +123,7 @@ def as_sites(call: str, argument: str, sites: Any) -> tuple[Site, ...]:
         or not all(isinstance(site, Site) for site in several)
     ):
         raise TypeError(
-            f"{call}({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
+            f"({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
             "or sites such as muonjax.mha_site(). Give all other settings by their names."
         )
     return tuple(several)

@@ -35,7 +35,6 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def check_range(
-    call: str,
     name: str,
     value: Any,
     wanted: str,
@@ -46,7 +45,6 @@ def check_range(
     """Raise unless it is one real number, known or traced, or an allowed schedule; and, if known, in its range.
 
     Args:
-      call: The public function.
       name: The name of the argument.
       value: What was given.
       wanted: The range, a name in `_RANGES`.
@@ -58,19 +56,19 @@ def check_range(
     if not _is_real(value):
         kind = "a number or a schedule" if schedule else "a number"
         is_program = hasattr(value, "dimension_numbers")
-        advice = f"; the program is the second argument of {call}" if is_program else ""
-        raise TypeError(f"{call}({name}={shown(value)}) must be {kind}{advice}.")
+        advice = "; the program is the second argument" if is_program else ""
+        raise TypeError(f"({name}={shown(value)}) must be {kind}{advice}.")
     if isinstance(value, Tracer):
         return
     # Inside of `jit` a comparison of a known array would be traced, a comparison of Python's number is not.
     if not _RANGES[wanted](float(value)):
-        raise ValueError(f"{call}({name}={shown(value)}) must be {wanted}{why}")
+        raise ValueError(f"({name}={shown(value)}) must be {wanted}{why}")
 
 
-def check_rates(call: str, **rates: Any) -> None:
+def check_rates(**rates: Any) -> None:
     """`check_range` of learning rates and weight decays, numbers or schedules, by their names."""
     for name, rate in rates.items():
-        check_range(call, name, rate, "finite and not negative", ".", schedule=True)
+        check_range(name, rate, "finite and not negative", ".", schedule=True)
 
 
 def _is_real(value: Any) -> bool:
@@ -82,37 +80,25 @@ def _is_real(value: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
 
-def check_flag(call: str, name: str, value: Any) -> None:
-    """Raise unless it is True or False."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{call}({name}={shown(value)}) must be True or False.")
+def check_flag(**flags: Any) -> None:
+    """Raise unless each is True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"({name}={shown(value)}) must be True or False.")
 
 
-def check_choice(
-    call: str,
-    name: str,
-    value: Any,
-    choices: Sequence[str | None],
-) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
     """Raise unless it is one of these words, or None where that is one of them."""
     is_word = isinstance(value, str | None)
     if not is_word or value not in choices:
-        raise ValueError(
-            f"{call}({name}={shown(value)}) is unknown; choose one of {tuple(choices)}."
-        )
+        raise ValueError(f"({name}={shown(value)}) is unknown; choose one of {tuple(choices)}.")
 
 
 # What momentum may be in: float8 keeps half of a constant gradient's momentum, and none of a small one's.
 WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
-def given_dtype(
-    call: str,
-    name: str,
-    value: Any,
-    kinds: Sequence[Any],
-    wanted: str,
-) -> np.dtype:
+def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
     """`value` as a dtype, one of `kinds`, for which `wanted` has the words. An array, which has a dtype, is refused."""
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     if not is_array and value is not None:  # NumPy takes None for float64.
@@ -125,38 +111,38 @@ def given_dtype(
         advice = (
             f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
         )
-    raise TypeError(f"{call}({name}={shown(value)}) must be {wanted}.{advice}")
+    raise TypeError(f"({name}={shown(value)}) must be {wanted}.{advice}")
 
 
-def check_text(call: str, **texts: Any) -> None:
+def check_text(**texts: Any) -> None:
     """Raise unless each is a string."""
     for name, value in texts.items():
         if not isinstance(value, str):
-            raise TypeError(f"{call}({name}={shown(value)}) must be a string.")
+            raise TypeError(f"({name}={shown(value)}) must be a string.")
 
 
-def check_precision(call: str, precision: Any) -> None:
+def check_precision(precision: Any) -> None:
     """Raise unless JAX's matrix products take it as their precision."""
     matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(functools.partial(jnp.matmul, precision=precision), matrix, matrix)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{call}(precision={shown(precision)}) is unknown; choose 'highest', 'high', "
-            "'default', None or another one of jax.lax.dot_general."
+            f"(precision={shown(precision)}) is unknown; choose 'highest', 'high', 'default', None "
+            "or another one of jax.lax.dot_general."
         ) from error
 
 
-def check_pattern(call: str, name: str, value: Any) -> None:
+def check_pattern(name: str, value: Any) -> None:
     """Raise unless it is a regular expression."""
-    check_text(call, **{name: value})
+    check_text(**{name: value})
     try:
         re.compile(value)
     except re.error as error:
-        raise ValueError(f"{call}({name}={value!r}) is no regular expression: {error}.") from None
+        raise ValueError(f"({name}={value!r}) is no regular expression: {error}.") from None
 
 
-def mesh_axes(call: str, name: str, value: Any) -> tuple[str, ...]:
+def mesh_axes(name: str, value: Any) -> tuple[str, ...]:
     """The name of a mesh axis, or several, as a tuple; None is no axis."""
     if value is None:
         return ()
@@ -164,25 +150,25 @@ def mesh_axes(call: str, name: str, value: Any) -> tuple[str, ...]:
     for axis in axes:
         if not isinstance(axis, str) or not axis:
             raise TypeError(
-                f"{call}({name}={shown(value)}) must be the name of a mesh axis or a tuple of names."
+                f"({name}={shown(value)}) must be the name of a mesh axis or a tuple of names."
             )
     return axes
 
 
-def check_mask(call: str, name: str, mask: Any) -> None:
+def check_mask(name: str, mask: Any) -> None:
     """Raise unless it is a tree of booleans or a function; None is a tree without leaves."""
     if callable(mask):
         return
     for leaf in jax.tree.leaves(mask):
         if np.asarray(leaf).dtype.kind != "b":
             raise TypeError(
-                f"{call}({name}={shown(mask)}) must be a tree or prefix of booleans, or a function."
+                f"({name}={shown(mask)}) must be a tree or prefix of booleans, or a function."
             )
 
 
-def fitted_mask(call: str, name: str, mask: Any) -> Any:
+def fitted_mask(name: str, mask: Any) -> Any:
     """`mask` after its check; a tree becomes a function that raises where the tree does not fit the parameters."""
-    check_mask(call, name, mask)
+    check_mask(name, mask)
     if mask is None or callable(mask):
         return mask
 
@@ -191,7 +177,7 @@ def fitted_mask(call: str, name: str, mask: Any) -> Any:
             jax.tree.map(lambda decays, part: None, mask, params)
         except ValueError as error:
             raise ValueError(
-                f"{call}({name}={shown(mask)}) does not fit the parameters: give True for all, False for "
+                f"({name}={shown(mask)}) does not fit the parameters: give True for all, False for "
                 "none, a tree of booleans like the parameters or a prefix of it, or a function of them."
             ) from error
         return mask
@@ -199,60 +185,53 @@ def fitted_mask(call: str, name: str, mask: Any) -> Any:
     return fitted
 
 
-def whole_number(call: str, name: str, value: Any, least: int, why: str) -> int:
+def whole_number(name: str, value: Any, least: int, why: str) -> int:
     """`value` as Python's; raises ValueError unless it is a whole number, at least `least`. `why` ends the message."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < least:
-        raise ValueError(f"{call}({name}={shown(value)}) needs a whole number{why}")
+        raise ValueError(f"({name}={shown(value)}) needs a whole number{why}")
     return int(value)
 
 
-def axis_numbers(call: str, name: str, value: Any) -> tuple[int, ...]:
+def axis_numbers(name: str, value: Any) -> tuple[int, ...]:
     """An axis, or several, as a tuple of Python's numbers."""
     is_several = isinstance(value, Sequence) and not isinstance(value, str)
     axes = value if is_several else (value,)
     why = " or several, of axes."
-    return tuple(whole_number(call, name, axis, -sys.maxsize, why) for axis in axes)
+    return tuple(whole_number(name, axis, -sys.maxsize, why) for axis in axes)
 
 
-def check_transformation(argument: str, given: Any) -> None:
-    """Raise unless it is an Optax transformation; `argument` begins the message, as "muon(adam"."""
-    is_transformation = hasattr(given, "init") and hasattr(given, "update")
-    if not is_transformation:
+def check_transformation(name: str, given: Any) -> None:
+    """Raise unless it is an Optax transformation."""
+    if not (hasattr(given, "init") and hasattr(given, "update")):
         raise TypeError(
-            f"{argument}={shown(given)}) must be an Optax transformation: optax.adamw(1e-3)."
+            f"({name}={shown(given)}) must be an Optax transformation: optax.adamw(1e-3)."
         )
 
 
-def require_params(call: str, params: Any) -> None:
+def require_params(params: Any) -> None:
     """Raise where `update` was called without parameters."""
     if params is None:
-        raise ValueError(f"{call} needs params: call tx.update(grads, state, params).")
+        raise ValueError(" needs params: call tx.update(grads, state, params).")
 
 
-def check_update(
-    call: str,
-    updates: Any,
-    state: Any,
-    params: Any,
-    unnamed: tuple[Any, ...],
-) -> None:
+def check_update(updates: Any, state: Any, params: Any, unnamed: tuple[Any, ...]) -> None:
     """Raise where `update` got no parameters, extra positional arguments, or trees in another order."""
     refuse_positional(unnamed)
-    require_params(call, params)
-    check_order(call, updates, state, params)
+    require_params(params)
+    check_order(updates, state, params)
 
 
-def check_order(call: str, updates: Any, state: Any, params: Any) -> None:
+def check_order(updates: Any, state: Any, params: Any) -> None:
     """Raise where the state is exchanged with the gradients or with the parameters."""
     if params is None:
         return
     updates, state, params = map(jax.tree.structure, (updates, state, params))
     advice = "are exchanged; call tx.update(grads, state, params)"
     if updates == state != params:
-        raise ValueError(f"{call}: state and parameters {advice}.")
+        raise ValueError(f"state and parameters {advice}.")
     if updates != state == params:
-        raise ValueError(f"{call}: gradients and state {advice}.")
+        raise ValueError(f"gradients and state {advice}.")
 
 
 def refuse_positional(unnamed: tuple[Any, ...]) -> None:
@@ -263,22 +242,18 @@ def refuse_positional(unnamed: tuple[Any, ...]) -> None:
         )
 
 
-def other_state(call: str, state: Any) -> str:
+def other_state(state: Any) -> str:
     """The message for a state that another optimizer made, or whose tuples a checkpoint has lost."""
     if isinstance(state, Mapping):
         return (
-            f"{call}: this state is a {type(state).__name__}, no tuple: "
-            "a checkpoint that was restored without its structure. "
-            "Restore it as jax.eval_shape(tx.init, params)."
+            f"this state is a {type(state).__name__}, no tuple: a checkpoint that was restored "
+            "without its structure. Restore it as jax.eval_shape(tx.init, params)."
         )
     nodes = jax.tree.leaves(state, is_leaf=_is_named_tuple)
     kinds = {type(node).__name__ for node in nodes if _is_named_tuple(node)}
     kinds -= {"EmptyState", "MaskedState"}
     kinds_shown = f", with {', '.join(sorted(kinds))}" if kinds else ""
-    return (
-        f"{call}: this is the state of another optimizer{kinds_shown}. "
-        f"Start anew with {call}(...).init(params)."
-    )
+    return f"this is the state of another optimizer{kinds_shown}. Start anew with tx.init(params)."
 
 
 def _is_named_tuple(node: Any) -> bool:
@@ -287,13 +262,19 @@ def _is_named_tuple(node: Any) -> bool:
 
 @contextlib.contextmanager
 def errors_of(call: str) -> Iterator[None]:
-    """Put "call: " before the message of a TypeError or ValueError that is raised inside."""
+    """Begin the message of a TypeError or ValueError that is raised inside with the name of a public call.
+
+    A message that begins with "(", ":" or a space continues the name, as "(decay=2) must be in [0, 1)" does. Of calls
+    inside of each other only the outermost is named, which is the one that the user wrote.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
         # A subclass may have other arguments than a message.
         if type(error) in (TypeError, ValueError):
-            error.args = (f"{call}: {error}",)
+            message = vars(error).setdefault("message", str(error))
+            separator = "" if message.startswith(("(", ":", " ")) else ": "
+            error.args = (f"{call}{separator}{message}",)
         raise
 
 
@@ -358,19 +339,20 @@ def explains_keywords(
         for key, parameter in signature.parameters.items():
             if parameter.kind is parameter.KEYWORD_ONLY:
                 by_name.append(key)
-            else:
+            elif key != "self":
                 by_position.append(key)
-        known = [key for key in signature.parameters if key != "self"]
+        known = by_position + by_name
+        is_method = "self" in signature.parameters
 
         @functools.wraps(function)
+        @errors_of(name)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            if len(args) > len(by_position):
-                positions = ", ".join(by_position).removeprefix("self")
+            if len(args) > len(by_position) + is_method:
                 settings = "=, ".join(by_name)
-                raise TypeError(f"{name}({positions}) takes settings by name: {settings}=.")
+                raise TypeError(f"({', '.join(by_position)}) takes settings by name: {settings}=.")
             for keyword in kwargs:
                 if keyword not in known:
-                    raise TypeError(f"{name} has no argument {keyword!r}{_meant(keyword, known)}.")
+                    raise TypeError(f" has no argument {keyword!r}{_meant(keyword, known)}.")
             return function(*args, **kwargs)
 
         public: Any = checked

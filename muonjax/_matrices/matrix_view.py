@@ -111,7 +111,12 @@ def _is_entry(x: Any) -> bool:
 
 
 def matrix_pieces(numbers: DimensionNumbersTree, tree: Any, *, call: str) -> Pieces:
-    """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order."""
+    """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order.
+
+    `Pieces` as the numbers are those that an optimizer has found for such trees already.
+    """
+    if isinstance(numbers, Pieces):
+        return numbers
     entries = resolve_dimension_numbers(numbers, tree, call=call)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     found = Pieces(treedef)

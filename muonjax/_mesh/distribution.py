@@ -139,32 +139,26 @@ def partition_spec(sharding: tuple[Axes, ...]) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in sharding))
 
 
-def spread_specs(specs: Any, tree: Any, *, call: str) -> list[Any]:
+def spread_specs(specs: Any, tree: Any) -> list[Any]:
     """One spec per leaf of `tree`, from a tree or a prefix of it. Masked nodes are not leaves."""
     what = "the Distribution's param_specs (of an NNX model, nnx.as_pure(specs))"
-    entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, call=call, what=what)
+    entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, call="", what=what)
     leaves = jax.tree.leaves_with_path(tree)
     for spec, (path, leaf) in zip(entries, leaves, strict=True):
         if len(_mesh_axes(spec)) > leaf.ndim:
             where = f"{spec} at {jax.tree_util.keystr(path)}"
-            shape = leaf.shape
-            raise ValueError(f"{call}: {where} shards more axes than the leaf of shape {shape}.")
+            raise ValueError(f"{where} shards more axes than the leaf of shape {leaf.shape}.")
     return entries
 
 
-def shards_of_last_axis(
-    tree: Any,
-    distribution: Distribution | None,
-    *,
-    call: str,
-) -> list[int]:
+def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[int]:
     """Into how many shards the last axis of each leaf is cut, as far as that is known."""
     leaves = jax.tree.leaves(tree)
     # On an Auto mesh an array inside of `jit` does not show its sharding, and counts as one shard.
     shardings: list[Any] = [jax.typeof(leaf).sharding for leaf in leaves]
     if distribution is not None:
         shardings = []
-        for spec in spread_specs(distribution.param_specs, tree, call=call):
+        for spec in spread_specs(distribution.param_specs, tree):
             spec = partition_spec(_mesh_axes(spec))
             shardings.append(NamedSharding(distribution.mesh, spec))
     shards = []
@@ -176,12 +170,12 @@ def shards_of_last_axis(
     return shards
 
 
-def check_distribution(distribution: Any, *, call: str) -> None:
+def check_distribution(distribution: Any) -> None:
     """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
     if distribution is not None and not isinstance(distribution, Distribution):
         kind = type(distribution).__name__
         raise TypeError(
-            f"{call}(distribution={kind}(...)) must be a muonjax.Distribution(mesh, specs), which "
+            f"(distribution={kind}(...)) must be a muonjax.Distribution(mesh, specs), which "
             "says how each parameter is sharded too. Leave it out where the mesh has explicit axis "
             "types."
         )
@@ -205,15 +199,13 @@ def find_mesh(
     distribution: Distribution | None,
     tree: Any,
     chosen: list[int],
-    *,
-    call: str,
 ) -> OnMesh | None:
     """How the `chosen` leaves of `tree` are sharded: as `distribution` says, or else explicit axis types.
 
     None if no leaf is chosen, all are on one device, or nothing says it.
     """
     if distribution is not None:
-        all_specs = spread_specs(distribution.param_specs, tree, call=call)
+        all_specs = spread_specs(distribution.param_specs, tree)
         specs = tuple(all_specs[i] for i in chosen)
         return OnMesh(distribution.mesh, specs, explicit=False) if chosen else None
     leaves = jax.tree.leaves(tree)
@@ -225,14 +217,14 @@ def find_mesh(
             return OnMesh(mesh, specs, explicit=True)
         # Inside of a user's shard_map (manual axes) an array is what one device has.
         if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
-            _warn_of(mesh, call)
+            _warn_of(mesh)
     return None
 
 
 @functools.cache
-def _warn_of(mesh: AbstractMesh, call: str) -> None:
+def _warn_of(mesh: AbstractMesh) -> None:
     warn_user(
-        f"{call}: pass distribution=muonjax.Distribution(mesh, param_specs). The arrays' mesh "
+        f"Pass distribution=muonjax.Distribution(mesh, param_specs). The arrays' mesh "
         f"{dict(mesh.shape)} has no explicit axis types (its axis types are Auto), so XLA gathers "
         "matrices and repeats work on every device."
     )

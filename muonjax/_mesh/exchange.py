@@ -42,8 +42,6 @@ def map_on_mesh(
     views: Sequence[MatrixView],
     dtypes: Sequence[jnp.dtype],
     policy: Policy,
-    *,
-    call: str,
 ) -> list[jax.Array]:
     """f on each matrix of the leaves, once; the results are sharded as the leaves are.
 
@@ -54,11 +52,10 @@ def map_on_mesh(
       views: The view of each leaf.
       dtypes: In which each leaf is exchanged.
       policy: For the mesh's devices.
-      call: The public function, for errors.
     """
     mesh = on_mesh.mesh
     mesh_shape = dict(mesh.shape)
-    _check_mesh(mesh, leaves, call)
+    _check_mesh(mesh, leaves)
     sharded_leaves = []
     for leaf, view, spec, dtype in zip(leaves, views, on_mesh.specs, dtypes, strict=True):
         sharding = even_sharding(leaf.shape, spec, mesh_shape)
@@ -82,17 +79,17 @@ def map_on_mesh(
     return list(map(sharded_like, results, leaves))
 
 
-def _check_mesh(mesh: Mesh | AbstractMesh, leaves: Arrays, call: str) -> None:
+def _check_mesh(mesh: Mesh | AbstractMesh, leaves: Arrays) -> None:
     """Raise unless the leaves are on one device, or on as many devices as the mesh has."""
     for leaf in leaves:
         other = jax.typeof(leaf).sharding.mesh
         if other.size <= 1:  # 0: made under no mesh
             continue
         if AxisType.Manual in other.axis_types:
-            raise ValueError(f"{call}(distribution=...) can't run inside of another shard_map.")
+            raise ValueError("(distribution=...) can't run inside of another shard_map.")
         if other.size != mesh.size:
             raise ValueError(
-                f"{call}: the Distribution's mesh {dict(mesh.shape)} has {mesh.size} devices, but "
+                f"the Distribution's mesh {dict(mesh.shape)} has {mesh.size} devices, but "
                 f"the arrays are on {other.size}, {dict(other.shape)}; make the Distribution with "
                 "the mesh of the parameters."
             )

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import optax
 
-from muonjax._common.arguments import check_transformation, refuse_positional
+from muonjax._common.arguments import check_transformation, errors_of, refuse_positional
 
 
 def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -45,7 +45,8 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     Source: JAX's guide to host offloading.
     """
-    check_transformation("offload(tx", tx)
+    with errors_of("offload"):
+        check_transformation("tx", tx)
     inner_update = optax.with_extra_args_support(tx).update
 
     def update(

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
-from muonjax._common.arguments import check_text, check_transformation
+from muonjax._common.arguments import check_text, check_transformation, errors_of
 from muonjax._mesh.distribution import (
     Distribution,
     check_distribution,
@@ -61,17 +61,18 @@ def state_shardings(
       >>> shardings = muonjax.state_shardings(tx, params, distribution)
       >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
     """
-    check_transformation("state_shardings(tx", tx)
-    check_distribution(distribution, call="state_shardings")
-    if memory_kind is not None:
-        check_text("state_shardings", memory_kind=memory_kind)
-    if distribution is None:
-        mesh, specs = _sharding_of_arrays(params)
-    else:
-        mesh, specs = distribution.mesh, distribution.param_specs
+    with errors_of("state_shardings"):
+        check_transformation("tx", tx)
+        check_distribution(distribution)
+        if memory_kind is not None:
+            check_text(memory_kind=memory_kind)
+        if distribution is None:
+            mesh, specs = _sharding_of_arrays(params)
+        else:
+            mesh, specs = distribution.mesh, distribution.param_specs
+        spread = spread_specs(specs, params)
     # By path: the parameters, and how they are sharded.
     leaves = dict(jax.tree.leaves_with_path(params))
-    spread = spread_specs(specs, params, call="state_shardings")
     spec_of = dict(zip(leaves, spread, strict=True))
 
     def sharding(path: Path, leaf: Any) -> NamedSharding:
@@ -116,6 +117,5 @@ def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
     shardings = jax.tree.map(lambda x: x if isinstance(x, NamedSharding) else None, shardings)
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
-        call = f"state_shardings(params) finds {len(meshes)} meshes"
-        raise ValueError(f"{call}; give it the distribution.")
+        raise ValueError(f"(params) finds {len(meshes)} meshes; give it the distribution.")
     return meshes.pop(), shardings

@@ -22,29 +22,25 @@ CONVERGED: Coefficients = polar_express(11, lower=1e-5)
 value at 1e-3 / sqrt(m) of its Frobenius norm or above: inside for every m up to 10,000."""
 
 
-def matrices(call: str, x: Any, name: str = "x") -> Float[Array, "*batch m n"]:
+def matrices(x: Any, name: str = "x") -> Float[Array, "*batch m n"]:
     """`x` as an array, if it is a stack of real floating-point matrices."""
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{call}({name}={shown(x)}) must be an array [*batch, m, n].") from error
+        raise TypeError(f"({name}={shown(x)}) must be an array [*batch, m, n].") from error
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"{call}({name}) needs a real floating-point matrix, got dtype {x.dtype}; "
+            f"({name}) needs a real floating-point matrix, got dtype {x.dtype}; "
             "cast it, or take the real form [[re, -im], [im, re]] of a complex one."
         )
     if x.ndim < 2:
-        raise ValueError(f"{call}({name}) needs a matrix [*batch, m, n], got shape {x.shape}.")
+        raise ValueError(f"({name}) needs a matrix [*batch, m, n], got shape {x.shape}.")
     return x
 
 
-def product_of(
-    call: str,
-    x: Float[Array, "*batch m n"],
-    precision: str | None,
-) -> MatrixProduct:
+def product_of(x: Float[Array, "*batch m n"], precision: str | None) -> MatrixProduct:
     """Products in the dtype of x; for float16, whose range can't hold the derivative's 1 / s, in float32."""
-    check_precision(call, precision)
+    check_precision(precision)
     operands = "float32" if x.dtype == jnp.float16 else x.dtype.name
     return MatrixProduct(operands, precision)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from muonjax._common.arguments import errors_of
 from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32
 from muonjax._msign.inputs import (
     CONVERGED,
@@ -65,13 +66,12 @@ def mcsgn(
     Source: J. Su, "The derivative of msign", 2025, kexue.fm/archives/11025; N. Higham, "Functions of
     Matrices", 2008, chapter 5 (Theorem 5.3 for the derivative).
     """
-    x = matrices("mcsgn", x)
-    if x.shape[-2] != x.shape[-1]:
-        raise ValueError(
-            f"mcsgn(x) needs square matrices, got shape {x.shape}; msign takes others."
-        )
-    rows = CONVERGED if coefficients is None else checked_rows("mcsgn", coefficients)
-    dot = product_of("mcsgn", x, precision)
+    with errors_of("mcsgn"):
+        x = matrices(x)
+        if x.shape[-2] != x.shape[-1]:
+            raise ValueError(f"(x) needs square matrices, got shape {x.shape}; msign takes others.")
+        rows = CONVERGED if coefficients is None else checked_rows(coefficients)
+        dot = product_of(x, precision)
     if x.size == 0:
         return x
     return polynomial_mcsgn(x, rows_beside(x, rows), dot)
@@ -154,9 +154,10 @@ def sylvester(
     Source: J. Su, "The derivative of msign", 2025, kexue.fm/archives/11025; Y. Song, N. Sebe, W. Wang, "Fast
     Differentiable Matrix Square Root", 2022.
     """
-    a = matrices("sylvester", a, "a")
-    b = matrices("sylvester", b, "b")
-    c = matrices("sylvester", c, "c")
+    with errors_of("sylvester"):
+        a = matrices(a, "a")
+        b = matrices(b, "b")
+        c = matrices(c, "c")
     m, n = c.shape[-2:]
     shapes = f"{a.shape}, {b.shape}, {c.shape}"
     if a.shape[-2:] != (m, m) or b.shape[-2:] != (n, n):
@@ -174,7 +175,8 @@ def sylvester(
         return jnp.broadcast_to(x.astype(wide) + varying_zero, batch + x.shape[-2:])
 
     a, b, c = like_the_others(a), like_the_others(b), like_the_others(c)
-    dot = product_of("sylvester", c, precision)
+    with errors_of("sylvester"):
+        dot = product_of(c, precision)
     rows = rows_beside(c, CONVERGED)
 
     def by_blocks(a, b, c):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from muonjax._common.arguments import check_choice, whole_number
+from muonjax._common.arguments import check_choice, errors_of, whole_number
 from muonjax._msign.inputs import (
     CONVERGED,
     matrices,
@@ -81,18 +81,19 @@ def msign(
     Source: the derivative of msign is posed in J. Su, "The derivative of msign", 2025,
     kexue.fm/archives/11025; docs/differentiating_msign.md derives what is used here.
     """
-    x = matrices("msign", x)
-    rows = CONVERGED if coefficients is None else checked_rows("msign", coefficients)
-    check_choice("msign", "gradient", gradient, get_args(Gradient))
-    polish = whole_number("msign", "polish", polish, 0, " of steps, at least 0.")
-    if polish and gradient != "polar":
-        raise ValueError(
-            f"msign(polish={polish}) belongs to gradient='polar', got {gradient!r}: "
-            "the others differentiate the steps that ran; "
-            "append rows (15/8, -5/4, 3/8) to `coefficients` to run more."
-        )
-    polishing_rows = polishing(rows, polish) if gradient == "polar" else ()
-    dot = product_of("msign", x, precision)
+    with errors_of("msign"):
+        x = matrices(x)
+        rows = CONVERGED if coefficients is None else checked_rows(coefficients)
+        check_choice("gradient", gradient, get_args(Gradient))
+        polish = whole_number("polish", polish, 0, " of steps, at least 0.")
+        if polish and gradient != "polar":
+            raise ValueError(
+                f"(polish={polish}) belongs to gradient='polar', got {gradient!r}: "
+                "the others differentiate the steps that ran; "
+                "append rows (15/8, -5/4, 3/8) to `coefficients` to run more."
+            )
+        polishing_rows = polishing(rows, polish) if gradient == "polar" else ()
+        dot = product_of(x, precision)
     if x.size == 0:
         return x
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._common import trees
-from muonjax._common.arguments import warn_user
+from muonjax._common.arguments import errors_of, warn_user
 from muonjax._common.models import parameters_of
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
@@ -115,7 +115,6 @@ def routes(
     rules: PathRules = (),
     reasons: Mapping[str, str] = {},
     layers: Any = None,
-    call: str = "dimension_numbers",
     warn: bool = True,
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
     """The routes of all leaves in order, masked nodes among them, and the tree's structure.
@@ -126,12 +125,12 @@ def routes(
       reasons: Why a program could not decide a leaf, by its "/"-joined path. Names decide such a
         leaf, and a warning gives the reason, also if they give it to Muon.
       layers: The modules that hold `params`, if `params` is not a tree of modules.
-      call: The public function that got `params`, for messages.
       warn: Whether to warn of what may be wrong.
     """
-    check_parameters(params, call, warn=warn)
-    paths, leaves, treedef = trees.flatten_with_names(params)
-    ruled = apply_rules(paths, leaves, rules)
+    with errors_of("dimension_numbers"):
+        check_parameters(params, warn=warn)
+        paths, leaves, treedef = trees.flatten_with_names(params)
+        ruled = apply_rules(paths, leaves, rules)
     parameters = _parameters(paths, leaves, params if layers is None else layers)
     answers = _answers(parameters)
     for path, numbers in ruled.items():

@@ -17,29 +17,27 @@ INSPECT = f"Better: {_CALLS}."
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
 
-def check_parameters(params: Any, call: str = "dimension_numbers", *, warn: bool = True) -> None:
+def check_parameters(params: Any, *, warn: bool = True) -> None:
     """Raise TypeError if this is a module or an optimizer, or has no arrays.
 
     Warns of other collections next to them.
     """
     if callable(getattr(params, "dimension_numbers", None)):
-        fix = f"it is second: {call}(params, program)"
-        raise TypeError(f"{call}(params) got what inspect returned; {fix}.")
+        raise TypeError("(params) got what inspect returned; give it second, after the parameters.")
     if _has_no_arrays(params):
         kind = type(params).__name__
-        fix = "such as model.init(key, x)['params']"
-        raise TypeError(f"{call}(params) got {kind} and no arrays, {fix}.")
+        raise TypeError(f"(params) got {kind} and no arrays, such as model.init(key, x)['params'].")
     for path, leaf in trees.flatten_paths(params).items():
         is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
         if callable(leaf) or not (is_number or trees.is_masked(leaf)):
             raise TypeError(
-                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}: "
+                f"{path!r} is no array but {reprlib.repr(leaf)}: "
                 "eqx.filter(model, eqx.is_inexact_array)."
             )
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = ", ".join(str(name) for name in params if name in _COLLECTIONS)
         if beside:
-            warn_user(f"{call}(params) got {beside} too: give variables['params'] alone.")
+            warn_user(f"The parameters have {beside} too: give variables['params'] alone.")
 
 
 def _has_no_arrays(params: Any) -> bool:

@@ -27,11 +27,11 @@ def apply_rules(
             is_used = True
             if path not in ruled and not trees.is_masked(leaf):
                 # Raises where they don't fit the leaf.
-                matrix_pieces({name: numbers}, {name: leaf}, call="dimension_numbers(rules=...)")
+                matrix_pieces({name: numbers}, {name: leaf}, call="(rules=...)")
                 ruled[path] = numbers
         if not is_used:
             shown = ", ".join(names[:3])
-            raise ValueError(f"rules=...: {pattern!r} matches no leaf; paths look like {shown}.")
+            raise ValueError(f"(rules=...): {pattern!r} matches no leaf; paths look like {shown}.")
     return ruled
 
 
@@ -40,8 +40,8 @@ def _check(rules: Any) -> None:
         is_pair = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
         if not (is_pair and isinstance(rule[1], (DimensionNumbers, type(None)))):
             fix = "give pairs: pattern, numbers"
-            raise TypeError(f"dimension_numbers(rules=...) has {rule!r}; {fix}.")
-        check_pattern("dimension_numbers", "rules", rule[0])
+            raise TypeError(f"(rules=...) has {rule!r}; {fix}.")
+        check_pattern("rules", rule[0])
 
 
 def rules_for(chosen: Sequence[Path], paths: Sequence[Path]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from muonjax._common.arguments import errors_of
 from muonjax._common.models import parameters_of
 from muonjax._common.trees import dtype_of, flatten_with_names, is_masked
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
@@ -51,11 +52,12 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
       Every leaf is float32.
     """
     layers, params = params, parameters_of(params)
-    check_parameters(params, "tabulate", warn=False)
-    if dimension_numbers is None:
-        found, _ = routes(params, layers=layers)
-    else:
-        found = _given(params, dimension_numbers)
+    with errors_of("tabulate"):
+        check_parameters(params, warn=False)
+        if dimension_numbers is None:
+            found, _ = routes(params, layers=layers)
+        else:
+            found = _given(params, dimension_numbers)
     leaves = [route for route in found if isinstance(route, Route)]  # others are masked
     dtypes = {str(route.dtype) for route in leaves}
     table = [_HEADER, *map(_cells, leaves)]
@@ -77,7 +79,7 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
 def _given(params: Any, dimension_numbers: Any) -> Sequence[Any]:
     """Routes by a tree of the caller's own."""
     paths, leaves, _ = flatten_with_names(params)
-    call = "tabulate(params, dimension_numbers)"
+    call = "(params, dimension_numbers)"
     numbers = iter(resolve_dimension_numbers(dimension_numbers, params, call=call))
     why = getattr(dimension_numbers, "why", lambda path: "given")  # a `Program` knows the line
     given = []

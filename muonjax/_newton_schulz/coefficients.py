@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from muonjax._common.arguments import check_range, whole_number
+from muonjax._common.arguments import check_range, errors_of, whole_number
 
 Coefficients: TypeAlias = tuple[tuple[float, ...], ...]
 
@@ -117,16 +117,11 @@ def polar_express(
     Theorem 3.1; J. Su, kexue.fm/archives/10996. Both of Su's articles print b = +1.268 at t = 6; it is
     negative.
     """
-    num_steps = whole_number("polar_express", "num_steps", num_steps, 1, " of steps, at least 1.")
-    check_range("polar_express", "lower", lower, "in (0, 1)", ": the largest singular value is 1.")
-    check_range("polar_express", "cushion", cushion, "in [0, 1)", "; 0 turns it off.")
-    check_range(
-        "polar_express",
-        "safety",
-        safety,
-        "in [1.005, 2]",
-        ": rounding must not leave the interval.",
-    )
+    with errors_of("polar_express"):
+        num_steps = whole_number("num_steps", num_steps, 1, " of steps, at least 1.")
+        check_range("lower", lower, "in (0, 1)", ": the largest singular value is 1.")
+        check_range("cushion", cushion, "in [0, 1)", "; 0 turns it off.")
+        check_range("safety", safety, "in [1.005, 2]", ": rounding must not leave the interval.")
     given = (
         (5,) * num_steps
         if degrees is None
@@ -160,22 +155,22 @@ def polar_express_rows(
     return tuple(rows)
 
 
-def checked_rows(call: str, coefficients: Any) -> Coefficients:
-    """`coefficients` as rows of floats, or an error in the name of `call`."""
+def checked_rows(coefficients: Any) -> Coefficients:
+    """`coefficients` as rows of floats; raises where they are none."""
     if isinstance(coefficients, str):
         raise ValueError(
-            f"{call}(coefficients={coefficients!r}): give numbers in place of a name, such as "
+            f"(coefficients={coefficients!r}): give numbers in place of a name, such as "
             "muonjax.polar_express(5)."
         )
     try:
         rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{call}(coefficients={coefficients!r}) needs rows of three numbers (a, b, c)."
+            f"(coefficients={coefficients!r}) needs rows of three numbers (a, b, c)."
         ) from error
     if not rows or not all(math.isfinite(v) for row in rows for v in row):
         raise ValueError(
-            f"{call}(coefficients={coefficients!r}) needs at least one row, all of it finite."
+            f"(coefficients={coefficients!r}) needs at least one row, all of it finite."
         )
     return rows
 

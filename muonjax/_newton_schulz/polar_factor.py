@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from muonjax._common.arguments import mesh_axes
+from muonjax._common.arguments import errors_of, mesh_axes
 from muonjax._common.platform import Policy, policy_of
 from muonjax._matrices.batching import MatrixFunction
 from muonjax._matrices.columns import Blocks
@@ -49,7 +49,9 @@ def newton_schulz(
 
     Source: Bernstein & Newhouse, "Old optimizer, new norm", 2024; Amsel et al., "The Polar Express", 2025.
     """
-    settings = settings_of(settings, "newton_schulz", "x, settings")
+    with errors_of("newton_schulz"):
+        settings = settings_of(settings, "x, settings")
+        axes = mesh_axes("axis_name", axis_name)
     if not hasattr(x, "ndim"):
         raise TypeError(
             f"newton_schulz(x) needs an array, got {type(x).__name__}; give jnp.asarray(x)."
@@ -64,7 +66,6 @@ def newton_schulz(
         )
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
-    axes = mesh_axes("newton_schulz", "axis_name", axis_name)
     return polar_factor(x, axes, settings=settings, policy=policy_of(x))
 
 

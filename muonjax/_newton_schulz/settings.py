@@ -99,26 +99,23 @@ class NewtonSchulz(metaclass=_Presets):
         def keep(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        call = "NewtonSchulz"
         if not isinstance(self.coefficients, Steps):
-            keep("coefficients", checked_rows(call, self.coefficients))
-        directions = whole_number(
-            call, "deflation", self.deflation, 0, " of directions; 0 turns it off."
-        )
+            keep("coefficients", checked_rows(self.coefficients))
+        directions = whole_number("deflation", self.deflation, 0, " of directions; 0 turns it off.")
         keep("deflation", directions)
         for name, known in (
             ("form", get_args(Form)),
             ("normalization", get_args(Normalization)),
             ("implementation", (None, *IMPLEMENTATIONS)),
         ):
-            check_choice(call, name, getattr(self, name), known)
+            check_choice(name, getattr(self, name), known)
         if self.compute_dtype is not None:
             wanted = (
                 "one of bfloat16, float32, float64: others lack the range for products of products"
             )
             keep(
                 "compute_dtype",
-                given_dtype(call, "compute_dtype", self.compute_dtype, _COMPUTE_DTYPES, wanted),
+                given_dtype("compute_dtype", self.compute_dtype, _COMPUTE_DTYPES, wanted),
             )
 
     @property
@@ -162,12 +159,10 @@ class NewtonSchulz(metaclass=_Presets):
         return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
 
 
-def settings_of(given: Any, call: str, name: str = "newton_schulz") -> NewtonSchulz:
-    """The settings that are given, `NewtonSchulz()` for None; for all else an error in the name of `call`."""
+def settings_of(given: Any, name: str = "newton_schulz") -> NewtonSchulz:
+    """The settings that are given, `NewtonSchulz()` for None; raises for all else."""
     if not isinstance(given, NewtonSchulz | None):
-        raise TypeError(
-            f"{call}({name}={given!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
-        )
+        raise TypeError(f"({name}={given!r}) must be a NewtonSchulz, such as NewtonSchulz.fast().")
     return NewtonSchulz() if given is None else given
 
 

@@ -1,8 +1,8 @@
 """The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +27,18 @@ from muonjax._common.arguments import (
 from muonjax._common.trees import dtype_of
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
-from muonjax._mesh.distribution import Distribution, check_distribution
+from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.host_memory import offload
 from muonjax._names.dimension_numbers import decays
-from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
+from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._optimizers.partition import check_program, partition_by_route, sharded_as
 from muonjax._transforms.hyperball import hyperball
 from muonjax._transforms.learning_rate import adamw, scale_by_learning_rate
-from muonjax._transforms.momentum import check_decay, momentum_dtype, trace
+from muonjax._transforms.momentum import momentum_dtype, trace
 from muonjax._transforms.orthogonalize import match_rms, normalize_neurons, orthogonalize
 
-_USUAL_RMS = "; 0.2 is the usual RMS of AdamW's."
+Members = Callable[[DimensionNumbersTree], list[optax.GradientTransformation]]
+"""Makes members of a chain from the dimension numbers of the matrices."""
 
 
 class MatrixSettings(TypedDict, total=False):
@@ -70,8 +71,7 @@ class MuonSettings(MatrixSettings, total=False):
 
 def _orthogonalized(
     call: str,
-    members: Sequence[Callable[..., optax.GradientTransformation]],
-    end: Sequence[optax.GradientTransformation],
+    members: Members,
     others: Callable[[Any], optax.GradientTransformation],
     program: DimensionNumbersTree | None,
     *,
@@ -82,35 +82,28 @@ def _orthogonalized(
     adam: optax.GradientTransformation | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Orthogonalized momentum for matrices, then `members` and `end`; Adam for all other leaves.
+    """Orthogonalized momentum for matrices, then `members`; Adam for all other leaves.
 
     Args:
       call: Names the optimizer in errors.
-      members: Make what follows in the chain, from `dimension_numbers`, those of the matrices.
-      end: What follows them.
+      members: Make what follows in the chain.
       others: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
       program: As in `muon`, and so are the settings.
     """
-    check_decay(call, decay)
-    check_flag(call, "nesterov", nesterov)
-    momentum_dtype(call, "mu_dtype", mu_dtype)
-    check_distribution(distribution, call=call)
-    settings_of(newton_schulz, call)
-    check_program(call, "program", program)
+    momentum_dtype("mu_dtype", mu_dtype)
+    check_program("program", program)
     if adam is not None:
-        check_transformation(f"{call}(adam", adam)
+        check_transformation("adam", adam)
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
-        return optax.chain(
-            trace(decay, nesterov, mu_dtype, distribution=distribution),
-            orthogonalize(
-                dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution
-            ),
-            # `trace` moves its own state, and `orthogonalize` has none.
-            *(offload(member(dimension_numbers=numbers)) for member in members),
-            *map(offload, end),
+        # `trace` moves its own state to the host and back, and `orthogonalize` has none.
+        momentum = trace(decay, nesterov, mu_dtype, distribution=distribution)
+        polar = orthogonalize(
+            dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution
         )
+        return optax.chain(momentum, polar, *map(offload, members(numbers)))
 
+    matrices(None)  # The members check their settings.
     return partition_by_route(call, matrices, others if adam is None else lambda _: adam, program)
 
 
@@ -166,10 +159,14 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    if rms is not None:
-        check_range("muon", "rms", rms, "positive and finite", _USUAL_RMS)
-    size = partial(match_rms, rule="width") if rms is None else partial(match_rms, rms)
-    return _decayed("muon", learning_rate, program, weight_decay, weight_decay_mask, settings, size)
+
+    def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
+        if rms is None:
+            return [match_rms(rule="width", dimension_numbers=numbers)]
+        return [match_rms(rms, dimension_numbers=numbers)]
+
+    decay = _WeightDecay(learning_rate, weight_decay, weight_decay_mask)
+    return _decayed("muon", members, decay, program, settings)
 
 
 @explains_keywords("normuon", muon)
@@ -206,12 +203,16 @@ def normuon(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
-    check_range("normuon", "neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
-    check_range("normuon", "rms", rms, "positive and finite", _USUAL_RMS)
-    members = partial(normalize_neurons, neuron_decay), partial(match_rms, rms)
-    return _decayed(
-        "normuon", learning_rate, program, weight_decay, weight_decay_mask, settings, *members
-    )
+    check_range("neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
+
+    def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
+        return [
+            normalize_neurons(neuron_decay, dimension_numbers=numbers),
+            match_rms(rms, dimension_numbers=numbers),
+        ]
+
+    decay = _WeightDecay(learning_rate, weight_decay, weight_decay_mask)
+    return _decayed("normuon", members, decay, program, settings)
 
 
 @explains_keywords("muonh", _orthogonalized)
@@ -252,64 +253,68 @@ def muonh(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899).
     """
-    check_rates("muonh", learning_rate=learning_rate)
-    if adam_learning_rate is None and settings.get("adam") is None:
-        raise ValueError(
-            "muonh(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3."
-        )
     if adam_learning_rate is not None:
-        check_rates("muonh", adam_learning_rate=adam_learning_rate)
-
+        check_rates(adam_learning_rate=adam_learning_rate)
+    elif settings.get("adam") is None:
+        raise ValueError(
+            "(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3."
+        )
     adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
-    others = _adamw(adam_rate, 0.0, None, mu_dtype=settings.get("mu_dtype"))
-    return _orthogonalized(
-        "muonh", [partial(hyperball, learning_rate)], (), others, program, **settings
-    )
+    others = partial(_adamw, _WeightDecay(adam_rate, 0.0), None, settings.get("mu_dtype"))
+
+    def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
+        return [hyperball(learning_rate, dimension_numbers=numbers)]
+
+    return _orthogonalized("muonh", members, others, program, **settings)
+
+
+class _WeightDecay(NamedTuple):
+    """The learning rate, and what it multiplies: a decay of the leaves in a mask."""
+
+    learning_rate: optax.ScalarOrSchedule
+    weight_decay: float
+    mask: Any = None  # None: all but vectors, as the program says
 
 
 def _decayed(
     call: str,
-    learning_rate: optax.ScalarOrSchedule,
+    members: Members,
+    decay: _WeightDecay,
     program: DimensionNumbersTree | None,
-    weight_decay: float,
-    mask: Any,
     settings: MatrixSettings,
-    *members: Callable[..., optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
     """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
-    check_rates(call, learning_rate=learning_rate, weight_decay=weight_decay)
-    mask = fitted_mask(call, "weight_decay_mask", mask)
-    end = optax.add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
-    others = _adamw(learning_rate, weight_decay, mask, program, settings.get("mu_dtype"))
-    return _orthogonalized(call, members, end, others, program, **settings)
+    check_rates(learning_rate=decay.learning_rate, weight_decay=decay.weight_decay)
+    decay = decay._replace(mask=fitted_mask("weight_decay_mask", decay.mask))
+
+    def decayed(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
+        return [
+            *members(numbers),
+            optax.add_decayed_weights(decay.weight_decay, decay.mask),
+            scale_by_learning_rate(decay.learning_rate),
+        ]
+
+    others = partial(_adamw, decay, program, settings.get("mu_dtype"))
+    return _orthogonalized(call, decayed, others, program, **settings)
 
 
 def _adamw(
-    learning_rate: optax.ScalarOrSchedule,
-    decay: float,
-    mask: Any,
-    program: Any = None,
-    mu_dtype: jax.typing.DTypeLike | None = None,
-) -> Callable[[Any], optax.GradientTransformation]:
-    """For the leaves of a tree that are no matrices; None as the mask means all but vectors, as the program says."""
-
-    def of_tree(tree: Any) -> optax.GradientTransformation:
-        own = decays(tree, getattr(program, "vectors", ())) if mask is None else mask
-        if mask is None and callable(own):  # a tree may be callable, as an Equinox module is
-            own = partial(lambda found, _: found, own)
-        # Adam's first moment has no 8-bit form.
-        is_int8 = mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
-        adam_dtype = None if is_int8 else mu_dtype
-        return adamw(
-            learning_rate,
-            b2=0.95,
-            eps=_adam_eps(tree),
-            weight_decay=decay,
-            mask=own,
-            mu_dtype=adam_dtype,
-        )
-
-    return of_tree
+    decay: _WeightDecay, program: Any, mu_dtype: jax.typing.DTypeLike | None, tree: Any
+) -> optax.GradientTransformation:
+    """AdamW for the leaves of a tree that are no matrices."""
+    decaying = decays(tree, getattr(program, "vectors", ()))
+    # A function, for Optax would call a tree that is callable, as an Equinox module is.
+    mask = (lambda _: decaying) if decay.mask is None else decay.mask
+    # Adam's first moment has no 8-bit form.
+    is_int8 = mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
+    return adamw(
+        decay.learning_rate,
+        b2=0.95,
+        eps=_adam_eps(tree),
+        weight_decay=decay.weight_decay,
+        mask=mask,
+        mu_dtype=None if is_int8 else mu_dtype,
+    )
 
 
 def _adam_eps(tree: Any) -> float:
@@ -380,9 +385,8 @@ def muonclip(
     """
     if dimension_numbers is None and isinstance(program, Program):
         dimension_numbers = program
-    check_program("muonclip", "dimension_numbers", dimension_numbers)
-    with errors_of("muonclip"):
-        optimizer = muon(learning_rate, dimension_numbers, **settings)
+    check_program("dimension_numbers", dimension_numbers)
+    optimizer = muon(learning_rate, dimension_numbers, **settings)
     return _clipped(optimizer, clip_of_logits("muonclip", threshold, program, every_k, axis_name))
 
 
@@ -420,22 +424,20 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    numbers: dict[str, Any] = dict(settings)
-    mask = fitted_mask("adamclip", "mask", numbers.pop("mask", None))
-    _check_adamw(learning_rate=learning_rate, **numbers)
-    optimizer = offload(adamw(learning_rate, mask=mask, **numbers))
+    adam: dict[str, Any] = dict(settings)
+    adam["mask"] = fitted_mask("mask", settings.get("mask"))
+    check_flag(nesterov=settings.get("nesterov", False))
+    if settings.get("mu_dtype") is not None:
+        given_dtype("mu_dtype", adam["mu_dtype"], WIDE_FLOATS, "a float type of 16 bits or more")
+    rates = {"learning_rate": learning_rate}
+    for name in settings.keys() - {"mask", "nesterov", "mu_dtype"}:
+        if name in ("b1", "b2"):
+            check_range(name, adam[name], "in [0, 1)", ".")
+        else:
+            rates[name] = adam[name]
+    check_rates(**rates)
+    optimizer = offload(adamw(learning_rate, **adam))
     return _clipped(optimizer, clip_of_logits("adamclip", threshold, program, every_k, axis_name))
-
-
-def _check_adamw(*, nesterov: Any = False, mu_dtype: Any = None, **numbers: Any) -> None:
-    check_flag("adamclip", "nesterov", nesterov)
-    if mu_dtype is not None:
-        given_dtype(
-            "adamclip", "mu_dtype", mu_dtype, WIDE_FLOATS, "a float type of 16 bits or more"
-        )
-    for name in numbers.keys() & {"b1", "b2"}:
-        check_range("adamclip", name, numbers.pop(name), "in [0, 1)", ".")
-    check_rates("adamclip", **numbers)
 
 
 def _clipped(
@@ -443,19 +445,20 @@ def _clipped(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer and its clip as a chain, which knows the state of another optimizer."""
     chain = optax.chain(optimizer, clip.transformation())
-    own: Any = optimizer.init({})
+    num_states = len(optimizer.init({}))  # pyright: ignore[reportArgumentType]
 
+    @errors_of(clip.call)
     def update(
         updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any
     ):
-        check_update(clip.call, updates, state, params, unnamed)
-        pair = isinstance(state, (tuple, list)) and len(state) == 2 and hasattr(state[1], "factors")
-        if not (pair and len(state[0]) == len(own)):
-            raise ValueError(other_state(clip.call, state))
+        check_update(updates, state, params, unnamed)
+        is_pair = isinstance(state, (tuple, list)) and len(state) == 2
+        if not is_pair or not hasattr(state[1], "factors") or len(state[0]) != num_states:
+            raise ValueError(other_state(state))
         updates, state = chain.update(updates, state, params, **extra_args)
         return sharded_as(params, updates), state
 
-    return optax.GradientTransformationExtraArgs(chain.init, update)
+    return optax.GradientTransformationExtraArgs(errors_of(clip.call)(chain.init), update)
 
 
 # A doctest is not found behind a decorator.

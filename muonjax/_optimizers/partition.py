@@ -1,18 +1,18 @@
 """Split the parameters between two optimizers, one for matrices and one for everything else, as routing says."""
 
-import reprlib
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import check_update, other_state, warn_user
+from muonjax._common.arguments import check_update, errors_of, other_state, shown, warn_user
 from muonjax._common.platform import sharded_like
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
 from muonjax._matrices.matrix_view import (
     DimensionNumbersTree,
+    Pieces,
     matrix_pieces,
     resolve_dimension_numbers,
 )
@@ -28,45 +28,47 @@ def partition_by_route(
     others: Callable[[Any], optax.GradientTransformation],
     dimension_numbers: DimensionNumbersTree | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`matrices(dimension numbers)` for the leaves that are matrices, `others(tree)` for all others.
+    """`matrices(pieces)` for the leaves that are matrices, `others(tree)` for all others.
 
     Args:
       call: Names the optimizer in errors.
-      matrices: Makes the transformation of the matrices from their dimension numbers.
+      matrices: Makes the transformation of the matrices from their pieces, which stand for dimension numbers.
       others: Makes that of all other leaves from the whole tree.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-    last: Any = None, None  # the last tree, as `_kinds` tells it, and its partition
+    # What the last tree looked like, and its partition.
+    last: Any = (None, None)
 
-    def decide(
+    def partition_of(
         tree: Any, params: Any, *, warn: bool = False
     ) -> optax.GradientTransformationExtraArgs:
         nonlocal last
-        # For the whole tree: routing looks at the neighbors of a leaf, which a partition hides.
-        numbers, labels = _route(dimension_numbers, tree, params, call, warn=warn)
-        inner: dict[Hashable, optax.GradientTransformation] = {
-            "muon": matrices(numbers),
-            "adam": offload(others(tree)),
-        }
-        if "fixed" in jax.tree.leaves(labels):
-            inner["fixed"] = _fixed()
-        # A function, for Optax would call a tree that is callable, as an Equinox module is.
-        partition = optax.partition(inner, lambda _: labels)
-        last = _kinds(tree, params), partition
-        return partition
+        looks = _looks(tree, params)
+        if looks != last[0] or warn:
+            # For the whole tree: routing looks at the neighbors of a leaf, which a partition hides.
+            route = _route(dimension_numbers, tree, params, warn=warn)
+            inner: dict[Hashable, optax.GradientTransformation] = {
+                "muon": matrices(route.pieces),
+                "adam": offload(others(tree)),
+            }
+            if "fixed" in jax.tree.leaves(route.labels):
+                inner["fixed"] = _fixed()
+            # A function, for Optax would call a tree that is callable, as an Equinox module is.
+            last = looks, optax.partition(inner, lambda _: route.labels)
+        return last[1]
 
+    @errors_of(call)
     def init(params: optax.Params):
-        return decide(params, params, warn=True).init(params)
+        return partition_of(params, params, warn=True).init(params)
 
+    @errors_of(call)
     def update(
         updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any
     ):
-        check_update(call, updates, state, params, unnamed)
-        params = _with_gradients(updates, params, call)
-        kinds, partition = last
-        if kinds != _kinds(updates, params):
-            partition = decide(updates, params)
-        _check_state(state, jax.eval_shape(partition.init, updates), call)
+        check_update(updates, state, params, unnamed)
+        params = _with_gradients(updates, params)
+        partition = partition_of(updates, params)
+        _check_state(state, jax.eval_shape(partition.init, updates))
         updates, state = partition.update(updates, state, params, **extra_args)
         return sharded_as(params, updates), state
 
@@ -78,26 +80,32 @@ def sharded_as(params: Any, updates: Any) -> Any:
     return jax.tree.map(sharded_like, updates, params)
 
 
-def _kinds(*trees: Any) -> list[Any]:
+def _looks(*trees: Any) -> list[Any]:
     """Structure, shapes and dtypes: all that routing depends on."""
+    looks = []
+    for tree in trees:
+        leaves, treedef = jax.tree.flatten(tree)
+        kinds = [(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves]
+        looks.append((treedef, kinds))
+    return looks
 
-    def kind(leaf: Any) -> Any:
-        return getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))
 
-    return [(jax.tree.structure(tree), [*map(kind, jax.tree.leaves(tree))]) for tree in trees]
-
-
-def check_program(call: str, argument: str, given: Any) -> None:
+def check_program(argument: str, given: Any) -> None:
     """Raise for a setting without its name, or parameters, in place of a program or a tree."""
-    for leaf in jax.tree.leaves(given, is_leaf=lambda x: hasattr(x, "reduction_axis")):
-        if not (
-            hasattr(leaf, "reduction_axis") or hasattr(leaf, "dimension_numbers") or callable(leaf)
-        ):
-            injected = f" optax.inject_hyperparams takes a function for a schedule: give it static_args={argument!r}."
-            raise TypeError(
-                f"{call}({argument}={reprlib.repr(given)}) must be what muonjax.inspect(loss_fn, params, batch) "
-                f"returns, or dimension numbers. Settings go by name.{injected if isinstance(given, jax.Array) else ''}"
-            )
+    for leaf in jax.tree.leaves(given, is_leaf=_is_numbers):
+        if _is_numbers(leaf) or hasattr(leaf, "dimension_numbers") or callable(leaf):
+            continue
+        advice = ""
+        if isinstance(given, jax.Array):
+            advice = f" optax.inject_hyperparams takes a function for a schedule: give it static_args={argument!r}."
+        raise TypeError(
+            f"({argument}={shown(given)}) must be what muonjax.inspect(loss_fn, params, batch) returns, or "
+            f"dimension numbers. Settings go by name.{advice}"
+        )
+
+
+def _is_numbers(node: Any) -> bool:
+    return hasattr(node, "reduction_axis")
 
 
 def _fixed() -> optax.GradientTransformation:
@@ -109,81 +117,99 @@ def _fixed() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _route(given: Any, tree: Any, params: Any, call: str, *, warn: bool) -> tuple[Any, Any]:
-    """Dimension numbers and the label, "muon", "adam" or "fixed", for every leaf of parameters or their gradients."""
-    treedef = jax.tree.structure(tree)
+class _Route(NamedTuple):
+    """Where each leaf of a tree goes.
+
+    Attributes:
+      pieces: The matrices of the leaves that are Muon's, in a tree whose other leaves are masked.
+      labels: A tree of "muon", "adam" and "fixed".
+    """
+
+    pieces: Pieces
+    labels: Any
+
+
+def _route(given: DimensionNumbersTree, tree: Any, params: Any, *, warn: bool) -> _Route:
+    """The route of parameters, or of their gradients."""
+    leaves, treedef = jax.tree.flatten(tree)
     if given is None:
-        flat = treedef.flatten_up_to(numbers_tree(*routes(tree, call=call, warn=warn)))
+        numbers = treedef.flatten_up_to(numbers_tree(*routes(tree, warn=warn)))
     else:
-        check_parameters(tree, call, warn=warn)
-        flat = resolve_dimension_numbers(given, tree, call=call)
-    numbers = treedef.unflatten(flat)
-    if any(flat):  # None for a tree that is one leaf would mean that it is a matrix
-        # Here and not in the chain only: momentum would turn an integer leaf into a float one.
-        matrix_pieces(numbers, tree, call=call)
-    elif warn and flat:
-        what = "params" if given is None else "params, program"
+        check_parameters(tree, warn=warn)
+        numbers = resolve_dimension_numbers(given, tree, call="")
+    if warn and leaves and not any(numbers):
+        arguments = "params" if given is None else "params, program"
         warn_user(
-            f"{call}: none of the parameters is a matrix for Muon; muonjax.tabulate({what}) says why."
+            f"None of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
         )
-    trained = map(_is_trainable, jax.tree.leaves(params))
-    labels = treedef.unflatten(
-        "muon" if n is not None else "adam" if floating else "fixed"
-        for n, floating in zip(flat, trained, strict=True)
-    )
-    return numbers, labels
+    labels = []
+    for entry, param in zip(numbers, jax.tree.leaves(params), strict=True):
+        label = "adam" if _is_trainable(param) else "fixed"
+        labels.append(label if entry is None else "muon")
+    # As `optax.partition` masks it.
+    masked = [
+        leaf if label == "muon" else optax.MaskedNode()
+        for leaf, label in zip(leaves, labels, strict=True)
+    ]
+    pieces = matrix_pieces(treedef.unflatten(numbers), treedef.unflatten(masked), call="")
+    return _Route(pieces, treedef.unflatten(labels))
 
 
-def _with_gradients(updates: Any, params: Any, call: str) -> Any:
+def _with_gradients(updates: Any, params: Any) -> Any:
     """The parameters, each of which has a gradient of its shape; without what can't be trained and has none.
 
     In an Equinox module these are numbers and functions.
     """
-    found, given = flatten_paths(updates), flatten_paths(params)
-    fixed = {path for path in given if path not in found and not _is_trainable(given[path])}
-    if fixed and given.keys() - fixed == found.keys():
+    gradients = flatten_paths(updates)
+    leaves = flatten_paths(params)
+    untrained = {
+        path for path in leaves if path not in gradients and not _is_trainable(leaves[path])
+    }
+    if untrained and leaves.keys() - untrained == gradients.keys():
         params = jax.tree.structure(updates, is_leaf=is_masked).unflatten(
-            given[path] for path in found
+            leaves[path] for path in gradients
         )
-    elif lone := [path for path in (*given, *found) if not (path in found and path in given)]:
-        what = (
-            "gradient without a parameter" if lone[0] in found else "parameter without a gradient"
-        )
-        raise ValueError(
-            f"{call}: {lone[0]!r} is a {what}; update(grads, state, params) needs equal trees."
-        )
-    for path, gradient in found.items():
-        if is_masked(gradient) or is_masked(given[path]):
+    else:
+        for path in (*leaves, *gradients):
+            if path not in gradients:
+                raise ValueError(f"{path!r} is a parameter without a gradient; {_EQUAL_TREES}")
+            if path not in leaves:
+                raise ValueError(f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}")
+    for path, gradient in gradients.items():
+        if is_masked(gradient) or is_masked(leaves[path]):
             continue
-        got, want = jnp.shape(gradient), jnp.shape(given[path])
-        if got != want:
-            raise ValueError(
-                f"{call}: the gradient of {path!r} has shape {got}, the parameter {want}."
-            )
+        shape, wanted = jnp.shape(gradient), jnp.shape(leaves[path])
+        if shape != wanted:
+            raise ValueError(f"the gradient of {path!r} has shape {shape}, the parameter {wanted}.")
     return params
 
 
-def _check_state(state: Any, expected: Any, call: str) -> None:
+_EQUAL_TREES = "update(grads, state, params) needs equal trees."
+
+
+def _check_state(state: Any, expected: Any) -> None:
     """A restored state may have other dtypes, and meet other settings, but its arrays are those of these parameters.
 
     Otherwise momentum of another shape would broadcast, or Optax would speak of trees.
     """
     # A restored state may be of another class, with the same fields.
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
-        raise ValueError(other_state(call, state))
-    check_kind(call, state, has_int8(expected))
-    paths = [
-        (jax.tree_util.keystr(path), leaf.shape)
-        for path, leaf in jax.tree.leaves_with_path(expected)
-    ]
-    found = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
-    if found != [shape for _, shape in paths]:
-        pairs = zip(paths, found, strict=False)
-        differing = [f"{p} {list(want)} is {list(got)}" for (p, want), got in pairs if want != got]
-        raise ValueError(
-            f"{call}: this state was made for other parameters, another routing or another `adam` "
-            f"({[*differing, f'{len(found)} arrays'][0]}); give the settings that it was made with, or call init."
-        )
+        raise ValueError(other_state(state))
+    check_kind(state, has_int8(expected))
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
+    entries = jax.tree.leaves_with_path(expected)
+    if shapes == [leaf.shape for _, leaf in entries]:
+        return
+    difference = f"{len(shapes)} arrays"
+    for (path, leaf), shape in zip(entries, shapes, strict=False):
+        if leaf.shape != shape:
+            name = jax.tree_util.keystr(path)
+            difference = f"{name} {list(leaf.shape)} is {list(shape)}"
+            break
+    raise ValueError(
+        "this state was made for other parameters, another routing or another `adam` "
+        f"({difference}); give the settings that it was made with, or call init."
+    )
 
 
 def _is_trainable(leaf: Any) -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import check_range, check_transformation
+from muonjax._common.arguments import check_range, check_transformation, errors_of
 from muonjax._common.linalg import at_least_float32, scaled
 from muonjax._common.trees import dtype_of, unboxed
 from muonjax._mesh.host_memory import leaf_by_leaf
@@ -78,47 +78,52 @@ def ema_nesterov(
 
     Source: Yau et al., "EMA-Nesterov", 2026 (arXiv:2605.25395); modded-nanogpt, track 3, records 39 and 40.
     """
-    check_transformation("ema_nesterov(inner", inner)
-    why = ": m would grow by itself; 0.3 is usual."
-    check_range("ema_nesterov", "beta", beta, "in [0, 1)", why, schedule=True)
-    check_range("ema_nesterov", "decay", decay, "in [0, 1)", ": it is a mean's; 0.99 is usual.")
+    with errors_of("ema_nesterov"):
+        check_transformation("inner", inner)
+        why = ": m would grow by itself; 0.3 is usual."
+        check_range("beta", beta, "in [0, 1)", why, schedule=True)
+        check_range("decay", decay, "in [0, 1)", ": it is a mean's; 0.99 is usual.")
     inner = optax.with_extra_args_support(inner)
 
-    def at(count: jax.Array) -> jax.Array:
+    def beta_at(count: jax.Array) -> jax.Array:
         return jnp.asarray(beta(count) if callable(beta) else beta, jnp.result_type(float))
 
     def init(params: optax.Params) -> EmaNesterovState:
-        state = inner.init(params)
-        if _members(
-            state, lambda node: hasattr(node, "maxima") or isinstance(node, optax.MultiStepsState)
-        ):
+        inner_state = inner.init(params)
+        if _nodes(inner_state, _is_clip_or_accumulation):
             raise ValueError(
                 "ema_nesterov(inner): a clip or optax.MultiSteps is inside; put the clip after it, "
                 "optax.chain(ema_nesterov(...), qk_clip(...)), and optax.MultiSteps around it."
             )
         count = jnp.zeros([], jnp.int32)
         ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params)
-        return EmaNesterovState(state, count, at(count), ema)
+        return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ):
-        updates, after = inner.update(updates, state.inner, params, **extra_args)
-
+        updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         count = jnp.asarray(optax.safe_increment(state.count))
-        ahead = at(count)
+        next_beta = beta_at(count)
 
         def step(u: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
             u = jnp.asarray(u)  # a parameter may be a Python number
-            change = u.astype(m.dtype) + scaled(m, state.beta)  # from θ, which is beta m behind
-            ema = scaled(m, decay) + scaled(change, 1 - decay)
-            # From y to θ' is the update, and from θ' to the next y what it is ahead: no difference of weights is taken.
-            return (u.astype(m.dtype) + scaled(ema, ahead)).astype(u.dtype), ema
+            wide = u.astype(m.dtype)
+            # θ' - θ = (θ' - y) + (y - θ) = u + beta m
+            change = wide + scaled(m, state.beta)
+            # m <- decay m + (1 - decay) (θ' - θ)
+            m = scaled(m, decay) + scaled(change, 1 - decay)
+            # y' - y = (θ' - y) + (y' - θ') = u + beta' m. No difference of weights is taken, which would round.
+            return (wide + scaled(m, next_beta)).astype(u.dtype), m
 
         updates, ema = leaf_by_leaf(step, updates, state.ema)
-        return updates, EmaNesterovState(after, count, ahead, ema)
+        return updates, EmaNesterovState(inner_state, count, next_beta, ema)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_clip_or_accumulation(node: Any) -> bool:
+    return hasattr(node, "maxima") or isinstance(node, optax.MultiStepsState)
 
 
 def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
@@ -143,22 +148,23 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
 
     Source: as `ema_nesterov`; compare `optax.contrib.schedule_free_eval_params`.
     """
-    found = _members(state, lambda node: isinstance(node, EmaNesterovState))
-    if len(found) != 1:
-        raise ValueError(
-            f"ema_nesterov_params(state, params) needs one ema_nesterov, not {len(found)}."
-        )
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
-    means = jax.tree.leaves(found[0].ema)
-    if [p.shape for p in leaves] != [m.shape for m in means]:
-        raise ValueError(
-            "ema_nesterov_params(state, params): params have other shapes than the state."
-        )
-    beta = unboxed(found[0].beta)
-    pairs = zip(leaves, means, strict=True)
-    weights = [(p.astype(m.dtype) - scaled(m, beta)).astype(p.dtype) for p, m in pairs]
+    with errors_of("ema_nesterov_params"):
+        states = _nodes(state, lambda node: isinstance(node, EmaNesterovState))
+        if len(states) != 1:
+            raise ValueError(f"(state, params) needs one ema_nesterov, not {len(states)}.")
+        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
+        means = jax.tree.leaves(states[0].ema)
+        if [y.shape for y in leaves] != [m.shape for m in means]:
+            raise ValueError("(state, params): params have other shapes than the state.")
+    beta = unboxed(states[0].beta)
+    weights = []
+    for y, m in zip(leaves, means, strict=True):
+        # θ = y - beta m
+        weight = y.astype(m.dtype) - scaled(m, beta)
+        weights.append(weight.astype(y.dtype))
     return treedef.unflatten(weights)
 
 
-def _members(state: Any, fits: Callable[[Any], bool]) -> list[Any]:
-    return [node for node in jax.tree.leaves(state, is_leaf=fits) if fits(node)]
+def _nodes(state: Any, fits: Callable[[Any], bool]) -> list[Any]:
+    """The outermost nodes of a state that fit."""
+    return list(filter(fits, jax.tree.leaves(state, is_leaf=fits)))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._common.arguments import check_rates, fitted_mask, require_params
-from muonjax._common.linalg import at_least_float32
+from muonjax._common.arguments import check_rates, errors_of, fitted_mask, require_params
+from muonjax._common.linalg import at_least_float32, or_one
 from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
 from muonjax._transforms.learning_rate import scale_by_learning_rate
 
@@ -48,9 +48,9 @@ def cautious_weight_decay(
 
     Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
     """
-    check_rates("cautious_weight_decay", weight_decay=weight_decay)
-    mask = fitted_mask("cautious_weight_decay", "mask", mask)
-    decay = optax.add_decayed_weights(weight_decay, mask)
+    with errors_of("cautious_weight_decay"):
+        check_rates(weight_decay=weight_decay)
+        decay = optax.add_decayed_weights(weight_decay, fitted_mask("mask", mask))
 
     def agreeing(
         u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]
@@ -62,19 +62,22 @@ def cautious_weight_decay(
         agree = (jnp.sign(u).conj() * jnp.sign(w)).real >= 0
         return jnp.where(agree, w, jnp.zeros_like(w))
 
+    @errors_of("cautious_weight_decay")
     def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
-        require_params("cautious_weight_decay", params)
+        require_params(params)
         # add_decayed_weights reads the weights of unmasked leaves only, so all of them can be given.
         weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
         updates, _ = decay.update(updates, state, weights)
         # All that its state can hold is a schedule's count, which Optax 0.2.6 does not advance.
         return updates, jax.tree.map(optax.safe_increment, state)
 
-    return optax.GradientTransformation(decay.init, update)
+    return optax.GradientTransformation(errors_of("cautious_weight_decay")(decay.init), update)
 
 
-_SAME = 1e-5  # a norm that differs by less, or by less than a bit of the weight or update, is the one that was kept
-_SMALL = 2.0**-80  # smaller squares, and the inverse of larger ones, are summed at another scale
+# A norm that differs by less, or by less than the last bit of the weight or the update, is the one that was kept.
+_SAME = 1e-5
+# Mean squares below this, and above its inverse, are taken from entries at another scale.
+_SMALL = 2.0**-80
 
 
 class HyperballState(NamedTuple):
@@ -139,45 +142,53 @@ def hyperball(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899); with R that follows `qk_clip`, so that what it has shrunk stays shrunk.
     """
-    check_rates("hyperball", learning_rate=learning_rate)
+    with errors_of("hyperball"):
+        check_rates(learning_rate=learning_rate)
     rate = scale_by_learning_rate(learning_rate, flip_sign=False)
 
+    @errors_of("hyperball")
     def init(params: optax.Params) -> HyperballState:
-        pieces = matrix_pieces(dimension_numbers, params, call="hyperball")
-        paths_and_leaves = jax.tree.leaves_with_path(params)
-        for piece in pieces:
-            path, leaf = paths_and_leaves[piece.leaf]
-            if isinstance(leaf, jax.ShapeDtypeStruct):
+        pieces = matrix_pieces(dimension_numbers, params, call="")
+        names_and_leaves = jax.tree.leaves_with_path(params)
+        radii = []
+        for piece, weight in zip(pieces, pieces.of(params), strict=True):
+            name = jax.tree_util.keystr(names_and_leaves[piece.leaf][0])
+            if isinstance(weight, jax.ShapeDtypeStruct):
                 raise TypeError(
-                    f"hyperball: init(params) keeps the norms of the weights, and {jax.tree_util.keystr(path)} is "
-                    f"{leaf}; for the shapes of the state call jax.eval_shape(tx.init, params)."
+                    f"init(params) keeps the norms of the weights, and {name} is {weight}; for the shapes of the "
+                    "state call jax.eval_shape(tx.init, params)."
                 )
-        weights = pieces.of(params)
-        kept = [
-            _rms(_wide(w, piece.view), piece.view) for w, piece in zip(weights, pieces, strict=True)
-        ]
-        for piece, rms in zip(pieces, kept, strict=True):
-            if not isinstance(rms, Tracer) and not bool((rms > 0).all()):
-                where = jax.tree_util.keystr(paths_and_leaves[piece.leaf][0])
-                raise ValueError(
-                    f"hyperball: {where} has a matrix of zeros; start it from random numbers."
-                )
-        return HyperballState(rate.init(jnp.zeros(())), pieces.as_state(kept))
+            radius = _rms(_wide(weight, piece.view), piece.view)
+            if not isinstance(radius, Tracer) and not bool((radius > 0).all()):
+                raise ValueError(f"{name} has a matrix of zeros; start it from random numbers.")
+            radii.append(radius)
+        return HyperballState(rate.init(jnp.zeros(())), pieces.as_state(radii))
 
+    @errors_of("hyperball")
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
-        require_params("hyperball", params)
+        require_params(params)
         eta: Any
-        eta, of_rate = rate.update(jnp.ones(()), state.learning_rate)
-        pieces = matrix_pieces(dimension_numbers, updates, call="hyperball")
-        spheres = [p.view.summed_over(p.view.reduction_axes + p.view.output_axes) for p in pieces]
-        kept = pieces.of_state(state.rms, spheres, call="hyperball")
-        every = zip(pieces.of(updates), pieces.of(params), kept, pieces, strict=True)
-        steps = [_step(u, w, rms, piece.view, eta) for u, w, rms, piece in every]
-        others = jax.tree.map(lambda u: -eta.astype(u.dtype) * u, updates)  # of matrices, replaced
-        updates = pieces.replaced(others, [step for step, _ in steps])
-        return updates, HyperballState(of_rate, pieces.as_state([rms for _, rms in steps]))
+        eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
+        pieces = matrix_pieces(dimension_numbers, updates, call="")
+        shapes = [piece.view.summed_over(_matrix_axes(piece.view)) for piece in pieces]
+        radii = pieces.of_state(state.rms, shapes, call="")
+        steps = []
+        new_radii = []
+        leaves = zip(pieces, pieces.of(updates), pieces.of(params), radii, strict=True)
+        for piece, update, weight, radius in leaves:
+            step, radius = _step(update, weight, radius, piece.view, eta)
+            steps.append(step)
+            new_radii.append(radius)
+        # Every leaf takes the step -eta O, and then the matrices are replaced.
+        plain_steps = jax.tree.map(lambda u: -eta.astype(u.dtype) * u, updates)
+        updates = pieces.replaced(plain_steps, steps)
+        return updates, HyperballState(rate_state, pieces.as_state(new_radii))
 
     return optax.GradientTransformation(init, update)
+
+
+def _matrix_axes(view: MatrixView) -> tuple[int, ...]:
+    return (*view.reduction_axes, *view.output_axes)
 
 
 def _wide(leaf: Any, view: MatrixView) -> Inexact[Array, "*split"]:
@@ -187,7 +198,7 @@ def _wide(leaf: Any, view: MatrixView) -> Inexact[Array, "*split"]:
 
 def _mean(x: Float[Array, "*split"], view: MatrixView) -> Float[Array, "*#split"]:
     """The mean of each matrix, with axes of size 1 for rows and columns."""
-    return jnp.mean(x, (*view.reduction_axes, *view.output_axes), keepdims=True)
+    return jnp.mean(x, _matrix_axes(view), keepdims=True)
 
 
 def _rms(x: Inexact[Array, "*split"], view: MatrixView) -> Float[Array, "*#split"]:
@@ -195,38 +206,46 @@ def _rms(x: Inexact[Array, "*split"], view: MatrixView) -> Float[Array, "*#split
 
     Sums of three scales together are one pass, and one all-reduce; the largest entry would have to be known before.
     """
-    square, large, small = (
-        _mean(jnp.abs(factor * x) ** 2, view) for factor in (1.0, _SMALL, 1 / _SMALL)
-    )
-    large, small = jnp.sqrt(large) / _SMALL, jnp.sqrt(small) * _SMALL
-    return jnp.where(
-        square < _SMALL, small, jnp.where(square > 1 / _SMALL, large, jnp.sqrt(square))
-    )
+    square = _mean(jnp.abs(x) ** 2, view)
+    square_of_large = _mean(jnp.abs(_SMALL * x) ** 2, view)
+    square_of_small = _mean(jnp.abs(x / _SMALL) ** 2, view)
+    root = jnp.sqrt(square)
+    root = jnp.where(square > 1 / _SMALL, jnp.sqrt(square_of_large) / _SMALL, root)
+    return jnp.where(square < _SMALL, jnp.sqrt(square_of_small) * _SMALL, root)
 
 
 def _step(
-    leaf: Inexact[Array, "*leaf"],
+    update: Inexact[Array, "*leaf"],
     weight: Inexact[Array, "*leaf"],
-    kept: Float[Array, "*sphere"],
+    kept_rms: Float[Array, "*sphere"],
     view: MatrixView,
     eta: Float[Array, ""],
 ) -> tuple[Inexact[Array, "*leaf"], Float[Array, "*sphere"]]:
     """What to add to W, and the root mean square that it keeps."""
-    w, u = _wide(weight, view), _wide(leaf, view)
-    kept = jnp.asarray(
-        kept, jnp.finfo(w.dtype).dtype
-    )  # a checkpoint may have been restored in another dtype
-    unit = jnp.where(kept > 0, kept, 1)  # of all sizes below but the update's
+    w = _wide(weight, view)
+    u = _wide(update, view)
+    # A checkpoint may have been restored in another dtype.
+    kept_rms = jnp.asarray(kept_rms, jnp.finfo(w.dtype).dtype)
+
+    # W is computed with in units of its norm, so that no square overflows.
+    unit = jnp.where(kept_rms > 0, kept_rms, 1)
     w = w / unit
-    size, length = _rms(w, view), _rms(u, view)
-    bit = max(_SAME, *(float(jnp.finfo(x.dtype).eps) for x in (leaf, weight)))
-    radius = jnp.where(jnp.abs(size - kept / unit) <= bit, kept / unit, size)
-    per_length = 1 / jnp.where(length == 0, 1, length)
-    toward = -eta.astype(w.dtype) * radius * per_length
-    # The size of W + toward U from three sums: no second reduction.
-    moved2 = size**2 + 2 * toward * _mean((w * u.conj()).real, view) + (toward * length) ** 2
+    kept_rms = kept_rms / unit
+    weight_rms = _rms(w, view)
+    update_rms = _rms(u, view)
+
+    # R follows what has changed the norm from outside, by more than rounding does.
+    rounding = max(_SAME, float(jnp.finfo(update.dtype).eps), float(jnp.finfo(weight.dtype).eps))
+    radius = jnp.where(jnp.abs(weight_rms - kept_rms) <= rounding, kept_rms, weight_rms)
+
+    # V = W + c U with c = -eta R / |U|
+    c = -eta.astype(w.dtype) * radius * (1 / or_one(update_rms))
+    # |V|^2 = |W|^2 + 2 c <W, U> + c^2 |U|^2 from sums that are there: no second reduction.
+    inner = _mean((w * u.conj()).real, view)
+    moved_square = weight_rms**2 + 2 * c * inner + (c * update_rms) ** 2
     # A step to the middle of the ball has no direction from there.
-    still = (length == 0) | (moved2 <= 1e-4 * size**2)
-    back = radius / jnp.sqrt(jnp.where(still, 1, moved2))
-    step = jnp.where(still, 0, unit * ((back - 1) * w + back * toward * u))
-    return view.join(step.astype(leaf.dtype), like=leaf), radius * unit
+    is_still = (update_rms == 0) | (moved_square <= 1e-4 * weight_rms**2)
+    # W' - W = (R / |V| - 1) W + R / |V| c U
+    back = radius / jnp.sqrt(jnp.where(is_still, 1, moved_square))
+    step = jnp.where(is_still, 0, unit * ((back - 1) * w + back * c * u))
+    return view.join(step.astype(update.dtype), like=update), radius * unit

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import WIDE_FLOATS, check_flag, check_range, given_dtype, other_state
+from muonjax._common.arguments import (
+    WIDE_FLOATS,
+    check_flag,
+    check_range,
+    errors_of,
+    given_dtype,
+    other_state,
+)
 from muonjax._common.linalg import at_least_float32, scaled
 from muonjax._mesh.distribution import Distribution, check_distribution, shards_of_last_axis
 from muonjax._mesh.host_memory import leaf_by_leaf
@@ -17,8 +24,9 @@ from muonjax._mesh.host_memory import leaf_by_leaf
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int8
 
-_LARGEST = 127
-_SMALLEST = 256 * float(jnp.finfo(jnp.float32).tiny)
+_LARGEST_INTEGER = 127
+# The largest entry of a block counts as this at least, so that a scale is a normal number.
+_SMALLEST_ENTRY = 256 * float(jnp.finfo(jnp.float32).tiny)
 
 
 class Int8TraceState(NamedTuple):
@@ -97,34 +105,32 @@ def trace(
 
     Source: `optax.trace`; linear 8-bit momentum for Muon: Gupta et al., 2025 (arXiv:2509.23106).
     """
-    check_decay("trace", decay)
-    check_flag("trace", "nesterov", nesterov)
-    check_distribution(distribution, call="trace")
-    dtype = momentum_dtype("trace", "accumulator_dtype", accumulator_dtype)
-    int8 = dtype == jnp.int8
-    kind: Any = Int8TraceState if int8 else optax.TraceState
+    with errors_of("trace"):
+        why = ": momentum would grow without end; 0.95 is usual."
+        check_range("decay", decay, "in [0, 1)", why, schedule=True)
+        check_flag(nesterov=nesterov)
+        check_distribution(distribution)
+        dtype = momentum_dtype("accumulator_dtype", accumulator_dtype)
+    is_int8 = dtype == jnp.int8
+    schedule = decay if callable(decay) else None
 
-    def wide_step(g: jax.Array, m: jax.Array, decay: Any) -> tuple[jax.Array, jax.Array]:
+    def step(g: jax.Array, *stored: jax.Array, decay: Any) -> tuple[jax.Array, ...]:
+        m = dequantize(*stored) if is_int8 else stored[0]
         # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
         wide = at_least_float32(g.dtype, m.dtype)
-        g, m = g.astype(wide), m.astype(wide)
-        new = g + scaled(m, decay)
-        return g + scaled(new, decay) if nesterov else new, new
-
-    def step(g: jax.Array, m: jax.Array, *, decay: Any) -> tuple[jax.Array, jax.Array]:
-        ahead, new = wide_step(g, m, decay)
+        gradient = g.astype(wide)
+        # M <- G + decay M
+        momentum = gradient + scaled(m.astype(wide), decay)
+        # G + decay M looks one step ahead.
+        update = gradient + scaled(momentum, decay) if nesterov else momentum
+        if is_int8:
+            return update.astype(g.dtype), *quantize(momentum)
         with jax.numpy_dtype_promotion("standard"):
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
-        return ahead.astype(update_dtype), new.astype(dtype or m.dtype)
-
-    def int8_step(
-        g: jax.Array, values: jax.Array, scale: jax.Array, *, decay: Any
-    ) -> tuple[jax.Array, ...]:
-        ahead, new = wide_step(g, dequantize(values, scale), decay)
-        return ahead.astype(g.dtype), *quantize(new)
+        return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
 
     def init_momentum(params: optax.Params) -> Any:
-        if not int8:
+        if not is_int8:
             return optax.trace(0.0, accumulator_dtype=dtype).init(params)
         _check_blocks(params, distribution)
         # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
@@ -133,42 +139,38 @@ def trace(
         return Int8TraceState(values, scales)
 
     def update_momentum(updates: optax.Updates, momentum: Any, decay: Any) -> tuple[Any, Any]:
-        check_kind("trace", momentum, int8)
-        if int8:
+        check_kind(momentum, is_int8)
+        if is_int8:
             _check_blocks(updates, distribution)
-        leaf_step = partial(int8_step if int8 else step, decay=decay)
-        updates, *arrays = leaf_by_leaf(leaf_step, updates, *momentum)
-        return updates, kind(*arrays)
+        updates, *arrays = leaf_by_leaf(functools.partial(step, decay=decay), updates, *momentum)
+        return updates, Int8TraceState(*arrays) if is_int8 else optax.TraceState(*arrays)
 
+    @errors_of("trace")
     def init(params: optax.Params) -> Any:
         momentum = init_momentum(params)
-        return (
-            ScheduledTraceState(jnp.zeros([], jnp.int32), momentum) if callable(decay) else momentum
-        )
+        if schedule is None:
+            return momentum
+        return ScheduledTraceState(jnp.zeros([], jnp.int32), momentum)
 
-    def value_and_count(_: Any, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        assert callable(decay)
-        value = jnp.asarray(decay(count), jnp.result_type(float))
-        return value, jnp.asarray(optax.safe_increment(count))
-
+    @errors_of("trace")
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
-        if not callable(decay):
+        if schedule is None:
             return update_momentum(updates, state, decay)
         if not hasattr(state, "momentum"):
-            raise ValueError(other_state("trace", state))
+            raise ValueError(other_state(state))
         # The count may be in host memory, as the momentum.
-        value, count = leaf_by_leaf(value_and_count, 0.0, state.count)
+        value, count = leaf_by_leaf(functools.partial(_evaluate, schedule), 0.0, state.count)
         updates, momentum = update_momentum(updates, state.momentum, value)
         return updates, ScheduledTraceState(count, momentum)
 
     return optax.GradientTransformation(init, update)
 
 
-def check_decay(call: str, decay: Any) -> None:
-    """Raise unless it is a coefficient of momentum or a schedule of them."""
-    why = ": momentum would grow without end; 0.95 is usual."
-    check_range(call, "decay", decay, "in [0, 1)", why, schedule=True)
+def _evaluate(schedule: optax.Schedule, _: Any, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The schedule's value at the count, and the next count."""
+    value = jnp.asarray(schedule(count), jnp.result_type(float))
+    return value, jnp.asarray(optax.safe_increment(count))
 
 
 _MOMENTUM = (
@@ -177,37 +179,41 @@ _MOMENTUM = (
 )
 
 
-def momentum_dtype(call: str, name: str, given: Any) -> Any:
+def momentum_dtype(name: str, given: Any) -> Any:
     """The dtype that an argument gives the momentum, None for the parameter's."""
     if given is None:
         return None
-    return jax.dtypes.canonicalize_dtype(given_dtype(call, name, given, *_MOMENTUM))
+    return jax.dtypes.canonicalize_dtype(given_dtype(name, given, *_MOMENTUM))
 
 
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
     """Raise for complex leaves, and for blocks that would cross a shard, as far as that is known."""
-    _check_real(tree, "trace(accumulator_dtype=jnp.int8)")
-    cut = shards_of_last_axis(tree, distribution, call="trace")
-    for (path, leaf), shards in zip(jax.tree.leaves_with_path(tree), cut, strict=True):
-        length, block = (leaf.shape or (1,))[-1], block_size((leaf.shape or (1,))[-1])
-        if length // shards % block:
+    _check_real(tree)
+    shards_of_leaves = shards_of_last_axis(tree, distribution)
+    for (path, leaf), shards in zip(jax.tree.leaves_with_path(tree), shards_of_leaves, strict=True):
+        length = leaf.shape[-1] if leaf.shape else 1
+        block = block_size(length)
+        entries = length // shards
+        if entries % block != 0:
             raise ValueError(
-                f"trace(accumulator_dtype=jnp.int8): the last axis of {jax.tree_util.keystr(path)} {leaf.shape} has "
-                f"blocks of {block}, and its {shards} shards have {length // shards} entries each, so that a block "
-                "would cross a shard. Shard another axis of it, or take jnp.bfloat16."
+                f"int8 momentum of {jax.tree_util.keystr(path)} {leaf.shape} has blocks of {block} along the last "
+                f"axis, and {shards} shards of {entries} entries each, so that a block would cross a shard. "
+                "Shard another axis of it, or take jnp.bfloat16."
             )
 
 
 def block_size(length: int) -> int:
     """The largest divisor of the length from 64 to 128, so that no block is cut; else the whole axis."""
-    return next(
-        (size for size in range(min(length, 128), 63, -1) if length % size == 0), max(length, 1)
-    )
+    for size in range(min(length, 128), 63, -1):
+        if length % size == 0:
+            return size
+    return max(length, 1)
 
 
 def _in_blocks(x: jax.Array) -> jax.Array:
-    shape = x.shape or (1,)
-    return x.reshape(*shape[:-1], -1, block_size(shape[-1]))
+    """x with its last axis cut in two: [..., blocks, entries of a block]."""
+    *leading, length = x.shape or (1,)
+    return x.reshape(*leading, -1, block_size(length))
 
 
 def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
@@ -217,20 +223,20 @@ def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Ar
     bits = jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
     # Zeros are divided too: a branch would be one more kernel on a GPU.
-    scale = jnp.maximum(largest, _SMALLEST) / _LARGEST
-    return jnp.round(blocks / scale[..., None].astype(x.dtype)).astype(jnp.int8).reshape(
-        x.shape
-    ), scale
+    scale = jnp.maximum(largest, _SMALLEST_ENTRY) / _LARGEST_INTEGER
+    integers = jnp.round(blocks / scale[..., None].astype(x.dtype))
+    return integers.astype(jnp.int8).reshape(x.shape), scale
 
 
 def dequantize(
     values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]
 ) -> Float32[Array, "*leaf"]:
     """The inverse of `quantize`, up to its rounding."""
-    return (_in_blocks(values).astype(jnp.float32) * scale[..., None]).reshape(values.shape)
+    blocks = _in_blocks(values).astype(jnp.float32)
+    return (blocks * scale[..., None]).reshape(values.shape)
 
 
-def _is_trace(node: Any) -> bool:
+def _is_momentum(node: Any) -> bool:
     return isinstance(node, (optax.TraceState, Int8TraceState))
 
 
@@ -255,50 +261,49 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
       >>> restored = muonjax.muon(1e-3).init(params)
       >>> updates, state = tx.update(params, muonjax.cast_momentum(restored, jnp.int8), params)
     """
-    dtype = given_dtype("cast_momentum", "dtype", dtype, *_MOMENTUM)
-    nodes, treedef = jax.tree.flatten(state, is_leaf=_is_trace)
-    if not any(map(_is_trace, nodes)):
-        raise ValueError(
-            "cast_momentum(state) finds no momentum; give the state of muon or of trace."
-        )
+    with errors_of("cast_momentum"):
+        dtype = given_dtype("dtype", dtype, *_MOMENTUM)
+        if has_int8(state) is None:
+            raise ValueError("(state) finds no momentum; give the state of muon or of trace.")
 
-    def cast(node: Any) -> Any:
-        if not _is_trace(node):
-            return node
-        int8 = isinstance(node, Int8TraceState)
-        if dtype != jnp.int8:
-            wide = jax.tree.map(dequantize, node.trace, node.scale) if int8 else node.trace
-            return optax.TraceState(jax.tree.map(lambda m: m.astype(dtype), wide))
-        if int8:
-            return node
-        _check_real(node.trace, "cast_momentum")
-        pairs = jax.tree.map(lambda m: quantize(m.astype(at_least_float32(m.dtype))), node.trace)
-        return Int8TraceState(*jax.tree.transpose(jax.tree.structure(node.trace), None, pairs))
+        def cast(node: Any) -> Any:
+            if not _is_momentum(node):
+                return node
+            is_int8 = isinstance(node, Int8TraceState)
+            if is_int8 and dtype == jnp.int8:
+                return node
+            momentum = jax.tree.map(dequantize, node.trace, node.scale) if is_int8 else node.trace
+            if dtype != jnp.int8:
+                return optax.TraceState(jax.tree.map(lambda m: m.astype(dtype), momentum))
+            _check_real(momentum)
+            # `quantize` computes in the dtype of its argument.
+            wide = jax.tree.map(lambda m: m.astype(at_least_float32(m.dtype)), momentum)
+            pairs = jax.tree.map(quantize, wide)
+            return Int8TraceState(*jax.tree.transpose(jax.tree.structure(wide), None, pairs))
 
-    return treedef.unflatten(map(cast, nodes))
+        return jax.tree.map(cast, state, is_leaf=_is_momentum)
 
 
-def _check_real(tree: Any, call: str) -> None:
+def _check_real(momentum: Any) -> None:
     """Raise for complex leaves."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(momentum):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             name = jax.tree_util.keystr(path)
-            raise TypeError(
-                f"{call}: int8 momentum has no imaginary part, and {name} is {leaf.dtype}."
-            )
+            raise TypeError(f"int8 momentum has no imaginary part, and {name} is {leaf.dtype}.")
 
 
 def has_int8(state: Any) -> bool | None:
     """Whether the momentum in a state is in int8; None if there is none."""
-    found = [n for n in jax.tree.leaves(state, is_leaf=_is_trace) if _is_trace(n)]
-    return any(isinstance(node, Int8TraceState) for node in found) if found else None
+    momenta = list(filter(_is_momentum, jax.tree.leaves(state, is_leaf=_is_momentum)))
+    if not momenta:
+        return None
+    return any(isinstance(momentum, Int8TraceState) for momentum in momenta)
 
 
-def check_kind(call: str, state: Any, wanted: bool | None) -> None:
+def check_kind(state: Any, wanted: bool | None) -> None:
     """Raise where the momentum in a state is in int8 and should not be, or the reverse."""
-    found = has_int8(state)
-    if None not in (found, wanted) and found != wanted:
-        held, name = ("a float type", "jnp.int8") if wanted else ("int8", "jnp.float32")
-        raise ValueError(
-            f"{call}: this momentum is in {held}; see muonjax.cast_momentum(state, {name})."
-        )
+    is_int8 = has_int8(state)
+    if is_int8 is None or wanted is None or is_int8 == wanted:
+        return
+    kept, asked = ("int8", "jnp.float32") if is_int8 else ("a float type", "jnp.int8")
+    raise ValueError(f"this momentum is in {kept}; see muonjax.cast_momentum(state, {asked}).")

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import check_choice, check_range
-from muonjax._common.linalg import at_least_float32
+from muonjax._common.arguments import check_choice, check_range, errors_of
+from muonjax._common.linalg import at_least_float32, or_one
 from muonjax._common.platform import Policy, policy_of, zero_beside
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
@@ -60,20 +60,18 @@ def orthogonalize(
 
     Source: Jordan et al., "Muon", 2024; Bernstein & Newhouse, "Old optimizer, new norm", 2024.
     """
-    settings = settings_of(newton_schulz, "orthogonalize")
-    check_distribution(distribution, call="orthogonalize")
+    with errors_of("orthogonalize"):
+        settings = settings_of(newton_schulz)
+        check_distribution(distribution)
 
+    def exchange_dtype(x: jax.Array, policy: Policy) -> jnp.dtype:
+        return policy.exchange_dtype(x.dtype, settings.compute_dtype)
+
+    @errors_of("orthogonalize")
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
-        updates = map_matrices(
-            functools.partial(polar_function, settings),
-            updates,
-            dimension_numbers,
-            distribution,
-            call="orthogonalize",
-            exchanged=lambda x, policy: policy.exchange_dtype(x.dtype, settings.compute_dtype),
-        )
-        return updates, state
+        polar = functools.partial(polar_function, settings)
+        return map_matrices(polar, updates, dimension_numbers, distribution, exchange_dtype), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -83,9 +81,7 @@ def map_matrices(
     tree: Any,
     dimension_numbers: DimensionNumbersTree | None,
     distribution: Distribution | None,
-    *,
-    call: str,
-    exchanged: Callable[[jax.Array, Policy], Any] = lambda x, policy: x.dtype,
+    exchange_dtype: Callable[[jax.Array, Policy], Any] = lambda x, policy: x.dtype,
 ) -> Any:
     """A function of each matrix of a tree: equal shapes share a loop, and on a mesh each matrix has one owner.
 
@@ -94,20 +90,22 @@ def map_matrices(
       tree: The leaves; those without dimension numbers stay.
       dimension_numbers: As in `orthogonalize`.
       distribution: As in `orthogonalize`.
-      call: The public function, for errors.
-      exchanged: Dtype in which a mesh exchanges a leaf.
+      exchange_dtype: The dtype in which a mesh exchanges a leaf.
     """
-    leaves, pieces = jax.tree.leaves(tree), matrix_pieces(dimension_numbers, tree, call=call)
-    views, inputs = [p.view for p in pieces], pieces.of(tree)
-    on_mesh = find_mesh(distribution, tree, [p.leaf for p in pieces], call=call)
+    pieces = matrix_pieces(dimension_numbers, tree, call="")
+    inputs = pieces.of(tree)
+    views = [piece.view for piece in pieces]
+    places = [piece.leaf for piece in pieces]
+    leaves = jax.tree.leaves(tree)
     mesh = None if distribution is None else distribution.mesh
-    policy = policy_of(*(leaves[p.leaf] for p in pieces), mesh=mesh)
+    policy = policy_of(*(leaves[place] for place in places), mesh=mesh)
     f = function(policy)
+    on_mesh = find_mesh(distribution, tree, places)
     if on_mesh is None:
         results = map_leaves(f, inputs, views, policy)
     else:
-        dtypes = [exchanged(x, policy) for x in inputs]
-        results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy, call=call)
+        dtypes = [exchange_dtype(x, policy) for x in inputs]
+        results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy)
     return pieces.replaced(tree, results)
 
 
@@ -149,23 +147,25 @@ def match_rms(
     Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et al.,
     "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
     """
-    check_range(
-        "match_rms", "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's."
-    )
-    check_choice("match_rms", "rule", rule, get_args(Rule))
+    with errors_of("match_rms"):
+        check_range("rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
+        check_choice("rule", rule, get_args(Rule))
 
-    def scale(view: MatrixView) -> float:
-        if rule == "rms":
-            return rms * math.sqrt(max(view.fan_in, view.fan_out))
+    def factor(view: MatrixView) -> float:
         ratio = view.fan_out / view.fan_in
-        return math.sqrt(max(1.0, ratio) if rule == "width" else ratio)
+        if rule == "spectral":
+            return math.sqrt(ratio)
+        if rule == "width":
+            return math.sqrt(max(1.0, ratio))
+        return rms * math.sqrt(max(view.fan_in, view.fan_out))
 
+    @errors_of("match_rms")
     def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
         del params
-        pieces = matrix_pieces(dimension_numbers, updates, call="match_rms")
-        scaled = [
-            x * scale(piece.view) for x, piece in zip(pieces.of(updates), pieces, strict=True)
-        ]
+        pieces = matrix_pieces(dimension_numbers, updates, call="")
+        scaled = []
+        for piece, update in zip(pieces, pieces.of(updates), strict=True):
+            scaled.append(update * factor(piece.view))
         return pieces.replaced(updates, scaled), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -227,52 +227,61 @@ def normalize_neurons(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491), algorithm 1.
     """
-    check_range("normalize_neurons", "decay", decay, "in [0, 1)", "; 0.95 is usual.")
-    check_range("normalize_neurons", "eps", eps, "positive and finite", "; 1e-8 is usual.")
+    with errors_of("normalize_neurons"):
+        check_range("decay", decay, "in [0, 1)", "; 0.95 is usual.")
+        check_range("eps", eps, "positive and finite", "; 1e-8 is usual.")
 
+    @errors_of("normalize_neurons")
     def init(params: optax.Params) -> NormalizeNeuronsState:
-        pieces = matrix_pieces(dimension_numbers, params, call="normalize_neurons")
+        pieces = matrix_pieces(dimension_numbers, params, call="")
         # This works for a `jax.ShapeDtypeStruct` too.
         arrays = jax.tree.map(
             lambda x: x if isinstance(x, jax.Array) else jnp.zeros_like(x), params
         )
-        # By a sum like that of `update`, so that with explicit axis types they are sharded as it returns them.
-        moments = [
-            zero_beside(piece.view.split(x), piece.view.reduction_axes).astype(jnp.float32)
-            for x, piece in zip(pieces.of(arrays), pieces, strict=True)
-        ]
+        moments = []
+        for piece, array in zip(pieces, pieces.of(arrays), strict=True):
+            # By a sum like that of `update`, so that with explicit axis types it is sharded as it returns it.
+            zero = zero_beside(piece.view.split(array), piece.view.reduction_axes)
+            moments.append(zero.astype(jnp.float32))
         return NormalizeNeuronsState(pieces.as_state(moments))
 
+    @errors_of("normalize_neurons")
     def update(updates: optax.Updates, state: Any, params: Any = None):
         del params
-        pieces = matrix_pieces(dimension_numbers, updates, call="normalize_neurons")
-        neurons = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
-        kept = pieces.of_state(state.second_moment, neurons, call="normalize_neurons")
-        every = zip(pieces.of(updates), kept, pieces, strict=True)
-        pairs = [_normalize(x, moment, piece.view, decay, eps) for x, moment, piece in every]
-        updates = pieces.replaced(updates, [update for update, _ in pairs])
-        return updates, NormalizeNeuronsState(pieces.as_state([moment for _, moment in pairs]))
+        pieces = matrix_pieces(dimension_numbers, updates, call="")
+        shapes = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
+        moments = pieces.of_state(state.second_moment, shapes, call="")
+        normalized = []
+        new_moments = []
+        for piece, update, moment in zip(pieces, pieces.of(updates), moments, strict=True):
+            update, moment = _normalize(update, moment, piece.view, decay, eps)
+            normalized.append(update)
+            new_moments.append(moment)
+        updates = pieces.replaced(updates, normalized)
+        return updates, NormalizeNeuronsState(pieces.as_state(new_moments))
 
     return optax.GradientTransformation(init, update)
 
 
 def _normalize(
-    leaf: Inexact[Array, "*leaf"],
+    update: Inexact[Array, "*leaf"],
     moment: Float[Array, "*neurons"],
     view: MatrixView,
     decay: Any,
     eps: Any,
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
-    """The leaf's normalized update and its new second moment."""
-    o = view.split(leaf).astype(at_least_float32(leaf.dtype))
+    """The normalized update and its new second moment."""
+    o = view.split(update).astype(at_least_float32(update.dtype))
+    # |O_j|^2 of each neuron
     squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
+    # v <- decay v + (1 - decay) |O_j|^2 / fan_in
     moment = decay * moment.astype(squares.dtype) + (1 - decay) * squares / view.fan_in
+    # P_j = O_j / (sqrt(v_j) + eps)
     factor = 1 / (jnp.sqrt(moment) + eps)
-    # ||P||_F from the neurons' own norms: no second pass over the update.
-    norm2, scaled2 = (
-        jnp.sum(s, view.output_axes, keepdims=True) for s in (squares, squares * factor**2)
-    )
-    factor *= jnp.sqrt(norm2 / jnp.where(scaled2 == 0, 1, scaled2))
-    return view.join((o * factor.astype(o.dtype)).astype(leaf.dtype), like=leaf), moment.astype(
-        jnp.float32
-    )
+    # |O|^2 and |P|^2 from the neurons' own norms: no second pass over the update.
+    square = jnp.sum(squares, view.output_axes, keepdims=True)
+    square_of_p = jnp.sum(squares * factor**2, view.output_axes, keepdims=True)
+    # O <- P |O| / |P|
+    factor *= jnp.sqrt(square / or_one(square_of_p))
+    normalized = (o * factor.astype(o.dtype)).astype(update.dtype)
+    return view.join(normalized, like=update), moment.astype(jnp.float32)

@@ -55,11 +55,11 @@ MUON = functools.partial(muonjax.muon, 1e-2)
      "at ['w'] holds Array...; ...lambda x: x.sharding, params)"),
     (lambda: muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jax.P(jax.P.UNCONSTRAINED)}),
      "at ['w'] holds ...; expected a PartitionSpec of the mesh's axes"),
-    (lambda: muonjax.qk_clip(READ, 100.0), "the program is the second argument of qk_clip"),
+    (lambda: muonjax.qk_clip(READ, 100.0), "qk_clip(threshold=<Program ... the program is the second argument"),
     (lambda: muonjax.tabulate(MODEL), "tabulate(params) got Transformed and no arrays"),
     *((functools.partial(muonjax.tabulate, first), "tabulate(params) got ")
       for first in (muonjax.muon(1e-3), lambda params: params, READ)),
-    (lambda: muonjax.tabulate(READ, {"w": jnp.ones((4, 4))}), "what inspect returned...tabulate(params, program)"),
+    (lambda: muonjax.tabulate(READ, {"w": jnp.ones((4, 4))}), "tabulate(params) got what inspect returned; give it second"),
     (lambda: muonjax.muonclip(1e-3, {"a": jnp.ones((8, 8))}), "muonclip(program={'a': ... must be what muonjax."),
     (lambda: muonjax.muonclip(1e-3, muonjax.mha_site(), dimension_numbers=1), "muonclip(dimension_numbers=1) must be"),
     (lambda: muonjax.optax_contrib.muon(1.0, muon_weight_dimension_numbers=1), "muon_weight_dimension_numbers=1) must"),

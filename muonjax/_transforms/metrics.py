@@ -1,0 +1,145 @@
+"""Make one dictionary for a log of what an optimizer's state keeps: counts, rates, what clips and monitors measured."""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from muonjax._common.trees import dtype_of, names, unboxed
+
+
+def metrics(state: Any) -> dict[str, Any]:
+    """What an optimizer's state keeps for a log, as one flat mapping from names to numbers.
+
+    - `count`: how many updates there were, where a part of the state counts them; of several counts the largest;
+    - `learning_rate`: the rate of the last update, under a schedule of muonjax's optimizers or where
+      `optax.inject_hyperparams` keeps it;
+    - `adam_learning_rate`: the same of the leaves that are no matrices. With a schedule of your own, give
+      `adam=optax.inject_hyperparams(optax.adamw)(schedule)`: the state of `optax.adamw(schedule)` has no rate.
+
+    What clips and monitors have measured is found wherever they are: in a chain at any depth, in `optax.MultiSteps`, in
+    Flax's `TrainState.opt_state`, in `nnx.Optimizer.opt_state`, and in `nnx.state` of an optimizer or train state. For
+    each `QKClipState`
+
+    - `qk_clip/largest`: the largest signal that the last clip went by; for `qk_clip` a logit;
+    - `qk_clip/num_clipped`, `qk_clip/total_clipped`: heads that the last clip scaled, and the sum over all clips;
+    - `qk_clip/share_clipped`: the heads that the last clip scaled, over all heads;
+    - `qk_clip/smallest_factor`: the smallest γ at the last clip, 1 if nothing was scaled;
+    - `qk_clip/largest/<module>`: the largest signal of one module, over its heads and layers.
+
+    For each `MonitorState` its `monitor/<group>/<statistic>`. Those of a second clip or monitor are numbered:
+    `qk_clip_1/largest`.
+
+    Args:
+      state: The state of any optimizer.
+
+    Returns:
+      A dictionary of Python floats; it waits for the step that computes them. Inside of `jit` it is one of float32
+      arrays. NaN means that it was not measured yet. A state that keeps nothing of this gives an empty dictionary.
+
+    Example:
+      >>> import jax.numpy as jnp, muonjax
+      >>> params = {"attention": {n: {"kernel": jnp.ones((8, 2, 4))} for n in ("query", "key")}}
+      >>> tx = muonjax.muonclip(1e-3, muonjax.mha_site(), threshold=100.0)
+      >>> statistics = {"attention": jnp.array([400.0, 50.0])}
+      >>> updates, state = tx.update(params, tx.init(params), params, max_logits=statistics)
+      >>> log = muonjax.metrics(state)
+      >>> log["count"], log["qk_clip/num_clipped"]
+      (1.0, 1.0)
+    """
+    values = _count_and_rates(state)
+    num_parts = Counter[str]()
+    for part in _parts(state):
+        is_clip = "maxima" in part
+        kind = "qk_clip" if is_clip else "monitor"
+        measured = _of_clip(part) if is_clip else _of_monitor(part)
+        prefix = f"{kind}_{num_parts[kind]}" if num_parts[kind] else kind
+        num_parts[kind] += 1
+        for name, value in measured.items():
+            values[f"{prefix}/{name}"] = value
+
+    # The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured.
+    if any(isinstance(value, Tracer) for value in values.values()):
+        arrays = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+        return {name: jnp.where(x == -jnp.inf, jnp.nan, x) for name, x in arrays.items()}
+    numbers = jax.device_get(values)
+    return {name: math.nan if x == -math.inf else float(x) for name, x in numbers.items()}
+
+
+def _count_and_rates(state: Any) -> dict[str, Any]:
+    """The largest count, and the rates that `optax.inject_hyperparams` and a `LearningRateState` keep."""
+    scalars = {}
+    counts = {}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if jnp.shape(leaf):
+            continue
+        *place, name = names(path) or ("",)
+        scalars[*place, name] = leaf
+        # A parameter may be called `count` or `learning_rate`, but none is an integer.
+        if name == "count" and jnp.issubdtype(dtype_of(leaf), jnp.integer):
+            counts[tuple(place)] = leaf
+    values: dict[str, Any] = {}
+    if counts:
+        values["count"] = functools.reduce(jnp.maximum, counts.values())
+    for (*place, name), value in scalars.items():
+        is_kept = place[-1:] == ["hyperparams"] or tuple(place) in counts
+        if name == "learning_rate" and is_kept:
+            values["adam_learning_rate" if _is_of_adam(place) else name] = value
+    return values
+
+
+def _is_of_adam(place: list[str]) -> bool:
+    """Whether the innermost partition around this entry gives it to the part for all but matrices."""
+    labels = [label for name, label in itertools.pairwise(place) if name == "inner_states"]
+    return labels[-1:] == ["adam"]
+
+
+def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
+    """The fields of each clip and monitor in a state, the outer ones first."""
+    for node in jax.tree.leaves(state, is_leaf=lambda node: bool(_fields(node))):
+        fields = _fields(node)
+        if fields:
+            yield fields
+            yield from _parts(fields.get("inner"))
+
+
+def _fields(node: Any) -> Mapping[str, Any]:
+    """The fields of a clip or a monitor: of its named tuple, or of the mapping that `nnx.state` makes of one."""
+    fields = node._asdict() if hasattr(node, "_asdict") else node
+    if not isinstance(fields, Mapping):
+        return {}
+    is_clip = fields.keys() >= {"count", "maxima", "factors", "clips"}
+    is_monitor = fields.keys() == {"inner", "count", "statistics"}
+    return fields if is_clip or is_monitor else {}
+
+
+def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
+    largest = {path: unboxed(signal).max() for path, signal in state["maxima"].items()}
+    factors = list(map(unboxed, state["factors"].values()))
+    clips = list(map(unboxed, state["clips"].values()))
+    num_heads = sum(factor.size for factor in factors)
+    num_clipped = sum(jnp.sum(factor < 1) for factor in factors)
+    measured = {
+        "largest": functools.reduce(jnp.maximum, largest.values(), -jnp.inf),
+        "num_clipped": num_clipped,
+        "share_clipped": num_clipped / max(1, num_heads),
+        "total_clipped": sum(map(jnp.sum, clips)),
+        "smallest_factor": functools.reduce(jnp.minimum, map(jnp.min, factors), 1.0),
+    }
+    for path, signal in largest.items():
+        measured[f"largest/{path or 'model'}"] = signal
+    return measured
+
+
+def _of_monitor(state: Mapping[str, Any]) -> dict[str, Any]:
+    measured = {}
+    for group, statistics in state["statistics"].items():
+        for name, value in statistics.items():
+            measured[f"{group}/{name}"] = unboxed(value)
+    return measured
