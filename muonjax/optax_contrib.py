@@ -212,7 +212,7 @@ def scale_by_muon(
         check_range("ns_steps", ns_steps, "positive and finite", "; it counts steps.")
 
     @errors_of("scale_by_muon")
-    def init(params: optax.Params) -> MuonState:
+    def init(params) -> MuonState:
         if len(shape) == 2 and shape[0] > ns_steps:
             raise ValueError(
                 f"(ns_steps={ns_steps}) is less than the {shape[0]} rows of ns_coeffs; give as many "
@@ -222,7 +222,7 @@ def scale_by_muon(
         return MuonState(jnp.zeros([], jnp.int32), mu, jnp.asarray(ns_coeffs))
 
     @errors_of("scale_by_muon")
-    def update(updates: optax.Updates, state: Any, params: Any = None):
+    def update(updates, state, params=None):
         del params
         count = optax.safe_increment(state.count)
         # mu <- beta mu + (1 - beta) G

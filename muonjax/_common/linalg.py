@@ -51,20 +51,9 @@ class MatrixProduct(NamedTuple):
         b: Inexact[Array, "*batch n k"],
     ) -> Inexact[Array, "*batch m n"]:
         """A B^H by contracting the last axes: a product with an adjoint would first copy a batch transposed."""
-        return self._contract("...ik,...jk->...ij", a, b.conj())
-
-    def of_adjoint(
-        self,
-        a: Inexact[Array, "*batch k m"],
-        b: Inexact[Array, "*batch k n"],
-    ) -> Inexact[Array, "*batch m n"]:
-        """A^H B by contracting the first axes."""
-        return self._contract("...ki,...kj->...ij", a.conj(), b)
-
-    def _contract(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        a, b = self._rounded(a, b)
+        a, b = self._rounded(a, b.conj())
         return jnp.einsum(
-            subscripts,
+            "...ik,...jk->...ij",
             a,
             b,
             precision=self.precision,

@@ -224,7 +224,7 @@ def find_mesh(
 @functools.cache
 def _warn_of(mesh: AbstractMesh) -> None:
     warn_user(
-        f"Pass distribution=muonjax.Distribution(mesh, param_specs). The arrays' mesh "
+        f"muonjax: pass distribution=muonjax.Distribution(mesh, param_specs). The arrays' mesh "
         f"{dict(mesh.shape)} has no explicit axis types (its axis types are Auto), so XLA gathers "
         "matrices and repeats work on every device."
     )

@@ -448,9 +448,7 @@ def _clipped(
     num_states = len(optimizer.init({}))  # pyright: ignore[reportArgumentType]
 
     @errors_of(clip.call)
-    def update(
-        updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any
-    ):
+    def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(updates, state, params, unnamed)
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
         if not is_pair or not hasattr(state[1], "factors") or len(state[0]) != num_states:

@@ -58,13 +58,11 @@ def partition_by_route(
         return last[1]
 
     @errors_of(call)
-    def init(params: optax.Params):
+    def init(params):
         return partition_of(params, params, warn=True).init(params)
 
     @errors_of(call)
-    def update(
-        updates: optax.Updates, state: Any, params: Any = None, *unnamed: Any, **extra_args: Any
-    ):
+    def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(updates, state, params, unnamed)
         params = _with_gradients(updates, params)
         partition = partition_of(updates, params)
@@ -111,7 +109,7 @@ def _is_numbers(node: Any) -> bool:
 def _fixed() -> optax.GradientTransformation:
     """Leave integers as they are: with AdamW's float update, weight decay would count them down."""
 
-    def update(updates: Any, state: Any, params: Any = None):
+    def update(updates, state, params=None):
         return jax.tree.map(jnp.zeros_like, updates if params is None else params), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -140,7 +138,7 @@ def _route(given: DimensionNumbersTree, tree: Any, params: Any, *, warn: bool) -
     if warn and leaves and not any(numbers):
         arguments = "params" if given is None else "params, program"
         warn_user(
-            f"None of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
+            f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
         )
     labels = []
     for entry, param in zip(numbers, jax.tree.leaves(params), strict=True):

@@ -88,7 +88,7 @@ def ema_nesterov(
     def beta_at(count: jax.Array) -> jax.Array:
         return jnp.asarray(beta(count) if callable(beta) else beta, jnp.result_type(float))
 
-    def init(params: optax.Params) -> EmaNesterovState:
+    def init(params) -> EmaNesterovState:
         inner_state = inner.init(params)
         if _nodes(inner_state, _is_clip_or_accumulation):
             raise ValueError(
@@ -99,9 +99,7 @@ def ema_nesterov(
         ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params)
         return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ):
+    def update(updates, state, params=None, **extra_args):
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         count = jnp.asarray(optax.safe_increment(state.count))
         next_beta = beta_at(count)

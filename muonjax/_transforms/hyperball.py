@@ -63,7 +63,7 @@ def cautious_weight_decay(
         return jnp.where(agree, w, jnp.zeros_like(w))
 
     @errors_of("cautious_weight_decay")
-    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
+    def update(updates, state, params=None):
         require_params(params)
         # add_decayed_weights reads the weights of unmasked leaves only, so all of them can be given.
         weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
@@ -147,7 +147,7 @@ def hyperball(
     rate = scale_by_learning_rate(learning_rate, flip_sign=False)
 
     @errors_of("hyperball")
-    def init(params: optax.Params) -> HyperballState:
+    def init(params) -> HyperballState:
         pieces = matrix_pieces(dimension_numbers, params, call="")
         names_and_leaves = jax.tree.leaves_with_path(params)
         radii = []
@@ -165,7 +165,7 @@ def hyperball(
         return HyperballState(rate.init(jnp.zeros(())), pieces.as_state(radii))
 
     @errors_of("hyperball")
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
+    def update(updates, state, params=None):
         require_params(params)
         eta: Any
         eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
@@ -231,7 +231,7 @@ def _step(
     unit = jnp.where(kept_rms > 0, kept_rms, 1)
     w = w / unit
     kept_rms = kept_rms / unit
-    weight_rms = _rms(w, view)
+    weight_rms = jnp.sqrt(_mean(jnp.abs(w) ** 2, view))
     update_rms = _rms(u, view)
 
     # R follows what has changed the norm from outside, by more than rounding does.

@@ -39,12 +39,12 @@ def scale_by_learning_rate(
         # A copy, because a schedule may return the same array twice, and a buffer in two places can't be donated.
         return jnp.array(schedule(count), jnp.result_type(float))
 
-    def init(params: optax.Params) -> LearningRateState:
+    def init(params) -> LearningRateState:
         del params
         count = jnp.zeros([], jnp.int32)
         return LearningRateState(count, rate_at(count))
 
-    def update(updates: optax.Updates, state: Any, params: Any = None):
+    def update(updates, state, params=None):
         del params
         rate = rate_at(state.count)
         factor = -rate if flip_sign else rate

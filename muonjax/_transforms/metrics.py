@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -56,45 +55,48 @@ def metrics(state: Any) -> dict[str, Any]:
     values = _count_and_rates(state)
     num_parts = Counter[str]()
     for part in _parts(state):
-        is_clip = "maxima" in part
-        kind = "qk_clip" if is_clip else "monitor"
-        measured = _of_clip(part) if is_clip else _of_monitor(part)
-        prefix = f"{kind}_{num_parts[kind]}" if num_parts[kind] else kind
+        if "maxima" in part:
+            kind = "qk_clip"
+            measured = _of_clip(part)
+        else:
+            kind = "monitor"
+            measured = _of_monitor(part)
+        # The first is monitor/…, the second monitor_1/….
+        prefix = kind
+        if num_parts[kind]:
+            prefix = f"{kind}_{num_parts[kind]}"
         num_parts[kind] += 1
         for name, value in measured.items():
             values[f"{prefix}/{name}"] = value
 
-    # The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured.
     if any(isinstance(value, Tracer) for value in values.values()):
-        arrays = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
-        return {name: jnp.where(x == -jnp.inf, jnp.nan, x) for name, x in arrays.items()}
-    numbers = jax.device_get(values)
-    return {name: math.nan if x == -math.inf else float(x) for name, x in numbers.items()}
+        return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+    # One wait for the device, and not one for each value.
+    return {name: float(value) for name, value in jax.device_get(values).items()}
 
 
 def _count_and_rates(state: Any) -> dict[str, Any]:
     """The largest count, and the rates that `optax.inject_hyperparams` and a `LearningRateState` keep."""
-    scalars = {}
+    # By the path of the node that has them.
     counts = {}
+    rates = {}
     for path, leaf in jax.tree.leaves_with_path(state):
-        if jnp.shape(leaf):
-            continue
         *place, name = names(path) or ("",)
-        scalars[*place, name] = leaf
-        # A parameter may be called `count` or `learning_rate`, but none is an integer.
-        if name == "count" and jnp.issubdtype(dtype_of(leaf), jnp.integer):
+        if name == "learning_rate" and jnp.ndim(leaf) == 0:
+            rates[tuple(place)] = leaf
+        # A parameter may have such a name too, but none is an integer.
+        if name == "count" and jnp.ndim(leaf) == 0 and jnp.issubdtype(dtype_of(leaf), jnp.integer):
             counts[tuple(place)] = leaf
     values: dict[str, Any] = {}
     if counts:
         values["count"] = functools.reduce(jnp.maximum, counts.values())
-    for (*place, name), value in scalars.items():
-        is_kept = place[-1:] == ["hyperparams"] or tuple(place) in counts
-        if name == "learning_rate" and is_kept:
-            values["adam_learning_rate" if _is_of_adam(place) else name] = value
+    for place, rate in rates.items():
+        if place[-1:] == ("hyperparams",) or place in counts:
+            values["adam_learning_rate" if _is_of_adam(place) else "learning_rate"] = rate
     return values
 
 
-def _is_of_adam(place: list[str]) -> bool:
+def _is_of_adam(place: tuple[str, ...]) -> bool:
     """Whether the innermost partition around this entry gives it to the part for all but matrices."""
     labels = [label for name, label in itertools.pairwise(place) if name == "inner_states"]
     return labels[-1:] == ["adam"]
@@ -120,21 +122,33 @@ def _fields(node: Any) -> Mapping[str, Any]:
 
 
 def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
-    largest = {path: unboxed(signal).max() for path, signal in state["maxima"].items()}
-    factors = list(map(unboxed, state["factors"].values()))
-    clips = list(map(unboxed, state["clips"].values()))
-    num_heads = sum(factor.size for factor in factors)
-    num_clipped = sum(jnp.sum(factor < 1) for factor in factors)
-    measured = {
-        "largest": functools.reduce(jnp.maximum, largest.values(), -jnp.inf),
+    largest = -jnp.inf
+    smallest = 1.0
+    num_heads = 0
+    num_clipped = 0
+    total_clipped = 0
+    measured = {}
+    for path in state["factors"]:
+        signal = unboxed(state["maxima"][path]).max()
+        factor = unboxed(state["factors"][path])
+        largest = jnp.maximum(largest, signal)
+        smallest = jnp.minimum(smallest, factor.min())
+        num_heads += factor.size
+        num_clipped += jnp.sum(factor < 1)
+        total_clipped += jnp.sum(unboxed(state["clips"][path]))
+        measured[f"largest/{path or 'model'}"] = _or_nan(signal)
+    return measured | {
+        "largest": _or_nan(largest),
         "num_clipped": num_clipped,
         "share_clipped": num_clipped / max(1, num_heads),
-        "total_clipped": sum(map(jnp.sum, clips)),
-        "smallest_factor": functools.reduce(jnp.minimum, map(jnp.min, factors), 1.0),
+        "total_clipped": total_clipped,
+        "smallest_factor": smallest,
     }
-    for path, signal in largest.items():
-        measured[f"largest/{path or 'model'}"] = signal
-    return measured
+
+
+def _or_nan(largest: Any) -> jax.Array:
+    """The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured."""
+    return jnp.where(largest == -jnp.inf, jnp.nan, largest)
 
 
 def _of_monitor(state: Mapping[str, Any]) -> dict[str, Any]:

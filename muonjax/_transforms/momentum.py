@@ -146,14 +146,14 @@ def trace(
         return updates, Int8TraceState(*arrays) if is_int8 else optax.TraceState(*arrays)
 
     @errors_of("trace")
-    def init(params: optax.Params) -> Any:
+    def init(params) -> Any:
         momentum = init_momentum(params)
         if schedule is None:
             return momentum
         return ScheduledTraceState(jnp.zeros([], jnp.int32), momentum)
 
     @errors_of("trace")
-    def update(updates: optax.Updates, state: Any, params: Any = None):
+    def update(updates, state, params=None):
         del params
         if schedule is None:
             return update_momentum(updates, state, decay)

@@ -117,7 +117,7 @@ def monitor(
     inner = optax.with_extra_args_support(inner)
     numbers = by_names if program is None else program
 
-    def init(params: optax.Params) -> MonitorState:
+    def init(params) -> MonitorState:
         inner_state = inner.init(params)
         with errors_of("monitor"):
             pieces = matrix_pieces(numbers, params, call="")
@@ -132,9 +132,7 @@ def monitor(
             statistics = jnp.zeros([])
         return MonitorState(inner_state, jnp.zeros([], jnp.int32), statistics)
 
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ):
+    def update(updates, state, params=None, **extra_args):
         gradients = updates
         with errors_of("monitor"):
             require_params(params)

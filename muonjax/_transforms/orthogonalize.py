@@ -68,7 +68,7 @@ def orthogonalize(
         return policy.exchange_dtype(x.dtype, settings.compute_dtype)
 
     @errors_of("orthogonalize")
-    def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
+    def update(updates, state, params=None):
         del params
         polar = functools.partial(polar_function, settings)
         return map_matrices(polar, updates, dimension_numbers, distribution, exchange_dtype), state
@@ -160,7 +160,7 @@ def match_rms(
         return rms * math.sqrt(max(view.fan_in, view.fan_out))
 
     @errors_of("match_rms")
-    def update(updates: optax.Updates, state: optax.OptState, params: Any = None):
+    def update(updates, state, params=None):
         del params
         pieces = matrix_pieces(dimension_numbers, updates, call="")
         scaled = []
@@ -232,7 +232,7 @@ def normalize_neurons(
         check_range("eps", eps, "positive and finite", "; 1e-8 is usual.")
 
     @errors_of("normalize_neurons")
-    def init(params: optax.Params) -> NormalizeNeuronsState:
+    def init(params) -> NormalizeNeuronsState:
         pieces = matrix_pieces(dimension_numbers, params, call="")
         # This works for a `jax.ShapeDtypeStruct` too.
         arrays = jax.tree.map(
@@ -246,7 +246,7 @@ def normalize_neurons(
         return NormalizeNeuronsState(pieces.as_state(moments))
 
     @errors_of("normalize_neurons")
-    def update(updates: optax.Updates, state: Any, params: Any = None):
+    def update(updates, state, params=None):
         del params
         pieces = matrix_pieces(dimension_numbers, updates, call="")
         shapes = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]

@@ -91,7 +91,7 @@ def test_specs_that_do_not_fit_the_tree():
 def test_a_prefix_of_specs_is_broadcast():
     tree = {"a": {"b": X, "c": X}, "d": X, "e": optax.MaskedNode()}
     specs = {"a": P("fsdp"), "d": None, "e": P("fsdp")}
-    assert spread_specs(specs, tree, call="") == [P("fsdp"), P("fsdp"), None]
+    assert spread_specs(specs, tree) == [P("fsdp"), P("fsdp"), None]
 
 
 def test_arrays_on_another_mesh():

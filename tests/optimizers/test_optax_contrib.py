@@ -293,7 +293,7 @@ def test_the_momentum_keeps_its_dtype():
         ),
         (
             lambda: optax_contrib.muon(0.1, ns_steps=0),
-            r"optax_contrib.muon: scale_by_muon\(ns_steps=0\).*positive",
+            r"^optax_contrib.muon\(ns_steps=0\).*positive",
         ),
     ],
 )

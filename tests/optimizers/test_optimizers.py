@@ -1,3 +1,4 @@
+import functools
 import inspect
 
 import chex
@@ -10,6 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from muonjax import MuonDimensionNumbers, NewtonSchulz
+from muonjax._matrices import matrix_view
 from tests.tools import oracles
 from tests.tools.oracles import SHORT, normal, queries_and_keys
 from tests.tools.tiers import quick, thorough
@@ -300,6 +302,25 @@ def test_one_trace_over_many_steps():
     for i in range(4):
         tree, state = step(tree, state, gradients(i))
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("make", [
+    muonjax.muon, muonjax.normuon, functools.partial(muonjax.muonh, adam_learning_rate=1e-3),
+    muonjax.optax_contrib.muon,
+])  # fmt: skip
+def test_the_matrices_of_a_tree_are_found_once(make, monkeypatch):
+    """By `init`, and not again by the members of the chain nor by `update`."""
+    trees = []
+    resolve = matrix_view.resolve_dimension_numbers
+
+    def counted(numbers, tree, **call):
+        trees.append(tree)
+        return resolve(numbers, tree, **call)
+
+    monkeypatch.setattr(matrix_view, "resolve_dimension_numbers", counted)
+    tx = make(1e-2)
+    jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params())
+    assert len(trees) == 1
 
 
 @pytest.mark.parametrize("jit", [False, True])
