@@ -156,7 +156,7 @@ def polar_express_rows(
 
 
 def checked_rows(coefficients: Any) -> Coefficients:
-    """`coefficients` as rows of floats; raises where they are none."""
+    """`coefficients` as rows of floats; raises on anything else."""
     if isinstance(coefficients, str):
         raise ValueError(
             f"(coefficients={coefficients!r}): give numbers in place of a name, such as "

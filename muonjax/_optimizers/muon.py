@@ -90,6 +90,7 @@ def _orthogonalized(
       others: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
       program: As in `muon`, and so are the settings.
     """
+    # Under the names that these arguments have here.
     momentum_dtype("mu_dtype", mu_dtype)
     check_program("program", program)
     if adam is not None:
@@ -299,7 +300,10 @@ def _decayed(
 
 
 def _adamw(
-    decay: _WeightDecay, program: Any, mu_dtype: jax.typing.DTypeLike | None, tree: Any
+    decay: _WeightDecay,
+    program: Any,
+    mu_dtype: jax.typing.DTypeLike | None,
+    tree: Any,
 ) -> optax.GradientTransformation:
     """AdamW for the leaves of a tree that are no matrices."""
     decaying = decays(tree, getattr(program, "vectors", ()))
@@ -441,7 +445,8 @@ def adamclip(
 
 
 def _clipped(
-    optimizer: optax.GradientTransformation, clip: ClipByStatistic
+    optimizer: optax.GradientTransformation,
+    clip: ClipByStatistic,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer and its clip as a chain, which knows the state of another optimizer."""
     chain = optax.chain(optimizer, clip.transformation())

@@ -40,10 +40,14 @@ def partition_by_route(
     last: Any = (None, None)
 
     def partition_of(
-        tree: Any, params: Any, *, warn: bool = False
+        tree: Any,
+        params: Any,
+        *,
+        warn: bool = False,
     ) -> optax.GradientTransformationExtraArgs:
         nonlocal last
         looks = _looks(tree, params)
+        # Another tree is routed anew, and so is each tree of `init`, which warns.
         if looks != last[0] or warn:
             # For the whole tree: routing looks at the neighbors of a leaf, which a partition hides.
             route = _route(dimension_numbers, tree, params, warn=warn)
@@ -66,6 +70,7 @@ def partition_by_route(
         check_update(updates, state, params, unnamed)
         params = _with_gradients(updates, params)
         partition = partition_of(updates, params)
+        # Shapes alone: nothing is allocated.
         _check_state(state, jax.eval_shape(partition.init, updates))
         updates, state = partition.update(updates, state, params, **extra_args)
         return sharded_as(params, updates), state

@@ -36,7 +36,10 @@ class EmaNesterovState(NamedTuple):
 
 
 def ema_nesterov(
-    inner: optax.GradientTransformation, beta: optax.ScalarOrSchedule, *, decay: float = 0.99
+    inner: optax.GradientTransformation,
+    beta: optax.ScalarOrSchedule,
+    *,
+    decay: float = 0.99,
 ) -> optax.GradientTransformationExtraArgs:
     r"""EMA-Nesterov around any optimizer: it steps from a point ahead of the weights, where the gradient was taken.
 
@@ -154,6 +157,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
         means = jax.tree.leaves(states[0].ema)
         if [y.shape for y in leaves] != [m.shape for m in means]:
             raise ValueError("(state, params): params have other shapes than the state.")
+    # The beta of the last update, by which these parameters are ahead.
     beta = unboxed(states[0].beta)
     weights = []
     for y, m in zip(leaves, means, strict=True):

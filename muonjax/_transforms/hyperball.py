@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def cautious_weight_decay(
-    weight_decay: optax.ScalarOrSchedule = 0.1, mask: Any = None
+    weight_decay: optax.ScalarOrSchedule = 0.1,
+    mask: Any = None,
 ) -> optax.GradientTransformation:
     r"""Decay each weight only where update and weight have the same sign.
 
@@ -53,7 +54,8 @@ def cautious_weight_decay(
         decay = optax.add_decayed_weights(weight_decay, fitted_mask("mask", mask))
 
     def agreeing(
-        u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]
+        u: Num[Array, "*leaf"] | None,
+        w: Num[Array, "*leaf"],
     ) -> Num[Array, "*leaf"] | None:
         """The weight where its sign is the update's, else 0."""
         if u is None:
@@ -100,7 +102,9 @@ class HyperballState(NamedTuple):
 
 
 def hyperball(
-    learning_rate: optax.ScalarOrSchedule, *, dimension_numbers: DimensionNumbersTree | None = None
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    dimension_numbers: DimensionNumbersTree | None = None,
 ) -> optax.GradientTransformation:
     r"""Step by a fixed angle, and return to the sphere: the weight's norm never changes.
 
@@ -159,6 +163,7 @@ def hyperball(
                     "state call jax.eval_shape(tx.init, params)."
                 )
             radius = _rms(_wide(weight, piece.view), piece.view)
+            # Inside of `jit` the norm is not known; a matrix of zeros then stays zero.
             if not isinstance(radius, Tracer) and not bool((radius > 0).all()):
                 raise ValueError(f"{name} has a matrix of zeros; start it from random numbers.")
             radii.append(radius)
@@ -206,6 +211,7 @@ def _rms(x: Inexact[Array, "*split"], view: MatrixView) -> Float[Array, "*#split
 
     Sums of three scales together are one pass, and one all-reduce; the largest entry would have to be known before.
     """
+    # Powers of two, so that scaling does not round.
     square = _mean(jnp.abs(x) ** 2, view)
     square_of_large = _mean(jnp.abs(_SMALL * x) ** 2, view)
     square_of_small = _mean(jnp.abs(x / _SMALL) ** 2, view)

@@ -28,7 +28,9 @@ class LearningRateState(NamedTuple):
 
 
 def scale_by_learning_rate(
-    learning_rate: optax.ScalarOrSchedule, *, flip_sign: bool = True
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    flip_sign: bool = True,
 ) -> optax.GradientTransformation:
     """`optax.scale_by_learning_rate`, with the same updates; for a schedule the state is a `LearningRateState`."""
     if not callable(learning_rate):
@@ -48,6 +50,7 @@ def scale_by_learning_rate(
         del params
         rate = rate_at(state.count)
         factor = -rate if flip_sign else rate
+        # In the update's dtype, as Optax multiplies.
         updates = jax.tree.map(lambda u: factor.astype(u.dtype) * u, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
         return updates, LearningRateState(count, rate)

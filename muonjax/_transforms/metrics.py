@@ -90,6 +90,7 @@ def _count_and_rates(state: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if counts:
         values["count"] = functools.reduce(jnp.maximum, counts.values())
+    # A `LearningRateState` has a count next to its rate; `optax.inject_hyperparams` keeps its rates together.
     for place, rate in rates.items():
         if place[-1:] == ("hyperparams",) or place in counts:
             values["adam_learning_rate" if _is_of_adam(place) else "learning_rate"] = rate
@@ -116,6 +117,7 @@ def _fields(node: Any) -> Mapping[str, Any]:
     fields = node._asdict() if hasattr(node, "_asdict") else node
     if not isinstance(fields, Mapping):
         return {}
+    # The fields tell them, because serialization does not keep classes.
     is_clip = fields.keys() >= {"count", "maxima", "factors", "clips"}
     is_monitor = fields.keys() == {"inner", "count", "statistics"}
     return fields if is_clip or is_monitor else {}

@@ -123,6 +123,7 @@ def trace(
         momentum = gradient + scaled(m.astype(wide), decay)
         # G + decay M looks one step ahead.
         update = gradient + scaled(momentum, decay) if nesterov else momentum
+        # The update is that of M before it is rounded.
         if is_int8:
             return update.astype(g.dtype), *quantize(momentum)
         with jax.numpy_dtype_promotion("standard"):
@@ -194,6 +195,7 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
         length = leaf.shape[-1] if leaf.shape else 1
         block = block_size(length)
         entries = length // shards
+        # The largest entry of such a block would take a collective to find.
         if entries % block != 0:
             raise ValueError(
                 f"int8 momentum of {jax.tree_util.keystr(path)} {leaf.shape} has blocks of {block} along the last "
@@ -229,7 +231,8 @@ def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Ar
 
 
 def dequantize(
-    values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]
+    values: Int8[Array, "*leaf"],
+    scale: Float32[Array, "*blocks"],
 ) -> Float32[Array, "*leaf"]:
     """The inverse of `quantize`, up to its rounding."""
     blocks = _in_blocks(values).astype(jnp.float32)
@@ -294,6 +297,7 @@ def _check_real(momentum: Any) -> None:
 
 def has_int8(state: Any) -> bool | None:
     """Whether the momentum in a state is in int8; None if there is none."""
+    # Optax's `partition` has a momentum for each of its parts.
     momenta = list(filter(_is_momentum, jax.tree.leaves(state, is_leaf=_is_momentum)))
     if not momenta:
         return None
@@ -303,6 +307,7 @@ def has_int8(state: Any) -> bool | None:
 def check_kind(state: Any, wanted: bool | None) -> None:
     """Raise where the momentum in a state is in int8 and should not be, or the reverse."""
     is_int8 = has_int8(state)
+    # A state without momentum is for another check to refuse.
     if is_int8 is None or wanted is None or is_int8 == wanted:
         return
     kept, asked = ("int8", "jnp.float32") if is_int8 else ("a float type", "jnp.int8")

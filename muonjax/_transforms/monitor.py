@@ -145,6 +145,7 @@ def monitor(
                     f"the state has groups {[*state.statistics]}, not {[*leaves_of_groups]}."
                 )
 
+        # `cond` runs this at the steps that are measured.
         def measured() -> dict[str, dict[str, jax.Array]]:
             step = _Step(pieces, gradients, updates, params, inner_state)
             return {group: step.measure(leaves) for group, leaves in leaves_of_groups.items()}
@@ -162,6 +163,7 @@ def monitor(
 def _check_program(state: Any, params: Any, pieces: Pieces) -> None:
     """Raise where the optimizer inside gives other leaves to Muon than those that are measured as matrices."""
     matrices = {piece.leaf for piece in pieces}
+    # `optax.partition` keeps the states of its parts by their labels; muonjax calls the part for matrices "muon".
     for node in jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "inner_states")):
         momenta = _momenta(getattr(node, "inner_states", {}).get("muon"), params)
         if momenta and momenta.keys() != matrices:
@@ -188,6 +190,7 @@ def _momenta(state: Any, params: Any) -> dict[int, list[jax.Array]]:
     index_of = {path: index for index, path in enumerate(leaf_paths(params))}
     momenta: dict[int, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        # state[0].trace["dense"]["kernel"] ends in the path of params["dense"]["kernel"].
         for depth, key in enumerate(path):
             if not isinstance(key, jax.tree_util.GetAttrKey) or key.name not in ("trace", "mu"):
                 continue
@@ -205,6 +208,7 @@ class _Step:
         self.gradients = jax.tree.leaves(gradients)
         self.updates = jax.tree.leaves(updates)
         self.weights = jax.tree.leaves(params)
+        # The norm of int8 momentum is that of integers times scales.
         if has_int8(state):
             state = cast_momentum(state, jnp.float32)
         self.momenta = _momenta(state, params)
@@ -214,6 +218,7 @@ class _Step:
         size = sum(jnp.size(self.weights[i]) for i in leaves)
         update_rms = _root([self.updates[i] for i in leaves], size)
         weight_rms = _root([self.weights[i] for i in leaves], size)
+        # A weight of zero that does not move has the ratio 0, and one that moves infinity.
         are_zero = (update_rms == 0) & (weight_rms == 0)
         momenta = []
         num_non_finite = jnp.float32(0)
@@ -266,6 +271,7 @@ def _deviation(update: jax.Array, view: MatrixView) -> Float32[Array, " batch"]:
 
 def _local_deviation(update: jax.Array, *, view: MatrixView) -> Float32[Array, " batch"]:
     u = view.to_matrices(update)
+    # m <= n, so that the Gram matrix is the smaller one.
     u = u.mT if u.shape[-2] > u.shape[-1] else u
     u = u.astype(at_least_float32(u.dtype))
     # The deviation does not depend on the scale of U, and no power of entries up to 1 overflows.

@@ -97,6 +97,7 @@ def map_matrices(
     views = [piece.view for piece in pieces]
     places = [piece.leaf for piece in pieces]
     leaves = jax.tree.leaves(tree)
+    # The platform of the matrices decides how they are stacked, and in which dtype they are multiplied.
     mesh = None if distribution is None else distribution.mesh
     policy = policy_of(*(leaves[place] for place in places), mesh=mesh)
     f = function(policy)
@@ -104,6 +105,7 @@ def map_matrices(
     if on_mesh is None:
         results = map_leaves(f, inputs, views, policy)
     else:
+        # Each matrix goes to its owner and comes back.
         dtypes = [exchange_dtype(x, policy) for x in inputs]
         results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy)
     return pieces.replaced(tree, results)
@@ -113,7 +115,10 @@ Rule = Literal["rms", "width", "spectral"]
 
 
 def match_rms(
-    rms: float = 0.2, *, dimension_numbers: DimensionNumbersTree | None = None, rule: Rule = "rms"
+    rms: float = 0.2,
+    *,
+    dimension_numbers: DimensionNumbersTree | None = None,
+    rule: Rule = "rms",
 ) -> optax.GradientTransformation:
     r"""Scale orthogonalized updates by their shape.
 
@@ -154,9 +159,11 @@ def match_rms(
     def factor(view: MatrixView) -> float:
         ratio = view.fan_out / view.fan_in
         if rule == "spectral":
+            # This norm maps inputs of RMS 1 to outputs of RMS 1 at most.
             return math.sqrt(ratio)
         if rule == "width":
             return math.sqrt(max(1.0, ratio))
+        # An orthogonal m x n matrix has the RMS 1 / sqrt(max(m, n)).
         return rms * math.sqrt(max(view.fan_in, view.fan_out))
 
     @errors_of("match_rms")
@@ -189,7 +196,10 @@ class NormalizeNeuronsState(NamedTuple):
 
 
 def normalize_neurons(
-    decay: float = 0.95, *, eps: float = 1e-8, dimension_numbers: DimensionNumbersTree | None = None
+    decay: float = 0.95,
+    *,
+    eps: float = 1e-8,
+    dimension_numbers: DimensionNumbersTree | None = None,
 ) -> optax.GradientTransformation:
     r"""Divide each neuron of an orthogonalized update by the root of its running mean square, and keep the norm.
 
