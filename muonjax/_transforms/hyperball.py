@@ -180,8 +180,8 @@ def hyperball(
         steps = []
         new_radii = []
         leaves = zip(pieces, pieces.of(updates), pieces.of(params), radii, strict=True)
-        for piece, update, weight, radius in leaves:
-            step, radius = _step(update, weight, radius, piece.view, eta)
+        for piece, u, w, radius in leaves:
+            step, radius = _step(u, w, radius, piece.view, eta)
             steps.append(step)
             new_radii.append(radius)
         # Every leaf takes the step -eta O, and then the matrices are replaced.

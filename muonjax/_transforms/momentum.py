@@ -199,7 +199,7 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
         if entries % block != 0:
             raise ValueError(
                 f"int8 momentum of {jax.tree_util.keystr(path)} {leaf.shape} has blocks of {block} along the last "
-                f"axis, and {shards} shards of {entries} entries each, so that a block would cross a shard. "
+                f"axis, and its {shards} shards have {entries} entries each, so that a block would cross a shard. "
                 "Shard another axis of it, or take jnp.bfloat16."
             )
 

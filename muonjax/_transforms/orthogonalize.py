@@ -171,8 +171,8 @@ def match_rms(
         del params
         pieces = matrix_pieces(dimension_numbers, updates, call="")
         scaled = []
-        for piece, update in zip(pieces, pieces.of(updates), strict=True):
-            scaled.append(update * factor(piece.view))
+        for piece, x in zip(pieces, pieces.of(updates), strict=True):
+            scaled.append(x * factor(piece.view))
         return pieces.replaced(updates, scaled), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -263,9 +263,9 @@ def normalize_neurons(
         moments = pieces.of_state(state.second_moment, shapes, call="")
         normalized = []
         new_moments = []
-        for piece, update, moment in zip(pieces, pieces.of(updates), moments, strict=True):
-            update, moment = _normalize(update, moment, piece.view, decay, eps)
-            normalized.append(update)
+        for piece, x, moment in zip(pieces, pieces.of(updates), moments, strict=True):
+            x, moment = _normalize(x, moment, piece.view, decay, eps)
+            normalized.append(x)
             new_moments.append(moment)
         updates = pieces.replaced(updates, normalized)
         return updates, NormalizeNeuronsState(pieces.as_state(new_moments))
