@@ -266,33 +266,41 @@ def _iteration(
     ) -> Inexact[Array, "*batch m n"]:
         # In JAX's own precision, as Optax; only that a CPU has no units for half types.
         dtype = at_least_float32(x.dtype) if policy.is_cpu else x.dtype
-        apply = MatrixProduct(dtype.name, None)
-        symmetric = SymmetricProduct(policy.platform, dtype, None)
+        product = MatrixProduct(dtype.name, None)
+        symmetric_product = SymmetricProduct(policy.platform, dtype, None)
 
         def square(a: jax.Array) -> jax.Array:
-            return symmetric(a) if policy.is_cpu else apply.with_adjoint(a, a)
+            """A A^H."""
+            return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a, a)
 
         def gram_of(x: jax.Array) -> jax.Array:
             return sum_over(axis_name, square(x))
 
         def step(row: jax.Array, x: jax.Array, gram: jax.Array) -> jax.Array:
             a, b, c = row
-            return scaled(x, a) + apply(scaled(gram, b) + scaled(square(gram), c), x)
+            # (a I + b A + c A^2) X with A = X X^H
+            return scaled(x, a) + product(scaled(gram, b) + scaled(square(gram), c), x)
 
-        original, x = x, x.astype(at_least_float32(x.dtype))
-        scale = power_of_two_scale(x, axis_name)  # exact; Optax overflows at large scales
-        x = scaled(x, scale)
-        gram = gram_of(x)
-        rows = _row_factors(gram, preconditioning, eps, scale)
-        x, gram = scaled(x, rows), scaled(scaled(gram, rows), rows.mT)
-        rows = coefficients if coefficients.ndim == 2 else coefficients[None]
+        wide = x.astype(at_least_float32(x.dtype))
+        # A power of two does not round; without it Optax overflows at large scales.
+        scale = power_of_two_scale(wide, axis_name)
+        y = scaled(wide, scale)
+        gram = gram_of(y)
+        # X <- D X and X X^H <- D X X^H D with a diagonal D
+        diagonal = _row_factors(gram, preconditioning, eps, scale)
+        y = scaled(y, diagonal)
+        gram = scaled(scaled(gram, diagonal), diagonal.mT)
+        # One row serves all steps.
+        rows = jnp.atleast_2d(coefficients)
         num_steps = ns_steps if coefficients.ndim == 1 else len(rows)
         last = len(rows) - 1
-        x = step(rows[0], x, gram)
-        x = jax.lax.fori_loop(
-            1, num_steps, lambda i, x: step(rows[jnp.minimum(i, last)], x, gram_of(x)), x
-        )
-        return x.astype(original.dtype)
+
+        def body(i: jax.Array, y: jax.Array) -> jax.Array:
+            return step(rows[jnp.minimum(i, last)], y, gram_of(y))
+
+        # The first step has its Gram matrix already.
+        y = jax.lax.fori_loop(1, num_steps, body, step(rows[0], y, gram))
+        return y.astype(x.dtype)
 
     return iterate
 
@@ -305,13 +313,16 @@ def _row_factors(
 ) -> Float[Array, "*batch _m 1"]:
     """What Optax multiplies the rows by before its first step. `eps` counts at the scale of the unscaled matrix."""
     if preconditioning in ("aol", "schatten"):
-        is_aol = preconditioning == "aol"
-        bound = jnp.sum(jnp.abs(gram), -1, keepdims=True) if is_aol else jnp.sqrt(square_norm(gram))
+        if preconditioning == "aol":
+            # By Gershgorin, no singular value of D X is above 1.
+            bound = jnp.sum(jnp.abs(gram), -1, keepdims=True)
+        else:
+            bound = jnp.sqrt(square_norm(gram))
         # Optax 0.2.8 doesn't pass `eps` on to these two.
-        return jax.lax.rsqrt(jnp.maximum(bound, jnp.asarray(1e-8, scale.dtype) * scale * scale))
-    square = (
-        jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
-        if preconditioning == "frobenius"
-        else jnp.linalg.eigvalsh(gram)[..., -1:, None]
-    )
+        smallest = jnp.asarray(1e-8, scale.dtype) * scale * scale
+        return jax.lax.rsqrt(jnp.maximum(bound, smallest))
+    if preconditioning == "frobenius":
+        square = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
+    else:
+        square = jnp.linalg.eigvalsh(gram)[..., -1:, None]
     return 1 / (jnp.sqrt(square) + jnp.asarray(eps, scale.dtype) * scale)
