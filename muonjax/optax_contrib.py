@@ -312,15 +312,13 @@ def _row_factors(
     scale: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch _m 1"]:
     """What Optax multiplies the rows by before its first step. `eps` counts at the scale of the unscaled matrix."""
-    if preconditioning in ("aol", "schatten"):
-        if preconditioning == "aol":
-            # By Gershgorin, no singular value of D X is above 1.
-            bound = jnp.sum(jnp.abs(gram), -1, keepdims=True)
-        else:
-            bound = jnp.sqrt(square_norm(gram))
-        # Optax 0.2.8 doesn't pass `eps` on to these two.
-        smallest = jnp.asarray(1e-8, scale.dtype) * scale * scale
-        return jax.lax.rsqrt(jnp.maximum(bound, smallest))
+    # Optax 0.2.8 doesn't pass `eps` on to the first two.
+    smallest = jnp.asarray(1e-8, scale.dtype) * scale * scale
+    if preconditioning == "aol":
+        row_sums = jnp.sum(jnp.abs(gram), -1, keepdims=True)
+        return jax.lax.rsqrt(jnp.maximum(row_sums, smallest))
+    if preconditioning == "schatten":
+        return jax.lax.rsqrt(jnp.maximum(jnp.sqrt(square_norm(gram)), smallest))
     if preconditioning == "frobenius":
         square = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
     else:
