@@ -215,9 +215,11 @@ def _rms(x: Inexact[Array, "*split"], view: MatrixView) -> Float[Array, "*#split
     square = _mean(jnp.abs(x) ** 2, view)
     square_of_large = _mean(jnp.abs(_SMALL * x) ** 2, view)
     square_of_small = _mean(jnp.abs(x / _SMALL) ** 2, view)
-    root = jnp.sqrt(square)
-    root = jnp.where(square > 1 / _SMALL, jnp.sqrt(square_of_large) / _SMALL, root)
-    return jnp.where(square < _SMALL, jnp.sqrt(square_of_small) * _SMALL, root)
+    is_large = square > 1 / _SMALL
+    is_small = square < _SMALL
+    square = jnp.where(is_large, square_of_large, jnp.where(is_small, square_of_small, square))
+    scale = jnp.where(is_large, 1 / _SMALL, jnp.where(is_small, _SMALL, 1.0))
+    return jnp.sqrt(square) * scale
 
 
 def _step(
