@@ -263,8 +263,8 @@ def _is_named_tuple(node: Any) -> bool:
 def errors_of(call: str) -> Iterator[None]:
     """Begin the message of a TypeError or ValueError that is raised inside with the name of a public call.
 
-    A message that begins with "(", ":" or a space continues the name, as "(decay=2) must be in [0, 1)" does. Of nested
-    calls the error names only the outermost, which is the one that the user wrote.
+    A message that begins with "(", ":" or a space continues the name, as "(decay=2) must be in [0, 1)" does. Calls may
+    be nested; the error names only the outermost, which is the one that the user wrote.
     """
     try:
         yield
