@@ -65,7 +65,7 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
         result = result._replace(no_rule=node.index, weights=max(result.weights, result.scores))
         walk.normalized.add(result.weights)
         walk.no_rule.add(node.index)
-    # Of parameters alone it may be a penalty, such as a determinant.
+    # Without data it may be a penalty, such as a determinant.
     has_data = any(v.depends_on and not v.is_weight for v in values)
     weights = [v for v in values if v.is_weight or has_no_rule]
     walk.record_terms(node, node.name, weights, "unknown" if has_data else "alone")

@@ -65,7 +65,7 @@ def moved_by(node: Node, x: np.ndarray, old: Shape, new: Shape, start: Any = Non
       start: A known index of a `gather`.
 
     Raises:
-      Unmoved: The operation is none of these, or there would be too many facts.
+      Unmoved: There is no rule for the operation, or there would be too many facts.
     """
     params, first = node.params, x.ndim - len(old)
     if node.name == "transpose":

@@ -68,7 +68,7 @@ class Product:
     added_up: set[Run] = dataclasses.field(default_factory=set)  # afterwards
     # Columns that the same einsum of several operands sums over later. In which order it multiplies depends on sizes.
     contracted: set[Run] = dataclasses.field(default_factory=set)
-    # Of a product with another parameter.
+    # Axes that are batches in a product with another parameter.
     batches: set[Run] = dataclasses.field(default_factory=set)
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
