@@ -264,9 +264,13 @@ class Certificate:
         return moved_by(node, table, old, new, self.walk.known(node.inputs[-1]))
 
     def located(self, probe: Probe, value: int, seen: int, expected: np.ndarray) -> Probe | None:
-        """The probe with layers and heads where the logits have the logarithms [*layers, heads] `expected`, if they do.
+        """The probe with the axes of its layers and heads, or None if the logits got other factors than `expected`.
 
-        `value` are the logits, which it sees in the shape of `seen`.
+        Args:
+          probe: Where the logits are measured.
+          value: The logits, by the number of their array.
+          seen: The array that the probe measures, which may have another shape.
+          expected: The logarithms of the factors, [*layers, heads].
         """
         if value not in self.at:
             return None

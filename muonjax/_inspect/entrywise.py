@@ -230,7 +230,10 @@ def _marks(node: Node, values: Sequence[Value]) -> tuple[Mark, ...]:
 
 
 def _of_weights(walk: Walk, node: Node, values: Sequence[Value]) -> tuple[Term, ...]:
-    """Parameters entry by entry are used as they are; one that repeats, as a bias or a gain does, is only that."""
+    """What is left of parameters in a sum or a product of parameters, such as a weight and its mask.
+
+    One that repeats along an axis of another, as a bias or a gain does, is recorded as that and not followed on.
+    """
     is_sum, is_scale = node.name in SUMS, node.name in _SCALES
     several = sum(bool(v.terms) for v in values) > 1
     noisy = is_scale and any(v.depends_on & NOISE and not v.is_weight for v in values)

@@ -186,7 +186,7 @@ def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
     joined = dependent(values)
     if not joined.is_weight:
         walk.record_terms(node, "joined with data", [v for v in values if v.is_weight])
-    # One array beside zeros is padded, and the zeros are as good as its own.
+    # A single array between zeros is padded. A clip scales zeros by any factor, so they count as its own.
     zeros = sum(not is_zero(walk, x) for x in node.inputs) == 1
     placed = []
     for start, value in zip(itertools.accumulate(sizes, initial=0), values, strict=False):

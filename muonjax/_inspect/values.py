@@ -127,8 +127,8 @@ class Value(NamedTuple):
     images: tuple[Image, ...] = ()
     logits: tuple[Logits, ...] = ()
     marks: tuple[Mark, ...] = ()
-    # The last product of two activations that it is made of, with no product by a parameter since; and the last one of
-    # which an exponential was taken.
+    # `scores`: the last product of two activations that it is made of, if it was not multiplied by a parameter since.
+    # `weights`: the last such product whose exponential was taken.
     scores: int = -1
     weights: int = -1
     # The last operation without a rule: what it gives may be indices, one hot, or windows of an argument.
