@@ -200,6 +200,8 @@ class _Finder:
     ) -> tuple[Span, ...]:
         """What to scale if the keys of these images take a part of the factor."""
         images = self.query.value.images
+        if not images:
+            raise _Refused("its queries can't be followed to parameters that train")
         self._check_order(self.query, images, "queries")
         self._check_order(self.key, keys, "keys")
         queries = list(self._spans(self.query, images, "query" if keys else "rotary", shared))
@@ -226,7 +228,9 @@ class _Finder:
                 raise _Refused(f"its {name} are in another order than the parameter's")
             if operand is self.query and not image.layout.varying:  # made of all columns
                 why = "the heads of its queries can't be told apart"
-                if not image.linear:
+                if image.product.use.term.inner:
+                    why = "a product of several parameters makes its queries"
+                elif not image.linear:
                     line = self.walk.graph.line(image.bent_by)
                     why = f"a function of all heads, as a norm, makes its queries: {line}"
                 raise _Refused(why)

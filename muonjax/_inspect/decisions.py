@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from muonjax._inspect.constants import numbers_in
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import PRODUCTS
 from muonjax._inspect.layout import Layout, Region, Run, sums
@@ -61,8 +62,7 @@ class _Ends(NamedTuple):
 
     consumed: set[int]  # to another product
     frozen: set[int]  # to a product by a matrix that does not train
-    # To such a product before another one, or before an exponential: no transform of the outputs.
-    layers: set[int]
+    layers: set[int]  # to one that is no transform of the outputs
     backward: set[int]  # to the backward pass of a gradient that the function takes
     direct: set[int]  # to what the function returns
     no_rule: dict[int, int]  # to an operation without a rule, which may be a product
@@ -71,41 +71,43 @@ class _Ends(NamedTuple):
 def _ends(walk: Walk) -> _Ends:
     graph = walk.graph
 
-    def numbers(values: Iterable[int]) -> list[int]:
-        """Indices, as of an argmax, end a path."""
+    def followed(values: Iterable[int]) -> list[int]:
+        """Without indices, as of an argmax: they end a path."""
         return [x for x in values if graph.is_followed(x)]
 
-    def through(i: int) -> list[int]:
-        node = graph.nodes[i]
-        return (
-            []
-            if node.passes == "backward" or node.name == "stop_gradient"
-            else numbers(node.inputs)
-        )
+    def passed_on(operation: int) -> list[int]:
+        node = graph.nodes[operation]
+        if node.passes == "backward" or node.name == "stop_gradient":
+            return []
+        return followed(node.inputs)
 
     def before(operations: Iterable[int]) -> set[int]:
         """The values that these operations take, and all before them."""
-        return graph.upstream(
-            [x for i in operations for x in numbers(graph.nodes[i].inputs)], through
-        )
+        operands = [x for i in operations for x in graph.nodes[i].inputs]
+        return graph.upstream(followed(operands), passed_on)
 
-    def directly(i: int) -> list[int]:
-        return [] if i in products else through(i)
+    def without_product(operation: int) -> list[int]:
+        return [] if operation in products else passed_on(operation)
 
     backward = {i for i in graph.trained if graph.nodes[i].passes == "backward"}
-    consumers = walk.consumers & graph.trained - backward
-    frozen = walk.frozen_layers & graph.trained - backward
-    inside = before(
-        i for i in graph.trained - backward if graph.nodes[i].name in (*PRODUCTS, *EXPONENTIALS)
-    )
-    layers = {i for i in frozen | walk.frozen_attentions if graph.nodes[i].outputs[0] in inside}
-    products = consumers | frozen | layers
+    trained = graph.trained - backward
+    consumers, frozen = walk.consumers & trained, walk.frozen_layers & trained
+    before_product = before(i for i in trained if graph.nodes[i].name in PRODUCTS)
+    before_exponential = before(i for i in trained if graph.nodes[i].name in EXPONENTIALS)
+    layers = set()
+    for i in frozen:
+        (result,) = graph.nodes[i].outputs
+        # A cross-entropy, from a head that does not train; a transform of the outputs has no labels.
+        is_head = i in walk.read and result in before_exponential
+        if is_head or result in before_product:
+            layers.add(i)
+    products = consumers | frozen
     return _Ends(
         consumed=before(consumers),
         frozen=before(frozen),
         layers=before(layers),
         backward=before(backward),
-        direct=graph.upstream(numbers(graph.outputs), directly),
+        direct=graph.upstream(followed(graph.outputs), without_product),
         no_rule={x: i for i in sorted(walk.no_rule) for x in before([i])},
     )
 
@@ -130,6 +132,8 @@ def _decide(
         return Decision(None, f"{why}: {graph.line(node)}", by_names=by_names)
 
     def place(use: Use) -> _Place:
+        if use.columns and use.columns in use.term.inner:
+            return "layer"  # the next factor of a product of parameters follows it
         return _place(ends, graph.nodes[use.node].outputs[0], use.node in walk.read)
 
     if not graph.is_float(graph.parameters[leaf]):
@@ -159,7 +163,7 @@ def _decide(
                 return adam(f"{graph.nodes[i].name} is not followed", i, by_names=True)
         if "head" in places:
             return adam("an output head, as no product follows it", products[0].node)
-        inner = adam("used for a gradient inside of the function alone", products[0].node)
+        inner = adam("used for a gradient inside of the function", products[0].node)
         return inner._replace(doubt=inner.why)
     matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
     if not matrices:
@@ -169,11 +173,16 @@ def _decide(
         return adam("last product", matrices[0].node, by_names=True)
     if all(u.is_patch and walk.values[u.operand].depends_on < OF_PRODUCTS for u in matrices):
         return adam("an embedding of patches, windows that do not overlap", matrices[0].node)
-    decision = _matrix(walk, leaf, shape, matrices)
-    if is_loss and "layer" not in places:
-        doubt = "what follows it does not train: a frozen layer, or a transform of the outputs"
-        decision = decision._replace(doubt=f"{doubt}: {graph.line(matrices[0].node)}")
-    return decision
+    doubt = ""
+    if any(numbers_in(graph, u.operand) == {0.0, 1.0} for u in matrices):
+        doubt = "a layer, or a table whose rows zeros and ones choose"
+    elif any(u.product.is_mixture for u in matrices):
+        doubt = "one matrix, or one for each expert: a router's weights multiply its rows"
+    elif is_loss and "layer" not in places:
+        doubt = "a hidden layer, or an output head: what follows it does not train"
+    if doubt:
+        doubt = f"{doubt}: {graph.line(matrices[0].node)}"
+    return _matrix(walk, leaf, shape, matrices)._replace(doubt=doubt)
 
 
 def _place(ends: _Ends, value: int, is_read: bool) -> _Place:

@@ -303,7 +303,10 @@ def _of_activations(
     terms: tuple[Term, ...] = ()
     if is_scale or (is_sum and not images and not logits and _all_parameters(values)):
         terms = tuple(t for v in values for t in v.terms)
-    result = result._replace(terms=terms, images=images, logits=logits)
+    columns = [m for v in values for m in v.marks if m.what == "columns"]
+    latest_product = max((m.product for m in columns), default=-1)
+    marks = tuple(dict.fromkeys(m for m in columns if m.product == latest_product))
+    result = result._replace(terms=terms, images=images, logits=logits, marks=marks)
     # A residual stream is not one hot, whatever is added to it.
     return result._replace(no_rule=-1) if is_sum and images else result
 
@@ -415,6 +418,7 @@ def _record_normalized(walk: Walk, value: Value, axes: Sequence[int]) -> None:
     """A sum of exponentials of a product normalizes them, but for one along the columns of a parameter, a router's."""
     images = [m for m in value.images if m.product.use.node == value.weights]
     if any(m.layout.atoms(axes) for m in images):
+        walk.routers.add(value.weights)
         return
     if images or (value.weights, 0) not in walk.products:
         walk.normalized.add(value.weights)

@@ -53,13 +53,12 @@ class Walk:
         # exponentials are summed, and not along the columns of a parameter, as a router's.
         self.one_sided: set[int] = set()
         self.normalized: set[int] = set()
+        # Products by a parameter whose exponentials are summed along its columns.
+        self.routers: set[int] = set()
         self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
         self.consumers: set[int] = set()  # products that take activations
-        self.frozen_layers: set[int] = (
-            set()
-        )  # products of activations by matrices that do not train
-        # Those by a matrix for each example: frozen keys or values, or data that the outputs are compared with.
-        self.frozen_attentions: set[int] = set()
+        # Products of activations by matrices that do not train.
+        self.frozen_layers: set[int] = set()
         # Products that an operation without a rule takes, or an exponential of what is not followed; and which.
         self.unseen: dict[int, int] = {}
         self.no_rule: set[int] = set()  # operations without a rule
@@ -132,6 +131,9 @@ class Walk:
             for image in value.images:
                 if image.layout.atoms(axes):
                     self.read.add(image.product.use.node)
+            for mark in value.marks:
+                if mark.what == "columns" and mark.layout.atoms(axes):
+                    self.read.add(mark.product)
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
         """Perhaps those of a softmax, which is no sum of its own exponentials."""
@@ -199,12 +201,14 @@ class Walk:
         for m in images:
             m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
 
-    def record_contracted(self, node: Node, side: Side) -> None:
+    def record_contracted(self, node: Node, side: Side, is_mixture: bool) -> None:
         """Columns of a product that another product of the same einsum sums over: rows, whatever the order is."""
         subscripts = self.graph.einsum(node.index)
         for image in side.value.images if subscripts else ():
             if self.graph.einsum(image.product.use.node) == subscripts:
-                image.product.contracted.update(image.layout.atoms(side.summed))
+                contracted = image.layout.atoms(side.summed)
+                image.product.contracted.update(contracted)
+                image.product.is_mixture |= is_mixture and bool(contracted)
 
     def record_attention(
         self, node: Node, logits: Logits, keys: tuple[Run, ...], values: Any

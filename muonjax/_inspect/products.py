@@ -16,9 +16,11 @@ from muonjax._inspect.values import (
     DATA,
     FROZEN,
     MULTIPLIED,
+    NOISE,
     PARAMETER,
     Image,
     Logits,
+    Mark,
     Side,
     Value,
     dependent,
@@ -119,6 +121,7 @@ def by_parameter(walk: Walk, node: Node, product: Value, side: Side, rest: Side,
         )
         if kind == "product":
             images.append(Image(walk.product(node, k), side.along(t.layout)))
+            images[-1].product.is_mixture |= _is_mixture(walk, rest)
             depends_on |= images[-1].product.bit
     if not images:  # a scale, written as a product
         return product._replace(images=rest.aligned.images)
@@ -145,6 +148,16 @@ def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
     return gated if len(set(gated)) < len(side.summed) else []
 
 
+def _is_mixture(walk: Walk, side: Side) -> bool:
+    """Whether a router's weights along some summed axes multiply features along others: a mixture of experts."""
+    if side.value.weights not in walk.routers:
+        return False
+    shape = side.value.images[0].layout.shape if side.value.images else ()
+    summed = {k for k in side.summed if k < len(shape) and shape[k] > 1}
+    varying = [image.layout.varying & summed for image in side.value.images]
+    return any(axes and axes < summed for axes in varying) and summed not in varying
+
+
 def _cuts_input(side: Side) -> bool:
     """Whether the sum runs over stretches of two axes of an argument, as over the pixels of a patch."""
     for mark in side.value.marks:
@@ -156,61 +169,93 @@ def _cuts_input(side: Side) -> bool:
 
 
 def _of_activations(walk: Walk, node: Node, product: Value, left: Side, right: Side) -> Value:
-    a, b = left.value, right.value
-    for side in (left, right):
-        walk.record_contracted(node, side)
+    for side, rest in ((left, right), (right, left)):
+        walk.record_contracted(node, side, is_mixture=rest.value.weights in walk.routers)
     of_a_model = PARAMETER | FROZEN  # heads are heads where the queries and keys do not train
-    for side in (left, right) if a.depends_on & of_a_model and b.depends_on & of_a_model else ():
-        walk.record_parts(side.value.images)
-        walk.record_heads(side.value.images, side.batch)
-    for side, values in ((left, right), (right, left)):
-        found = [
-            x for x in side.value.logits if x.stage == "weights" and x.layout.atoms(side.summed)
-        ]
-        for x in found:  # several where softmaxes are subtracted
-            walk.record_attention(node, x, x.layout.atoms(side.summed), values)
-        if not found or side.value.no_rule >= 0:
-            walk.record_weights(node, side.value, values.value)
-    if a.depends_on & b.depends_on & PARAMETER:
-        product = product._replace(scores=node.index, weights=-1)
-        features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
-        # Entry by entry, as of two towers.
-        matched = a.images and b.images and features and a.depends_on != b.depends_on
-        if (left.given and right.given) or matched:
-            walk.consumers.add(node.index)
-        if a.images and b.images and (left.given or right.given):
-            walk.pairs[node.index], result = (left, right), node.outputs[0]
-            return product._replace(
-                logits=(Logits(node.index, whole(walk.shape(result)), value=result),)
-            )
-    elif left.given and right.given and product.scores < 0:
+    if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
+        for side in (left, right):
+            walk.record_parts(side.value.images)
+            walk.record_heads(side.value.images, side.batch)
+    for weights, values in ((left, right), (right, left)):
+        _record_weights(walk, node, weights, values)
+    if not right.value.depends_on & PARAMETER:
+        return _by_constants(walk, node, product, left, right)
+    if not left.value.depends_on & PARAMETER:
+        return _by_constants(walk, node, product, right, left)
+    return _of_two_activations(walk, node, product, left, right)
+
+
+def _record_weights(walk: Walk, node: Node, weights: Side, values: Side) -> None:
+    """The attentions of which this sums over the keys, several where softmaxes are subtracted."""
+    attentions = _read_by(weights)
+    for logits in attentions:
+        walk.record_attention(node, logits, logits.layout.atoms(weights.summed), values)
+    if not attentions or weights.value.no_rule >= 0:
+        walk.record_weights(node, weights.value, values.value)
+
+
+def _read_by(weights: Side) -> list[Logits]:
+    """The softmaxes over whose keys the product sums."""
+    softmaxes = [x for x in weights.value.logits if x.stage == "weights"]
+    return [x for x in softmaxes if x.layout.atoms(weights.summed)]
+
+
+def _of_two_activations(walk: Walk, node: Node, product: Value, left: Side, right: Side) -> Value:
+    product = product._replace(scores=node.index, weights=-1)
+    first, second = left.value, right.value
+    sums_features = all(m.layout.atoms(s.summed) for s in (left, right) for m in s.value.images[:1])
+    # Features of two towers are matched entry by entry.
+    is_match = first.images and second.images and sums_features
+    if (left.given and right.given) or (is_match and first.depends_on != second.depends_on):
+        walk.consumers.add(node.index)
+    has_logits = first.logits or second.logits  # such as softmax's weights with values
+    if (first.images or second.images) and not has_logits and (left.given or right.given):
+        return product._replace(logits=_new_logits(walk, node, left, right))
+    return product
+
+
+def _new_logits(walk: Walk, node: Node, left: Side, right: Side) -> tuple[Logits, ...]:
+    walk.pairs[node.index] = left, right
+    (result,) = node.outputs
+    return (Logits(node.index, whole(walk.shape(result)), value=result),)
+
+
+def _by_constants(walk: Walk, node: Node, product: Value, side: Side, rest: Side) -> Value:
+    """Of an activation with numbers that do not train: a mask, a rotation, a frozen layer, frozen keys or values.
+
+    It is linear in what the activation is linear in.
+    """
+    read = [x.product for x in _read_by(side)]
+    logits = [x for x in softmax.scaled(node, side.aligned) if x.product not in read]
+    product = product._replace(images=side.added_up.images, logits=tuple(logits))
+    is_layer = _is_frozen_layer(side, rest)
+    if is_layer:
+        walk.frozen_layers.add(node.index)
+    if is_layer or read or (side.given and rest.given and product.scores < 0):
         walk.one_sided.add(node.index)
         product = product._replace(scores=node.index, weights=-1)
-    # A mask or a rotation by constants: still the image of one product.
-    for side, rest in ((left, right), (right, left)):
-        if not rest.value.depends_on & PARAMETER:
-            if _is_frozen_layer(side, rest):
-                layers = walk.frozen_attentions if rest.batch else walk.frozen_layers
-                layers.add(node.index)
-            logits = softmax.scaled(node, side.aligned)
-            return product._replace(images=side.added_up.images, logits=logits)
+    if is_layer and not side.value.logits and rest.batch:  # perhaps of queries with frozen keys
+        return product._replace(logits=_new_logits(walk, node, side, rest))
+    if is_layer and side.value.weights < 0:  # softmax's weights are no features of a head
+        columns = Mark("columns", rest.along(whole(walk.shape(rest.operand))), node.index)
+        product = product._replace(marks=(columns,))
     return product
 
 
 def _is_frozen_layer(activation: Side, other: Side) -> bool:
-    """Whether this is a product of features by a matrix that does not train: an argument, or one without gradient.
+    """Whether this is a product of features by a matrix that does not train.
 
-    Numbers that the function makes itself are no layer, nor is a label.
+    It is an argument or closed over, drawn at random, or without gradient. Numbers that the function makes itself are
+    no layer, nor are labels.
     """
-    if not other.value.depends_on & (DATA | FROZEN):
+    if not other.value.depends_on & (DATA | FROZEN | NOISE):
         return False
     if not other.given or other.value.axes("one hot"):
         return False
     if other.batch and not activation.given:  # a label for each class
         return False
-    images = (
-        activation.value.images
-    )  # an adjacency matrix sums over nodes, and over no columns of a product
+    images = activation.value.images
+    # An adjacency matrix sums over nodes, and over no columns of a product.
     return not images or any(image.layout.atoms(activation.summed) for image in images)
 
 

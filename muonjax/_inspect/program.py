@@ -319,7 +319,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     doubts = [f"{name} ({d.doubt})" for name, d in decisions.items() if d.doubt]
     if doubts:
         warn_user(
-            f"{call} can't tell whether these are hidden layers or output heads: {listed(doubts, ', ')}. "
+            f"{call} can't tell what these are: {listed(doubts, ', ')}. "
             "See program.why(name); to decide otherwise, change the tree program.dimension_numbers()."
         )
     return Program(decisions, attentions, structure.unflatten(shapes), whole)

@@ -76,6 +76,7 @@ class Product:
     parts: set[Region] = dataclasses.field(default_factory=set)
     # Columns that are mixed while others stay apart, as by a norm of each head: what is taken.
     mixed: set[Layout] = dataclasses.field(default_factory=set)
+    is_mixture: bool = False  # of features with a router's weights, perhaps of experts
 
 
 class Image(NamedTuple):
@@ -112,11 +113,13 @@ class Mark(NamedTuple):
     """What is known of some axes of an array, as a layout that has runs along these alone.
 
     "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one; "input": they are
-    those of an argument of the function; "repeats": it differs along all but those that only repeat it.
+    those of an argument of the function; "repeats": it differs along all but those that only repeat it; "columns": they
+    are those that a matrix gives which does not train.
     """
 
     what: str
     layout: Layout
+    product: int = -1  # of "columns": the operation
 
 
 class Value(NamedTuple):

@@ -25,6 +25,7 @@ MATRICES = dict.fromkeys("qkvo", ((D, D), "0 | 1"))
 OUT = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
+LOST_QUERIES = "its queries can't be followed to parameters that train"
 IN_TURNS = "the heads of its logits are not those of its projections"
 NOT_ALL = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
 CHAIN = "by names: a product of parameters is not followed: attention_programs.py:"
@@ -115,7 +116,7 @@ spelled("added_to_a_frozen_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] + R[0, 0] * jnp.ones((D, D))})  # fmt: skip
 spelled("keys_by_the_transposed_kernel", ELSE, weights=lambda p: p | {"k": p["q"].T})
 ORDER = np.random.default_rng(0).permutation(D)
-spelled("columns_in_a_constant_order", "its queries, keys and values can't all be followed to parameters",
+spelled("columns_in_a_constant_order", LOST_QUERIES,
         weights=lambda p: p | {"q": p["q"][:, ORDER]}, q=((D, D), GATHER))  # fmt: skip
 
 
@@ -398,6 +399,17 @@ spelled(
 )
 spelled("flipped_queries", None, lambda q, k, p, x: (jnp.flip(q, 2), k))
 spelled("heads_added_up", None, lambda q, k, p, x: (q + jnp.flip(q, 2), k))
+# Queries take the whole factor where the keys do not train.
+spelled("keys_without_gradient", 1, lambda q, k, p, x: (q, lax.stop_gradient(k)))
+spelled("keys_of_a_constant_kernel", 1,
+        lambda q, k, p, x: (q, heads(x @ constant((D, D)))))  # fmt: skip
+spelled(
+    "keys_written_into_a_cache",
+    1,
+    lambda q, k, p, x: (q, lax.dynamic_update_slice(0 * k, k, (0, 0, 0, 0))),
+)
+spelled("queries_without_gradient", LOST_QUERIES,
+        lambda q, k, p, x: (lax.stop_gradient(q), k))  # fmt: skip
 spelled(
     "keys_in_another_order_by_gather",
     None,
@@ -938,7 +950,7 @@ def the_local_energy_of_an_attention(p, x):
 LOST = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
 
 
-@program(X, sites=LOST, **QKVO)
+@program(X, sites=LOST_QUERIES, **QKVO)
 def queries_written_in_place(p, x):
     q, k, v = projected(p, x)
     buffer = jnp.zeros_like(q)
@@ -957,11 +969,20 @@ KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
 ADAPTER = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
 
 
-@program(X, sites=LOST, **ADAPTER)
+@program(X, sites="a product of several parameters makes its queries", **ADAPTER)
 def adapted_queries(p, x):
     kernel, *others = KERNELS_OF_DATA
     q, k, v = (heads(x @ w) for w in (kernel + p["a"] @ p["b"], *others))
     return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2)
+
+
+@program(X, sites=ELSE, c=(D, 2), d=(2, D), **ADAPTER)
+def adapted_queries_and_keys_of_a_frozen_block(p, x):
+    """No softmax takes the values' features."""
+    q, k, v = (heads(x @ w) for w in KERNELS_OF_DATA)
+    q, k = q + heads(x @ p["a"] @ p["b"]), k + heads(x @ p["c"] @ p["d"])
+    y = mixed(jax.nn.softmax(logits_of(q, k)), v) @ KERNELS_OF_DATA[0]
+    return jnp.mean(jnp.tanh(y) ** 2)
 
 
 @program(X, a=(H, S), **QKVO)

@@ -592,6 +592,11 @@ def adapters_of_a_frozen_network_and_of_its_head(p, t, x):
     return cross_entropy(x @ frozen("head") + x @ p["c"] @ p["d"], t)
 
 
+@program(TOKENS, X, c=((D, 2), "0 | 1"), d=((2, V), "head"))
+def an_adapter_added_to_a_frozen_head(p, t, x):
+    return cross_entropy(jnp.tanh(x) @ (frozen("head") + p["c"] @ p["d"]), t)
+
+
 @program(X, projector=((D, D), "0 | 1"))
 def a_projector_into_a_frozen_tower(p, x):
     return sq(jnp.tanh(jnp.tanh(x @ p["projector"]) @ frozen("up")) @ frozen("down"))

@@ -226,34 +226,77 @@ def test_a_parameter_under_stop_gradient_is_named_and_keeps_its_value():
     }
 
 
+def inspected(loss, params):
+    """The program, and the messages of its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program = muonjax.inspect(loss, params, X)
+    return program, [str(warning.message) for warning in caught]
+
+
+LABELS = np.array([[0], [1], [2], [1]])
+
+
+def cross_entropy(logits):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), LABELS, -1))
+
+
 @pytest.mark.parametrize(
     ("after", "is_doubtful"),
     [
-        (
-            lambda y: jnp.mean((y @ FIXED) ** 2),
-            True,
-        ),  # a frozen layer, or a transform of the outputs
+        # A frozen layer, or a transform of the outputs.
+        (lambda y: jnp.mean((y @ FIXED) ** 2), True),
         (lambda y: jnp.mean((y @ FIXED) ** 2) + jnp.mean(y), True),
-        (lambda y: -jnp.mean(jax.nn.log_softmax(y @ FIXED)), False),
+        (lambda y: jnp.mean(jnp.exp(y @ FIXED)), True),  # to amplitudes
+        (lambda y: jnp.mean(jax.nn.softplus(y @ FIXED) ** 2), True),
+        (lambda y: jnp.mean(jax.nn.logsumexp(y @ FIXED, -1)), True),  # a cost
+        # The probabilities of noisy labels.
+        (lambda y: cross_entropy(jnp.log(jax.nn.softmax(y) @ abs(FIXED))), True),
+        (lambda y: cross_entropy(y @ FIXED), False),
         (lambda y: jnp.mean((jnp.tanh(y @ FIXED) @ FIXED.T) ** 2), False),
         (lambda y: jnp.mean(y**2), False),
+        # Experts that do not train, or features of each example.
+        (lambda y: jnp.mean(jnp.einsum("btd,bdf->btf", y[None], FIXED[None])), True),
+        (
+            lambda y: jnp.mean(y @ jax.random.normal(jax.random.key(0), (4, 3))),
+            True,
+        ),
     ],
 )
 def test_a_matrix_before_an_array_that_may_be_a_transform_of_the_outputs_is_named(
     after, is_doubtful
 ):
-    def loss(params, x):
-        return after(jnp.tanh(x @ params["up"]) @ params["out"])
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        muonjax.inspect(loss, {"up": leaf(8, 16), "out": leaf(16, 4)}, X)
-    messages = [str(warning.message) for warning in caught]
-    named = [
-        "can't tell whether these are hidden layers or output heads: out (" in text
-        for text in messages
-    ]
+    params = {"up": leaf(8, 16), "out": leaf(16, 4)}
+    _, messages = inspected(
+        lambda p, x: after(jnp.tanh(x @ p["up"]) @ p["out"]), params
+    )
+    named = ["out (a hidden layer, or an output head: " in text for text in messages]
     assert named == [True] * is_doubtful
+
+
+def mixture(subscripts, *order):
+    def loss(p, x):
+        operands = {"x": x, "w": p["w"], "r": jax.nn.softmax(x @ p["r"])}
+        y = jnp.einsum(subscripts, *(operands[name] for name in order))
+        return jnp.mean((jax.nn.relu(y) @ p["out"]) ** 2)
+
+    return loss, {"r": leaf(8, 2), "w": leaf(2, 8, 16), "out": leaf(16, 4)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "params"),
+    [
+        mixture("be,bd,edf->bf", "r", "x", "w"),
+        mixture("bd,edf,be->bf", "x", "w", "r"),
+        (
+            lambda p, x: jnp.mean((jnp.tanh(x + np.eye(4) @ p["w"]) @ p["out"]) ** 2),
+            {"w": leaf(4, 8), "out": leaf(8, 4)},
+        ),
+    ],
+)
+def test_a_matrix_that_may_be_several_or_a_table_is_named(loss, params):
+    _, (message,) = inspected(loss, params)
+    assert "can't tell what these are: w (" in message
 
 
 def test_a_matrix_that_names_decide_is_named_with_the_reason_of_the_program():
