@@ -7,25 +7,14 @@ product without a loss, and left to names; an embedding of patches. All others a
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import NamedTuple
 
 from muonjax._inspect.constants import numbers_in
+from muonjax._inspect.ends_of_model import Ends
 from muonjax._inspect.findings import Walk
-from muonjax._inspect.graph import PRODUCTS
-from muonjax._inspect.layout import Layout, Region, Run, sums
-from muonjax._inspect.softmax import EXPONENTIALS
+from muonjax._inspect.matrix_axes import Contradiction, matrices_of
 from muonjax._inspect.values import OF_PRODUCTS, PRODUCT_OF_PARAMETERS, Use, grouped
-from muonjax._matrices.matrix_view import (
-    DimensionNumbers,
-    FusedDimensionNumbers,
-    MuonDimensionNumbers,
-    one_or_several,
-)
+from muonjax._matrices.matrix_view import DimensionNumbers
 
 
 class Decision(NamedTuple):
@@ -37,304 +26,115 @@ class Decision(NamedTuple):
     problem: str = ""  # why it can't be decided: two uses with their lines
     by_names: bool = False  # nothing is decided; routing by names may
     trains: bool = True  # it has a gradient, and meets data
-    is_vector: bool = (
-        False  # a bias, a gain, but for axes that count layers: weight decay is not for it
-    )
+    # A bias, a gain, but for axes that count layers: weight decay is not for it.
+    is_vector: bool = False
     doubt: str = ""  # what can't be told, for a warning
-
-
-_Place: TypeAlias = Literal["head", "layer", "frozen layer", "inner"]
-_Cut: TypeAlias = tuple[
-    int, tuple[int, ...], int
-]  # axis, sizes of the parts, how often they repeat
-
-
-class _Form(NamedTuple):
-    """The axes of a parameter in one product."""
-
-    rows: frozenset[int]
-    columns: frozenset[int]
-    cut: _Cut | None = None
-
-
-class _Ends(NamedTuple):
-    """Which values go on from where they are, over operations that are no products."""
-
-    consumed: set[int]  # to another product
-    frozen: set[int]  # to a product by a matrix that does not train
-    layers: set[int]  # to one that is no transform of the outputs
-    backward: set[int]  # to the backward pass of a gradient that the function takes
-    direct: set[int]  # to what the function returns
-    no_rule: dict[int, int]  # to an operation without a rule, which may be a product
-
-
-def _ends(walk: Walk) -> _Ends:
-    graph = walk.graph
-
-    def followed(values: Iterable[int]) -> list[int]:
-        """Without indices, as of an argmax: they end a path."""
-        return [x for x in values if graph.is_followed(x)]
-
-    def passed_on(operation: int) -> list[int]:
-        node = graph.nodes[operation]
-        if node.passes == "backward" or node.name == "stop_gradient":
-            return []
-        return followed(node.inputs)
-
-    def before(operations: Iterable[int]) -> set[int]:
-        """The values that these operations take, and all before them."""
-        operands = [x for i in operations for x in graph.nodes[i].inputs]
-        return graph.upstream(followed(operands), passed_on)
-
-    def without_product(operation: int) -> list[int]:
-        return [] if operation in products else passed_on(operation)
-
-    backward = {i for i in graph.trained if graph.nodes[i].passes == "backward"}
-    trained = graph.trained - backward
-    consumers, frozen = walk.consumers & trained, walk.frozen_layers & trained
-    before_product = before(i for i in trained if graph.nodes[i].name in PRODUCTS)
-    before_exponential = before(i for i in trained if graph.nodes[i].name in EXPONENTIALS)
-    layers = set()
-    for i in frozen:
-        (result,) = graph.nodes[i].outputs
-        # A cross-entropy, from a head that does not train; a transform of the outputs has no labels.
-        is_head = i in walk.read and result in before_exponential
-        if is_head or result in before_product:
-            layers.add(i)
-    products = consumers | frozen
-    return _Ends(
-        consumed=before(consumers),
-        frozen=before(frozen),
-        layers=before(layers),
-        backward=before(backward),
-        direct=graph.upstream(followed(graph.outputs), without_product),
-        no_rule={x: i for i in sorted(walk.no_rule) for x in before([i])},
-    )
 
 
 def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     """One decision per parameter."""
-    ends = _ends(walk)
+    decider = _Decider(walk, is_loss)
     uses = [use for use in walk.uses.values() if use.node in walk.graph.trained]
     by_leaf = grouped((use.term.leaf, use) for use in uses)
-    return [
-        _decide(walk, ends, k, shape, by_leaf.get(k, []), is_loss)
-        for k, shape in enumerate(walk.shapes)
-    ]
+    return [decider.decide(leaf, by_leaf.get(leaf, [])) for leaf in range(len(walk.shapes))]
 
 
-def _decide(
-    walk: Walk, ends: _Ends, leaf: int, shape: Any, uses: list[Use], is_loss: bool
-) -> Decision:
-    graph = walk.graph
+class _Decider:
+    def __init__(self, walk: Walk, is_loss: bool):
+        self.walk, self.graph, self.is_loss = walk, walk.graph, is_loss
+        self.ends = Ends(walk)
 
-    def adam(why: str, node: int, by_names: bool = False) -> Decision:
-        return Decision(None, f"{why}: {graph.line(node)}", by_names=by_names)
+    def decide(self, leaf: int, uses: list[Use]) -> Decision:
+        """The decision on a parameter with these uses."""
+        if not self.graph.is_float(self.graph.parameters[leaf]):
+            return Decision(None, "whole numbers")
+        if not uses:
+            return self._without_uses(leaf)
+        # A product that only scales it, as a spectral norm does, is no use of it.
+        scales = self.walk.scales[leaf]
+        others = [u for u in uses if u.kind != "product" or not u.product.bit & scales]
+        uses = others or uses
+        for use in uses:
+            if use.kind == "unknown":
+                return self._adam(f"{use.what} is not followed", use.node, by_names=True)
+        products = [u for u in uses if u.kind == "product"]
+        # An index may choose a matrix: an expert's, an adapter's.
+        chosen = {run for u in products for run in u.term.layout.loops}
+        for use in uses:
+            if use.kind == "looked up" and not chosen.issuperset(use.rows):
+                also = f", and multiplied: {self.graph.line(products[0].node)}" if products else ""
+                return Decision(None, f"looked up: {self.graph.line(use.node)}{also}")
+        return self._of_products(leaf, products) if products else self._without_product(uses)
 
-    def place(use: Use) -> _Place:
-        if use.columns and use.columns in use.term.inner:
-            return "layer"  # the next factor of a product of parameters follows it
-        return _place(ends, graph.nodes[use.node].outputs[0], use.node in walk.read)
+    def _adam(self, why: str, node: int, by_names: bool = False) -> Decision:
+        return Decision(None, f"{why}: {self.graph.line(node)}", by_names=by_names)
 
-    if not graph.is_float(graph.parameters[leaf]):
-        return Decision(None, "whole numbers")
-    uses = [u for u in uses if u.kind != "product" or not u.product.bit & walk.scales[leaf]] or uses
-    if not uses:
-        return _without_uses(walk, leaf)
-    if unknown := [u for u in uses if u.kind == "unknown"]:
-        return adam(f"{unknown[0].what} is not followed", unknown[0].node, by_names=True)
-    products = [u for u in uses if u.kind == "product"]
-    visited = {
-        run for u in products for run in u.term.layout.loops
-    }  # of a matrix: an expert's, an adapter's
-    if lookups := [u for u in uses if u.kind == "looked up" and not visited.issuperset(u.rows)]:
-        also = f", and multiplied: {graph.line(products[0].node)}" if products else ""
-        return Decision(None, f"looked up: {graph.line(lookups[0].node)}{also}")
-    if not products:
-        if factors := [u for u in uses if u.term.inner]:
-            return adam(f"{PRODUCT_OF_PARAMETERS} is not followed", factors[0].node, by_names=True)
-        axes = {run.axis for u in uses for run in u.term.layout.runs if len(run.at) > 4}
-        found = adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
-        return found._replace(is_vector=len(axes) < 2)
-    places = {place(u) for u in products}
-    if is_loss and places <= {"head", "inner"}:
-        for value in (graph.nodes[u.node].outputs[0] for u in products):
-            if (i := ends.no_rule.get(value)) is not None:
-                return adam(f"{graph.nodes[i].name} is not followed", i, by_names=True)
-        if "head" in places:
-            return adam("an output head, as no product follows it", products[0].node)
-        inner = adam("used for a gradient inside of the function", products[0].node)
-        return inner._replace(doubt=inner.why)
-    matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
-    if not matrices:
-        why = "a depthwise convolution" if products[0].is_depthwise else "multiplied by vectors"
-        return adam(why, products[0].node)
-    if not is_loss and all(place(u) == "head" for u in matrices):
-        return adam("last product", matrices[0].node, by_names=True)
-    if all(u.is_patch and walk.values[u.operand].depends_on < OF_PRODUCTS for u in matrices):
-        return adam("an embedding of patches, windows that do not overlap", matrices[0].node)
-    doubt = ""
-    if any(numbers_in(graph, u.operand) == {0.0, 1.0} for u in matrices):
-        doubt = "a layer, or a table whose rows zeros and ones choose"
-    elif any(u.product.is_mixture for u in matrices):
-        doubt = "one matrix, or one for each expert: a router's weights multiply its rows"
-    elif is_loss and "layer" not in places:
-        doubt = "a hidden layer, or an output head: what follows it does not train"
-    if doubt:
-        doubt = f"{doubt}: {graph.line(matrices[0].node)}"
-    return _matrix(walk, leaf, shape, matrices)._replace(doubt=doubt)
+    def _without_uses(self, leaf: int) -> Decision:
+        """Why nothing that trains uses a parameter."""
+        graph = self.graph
+        readers = [i for i in graph.readers[graph.parameters[leaf]] if i in graph.live]
+        if not readers:
+            why = "never used"
+        elif graph.trained.isdisjoint(readers):
+            why = f"no gradient, by stop_gradient: {graph.line(readers[0])}"
+        else:
+            why = f"used without data, as in a penalty: {graph.line(readers[0])}"
+        return Decision(None, why, trains=False)
 
+    def _without_product(self, uses: list[Use]) -> Decision:
+        for use in uses:
+            if use.term.inner:
+                why = f"{PRODUCT_OF_PARAMETERS} is not followed"
+                return self._adam(why, use.node, by_names=True)
+        runs = [run for u in uses for run in u.term.layout.runs]
+        axes = {run.axis for run in runs if run.positions.size > 1}
+        decision = self._adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
+        return decision._replace(is_vector=len(axes) < 2)
 
-def _place(ends: _Ends, value: int, is_read: bool) -> _Place:
-    """Where in the model the result of a product by a parameter is; labels choose one of its columns if `is_read`."""
-    if value in ends.direct and is_read:
-        return "head"
-    if value in ends.consumed or value in ends.layers:
-        return "layer"
-    if value in ends.frozen:
-        return "frozen layer"
-    return "inner" if value in ends.backward and value not in ends.direct else "head"
+    def _of_products(self, leaf: int, products: list[Use]) -> Decision:
+        first = products[0]
+        places = {self.ends.place(u) for u in products}
+        if self.is_loss and places <= {"head", "inner"}:
+            return self._end(products, is_head="head" in places)
+        matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
+        if not matrices:
+            why = "a depthwise convolution" if first.is_depthwise else "multiplied by vectors"
+            return self._adam(why, first.node)
+        first = matrices[0]
+        if not self.is_loss and all(self.ends.place(u) == "head" for u in matrices):
+            return self._adam("last product", first.node, by_names=True)
+        if all(self._cuts_patches(u) for u in matrices):
+            why = "an embedding of patches, windows that do not overlap"
+            return self._adam(why, first.node)
+        try:
+            numbers, per_head, why = matrices_of(self.walk, leaf, matrices)
+        except Contradiction as problem:
+            return Decision(None, str(problem), problem=str(problem))
+        doubt = self._doubt(matrices, is_last=self.is_loss and "layer" not in places)
+        doubt = f"{doubt}: {self.graph.line(first.node)}" if doubt else ""
+        return Decision(numbers, why, per_head, doubt=doubt)
 
+    def _end(self, products: list[Use], is_head: bool) -> Decision:
+        """The decision on a parameter that no layer follows."""
+        for use in products:
+            (result,) = self.graph.nodes[use.node].outputs
+            if result in self.ends.unknown:
+                i = self.ends.unknown[result]
+                return self._adam(f"{self.graph.nodes[i].name} is not followed", i, by_names=True)
+        if is_head:
+            return self._adam("an output head, as no product follows it", products[0].node)
+        decision = self._adam("used for a gradient inside of the function", products[0].node)
+        return decision._replace(doubt=decision.why)
 
-def _without_uses(walk: Walk, leaf: int) -> Decision:
-    """Why nothing that trains uses a parameter."""
-    graph = walk.graph
-    readers = [i for i in graph.readers[graph.parameters[leaf]] if i in graph.live]
-    if not readers:
-        why = "never used"
-    elif graph.trained.isdisjoint(readers):
-        why = f"no gradient, by stop_gradient: {graph.line(readers[0])}"
-    else:
-        why = f"used without data, as in a penalty: {graph.line(readers[0])}"
-    return Decision(None, why, trains=False)
+    def _cuts_patches(self, use: Use) -> bool:
+        return use.is_patch and self.walk.values[use.operand].depends_on < OF_PRODUCTS
 
-
-def _matrix(walk: Walk, leaf: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Decision:
-    forms: dict[_Form, Use] = {}
-    for use in uses:
-        form = _form(walk, leaf, shape, use)
-        if isinstance(form, str):
-            return Decision(None, form, problem=form)
-        turned = form._replace(rows=form.columns, columns=form.rows)
-        if turned not in forms:
-            forms.setdefault(form, use)
-    if len(forms) > 1:
-        first, second, *_ = (
-            f"{_described(x)} in {walk.graph.line(u.node)}" for x, u in forms.items()
-        )
-        problem = f"{first}, but {second}"
-        return Decision(None, problem, problem=problem)
-    ((form, use),) = forms.items()
-    if form.cut is None:
-        slices = {u.term.layout.region for u in uses}
-        form = form._replace(cut=_parts(slices, shape, form.columns, form.columns))
-    numbers = _numbers(form)
-    heads = {(a, region) for u in uses for a, region in u.product.heads if a.axis in form.columns}
-    per_head = _numbers_per_head(form, shape, heads) if heads else numbers
-    return Decision(numbers, f"{_described(form)}: {walk.graph.line(use.node)}", per_head)
-
-
-def _described(form: _Form) -> str:
-    axes = sorted(form.rows)
-    parts = f", in {len(form.cut[1])} parts" if form.cut else ""
-    return (
-        f"multiplied along ax{'is' if len(axes) == 1 else 'es'} {', '.join(map(str, axes))}{parts}"
-    )
-
-
-def _axes(atoms: Iterable[Run]) -> frozenset[int]:
-    return frozenset(a.axis for a in atoms)
-
-
-def _form(walk: Walk, leaf: int, shape: tuple[int, ...], use: Use) -> _Form | str:
-    """Rows, columns and parts of a parameter in one product; a text says what can't be expressed."""
-    product = use.product
-    rows, columns, batch = set(use.rows), set(use.columns), {a for a in use.batch if a.axis >= 0}
-    if product.contracted < columns:
-        rows, columns = rows | product.contracted, columns - product.contracted
-    heads, experts = {a for a, _ in product.heads}, product.batches
-    summed, counting = batch & product.added_up, columns & (experts - heads)
-    counting = counting if counting != columns else set()
-    slices = walk.summed_slices[leaf]
-    batch = {a for a in (batch - summed) | counting if a.axis not in slices}
-    row_axes, column_axes = _axes(rows | summed) | slices, _axes(columns - counting)
-    if row_axes & column_axes:
-        return f"one axis of it is both summed and given: {walk.graph.line(use.node)}"
-    form = _Form(row_axes, column_axes)
-    if _axes(batch) & (row_axes | column_axes):
-        return f"matrices inside of an axis: {walk.graph.line(use.node)}"
-    if use.groups > 1:
-        axis = next(iter(column_axes))
-        return form._replace(cut=(axis, (shape[axis] // use.groups,) * use.groups, 1))
-    sliced = {axis for axis, _ in use.term.layout.region}
-    cut = _parts(product.parts, shape, column_axes, sliced, product.mixed)
-    if cut is None or cut[1] != (1,) * shape[cut[0]]:
-        return form._replace(cut=cut)
-    others = column_axes - {
-        cut[0]
-    }  # an axis that counts query, key and value; vectors stay one matrix
-    return form._replace(columns=others or column_axes)
-
-
-def _parts(
-    regions: Collection[Region], shape: tuple[int, ...], columns: frozenset[int], sliced: Collection[int],
-    mixed: Iterable[Layout] = (),
-) -> _Cut | None:  # fmt: skip
-    """Along which axis, and into which sizes, columns are cut for different purposes.
-
-    Along an axis that is `sliced` before, the regions must be all of it.
-    """
-    for axis in sorted(columns):
-        masks = {dict(region).get(axis, b"") for region in regions}
-        if b"" in masks or len(masks) < 2 or (found := _periodic(masks)) is None:
-            continue
-        period, runs = found
-        is_mixed = any(_divides(stop, axis, layout) for layout in mixed for _, stop in runs)
-        covers = sum(stop - start for start, stop in runs) == period
-        if not is_mixed and (covers or axis not in sliced):
-            edges = sorted({0, period, *itertools.chain(*runs)})  # with columns of no use
-            return axis, tuple(b - a for a, b in itertools.pairwise(edges)), shape[axis] // period
-    return None
-
-
-def _periodic(masks: Collection[bytes]) -> tuple[int, list[tuple[int, int]]] | None:
-    """The period of parts of an axis, and where each begins and ends in it; None if one has gaps, or two overlap."""
-    period = math.lcm(*map(len, masks))
-    each = np.array([np.resize(np.frombuffer(mask, bool), period) for mask in masks])
-    runs = [(int(mask.argmax()), period - int(mask[::-1].argmax())) for mask in each]
-    if each.sum(0).max() > 1 or [stop - start for start, stop in runs] != each.sum(1).tolist():
-        return None
-    return period, runs
-
-
-def _divides(position: int, axis: int, layout: Layout) -> bool:
-    """Whether a cut at this position has entries on both sides that are mixed."""
-    starts = sums(run for run in layout.runs if run.axis == axis)
-    mixed = sums(run for run in layout.taken if run.axis == axis)
-    return bool(((starts + mixed.min() < position) & (position <= starts + mixed.max())).any())
-
-
-def _numbers(form: _Form) -> DimensionNumbers:
-    rows, columns = one_or_several(sorted(form.rows)), one_or_several(sorted(form.columns))
-    if form.cut is None:
-        return MuonDimensionNumbers(rows, columns)
-    axis, sizes, repeats = form.cut
-    parts = len(sizes) if len(set(sizes)) == 1 else sizes
-    return FusedDimensionNumbers(rows, columns, parts, axis, repeats)
-
-
-def _numbers_per_head(
-    form: _Form, shape: tuple[int, ...], heads: set[tuple[Run, Region]]
-) -> DimensionNumbers:
-    columns = form.columns - {a.axis for a, _ in heads if a.stride == 1}
-    if columns != form.columns:  # but with a number for each head: a vector has no orthogonal form
-        return _numbers(form._replace(columns=columns or form.columns))
-    axes = {a.axis for a, _ in heads}
-    whole = min(axes), (shape[min(axes)],), 1
-    axis, sizes, repeats = form.cut if form.cut and form.cut[0] in axes else whole
-    edges = {0, *itertools.accumulate(sizes * repeats)}
-    for a, mask in ((a, dict(region).get(axis, b"\1")) for a, region in heads if a.axis == axis):
-        inside = np.flatnonzero(np.resize(np.frombuffer(mask, bool), shape[axis]))
-        edges.update(range(inside[0], inside[-1] + 1, a.stride))
-    sizes = tuple(stop - start for start, stop in itertools.pairwise(sorted(edges)))
-    return _numbers(form._replace(cut=(axis, sizes, 1)))
+    def _doubt(self, matrices: list[Use], is_last: bool) -> str:
+        """What else the matrices may be."""
+        if any(numbers_in(self.graph, u.operand) == {0.0, 1.0} for u in matrices):
+            return "a layer, or a table whose rows zeros and ones choose"
+        if any(u.product.is_mixture for u in matrices):
+            return "one matrix, or one for each expert: a router's weights multiply its rows"
+        if is_last:
+            return "a hidden layer, or an output head: what follows it does not train"
+        return ""

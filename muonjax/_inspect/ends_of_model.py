@@ -1,0 +1,84 @@
+"""Where in the model a product is: what its result goes to, over operations that are no products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
+from muonjax._inspect.findings import Walk
+from muonjax._inspect.graph import PRODUCTS
+from muonjax._inspect.softmax import EXPONENTIALS
+from muonjax._inspect.values import Use
+
+# "frozen layer": before a matrix that does not train, perhaps a transform of the outputs; "inner": before a gradient
+# that the function takes alone.
+Place: TypeAlias = Literal["head", "layer", "frozen layer", "inner"]
+
+
+class Ends:
+    """The values from which an end of the model can be reached."""
+
+    def __init__(self, walk: Walk):
+        graph = self.graph = walk.graph
+        self.read = walk.read
+        backward = {i for i in graph.trained if graph.nodes[i].passes == "backward"}
+        self.trained = graph.trained - backward
+        consumers, frozen = walk.consumers & self.trained, walk.frozen_layers & self.trained
+        self.products = consumers | frozen
+        self.to_products = self._before(consumers)
+        self.to_frozen = self._before(frozen)
+        self.to_frozen_layers = self._before(self._layers(frozen))
+        self.to_gradients = self._before(backward)
+        self.to_outputs = graph.upstream(self._followed(graph.outputs), self._without_product)
+        # An operation without a rule, which may be a product.
+        self.unknown: dict[int, int] = {}
+        for i in sorted(walk.no_rule):
+            self.unknown |= dict.fromkeys(self._before([i]), i)
+
+    def place(self, use: Use) -> Place:
+        """Where the result of a product by a parameter goes to."""
+        if use.columns and use.columns in use.term.inner:
+            return "layer"  # the next factor of a product of parameters follows it
+        (value,) = self.graph.nodes[use.node].outputs
+        is_output = value in self.to_outputs
+        if is_output and use.node in self.read:
+            return "head"
+        if value in self.to_products or value in self.to_frozen_layers:
+            return "layer"
+        if value in self.to_frozen:
+            return "frozen layer"
+        return "inner" if value in self.to_gradients and not is_output else "head"
+
+    def _layers(self, frozen: Iterable[int]) -> list[int]:
+        """Products by matrices that do not train, without those that may be a transform of the outputs."""
+        to_products = self._before(self._named(PRODUCTS))
+        to_exponentials = self._before(self._named(EXPONENTIALS))
+        layers = []
+        for i in frozen:
+            (result,) = self.graph.nodes[i].outputs
+            # A cross-entropy of a head: labels read a column. A transform of the outputs has no labels.
+            is_head = i in self.read and result in to_exponentials
+            if is_head or result in to_products:
+                layers.append(i)
+        return layers
+
+    def _named(self, names: Iterable[str]) -> list[int]:
+        return [i for i in self.trained if self.graph.nodes[i].name in names]
+
+    def _before(self, operations: Iterable[int]) -> set[int]:
+        """The values that these operations take, and all before them."""
+        operands = [x for i in operations for x in self.graph.nodes[i].inputs]
+        return self.graph.upstream(self._followed(operands), self._passed_on)
+
+    def _without_product(self, operation: int) -> list[int]:
+        return [] if operation in self.products else self._passed_on(operation)
+
+    def _passed_on(self, operation: int) -> list[int]:
+        node = self.graph.nodes[operation]
+        if node.passes == "backward" or node.name == "stop_gradient":
+            return []
+        return self._followed(node.inputs)
+
+    def _followed(self, values: Iterable[int]) -> list[int]:
+        """Without indices, as of an argmax: they end a path."""
+        return [x for x in values if self.graph.is_followed(x)]
