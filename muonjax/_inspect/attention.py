@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._clip.scale import Scale, first_positions
 from muonjax._inspect import softmax
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.findings import Walk
-from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import reshaped
+from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span
 from muonjax._inspect.softmax import MASKED
-from muonjax._inspect.values import Image, Side, Term, grouped
-
-
-class Span(NamedTuple):
-    """The positions in one parameter that feed the heads."""
-
-    leaf: int
-    scale: Scale  # without its path
-    stack: tuple[int, ...]  # axes of the parameter that count layers
-
-    @property
-    def heads(self) -> int:
-        return self.scale.entries or 1
-
-    @property
-    def features(self) -> int:
-        return (self.scale.span[1] or 0) - self.scale.span[0]
+from muonjax._inspect.values import Image, Logits, Term, grouped
 
 
 class Call(NamedTuple):
     """One attention: what to scale, and where its largest logits are; or why it can't be clipped."""
 
     line: str
+    operation: int  # the product of queries and keys, or the call
     spans: tuple[Span, ...] = ()
     probe: Probe | None = None
     layers: tuple[int, ...] = ()
@@ -51,325 +32,157 @@ class Call(NamedTuple):
     proposals: tuple[tuple[Span, ...], ...] = ()
 
 
-class _Refused(Exception):
-    """Why this attention can't be clipped."""
-
-
 def attentions(walk: Walk) -> list[list[Call]]:
     """The calls of each attention, in the order of the program."""
-    found = {i: _call(walk, i) for i in walk.attentions}
+    line = walk.graph.line
+    calls = {i: _call(walk, i) for i in walk.attentions}
     for i, images in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        found[i] = Call(walk.graph.line(i), problem=why, terms=_terms(images))
-    for i, at in walk.softmaxes.items():
+        calls[i] = Call(line(i), i, problem=why, terms=_terms(images))
+    for i, reader in walk.softmaxes.items():
         if i not in walk.attentions:
-            why = f"its queries, keys and values can't all be followed to parameters: {walk.graph.line(at)}"
-            found[i] = Call(walk.graph.line(i), problem=why)
-    each = sorted(found.items())
+            why = "its queries, keys and values can't all be followed to parameters"
+            calls[i] = Call(line(i), i, problem=f"{why}: {line(reader)}")
     # What scales the queries of a call scales those of every other call that takes them.
     groups = grouped(
-        (call.proposals[-1:] or call.terms or call.line, (at, call)) for at, call in each
+        (call.proposals[-1:] or call.terms or call.line, call) for _, call in sorted(calls.items())
     )
-    trained = [
-        group for group in groups.values() if any(at in walk.graph.trained for at, _ in group)
-    ]
-    return [_proved(walk, *zip(*group, strict=True)) for group in trained]
+    trained = walk.graph.trained
+    proved = []
+    for group in groups.values():
+        if any(call.operation in trained for call in group):
+            proved.append(_proved(walk, group))
+    return proved
 
 
 def _terms(images: Iterable[Image]) -> tuple[Term, ...]:
     return tuple(image.product.use.term for image in images)
 
 
-def _proved(walk: Walk, places: Sequence[int], group: Sequence[Call]) -> list[Call]:
+# What a clip scales and where its logits are.
+
+
+def _call(walk: Walk, product: int) -> Call:
+    logits, normalized = walk.attentions[product][0]
+    operands, call = (
+        QueriesAndKeys(walk, product, normalized),
+        Call(walk.graph.line(product), product),
+    )
+    queries, keys = operands.query.value.images, operands.key.value.images
+    try:
+        _check_logits(walk, logits, normalized)
+        proposals = tuple(operands.proposals())
+        probe = _probe(walk, logits)
+    except Refused as refused:
+        return call._replace(problem=str(refused), terms=_terms((*queries, *keys)))
+    terms = _terms((*queries, *operands.split_keys()[0]))
+    return call._replace(probe=probe, terms=terms, proposals=proposals)
+
+
+def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> None:
+    """Refuses logits that are not what one softmax over keys takes."""
+    if logits.product in walk.unseen:
+        raise Refused(_not_alone(walk, walk.unseen[logits.product]))
+    for others, axes in walk.attentions[logits.product]:
+        if (others._replace(layout=logits.layout), axes) != (logits, normalized):
+            raise Refused("several softmaxes take its logits")
+    if logits.lost >= 0:
+        i = walk.graph.producer[logits.lost]
+        if len(softmax.products(walk.operands(walk.nodes[i]))) > 1:
+            raise Refused(f"its logits are made of several products: {walk.graph.line(i)}")
+        raise Refused(_not_alone(walk, i))
+    if logits.shifted and logits.shifted & normalized:
+        raise Refused("the maximum subtracted from its logits is not taken over its keys")
+
+
+def _not_alone(walk: Walk, i: int) -> str:
+    node, line = walk.nodes[i], walk.graph.line(i)
+    if node.passes and node.name == "add_any":
+        return f"the function takes derivatives of it, which a clip would change too: {line}"
+    return f"a clip would not scale its logits alone: {line} ({node.name})"
+
+
+def _probe(walk: Walk, logits: Logits) -> Probe:
+    """The place where the logits can be measured."""
+    variables = walk.graph.variables_of(logits.value)
+    without_mask = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
+    producer = walk.nodes[walk.graph.producer[logits.value]]
+    # A function with derivatives of its own can't return what is inside of it.
+    depth = {place: sum(s.kind.startswith("custom_") for s in place) for place in variables}
+    place = min(variables, key=lambda x: (depth[x], x not in without_mask, x != producer.place))
+    if any(step.kind == "while" for step in place):
+        raise Refused("it is inside of a loop of unknown length, which has no gradient")
+    if logits.raw >= 0:  # logits and mask, or a bias as ALiBi's
+        if place not in without_mask:
+            raise Refused(
+                "something is added to its logits in a function that does not return them without it"
+            )
+        raw, seen = (walk.values[x].logits[0].layout for x in (logits.raw, logits.value))
+        if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
+            raise Refused("something is added to its logits before their axes change order")
+    hidden = MASKED if logits.mask is None else max(logits.mask / 2, MASKED)
+    return Probe(
+        place, variables[place], raw=without_mask.get(place), hidden=hidden, unit=logits.unit
+    )
+
+
+# The proof.
+
+
+def _proved(walk: Walk, calls: Sequence[Call]) -> list[Call]:
     """The calls of one attention, with the first proposal that scales the logits of each of its heads alone."""
-    result = list(group)
-    for spans in group[0].proposals:
-        if all(spans in call.proposals for call in group):
-            result = _tried(walk, places, group, spans)
-        if result[0].spans:
+    result = list(calls)
+    for spans in calls[0].proposals:
+        if not all(spans in call.proposals for call in calls):
+            continue
+        result = _with_proof(walk, calls, spans)
+        if not result[0].problem:
             break
     return result
 
 
-def _tried(
-    walk: Walk, places: Sequence[int], group: Sequence[Call], spans: tuple[Span, ...]
-) -> list[Call]:
+def _with_proof(walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]) -> list[Call]:
     """The calls with these spans, or why a clip of them would not scale the logits of each head alone."""
-    random = np.random.default_rng(0)
-    heads, layers = (
-        spans[0].heads,
-        tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack),
-    )
-    logs = 2.0 * random.integers(1, 1 << 40, (*layers, heads))
-    groups = next((s.heads for s in spans if s.scale.factor == "key"), heads)
-    keys = logs.reshape(*layers, groups, -1).min(-1) / 2
-    queries = logs - np.repeat(keys, heads // groups, -1)
-    of_factor = {"rotary": logs, "key": keys, "query": queries}
-    logits = [walk.attentions[at][0][0] for at in places]
+    layers = tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
+    heads = spans[0].heads
+    logs = _random_logarithms(spans, layers)
+    logits = [walk.attentions[call.operation][0][0] for call in calls]
     values = [x.value if x.raw < 0 else x.raw for x in logits]
-    certificate = Certificate(walk, [call.probe for call in group if call.probe], values)
+    certificate = Certificate(walk, [call.probe for call in calls if call.probe], values)
     for leaf, touched in grouped((s.leaf, s) for s in spans).items():
-        certificate.touch(
-            leaf, touched[0].stack, [(s.scale, of_factor[s.scale.factor]) for s in touched]
-        )
-    i = certificate.failure()
-    probes = [
-        call.probe and certificate.located(call.probe, value, x.value, logs)
-        for value, x, call in zip(values, logits, group, strict=True)
-    ]
-    if i is None and all(probes):
-        exact = {"spans": spans, "layers": layers, "heads": heads}
-        return [
-            call._replace(probe=probe, **exact) for call, probe in zip(group, probes, strict=True)
-        ]
-    why = "the heads of its logits are not those of its projections"
+        scales = [(s.scale, logs[s.scale.factor]) for s in touched]
+        certificate.touch(leaf, touched[0].stack, scales)
+    failure = certificate.failure()
+    why = "" if failure is None else _not_alone(walk, failure)
+    result = []
+    for call, value, x in zip(calls, values, logits, strict=True):
+        expected = logs["rotary"]
+        probe = call.probe and certificate.located(call.probe, value, x.value, expected)
+        why = why or ("" if probe else _why_not_located(certificate))
+        result.append(call._replace(spans=spans, probe=probe, layers=layers, heads=heads))
+    return [call._replace(problem=why) for call in calls] if why else result
+
+
+def _why_not_located(certificate: Certificate) -> str:
     if any((table[0] == 0).any() for table in certificate.at.values()):
-        why = "some of its logits, as of a sink or of padding, are not made of the queries that a clip scales"
-    if i is not None:
-        why = _not_alone(walk, i)
-    return [call._replace(problem=why) for call in group]
+        return "some of its logits, as of a sink or of padding, are not made of the queries that a clip scales"
+    return "the heads of its logits are not those of its projections"
 
 
-def _not_alone(walk: Walk, i: int) -> str:
-    if walk.nodes[i].passes and walk.nodes[i].name == "add_any":
-        return f"the function takes derivatives of it, which a clip would change too: {walk.graph.line(i)}"
-    return f"a clip would not scale its logits alone: {walk.graph.line(i)} ({walk.nodes[i].name})"
+def _random_logarithms(spans: Sequence[Span], layers: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Logarithms [*layers, heads] of what a clip multiplies by, one array for each factor.
 
+    Queries and keys of one head give the logarithm of its logits together,
 
-def _call(walk: Walk, product: int) -> Call:
-    finder, line = _Finder(walk, product), walk.graph.line(product)
-    try:
-        return finder.call(line)
-    except _Refused as refused:
-        terms = _terms((*finder.query.value.images, *finder.key.value.images))
-        return Call(line, problem=str(refused), terms=terms)
+        log(query) + log(key) = log(logits),
 
-
-class _Finder:
-    """The two operands of one product of queries and keys."""
-
-    def __init__(self, walk: Walk, product: int):
-        self.walk, self.shapes = walk, walk.shapes
-        self.logits, self.normalized = walk.attentions[product][0]
-        left, right = walk.pairs[product]
-        is_query = left.sources[max(self.normalized)] is None
-        self.query, self.key = (left, right) if is_query else (right, left)
-
-    def heads(self, operand: Side, layout: Layout) -> dict[int, int]:
-        """Axes of the product that softmax does not normalize, and the operand's, if parameters differ along them."""
-        axes = {
-            d: k
-            for d, k in enumerate(operand.sources)
-            if k is not None and d not in self.normalized
-        }
-        return {d: k for d, k in axes.items() if layout.atoms([k])}
-
-    def call(self, line: str) -> Call:
-        walk, logits, product = self.walk, self.logits, self.logits.product
-        if product in walk.unseen:
-            raise _Refused(_not_alone(walk, walk.unseen[product]))
-        if (
-            len({(x._replace(layout=logits.layout), keys) for x, keys in walk.attentions[product]})
-            > 1
-        ):
-            raise _Refused("several softmaxes take its logits")
-        if logits.lost >= 0:
-            i = walk.graph.producer[logits.lost]
-            if len(softmax.products([walk.values[x] for x in walk.nodes[i].inputs])) > 1:
-                raise _Refused(f"its logits are made of several products: {walk.graph.line(i)}")
-            raise _Refused(_not_alone(walk, i))
-        if logits.shifted and logits.shifted & self.normalized:
-            raise _Refused("the maximum subtracted from its logits is not taken over its keys")
-        proposals, why = [], ""
-        for keys, shared in (self._split_keys(), ([], [])):
-            try:
-                proposals.append(self._proposal(keys, shared))
-            except _Refused as refused:
-                why = str(refused)
-        if not proposals:
-            raise _Refused(why)
-        terms = _terms((*self.query.value.images, *self._split_keys()[0]))
-        return Call(
-            line, probe=self._probe(), terms=terms, proposals=tuple(dict.fromkeys(proposals))
-        )
-
-    def _proposal(
-        self, keys: Sequence[Image], shared: Sequence[tuple[int, int]]
-    ) -> tuple[Span, ...]:
-        """What to scale if the keys of these images take a part of the factor."""
-        images = self.query.value.images
-        if not images:
-            raise _Refused("its queries can't be followed to parameters that train")
-        self._check_order(self.query, images, "queries")
-        self._check_order(self.key, keys, "keys")
-        queries = list(self._spans(self.query, images, "query" if keys else "rotary", shared))
-        spans = (*queries, *self._spans(self.key, keys, "key"))
-        layers = {tuple(self.shapes[s.leaf][a] for a in s.stack) for s in spans}
-        entries = [{s.heads for s in part} for part in (queries, spans[len(queries) :])]
-        first = {
-            s.scale.factor: s for s in reversed(spans)
-        }  # of several parts, which others may follow
-        features = {first[factor].features for factor in ("query", "key") if factor in first}
-        several = max(map(len, (*entries, layers, features))) > 1
-        if several or any(queries[0].heads % s.heads for s in spans):
-            raise _Refused(
-                "its queries and keys are cut into heads, features or layers in several ways"
-            )
-        return spans
-
-    def _check_order(self, operand: Side, images: Sequence[Image], name: str) -> None:
-        # Nothing tells queries of one head, put together from several products, from several heads of one key.
-        several = operand is self.query and len(images) > 1
-        for image in images:
-            layouts = [image.layout, *(bias.layout for bias in image.biases)]
-            if any(UNORDERED in x.loops for x in layouts):
-                raise _Refused(f"its {name} are in another order than the parameter's")
-            if operand is self.query and not image.layout.varying:  # made of all columns
-                why = "the heads of its queries can't be told apart"
-                if image.product.use.term.inner:
-                    why = "a product of several parameters makes its queries"
-                elif not image.linear:
-                    line = self.walk.graph.line(image.bent_by)
-                    why = f"a function of all heads, as a norm, makes its queries: {line}"
-                raise _Refused(why)
-            if image.layout.placed(operand.batch) or (
-                several and not self.heads(operand, image.layout)
-            ):
-                raise _Refused(f"heads of its {name} are put together from several products")
-
-    def _split_keys(self) -> tuple[list[Image], list[tuple[int, int]]]:
-        """Keys that each head has for itself; and which features those fill that all heads share."""
-        heads = {
-            d for image in self.query.value.images for d in self.heads(self.query, image.layout)
-        }
-        own, shared = [], []
-        for image in self.key.value.images:
-            alone = heads and heads.isdisjoint(self.heads(self.key, image.layout))
-            place = self._place(self.key, image)
-            if alone and place is not None:
-                shared.append(place)
-            else:
-                own.append(image)
-        return own, shared
-
-    def _place(self, operand: Side, image: Image) -> tuple[int, int] | None:
-        """Where in the sum over features an image is that was concatenated with others."""
-        (axis, *more) = operand.summed
-        placed = image.layout.placed([axis])
-        if more or not placed:
-            return None
-        there = np.argwhere(placed[0].positions < HOLE)[:, axis]
-        return int(there.min()), int(there.max()) + 1
-
-    def _spans(
-        self,
-        operand: Side,
-        images: Sequence[Image],
-        factor: str,
-        shared: Sequence[tuple[int, int]] = (),
-    ) -> Iterator[Span]:
-        for image in images:
-            use, (start, stop) = image.product.use, self._place(operand, image) or (0, HOLE)
-            parts = ((max(first, start), min(last, stop)) for first, last in shared)
-            here = [(first - start, last - start) for first, last in parts if first < last]
-            for leaf, layout in [
-                (use.term.leaf, image.layout),
-                *((t.leaf, t.layout) for t in image.biases),
-            ]:
-                yield from self._apart(self._span(leaf, layout, operand, factor), here)
-
-    def _apart(self, span: Span, shared: Sequence[tuple[int, int]]) -> Iterator[Span]:
-        """The features of a query that meet the heads' own keys, and those that meet shared ones."""
-        (first, last), factor = span.scale.span, span.scale.factor
-        inside = [first, *sorted({edge + first for place in shared for edge in place}), last]
-        for start, stop in itertools.pairwise(inside):
-            if start < stop:
-                is_shared = any(a + first <= start and stop <= b + first for a, b in shared)
-                name = "rotary" if is_shared else factor
-                yield span._replace(
-                    scale=dataclasses.replace(span.scale, span=(start, stop), factor=name)
-                )
-
-    def _span(self, leaf: int, layout: Layout, operand: Side, factor: str) -> Span:
-        shape = self.shapes[leaf]
-        rest, heads = layout.split(self.heads(operand, layout).values())
-        rest, features = rest.split(operand.summed)
-        heads = sorted(heads, key=lambda a: (a.axis, -a.stride))
-        features = (*features, *rest.taken, *(run for run in rest.runs if run.axis >= 0))
-        stack = tuple(dict.fromkeys(a.axis for a in layout.loops))
-        held = {a.axis for a in (*heads, *features)}
-        if not held.isdisjoint(stack):
-            raise _Refused("a loop goes over a part of an axis of its parameter")
-        own = [axis for axis in range(len(shape)) if axis not in stack]
-        # What an index takes comes first, then the heads, then a head's features.
-        wide = {a.axis for a in features if a.positions.size > 1} - {a.axis for a in heads}
-        order = sorted(held, key=lambda axis: (axis in wide, axis))
-        found = _runs(shape, order, heads, features)
-        if found is None:
-            raise _Refused("its heads do not lie one after the other in the parameter")
-        axes = tuple(own.index(a) - len(own) for a in order)
-        scale = Scale(path="", rank=len(own), axes=axes, factor=factor, **found)
-        return Span(leaf, scale, stack)
-
-    def _probe(self) -> Probe:
-        walk, logits = self.walk, self.logits
-        places = walk.graph.variables_of(logits.value)
-        added = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
-        own = walk.nodes[walk.graph.producer[logits.value]].place
-        custom = {place: sum(s.kind.startswith("custom_") for s in place) for place in places}
-        place = min(places, key=lambda place: (custom[place], place not in added, place != own))
-        if any(step.kind == "while" for step in place):
-            raise _Refused("it is inside of a loop of unknown length, which has no gradient")
-        if logits.raw >= 0:  # logits and mask, or a bias as ALiBi's
-            if place not in added:
-                raise _Refused(
-                    "something is added to its logits in a function that does not return them without it"
-                )
-            raw, seen = (walk.values[x].logits[0].layout for x in (logits.raw, logits.value))
-            if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
-                raise _Refused("something is added to its logits before their axes change order")
-        hidden = MASKED if logits.mask is None else max(logits.mask / 2, MASKED)
-        return Probe(place, places[place], raw=added.get(place), hidden=hidden, unit=logits.unit)
-
-
-def _runs(
-    shape: Sequence[int], axes: Sequence[int], heads: Sequence[Run], features: Sequence[Run]
-) -> dict[str, Any] | None:
-    """Where the heads are on the flattened `axes`, in the words of `Scale`; None where they are no such runs."""
-    weight = {axis: math.prod(shape[x] for x in axes[k + 1 :]) for k, axis in enumerate(axes)}
-    total = math.prod(shape[axis] for axis in axes)
-
-    def positions(atoms: Sequence[Run]) -> np.ndarray:
-        found = np.zeros(1, int)
-        for a in atoms:
-            found = (found[:, None] + a.positions.reshape(-1) * weight[a.axis]).reshape(-1)
-        return found
-
-    first, inside = positions(heads), np.sort(positions(features))
-    entries, width = len(first), len(inside)
-    steps = np.diff(first)
-    run = int(steps[0]) if entries > 1 else total
-    ends = np.flatnonzero(steps != run)  # of a group of heads, before a gap
-    groups = entries // (int(ends[0]) + 1) if len(ends) else 1
-    gap = int(steps[ends[0]]) - run if len(ends) else 0
-    if (np.diff(inside) != 1).any() or run <= 0 or gap < 0:
-        return None
-    base = int(first[0] + inside[0])
-    start = base - base % run if base % run + width <= run else base
-    size = entries * run + (groups - 1) * gap
-    span = (base - start, base - start + width)
-    if entries % groups:
-        return None
-    places = {
-        "entries": entries,
-        "start": start,
-        "size": size,
-        "span": span,
-        "groups": groups,
-        "gap": gap,
-    }
-    expected = first_positions(entries, run, start=base - inside[0], groups=groups, gap=gap)
-    is_right = start + size <= total and np.array_equal(expected, first)
-    return places if is_right else None
+    and the key of several heads takes half of the smallest. They are whole numbers, so that no sum is rounded.
+    """
+    heads = spans[0].heads
+    logits = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
+    keys_heads = next((s.heads for s in spans if s.scale.factor == "key"), heads)
+    keys = logits.reshape(*layers, keys_heads, -1).min(-1) / 2
+    queries = logits - np.repeat(keys, heads // keys_heads, -1)
+    return {"rotary": logits, "key": keys, "query": queries}
