@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 from muonjax._inspect import softmax
 from muonjax._inspect.entrywise import bent, entrywise, rule
@@ -39,45 +39,51 @@ def _dot(walk: Walk, node: Node) -> Sequence[Value]:
 
 
 def multiply(walk: Walk, node: Node, left: Side, right: Side) -> Value:
-    a, b = left.value, right.value
-    product = dependent([a, b])
+    """The product of two arrays, by what they are made of."""
+    product = dependent([left.value, right.value])
     if not product.depends_on & PARAMETER:
         return product
+    pairs = ((left, right), (right, left))
     if not left.summed:  # entry by entry, written as an einsum
         node = dataclasses.replace(node, name="mul")
         moved = [s.value.repeated(walk.shape(s.operand), s.sources, s.shape) for s in (left, right)]
         return entrywise(walk, node, moved)
-    for side, rest in ((left, right), (right, left)):
+    for side, rest in pairs:
         walk.record_unknown(side.value, rest.value)
     if left.is_parameter and right.is_parameter:
         return _of_parameters(product, left, right)
-    for side, rest in ((left, right), (right, left)):
-        hot = rest.value.axes("one hot")
-        if side.value.terms and hot and side.is_parameter and set(hot) & set(rest.summed):
-            return looked_up(
-                walk, node, [side.value, rest.value], side.summed, side.sources, side.shape
-            )
-        if hot:
-            chosen = [
-                mine for mine, theirs in zip(side.summed, rest.summed, strict=True) if theirs in hot
-            ]
-            walk.record_read(side.value, chosen, rest.value)
-            for image in side.value.images:
-                image.product.batches.update(image.layout.atoms(chosen))
-    sides = [s for s in (left, right) if s.is_parameter and s.value.terms]
-    if not sides:
-        sides = [s for s in (left, right) if s.is_matrix]
-    if sides:
-        side = sides[0]
-        rest = right if side is left else left
-        if _may_be_learned(side, rest):
-            walk.record_terms(node, "", [side.value])
-            walk.softmaxes |= {rest.value.weights: node.index} if rest.value.weights >= 0 else {}
-            walk.one_sided.add(node.index)
-            return product._replace(scores=node.index)
-        result = by_parameter(walk, node, product, side, rest)
-        return result._replace(logits=softmax.scaled(node, rest.aligned))
+    for side, rest in pairs:
+        chosen = _chosen_by_one_hot(side, rest)
+        if chosen and side.is_parameter and side.value.terms:
+            values = [side.value, rest.value]
+            return looked_up(walk, node, values, side.summed, side.sources, side.shape)
+        walk.record_read(side.value, chosen, rest.value)
+        for image in side.value.images:
+            image.product.batches.update(image.layout.atoms(chosen))
+    for side, rest in pairs:
+        if side.is_parameter and side.value.terms:
+            return _by_matrix(walk, node, product, side, rest)
+    for side, rest in pairs:
+        if side.is_matrix:
+            return _by_matrix(walk, node, product, side, rest)
     return _of_activations(walk, node, product, left, right)
+
+
+def _chosen_by_one_hot(side: Side, rest: Side) -> list[int]:
+    """The summed axes of one operand along which the other is one hot."""
+    hot = rest.value.axes("one hot")
+    return [mine for mine, other in zip(side.summed, rest.summed, strict=True) if other in hot]
+
+
+def _by_matrix(walk: Walk, node: Node, product: Value, side: Side, rest: Side) -> Value:
+    if _may_be_learned(side, rest):
+        walk.record_terms(node, "", [side.value])
+        if rest.value.weights >= 0:
+            walk.softmaxes[rest.value.weights] = node.index
+        walk.one_sided.add(node.index)
+        return product._replace(scores=node.index)
+    result = by_parameter(walk, node, product, side, rest)
+    return result._replace(logits=softmax.scaled(node, rest.aligned))
 
 
 def _may_be_learned(side: Side, rest: Side) -> bool:
@@ -89,61 +95,88 @@ def _may_be_learned(side: Side, rest: Side) -> bool:
 def _of_parameters(product: Value, left: Side, right: Side) -> Value:
     """Not used yet: a penalty, or factors of a matrix (adapters)."""
     terms = []
-    for side, before in ((left, False), (right, True)):
+    for side in (left, right):
         for t in side.value.terms:
             between = t.layout.atoms(side.summed)
-            inner = (between, *t.inner) if before else (*t.inner, between)
-            inner = inner if between else t.inner
+            inner = t.inner
+            if between:  # the factor on the left sums over its last axis, the other over its first
+                inner = (*inner, between) if side is left else (between, *inner)
             terms.append(t._replace(layout=side.along(t.layout), inner=inner))
     return product._replace(terms=tuple(terms))
 
 
-def by_parameter(walk: Walk, node: Node, product: Value, side: Side, rest: Side, **extra) -> Value:
-    """The product of an activation with a parameter, or with a sum of several."""
-    walk.record_terms(node, "a learned input", [rest.value] if rest.value.is_weight else [])
-    if "groups" not in extra or not rest.value.logits:  # otherwise a convolution of logits
+def by_parameter(
+    walk: Walk, node: Node, product: Value, side: Side, rest: Side, kernel: Kernel | None = None
+) -> Value:
+    """The product of an activation with a parameter, or with a sum of several; `kernel` is that of a convolution."""
+    if rest.value.is_weight:
+        walk.record_terms(node, "a learned input", [rest.value])
+    is_depthwise = kernel is not None and kernel.is_depthwise
+    if kernel is None or not rest.value.logits:  # otherwise a convolution of logits
         walk.one_sided.add(node.index)
         product = product._replace(scores=node.index if side.is_matrix else -1, weights=-1)
-    if not extra.get("is_depthwise"):
+    if not is_depthwise:
         walk.record_parts(rest.value.images)
-    images, depends_on = [], product.depends_on | DATA
-    experts = _experts(walk, side, rest)
-    is_patch = extra.pop("is_patch", False) or _cuts_input(rest)
-    for k, t in enumerate(side.value.terms):
-        rows, columns = side.rows(t), side.columns(t)
-        kind = "product" if t.layout.atoms(side.summed) or t.inner else "other"
-        batch = (*t.layout.atoms(side.batch), *t.layout.loops)
-        each = t.layout.atoms(experts)
-        rows, batch = tuple(a for a in rows if a not in each), (*batch, *each)
-        axes = {"rows": rows, "columns": columns, "batch": batch}
-        walk.record(
-            node, kind, t, MULTIPLIED, k=k, operand=rest.operand, is_patch=is_patch, **axes, **extra
-        )
-        if kind == "product":
-            images.append(Image(walk.product(node, k), side.along(t.layout)))
-            images[-1].product.is_mixture |= _is_mixture(walk, rest)
-            depends_on |= images[-1].product.bit
+    images = _recorded_products(walk, node, side, rest, kernel)
     if not images:  # a scale, written as a product
         return product._replace(images=rest.aligned.images)
-    for (
-        image
-    ) in rest.value.images:  # an axis that one product gives and the next has as a batch: experts
+    # An axis that one product gives and the next has as a batch counts experts.
+    for image in rest.value.images:
         image.product.batches.update(image.layout.atoms(rest.batch))
     if walk.graph.is_stack_of_scalars(rest.operand):  # losses and their weights
         return product
-    if extra.get("is_depthwise"):
+    depends_on = product.depends_on | DATA
+    for image in images:
+        depends_on |= image.product.bit
+    if is_depthwise:
         images += [bent(walk, m, node, apart=True) for m in rest.aligned.images]
     walk.consumers.add(node.index)
     return product._replace(images=tuple(images), depends_on=depends_on, no_rule=-1)
 
 
-def _experts(walk: Walk, side: Side, rest: Side) -> list[int]:
+def _recorded_products(
+    walk: Walk, node: Node, side: Side, rest: Side, kernel: Kernel | None
+) -> list[Image]:
+    """The images of the parameters in a sum of several, each recorded as a use."""
+    images = []
+    experts = _experts(side, rest)
+    is_patch = _cuts_input(rest)
+    groups, is_depthwise = 1, False
+    if kernel is not None:
+        groups, is_depthwise = kernel.groups, kernel.is_depthwise
+        is_patch = is_patch or kernel.is_patch
+    for k, t in enumerate(side.value.terms):
+        is_product = bool(t.layout.atoms(side.summed) or t.inner)
+        of_experts = t.layout.atoms(experts)
+        walk.record(
+            node,
+            "product" if is_product else "other",
+            t,
+            MULTIPLIED,
+            k=k,
+            rows=tuple(run for run in side.rows(t) if run not in of_experts),
+            columns=side.columns(t),
+            batch=(*t.layout.atoms(side.batch), *t.layout.loops, *of_experts),
+            operand=rest.operand,
+            groups=groups,
+            is_depthwise=is_depthwise,
+            is_patch=is_patch,
+        )
+        if is_product:
+            image = Image(walk.product(node, k), side.along(t.layout))
+            image.product.is_mixture |= _is_mixture(walk, rest)
+            images.append(image)
+    return images
+
+
+def _experts(side: Side, rest: Side) -> list[int]:
     """Summed axes of a parameter that count experts: the activation was gated along them."""
     gated = []
-    for mine, theirs in zip(side.summed, rest.summed, strict=False):
+    for mine, other in zip(side.summed, rest.summed, strict=False):
         for image in rest.value.images:
-            atoms = set(image.layout.atoms([theirs]))
-            if atoms and atoms <= image.product.batches - {a for a, _ in image.product.heads}:
+            runs = set(image.layout.atoms([other]))
+            heads = {run for run, _ in image.product.heads}
+            if runs and runs <= image.product.batches - heads:
                 gated.append(mine)
     return gated if len(set(gated)) < len(side.summed) else []
 
@@ -259,23 +292,34 @@ def _is_frozen_layer(activation: Side, other: Side) -> bool:
     return not images or any(image.layout.atoms(activation.summed) for image in images)
 
 
+class Kernel(NamedTuple):
+    """What is different in a convolution."""
+
+    groups: int = 1
+    is_depthwise: bool = False  # each group of one feature
+    is_patch: bool = False  # of windows that do not overlap
+
+
 @rule("conv_general_dilated")
 def _conv(walk: Walk, node: Node) -> Sequence[Value]:
-    numbers, shape = node.params["dimension_numbers"], walk.shape(node.inputs[1])
+    params, (x, weight) = node.params, map(walk.shape, node.inputs)
+    numbers = params["dimension_numbers"]
     out, into, *window = numbers.rhs_spec
-    sources: list[int | None] = [None] * len(shape)
+    sources: list[int | None] = [None] * len(weight)
     sources[numbers.out_spec[1]] = out
-    features: list[int | None] = [None] * len(shape)
-    if walk.shape(node.inputs[0])[numbers.lhs_spec[1]] == shape[out]:
+    features: list[int | None] = [None] * len(weight)
+    if x[numbers.lhs_spec[1]] == weight[out]:
         features[numbers.out_spec[1]] = numbers.lhs_spec[1]
-    sizes = tuple(shape[axis] for axis in window)
-    groups = node.params["feature_group_count"] * node.params["batch_group_count"]
-    extra = {
-        "groups": groups,
-        "is_depthwise": groups > 1 and shape[into] == 1,
-        "is_patch": tuple(node.params["window_strides"]) == sizes and max(sizes, default=1) > 1,
-    }
-    return [_by_kernel(walk, node, (into, *window), (), sources, features, **extra)]
+    sizes = tuple(weight[axis] for axis in window)
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    kernel = Kernel(
+        groups=groups,
+        is_depthwise=groups > 1 and weight[into] == 1,
+        is_patch=tuple(params["window_strides"]) == sizes and max(sizes, default=1) > 1,
+    )
+    left, right = _sides(walk, node, (into, *window), ())
+    left.sources, right.sources = features, sources
+    return [_by_kernel(walk, node, left, right, kernel)]
 
 
 @rule("ragged_dot_general")
@@ -283,35 +327,36 @@ def _ragged(walk: Walk, node: Node) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
-    batch = (*batch, *numbers.rhs_group_dimensions)
-    given = [
-        axis for axis in range(len(walk.shape(node.inputs[1]))) if axis not in (*summed, *batch)
-    ]
-    rank = len(walk.shape(node.outputs[0]))
-    return [_by_kernel(walk, node, summed, batch, [None] * (rank - len(given)) + given)]
+    left, right = _sides(walk, node, summed, (*batch, *numbers.rhs_group_dimensions))
+    left.sources = [None] * len(left.shape)
+    right.sources = [None] * (len(right.shape) - len(right.given)) + list(right.given)
+    return [_by_kernel(walk, node, left, right)]
+
+
+def _sides(
+    walk: Walk, node: Node, summed: Sequence[int], batch: Sequence[int]
+) -> tuple[Side, Side]:
+    """The operands, the second of which has the parameters; of the first only features that stay are followed."""
+    values, ranks = walk.operands(node), [len(walk.shape(x)) for x in node.inputs]
+    left = Side(values[0], node.inputs[0], ranks[0], (), ())
+    right = Side(values[1], node.inputs[1], ranks[1], summed, batch)
+    left.shape = right.shape = walk.shape(node.outputs[0])
+    return left, right
 
 
 def _by_kernel(
-    walk: Walk, node: Node, summed: Sequence[int], batch: Sequence[int],
-    sources: Sequence[int | None], features: Sequence[int | None] = (), **extra: Any,
-) -> Value:  # fmt: skip
-    """A product whose second operand has the parameters; of the first one, only features that stay are followed."""
+    walk: Walk, node: Node, left: Side, right: Side, kernel: Kernel | None = None
+) -> Value:
     values = walk.operands(node)
-    product = dependent(values)
-    if not values[1].terms or (
-        extra.get("groups", 1) > 1 and not values[1].is_weight
-    ):  # groups of examples
-        walk.record_terms(node, node.name, values, "unknown")
-        if values[1].depends_on & PARAMETER:
-            walk.consumers.add(node.index)
-        elif product.depends_on & PARAMETER and not extra.get("is_depthwise"):
-            walk.frozen_layers.add(node.index)
-        return product
-    data, kernel = (
-        Side(v, x, len(walk.shape(x)), *axes)
-        for v, x, axes in zip(values[:2], node.inputs[:2], (((), ()), (summed, batch)), strict=True)
-    )
-    walk.record_unknown(kernel.value, data.value)
-    data.sources, kernel.sources = features or [None] * len(sources), sources
-    data.shape = kernel.shape = walk.shape(node.outputs[0])
-    return by_parameter(walk, node, product, kernel, data, **extra)
+    product, weights = dependent(values), right.value
+    has_groups = kernel is not None and kernel.groups > 1
+    if weights.terms and (weights.is_weight or not has_groups):
+        walk.record_unknown(weights, left.value)
+        return by_parameter(walk, node, product, right, left, kernel)
+    # A kernel that does not train, or one for each example.
+    walk.record_terms(node, node.name, values, "unknown")
+    if weights.depends_on & PARAMETER:
+        walk.consumers.add(node.index)
+    elif product.depends_on & PARAMETER and not (kernel and kernel.is_depthwise):
+        walk.frozen_layers.add(node.index)
+    return product
