@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -44,9 +43,8 @@ class Walk:
         self.uses: dict[tuple[int, int, int], Use] = {}
         # By product: the logits that enter each softmax, and the axes of the product that it normalizes.
         self.attentions: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(list)
-        self.opaque: dict[
-            int, tuple[Image, ...]
-        ] = {}  # calls of three products: queries, keys, values?
+        # Calls of three products, perhaps of queries, keys and values.
+        self.opaque: dict[int, tuple[Image, ...]] = {}
         # Products of two activations of which an exponential multiplies a third, where that is.
         self.softmaxes: dict[int, int] = {}
         # Products of an activation with learned queries or with data, perhaps frozen keys: they are attention if their
@@ -55,7 +53,8 @@ class Walk:
         self.normalized: set[int] = set()
         # Products by a parameter whose exponentials are summed along its columns.
         self.routers: set[int] = set()
-        self.pairs: dict[int, tuple[Side, Side]] = {}  # of two images: their operands
+        # Operands of products that may be of queries and keys.
+        self.pairs: dict[int, tuple[Side, Side]] = {}
         self.consumers: set[int] = set()  # products that take activations
         # Products of activations by matrices that do not train.
         self.frozen_layers: set[int] = set()
@@ -66,14 +65,12 @@ class Walk:
         self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
         # For the products that give queries, keys and values, the parts of the last one.
         self.value_parts: dict[tuple[Product, ...], Any] = {}
-        self.summed_slices: dict[int, set[int]] = defaultdict(
-            set
-        )  # axes whose products are added up
+        # For each parameter, its axes along which products with slices of it are added up.
+        self.summed_slices: dict[int, set[int]] = defaultdict(set)
         # For each parameter, the products in its scale, as bits.
         self.scales: dict[int, int] = defaultdict(int)
-        self.entrywise: dict[
-            int, tuple[Image, ...]
-        ] = {}  # products of two activations entry by entry
+        # Products of two activations entry by entry.
+        self.entrywise: dict[int, tuple[Image, ...]] = {}
         for k, x in enumerate(graph.parameters):
             terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
             self.values[x] = Value(PARAMETER, terms)
@@ -111,7 +108,8 @@ class Walk:
     def record_terms(
         self, node: Node, what: str, values: Iterable[Value], kind: Kind = "other"
     ) -> None:
-        for t in [t for v in values for t in v.terms]:
+        terms = [t for v in values for t in v.terms]
+        for t in terms:
             # Which factor is a learned input is not followed; a sum may be an adapter's with a frozen matrix.
             if t.inner and t.layout.shape and what != ADDED:
                 self.record(node, "unknown", t, PRODUCT_OF_PARAMETERS)
@@ -121,8 +119,8 @@ class Walk:
     def record_unknown(self, value: Value, other: Value) -> None:
         """What is multiplied by the result of an operation without a rule: perhaps that is one hot, and looks it up."""
         if other.no_rule >= 0:
+            operation = self.nodes[other.no_rule]
             for t in (*value.terms, *(m.product.use.term for m in value.images)):
-                operation = self.nodes[other.no_rule]
                 self.record(operation, "unknown", t, operation.name)
 
     def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
@@ -144,20 +142,22 @@ class Walk:
 
     def record_factors(self, node: Node, x: Value, y: Value) -> None:
         """A product entry by entry."""
+        (result,) = node.outputs
+        rank = sum(n > 1 for n in self.shape(result))
         for v, factor in ((x, y), (y, x)):
-            repeats, hot = factor.axes("repeats"), factor.axes("one hot")
+            repeats = factor.axes("repeats")
             if repeats:
                 self.record_weights(node, factor, v)
-            if v.is_weight and len(repeats) == sum(n > 1 for n in self.shape(node.outputs[0])):
+            if v.is_weight and len(repeats) == rank:
                 for t in v.terms:  # one factor for all of it, as a spectral norm
                     self.scales[t.leaf] |= factor.depends_on
-            self.record_read(v, hot, factor)
-            for m in v.images if factor.is_activation else ():
-                if not m.product.bit & factor.depends_on:
-                    self.record_gate(m, repeats)
-        both = x.images + y.images if x.images and y.images and x.depends_on != y.depends_on else ()
-        if all(m.linear or self.nodes[m.bent_by].name in ("mul", "div") for m in both):
-            self.entrywise[node.outputs[0]] = both
+            self.record_read(v, factor.axes("one hot"), factor)
+            if factor.is_activation:
+                self.record_gates(v.images, factor, repeats)
+        if x.images and y.images and x.depends_on != y.depends_on:
+            images = x.images + y.images
+            if all(m.linear or self.nodes[m.bent_by].name in ("mul", "div") for m in images):
+                self.entrywise[result] = images
 
     def record_parts(self, images: Iterable[Image]) -> None:
         """An operation that mixes columns takes these images: the region of each is used, by itself.
@@ -178,28 +178,30 @@ class Walk:
 
     def record_meeting_parts(self, values: Iterable[Value]) -> None:
         """Parts of one product come together after different functions of each."""
-        found = [m for v in values for m in v.images]
-        pairs = itertools.permutations(found, 2)
-        self.record_parts(m for m, n in pairs if m.product is n.product and not alike([m, n]))
+        for images in grouped((m.product, m) for v in values for m in v.images).values():
+            if not alike(images):
+                self.record_parts(images)
 
     def record_sum(self, images: Sequence[Image]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
         by_leaf = grouped((m.product.use.term.leaf, m) for m in images if m.linear)
-        for leaf, found in by_leaf.items():
-            for m in found[1:]:
-                if found[0].product.bit & self.values[m.product.use.operand].depends_on:
+        for leaf, (first, *others) in by_leaf.items():
+            runs = {*first.layout.loops, *first.layout.runs}
+            for m in others:
+                if first.product.bit & self.values[m.product.use.operand].depends_on:
                     continue  # layers, one after the other
-                one, other = ({*x.layout.loops, *x.layout.runs} for x in (m, found[0]))
-                self.summed_slices[leaf].update(a.axis for a in one ^ other)
+                differing = runs ^ {*m.layout.loops, *m.layout.runs}
+                self.summed_slices[leaf].update(run.axis for run in differing)
 
-    def record_gate(self, m: Image, repeated: Sequence[int]) -> None:
+    def record_gates(self, images: Iterable[Image], factor: Value, repeated: Sequence[int]) -> None:
         """A factor that differs along one axis of a product's columns and not along another: a gate of experts."""
-        if m.layout.atoms(repeated):
-            m.product.batches.update(m.layout.atoms_beside(repeated))
+        for m in images:
+            if not m.product.bit & factor.depends_on and m.layout.atoms(repeated):
+                m.product.batches.update(m.layout.atoms_beside(repeated))
 
     def record_heads(self, images: Iterable[Image], axes: Sequence[int]) -> None:
         for m in images:
-            m.product.heads.update((a, m.layout.region) for a in m.layout.atoms(axes))
+            m.product.heads.update((run, m.layout.region) for run in m.layout.atoms(axes))
 
     def record_contracted(self, node: Node, side: Side, is_mixture: bool) -> None:
         """Columns of a product that another product of the same einsum sums over: rows, whatever the order is."""
@@ -211,22 +213,19 @@ class Walk:
                 image.product.is_mixture |= is_mixture and bool(contracted)
 
     def record_attention(
-        self, node: Node, logits: Logits, keys: tuple[Run, ...], values: Any
+        self, node: Node, logits: Logits, keys: tuple[Run, ...], values: Side
     ) -> None:
-        self.attentions[logits.product].append((logits, frozenset(a.axis for a in keys)))
+        self.attentions[logits.product].append((logits, frozenset(run.axis for run in keys)))
+        sides = self.pairs[logits.product]
         # Queries that share a key head are counted by an axis of their own.
-        for side in self.pairs[logits.product]:
+        for side in sides:
             self.record_heads(side.value.images, side.given)
-        operands = [
-            m for side in (*self.pairs[logits.product], values) for m in side.value.images[:1]
-        ]
-        part = operands[-1].layout.region if operands else None
+        images = [m for side in (*sides, values) for m in side.value.images[:1]]
+        if not images:
+            return
         # Heads one by one, whose parts are no matrices; subtracted softmaxes share their values.
-        if self.value_parts.setdefault(tuple(m.product for m in operands), part) != part:
-            for m in operands:
-                self.record(
-                    self.nodes[logits.product],
-                    "unknown",
-                    m.product.use.term,
-                    "attention head by head",
-                )
+        part = images[-1].layout.region
+        if self.value_parts.setdefault(tuple(m.product for m in images), part) != part:
+            why = "attention head by head"
+            for m in images:
+                self.record(self.nodes[logits.product], "unknown", m.product.use.term, why)
