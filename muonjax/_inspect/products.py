@@ -71,8 +71,9 @@ def multiply(walk: Walk, node: Node, left: Side, right: Side) -> Value:
 
 def _chosen_by_one_hot(side: Side, rest: Side) -> list[int]:
     """The summed axes of one operand along which the other is one hot."""
-    hot = rest.value.axes("one hot")
-    return [mine for mine, other in zip(side.summed, rest.summed, strict=True) if other in hot]
+    one_hot = rest.value.axes("one hot")
+    pairs = zip(side.summed, rest.summed, strict=True)
+    return [axis for axis, axis_of_rest in pairs if axis_of_rest in one_hot]
 
 
 def _by_matrix(walk: Walk, node: Node, product: Value, side: Side, rest: Side) -> Value:
@@ -172,12 +173,12 @@ def _recorded_products(
 def _experts(side: Side, rest: Side) -> list[int]:
     """Summed axes of a parameter that count experts: the activation was gated along them."""
     gated = []
-    for mine, other in zip(side.summed, rest.summed, strict=False):
+    for axis, axis_of_rest in zip(side.summed, rest.summed, strict=False):
         for image in rest.value.images:
-            runs = set(image.layout.atoms([other]))
+            runs = set(image.layout.atoms([axis_of_rest]))
             heads = {run for run, _ in image.product.heads}
             if runs and runs <= image.product.batches - heads:
-                gated.append(mine)
+                gated.append(axis)
     return gated if len(set(gated)) < len(side.summed) else []
 
 
@@ -185,8 +186,8 @@ def _is_mixture(walk: Walk, side: Side) -> bool:
     """Whether a router's weights along some summed axes multiply features along others: a mixture of experts."""
     if side.value.weights not in walk.routers:
         return False
-    shape = side.value.images[0].layout.shape if side.value.images else ()
-    summed = {k for k in side.summed if k < len(shape) and shape[k] > 1}
+    shape = walk.shape(side.operand)
+    summed = {axis for axis in side.summed if shape[axis] > 1}
     varying = [image.layout.varying & summed for image in side.value.images]
     return any(axes and axes < summed for axes in varying) and summed not in varying
 
@@ -194,10 +195,11 @@ def _is_mixture(walk: Walk, side: Side) -> bool:
 def _cuts_input(side: Side) -> bool:
     """Whether the sum runs over stretches of two axes of an argument, as over the pixels of a patch."""
     for mark in side.value.marks:
-        inside = mark.layout.atoms(side.summed) if mark.what == "input" else ()
-        outside = {a.axis for a in mark.layout.atoms(side.given)}
-        if len({a.axis for a in inside if a.axis in outside and a.stride == 1}) > 1:
-            return True
+        if mark.what == "input":
+            outside = {run.axis for run in mark.layout.atoms(side.given)}
+            stretches = {run.axis for run in mark.layout.atoms(side.summed) if run.stride == 1}
+            if len(stretches & outside) > 1:
+                return True
     return False
 
 
@@ -258,13 +260,14 @@ def _by_constants(walk: Walk, node: Node, product: Value, side: Side, rest: Side
 
     It is linear in what the activation is linear in.
     """
-    read = [x.product for x in _read_by(side)]
-    logits = [x for x in softmax.scaled(node, side.aligned) if x.product not in read]
+    # Weights that this product reads are no logits of what follows.
+    attentions = [x.product for x in _read_by(side)]
+    logits = [x for x in softmax.scaled(node, side.aligned) if x.product not in attentions]
     product = product._replace(images=side.added_up.images, logits=tuple(logits))
     is_layer = _is_frozen_layer(side, rest)
     if is_layer:
         walk.frozen_layers.add(node.index)
-    if is_layer or read or (side.given and rest.given and product.scores < 0):
+    if is_layer or attentions or (side.given and rest.given and product.scores < 0):
         walk.one_sided.add(node.index)
         product = product._replace(scores=node.index, weights=-1)
     if is_layer and not side.value.logits and rest.batch:  # perhaps of queries with frozen keys
