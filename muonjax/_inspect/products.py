@@ -256,9 +256,9 @@ def _new_logits(walk: Walk, node: Node, left: Side, right: Side) -> tuple[Logits
 
 
 def _by_constants(walk: Walk, node: Node, product: Value, side: Side, rest: Side) -> Value:
-    """Of an activation with numbers that do not train: a mask, a rotation, a frozen layer, frozen keys or values.
+    """An activation times numbers that do not train: a mask, a rotation, a frozen layer, frozen keys or values.
 
-    It is linear in what the activation is linear in.
+    The result is linear in what the activation is linear in.
     """
     # Weights that this product reads are no logits of what follows.
     attentions = [x.product for x in _read_by(side)]
