@@ -151,12 +151,11 @@ class Graph:
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
-        self.constants = [self._new(v) for v in jaxpr.constvars]
-        self.closed_over = dict(zip(self.constants, constants(closed), strict=True))
-        self.known |= {x: np.asarray(c) for x, c in self.closed_over.items() if _is_known(c)}
+        self.constants: list[int] = []  # arrays that the function closes over, or one inside of it
+        self.closed_over: dict[int, Any] = {}  # the values of those that the program contains
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
         self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
-        self.outputs = self._walk(jaxpr, self.constants, inputs, ())
+        self.outputs = self._walk(jaxpr, self._constants(closed), inputs, ())
         self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
         # Operations that an output of the function depends on, or a gradient that the function takes.
         self.live = self._before_outputs(lambda i: self.nodes[i].inputs)
@@ -196,6 +195,17 @@ class Graph:
         self.avals.append(variable.aval)
         self.variables.append(variable)
         return len(self.avals) - 1
+
+    def _constants(self, body: Body) -> list[int]:
+        """The arrays that a body closes over."""
+        numbers = [self._new(v) for v in opened(body).constvars]
+        self.constants += numbers
+        for x, array in zip(numbers, constants(body), strict=False):
+            if _is_readable(array):
+                self.closed_over[x] = array
+                if _is_index(array):
+                    self.known[x] = np.asarray(array)
+        return numbers
 
     def _add(
         self,
@@ -306,7 +316,7 @@ class Graph:
         jaxpr = opened(body)
         for x, v in zip(inputs, jaxpr.invars, strict=True):
             self.elsewhere.setdefault(x, []).append((place, v))
-        return self._walk(jaxpr, [self._new(v) for v in jaxpr.constvars], inputs, place)
+        return self._walk(jaxpr, self._constants(body), inputs, place)
 
     def _loop(
         self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int], consts: int, carried: int
@@ -380,12 +390,16 @@ def _is_float(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _is_known(constant: Any) -> bool:
+def _is_readable(array: Any) -> bool:
+    """Whether the program contains the numbers of this array."""
+    dtype = getattr(array, "dtype", None)
+    is_traced = isinstance(array, Tracer) or dtype is None
+    return not is_traced and not jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _is_index(array: Any) -> bool:
     """Whether it is a number, as of a mask that the function closes over, or the indices of one axis."""
-    rank, dtype = getattr(constant, "ndim", 2), getattr(constant, "dtype", None)
-    if isinstance(constant, Tracer) or dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return False
-    return rank == 0 or (rank == 1 and not jnp.issubdtype(dtype, jnp.inexact))
+    return array.ndim == 0 or (array.ndim == 1 and not jnp.issubdtype(array.dtype, jnp.inexact))
 
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")

@@ -1142,6 +1142,8 @@ for kind, table in ADD_MASK.items():
     ]:
         spelled(f"{name}_by_{kind}", sites, kept=CAUSAL if sites == 1 else None,
                 softmax=lambda a, p, f=change, table=table: jax.nn.softmax(f(a, table)))  # fmt: skip
+spelled("a_mask_that_a_jitted_function_closes_over", kept=CAUSAL,
+        softmax=lambda a, p: jax.jit(lambda a: jax.nn.softmax(a + ADD_MASK["a_table"](-1e2)))(a))  # fmt: skip
 spelled("a_bias_of_several_numbers", softmax=lambda a, p: jax.nn.softmax(a + SLOPES))
 DIAGONAL = -np.eye(T, dtype=np.float32)
 spelled(

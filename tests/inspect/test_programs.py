@@ -37,8 +37,8 @@ def named(programs):
     return cases
 
 
-def inspected(program):
-    return muonjax.inspect(program.fun, program.params, *program.args)
+def inspected(program, transform=lambda fun: fun):
+    return muonjax.inspect(transform(program.fun), program.params, *program.args)
 
 
 def by_name(name):
@@ -88,7 +88,12 @@ def answers(read, expected, names=None):
 
 @pytest.mark.parametrize("program", named(PROGRAMS))
 def test_every_parameter_and_attention_is_read_as_what_it_does(program):
-    read = inspected(program)
+    check_answers(program, inspected(program))
+    # A jitted function holds the arrays that it closes over in its own jaxpr.
+    check_answers(program, inspected(program, jax.jit))
+
+
+def check_answers(program, read):
     assert answers(read, program.expected) == program.expected
     problems = [attention.problem for attention in read.attentions]
     if isinstance(program.sites, int):
