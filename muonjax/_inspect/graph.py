@@ -135,9 +135,17 @@ class Loop(NamedTuple):
 class Graph:
     """The operations of a function in an order in which they can run."""
 
-    def __init__(self, closed: Body, parameters: range):
-        """`parameters`: which of the inputs are parameters."""
+    def __init__(self, closed: Body, parameters: range, given: Sequence[Any] = ()):
+        """The operations of `closed`.
+
+        Args:
+          closed: The jaxpr.
+          parameters: Which of its inputs are parameters.
+          given: Arrays that the function was called with and that are not inputs of the jaxpr. The
+            jaxpr has them as constants, whose numbers are no part of the program.
+        """
         jaxpr = opened(closed)
+        self._given = given
         self.nodes: list[Node] = []
         self.loops: dict[int, Loop] = {}  # by its first operation
         self.avals: list[Any] = []
@@ -201,7 +209,7 @@ class Graph:
         numbers = [self._new(v) for v in opened(body).constvars]
         self.constants += numbers
         for x, array in zip(numbers, constants(body), strict=False):
-            if _is_readable(array):
+            if _is_readable(array) and not any(_is_same(array, x) for x in self._given):
                 self.closed_over[x] = array
                 if _is_index(array):
                     self.known[x] = np.asarray(array)
@@ -395,6 +403,19 @@ def _is_readable(array: Any) -> bool:
     dtype = getattr(array, "dtype", None)
     is_traced = isinstance(array, Tracer) or dtype is None
     return not is_traced and not jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _is_same(constant: Any, given: Any) -> bool:
+    """Whether this constant of a jaxpr is an array that the function was called with, or a view of it."""
+    if constant is given or isinstance(constant, jax.Array) or not isinstance(given, np.ndarray):
+        return constant is given
+    numbers = np.asarray(constant)
+    if np.may_share_memory(numbers, given):
+        return True
+    # JAX copies an array of NumPy's that has 64 bits.
+    return numbers.size == given.size and np.array_equal(
+        numbers.reshape(-1), given.reshape(-1).astype(numbers.dtype), equal_nan=True
+    )
 
 
 def _is_index(array: Any) -> bool:
