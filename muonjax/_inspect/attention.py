@@ -17,7 +17,6 @@ from muonjax._inspect.findings import Walk
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import reshaped
-from muonjax._inspect.softmax import MASKED
 from muonjax._inspect.values import Image, Side, Term, grouped
 
 
@@ -49,6 +48,7 @@ class Call(NamedTuple):
     terms: tuple[Term, ...] = ()  # the parameters of its queries and keys
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
     proposals: tuple[tuple[Span, ...], ...] = ()
+    doubt: str = ""  # what can't be told of its masks, for a warning
 
 
 class _Refused(Exception):
@@ -180,6 +180,9 @@ class _Finder:
             if len(softmax.products([walk.values[x] for x in walk.nodes[i].inputs])) > 1:
                 raise _Refused(f"its logits are made of several products: {walk.graph.line(i)}")
             raise _Refused(_not_alone(walk, i))
+        masks = softmax.masks_in(walk.graph, logits.added)
+        if masks.problem:
+            raise _Refused(masks.problem)
         if logits.shifted and logits.shifted & self.normalized:
             raise _Refused("the maximum subtracted from its logits is not taken over its keys")
         proposals, why = [], ""
@@ -191,9 +194,9 @@ class _Finder:
         if not proposals:
             raise _Refused(why)
         terms = _terms((*self.query.value.images, *self._split_keys()[0]))
-        return Call(
-            line, probe=self._probe(), terms=terms, proposals=tuple(dict.fromkeys(proposals))
-        )
+        each = tuple(dict.fromkeys(proposals))
+        probe = self._probe(masks.hidden)
+        return Call(line, probe=probe, terms=terms, proposals=each, doubt=masks.doubt)
 
     def _proposal(
         self, keys: Sequence[Image], shared: Sequence[tuple[int, int]]
@@ -309,7 +312,7 @@ class _Finder:
         scale = Scale(path="", rank=len(own), axes=axes, factor=factor, **found)
         return Span(leaf, scale, stack)
 
-    def _probe(self) -> Probe:
+    def _probe(self, hidden: float) -> Probe:
         walk, logits = self.walk, self.logits
         places = walk.graph.variables_of(logits.value)
         added = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
@@ -326,7 +329,6 @@ class _Finder:
             raw, seen = (walk.values[x].logits[0].layout for x in (logits.raw, logits.value))
             if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
                 raise _Refused("something is added to its logits before their axes change order")
-        hidden = MASKED if logits.mask is None else max(logits.mask / 2, MASKED)
         return Probe(place, places[place], raw=added.get(place), hidden=hidden, unit=logits.unit)
 
 

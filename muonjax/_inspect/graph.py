@@ -161,6 +161,7 @@ class Graph:
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
         self.constants: list[int] = []  # arrays that the function closes over, or one inside of it
         self.closed_over: dict[int, Any] = {}  # the values of those that the program contains
+        self.numbers: dict[int, Any] = {}  # what `constants.numbers_in` found
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
         self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
         self.outputs = self._walk(jaxpr, self._constants(closed), inputs, ())

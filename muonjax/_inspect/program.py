@@ -24,6 +24,7 @@ from muonjax._common.arguments import warn_user
 from muonjax._common.models import as_function_of_parameters, is_model
 from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
 from muonjax._inspect.attention import Call, attentions
+from muonjax._inspect.constants import MASKED
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.follow import follow, no_collection
@@ -305,7 +306,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     with no_collection():
         walk = follow(closed, range(len(leaves)))
         decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
-        attentions = [a for a, _ in _attentions(walk, paths)]
+        attentions = _attentions(walk, paths)
     unused = [name for name, decision in decisions.items() if not decision.trains]
     if leaves and len(unused) == len(paths):
         raise ValueError(
@@ -323,7 +324,13 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"{call} can't tell whether these are hidden layers or output heads: {listed(doubts, ', ')}. "
             "See program.why(name); to decide otherwise, change the tree program.dimension_numbers()."
         )
-    return Program(decisions, attentions, structure.unflatten(shapes), whole)
+    masks = [f"{a.name!r} ({calls[0].doubt})" for a, calls in attentions if calls[0].doubt]
+    if masks:
+        warn_user(
+            f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "
+            f"{MASKED:.0f} count as a mask; give masks as booleans, jnp.where(mask, logits, -jnp.inf)."
+        )
+    return Program(decisions, [a for a, _ in attentions], structure.unflatten(shapes), whole)
 
 
 def check_arrays(call: str, params: Any) -> None:

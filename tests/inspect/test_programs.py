@@ -1,6 +1,7 @@
 """Functions in which names, sizes and spellings mislead are read as what they compute, and clipped exactly or not."""
 
 import random
+import warnings
 from unittest import mock
 
 import jax
@@ -210,6 +211,18 @@ def test_a_clip_is_exact_for_each_head(program):
 def test_a_clip_of_what_researchers_write_is_exact(program):
     p, args = drawn(program)
     check_clip(inspected(program), p, args)
+
+
+@pytest.mark.parametrize(
+    "name", [*attention_programs.SHOWN, *attention_programs.DOUBTED, "a_learned_bias"]
+)
+def test_a_mask_that_may_be_a_bias_is_doubted(name):
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        by_name(name)
+    lines = [str(warning.message) for warning in record]
+    doubts = [x for x in lines if "a mask or a bias: 'max_logits' (attention_" in x]
+    assert len(doubts) == (name in attention_programs.DOUBTED)
 
 
 def test_refused_attentions_on_one_line_are_counted_apart():

@@ -331,6 +331,7 @@ TABLE = np.where(CAUSAL, 0, -1e2)
 SLOPES = -np.abs(np.arange(len(CAUSAL))[:, None] - np.arange(len(CAUSAL)))
 
 
+@pytest.mark.filterwarnings("ignore:.*a mask or a bias")
 @pytest.mark.parametrize(
     ("mask", "add"),
     [
