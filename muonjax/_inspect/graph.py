@@ -149,12 +149,10 @@ class Graph:
         self.nodes: list[Node] = []
         self.loops: dict[int, Loop] = {}  # by its first operation
         self.avals: list[Any] = []
-        self.known: dict[
-            int, Any
-        ] = {}  # values of literals, of constant numbers and of constant indices
-        self.variables: list[
-            Any
-        ] = []  # the variable of each value, in the body where it is first seen
+        # The values of literals, of constant numbers and of constant indices.
+        self.known: dict[int, Any] = {}
+        # The variable of each value, in the body where it is first seen.
+        self.variables: list[Any] = []
         self.callers: dict[Place, JaxprEqn] = {}  # of each body, by its place
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
@@ -273,42 +271,67 @@ class Graph:
             return number
 
         for position, eqn in enumerate(jaxpr.eqns):
-            inputs, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
-            inside = bodies(eqn) if name in _ENTERED else []
-            found = [
-                (body, (*place, Step(position, i, name))) for i, (_, body) in enumerate(inside)
-            ]
-            self.callers |= {inner: eqn for _, inner in found}
-            if name == "scan":
-                constants, carried = scan_counts(eqn)
-                outputs = self._loop(eqn, *found[0], inputs, constants, carried)
-            elif name == "while":
-                conditions, constants = while_counts(eqn)
-                outputs = self._loop(
-                    eqn, *found[0], inputs[conditions:], constants, len(eqn.outvars)
+            inputs = [read(atom) for atom in eqn.invars]
+            inside = bodies(eqn) if eqn.primitive.name in _ENTERED else []
+            if inside:
+                outputs = self._enclosing(
+                    eqn, position, [body for _, body in inside], inputs, place
                 )
-            elif name == "cond":
-                branches = [self._enter(body, inputs[1:], inner) for body, inner in found]
-                which = [inputs[0]] * len(eqn.outvars)
-                outputs = self._each("join", [which, *branches], eqn.outvars, eqn, place)
-            elif found:
-                outputs = self._call(eqn, *found[0], inputs)
-            elif name in _COLLECTIVES and (
-                axes := [a for a in eqn.params["axes"] if isinstance(a, int)]
-            ):
-                outputs = self._each(
-                    _COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=tuple(axes)
-                )
-            elif name in _REWRITTEN and source is None:
-                arrays = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
-                other = _rewritten(name, arrays, tuple(eqn.params.items()))
-                outputs = self._walk(other.jaxpr, (), inputs, place, eqn)
-                for x, v in zip(outputs, eqn.outvars, strict=True):
-                    self.elsewhere.setdefault(x, []).append((place, v))
             else:
-                outputs = self._add(name, eqn.params, inputs, eqn.outvars, source or eqn, place)
+                outputs = self._single(eqn, inputs, place, source)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _single(
+        self, eqn: JaxprEqn, inputs: list[int], place: Place, source: JaxprEqn | None
+    ) -> list[int]:
+        """An equation without a body; it rewrites `source`, if that is given."""
+        name = eqn.primitive.name
+        if name in _COLLECTIVES:
+            axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
+            if axes:
+                return self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes)
+        if name not in _REWRITTEN or source is not None:
+            return self._add(name, eqn.params, inputs, eqn.outvars, source or eqn, place)
+        arrays = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+        other = _rewritten(name, arrays, tuple(eqn.params.items()))
+        outputs = self._walk(other.jaxpr, (), inputs, place, eqn)
+        self._see(outputs, eqn.outvars, place)
+        return outputs
+
+    def _enclosing(
+        self,
+        eqn: JaxprEqn,
+        position: int,
+        inside: Sequence[Body],
+        inputs: list[int],
+        place: Place,
+    ) -> list[int]:
+        """An equation with bodies, number `position` in its own body."""
+        name = eqn.primitive.name
+        places = [(*place, Step(position, i, name)) for i in range(len(inside))]
+        self.callers |= dict.fromkeys(places, eqn)
+        if name == "scan":
+            constants, carried = scan_counts(eqn)
+            return self._loop(eqn, inside[0], places[0], inputs, constants, carried)
+        if name == "while":
+            conditions, constants = while_counts(eqn)
+            inputs, carried = inputs[conditions:], len(eqn.outvars)
+            return self._loop(eqn, inside[0], places[0], inputs, constants, carried)
+        if name == "cond":
+            which, *operands = inputs
+            branches = [
+                self._enter(body, operands, inner)
+                for body, inner in zip(inside, places, strict=True)
+            ]
+            indices = [which] * len(eqn.outvars)
+            return self._each("join", [indices, *branches], eqn.outvars, eqn, place)
+        return self._call(eqn, inside[0], places[0], inputs)
+
+    def _see(self, values: Sequence[int], variables: Sequence[Any], place: Place) -> None:
+        """These values have these variables in this body too."""
+        for x, v in zip(values, variables, strict=True):
+            self.elsewhere.setdefault(x, []).append((place, v))
 
     def _call(self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int]) -> list[int]:
         is_divided = eqn.primitive.name == "shard_map"
@@ -317,14 +340,12 @@ class Graph:
         outputs = self._enter(body, inputs, inner)
         if is_divided:
             outputs = self._each("unshard", [outputs], eqn.outvars, eqn, inner[:-1])
-        for x, v in zip(outputs, eqn.outvars, strict=True):
-            self.elsewhere.setdefault(x, []).append((inner[:-1], v))
+        self._see(outputs, eqn.outvars, inner[:-1])
         return outputs
 
     def _enter(self, body: Body, inputs: Sequence[int], place: Place) -> list[int]:
         jaxpr = opened(body)
-        for x, v in zip(inputs, jaxpr.invars, strict=True):
-            self.elsewhere.setdefault(x, []).append((place, v))
+        self._see(inputs, jaxpr.invars, place)
         return self._walk(jaxpr, self._constants(body), inputs, place)
 
     def _loop(

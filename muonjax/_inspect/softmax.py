@@ -49,7 +49,7 @@ def after(
     at = next(k for k, v in enumerate(values) if v is held[0])
     if (factor := _factor(graph, node, operands, at)) is not None and held[0].logits[0].raw >= 0:
         return tuple(_in_other_units(node, x, factor) for x in held[0].logits)
-    return _of_sum(graph, node, which, values, operands, at)
+    return _of_sum(node, which, values, operands, at)
 
 
 def scaled(node: Node, v: Value) -> tuple[Logits, ...]:
@@ -99,49 +99,55 @@ def _in_other_units(node: Node, x: Logits, factor: float) -> Logits:
 
 
 def _of_sum(
-    graph: Graph,
-    node: Node,
-    which: Value,
-    values: Sequence[Value],
-    operands: Sequence[int],
-    at: int,
+    node: Node, which: Value, values: Sequence[Value], operands: Sequence[int], at: int
 ) -> tuple[Logits, ...]:
-    """Logits, operand number `at`, less their maximum, or with a mask; anything else that is added loses them."""
-    name, first = node.name, values[at].logits[0]
-    others = [v for k, v in enumerate(values) if k != at]
-    is_choice, is_subtracted = name in CHOICES, name == "sub" and at == 1
-    is_less_maximum = any(x.product == first.product for x in _maxima(others))
-    if name in SUMS and not is_choice and products(others) - products([values[at]]):
-        return (first._replace(value=node.outputs[0], lost=node.outputs[0]),)
-    if first.lost >= 0 or name not in SUMS or (is_subtracted and not is_less_maximum):
-        return scaled(node, values[at])
-    if is_less_maximum and not is_choice and not is_subtracted:
-        axes = {run.axis for run in first.layout.atoms_beside(others[0].axes("repeats"))}
-        return (first._replace(shifted=(first.shifted or frozenset()) | axes),)
-    if is_choice and first.raw < 0:
-        # The same logits under a mask; next to a bias they are something else.
-        others = [v for v in others if not _is_same(first, v)]
-    # Of the first mask a clip may change what chooses, which then hides other logits.
-    depends_on = [v.depends_on for v in (*others, *([which] if first.raw >= 0 else []))]
-    changes = any(bits & (PARAMETER | FROZEN) for bits in depends_on)
-    has_other_units = first.unit != 1.0
-    if changes or has_other_units or first.shifted is not None:
-        return (lost(node, first),)
-    if first.raw < 0 and not is_choice:
-        first = first._replace(raw=operands[at])  # as they are here, not where they were scaled
-    if is_choice:
-        return (first._replace(value=node.outputs[0]),)
-    addend = Addend(operands[1 - at], node.index, -1 if name == "sub" else 1)
-    return (first._replace(value=node.outputs[0], added=(*first.added, addend)),)
+    """Logits, operand number `at`, of which a choice keeps some, or to which something is added."""
+    v, others = values[at], [v for k, v in enumerate(values) if k != at]
+    logits = v.logits[0]
+    if node.name not in SUMS or (node.name in CHOICES and logits.lost >= 0):
+        return scaled(node, v)
+    if node.name in CHOICES:
+        return (_chosen(node, logits, which, others),)
+    if products(others) - products([v]):
+        return (logits._replace(value=node.outputs[0], lost=node.outputs[0]),)
+    is_subtracted = node.name == "sub" and at == 1
+    maxima = [x for x in others[0].logits if x.stage == "largest" and x.product == logits.product]
+    if logits.lost >= 0 or (is_subtracted and not maxima):
+        return scaled(node, v)
+    if is_subtracted:
+        return (lost(node, logits),)
+    if maxima:
+        axes = {run.axis for run in logits.layout.atoms_beside(others[0].axes("repeats"))}
+        return (logits._replace(shifted=(logits.shifted or frozenset()) | axes),)
+    if _is_scaled(logits) or _may_change(others):
+        return (lost(node, logits),)
+    addend = Addend(operands[1 - at], node.index, -1 if node.name == "sub" else 1)
+    # The logits as they are here, not where they were scaled.
+    raw = operands[at] if logits.raw < 0 else logits.raw
+    added = (*logits.added, addend)
+    return (logits._replace(value=node.outputs[0], raw=raw, added=added),)
 
 
-def _maxima(values: Iterable[Value]) -> list[Logits]:
-    return [x for v in values for x in v.logits if x.stage == "largest"]
+def _chosen(node: Node, logits: Logits, which: Value, others: Sequence[Value]) -> Logits:
+    """Logits where a mask chooses them, with something that a clip does not change in place of the others."""
+    if logits.raw < 0:
+        same = logits.product, logits.raw, logits.stage
+        others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
+    else:  # after a mask is added the same logits hide others, and so does what a clip may change
+        others = [*others, which]
+    if _is_scaled(logits) or _may_change(others):
+        return lost(node, logits)
+    return logits._replace(value=node.outputs[0])
 
 
-def _is_same(logits: Logits, v: Value) -> bool:
-    same = logits.product, logits.raw, logits.stage
-    return same in [(x.product, x.raw, x.stage) for x in v.logits]
+def _is_scaled(logits: Logits) -> bool:
+    """Whether what is added now has other units than what was, or comes after their maximum."""
+    return logits.unit != 1.0 or logits.shifted is not None
+
+
+def _may_change(values: Iterable[Value]) -> bool:
+    """Whether a clip may change these."""
+    return any(v.depends_on & (PARAMETER | FROZEN) for v in values)
 
 
 def products(values: Iterable[Value]) -> set[int]:
@@ -168,8 +174,7 @@ def masks_in(graph: Graph, added: Sequence[Addend]) -> Masks:
     biases: list[Addend] = []
     doubts: list[Addend] = []
     for addend in added:
-        numbers = numbers_in(graph, addend.value)
-        effect = None if numbers is None else _effect(addend.sign * numbers)
+        effect = _effect(graph, addend)
         if effect is None:
             doubts.append(addend)
         elif effect == 0:
@@ -177,18 +182,21 @@ def masks_in(graph: Graph, added: Sequence[Addend]) -> Masks:
         else:
             masks.append(effect)
     largest = max(masks, default=-math.inf)
-    doubt = graph.line(doubts[0].node) if doubts else ""
     if not biases and not doubts:
         return Masks(max(largest / 2, MASKED))
     # A bias of ordinary size stays far above `MASKED`, and a mask of -1e4 below it.
     if largest <= MASKED:
-        return Masks(doubt=doubt)
-    line = graph.line((doubts or biases)[0].node)
+        return Masks(doubt=graph.line(doubts[0].node) if doubts else "")
+    line = graph.line((*doubts, *biases)[0].node)
     return Masks(problem=f"a mask that adds {largest:g} can't be told from a bias: {line}")
 
 
-def _effect(numbers: np.ndarray) -> float | None:
-    """The largest number below zero that a mask of these numbers adds; 0 for a bias; None if it may be either."""
+def _effect(graph: Graph, addend: Addend) -> float | None:
+    """The largest number below zero that a mask adds; 0 for a bias; None for what may be either."""
+    numbers = numbers_in(graph, addend.value)
+    if numbers is None:
+        return None
+    numbers = addend.sign * numbers
     has_many = bool(np.isnan(numbers).any())
     hiding, others = numbers[numbers <= _HIDES], numbers[numbers > _HIDES]
     if not hiding.size or not (others.size or has_many):
