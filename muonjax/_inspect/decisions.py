@@ -130,13 +130,19 @@ def _decide(
         return Decision(None, f"{why}: {graph.line(node)}", by_names=by_names)
 
     def place(use: Use) -> _Place:
-        return _place(ends, graph.nodes[use.node].outputs[0], use.node in walk.read)
+        value = graph.nodes[use.node].outputs[0]
+        if graph.einsum(use.node):
+            _, value = graph.einsum_of(use.node)
+        return _place(ends, value, use.node in walk.read)
 
     if not graph.is_float(graph.parameters[leaf]):
         return Decision(None, "whole numbers")
     uses = [u for u in uses if u.kind != "product" or not u.product.bit & walk.scales[leaf]] or uses
     if not uses:
         return _without_uses(walk, leaf)
+    for use in uses:
+        if graph.einsum(use.node) and _has_several_weights(walk, use.node):
+            return adam("an einsum of several parameters is not followed", use.node, by_names=True)
     if unknown := [u for u in uses if u.kind == "unknown"]:
         return adam(f"{unknown[0].what} is not followed", unknown[0].node, by_names=True)
     products = [u for u in uses if u.kind == "product"]
@@ -174,6 +180,15 @@ def _decide(
         doubt = "what follows it does not train: a frozen layer, or a transform of the outputs"
         decision = decision._replace(doubt=f"{doubt}: {graph.line(matrices[0].node)}")
     return decision
+
+
+def _has_several_weights(walk: Walk, operation: int) -> bool:
+    """Whether an einsum takes several arrays that depend on no argument, and may multiply them by each other first."""
+    graph = walk.graph
+    operands, _ = graph.einsum_of(operation)
+    data = {*graph.arguments, *graph.constants} - graph.closed_over.keys()
+    inputs = [graph.upstream([x], lambda i: graph.nodes[i].inputs) for x in operands]
+    return sum(data.isdisjoint(x) for x in inputs) > 1
 
 
 def _place(ends: _Ends, value: int, is_read: bool) -> _Place:

@@ -201,9 +201,9 @@ class Walk:
 
     def record_contracted(self, node: Node, side: Side) -> None:
         """Columns of a product that another product of the same einsum sums over: rows, whatever the order is."""
-        subscripts = self.graph.einsum(node.index)
-        for image in side.value.images if subscripts else ():
-            if self.graph.einsum(image.product.use.node) == subscripts:
+        einsum = self.graph.einsum(node.index)
+        for image in side.value.images if einsum else ():
+            if self.graph.einsum(image.product.use.node) == einsum:
                 image.product.contracted.update(image.layout.atoms(side.summed))
 
     def record_attention(

@@ -125,6 +125,20 @@ def _pass(name_stack: Any) -> str:
     return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
 
 
+class Einsum(NamedTuple):
+    """A call of `jnp.einsum`. In which order it multiplies its operands depends on their sizes."""
+
+    subscripts: str
+    place: Place
+    source: int  # the same object for all of its operations
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether no operand has all axes of the result, as the outputs have where labels choose some."""
+        operands, _, result = self.subscripts.partition("->")
+        return not any(set(result) <= set(axes) for axes in operands.split(","))
+
+
 class Loop(NamedTuple):
     """The "carry" operations of a loop, and where the operations of its body end that come after them."""
 
@@ -387,11 +401,32 @@ class Graph:
         around = [self.callers[node.place[:depth]] for depth in range(len(node.place), 0, -1)]
         return next(filter(None, map(_line_of, [node.equation, *around])), "")
 
-    def einsum(self, operation: int) -> str:
-        """The subscripts of the `jnp.einsum` of three or more operands that an operation is a part of, if it is one."""
-        equation = self.nodes[operation].equation
-        scopes = str(equation.source_info.name_stack).split("/") if equation else [""]
-        return scopes[-1] if "->" in scopes[-1] and scopes[-1].count(",") > 1 else ""
+    def einsum(self, operation: int) -> Einsum | None:
+        """The `jnp.einsum` of three or more operands that an operation is a part of, if it is one."""
+        node = self.nodes[operation]
+        if node.equation is None:
+            return None
+        source = node.equation.source_info
+        _, _, subscripts = str(source.name_stack).rpartition("/")
+        is_einsum = "->" in subscripts and subscripts.count(",") > 1
+        return Einsum(subscripts, node.place, id(source)) if is_einsum else None
+
+    def einsum_of(self, operation: int) -> tuple[list[int], int]:
+        """What the `einsum` takes that an operation is a part of, and what it gives."""
+        first = last = operation
+        while first > 0 and self._is_of_one_call(first - 1, operation):
+            first -= 1
+        while last + 1 < len(self.nodes) and self._is_of_one_call(last + 1, operation):
+            last += 1
+        parts = self.nodes[first : last + 1]
+        made = {x for node in parts for x in node.outputs}
+        return [x for node in parts for x in node.inputs if x not in made], parts[-1].outputs[0]
+
+    def _is_of_one_call(self, one: int, other: int) -> bool:
+        a, b = self.nodes[one], self.nodes[other]
+        if a.equation is None or b.equation is None or a.place != b.place:
+            return False
+        return a.equation.source_info is b.equation.source_info
 
     def is_stack_of_scalars(self, value: int) -> bool:
         made = [self.nodes[self.producer[value]]] if value in self.producer else []

@@ -70,6 +70,8 @@ def multiply(walk: Walk, node: Node, left: Side, right: Side) -> Value:
         rest = right if side is left else left
         if _may_be_learned(side, rest):
             walk.record_terms(node, "", [side.value])
+            if walk.graph.einsum(node.index):
+                walk.consumers.add(node.index)
             walk.softmaxes |= {rest.value.weights: node.index} if rest.value.weights >= 0 else {}
             walk.one_sided.add(node.index)
             return product._replace(scores=node.index)
@@ -189,7 +191,11 @@ def _of_activations(walk: Walk, node: Node, product: Value, left: Side, right: S
     # A mask or a rotation by constants: still the image of one product.
     for side, rest in ((left, right), (right, left)):
         if not rest.value.depends_on & PARAMETER:
-            if _is_frozen_layer(side, rest):
+            einsum = walk.graph.einsum(node.index)
+            # Which operands a product of several meets first depends on sizes.
+            if einsum is not None and einsum.is_layer and rest.value.depends_on & (DATA | FROZEN):
+                walk.frozen_layers.add(node.index)
+            elif _is_frozen_layer(side, rest):
                 layers = walk.frozen_attentions if rest.batch else walk.frozen_layers
                 layers.add(node.index)
             logits = softmax.scaled(node, side.aligned)
