@@ -222,7 +222,7 @@ class Graph:
         numbers = [self._new(v) for v in opened(body).constvars]
         self.constants += numbers
         for x, array in zip(numbers, constants(body), strict=False):
-            if _is_readable(array) and not any(_is_same(array, x) for x in self._given):
+            if _is_readable(array) and not any(_is_same(array, given) for given in self._given):
                 self.closed_over[x] = array
                 if _is_index(array):
                     self.known[x] = np.asarray(array)
@@ -407,7 +407,8 @@ class Graph:
         if node.equation is None:
             return None
         source = node.equation.source_info
-        _, _, subscripts = str(source.name_stack).rpartition("/")
+        scopes = source.name_stack.stack
+        subscripts = scopes[-1].name.replace(" ", "") if scopes else ""
         is_einsum = "->" in subscripts and subscripts.count(",") > 1
         return Einsum(subscripts, node.place, id(source)) if is_einsum else None
 
@@ -469,10 +470,12 @@ def _is_same(constant: Any, given: Any) -> bool:
     numbers = np.asarray(constant)
     if np.may_share_memory(numbers, given):
         return True
-    # JAX copies an array of NumPy's that has 64 bits.
-    return numbers.size == given.size and np.array_equal(
-        numbers.reshape(-1), given.reshape(-1).astype(numbers.dtype), equal_nan=True
-    )
+    # JAX copies numbers of 64 bits, if it has those of 32 bits alone.
+    is_copied = given.dtype.kind in "iuf" and given.dtype.itemsize == 8
+    if not is_copied or numbers.size != given.size:
+        return False
+    copied = given.reshape(-1).astype(numbers.dtype)
+    return np.array_equal(numbers.reshape(-1), copied, equal_nan=True)
 
 
 def _is_index(array: Any) -> bool:

@@ -324,7 +324,8 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"{call} can't tell whether these are hidden layers or output heads: {listed(doubts, ', ')}. "
             "See program.why(name); to decide otherwise, change the tree program.dimension_numbers()."
         )
-    masks = [f"{a.name!r} ({calls[0].doubt})" for a, calls in attentions if calls[0].doubt]
+    clipped = [(a.name, calls[0]) for a, calls in attentions if a.site is not None]
+    masks = [f"{name!r} ({call.doubt})" for name, call in clipped if call.doubt]
     if masks:
         warn_user(
             f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "

@@ -133,7 +133,8 @@ def _chosen(node: Node, logits: Logits, which: Value, others: Sequence[Value]) -
     if logits.raw < 0:
         same = logits.product, logits.raw, logits.stage
         others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
-    else:  # after a mask is added the same logits hide others, and so does what a clip may change
+    else:
+        # Once a mask is added, what is hidden is told by what it adds: a clip may not choose.
         others = [*others, which]
     if _is_scaled(logits) or _may_change(others):
         return lost(node, logits)

@@ -798,3 +798,9 @@ in_each_order(
     lambda einsum, p, x, y, m: einsum("btv,btv,bt->", jnp.tanh(x) @ p["w"], y, m),
     X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), "head"),
 )  # fmt: skip
+in_each_order(
+    "log_shares_of_labels_inside_of_a_derivative",
+    lambda einsum, p, x, y, m: jax.jvp(
+        lambda x: einsum("btv, btv, bt -> bt", jnp.tanh(x) @ p["w"], y, m), [x], [x])[1],
+    X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), "head"),
+)  # fmt: skip
