@@ -1219,8 +1219,8 @@ DOUBTED = {
     "a_narrow_mask_of_pairs": lambda seen, ones: (1 - ones * ones.mT) * -1e2,
     "a_mask_that_is_an_argument": lambda seen, ones: ones,
     "a_logarithm_of_floats": lambda seen, ones: jnp.log(ones + 1e-9),
-    "small_numbers_beside_a_mask": lambda seen, ones: NARROW - 5 * np.eye(T),
-    "positions_beside_a_mask": lambda seen, ones: jnp.where(
+    "small_numbers_next_to_a_mask": lambda seen, ones: NARROW - 5 * np.eye(T),
+    "positions_next_to_a_mask": lambda seen, ones: jnp.where(
         CAUSAL, -1.0 * jnp.arange(T), -1e2
     ),
 }
