@@ -307,7 +307,8 @@ class Graph:
                 return self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes)
         if name not in _REWRITTEN or source is not None:
             return self._add(name, eqn.params, inputs, eqn.outvars, source or eqn, place)
-        arrays = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        arrays = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         other = _rewritten(name, arrays, tuple(eqn.params.items()))
         outputs = self._walk(other.jaxpr, (), inputs, place, eqn)
         self._see(outputs, eqn.outvars, place)
@@ -458,9 +459,9 @@ def _is_float(dtype: Any) -> bool:
 
 def _is_readable(array: Any) -> bool:
     """Whether the program contains the numbers of this array."""
-    dtype = getattr(array, "dtype", None)
-    is_traced = isinstance(array, Tracer) or dtype is None
-    return not is_traced and not jnp.issubdtype(dtype, jax.dtypes.extended)
+    if isinstance(array, Tracer) or not hasattr(array, "dtype"):
+        return False
+    return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
 def _is_same(constant: Any, given: Any) -> bool:
