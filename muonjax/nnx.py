@@ -335,7 +335,7 @@ def value_and_grad_of_model(
         structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
         of_model = params.get(0, {})  # 0: the first argument
 
-        def of_parameters(params: Any) -> tuple[Any, Any]:
+        def of_parameters(params: Any, others: Any) -> tuple[Any, Any]:
             # New variables, which belong to the trace of this function.
             others_here = jax.tree.map(lambda array: array, others)
             merged = nnx.merge(structure, nnx.State({0: params}), others_here)
@@ -346,7 +346,7 @@ def value_and_grad_of_model(
 
         of_parameters.__name__ = getattr(fun, "__name__", "loss")
         with_maxima = with_max_logits(of_parameters, 0, True)
-        loss, ((aux, variables), max_logits) = with_maxima(of_model)
+        loss, ((aux, variables), max_logits) = with_maxima(of_model, others)
         # The function may have changed running means or counts of random numbers.
         nnx.update(given, variables)
         return loss, ((aux, max_logits) if has_aux else max_logits)

@@ -13,7 +13,6 @@ from muonjax._inspect.findings import Walk
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import reshaped
 from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span
-from muonjax._inspect.softmax import MASKED
 from muonjax._inspect.values import Image, Logits, Term, grouped
 
 
@@ -30,6 +29,7 @@ class Call(NamedTuple):
     terms: tuple[Term, ...] = ()  # the parameters of its queries and keys
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
     proposals: tuple[tuple[Span, ...], ...] = ()
+    doubt: str = ""  # what can't be told of its masks, for a warning
 
 
 def attentions(walk: Walk) -> list[list[Call]]:
@@ -66,19 +66,20 @@ def _terms(images: Iterable[Image]) -> tuple[Term, ...]:
 
 def _call(walk: Walk, product: int) -> Call:
     logits, normalized = walk.attentions[product][0]
-    operands, call = (
-        QueriesAndKeys(walk, product, normalized),
-        Call(walk.graph.line(product), product),
-    )
+    operands = QueriesAndKeys(walk, product, normalized)
+    call = Call(walk.graph.line(product), product)
     queries, keys = operands.query.value.images, operands.key.value.images
     try:
         _check_logits(walk, logits, normalized)
+        masks = softmax.masks_in(walk.graph, logits.added)
+        if masks.problem:
+            raise Refused(masks.problem)
         proposals = tuple(operands.proposals())
-        probe = _probe(walk, logits)
+        probe = _probe(walk, logits, masks.hidden)
     except Refused as refused:
         return call._replace(problem=str(refused), terms=_terms((*queries, *keys)))
     terms = _terms((*queries, *operands.split_keys()[0]))
-    return call._replace(probe=probe, terms=terms, proposals=proposals)
+    return call._replace(probe=probe, terms=terms, proposals=proposals, doubt=masks.doubt)
 
 
 def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> None:
@@ -104,7 +105,7 @@ def _not_alone(walk: Walk, i: int) -> str:
     return f"a clip would not scale its logits alone: {line} ({node.name})"
 
 
-def _probe(walk: Walk, logits: Logits) -> Probe:
+def _probe(walk: Walk, logits: Logits, hidden: float) -> Probe:
     """The place where the logits can be measured."""
     variables = walk.graph.variables_of(logits.value)
     without_mask = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
@@ -122,7 +123,6 @@ def _probe(walk: Walk, logits: Logits) -> Probe:
         raw, seen = (walk.values[x].logits[0].layout for x in (logits.raw, logits.value))
         if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
             raise Refused("something is added to its logits before their axes change order")
-    hidden = MASKED if logits.mask is None else max(logits.mask / 2, MASKED)
     return Probe(
         place, variables[place], raw=without_mask.get(place), hidden=hidden, unit=logits.unit
     )

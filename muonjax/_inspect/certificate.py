@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from muonjax._clip.scale import runs_of
+from muonjax._inspect.constants import MASKED
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, Unmoved
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import RESIZED, SAME, is_coarse, moved_by, reshaped
-from muonjax._inspect.softmax import MASKED
 
 _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
 # Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.

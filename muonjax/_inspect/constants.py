@@ -1,67 +1,106 @@
-"""Which numbers an array may hold, where the program shows that they are at most two: a mask adds 0 or one other."""
+"""Which numbers an array may hold, where the program shows that they are few: a mask adds 0 or others far below."""
 
 from __future__ import annotations
 
-import operator
-from typing import Any
+from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from muonjax._inspect.graph import Graph
+from muonjax._inspect.graph import Graph, Node
 
-# Operations that hold no other numbers than their first operand.
-_MOVES = [
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "pcast",
-    "pvary",
-    "reshape",
-    "reshard",
-    "rev",
-    "sharding_constraint",
-    "slice",
-    "stop_gradient",
-    "transpose",
-]
-_ARITHMETIC = {"add": operator.add, "mul": operator.mul, "sub": operator.sub}
-_MOST = 2
+# What is added to a logit to mask it is this or less, where it may be any number; an ALiBi bias of this size masks as
+# well. It is -1e4 in many models, which is -9984 in bfloat16, and less exact where a logit of this precision takes it.
+MASKED = -9e3
+_MOST = 8
+# NaN stands for more numbers than these, as of positions or in a table.
+_MANY = np.array([np.nan])
+
+# Operations that hold no other numbers than these of their operands.
+_MOVES = """
+    broadcast_in_dim convert_element_type copy copy_p dynamic_slice gather pcast pvary reshape reshard rev scan_slice
+    shard sharding_constraint slice stop_gradient transpose unshard
+"""
+_UNIONS = {"concatenate": slice(None), "join": slice(1, None), "select_n": slice(1, None)}
+_HELD = dict.fromkeys(_MOVES.split(), slice(1)) | _UNIONS
+_ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "log": np.log,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "sub": np.subtract,
+}
 
 
-def numbers_in(graph: Graph, value: int) -> frozenset[float] | None:
-    """The numbers that an array may hold; None if they are not known, or are more than two."""
+def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
+    """The numbers that an array may hold; None if data say which.
+
+    Positions and tables of more than a few numbers are NaN. Where data are multiplied by a number as large as those of
+    a mask, they are taken for 0, 1 or -1.
+    """
+    if value not in graph.numbers:
+        graph.numbers[value] = _numbers_in(graph, value)
+    return graph.numbers[value]
+
+
+def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     constant = graph.known.get(value, graph.closed_over.get(value))
     if constant is not None:
-        return _distinct(constant)
-    if graph.avals[value].dtype == bool:
-        return frozenset({0.0, 1.0})
+        return _in_table(np.asarray(constant))
+    aval = graph.avals[value]
+    if aval.dtype == bool:
+        return np.array([0.0, 1.0])
     if value not in graph.producer:
         return None
     node = graph.nodes[graph.producer[value]]
-    operands = node.inputs[1:] if node.name == "select_n" else node.inputs
-    if node.name in _MOVES:
-        return numbers_in(graph, operands[0])
-    if node.name != "select_n" and node.name not in _ARITHMETIC:
+    numbers = _made_by(graph, node)
+    if numbers is None:
         return None
-    numbers: set[float] | None = None
-    for operand in operands:
-        others = numbers_in(graph, operand)
-        if others is None:
-            return None
-        if numbers is None:
-            numbers = set(others)
-        elif node.name == "select_n":
-            numbers |= others
-        else:
-            operation = _ARITHMETIC[node.name]
-            numbers = {operation(x, y) for x in numbers for y in others}
-    return frozenset(numbers) if numbers is not None and len(numbers) <= _MOST else None
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        with np.errstate(all="ignore"):
+            numbers = numbers.astype(aval.dtype)
+    numbers = np.unique(numbers.astype(float))
+    return numbers if len(numbers) <= _MOST else _MANY
 
 
-def _distinct(constant: Any) -> frozenset[float] | None:
-    if isinstance(constant, Tracer):
-        return None
-    numbers = np.unique(np.asarray(constant, np.float64))
-    return frozenset(numbers.tolist()) if len(numbers) <= _MOST else None
+def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
+    """The numbers that an operation makes."""
+    if node.name in _HELD:
+        operands = [numbers_in(graph, x) for x in node.inputs[_HELD[node.name]]]
+    elif node.name in _ARITHMETIC:
+        operands = [numbers_in(graph, x) for x in node.inputs]
+    else:
+        return None if _depends_on_data(graph, node) else _MANY
+    known = [numbers for numbers in operands if numbers is not None]
+    if len(known) == len(operands):
+        if node.name in _HELD:
+            return np.concatenate(known)
+        with np.errstate(all="ignore"):
+            return _ARITHMETIC[node.name](*np.meshgrid(*known)).reshape(-1)
+    if node.name == "mul" and known and (np.abs(known[0]) >= -MASKED).all():
+        return np.concatenate([-known[0], [0.0], known[0]])
+    return None
+
+
+def _in_table(table: np.ndarray) -> np.ndarray:
+    """The numbers in an array, without sorting one that may be large."""
+    numbers: list[float] = []
+    rest = table.reshape(-1)
+    if np.iscomplexobj(table) or len(np.unique(rest[:1000].astype(float))) > _MOST:
+        return _MANY
+    while rest.size:
+        if len(numbers) == _MOST:
+            return _MANY
+        numbers.append(float(rest[0]))
+        rest = rest[rest != rest[0]]
+    return np.array(numbers)
+
+
+def _depends_on_data(graph: Graph, node: Node) -> bool:
+    """Whether an operation depends on an argument, other than a key of random numbers."""
+    upstream = graph.upstream(node.inputs, lambda i: graph.nodes[i].inputs)
+    data = upstream.intersection((*graph.arguments, *graph.constants)) - graph.closed_over.keys()
+    dtypes = [graph.avals[x].dtype for x in data]
+    return not all(jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes)

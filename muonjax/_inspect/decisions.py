@@ -55,6 +55,10 @@ class _Decider:
         others = [u for u in uses if u.kind != "product" or not u.product.bit & scales]
         uses = others or uses
         for use in uses:
+            if self.graph.einsum(use.node) and self._has_several_weights(use.node):
+                why = "an einsum of several parameters is not followed"
+                return self._adam(why, use.node, by_names=True)
+        for use in uses:
             if use.kind == "unknown":
                 return self._adam(f"{use.what} is not followed", use.node, by_names=True)
         products = [u for u in uses if u.kind == "product"]
@@ -68,6 +72,14 @@ class _Decider:
 
     def _adam(self, why: str, node: int, by_names: bool = False) -> Decision:
         return Decision(None, f"{why}: {self.graph.line(node)}", by_names=by_names)
+
+    def _has_several_weights(self, operation: int) -> bool:
+        """Whether an einsum takes several arrays that depend on no argument, and may multiply them first."""
+        graph = self.graph
+        operands, _ = graph.einsum_of(operation)
+        data = {*graph.arguments, *graph.constants} - graph.closed_over.keys()
+        inputs = [graph.upstream([x], lambda i: graph.nodes[i].inputs) for x in operands]
+        return sum(data.isdisjoint(x) for x in inputs) > 1
 
     def _without_uses(self, leaf: int) -> Decision:
         """Why nothing that trains uses a parameter."""
@@ -129,9 +141,13 @@ class _Decider:
     def _cuts_patches(self, use: Use) -> bool:
         return use.is_patch and self.walk.values[use.operand].depends_on < OF_PRODUCTS
 
+    def _is_of_zeros_and_ones(self, value: int) -> bool:
+        numbers = numbers_in(self.graph, value)
+        return numbers is not None and set(numbers.tolist()) == {0.0, 1.0}
+
     def _doubt(self, matrices: list[Use], is_last: bool) -> str:
         """What else the matrices may be."""
-        if any(numbers_in(self.graph, u.operand) == {0.0, 1.0} for u in matrices):
+        if any(self._is_of_zeros_and_ones(u.operand) for u in matrices):
             return "a layer, or a table whose rows zeros and ones choose"
         if any(u.product.is_mixture for u in matrices):
             return "one matrix, or one for each expert: a router's weights multiply its rows"

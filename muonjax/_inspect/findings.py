@@ -205,9 +205,9 @@ class Walk:
 
     def record_contracted(self, node: Node, side: Side, is_mixture: bool) -> None:
         """Columns of a product that another product of the same einsum sums over: rows, whatever the order is."""
-        subscripts = self.graph.einsum(node.index)
-        for image in side.value.images if subscripts else ():
-            if self.graph.einsum(image.product.use.node) == subscripts:
+        einsum = self.graph.einsum(node.index)
+        for image in side.value.images if einsum else ():
+            if self.graph.einsum(image.product.use.node) == einsum:
                 contracted = image.layout.atoms(side.summed)
                 image.product.contracted.update(contracted)
                 image.product.is_mixture |= is_mixture and bool(contracted)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +30,12 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def follow(body: Body, parameters: range) -> Walk:
-    """What one pass over the operations of a jaxpr finds out about these of its inputs."""
-    walk = Walk(Graph(body, parameters))
+def follow(body: Body, parameters: range, given: Sequence[Any] = ()) -> Walk:
+    """What one pass over the operations of a jaxpr finds out about these of its inputs.
+
+    `given` as in `Graph`.
+    """
+    walk = Walk(Graph(body, parameters, given))
     _follow(walk, 0, len(walk.nodes))
     return walk
 

@@ -125,6 +125,20 @@ def _pass(name_stack: Any) -> str:
     return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
 
 
+class Einsum(NamedTuple):
+    """A call of `jnp.einsum`. In which order it multiplies its operands depends on their sizes."""
+
+    subscripts: str
+    place: Place
+    source: int  # the same object for all of its operations
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether no operand has all axes of the result, as the outputs have where labels choose some."""
+        operands, _, result = self.subscripts.partition("->")
+        return not any(set(result) <= set(axes) for axes in operands.split(","))
+
+
 class Loop(NamedTuple):
     """The "carry" operations of a loop, and where the operations of its body end that come after them."""
 
@@ -135,28 +149,34 @@ class Loop(NamedTuple):
 class Graph:
     """The operations of a function in an order in which they can run."""
 
-    def __init__(self, closed: Body, parameters: range):
-        """`parameters`: which of the inputs are parameters."""
+    def __init__(self, closed: Body, parameters: range, given: Sequence[Any] = ()):
+        """The operations of `closed`.
+
+        Args:
+          closed: The jaxpr.
+          parameters: Which of its inputs are parameters.
+          given: Arrays that the function was called with and that are not inputs of the jaxpr. The
+            jaxpr has them as constants, whose numbers are no part of the program.
+        """
         jaxpr = opened(closed)
+        self._given = given
         self.nodes: list[Node] = []
         self.loops: dict[int, Loop] = {}  # by its first operation
         self.avals: list[Any] = []
-        self.known: dict[
-            int, Any
-        ] = {}  # values of literals, of constant numbers and of constant indices
-        self.variables: list[
-            Any
-        ] = []  # the variable of each value, in the body where it is first seen
+        # The values of literals, of constant numbers and of constant indices.
+        self.known: dict[int, Any] = {}
+        # The variable of each value, in the body where it is first seen.
+        self.variables: list[Any] = []
         self.callers: dict[Place, JaxprEqn] = {}  # of each body, by its place
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
-        self.constants = [self._new(v) for v in jaxpr.constvars]
-        self.closed_over = dict(zip(self.constants, constants(closed), strict=True))
-        self.known |= {x: np.asarray(c) for x, c in self.closed_over.items() if _is_known(c)}
+        self.constants: list[int] = []  # arrays that the function closes over, or one inside of it
+        self.closed_over: dict[int, Any] = {}  # the values of those that the program contains
+        self.numbers: dict[int, Any] = {}  # what `constants.numbers_in` found
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
         self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
-        self.outputs = self._walk(jaxpr, self.constants, inputs, ())
+        self.outputs = self._walk(jaxpr, self._constants(closed), inputs, ())
         self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
         # Operations that an output of the function depends on, or a gradient that the function takes.
         self.live = self._before_outputs(lambda i: self.nodes[i].inputs)
@@ -196,6 +216,17 @@ class Graph:
         self.avals.append(variable.aval)
         self.variables.append(variable)
         return len(self.avals) - 1
+
+    def _constants(self, body: Body) -> list[int]:
+        """The arrays that a body closes over."""
+        numbers = [self._new(v) for v in opened(body).constvars]
+        self.constants += numbers
+        for x, array in zip(numbers, constants(body), strict=False):
+            if _is_readable(array) and not any(_is_same(array, given) for given in self._given):
+                self.closed_over[x] = array
+                if _is_index(array):
+                    self.known[x] = np.asarray(array)
+        return numbers
 
     def _add(
         self,
@@ -254,42 +285,68 @@ class Graph:
             return number
 
         for position, eqn in enumerate(jaxpr.eqns):
-            inputs, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
-            inside = bodies(eqn) if name in _ENTERED else []
-            found = [
-                (body, (*place, Step(position, i, name))) for i, (_, body) in enumerate(inside)
-            ]
-            self.callers |= {inner: eqn for _, inner in found}
-            if name == "scan":
-                constants, carried = scan_counts(eqn)
-                outputs = self._loop(eqn, *found[0], inputs, constants, carried)
-            elif name == "while":
-                conditions, constants = while_counts(eqn)
-                outputs = self._loop(
-                    eqn, *found[0], inputs[conditions:], constants, len(eqn.outvars)
+            inputs = [read(atom) for atom in eqn.invars]
+            inside = bodies(eqn) if eqn.primitive.name in _ENTERED else []
+            if inside:
+                outputs = self._enclosing(
+                    eqn, position, [body for _, body in inside], inputs, place
                 )
-            elif name == "cond":
-                branches = [self._enter(body, inputs[1:], inner) for body, inner in found]
-                which = [inputs[0]] * len(eqn.outvars)
-                outputs = self._each("join", [which, *branches], eqn.outvars, eqn, place)
-            elif found:
-                outputs = self._call(eqn, *found[0], inputs)
-            elif name in _COLLECTIVES and (
-                axes := [a for a in eqn.params["axes"] if isinstance(a, int)]
-            ):
-                outputs = self._each(
-                    _COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=tuple(axes)
-                )
-            elif name in _REWRITTEN and source is None:
-                arrays = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars)
-                other = _rewritten(name, arrays, tuple(eqn.params.items()))
-                outputs = self._walk(other.jaxpr, (), inputs, place, eqn)
-                for x, v in zip(outputs, eqn.outvars, strict=True):
-                    self.elsewhere.setdefault(x, []).append((place, v))
             else:
-                outputs = self._add(name, eqn.params, inputs, eqn.outvars, source or eqn, place)
+                outputs = self._single(eqn, inputs, place, source)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _single(
+        self, eqn: JaxprEqn, inputs: list[int], place: Place, source: JaxprEqn | None
+    ) -> list[int]:
+        """An equation without a body; it rewrites `source`, if that is given."""
+        name = eqn.primitive.name
+        if name in _COLLECTIVES:
+            axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
+            if axes:
+                return self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes)
+        if name not in _REWRITTEN or source is not None:
+            return self._add(name, eqn.params, inputs, eqn.outvars, source or eqn, place)
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        arrays = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+        other = _rewritten(name, arrays, tuple(eqn.params.items()))
+        outputs = self._walk(other.jaxpr, (), inputs, place, eqn)
+        self._see(outputs, eqn.outvars, place)
+        return outputs
+
+    def _enclosing(
+        self,
+        eqn: JaxprEqn,
+        position: int,
+        inside: Sequence[Body],
+        inputs: list[int],
+        place: Place,
+    ) -> list[int]:
+        """An equation with bodies, number `position` in its own body."""
+        name = eqn.primitive.name
+        places = [(*place, Step(position, i, name)) for i in range(len(inside))]
+        self.callers |= dict.fromkeys(places, eqn)
+        if name == "scan":
+            constants, carried = scan_counts(eqn)
+            return self._loop(eqn, inside[0], places[0], inputs, constants, carried)
+        if name == "while":
+            conditions, constants = while_counts(eqn)
+            inputs, carried = inputs[conditions:], len(eqn.outvars)
+            return self._loop(eqn, inside[0], places[0], inputs, constants, carried)
+        if name == "cond":
+            which, *operands = inputs
+            branches = [
+                self._enter(body, operands, inner)
+                for body, inner in zip(inside, places, strict=True)
+            ]
+            indices = [which] * len(eqn.outvars)
+            return self._each("join", [indices, *branches], eqn.outvars, eqn, place)
+        return self._call(eqn, inside[0], places[0], inputs)
+
+    def _see(self, values: Sequence[int], variables: Sequence[Any], place: Place) -> None:
+        """These values have these variables in this body too."""
+        for x, v in zip(values, variables, strict=True):
+            self.elsewhere.setdefault(x, []).append((place, v))
 
     def _call(self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int]) -> list[int]:
         is_divided = eqn.primitive.name == "shard_map"
@@ -298,15 +355,13 @@ class Graph:
         outputs = self._enter(body, inputs, inner)
         if is_divided:
             outputs = self._each("unshard", [outputs], eqn.outvars, eqn, inner[:-1])
-        for x, v in zip(outputs, eqn.outvars, strict=True):
-            self.elsewhere.setdefault(x, []).append((inner[:-1], v))
+        self._see(outputs, eqn.outvars, inner[:-1])
         return outputs
 
     def _enter(self, body: Body, inputs: Sequence[int], place: Place) -> list[int]:
         jaxpr = opened(body)
-        for x, v in zip(inputs, jaxpr.invars, strict=True):
-            self.elsewhere.setdefault(x, []).append((place, v))
-        return self._walk(jaxpr, [self._new(v) for v in jaxpr.constvars], inputs, place)
+        self._see(inputs, jaxpr.invars, place)
+        return self._walk(jaxpr, self._constants(body), inputs, place)
 
     def _loop(
         self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int], consts: int, carried: int
@@ -347,11 +402,33 @@ class Graph:
         around = [self.callers[node.place[:depth]] for depth in range(len(node.place), 0, -1)]
         return next(filter(None, map(_line_of, [node.equation, *around])), "")
 
-    def einsum(self, operation: int) -> str:
-        """The subscripts of the `jnp.einsum` of three or more operands that an operation is a part of, if it is one."""
-        equation = self.nodes[operation].equation
-        scopes = str(equation.source_info.name_stack).split("/") if equation else [""]
-        return scopes[-1] if "->" in scopes[-1] and scopes[-1].count(",") > 1 else ""
+    def einsum(self, operation: int) -> Einsum | None:
+        """The `jnp.einsum` of three or more operands that an operation is a part of, if it is one."""
+        node = self.nodes[operation]
+        if node.equation is None:
+            return None
+        source = node.equation.source_info
+        scopes = source.name_stack.stack
+        subscripts = scopes[-1].name.replace(" ", "") if scopes else ""
+        is_einsum = "->" in subscripts and subscripts.count(",") > 1
+        return Einsum(subscripts, node.place, id(source)) if is_einsum else None
+
+    def einsum_of(self, operation: int) -> tuple[list[int], int]:
+        """What the `einsum` takes that an operation is a part of, and what it gives."""
+        first = last = operation
+        while first > 0 and self._is_of_one_call(first - 1, operation):
+            first -= 1
+        while last + 1 < len(self.nodes) and self._is_of_one_call(last + 1, operation):
+            last += 1
+        parts = self.nodes[first : last + 1]
+        made = {x for node in parts for x in node.outputs}
+        return [x for node in parts for x in node.inputs if x not in made], parts[-1].outputs[0]
+
+    def _is_of_one_call(self, one: int, other: int) -> bool:
+        a, b = self.nodes[one], self.nodes[other]
+        if a.equation is None or b.equation is None or a.place != b.place:
+            return False
+        return a.equation.source_info is b.equation.source_info
 
     def is_stack_of_scalars(self, value: int) -> bool:
         made = [self.nodes[self.producer[value]]] if value in self.producer else []
@@ -380,12 +457,31 @@ def _is_float(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _is_known(constant: Any) -> bool:
-    """Whether it is a number, as of a mask that the function closes over, or the indices of one axis."""
-    rank, dtype = getattr(constant, "ndim", 2), getattr(constant, "dtype", None)
-    if isinstance(constant, Tracer) or dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+def _is_readable(array: Any) -> bool:
+    """Whether the program contains the numbers of this array."""
+    if isinstance(array, Tracer) or not hasattr(array, "dtype"):
         return False
-    return rank == 0 or (rank == 1 and not jnp.issubdtype(dtype, jnp.inexact))
+    return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def _is_same(constant: Any, given: Any) -> bool:
+    """Whether this constant of a jaxpr is an array that the function was called with, or a view of it."""
+    if constant is given or isinstance(constant, jax.Array) or not isinstance(given, np.ndarray):
+        return constant is given
+    numbers = np.asarray(constant)
+    if np.may_share_memory(numbers, given):
+        return True
+    # JAX copies numbers of 64 bits, if it has those of 32 bits alone.
+    is_copied = given.dtype.kind in "iuf" and given.dtype.itemsize == 8
+    if not is_copied or numbers.size != given.size:
+        return False
+    copied = given.reshape(-1).astype(numbers.dtype)
+    return np.array_equal(numbers.reshape(-1), copied, equal_nan=True)
+
+
+def _is_index(array: Any) -> bool:
+    """Whether it is a number, as of a mask that the function closes over, or the indices of one axis."""
+    return array.ndim == 0 or (array.ndim == 1 and not jnp.issubdtype(array.dtype, jnp.inexact))
 
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")

@@ -79,6 +79,8 @@ def _chosen_by_one_hot(side: Side, rest: Side) -> list[int]:
 def _by_matrix(walk: Walk, node: Node, product: Value, side: Side, rest: Side) -> Value:
     if _may_be_learned(side, rest):
         walk.record_terms(node, "", [side.value])
+        if walk.graph.einsum(node.index):
+            walk.consumers.add(node.index)
         if rest.value.weights >= 0:
             walk.softmaxes[rest.value.weights] = node.index
         walk.one_sided.add(node.index)
@@ -265,7 +267,10 @@ def _by_constants(walk: Walk, node: Node, product: Value, side: Side, rest: Side
     logits = [x for x in softmax.scaled(node, side.aligned) if x.product not in attentions]
     product = product._replace(images=side.added_up.images, logits=tuple(logits))
     is_layer = _is_frozen_layer(side, rest)
-    if is_layer:
+    einsum = walk.graph.einsum(node.index)
+    # Which of its operands an einsum of several multiplies first depends on their sizes.
+    is_in_layer = einsum is not None and einsum.is_layer
+    if is_layer or (is_in_layer and rest.value.depends_on & (DATA | FROZEN)):
         walk.frozen_layers.add(node.index)
     if is_layer or attentions or (side.given and rest.given and product.scores < 0):
         walk.one_sided.add(node.index)

@@ -24,6 +24,7 @@ from muonjax._common.arguments import warn_user
 from muonjax._common.models import as_function_of_parameters, is_model
 from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
 from muonjax._inspect.attention import Call, attentions
+from muonjax._inspect.constants import MASKED
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.follow import follow, no_collection
@@ -209,9 +210,10 @@ class Program:
         fun, params, args = as_function_of_parameters(self._fun, params, args)
         deviations, sites = {}, self.sites
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
+        given = jax.tree.leaves((args, kwargs))
 
         def run_both(both: Any) -> Any:
-            return find_maxima(closed, [both], self._call, shared=True)
+            return find_maxima(closed, [both], self._call, given, shared=True)
 
         shapes = jax.eval_shape(run_both, params)[1]
         nothing = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
@@ -304,7 +306,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     with no_collection():
         walk = follow(closed, range(len(leaves)))
         decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
-        attentions = [a for a, _ in _attentions(walk, paths)]
+        attentions = _attentions(walk, paths)
     unused = [name for name, decision in decisions.items() if not decision.trains]
     if leaves and len(unused) == len(paths):
         raise ValueError(
@@ -322,7 +324,14 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"{call} can't tell what these are: {listed(doubts, ', ')}. "
             "See program.why(name); to decide otherwise, change the tree program.dimension_numbers()."
         )
-    return Program(decisions, attentions, structure.unflatten(shapes), whole)
+    clipped = [(a.name, calls[0]) for a, calls in attentions if a.site is not None]
+    masks = [f"{name!r} ({call.doubt})" for name, call in clipped if call.doubt]
+    if masks:
+        warn_user(
+            f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "
+            f"{MASKED:.0f} count as a mask; give masks as booleans, jnp.where(mask, logits, -jnp.inf)."
+        )
+    return Program(decisions, [a for a, _ in attentions], structure.unflatten(shapes), whole)
 
 
 def check_arrays(call: str, params: Any) -> None:
@@ -346,15 +355,24 @@ def _deviation(x: jax.Array, y: jax.Array, each: bool = False) -> float:
 
 
 def find_maxima(
-    closed: ClosedJaxpr, arguments: Sequence[Any], call: str, shared: bool = False
+    closed: ClosedJaxpr,
+    arguments: Sequence[Any],
+    call: str,
+    given: Sequence[Any] = (),
+    shared: bool = False,
 ) -> tuple[list[Any], dict[str, jax.Array]]:
     """What a function returns, and the largest logits [*layers, heads] of each attention that can be clipped, by name.
 
-    The leaves of `arguments` are the inputs of `closed`. All of these are parameters, or, as where a loss is
-    differentiated by its input too, those of one argument are. `shared` as in `Probe`.
+    Args:
+      closed: The jaxpr of the function.
+      arguments: Those whose leaves are the inputs of `closed`. All of these leaves are parameters, or, as where a loss
+        is differentiated by its input too, those of one argument are.
+      call: What an error names.
+      given: The leaves of its other arguments, which are constants of `closed`.
+      shared: As in `Probe`.
     """
     with no_collection():
-        sites = _clippable(closed, arguments, call)
+        sites = _clippable(closed, arguments, given, call)
     probes = [one.probe._replace(shared=shared) for _, calls in sites for one in calls if one.probe]
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
@@ -369,14 +387,14 @@ def find_maxima(
 
 
 def _clippable(
-    closed: ClosedJaxpr, arguments: Sequence[Any], call: str
+    closed: ClosedJaxpr, arguments: Sequence[Any], given: Sequence[Any], call: str
 ) -> list[tuple[str, list[Call]]]:
     """Name and calls of each attention that can be clipped."""
     trees = [arguments, *arguments] if len(arguments) > 1 else arguments
     ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in arguments), initial=0)
     found, used = [], False
     for tree, start in zip(trees, [0, *ends], strict=False):
-        walk = follow(closed, range(start, start + len(jax.tree.leaves(tree))))
+        walk = follow(closed, range(start, start + len(jax.tree.leaves(tree))), given)
         found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses)
         if clippable := [(a.name, calls) for a, calls in found if a.site is not None]:
             return clippable

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._inspect.constants import numbers_in
+from muonjax._inspect.constants import MASKED, numbers_in
 from muonjax._inspect.graph import Graph, Node
-from muonjax._inspect.values import CHOICES, FROZEN, PARAMETER, SUMS, Logits, Value
+from muonjax._inspect.values import CHOICES, FROZEN, PARAMETER, SUMS, Addend, Logits, Value
 
-# What is added to a logit to mask it is this or less, where it may be any number; an ALiBi bias of this size masks as
-# well. It is -1e4 in many models, which is -9984 in bfloat16, and less exact where a logit of this precision takes it.
-MASKED = -9e3
 # Softmax gives e^-20, 2e-9, of a share to what so much is added to; a larger number hides nothing.
 _HIDES = -20.0
+_ROUNDING = 1e-3  # in what a mask adds to what it shows, as in the logarithm of 1 + 1e-9
+_MOST_ABOVE = 2  # numbers above `_HIDES` in a table that may be a mask; one with more is a bias
 EXPONENTIALS = ("exp", "exp2", "logistic")
 _ROOTS = ("sqrt", "rsqrt", "cbrt")
 _POWERS = (*EXPONENTIALS, *_ROOTS, "pow", "integer_pow", "square", "one_minus_square", "polynomial")
@@ -49,7 +49,7 @@ def after(
     at = next(k for k, v in enumerate(values) if v is held[0])
     if (factor := _factor(graph, node, operands, at)) is not None and held[0].logits[0].raw >= 0:
         return tuple(_in_other_units(node, x, factor) for x in held[0].logits)
-    return _of_sum(graph, node, which, values, operands, at)
+    return _of_sum(node, which, values, operands, at)
 
 
 def scaled(node: Node, v: Value) -> tuple[Logits, ...]:
@@ -99,48 +99,56 @@ def _in_other_units(node: Node, x: Logits, factor: float) -> Logits:
 
 
 def _of_sum(
-    graph: Graph,
-    node: Node,
-    which: Value,
-    values: Sequence[Value],
-    operands: Sequence[int],
-    at: int,
+    node: Node, which: Value, values: Sequence[Value], operands: Sequence[int], at: int
 ) -> tuple[Logits, ...]:
-    """Logits, operand number `at`, less their maximum, or with a mask; anything else that is added loses them."""
-    name, first = node.name, values[at].logits[0]
-    maxima = [
-        x for v in values for x in v.logits if x.stage == "largest" and x.product == first.product
-    ]
-    is_second = (name, at) == ("sub", 1)
-    added = products(v for k, v in enumerate(values) if k != at)
-    if name in SUMS and name not in CHOICES and added - products([values[at]]):
-        return (first._replace(value=node.outputs[0], lost=node.outputs[0]),)
-    if first.lost >= 0 or name not in SUMS or (is_second and not maxima):
-        return scaled(node, values[at])
-    if maxima and name not in CHOICES and not is_second:
-        axes = {run.axis for run in first.layout.atoms_beside(values[1 - at].axes("repeats"))}
-        return (first._replace(shifted=(first.shifted or frozenset()) | axes),)
-    changes = PARAMETER | FROZEN  # what a clip may change as well
-    others = [v for k, v in enumerate(values) if k != at and v.depends_on & changes]
-    if (
-        name in CHOICES and first.raw < 0
-    ):  # the same logits, masked; to a sum they are something else
-        same = first.product, first.raw, first.stage
+    """Logits, operand number `at`, of which a choice keeps some, or to which something is added."""
+    v, others = values[at], [v for k, v in enumerate(values) if k != at]
+    logits = v.logits[0]
+    if node.name not in SUMS or (node.name in CHOICES and logits.lost >= 0):
+        return scaled(node, v)
+    if node.name in CHOICES:
+        return (_chosen(node, logits, which, others),)
+    if products(others) - products([v]):
+        return (logits._replace(value=node.outputs[0], lost=node.outputs[0]),)
+    is_subtracted = node.name == "sub" and at == 1
+    maxima = [x for x in others[0].logits if x.stage == "largest" and x.product == logits.product]
+    if logits.lost >= 0 or (is_subtracted and not maxima):
+        return scaled(node, v)
+    if is_subtracted:
+        return (lost(node, logits),)
+    if maxima:
+        axes = {run.axis for run in logits.layout.atoms_beside(others[0].axes("repeats"))}
+        return (logits._replace(shifted=(logits.shifted or frozenset()) | axes),)
+    if _is_scaled(logits) or _may_change(others):
+        return (lost(node, logits),)
+    addend = Addend(operands[1 - at], node.index, -1 if node.name == "sub" else 1)
+    # The logits as they are here, not where they were scaled.
+    raw = operands[at] if logits.raw < 0 else logits.raw
+    added = (*logits.added, addend)
+    return (logits._replace(value=node.outputs[0], raw=raw, added=added),)
+
+
+def _chosen(node: Node, logits: Logits, which: Value, others: Sequence[Value]) -> Logits:
+    """Logits where a mask chooses them, with something that a clip does not change in place of the others."""
+    if logits.raw < 0:
+        same = logits.product, logits.raw, logits.stage
         others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
-    is_scaled = first.unit != 1.0  # what is added now has other units than what was
-    if (
-        others
-        or is_scaled
-        or first.shifted is not None
-        or (first.raw >= 0 and which.depends_on & changes)
-    ):
-        return (lost(node, first),)
-    # As they are here, not where they were scaled.
-    raw = first.raw if name in CHOICES or first.raw >= 0 else operands[at]
-    masked = first._replace(value=node.outputs[0], raw=raw)
-    if name in CHOICES:
-        return (masked,)
-    return (_with_added(graph, node, masked, operands[1 - at]),)
+    else:
+        # Once a mask is added, what is hidden is told by what it adds: a clip may not choose.
+        others = [*others, which]
+    if _is_scaled(logits) or _may_change(others):
+        return lost(node, logits)
+    return logits._replace(value=node.outputs[0])
+
+
+def _is_scaled(logits: Logits) -> bool:
+    """Whether what is added now has other units than what was, or comes after their maximum."""
+    return logits.unit != 1.0 or logits.shifted is not None
+
+
+def _may_change(values: Iterable[Value]) -> bool:
+    """Whether a clip may change these."""
+    return any(v.depends_on & (PARAMETER | FROZEN) for v in values)
 
 
 def products(values: Iterable[Value]) -> set[int]:
@@ -148,20 +156,55 @@ def products(values: Iterable[Value]) -> set[int]:
     return {x.product for v in values for x in v.logits if x.stage == "logits"}
 
 
-def _with_added(graph: Graph, node: Node, logits: Logits, added: int) -> Logits:
-    """Logits to which a mask or a bias was added. Next to a bias, a mask of small numbers can't be told from it."""
-    mask = _number_of_mask(graph, node, added)
-    seen = [x for x in (logits.mask, mask) if x is not None]
-    is_bias = len(seen) < 2
+class Masks(NamedTuple):
+    """What is known of the masks and the biases of an attention."""
+
+    hidden: float = MASKED  # what adds this or less to a logit hides it
+    problem: str = ""
+    doubt: str = ""
+
+
+def masks_in(graph: Graph, added: Sequence[Addend]) -> Masks:
+    """Which of the arrays that are added to logits are masks, and how they are told from biases.
+
+    Args:
+      graph: The operations of the function.
+      added: These arrays.
+    """
+    masks: list[float] = []
+    biases: list[Addend] = []
+    doubts: list[Addend] = []
+    for addend in added:
+        effect = _effect(graph, addend)
+        if effect is None:
+            doubts.append(addend)
+        elif effect == 0:
+            biases.append(addend)
+        else:
+            masks.append(effect)
+    largest = max(masks, default=-math.inf)
+    if not biases and not doubts:
+        return Masks(max(largest / 2, MASKED))
     # A bias of ordinary size stays far above `MASKED`, and a mask of -1e4 below it.
-    if is_bias and max(seen, default=-math.inf) > MASKED:
-        return lost(node, logits)
-    return logits._replace(mask=None if is_bias else max(seen))
+    if largest <= MASKED:
+        return Masks(doubt=graph.line(doubts[0].node) if doubts else "")
+    line = graph.line((*doubts, *biases)[0].node)
+    return Masks(problem=f"a mask that adds {largest:g} can't be told from a bias: {line}")
 
 
-def _number_of_mask(graph: Graph, node: Node, added: int) -> float | None:
-    """The number below zero that a mask adds to what it hides; it adds zero to all else. None for a bias."""
-    numbers = numbers_in(graph, added) or {math.nan}
-    if node.name == "sub":
-        numbers = {-x for x in numbers}
-    return min(numbers) if min(numbers) <= _HIDES and max(numbers) == 0 else None
+def _effect(graph: Graph, addend: Addend) -> float | None:
+    """The largest number below zero that a mask adds; 0 for a bias; None for what may be either."""
+    numbers = numbers_in(graph, addend.value)
+    if numbers is None:
+        return None
+    numbers = addend.sign * numbers
+    has_many = bool(np.isnan(numbers).any())
+    hiding, others = numbers[numbers <= _HIDES], numbers[numbers > _HIDES]
+    if not hiding.size or not (others.size or has_many):
+        return 0.0
+    largest = float(hiding.max())
+    if not has_many and others.min() > -_ROUNDING:
+        return largest
+    # Its small numbers are a bias; those below `MASKED` are told from them where they are measured.
+    is_bias = largest <= MASKED or (len(others) > _MOST_ABOVE and not has_many)
+    return 0.0 if is_bias else None

@@ -88,6 +88,7 @@ def _with_max_logits(
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         chosen = _chosen(argnums)
         arguments = [args[i] for i in chosen]
+        others = [x for i, x in enumerate(args) if i not in {j % len(args) for j in chosen}]
         aux_leaves: list[Any] = []
         aux_structure: Any = None
         call = _call(fun)
@@ -111,9 +112,9 @@ def _with_max_logits(
             aux_leaves, aux_structure = jax.tree.flatten(aux)
             return [loss, *filter(_is_traced, aux_leaves)]
 
-        (loss, *results), max_logits = find_maxima(
-            jax.make_jaxpr(traced)(*arguments), arguments, call
-        )
+        closed = jax.make_jaxpr(traced)(*arguments)
+        given = jax.tree.leaves((others, kwargs))
+        (loss, *results), max_logits = find_maxima(closed, arguments, call, given)
         arrays = iter(results)
         aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]
         return loss, (

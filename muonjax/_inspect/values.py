@@ -9,7 +9,6 @@ of its columns; a region that is used apart from the others is a part, a matrix 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -93,6 +92,14 @@ class Image(NamedTuple):
         return self.bent_by < 0
 
 
+class Addend(NamedTuple):
+    """An array that was added to logits, a mask or a bias."""
+
+    value: int
+    node: int  # the operation
+    sign: int = 1
+
+
 class Logits(NamedTuple):
     """What is left of the product of two images: attention logits and what softmax makes of them."""
 
@@ -104,8 +111,7 @@ class Logits(NamedTuple):
     # Axes of the product along which a subtracted maximum differs.
     shifted: frozenset[int] | None = None
     lost: int = -1  # the first result that is something else: more is added, or scaled after it was
-    # The largest number below zero that masks have added so far; None after a bias, whose numbers may be any.
-    mask: float | None = -math.inf
+    added: tuple[Addend, ...] = ()
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
 
 

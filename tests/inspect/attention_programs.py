@@ -1143,7 +1143,9 @@ divided("keys_of_another_device", of_another_device, P(None, "m"), **QKV)
 divided("exchanged_heads", exchanged, P(), P(None, "m"), **QKV)
 
 
-# Masks that add one number below zero, as a Swin transformer's windows do; next to a bias no mask can be told.
+# Masks that add numbers far below zero, as a Swin transformer's windows do; one of small numbers can't be told from a
+# bias.
+TOLD = "can't be told from a bias: attention_programs.py:"
 
 ADD_MASK = {
     "a_table": lambda c: np.where(CAUSAL, 0, c).astype(np.float32),
@@ -1159,10 +1161,12 @@ for kind, table in ADD_MASK.items():
         ("a_mask_that_is_subtracted", lambda a, table: a - -1.0 * table(-50.0), 1),
         ("two_masks", lambda a, table: a + table(-30.0) + table(-50.0), 1),
         ("a_bias_and_a_mask_of_1e4", lambda a, table: a + SLOPES + table(-1e4), 1),
-        ("a_bias_and_a_narrow_mask", lambda a, table: a + SLOPES + table(-1e2), ADDED),
+        ("a_bias_and_a_narrow_mask", lambda a, table: a + SLOPES + table(-1e2), TOLD),
     ]:
         spelled(f"{name}_by_{kind}", sites, kept=CAUSAL if sites == 1 else None,
                 softmax=lambda a, p, f=change, table=table: jax.nn.softmax(f(a, table)))  # fmt: skip
+spelled("a_mask_that_a_jitted_function_closes_over", kept=CAUSAL,
+        softmax=lambda a, p: jax.jit(lambda a: jax.nn.softmax(a + ADD_MASK["a_table"](-1e2)))(a))  # fmt: skip
 spelled("a_bias_of_several_numbers", softmax=lambda a, p: jax.nn.softmax(a + SLOPES))
 DIAGONAL = -np.eye(T, dtype=np.float32)
 spelled(
@@ -1174,3 +1178,72 @@ spelled(
     "a_small_number_for_some_heads_hides_nothing",
     softmax=lambda a, p: jax.nn.softmax(a + SOME_HEADS),
 )
+
+
+def under(name, add, kept=None, sites=1):
+    """With masks made of data: which keys are seen, and the same as 0.0 and 1.0 in floats that are not known."""
+
+    def fun(p, x):
+        q, k, v = projected(p, x)
+        seen, ones = x[:, None, None, :, 0] > 0, jnp.sign(jax.nn.relu(x[..., 0]))
+        logits, added = logits_of(q, k), add(seen, ones[:, None, None])
+        y = mixed(jax.nn.softmax(logits + added), v)
+        hidden = -jnp.inf if kept is None else jnp.where(kept(seen), 0.0, -jnp.inf)
+        return loss_of(p, y), logits + (0.0 if kept is None else hidden)
+
+    fun.__name__ = name
+    attention(sites=sites, **QKVO)(fun)
+
+
+NARROW = ADD_MASK["a_table"](-1e2)
+EVEN = np.where(np.arange(T) % 2 == 0, 0, -1e2).astype(np.float32)
+SHOWN = {
+    "two_masks_summed_before": (
+        lambda seen, ones: jnp.where(seen, 0.0, -1e2) + NARROW,
+        lambda seen: seen & CAUSAL,
+    ),
+    "the_smaller_of_two_masks": (
+        lambda seen, ones: jnp.minimum(jnp.where(seen, 0.0, -1e2), NARROW),
+        lambda seen: seen & CAUSAL,
+    ),
+    "a_logarithm_of_a_mask": (
+        lambda seen, ones: jnp.log(seen.astype(jnp.float32) + 1e-9),
+        lambda seen: seen,
+    ),
+    "a_logarithm_in_a_table": (
+        lambda seen, ones: np.log(CAUSAL + 1e-9).astype(np.float32),
+        lambda seen: CAUSAL,
+    ),
+    "a_table_of_three_numbers": (
+        lambda seen, ones: NARROW + EVEN,
+        lambda seen: CAUSAL & (EVEN == 0),
+    ),
+    "rows_of_a_table": (
+        lambda seen, ones: jnp.asarray(NARROW)[jnp.arange(T)[::-1]],
+        lambda seen: CAUSAL[::-1],
+    ),
+    "a_wide_mask_of_floats": (
+        lambda seen, ones: (1 - ones) * -1e9,
+        lambda seen: seen,
+    ),
+    "a_wide_mask_of_floats_and_a_narrow_one": (
+        lambda seen, ones: 1e9 * (ones - 1) + NARROW,
+        lambda seen: seen & CAUSAL,
+    ),
+}
+for name, (add, kept) in SHOWN.items():
+    under(name, add, kept)
+# These may be masks or biases: they are measured as biases, and a warning says so.
+DOUBTED = {
+    "a_narrow_mask_of_floats": lambda seen, ones: (1 - ones) * -1e2,
+    "a_narrow_mask_of_integers": lambda seen, ones: (1 - ones.astype(int)) * -1e2,
+    "a_narrow_mask_of_pairs": lambda seen, ones: (1 - ones * ones.mT) * -1e2,
+    "a_mask_that_is_an_argument": lambda seen, ones: ones,
+    "a_logarithm_of_floats": lambda seen, ones: jnp.log(ones + 1e-9),
+    "small_numbers_next_to_a_mask": lambda seen, ones: NARROW - 5 * np.eye(T),
+    "positions_next_to_a_mask": lambda seen, ones: jnp.where(
+        CAUSAL, -1.0 * jnp.arange(T), -1e2
+    ),
+}
+for name, add in DOUBTED.items():
+    under(name, add)

@@ -761,3 +761,51 @@ def a_state_that_begins_with_a_parameter(p, x):
 
     start = jnp.broadcast_to(p["start"], (B, D))
     return sq(lax.scan(step, start, jnp.moveaxis(x, 1, 0))[1] @ p["out"])
+
+
+# In which order an einsum multiplies its operands depends on their sizes, and here on `order`; the answer does not.
+
+
+def in_each_order(name, fun, *args, **parameters):
+    for order in ((0, 1), (0, 2), (1, 2)):
+
+        def ordered(p, *args, order=order):
+            path = [order, (0, 1)]
+            return sq(fun(functools.partial(jnp.einsum, optimize=path), p, *args))
+
+        ordered.__name__ = f"{name}_{order[0]}{order[1]}"
+        program(*args, **parameters)(ordered)
+
+
+FORMS = jax.ShapeDtypeStruct((D, D, D), "float32")
+in_each_order(
+    "features_in_a_frozen_form",
+    lambda einsum, p, x, c: einsum("bti,btj,ijk->btk", jnp.tanh(x @ p["w"]), x, c),
+    X, FORMS, w=((D, D), "0 | 1"),
+)  # fmt: skip
+in_each_order(
+    "features_in_two_frozen_layers",
+    lambda einsum, p, x, c: einsum("bti,ij,jk->btk", jnp.tanh(x @ p["w"]), c[0], c[1]),
+    X, FORMS, w=((D, D), "0 | 1"),
+)  # fmt: skip
+in_each_order(
+    "a_learned_form_as_head",
+    lambda einsum, p, x: einsum("bti,btj,ijk->btk", jnp.tanh(x @ p["w"]), x, p["form"]),
+    X, w=((D, D), "0 | 1"), form=((D, D, 3), "head"),
+)  # fmt: skip
+in_each_order(
+    "two_layers_in_an_einsum",
+    lambda einsum, p, x: einsum("bti,ij,jk->btk", jnp.tanh(x @ p["w"]), p["a"], p["b"]),
+    X, w=((D, D), "0 | 1"), a=((D, D), "by names: an einsum"), b=((D, D), "by names: an einsum"),
+)  # fmt: skip
+in_each_order(
+    "log_shares_of_labels_under_weights",
+    lambda einsum, p, x, y, m: einsum("btv,btv,bt->", jnp.tanh(x) @ p["w"], y, m),
+    X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), "head"),
+)  # fmt: skip
+in_each_order(
+    "log_shares_of_labels_inside_of_a_derivative",
+    lambda einsum, p, x, y, m: jax.jvp(
+        lambda x: einsum("btv, btv, bt -> bt", jnp.tanh(x) @ p["w"], y, m), [x], [x])[1],
+    X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), "head"),
+)  # fmt: skip

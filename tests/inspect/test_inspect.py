@@ -181,7 +181,7 @@ def test_exchanged_arguments_are_named():
         muonjax.value_and_grad(mlp, PARAMS, X)
     with pytest.raises(
         TypeError,
-        match=r"must be a number or a schedule; the program is the second argument of muon",
+        match=r"^muon\(learning_rate=.* or a schedule; the program is the second argument",
     ):
         muonjax.muon(muonjax.inspect(mlp, PARAMS, X), 1e-3)
 

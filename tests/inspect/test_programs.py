@@ -1,6 +1,7 @@
 """Functions in which names, sizes and spellings mislead are read as what they compute, and clipped exactly or not."""
 
 import random
+import warnings
 from unittest import mock
 
 import jax
@@ -37,8 +38,8 @@ def named(programs):
     return cases
 
 
-def inspected(program):
-    return muonjax.inspect(program.fun, program.params, *program.args)
+def inspected(program, transform=lambda fun: fun):
+    return muonjax.inspect(transform(program.fun), program.params, *program.args)
 
 
 def by_name(name):
@@ -88,7 +89,12 @@ def answers(read, expected, names=None):
 
 @pytest.mark.parametrize("program", named(PROGRAMS))
 def test_every_parameter_and_attention_is_read_as_what_it_does(program):
-    read = inspected(program)
+    check_answers(program, inspected(program))
+    # A jitted function holds the arrays that it closes over in its own jaxpr.
+    check_answers(program, inspected(program, jax.jit))
+
+
+def check_answers(program, read):
     assert answers(read, program.expected) == program.expected
     problems = [attention.problem for attention in read.attentions]
     if isinstance(program.sites, int):
@@ -205,6 +211,18 @@ def test_a_clip_is_exact_for_each_head(program):
 def test_a_clip_of_what_researchers_write_is_exact(program):
     p, args = drawn(program)
     check_clip(inspected(program), p, args)
+
+
+@pytest.mark.parametrize(
+    "name", [*attention_programs.SHOWN, *attention_programs.DOUBTED, "a_learned_bias"]
+)
+def test_a_mask_that_may_be_a_bias_is_doubted(name):
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        by_name(name)
+    lines = [str(warning.message) for warning in record]
+    doubts = [x for x in lines if "a mask or a bias: 'max_logits' (attention_" in x]
+    assert len(doubts) == (name in attention_programs.DOUBTED)
 
 
 def test_refused_attentions_on_one_line_are_counted_apart():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from muonjax import value_and_grad
+from muonjax import inspect, value_and_grad
 from tests.inspect.attention import (
     attend,
     by_hand,
@@ -324,6 +324,54 @@ def test_logits_are_measured_without_a_bias(causal):
     )
     expected = by_hand(w, x, causal).max((0, 1))
     assert_allclose(maxima["max_logits"].reshape(-1), expected, rtol=2e-5)
+
+
+CAUSAL = np.tri(tokens().shape[1], dtype=bool)
+TABLE = np.where(CAUSAL, 0, -1e2)
+SLOPES = -np.abs(np.arange(len(CAUSAL))[:, None] - np.arange(len(CAUSAL)))
+
+
+@pytest.mark.filterwarnings("ignore:.*a mask or a bias")
+@pytest.mark.parametrize(
+    ("mask", "add"),
+    [
+        (TABLE, lambda mask: mask),
+        (np.float32(TABLE), lambda mask: mask[None]),
+        (jnp.asarray(TABLE), lambda mask: mask),
+        (np.arange(len(CAUSAL)) < 4, lambda mask: jnp.where(mask, 0, -1e2)),
+        (np.arange(len(CAUSAL)), lambda mask: (1 - jnp.asarray(mask)) * -1e2),
+        (TABLE, lambda mask: SLOPES + jnp.asarray(mask) * 1e2),
+        (None, lambda mask: TABLE),
+        (None, lambda mask: SLOPES + TABLE * 1e2),
+    ],
+)
+def test_numbers_of_an_argument_decide_nothing(mask, add):
+    """Without `jax.jit` they are constants of the jaxpr, as those of a table that the function closes over."""
+    w, x = weights(), tokens()
+
+    def loss(w, x, mask):
+        def softmax(logits):
+            return jax.nn.softmax(logits + add(mask))
+
+        return unrolled(
+            w,
+            x,
+            functools.partial(layer, attend=functools.partial(attend, softmax=softmax)),
+        )
+
+    eager, inside, outside = (
+        fun(w, x, mask)[0][1]["max_logits"]
+        for fun in (
+            value_and_grad(loss),
+            value_and_grad(jax.jit(loss)),
+            jax.jit(value_and_grad(loss)),
+        )
+    )
+    is_causal = mask is None or np.min(add(mask)) < -9e3
+    expected = by_hand(w, x, is_causal).max((0, 1))
+    for maxima in (eager, inside, outside):
+        np.testing.assert_allclose(maxima, expected, rtol=2e-5)
+    assert max(inspect(loss, w, x, mask).check_clip(w, x, mask).values()) < 1e-5
 
 
 def test_no_attention():
