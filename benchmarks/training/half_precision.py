@@ -32,7 +32,7 @@ from muonjax._newton_schulz.polar_factor import polar_factor
 from muonjax._transforms import orthogonalize
 
 BATCH, CONTEXT, STEPS = 8, 128, 120
-RATES = (8e-3, 4e-3, 1.6e-2)
+RATES = (4e-3, 2e-3, 8e-3)
 SEEDS = (0, 1, 2)
 SETTINGS = {
     "five steps": muonjax.NewtonSchulz(),
@@ -119,7 +119,7 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     trainer = functools.cache(Trainer)
     runs = measure.read("training_half_precision").get("runs", [])
-    for seed, method, rate in itertools.product(SEEDS, args.methods or METHODS, RATES):
+    for rate, seed, method in itertools.product(RATES, SEEDS, args.methods or METHODS):
         key = {"method": method, "rate": rate, "seed": seed}
         if time.monotonic() > end or any(key.items() <= run.items() for run in runs):
             continue
