@@ -22,7 +22,9 @@ def find_templates() -> dict[str, str]:
     """All templates by name, each with the macros at the head of its file."""
     templates: dict[str, str] = {}
     for path in sorted((ROOT / "benchmarks").glob("*/tables.jinja")):
-        macros, *found = re.split(r"^{# ([\w.]+) #}\n", path.read_text(), flags=re.MULTILINE)
+        macros, *found = re.split(
+            r"^{# ([\w.]+) #}\n", path.read_text(), flags=re.MULTILINE
+        )
         for name, template in zip(found[::2], found[1::2], strict=True):
             if name in templates:
                 raise ValueError(
@@ -49,7 +51,9 @@ def render(text: str, templates: dict[str, str]) -> str:
         filled = tables.fill(templates[name], json.loads(source.read_text()))
         return f"<!-- results: {name} -->\n{filled}\n<!-- end -->"
 
-    return re.sub(r"<!-- results: ([\w.]+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+    return re.sub(
+        r"<!-- results: ([\w.]+) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL
+    )
 
 
 def pages() -> list[pathlib.Path]:
@@ -66,7 +70,9 @@ def main() -> None:
             if not check:
                 path.write_text(new)
     if check and stale:
-        raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.report")
+        raise SystemExit(
+            f"out of date: {', '.join(stale)}; run python -m benchmarks.report"
+        )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ def gradient(linear, layout):
 
     def scanned(adapters, kernels, x):
         x, _ = jax.lax.scan(
-            lambda x, layer: (jnp.tanh(linear(x, *layer)), None), x, (kernels, *adapters)
+            lambda x, layer: (jnp.tanh(linear(x, *layer)), None),
+            x,
+            (kernels, *adapters),
         )
         return jnp.mean(x**2)
 
@@ -55,7 +57,9 @@ def layers(layout, *shape):
 def memory():
     rows = []
     for layout in ("scan", "unrolled"):
-        adapters = [layers(layout, *shape) for shape in [(WIDTH, RANK), (RANK, WIDTH)] * 2]
+        adapters = [
+            layers(layout, *shape) for shape in [(WIDTH, RANK), (RANK, WIDTH)] * 2
+        ]
         for tokens in TOKENS:
             row = {"layers": layout, "tokens": tokens}
             x = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32)

@@ -22,12 +22,17 @@ def main() -> None:
     args = example.parse()
     model, context = example.load(args.start)
     with tempfile.TemporaryDirectory() as folder:
-        text = Text(args.data or example.standard_library(pathlib.Path(folder) / "source.txt"))
+        text = Text(
+            args.data or example.standard_library(pathlib.Path(folder) / "source.txt")
+        )
     rows = []
     for optimizer in args.optimizers:
         for rate in RATES[optimizer]:
             rows.append(example.adapt(model, optimizer, rate, text, context, args))
-    settings = {name: getattr(args, name) for name in ("rank", "alpha", "steps", "batch", "seed")}
+    settings = {
+        name: getattr(args, name)
+        for name in ("rank", "alpha", "steps", "batch", "seed")
+    }
     before = float(example.evaluate(model, text.held_out_windows(context)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     measure.write(

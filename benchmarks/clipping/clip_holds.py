@@ -45,7 +45,9 @@ def main() -> None:
             results[optimizer] = {
                 "held_out": round(held_out, 4),
                 "largest_logit": round(max(logits), 2),
-                "steps_above_1.5_thresholds": sum(value > 1.5 * args.threshold for value in logits),
+                "steps_above_1.5_thresholds": sum(
+                    value > 1.5 * args.threshold for value in logits
+                ),
             }
     figure = plots.plot(runs, args.threshold, train_transformer.LOSS_NAME)
     plots.save(figure, IMAGES / "clip_holds.png")

@@ -18,11 +18,15 @@ def attention(query, key, value):
 
 
 def with_maxima(query, key, value, **blocks):
-    return attention(query, key, value), muonjax.max_logits(query, key, is_causal=True, **blocks)
+    return attention(query, key, value), muonjax.max_logits(
+        query, key, is_causal=True, **blocks
+    )
 
 
 def with_bound(query, key, value):
-    out, lse = jax.nn.dot_product_attention(query, key, value, is_causal=True, return_residual=True)
+    out, lse = jax.nn.dot_product_attention(
+        query, key, value, is_causal=True, return_residual=True
+    )
     return out.sum(), muonjax.max_logits_bound(lse)
 
 
@@ -43,15 +47,21 @@ def main() -> None:
         "attention with max_logits": gradients(with_maxima, has_aux=True),
         "attention with max_logits_bound": gradients(with_bound, has_aux=True),
     }
-    compiled = {name: jax.jit(program).lower(*qkv).compile() for name, program in programs.items()}
-    calls = {name: functools.partial(program, *qkv) for name, program in compiled.items()}
+    compiled = {
+        name: jax.jit(program).lower(*qkv).compile()
+        for name, program in programs.items()
+    }
+    calls = {
+        name: functools.partial(program, *qkv) for name, program in compiled.items()
+    }
     seconds = measure.interleave(calls, rounds=args.rounds)
     baseline = seconds["attention, forward and backward"]
     rows = [
         {
             "program": name,
             **measure.summary(seconds[name], baseline),
-            "temporary_mib": compiled[name].memory_analysis().temp_size_in_bytes / 2**20,
+            "temporary_mib": compiled[name].memory_analysis().temp_size_in_bytes
+            / 2**20,
         }
         for name in programs
     ]

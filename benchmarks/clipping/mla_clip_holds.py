@@ -15,7 +15,10 @@ IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 
 def main() -> None:
     args = example.parse()
-    runs = {"Muon": example.train(args, clip=False), "MuonClip": example.train(args, clip=True)}
+    runs = {
+        "Muon": example.train(args, clip=False),
+        "MuonClip": example.train(args, clip=True),
+    }
     rows = [
         {
             "optimizer": name,
@@ -24,7 +27,9 @@ def main() -> None:
             ),
             "loss_last_20": round(float(run["loss"][-20:].mean()), 4),
             "largest_logit": round(float(run["maxima"].max()), 2),
-            "share_above_threshold": round(float((run["maxima"] > args.threshold).mean()), 4),
+            "share_above_threshold": round(
+                float((run["maxima"] > args.threshold).mean()), 4
+            ),
         }
         for name, run in runs.items()
     ]

@@ -26,7 +26,9 @@ def norm(x, scale):
 
 
 def rotate(x):
-    angle = jnp.arange(x.shape[1])[:, None] / 1e4 ** (jnp.arange(SIZE // 2) / (SIZE // 2))
+    angle = jnp.arange(x.shape[1])[:, None] / 1e4 ** (
+        jnp.arange(SIZE // 2) / (SIZE // 2)
+    )
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -73,7 +75,9 @@ def shapes(layers: int) -> Any:
     return {"layers": [one] * layers, **ends}
 
 
-def trace_ratios(wrap: Callable[[Any], Any], layers: int, rounds: int) -> dict[str, Any]:
+def trace_ratios(
+    wrap: Callable[[Any], Any], layers: int, rounds: int
+) -> dict[str, Any]:
     """Processor seconds of inspecting and tracing, as ratios to JAX's own in the same round."""
     arguments = shapes(layers), jax.ShapeDtypeStruct((1, 128), jnp.int32)
     calls: dict[str, Callable[[Any], Any]] = {
@@ -112,7 +116,10 @@ def compiled_ratios(wrap: Callable[[Any], Any], layers: int) -> dict[str, float]
 def main() -> None:
     args = measure.options(__doc__, layers=80, compiled_layers=4, rounds=7)
     rows = []
-    for name, wrap in (("as they are", lambda f: f), ("under `jax.checkpoint`", jax.checkpoint)):
+    for name, wrap in (
+        ("as they are", lambda f: f),
+        ("under `jax.checkpoint`", jax.checkpoint),
+    ):
         ratios = trace_ratios(wrap, args.layers, args.rounds) | compiled_ratios(
             wrap, args.compiled_layers
         )

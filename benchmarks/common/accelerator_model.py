@@ -25,7 +25,11 @@ from muonjax._newton_schulz import half_precision
 # order of the names. The order matters: with Optax on GPT-2-small's matrices, XLA keeps between 9 and 51 MB, depending
 # on it.
 TREES: dict[str, dict[str, tuple[tuple[int, int], int]]] = {
-    "GPT-2-small": {"down": ((3072, 768), 12), "square": ((768, 768), 48), "up": ((768, 3072), 12)},
+    "GPT-2-small": {
+        "down": ((3072, 768), 12),
+        "square": ((768, 768), 48),
+        "up": ((768, 3072), 12),
+    },
     "Llama-8B, 4 layers": {
         "down": ((14336, 4096), 4),
         "gate": ((4096, 14336), 4),
@@ -44,7 +48,11 @@ TREES: dict[str, dict[str, tuple[tuple[int, int], int]]] = {
         "up": ((2048, 8192), 4),
         "value": ((2048, 512), 4),
     },
-    "small": {"down": ((1024, 256), 2), "square": ((256, 256), 4), "up": ((256, 1024), 2)},
+    "small": {
+        "down": ((1024, 256), 2),
+        "square": ((256, 256), 4),
+        "up": ((256, 1024), 2),
+    },
 }
 _LLAMA = TREES["Llama-8B, 4 layers"]
 # On a TPU some of Llama's groups may compile and others not: each has a row of its own.
@@ -58,7 +66,12 @@ TREES |= {
 }
 DEFAULT_TREES = {
     "gpu": ("GPT-2-small", "Llama-1B, 4 layers", "Llama-8B, 4 layers"),
-    "tpu": ("GPT-2-small", "Llama-8B, 4096x4096", "Llama-8B, 1024x4096", "Llama-8B, 4096x14336"),
+    "tpu": (
+        "GPT-2-small",
+        "Llama-8B, 4096x4096",
+        "Llama-8B, 1024x4096",
+        "Llama-8B, 4096x14336",
+    ),
 }
 
 Tree = dict[str, Any]
@@ -101,13 +114,19 @@ def methods() -> dict[str, Method]:
 def kernel_methods(implementation: str | None) -> dict[str, Method]:
     """Our methods with the named implementation of symmetric products; without a kernel for "no kernel"."""
     presets = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz()}
-    presets["6 Polar Express steps"] = muonjax.NewtonSchulz(coefficients=muonjax.polar_express(6))
+    presets["6 Polar Express steps"] = muonjax.NewtonSchulz(
+        coefficients=muonjax.polar_express(6)
+    )
     rows: dict[str, Method] = {}
     for name, settings in presets.items():
         if implementation == "no kernel":
-            rows[f"{name}, no kernel"] = _without_kernels(ours(coefficients=settings.coefficients))
+            rows[f"{name}, no kernel"] = _without_kernels(
+                ours(coefficients=settings.coefficients)
+            )
         elif implementation is not None:
-            update = ours(coefficients=settings.coefficients, implementation=implementation)
+            update = ours(
+                coefficients=settings.coefficients, implementation=implementation
+            )
             rows[f'{name}, "{implementation}"'] = update
     return rows
 
@@ -123,7 +142,9 @@ def _without_kernels(method: Method) -> Method:
     return plain, dtype
 
 
-def parts(tree: str, method: str, platform: str) -> list[tuple[dict[str, tuple[int, int]], int]]:
+def parts(
+    tree: str, method: str, platform: str
+) -> list[tuple[dict[str, tuple[int, int]], int]]:
     """The programs that make up one update of a tree, and how often each counts.
 
     On a GPU one program has all matrices. The TPU's compiler would take minutes for that, so there are several
@@ -186,11 +207,19 @@ def model(
     update, dtype = method
     launches, temporary, seconds = [], 0, 0.0
     for number, (shapes, count) in enumerate(parts(tree, name, chip.platform)):
-        path = texts / f"{chip.name}_{tree}_{name}_{number}.gz".replace(" ", "_") if texts else None
+        path = (
+            texts / f"{chip.name}_{tree}_{name}_{number}.gz".replace(" ", "_")
+            if texts
+            else None
+        )
         if path and path.exists():
-            compiled = ahead_of_time.Compiled(*json.loads(gzip.decompress(path.read_bytes())))
+            compiled = ahead_of_time.Compiled(
+                *json.loads(gzip.decompress(path.read_bytes()))
+            )
         else:
-            arguments = {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()}
+            arguments = {
+                key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()
+            }
             compiled = ahead_of_time.compile_for(chip, update, arguments)
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,11 +236,15 @@ def model(
         "chip": chip.name,
         "tree": tree,
         "method": name,
-        "milliseconds": [seconds * 1e3 for seconds in roofline.total_seconds(chip.name, launches)],
+        "milliseconds": [
+            seconds * 1e3 for seconds in roofline.total_seconds(chip.name, launches)
+        ],
         "launches": sum(launch.count for launch in launches),
         "kernels": len({launch.kernel for launch in launches}),
         "product_kinds": product_kinds(launches),
-        "factorizations": sum(launch.count for launch in launches if launch.factorization),
+        "factorizations": sum(
+            launch.count for launch in launches if launch.factorization
+        ),
         "gigabytes": sum(launch.count * launch.moved for launch in launches) / 1e9,
         "teraflops": flops,
         "temporary_megabytes": temporary / 1e6,
@@ -221,24 +254,36 @@ def model(
 
 def main(platform: str, implementation: str | None, document: str) -> None:
     """The command line of benchmarks/gpu/model.py and benchmarks/tpu/model.py."""
-    chips = [chip.name for chip in ahead_of_time.CHIPS.values() if chip.platform == platform]
+    chips = [
+        chip.name for chip in ahead_of_time.CHIPS.values() if chip.platform == platform
+    ]
     parser = argparse.ArgumentParser(
         description=document, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--chips", default=",".join(chips))
     parser.add_argument(
-        "--trees", default=";".join(DEFAULT_TREES[platform]), help="with semicolons between"
+        "--trees",
+        default=";".join(DEFAULT_TREES[platform]),
+        help="with semicolons between",
     )
     parser.add_argument("--methods", help="with semicolons between; all if left out")
-    parser.add_argument("--again", action="store_true", help="compile what stands in the JSON too")
     parser.add_argument(
-        "--texts", type=pathlib.Path, help="a folder that keeps the programs, to count them again"
+        "--again", action="store_true", help="compile what stands in the JSON too"
+    )
+    parser.add_argument(
+        "--texts",
+        type=pathlib.Path,
+        help="a folder that keeps the programs, to count them again",
     )
     parser.add_argument(
         "--out", type=pathlib.Path, default=measure.RESULTS / f"{platform}_model.json"
     )
     arguments = parser.parse_args()
-    rows = json.loads(arguments.out.read_text())["results"] if arguments.out.exists() else []
+    rows = (
+        json.loads(arguments.out.read_text())["results"]
+        if arguments.out.exists()
+        else []
+    )
     if reason := ahead_of_time.missing(platform):
         parser.error(reason)
     available = methods() | kernel_methods(implementation)
@@ -271,7 +316,10 @@ def main(platform: str, implementation: str | None, document: str) -> None:
 
 def _place(row: dict[str, Any]) -> tuple[int, int, int]:
     """Where a row comes in the table: by chip, by tree, Optax first."""
-    places = list(ahead_of_time.CHIPS).index(row["chip"]), list(TREES).index(row["tree"])
+    places = (
+        list(ahead_of_time.CHIPS).index(row["chip"]),
+        list(TREES).index(row["tree"]),
+    )
     return (*places, not row["method"].startswith("Optax"))
 
 

@@ -17,7 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import accelerator_model, hlo_launches, hostile, measure, momentum, roofline
+from benchmarks.common import (
+    accelerator_model,
+    hlo_launches,
+    hostile,
+    measure,
+    momentum,
+    roofline,
+)
 from benchmarks.optimizer import many_shapes
 from muonjax._common.platform import Policy
 from pallas_kernels import symmetric_product
@@ -40,14 +47,20 @@ CHECKS = [
     (8192, 1024),
     (2, 37, 5),
 ]
-PRODUCTS = [(64, 256, 256), (64, 512, 512), (48, 768, 768), (24, 768, 3072), (8, 1024, 4096)]
+PRODUCTS = [
+    (64, 256, 256),
+    (64, 512, 512),
+    (48, 768, 768),
+    (24, 768, 3072),
+    (8, 1024, 4096),
+]
 PRODUCTS += [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]
 QUEUES = [(48, 768, 768), (2, 2048, 2048), (4, 2048, 2048), (12, 2048, 2048)]
 NO_TRITON = "--xla_gpu_enable_triton_gemm=false"  # in XLA_FLAGS: sections of their own
-IN_A_ROW = 20  # products of one program, the first of which hides the launches of the others
-QUEUED = (
-    5  # calls that are waiting on the device, so that the host's share of a call does not count
+IN_A_ROW = (
+    20  # products of one program, the first of which hides the launches of the others
 )
+QUEUED = 5  # calls that are waiting on the device, so that the host's share of a call does not count
 
 Call = tuple[Callable[..., Any], Any]  # a function and its only argument
 
@@ -69,9 +82,12 @@ def check(implementation, shape):
     lower = np.tril(0.7 * exact @ exact.swapaxes(-1, -2) - 1.3 * addend)
     want = lower + np.tril(lower, -1).swapaxes(-1, -2)
     out, again, plain = (
-        np.asarray(run(x, c, name), np.float64) for name in (implementation,) * 2 + ("reference",)
+        np.asarray(run(x, c, name), np.float64)
+        for name in (implementation,) * 2 + ("reference",)
     )
-    error, plain_error = (np.linalg.norm(a - want) / np.linalg.norm(want) for a in (out, plain))
+    error, plain_error = (
+        np.linalg.norm(a - want) / np.linalg.norm(want) for a in (out, plain)
+    )
     symmetric = bool((out == out.swapaxes(-1, -2)).all())
     repeats = bool((out == again).all())
     return {
@@ -94,7 +110,9 @@ def timed(
     for name, parts in calls.items():
         try:
             jax.clear_caches()  # of traces with other kernels
-            compiled = [jax.jit(f).lower(argument).compile() for (f, argument), _ in parts]
+            compiled = [
+                jax.jit(f).lower(argument).compile() for (f, argument), _ in parts
+            ]
             rows[name] = {}
         except Exception as error:  # what the other methods take is still worth knowing
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
@@ -110,9 +128,16 @@ def timed(
             rows[name]["launches"] = sum(
                 n * x.count for n, own in zip(counts, found, strict=True) for x in own
             )
-        for i, (program, ((_, argument), count)) in enumerate(zip(compiled, parts, strict=True)):
-            programs[name, i] = count, lambda p=program, a=argument: [p(a) for _ in range(QUEUED)]
-    seconds = measure.interleave({key: call for key, (_, call) in programs.items()}, rounds=rounds)
+        for i, (program, ((_, argument), count)) in enumerate(
+            zip(compiled, parts, strict=True)
+        ):
+            programs[name, i] = (
+                count,
+                lambda p=program, a=argument: [p(a) for _ in range(QUEUED)],
+            )
+    seconds = measure.interleave(
+        {key: call for key, (_, call) in programs.items()}, rounds=rounds
+    )
     totals = {
         name: [
             sum(programs[key][0] * s / QUEUED for key, s in zip(own, each, strict=True))
@@ -138,7 +163,11 @@ def product(kernels, shape, chip, rounds):
         name: functools.partial(symmetric_product, implementation=name)
         for name in (*kernels, "reference")
     }
-    return timed({name: [((f, x), 1)] for name, f in ({"plain": plain} | by).items()}, chip, rounds)
+    return timed(
+        {name: [((f, x), 1)] for name, f in ({"plain": plain} | by).items()},
+        chip,
+        rounds,
+    )
 
 
 def queued_product(kernels, shape, chip, rounds):
@@ -146,7 +175,9 @@ def queued_product(kernels, shape, chip, rounds):
     x = draw(shape, "float16", 0) / shape[-1] ** 0.5
 
     def plain(x):
-        return x + jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type=x.dtype)
+        return x + jnp.einsum(
+            "...ik,...jk->...ij", x, x, preferred_element_type=x.dtype
+        )
 
     functions = {"plain": plain}
     for name in kernels:
@@ -157,7 +188,10 @@ def queued_product(kernels, shape, chip, rounds):
             x = jax.lax.optimization_barrier(f(x))
         return x
 
-    calls = {name: [((functools.partial(in_a_row, f), x), 1)] for name, f in functions.items()}
+    calls = {
+        name: [((functools.partial(in_a_row, f), x), 1)]
+        for name, f in functions.items()
+    }
     return timed(calls, chip, rounds)
 
 
@@ -206,11 +240,16 @@ def step(chosen, tree, chip, rounds):
             (
                 (
                     update,
-                    {key: drawn(shape, dtype, i) for i, (key, shape) in enumerate(shapes.items())},
+                    {
+                        key: drawn(shape, dtype, i)
+                        for i, (key, shape) in enumerate(shapes.items())
+                    },
                 ),
                 count,
             )
-            for shapes, count in accelerator_model.parts(tree, name, jax.default_backend())
+            for shapes, count in accelerator_model.parts(
+                tree, name, jax.default_backend()
+            )
         ]
         for name, (update, dtype) in chosen.items()
     }
@@ -220,8 +259,12 @@ def step(chosen, tree, chip, rounds):
 def shapes(most, chip, rounds):
     """The many shapes of a convolutional network, or a few of them."""
     tree, functions = many_shapes.updates(most)
-    grads = {name: draw(x.shape, x.dtype, i) for i, (name, x) in enumerate(tree.items())}
-    return timed({name: [((f, grads), 1)] for name, f in functions.items()}, chip, rounds)
+    grads = {
+        name: draw(x.shape, x.dtype, i) for i, (name, x) in enumerate(tree.items())
+    }
+    return timed(
+        {name: [((f, grads), 1)] for name, f in functions.items()}, chip, rounds
+    )
 
 
 def accuracy(kernels, shape, every):
@@ -255,7 +298,9 @@ def seconds_to_compile(tree, name):
     ((shapes, _),) = accelerator_model.parts(tree, name, "gpu")
     jax.jit(jnp.sin)(1.0)  # starts the device
     start = time.perf_counter()
-    jax.jit(update).lower({k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items()}).compile()
+    jax.jit(update).lower(
+        {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items()}
+    ).compile()
     return time.perf_counter() - start
 
 
@@ -264,7 +309,9 @@ def compile_time(tree):
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     rows = {}
     for name in ("Optax, bfloat16", "balanced", "6 Polar Express steps"):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn")
+        ) as pool:
             rows[name] = pool.submit(seconds_to_compile, tree, name).result()
     return rows
 
@@ -280,10 +327,15 @@ def tiles(shape, rounds):
     cores = _mosaic_gpu.require(x.dtype)
 
     def launch(chosen):
-        return lambda x: _mosaic_gpu_sm90.launch(x, None, None, scale, tiles=chosen, cores=cores)
+        return lambda x: _mosaic_gpu_sm90.launch(
+            x, None, None, scale, tiles=chosen, cores=cores
+        )
 
     calls = {str(chosen): [((launch(chosen), x), 1)] for chosen in candidates()}
-    return {name: row.get("seconds", row) for name, row in timed(calls, None, rounds).items()}
+    return {
+        name: row.get("seconds", row)
+        for name, row in timed(calls, None, rounds).items()
+    }
 
 
 def main(platform: str, kernels: list[str], document: str) -> None:
@@ -293,7 +345,10 @@ def main(platform: str, kernels: list[str], document: str) -> None:
     )
     parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS)
     parser.add_argument(
-        "--budget", type=float, default=540, help="seconds, after which no case is begun"
+        "--budget",
+        type=float,
+        default=540,
+        help="seconds, after which no case is begun",
     )
     parser.add_argument(
         "--sections",
@@ -307,7 +362,11 @@ def main(platform: str, kernels: list[str], document: str) -> None:
     chip = CHIPS.get(kind)
     if arguments.dry_run:
         kernels, rounds, trees = ["blocked"], 2, ["small"]
-        checks, products, sizes = CHECKS[:3], [(128, 64), (2, 64, 64)], [((192, 192), 24)]
+        checks, products, sizes = (
+            CHECKS[:3],
+            [(128, 64), (2, 64, 64)],
+            [((192, 192), 24)],
+        )
         queues, hostile_shapes = [(2, 64, 64)], [(24, 24)]
     elif jax.default_backend() != platform:
         parser.error(
@@ -321,24 +380,48 @@ def main(platform: str, kernels: list[str], document: str) -> None:
             [((768, 768), 9), ((4096, 4096), 36), ((2048, 4096), 36)],
         )
         queues, hostile_shapes = QUEUES, [(768, 768), (4096, 4096)]
-    cases = [("check", [name, shape], check, (name, shape)) for shape in checks for name in kernels]
-    cases += [("step", tree, step, (methods(kernels), tree, chip, rounds)) for tree in trees]
-    cases += [("queue", shape, queued_product, (kernels, shape, chip, rounds)) for shape in queues]
+    cases = [
+        ("check", [name, shape], check, (name, shape))
+        for shape in checks
+        for name in kernels
+    ]
+    cases += [
+        ("step", tree, step, (methods(kernels), tree, chip, rounds)) for tree in trees
+    ]
+    cases += [
+        ("queue", shape, queued_product, (kernels, shape, chip, rounds))
+        for shape in queues
+    ]
     cases += [("stacks", tree, stacks, (tree, chip, rounds)) for tree in trees]
-    cases += [("accuracy", shape, accuracy, (kernels, shape, every)) for shape, every in sizes]
+    cases += [
+        ("accuracy", shape, accuracy, (kernels, shape, every)) for shape, every in sizes
+    ]
     cases += [("hostile", shape, hostile_errors, (shape,)) for shape in hostile_shapes]
     if platform == "gpu":
         cases += [("compile", tree, compile_time, (tree,)) for tree in trees]
-    cases += [("shapes", "U-Net", shapes, (2 if arguments.dry_run else None, chip, rounds))]
-    cases += [("product", shape, product, (kernels, shape, chip, rounds)) for shape in products]
+    cases += [
+        ("shapes", "U-Net", shapes, (2 if arguments.dry_run else None, chip, rounds))
+    ]
+    cases += [
+        ("product", shape, product, (kernels, shape, chip, rounds))
+        for shape in products
+    ]
     if platform == "gpu":
         cases += [
-            ("tiles", shape, tiles, (shape, rounds)) for shape in products if not arguments.dry_run
+            ("tiles", shape, tiles, (shape, rounds))
+            for shape in products
+            if not arguments.dry_run
         ]
     name = "dry_run" if arguments.dry_run else kind.lower().replace(" ", "_")
     path = arguments.out / f"{platform}_{name}.json"
-    head = {"provenance": measure.provenance(), "question": "are the kernels right, and how fast"}
-    start, rows = time.monotonic(), json.loads(path.read_text())["rows"] if path.exists() else []
+    head = {
+        "provenance": measure.provenance(),
+        "question": "are the kernels right, and how fast",
+    }
+    start, rows = (
+        time.monotonic(),
+        json.loads(path.read_text())["rows"] if path.exists() else [],
+    )
     if arguments.sections:
         chosen = arguments.sections.split(",")
         cases = [case for section in chosen for case in cases if case[0] == section]

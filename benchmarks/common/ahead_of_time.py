@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 # ptxas and nvlink of NVIDIA's wheels, behind those that are on the path already.
 if spec := importlib.util.find_spec("nvidia"):
     wheels = [
-        os.path.join(folder, "cu13", "bin") for folder in spec.submodule_search_locations or ()
+        os.path.join(folder, "cu13", "bin")
+        for folder in spec.submodule_search_locations or ()
     ]
     os.environ["PATH"] = os.pathsep.join(
         [os.environ.get("PATH", ""), *filter(os.path.isdir, wheels)]
@@ -27,7 +28,13 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 # From NVIDIA's H100 datasheet and the CUDA programming guide's table for compute capability 9.0.
 H100 = """
@@ -108,14 +115,18 @@ def devices(chip: Chip, count: int = 1) -> list[Any]:
             platform="tpu", topology_name=chip.topology, chips_per_host_bounds=[1, 1, 1]
         )
     else:
-        raise ValueError(f"devices(count={count}): describe several TPUs by their topology.")
+        raise ValueError(
+            f"devices(count={count}): describe several TPUs by their topology."
+        )
     return topology.devices
 
 
 @contextlib.contextmanager
 def traced_for(chip: Chip) -> Iterator[None]:
     """Trace as a process would whose default device is `chip`."""
-    device = AbstractDevice(device_kind=chip.kind, platform=chip.platform, num_cores=chip.cores)
+    device = AbstractDevice(
+        device_kind=chip.kind, platform=chip.platform, num_cores=chip.cores
+    )
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         yield
 
@@ -153,15 +164,21 @@ def compile_for(chip: Chip, f: Callable[..., Any], *arguments: Any) -> Compiled:
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         with traced_for(chip):
-            compiled = jax.jit(f).lower(*placed).compile(compiler_options=dict(chip.options))
+            compiled = (
+                jax.jit(f).lower(*placed).compile(compiler_options=dict(chip.options))
+            )
     finally:
         jax.config.update("jax_enable_compilation_cache", kept)
     seconds = _processor_seconds() - start
-    return Compiled(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, seconds)
+    return Compiled(
+        compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, seconds
+    )
 
 
 def _processor_seconds() -> float:
     return sum(
         usage.ru_utime + usage.ru_stime
-        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        for usage in map(
+            resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
     )

@@ -49,7 +49,9 @@ class Counts(NamedTuple):
         return sum(self.collectives.values())
 
 
-def count(compiled: Any, *, devices: int = 8, unknown_trips: int | None = None) -> Counts:
+def count(
+    compiled: Any, *, devices: int = 8, unknown_trips: int | None = None
+) -> Counts:
     """Count a compiled function.
 
     Args:
@@ -67,17 +69,31 @@ def _group(attributes: str, devices: int) -> int:
         return len(explicit.group(1).split(","))
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(iota.group(1))
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
-        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
-        return math.prod(sizes[axis] for axis in re.findall(r"'([^']+)'", mesh.group(2)))
+    if mesh := re.search(
+        r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes
+    ):
+        sizes = {
+            axis: int(size)
+            for axis, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))
+        }
+        return math.prod(
+            sizes[axis] for axis in re.findall(r"'([^']+)'", mesh.group(2))
+        )
     return devices
 
 
 class _Counter:
     def __init__(
-        self, computations: dict[str, list[Instruction]], devices: int, unknown_trips: int | None
+        self,
+        computations: dict[str, list[Instruction]],
+        devices: int,
+        unknown_trips: int | None,
     ):
-        self.computations, self.devices, self.unknown_trips = computations, devices, unknown_trips
+        self.computations, self.devices, self.unknown_trips = (
+            computations,
+            devices,
+            unknown_trips,
+        )
         self.seen: dict[str, Counts] = {}
 
     def visit(self, name: str) -> Counts:
@@ -106,7 +122,10 @@ class _Counter:
             for inner, times in self._inner(i):
                 flops += inner.flops * times
                 loops += inner.loops + (i.op == "while" and inner.flops > 0)
-                for table, own in ((sent, inner.sent), (collectives, inner.collectives)):
+                for table, own in (
+                    (sent, inner.sent),
+                    (collectives, inner.collectives),
+                ):
                     for key, value in own.items():
                         table[key] += value * times
         return Counts(flops, dict(sent), dict(collectives), loops)
@@ -129,14 +148,26 @@ class _Counter:
             names = (
                 [name.strip().lstrip("%") for name in listed.group(1).split(",")]
                 if listed
-                else re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", i.attributes)
+                else re.findall(
+                    r"(?:true|false)_computation=%?([\w.\-]+)", i.attributes
+                )
             )
-            return [(max(map(self.visit, names), key=lambda c: (c.flops, sum(c.sent.values()))), 1)]
+            return [
+                (
+                    max(
+                        map(self.visit, names),
+                        key=lambda c: (c.flops, sum(c.sent.values())),
+                    ),
+                    1,
+                )
+            ]
         if i.op in ("fusion", "call", "async-start", "custom-call"):
             called = re.findall(
                 r"(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)", i.attributes
             )
-            return [(self.visit(name), 1) for name in called if name in self.computations]
+            return [
+                (self.visit(name), 1) for name in called if name in self.computations
+            ]
         return []
 
 

@@ -11,12 +11,34 @@ import math
 import pathlib
 import re
 
-from benchmarks.common.hlo_text import Instruction, commas, parse, shapes, size, source_frames
+from benchmarks.common.hlo_text import (
+    Instruction,
+    commas,
+    parse,
+    shapes,
+    size,
+    source_frames,
+)
 
 # What costs nothing of its own: names, views, the ends of asynchronous copies.
 _FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "partition-id"),
-    *("after-all", "opt-barrier", "async-update", "async-done", "copy-done", "slice-done"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "iota",
+        "partition-id",
+    ),
+    *(
+        "after-all",
+        "opt-barrier",
+        "async-update",
+        "async-done",
+        "copy-done",
+        "slice-done",
+    ),
 }
 
 # How many products of which type stand behind a product of float32 operands with an algorithm of its own.
@@ -34,7 +56,9 @@ _ALGORITHMS = {
 _SYMMETRIC_KERNELS = ("_mosaic_gpu",)
 
 # Calls of libraries that factorize or solve: far from a roofline, so the model counts them by name.
-_FACTORIZATIONS = re.compile(r"potrf|cholesky|triangular|trsm|geqrf|syev|gesvd|getrf", re.I)
+_FACTORIZATIONS = re.compile(
+    r"potrf|cholesky|triangular|trsm|geqrf|syev|gesvd|getrf", re.I
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,18 +120,27 @@ class _Walk:
     def visit(self, name: str, times: int) -> list[Launch]:
         """Of a computation that runs so often."""
         return [
-            launch for i in self.computations[name] for launch in self._launches_of(i, name, times)
+            launch
+            for i in self.computations[name]
+            for launch in self._launches_of(i, name, times)
         ]
 
-    def _launches_of(self, i: Instruction, computation: str, times: int) -> list[Launch]:
+    def _launches_of(
+        self, i: Instruction, computation: str, times: int
+    ) -> list[Launch]:
         if i.op == "while":
             return self.visit(_required(i, "body"), times * self._trips(i))
         if i.op == "call" or (i.op == "async-start" and i.called("calls")):
-            return self.visit(_required(i, "to_apply" if i.op == "call" else "calls"), times)
+            return self.visit(
+                _required(i, "to_apply" if i.op == "call" else "calls"), times
+            )
         if i.op == "conditional":
             branches = [self.visit(branch, times) for branch in _branches(i)]
             return max(
-                branches, key=lambda branch: sum(launch.moved * launch.count for launch in branch)
+                branches,
+                key=lambda branch: sum(
+                    launch.moved * launch.count for launch in branch
+                ),
             )
         return [] if i.op in _FREE else [self._launch(i, computation, times)]
 
@@ -123,7 +156,9 @@ class _Walk:
                 if called := inner.called("calls"):
                     pending.append(called)
         if not limits:
-            raise ValueError(f"The loop {i.name} has no length that can be read off its condition.")
+            raise ValueError(
+                f"The loop {i.name} has no length that can be read off its condition."
+            )
         return max(limits)
 
     def _launch(self, i: Instruction, computation: str, times: int) -> Launch:
@@ -147,14 +182,24 @@ class _Walk:
     def _kernel(self, i: Instruction, computation: str) -> str:
         """The instruction, and what it calls, without names and origins."""
         attributes = re.sub(
-            r"(, )?(metadata=\{[^}]*\}|control-predecessors=\{[^}]*\})", "", i.attributes
+            r"(, )?(metadata=\{[^}]*\}|control-predecessors=\{[^}]*\})",
+            "",
+            i.attributes,
         )
-        operands = [self._shape(computation, operand) or operand for operand in i.operands]
-        called = [
-            name for name in re.findall(r"=%([\w.\-]+)", attributes) if name in self.computations
+        operands = [
+            self._shape(computation, operand) or operand for operand in i.operands
         ]
-        inside = [self._kernel(k, name) for name in called for k in self.computations[name]]
-        return str((i.op, i.shape, operands, re.sub(r"=%[\w.\-]+", "", attributes), inside))
+        called = [
+            name
+            for name in re.findall(r"=%([\w.\-]+)", attributes)
+            if name in self.computations
+        ]
+        inside = [
+            self._kernel(k, name) for name in called for k in self.computations[name]
+        ]
+        return str(
+            (i.op, i.shape, operands, re.sub(r"=%[\w.\-]+", "", attributes), inside)
+        )
 
     def _products(self, i: Instruction, computation: str, flops, results) -> None:
         """Adds the matrix products of an instruction, those of a fusion too."""
@@ -168,7 +213,9 @@ class _Walk:
             operand = shapes(left(i.operands[0]))[0]
             dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
             depth = (
-                math.prod(operand[1][int(d)] for d in dims.group(1).split(",") if d) if dims else 1
+                math.prod(operand[1][int(d)] for d in dims.group(1).split(",") if d)
+                if dims
+                else 1
             )
         elif i.op == "convolution":
             operand = shapes(left(i.operands[0]))[0]
@@ -183,11 +230,15 @@ class _Walk:
             )
         elif i.op == "custom-call" and self._is_symmetric_kernel(i):
             # [batch, m, k], the first operand with three axes. A kernel that says what it costs is believed.
-            operand = next(s for o in i.operands for s in shapes(left(o)) if len(s[1]) == 3)
+            operand = next(
+                s for o in i.operands for s in shapes(left(o)) if len(s[1]) == 3
+            )
             batch, m, k = operand[1]
             said = re.search(r'"cost_estimate":\{"flops":"?(\d+)', i.attributes)
             results.append((batch, m, m))
-            flops["symmetric"] += float(said.group(1)) if said else batch * m * (m + 128.0) * k
+            flops["symmetric"] += (
+                float(said.group(1)) if said else batch * m * (m + 128.0) * k
+            )
             return
         else:
             return
@@ -209,9 +260,13 @@ class _Walk:
     def _moved(self, i: Instruction, computation: str) -> float:
         """Bytes from and to main memory."""
         bytes_of = functools.partial(size, main_memory=True)
-        results = commas(i.shape) if not i.shape.startswith("(") else commas(i.shape[1:-1])
+        results = (
+            commas(i.shape) if not i.shape.startswith("(") else commas(i.shape[1:-1])
+        )
         # A library's scratch space is no traffic that every byte of it makes.
-        results = [r for r in results if not (i.op == "custom-call" and r.startswith("s8["))]
+        results = [
+            r for r in results if not (i.op == "custom-call" and r.startswith("s8["))
+        ]
         if i.op in ("copy-start", "slice-start"):  # (destination, source, semaphore)
             source = self._shape(computation, i.operands[0])
             length = size(results[0])
@@ -226,7 +281,9 @@ class _Walk:
             return written + sum(map(bytes_of, operands))
         return self._fusion_moved(i, operands, results)
 
-    def _fusion_moved(self, i: Instruction, operands: list[str], results: list[str]) -> float:
+    def _fusion_moved(
+        self, i: Instruction, operands: list[str], results: list[str]
+    ) -> float:
         """As `_moved`; what a fusion only slices, or updates in place, counts by the slices."""
         body = self.computations[_required(i, "calls")]
         names = self.by_name[_required(i, "calls")]
@@ -255,7 +312,11 @@ class _Walk:
         for shape, k in zip(results, made, strict=False):
             if size(shape, main_memory=True):
                 updated = k is not None and k.op == "dynamic-update-slice"
-                moved += size(names[k.operands[1].lstrip("%")].shape) if updated else size(shape)
+                moved += (
+                    size(names[k.operands[1].lstrip("%")].shape)
+                    if updated
+                    else size(shape)
+                )
         return moved
 
 
@@ -274,7 +335,9 @@ def _branches(i: Instruction) -> list[str]:
 
 def _multiplied_in(dtype: str, attributes: str) -> tuple[str, int]:
     """The type in which a product multiplies, and how many such products it takes."""
-    if named := re.search(r'algorithm=dot_(\w+)|"algorithm":"ALG_DOT_(\w+)"', attributes):
+    if named := re.search(
+        r'algorithm=dot_(\w+)|"algorithm":"ALG_DOT_(\w+)"', attributes
+    ):
         algorithm = (named.group(1) or named.group(2)).lower()
         if algorithm in _ALGORITHMS:
             return _ALGORITHMS[algorithm]
@@ -284,7 +347,9 @@ def _multiplied_in(dtype: str, attributes: str) -> tuple[str, int]:
     return ("f32 highest" if highest else "f32 default"), 1
 
 
-def _convolution_depth(i: Instruction, left: tuple[int, ...], result: tuple[int, ...]) -> int:
+def _convolution_depth(
+    i: Instruction, left: tuple[int, ...], result: tuple[int, ...]
+) -> int:
     """Multiply-adds for each entry of the result, of a product that the TPU's compiler wrote as a convolution."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
     if labels is None:

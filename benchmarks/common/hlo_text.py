@@ -52,7 +52,14 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
                 inside, attributes = _close(rest, op.end())
                 root = body.group(1) is not None
                 current.append(
-                    Instruction(body.group(2), shape, op.group(1), commas(inside), attributes, root)
+                    Instruction(
+                        body.group(2),
+                        shape,
+                        op.group(1),
+                        commas(inside),
+                        attributes,
+                        root,
+                    )
                 )
     return computations, entry
 
@@ -90,7 +97,10 @@ def commas(text: str) -> list[str]:
 def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
     """The dtype and the sizes of each array in a shape."""
     found = re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\]", text)
-    return [(dtype, tuple(map(int, filter(None, sizes.split(","))))) for dtype, sizes in found]
+    return [
+        (dtype, tuple(map(int, filter(None, sizes.split(",")))))
+        for dtype, sizes in found
+    ]
 
 
 def size(text: str, *, main_memory: bool = False) -> int:

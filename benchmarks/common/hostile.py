@@ -11,7 +11,8 @@ def matrices(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     normal = rng.standard_normal((m, n))
     rows, columns = np.arange(m), np.arange(n)
     low = {
-        f"rank {k}": rng.standard_normal((m, k)) @ rng.standard_normal((k, n)) for k in (1, 2, 3)
+        f"rank {k}": rng.standard_normal((m, k)) @ rng.standard_normal((k, n))
+        for k in (1, 2, 3)
     }
     found = low | {
         "zero": np.zeros((m, n)),
@@ -19,7 +20,9 @@ def matrices(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         "almost constant": 1 + 1e-3 * normal,
         "rows alike": np.outer(np.ones(m), normal[0]),
         "columns alike": np.outer(normal[:, 0], np.ones(n)),
-        "every other column": np.outer(normal[:, 0], columns % 2),  # sinusoidal features at t = 0
+        "every other column": np.outer(
+            normal[:, 0], columns % 2
+        ),  # sinusoidal features at t = 0
         "each row twice": normal[rows // 2],
         "each column twice": normal[:, columns // 2],
         "few rows repeated": normal[rows % max(1, m // 8)],
@@ -42,4 +45,7 @@ def matrices(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     found |= {f"normal, {scale:g}": normal * scale for scale in SCALES}
     found |= {f"constant, {scale:g}": np.full((m, n), scale) for scale in SCALES}
     largest = np.finfo(np.float32).max
-    return {name: np.clip(x, -largest, largest).astype(np.float32) for name, x in found.items()}
+    return {
+        name: np.clip(x, -largest, largest).astype(np.float32)
+        for name, x in found.items()
+    }

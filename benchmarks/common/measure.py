@@ -22,7 +22,9 @@ def provenance() -> dict[str, Any]:
     device = jax.devices()[0]
     cores = _cores()
     name = (
-        device.device_kind if device.platform != "cpu" else f"CPU, {cores} core{'s' * (cores > 1)}"
+        device.device_kind
+        if device.platform != "cpu"
+        else f"CPU, {cores} core{'s' * (cores > 1)}"
     )
     return {
         "device": name,
@@ -48,25 +50,36 @@ def _commit() -> str:
         ).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)*.py")
-    return git("describe", "--always", "--exclude=*") + "-dirty" * bool(changed) or "unknown"
+    return (
+        git("describe", "--always", "--exclude=*") + "-dirty" * bool(changed)
+        or "unknown"
+    )
 
 
 def _cores() -> int:
     import os
 
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def options(document: str | None, **defaults: float | str) -> argparse.Namespace:
     """The command line of a benchmark: `--compiled-layers` for `compiled_layers`, of its default's type."""
     parser = argparse.ArgumentParser(description=(document or "").split("\n\n")[0])
     for name, default in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=type(default), default=default
+        )
     return parser.parse_args()
 
 
 def run_parts(
-    document: str | None, name: str, parts: Mapping[str, Callable[[], list[dict[str, Any]]]]
+    document: str | None,
+    name: str,
+    parts: Mapping[str, Callable[[], list[dict[str, Any]]]],
 ) -> None:
     """The command line of a benchmark of several parts: write those that it names, or all, and keep the others."""
     parser = argparse.ArgumentParser(
@@ -108,7 +121,11 @@ def summary(seconds: list[float], baseline: list[float]) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> str:
     """Rows as aligned columns, floats to three significant digits; a mapping's keys come first."""
-    rows = [{"": name, **row} for name, row in rows.items()] if isinstance(rows, dict) else rows
+    rows = (
+        [{"": name, **row} for name, row in rows.items()]
+        if isinstance(rows, dict)
+        else rows
+    )
 
     def cell(value: Any) -> str:
         return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -125,7 +142,9 @@ def table(rows: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> str:
 def write(name: str, content: dict[str, Any], *shown: Any) -> None:
     """Write `content` and its provenance to benchmarks/results/<name>.json, and print what is `shown` as tables."""
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"provenance": provenance(), **content}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"provenance": provenance(), **content}, indent=1) + "\n"
+    )
     for rows in shown:
         print(f"{table(rows)}\nin {path}")
 

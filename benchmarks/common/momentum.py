@@ -30,7 +30,9 @@ def adversarial(m: int) -> dict[str, np.ndarray]:
         "plateau of fewer than are shrunk": np.r_[np.ones(few), np.full(m - few, 0.3)],
         "plateau of more than are shrunk": np.r_[np.ones(more), np.full(m - more, 0.3)],
         "two levels": np.r_[np.ones(m // 2), np.full(m - m // 2, 0.05)],
-        "three levels": np.r_[np.ones(3), np.full(tenth, 1e-2), np.full(m - 3 - tenth, 1e-4)],
+        "three levels": np.r_[
+            np.ones(3), np.full(tenth, 1e-2), np.full(m - 3 - tenth, 1e-4)
+        ],
         "one dominant": np.r_[1, np.full(m - 1, 1e-3)],
         "slow decay": np.linspace(1, 0.3, m),
     }
@@ -50,7 +52,9 @@ def matrix(
 
 def polar_error(y: np.ndarray, polar: np.ndarray) -> float:
     """Root mean square error of the polar factor: ||Y - U V^T||_F / sqrt(min(m, n))."""
-    return float(np.linalg.norm(np.asarray(y, np.float64) - polar) / np.sqrt(min(polar.shape)))
+    return float(
+        np.linalg.norm(np.asarray(y, np.float64) - polar) / np.sqrt(min(polar.shape))
+    )
 
 
 def cosine(y: np.ndarray, polar: np.ndarray) -> float:

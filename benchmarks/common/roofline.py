@@ -57,7 +57,9 @@ class Gpu:
             # the GPU are ever idle. That is assumed, for no public time is of a product with a long contracted axis
             # alone; on one multiprocessor those of the deflation would take a tenth of a Llama's update.
             rounds = max(1.0, tiles / self.cores)
-            arithmetic = arithmetic * min(rounds * self.cores / tiles, 3.0) + rounds * self.round
+            arithmetic = (
+                arithmetic * min(rounds * self.cores / tiles, 3.0) + rounds * self.round
+            )
         traffic = launch.moved / (self.memory * self.memory_efficiency)
         return max(max(arithmetic, traffic) + self.gap, self.launch)
 
@@ -88,7 +90,9 @@ class Tpu:
             return 0.0
         traffic = launch.moved / self.memory
         if "symmetric" in launch.flops:
-            return max(launch.flops["symmetric"] / self.peak * self.KERNEL_OVERHEAD, traffic)
+            return max(
+                launch.flops["symmetric"] / self.peak * self.KERNEL_OVERHEAD, traffic
+            )
         arithmetic = self.SMALL if launch.cycles is None else launch.cycles / self.clock
         return max(arithmetic, traffic)
 

@@ -33,7 +33,11 @@ class _Cells(string.Formatter):
         return value, keys[0]
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        return _quartiles(value) if format_spec == "quartiles" else _format(value, format_spec)
+        return (
+            _quartiles(value)
+            if format_spec == "quartiles"
+            else _format(value, format_spec)
+        )
 
 
 def _shown(value: Any) -> Any:
@@ -55,8 +59,15 @@ def _quartiles(x: dict[str, Any]) -> str:
 
 
 def _table(rows: Any, heading: str, cells: str) -> str:
-    rows = [{"name": name, **row} for name, row in rows.items()] if isinstance(rows, dict) else rows
-    lines = [heading, *(_Cells().vformat(cells, (), {**row, "row": row}) for row in rows)]
+    rows = (
+        [{"name": name, **row} for name, row in rows.items()]
+        if isinstance(rows, dict)
+        else rows
+    )
+    lines = [
+        heading,
+        *(_Cells().vformat(cells, (), {**row, "row": row}) for row in rows),
+    ]
     return "\n".join(f"| {line} |" for line in lines)
 
 
@@ -67,11 +78,21 @@ def _read(name: str) -> dict[str, Any]:
 def _added_lines(page: str, client: str) -> int:
     """The lines that a recipe's diffs add, in the head of its page and in the client's own section."""
     first, *sections = (
-        (BENCHMARKS.parent / "docs" / "recipes" / f"{page}.md").read_text().split("\n## ")
+        (BENCHMARKS.parent / "docs" / "recipes" / f"{page}.md")
+        .read_text()
+        .split("\n## ")
     )
-    own = [section for section in sections if section.startswith(f"{client}\n")] or sections
-    diffs = re.findall(r"```diff\n(.*?)```", "\n## ".join([first, *own]), flags=re.DOTALL)
-    return sum(bool(re.match(r"\+\s*[^+\s]", line)) for diff in diffs for line in diff.splitlines())
+    own = [
+        section for section in sections if section.startswith(f"{client}\n")
+    ] or sections
+    diffs = re.findall(
+        r"```diff\n(.*?)```", "\n## ".join([first, *own]), flags=re.DOTALL
+    )
+    return sum(
+        bool(re.match(r"\+\s*[^+\s]", line))
+        for diff in diffs
+        for line in diff.splitlines()
+    )
 
 
 _JINJA = jinja2.Environment(
@@ -91,7 +112,9 @@ _JINJA.filters |= {
         row for row in rows if all(row[key] == keys[key] for key in keys)
     ],
     # The optimistic and the pessimistic end, or their common value.
-    "interval": lambda ends, form: " to ".join(dict.fromkeys(format(end, form) for end in ends)),
+    "interval": lambda ends, form: " to ".join(
+        dict.fromkeys(format(end, form) for end in ends)
+    ),
 }
 
 
@@ -104,7 +127,9 @@ def fill(template: str, results: dict[str, Any]) -> str:
 
     made = results["provenance"]
     versions = [
-        f"{name} {made['versions'][name]}" for name in ("jax", "optax") if name in made["versions"]
+        f"{name} {made['versions'][name]}"
+        for name in ("jax", "optax")
+        if name in made["versions"]
     ]
     machine = f"{made['device']}; {', '.join(versions)}."
     text = _JINJA.from_string(template).render(results, machine=machine).strip()

@@ -76,10 +76,13 @@ def compile_case(sharding, shape, tiles, *, addend, dtype):
     printed = []
     start = time.perf_counter()
     with captured(printed):
-        jax.jit(run).lower(struct(shape, dtype), c, struct((batch, 2), jnp.float32)).compile()
+        jax.jit(run).lower(
+            struct(shape, dtype), c, struct((batch, 2), jnp.float32)
+        ).compile()
     (text,) = printed
     spills = re.search(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+        text,
     )
     registers = re.search(r"Used (\d+) registers", text)
     return {
@@ -90,7 +93,9 @@ def compile_case(sharding, shape, tiles, *, addend, dtype):
         "seconds": round(time.perf_counter() - start, 2),
         "registers": int(registers.group(1)) if registers else None,
         "stack_bytes": int(spills.group(1)) if spills else None,
-        "spilled_bytes": int(spills.group(2)) + int(spills.group(3)) if spills else None,
+        "spilled_bytes": int(spills.group(2)) + int(spills.group(3))
+        if spills
+        else None,
         "serialized_wgmma": "wgmma.mma_async instructions are serialized" in text,
         "ptx_instructions": {
             name: len(re.findall(pattern, text)) for name, pattern in COUNTED.items()
@@ -100,11 +105,15 @@ def compile_case(sharding, shape, tiles, *, addend, dtype):
 
 def shared_out(target):
     """A bare `jit` on four GPUs that share out a batch of eight: what each of them launches, and sends."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x4")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology="1x1x4"
+    )
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(4,), axis_names=("x",))
     shapes = (8, 512, 512), (8, 2)
     arguments = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("x")))
+        jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, PartitionSpec("x"))
+        )
         for shape, dtype in zip(shapes, (jnp.bfloat16, jnp.float32), strict=True)
     ]
     run = by_batch(functools.partial(_mosaic_gpu.launched, 132), "hopper")
@@ -119,7 +128,9 @@ def shared_out(target):
         "devices": 4,
         "shape": shapes[0],
         "launched_on_each": re.findall(r"= (\w+\[[\d,]+\])\S* custom-call\(", text),
-        "collectives": re.findall(r"all-gather|all-to-all|all-reduce|collective-permute", text),
+        "collectives": re.findall(
+            r"all-gather|all-to-all|all-reduce|collective-permute", text
+        ),
     }
 
 
@@ -129,19 +140,27 @@ def main():
     )
     parser.add_argument("--quick", action="store_true", help="one case")
     parser.add_argument(
-        "--target", type=pathlib.Path, help="a file with the target_config of a GPU's topology"
+        "--target",
+        type=pathlib.Path,
+        help="a file with the target_config of a GPU's topology",
     )
     parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path(__file__).parents[1] / "results"
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path(__file__).parents[1] / "results",
     )
     arguments = parser.parse_args()
     target = arguments.target.read_text() if arguments.target else H100
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology="1x1x1"
+    )
     mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
 
     shapes = [(1, 4096, 4096), (8, 2048, 2048)]
-    cases = [(shape, tiles) for shape in shapes for tiles in candidates() if tiles.group == 8]
+    cases = [
+        (shape, tiles) for shape in shapes for tiles in candidates() if tiles.group == 8
+    ]
     for shape in [
         (1, 256, 64),
         (8, 1024, 1024),
@@ -153,10 +172,14 @@ def main():
     rows = []
     for shape, tiles in cases[:1] if arguments.quick else cases:
         for addend in (False, True):
-            for dtype in (jnp.bfloat16, jnp.float16) if shape == shapes[0] else (jnp.bfloat16,):
+            for dtype in (
+                (jnp.bfloat16, jnp.float16) if shape == shapes[0] else (jnp.bfloat16,)
+            ):
                 row = compile_case(sharding, shape, tiles, addend=addend, dtype=dtype)
                 rows.append(row)
-                counts = " ".join(f"{name} {n}" for name, n in row["ptx_instructions"].items())
+                counts = " ".join(
+                    f"{name} {n}" for name, n in row["ptx_instructions"].items()
+                )
                 size = Tiles(**row["tiles"])
                 print(
                     f"{shape!s:18} {row['dtype']:8} {size.rows * size.block}x{size.block} "
@@ -172,7 +195,9 @@ def main():
         text=True,
         check=False,
     )
-    ptxas = subprocess.run(["ptxas", "--version"], capture_output=True, text=True, check=False)
+    ptxas = subprocess.run(
+        ["ptxas", "--version"], capture_output=True, text=True, check=False
+    )
     report = {
         "question": "registers, spills and instructions of the Hopper kernel, compiled without a GPU",
         "provenance": {

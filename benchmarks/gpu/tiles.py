@@ -13,7 +13,9 @@ def candidates() -> Iterator[Tiles]:
             for group in (4, 8, 16):
                 for stages in range(8, 2, -1):
                     try:
-                        tiles = dataclasses.replace(shape, slots=slots, group=group, stages=stages)
+                        tiles = dataclasses.replace(
+                            shape, slots=slots, group=group, stages=stages
+                        )
                     except ValueError:
                         continue
                     yield tiles

@@ -86,7 +86,9 @@ def accuracy():
                     expected = msign_oracles.svd_derivative(*low, truth)
                     row[f"{mode}, {dtype}"] = msign_oracles.relative(g, expected)
             exact = msign_oracles.svd_derivative(x, c)
-            row["article, float64"] = msign_oracles.relative(msign_oracles.article_vjp(x, c), exact)
+            row["article, float64"] = msign_oracles.relative(
+                msign_oracles.article_vjp(x, c), exact
+            )
             single = jnp.asarray(x, jnp.float32)
             u, _, vt = jnp.linalg.svd(single, full_matrices=False)
             row["value, float32"] = oracles.polar_error(
@@ -111,11 +113,17 @@ def half_precision():
             row = {"shape": f"{m}x{n}", "condition": condition}
             for name, settings, truth in (
                 ("polynomial", {}, CONVERGED),
-                ("polynomial, 5 steps", {"coefficients": polar_express(5)}, polar_express(5)),
+                (
+                    "polynomial, 5 steps",
+                    {"coefficients": polar_express(5)},
+                    polar_express(5),
+                ),
                 ("polar", {"gradient": "polar"}, None),
             ):
                 *low, g = gradient(x, c, "bfloat16", **settings)
-                row[name] = msign_oracles.relative(g, msign_oracles.svd_derivative(*low, truth))
+                row[name] = msign_oracles.relative(
+                    g, msign_oracles.svd_derivative(*low, truth)
+                )
             rows.append(row)
     return rows
 
@@ -134,7 +142,8 @@ def truncated():
             ("polar, polish=3", {"gradient": "polar", "polish": 3}),
         ):
             row[name] = msign_oracles.relative(
-                gradient(x, c, "float64", coefficients=polar_express(5), **settings)[2], exact
+                gradient(x, c, "float64", coefficients=polar_express(5), **settings)[2],
+                exact,
             )
         rows.append(row)
     return rows
@@ -148,11 +157,17 @@ def deficient():
     for steps in (3, 5, 8):
         table = polar_express(steps)
         expected = msign_oracles.svd_derivative(x, c, table)
-        row = {"steps": steps, "slope at zero": float(np.prod([a for a, _, _ in table]))}
+        row = {
+            "steps": steps,
+            "slope at zero": float(np.prod([a for a, _, _ in table])),
+        }
         for dtype in ("float64", "float32"):
             *low, g = gradient(x, c, dtype, coefficients=table)
             row[f"polynomial, {dtype}"] = msign_oracles.relative(
-                g, msign_oracles.svd_derivative(*low, table) if dtype == "float32" else expected
+                g,
+                msign_oracles.svd_derivative(*low, table)
+                if dtype == "float32"
+                else expected,
             )
         row["gradient's size"] = float(
             np.linalg.norm(expected) * np.linalg.norm(x) / np.linalg.norm(c)
@@ -172,7 +187,10 @@ def memory():
         unit = 8 * m * n * 4
         rows.append(
             {"case": f"8 x {m}x{n}, in units of x"}
-            | {name: temporary(value_and_vjp(f), x, x) / unit for name, f in VARIANTS.items()}
+            | {
+                name: temporary(value_and_vjp(f), x, x) / unit
+                for name, f in VARIANTS.items()
+            }
         )
     n = 256
 
@@ -188,7 +206,10 @@ def memory():
     x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
     rows.append(
         {"case": "8 layers of 256x256 unrolled, in units of one"}
-        | {name: temporary(network(f), weights, x) / (n * n * 4) for name, f in VARIANTS.items()}
+        | {
+            name: temporary(network(f), weights, x) / (n * n * 4)
+            for name, f in VARIANTS.items()
+        }
     )
     return rows
 
@@ -196,12 +217,18 @@ def memory():
 def times(batch=8, rounds=9):
     rows = []
     for m, n in ((512, 512), (512, 2048)):
-        x, c = np.random.default_rng(0).standard_normal((2, batch, m, n)).astype(np.float32)
+        x, c = (
+            np.random.default_rng(0)
+            .standard_normal((2, batch, m, n))
+            .astype(np.float32)
+        )
         compiled = {
-            name: jax.jit(value_and_vjp(f)).lower(x, c).compile() for name, f in VARIANTS.items()
+            name: jax.jit(value_and_vjp(f)).lower(x, c).compile()
+            for name, f in VARIANTS.items()
         }
         seconds = measure.interleave(
-            {name: functools.partial(run, x, c) for name, run in compiled.items()}, rounds=rounds
+            {name: functools.partial(run, x, c) for name, run in compiled.items()},
+            rounds=rounds,
         )
         baseline = seconds["plain autodiff, unrolled"]
         for name, measured in seconds.items():

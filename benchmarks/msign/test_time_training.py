@@ -12,11 +12,29 @@ from benchmarks.common import measure
 
 IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 RATES = (1e-2, 2e-2)
-WIDE = ["--width", "256", "--heads", "4", "--pairs", "128", "--chunk", "64", "--batch", "8"]
+WIDE = [
+    "--width",
+    "256",
+    "--heads",
+    "4",
+    "--pairs",
+    "128",
+    "--chunk",
+    "64",
+    "--batch",
+    "8",
+]
 
 
 def run(kind: str, rate: float, steps: int, gradient: str = "polynomial") -> dict:
-    flags = ["--learning-rate", str(rate), "--steps", str(steps), "--gradient", gradient]
+    flags = [
+        "--learning-rate",
+        str(rate),
+        "--steps",
+        str(steps),
+        "--gradient",
+        gradient,
+    ]
     print(f"{kind}, rate {rate:g}, gradient {gradient}")
     return {
         "learning_rate": rate,
@@ -35,7 +53,9 @@ def main() -> None:
     runs.append(run("msign", best[0]["learning_rate"], steps, "polar"))
     gradients = example.measure_gradients(example.parse(WIDE))
     example.draw(best, gradients, IMAGES / "test_time_training.png")
-    final = [{name: value for name, value in r.items() if name != "losses"} for r in runs]
+    final = [
+        {name: value for name, value in r.items() if name != "losses"} for r in runs
+    ]
     results = {"steps": steps, "runs": final, "wide": WIDE, "gradients": gradients}
     measure.write("test_time_training", results, final, gradients)
 

@@ -21,7 +21,15 @@ from muonjax import NewtonSchulz
 from muonjax._common.platform import Policy, policy_of
 from muonjax._matrices import batching
 
-SHAPES = ((64, 64), (64, 256), (128, 128), (128, 512), (256, 256), (512, 512), (768, 768))
+SHAPES = (
+    (64, 64),
+    (64, 256),
+    (128, 128),
+    (128, 512),
+    (256, 256),
+    (512, 512),
+    (768, 768),
+)
 CHUNKS = (1, 2, 4, 8, 16)
 
 
@@ -40,7 +48,9 @@ def chunked(size: int) -> Any:
 
     def run(stack: jax.Array) -> jax.Array:
         return batching.map_groups(
-            muonjax.newton_schulz, [stack], FixedChunks(policy_of(stack).platform, size=size)
+            muonjax.newton_schulz,
+            [stack],
+            FixedChunks(policy_of(stack).platform, size=size),
         )[0]
 
     return run
@@ -48,7 +58,9 @@ def chunked(size: int) -> Any:
 
 def times(shape: tuple[int, int], count: int, rounds: int) -> dict[str, Any]:
     """Seconds by chunk, in units of one after the other."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((count, *shape)), jnp.float32)
+    x = jnp.asarray(
+        np.random.default_rng(0).standard_normal((count, *shape)), jnp.float32
+    )
     calls = {str(size): functools.partial(jax.jit(chunked(size)), x) for size in CHUNKS}
     seconds = measure.interleave(calls, rounds=rounds)
     rule = policy_of(x).chunk_size(count, shape)
@@ -63,13 +75,16 @@ def theirs(updates: Any) -> Any:
 
 def ours(settings: NewtonSchulz, updates: Any) -> Any:
     """muonjax's transformation, without momentum."""
-    return muonjax.orthogonalize(newton_schulz=settings).update(updates, optax.EmptyState())[0]
+    return muonjax.orthogonalize(newton_schulz=settings).update(
+        updates, optax.EmptyState()
+    )[0]
 
 
 def compile_times(leaves: int, width: int, rounds: int) -> dict[str, Any]:
     """Seconds to trace and compile, in units of Optax's."""
     updates = {
-        f"layer_{i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(leaves)
+        f"layer_{i}": jax.ShapeDtypeStruct((width, width), jnp.float32)
+        for i in range(leaves)
     }
     functions = {
         "optax": theirs,
@@ -85,7 +100,10 @@ def compile_times(leaves: int, width: int, rounds: int) -> dict[str, Any]:
             seconds[name].append(time.perf_counter() - start)
     # The first round also fills caches of Python and of the compiler.
     seconds = {name: values[1:] for name, values in seconds.items()}
-    rows = {name: measure.summary(values, seconds["optax"]) for name, values in seconds.items()}
+    rows = {
+        name: measure.summary(values, seconds["optax"])
+        for name, values in seconds.items()
+    }
     return {"leaves": leaves, "width": width, "optimizers": rows}
 
 
@@ -99,7 +117,10 @@ def main() -> None:
         for row in shapes
     ]
     measure.write(
-        "batching", {"shapes": shapes, "compile": compiled}, ratios, compiled["optimizers"]
+        "batching",
+        {"shapes": shapes, "compile": compiled},
+        ratios,
+        compiled["optimizers"],
     )
 
 

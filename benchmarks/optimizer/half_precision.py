@@ -30,7 +30,29 @@ EMULATED = {"xla_allow_excess_precision": False}
 SHAPES = ((192, 192), (192, 768), (384, 384))
 
 # Short sides of hostile matrices, square and twice as wide.
-SIDES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 48, 63, 64, 72, 96, 128, 136, 160, 200, 256, 320)
+SIDES = (
+    1,
+    2,
+    3,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    24,
+    48,
+    63,
+    64,
+    72,
+    96,
+    128,
+    136,
+    160,
+    200,
+    256,
+    320,
+)
 
 
 def optax_bfloat16(x: jax.Array) -> jax.Array:
@@ -63,14 +85,21 @@ def errors(m: int, n: int, every: int = 3) -> dict[str, dict[str, float]]:
         f = jax.jit(method, compiler_options=EMULATED)
         results = [np.asarray(f(jnp.asarray(x)), np.float64) for x, _ in matrices]
         found = [
-            momentum.polar_error(y, polar) for y, (_, polar) in zip(results, matrices, strict=True)
+            momentum.polar_error(y, polar)
+            for y, (_, polar) in zip(results, matrices, strict=True)
         ]
         top = max(float(np.linalg.norm(y, 2)) for y in results)
-        rows[name] = {"mean": float(np.mean(found)), "worst": float(np.max(found)), "largest": top}
+        rows[name] = {
+            "mean": float(np.mean(found)),
+            "worst": float(np.max(found)),
+            "largest": top,
+        }
     return rows
 
 
-def with_vectors(s: np.ndarray, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def with_vectors(
+    s: np.ndarray, n: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Matrices [count, m, n] with singular values s and their polar factors; every fourth one is diagonal."""
     count, m = s.shape
     u, v = (np.linalg.qr(rng.standard_normal((count, k, m)))[0] for k in (m, n))
@@ -117,4 +146,6 @@ def recorded() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    measure.run_parts(__doc__, "half_precision", {"rows": recorded, "hostile": hostile_rows})
+    measure.run_parts(
+        __doc__, "half_precision", {"rows": recorded, "hostile": hostile_rows}
+    )

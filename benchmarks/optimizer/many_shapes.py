@@ -31,8 +31,15 @@ def shapes() -> dict[str, tuple[int, ...]]:
         found |= {f"up{i}/first": (3, 3, 2 * c, c), f"up{i}/shortcut": (2 * c, c)}
         found |= {f"{way}{i}/scale": (256, 2 * c) for way in ("down", "up")}
         if i:
-            found |= {f"down{i}/shortcut": (before, c), f"up{i}/third": (3, 3, c + before, c)}
-    found |= {"time/first": (64, 256), "time/second": (256, 256), "attention/qkv": (512, 1536)}
+            found |= {
+                f"down{i}/shortcut": (before, c),
+                f"up{i}/third": (3, 3, c + before, c),
+            }
+    found |= {
+        "time/first": (64, 256),
+        "time/second": (256, 256),
+        "attention/qkv": (512, 1536),
+    }
     return found | {"attention/out": (512, 512)}
 
 
@@ -41,16 +48,24 @@ def updates(
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Callable[[Any], Any]]]:
     """The shapes of the gradients, all or the first few, and both orthogonalizations of them."""
     tree = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in [*shapes().items()][:most]
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in [*shapes().items()][:most]
     }
-    kernel, dense = muonjax.MuonDimensionNumbers((0, 1, 2), 3), muonjax.MuonDimensionNumbers()
+    kernel, dense = (
+        muonjax.MuonDimensionNumbers((0, 1, 2), 3),
+        muonjax.MuonDimensionNumbers(),
+    )
     numbers = {name: kernel if len(x.shape) == 4 else dense for name, x in tree.items()}
 
     def ours(grads: Any) -> Any:
-        return muonjax.orthogonalize(dimension_numbers=numbers).update(grads, optax.EmptyState())[0]
+        return muonjax.orthogonalize(dimension_numbers=numbers).update(
+            grads, optax.EmptyState()
+        )[0]
 
     def theirs(grads: Any) -> Any:
-        tx = optax.contrib.scale_by_muon(weight_dimension_numbers=numbers, nesterov=False)
+        tx = optax.contrib.scale_by_muon(
+            weight_dimension_numbers=numbers, nesterov=False
+        )
         return tx.update(grads, tx.init(grads))[0]
 
     return tree, {"optax": theirs, "balanced": ours}
@@ -67,13 +82,18 @@ def on_cpu(rounds: int) -> dict[str, Any]:
             compiled[name] = jax.jit(function).lower(tree).compile()
             seconds[name].append(time.process_time() - start)
     rng = np.random.default_rng(0)
-    grads = {name: jnp.asarray(rng.standard_normal(x.shape), x.dtype) for name, x in tree.items()}
+    grads = {
+        name: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+        for name, x in tree.items()
+    }
     steps = measure.interleave(
         {n: lambda f=f: f(grads) for n, f in compiled.items()}, rounds=4 * rounds
     )
     return {
         # The first round also fills caches of Python and of the compiler.
-        "compile": {n: measure.summary(s[1:], seconds["optax"][1:]) for n, s in seconds.items()},
+        "compile": {
+            n: measure.summary(s[1:], seconds["optax"][1:]) for n, s in seconds.items()
+        },
         "step": {n: measure.summary(s, steps["optax"]) for n, s in steps.items()},
     }
 
@@ -81,8 +101,14 @@ def on_cpu(rounds: int) -> dict[str, Any]:
 def on_an_h100() -> dict[str, int]:
     tree, functions = updates()
     chip = ahead_of_time.CHIPS["H100"]
-    texts = {name: ahead_of_time.compile_for(chip, f, tree).text for name, f in functions.items()}
-    return {name: sum(launch.count for launch in launches(text)) for name, text in texts.items()}
+    texts = {
+        name: ahead_of_time.compile_for(chip, f, tree).text
+        for name, f in functions.items()
+    }
+    return {
+        name: sum(launch.count for launch in launches(text))
+        for name, text in texts.items()
+    }
 
 
 def main() -> None:

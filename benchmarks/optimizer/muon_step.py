@@ -15,14 +15,22 @@ import optax
 import muonjax
 from benchmarks.common import measure, momentum
 
-PRESETS = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz.balanced()}
+PRESETS = {
+    "fast": muonjax.NewtonSchulz.fast(),
+    "balanced": muonjax.NewtonSchulz.balanced(),
+}
 
 
-def gpt2(layers: int, width: int, vocabulary: int, rng: np.random.Generator) -> tuple[dict, dict]:
+def gpt2(
+    layers: int, width: int, vocabulary: int, rng: np.random.Generator
+) -> tuple[dict, dict]:
     """Gradients with recorded spectra, and the exact polar factors of the first layer's matrices."""
     spectra = momentum.spectra()
     heads = width // 64
-    tree, polar = {"wte": {"embedding": rng.standard_normal((vocabulary, width), np.float32)}}, {}
+    tree, polar = (
+        {"wte": {"embedding": rng.standard_normal((vocabulary, width), np.float32)}},
+        {},
+    )
     shapes = {
         "query": (width, heads, 64),
         "key": (width, heads, 64),
@@ -48,7 +56,9 @@ def gpt2(layers: int, width: int, vocabulary: int, rng: np.random.Generator) -> 
 
 def main() -> None:
     args = measure.options(__doc__, layers=12, width=768, vocabulary=50_304, rounds=7)
-    grads, polar = gpt2(args.layers, args.width, args.vocabulary, np.random.default_rng(0))
+    grads, polar = gpt2(
+        args.layers, args.width, args.vocabulary, np.random.default_rng(0)
+    )
     numbers = muonjax.dimension_numbers(grads)
     adam = optax.adamw(1e-3)
     optimizers = {
@@ -75,17 +85,25 @@ def main() -> None:
         updates, _ = compiled(grads, state, grads)
         errors, cosines = [], []
         for leaf, exact in polar.items():
-            y = -np.asarray(updates["block_0"][leaf]["kernel"], np.float64).reshape(exact.shape)
+            y = -np.asarray(updates["block_0"][leaf]["kernel"], np.float64).reshape(
+                exact.shape
+            )
             y = y / (1e-3 * 0.2 * max(exact.shape) ** 0.5)
             errors.append(momentum.polar_error(y, exact))
             cosines.append(momentum.cosine(y, exact))
         rows[name] = {
-            "temporary_mib": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
-            "state_mib": round(sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20, 1),
+            "temporary_mib": round(
+                compiled.memory_analysis().temp_size_in_bytes / 2**20, 1
+            ),
+            "state_mib": round(
+                sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20, 1
+            ),
             "polar_error_mean": round(float(np.mean(errors)), 4),
             "cosine_worst": round(float(np.min(cosines)), 4),
         }
-        calls[name] = lambda compiled=compiled, state=state: compiled(grads, state, grads)
+        calls[name] = lambda compiled=compiled, state=state: compiled(
+            grads, state, grads
+        )
     compiling = measure.interleave(compilations, rounds=args.rounds)
     seconds = measure.interleave(calls, rounds=args.rounds)
     for name in rows:
@@ -93,7 +111,9 @@ def main() -> None:
         base = rows["optax"]
         compile_row = measure.summary(compiling[name], compiling["optax"])
         rows[name] |= {f"compile_{key}": value for key, value in compile_row.items()}
-        rows[name]["temporary_ratio"] = rows[name]["temporary_mib"] / base["temporary_mib"]
+        rows[name]["temporary_ratio"] = (
+            rows[name]["temporary_mib"] / base["temporary_mib"]
+        )
     measure.write("muon_step", {**vars(args), "optimizers": rows}, rows)
 
 

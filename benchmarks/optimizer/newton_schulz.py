@@ -37,7 +37,9 @@ OURS = {
 PEERS = {
     "Jordan, 5 steps": plain(coefficients=5 * muonjax.JORDAN, form="standard"),
     "You, 5 steps": plain(coefficients=muonjax.YOU, form="standard"),
-    "Polar Express, 5 steps": plain(coefficients=polar_express(5, safety=1.02), form="standard"),
+    "Polar Express, 5 steps": plain(
+        coefficients=polar_express(5, safety=1.02), form="standard"
+    ),
     "DeepSeek-V4, 10 steps": plain(
         coefficients=8 * muonjax.JORDAN + 2 * ((2.0, -1.5, 0.5),), form="standard"
     ),
@@ -45,7 +47,8 @@ PEERS = {
 # The effect of deflation alone, and of the number of steps alone.
 STEPS = {
     **{
-        f"{t} steps": NewtonSchulz(coefficients=polar_express(t), deflation=0) for t in (4, 5, 6, 7)
+        f"{t} steps": NewtonSchulz(coefficients=polar_express(t), deflation=0)
+        for t in (4, 5, 6, 7)
     },
     "5 steps, deflated": NewtonSchulz(coefficients=polar_express(5, lower=3e-3)),
 }
@@ -88,7 +91,9 @@ def log_spaced_errors(m: int) -> dict[str, float]:
     x, polar = momentum.matrix(np.geomspace(1, 1e-3, m), m, m, np.random.default_rng(0))
     named = methods()
     names = ("optax", "fast", "balanced", "5 steps", "6 steps", "accurate")
-    return {name: momentum.polar_error(jax.jit(named[name])(x), polar) for name in names}
+    return {
+        name: momentum.polar_error(jax.jit(named[name])(x), polar) for name in names
+    }
 
 
 def against_exact(m: int, rounds: int) -> dict[str, Any]:
@@ -106,7 +111,10 @@ def against_exact(m: int, rounds: int) -> dict[str, Any]:
         "6 steps": functools.partial(newton_schulz, settings=STEPS["6 steps"]),
         "accurate": functools.partial(newton_schulz, settings=OURS["accurate"]),
     }
-    calls = {name: functools.partial(jax.jit(f), jnp.asarray(x)) for name, f in functions.items()}
+    calls = {
+        name: functools.partial(jax.jit(f), jnp.asarray(x))
+        for name, f in functions.items()
+    }
     seconds = measure.interleave(calls, rounds=rounds)
     fastest = min(("svd", "qdwh"), key=lambda name: np.median(seconds[name]))
     return {
@@ -118,7 +126,9 @@ def against_exact(m: int, rounds: int) -> dict[str, Any]:
 
 def times(width: int, aspect: int, rounds: int) -> dict[str, dict[str, float]]:
     """Seconds for one matrix [width, aspect * width], and the ratio to Optax's."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((width, aspect * width)), jnp.float32)
+    x = jnp.asarray(
+        np.random.default_rng(0).standard_normal((width, aspect * width)), jnp.float32
+    )
     calls = {name: functools.partial(jax.jit(f), x) for name, f in methods().items()}
     seconds = measure.interleave(calls, rounds=rounds)
     return {name: measure.summary(seconds[name], seconds["optax"]) for name in calls}
@@ -155,7 +165,13 @@ def draw(content: dict[str, Any]) -> None:
                 )
                 offset, end = crowded.get(name, (aside, align))
                 axes.annotate(
-                    label, at, offset, textcoords="offset points", fontsize=7, color=color, ha=end
+                    label,
+                    at,
+                    offset,
+                    textcoords="offset points",
+                    fontsize=7,
+                    color=color,
+                    ha=end,
                 )
         width = content["width"]
         axes.set(

@@ -26,7 +26,13 @@ def errors(schedule: Sequence[tuple[float, float, float]]) -> list[float]:
     for spectrum in momentum.spectra():
         sigma = np.asarray(spectrum, np.float64)
         found.append(
-            float(np.sqrt(np.mean((evaluate(schedule, sigma / np.linalg.norm(sigma)) - 1) ** 2)))
+            float(
+                np.sqrt(
+                    np.mean(
+                        (evaluate(schedule, sigma / np.linalg.norm(sigma)) - 1) ** 2
+                    )
+                )
+            )
         )
     return found
 

@@ -39,7 +39,9 @@ class Case(NamedTuple):
     def mesh(self, axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
         names, sizes = tuple(self.mesh_shape), tuple(self.mesh_shape.values())
         devices = jax.devices()[: self.devices]
-        return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(names), devices=devices)
+        return jax.make_mesh(
+            sizes, names, axis_types=(axis_type,) * len(names), devices=devices
+        )
 
     @property
     def devices(self) -> int:
@@ -57,13 +59,17 @@ class Case(NamedTuple):
         """Shapes and shardings; without a mesh, of one device."""
         return {
             name: jax.ShapeDtypeStruct(
-                shape, jnp.float32, sharding=None if mesh is None else NamedSharding(mesh, spec)
+                shape,
+                jnp.float32,
+                sharding=None if mesh is None else NamedSharding(mesh, spec),
             )
             for name, (shape, spec) in self.leaves.items()
         }
 
 
-def both_ways(wide: P, tall: P, count: int = 12) -> dict[str, tuple[tuple[int, ...], P]]:
+def both_ways(
+    wide: P, tall: P, count: int = 12
+) -> dict[str, tuple[tuple[int, ...], P]]:
     """`count` wide and `count` tall matrices."""
     return {
         **{f"wide_{i}": ((ROWS, COLUMNS), wide) for i in range(count)},
@@ -79,7 +85,9 @@ CASES = {
         both_ways(P("fsdp", "tensor"), P("tensor", "fsdp")),
     ),
     "hsdp": Case(
-        "HSDP 2 × 4", {"replica": 2, "fsdp": 4}, both_ways(P("fsdp", None), P("fsdp", None))
+        "HSDP 2 × 4",
+        {"replica": 2, "fsdp": 4},
+        both_ways(P("fsdp", None), P("fsdp", None)),
     ),
     "replicated": Case("replicated (data parallel)", {"data": 8}, both_ways(P(), P())),
     "experts": Case(
@@ -97,15 +105,21 @@ CASES = {
 NUMBERS = muonjax.MuonDimensionNumbers(-2, -1)
 
 
-def compile_step(tx: optax.GradientTransformation, case: Case, axis_type: AxisType | None) -> Any:
+def compile_step(
+    tx: optax.GradientTransformation, case: Case, axis_type: AxisType | None
+) -> Any:
     """`update` and `apply_updates`; `axis_type` None: on one device."""
     mesh = None if axis_type is None else case.mesh(axis_type)
     params = case.params(mesh)
     state = jax.eval_shape(tx.init, case.params(None))
     if mesh is not None:
-        shardings = muonjax.state_shardings(tx, params, muonjax.Distribution(mesh, case.specs))
+        shardings = muonjax.state_shardings(
+            tx, params, muonjax.Distribution(mesh, case.specs)
+        )
         state = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            state,
+            shardings,
         )
 
     def step(grads, state, params):
@@ -113,7 +127,11 @@ def compile_step(tx: optax.GradientTransformation, case: Case, axis_type: AxisTy
         return optax.apply_updates(params, updates), state
 
     out = None if mesh is None else jax.tree.map(lambda x: x.sharding, (params, state))
-    under = jax.set_mesh(mesh) if axis_type == AxisType.Explicit else contextlib.nullcontext()
+    under = (
+        jax.set_mesh(mesh)
+        if axis_type == AxisType.Explicit
+        else contextlib.nullcontext()
+    )
     with under:
         return (
             jax.jit(step, out_shardings=out, donate_argnums=(1, 2))
@@ -138,7 +156,9 @@ def compile_orthogonalize(case: Case) -> Any:
 
 def needed_mebibytes(case: Case) -> float:
     """MiB of a device's shards of the momentum, and of its largest group."""
-    held = {name: math.prod(shape) * 4 / 2**20 for name, (shape, _) in case.leaves.items()}
+    held = {
+        name: math.prod(shape) * 4 / 2**20 for name, (shape, _) in case.leaves.items()
+    }
     shares = {
         name: held[name]
         / math.prod(
@@ -170,7 +190,9 @@ def optax_muon(case: Case) -> optax.GradientTransformation:
 
 def even_share(tx: optax.GradientTransformation, case: Case) -> float:
     """Flops on one device, divided by the number of devices."""
-    return hlo_counts.count(compile_step(tx, case, None), devices=1).flops / case.devices
+    return (
+        hlo_counts.count(compile_step(tx, case, None), devices=1).flops / case.devices
+    )
 
 
 def measured(compiled: Any, even_share: float, case: Case) -> dict[str, Any]:
@@ -186,13 +208,18 @@ def measured(compiled: Any, even_share: float, case: Case) -> dict[str, Any]:
 
 def run_case(case: Case) -> dict[str, Any]:
     """Every column of one row."""
-    ours, theirs = even_share(muon(case, None), case), even_share(optax_muon(case), case)
+    ours, theirs = (
+        even_share(muon(case, None), case),
+        even_share(optax_muon(case), case),
+    )
     row: dict[str, Any] = {
         "title": case.title,
         "even_share": ours,
         "optax_even_share": theirs,
     }
-    row["optax"] = measured(compile_step(optax_muon(case), case, AxisType.Auto), theirs, case)
+    row["optax"] = measured(
+        compile_step(optax_muon(case), case, AxisType.Auto), theirs, case
+    )
     for axis_type in (AxisType.Auto, AxisType.Explicit):
         compiled = compile_step(muon(case, axis_type), case, axis_type)
         row[f"muonjax_{axis_type.name.lower()}"] = measured(compiled, ours, case)
@@ -216,7 +243,9 @@ def memory(title: str, case: Case) -> dict[str, Any]:
 
 def fsdp(count: int) -> Case:
     """`count` wide and `count` tall matrices."""
-    return Case("FSDP 8", {"fsdp": 8}, both_ways(P("fsdp", None), P("fsdp", None), count))
+    return Case(
+        "FSDP 8", {"fsdp": 8}, both_ways(P("fsdp", None), P("fsdp", None), count)
+    )
 
 
 def main() -> None:
@@ -226,9 +255,13 @@ def main() -> None:
     for name, case in CASES.items():
         rows[name] = run_case(case)
         print(name, rows[name], flush=True)
-    deeper = [memory(f"FSDP 8, {2 * count} matrices", fsdp(count)) for count in (4, 12, 24, 48)]
+    deeper = [
+        memory(f"FSDP 8, {2 * count} matrices", fsdp(count))
+        for count in (4, 12, 24, 48)
+    ]
     wider = [
-        memory(f"{CASES[name].title}, 24 matrices", CASES[name]) for name in ("hsdp", "replicated")
+        memory(f"{CASES[name].title}, 24 matrices", CASES[name])
+        for name in ("hsdp", "replicated")
     ]
     results = {"rows": rows, "memory": [*deeper, *wider]}
     measure.write("sharding", results, results["memory"])

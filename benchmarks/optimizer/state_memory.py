@@ -35,7 +35,9 @@ class Case(NamedTuple):
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "muon": lambda: muonjax.muon(1e-3, muonjax.MuonDimensionNumbers(0, 1)),
-    "muon, int8": lambda: muonjax.muon(1e-3, muonjax.MuonDimensionNumbers(0, 1), mu_dtype=jnp.int8),
+    "muon, int8": lambda: muonjax.muon(
+        1e-3, muonjax.MuonDimensionNumbers(0, 1), mu_dtype=jnp.int8
+    ),
     "trace": lambda: muonjax.trace(0.95, nesterov=True),
     "trace, int8": lambda: muonjax.trace(0.95, True, jnp.int8),
 }
@@ -64,26 +66,37 @@ def compiled(case: Case, memory_kind: str | None) -> Any:
     on_host = memory_kind and chip.platform == "gpu"
 
     def update(grads: Any, state: Any, params: Any) -> Any:
-        if on_host:  # the description of a GPU has no memories, and shardings lose their kind
+        if (
+            on_host
+        ):  # the description of a GPU has no memories, and shardings lose their kind
             state = jax.tree.map(
-                lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, state
+                lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x,
+                state,
             )
         return tx.update(grads, state, params)
 
     step = jax.jit(
-        update, donate_argnums=(0, 1), out_shardings=None if on_host else (here, shardings)
+        update,
+        donate_argnums=(0, 1),
+        out_shardings=None if on_host else (here, shardings),
     )
     with ahead_of_time.traced_for(chip):
-        return step.lower(params, state, params).compile(compiler_options=dict(chip.options))
+        return step.lower(params, state, params).compile(
+            compiler_options=dict(chip.options)
+        )
 
 
 def count(case: Case) -> dict[str, Any]:
     """The figures of a case."""
     host = compiled(case, "pinned_host")
-    device = None if case.note.startswith("1.5") else compiled(case, None)  # which does not fit
+    device = (
+        None if case.note.startswith("1.5") else compiled(case, None)
+    )  # which does not fit
     policy, matrix = Policy(ahead_of_time.CHIPS[case.chip].platform), 4 * case.size**2
     together = (
-        1 if case.optimizer.startswith("trace") else int(policy.stack_elements // case.size**2)
+        1
+        if case.optimizer.startswith("trace")
+        else int(policy.stack_elements // case.size**2)
     )
     group = matrix * min(case.count, max(1, together))
     after = host.memory_analysis()
@@ -92,12 +105,16 @@ def count(case: Case) -> dict[str, Any]:
     )
     # The device's arguments without state: gradients and parameters.
     others = (
-        2 * case.count * matrix if not case.optimizer.startswith("trace") else case.count * matrix
+        2 * case.count * matrix
+        if not case.optimizer.startswith("trace")
+        else case.count * matrix
     )
     text = host.as_text()
     # Memory space 5 is the host's.
     copies = [
-        line.partition(" copy-start(")[0] for line in text.splitlines() if " copy-start(" in line
+        line.partition(" copy-start(")[0]
+        for line in text.splitlines()
+        if " copy-start(" in line
     ]
     return {
         **case._asdict(),
@@ -121,7 +138,10 @@ def moved(gradients: str, nesterov: bool, size: int = 4096) -> dict[str, Any]:
         tx = muonjax.trace(0.95, nesterov, jnp.dtype(dtype))
         matrix = {"w": jax.ShapeDtypeStruct((size, size), jnp.dtype(gradients))}
         program = ahead_of_time.compile_for(
-            ahead_of_time.CHIPS["H100"], tx.update, matrix, jax.eval_shape(tx.init, matrix)
+            ahead_of_time.CHIPS["H100"],
+            tx.update,
+            matrix,
+            jax.eval_shape(tx.init, matrix),
         )
         found = hlo_launches.launches(program.text)
         row[dtype] = sum(launch.count * launch.moved for launch in found) / size**2
@@ -130,11 +150,15 @@ def moved(gradients: str, nesterov: bool, size: int = 4096) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--chips", nargs="+", default=["H100", "v5e"], choices=["H100", "v5e"])
+    parser.add_argument(
+        "--chips", nargs="+", default=["H100", "v5e"], choices=["H100", "v5e"]
+    )
     args = parser.parse_args(arguments)
     rows = []
     passes = [
-        moved(dtype, nesterov) for dtype in ("float32", "bfloat16") for nesterov in (True, False)
+        moved(dtype, nesterov)
+        for dtype in ("float32", "bfloat16")
+        for nesterov in (True, False)
     ]
     for case in CASES:
         if case.chip in args.chips:

@@ -34,7 +34,9 @@ SHAPES += [(8, 512, 512), (8, 512, 2048), (8, 768, 768), (8, 1024, 1024)]
 def plain(x):
     wide = _xla.accumulator(x.dtype)
     precision = _xla.precision(x.dtype)
-    out = jnp.einsum("...ik,...jk->...ij", x, x, precision=precision, preferred_element_type=wide)
+    out = jnp.einsum(
+        "...ik,...jk->...ij", x, x, precision=precision, preferred_element_type=wide
+    )
     return out.astype(x.dtype)
 
 
@@ -47,8 +49,13 @@ VARIANTS = {
 
 def case(shape, dtype, budget):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
-    compiled = {name: jax.jit(function).lower(x).compile() for name, function in VARIANTS.items()}
-    calls = {name: functools.partial(function, x) for name, function in compiled.items()}
+    compiled = {
+        name: jax.jit(function).lower(x).compile()
+        for name, function in VARIANTS.items()
+    }
+    calls = {
+        name: functools.partial(function, x) for name, function in compiled.items()
+    }
     start = time.perf_counter()
     measure.interleave(calls, rounds=1)
     rounds = int(np.clip(budget / (time.perf_counter() - start), 7, 101))
@@ -61,13 +68,21 @@ def case(shape, dtype, budget):
         for name, times in seconds.items()
     }
     rule = _choose(platform_of(x), x)
-    return {"shape": shape, "dtype": dtype, "rounds": rounds, "rule": rule, "variants": rows}
+    return {
+        "shape": shape,
+        "dtype": dtype,
+        "rounds": rounds,
+        "rule": rule,
+        "variants": rows,
+    }
 
 
 def main():
     cases = [(shape, "float32") for shape in SHAPES]
     cases += [
-        (shape, dtype) for shape in ((1024, 1024), (512, 2048)) for dtype in ("bfloat16", "float64")
+        (shape, dtype)
+        for shape in ((1024, 1024), (512, 2048))
+        for dtype in ("bfloat16", "float64")
     ]
     results = []
     for shape, dtype in cases:

@@ -29,7 +29,11 @@ from tests.inspect.library_models.answers import (
 from tests.inspect.library_models.model import Entry, flattened, scrambled
 
 CLIENTS = ("maxtext", "levanter", "tunix", "penzai", "keras_hub", "gemma")
-PACKAGES = {"levanter": "marin-levanter", "tunix": "google-tunix", "keras_hub": "keras-hub"}
+PACKAGES = {
+    "levanter": "marin-levanter",
+    "tunix": "google-tunix",
+    "keras_hub": "keras-hub",
+}
 
 Answers = Mapping[str, Any]  # dimension numbers, None, `OPEN` or "refused" by path
 
@@ -45,7 +49,10 @@ def of_program(program: muonjax.Program) -> Answers:
 def count(model: Model, answers: Answers, right: Mapping[str, str]) -> Counter[str]:
     """Parameters that are right, wrong and refused or open, and what the model is."""
     totals: Counter[str] = Counter()
-    shapes = {path: leaf.shape for path, leaf in zip(*flattened(model.params)[:2], strict=True)}
+    shapes = {
+        path: leaf.shape
+        for path, leaf in zip(*flattened(model.params)[:2], strict=True)
+    }
     for path, answer in right.items():
         found = answers[path]
         is_open = isinstance(found, str)
@@ -54,14 +61,18 @@ def count(model: Model, answers: Answers, right: Mapping[str, str]) -> Counter[s
             totals["leaves_right"] += 1
         else:
             totals[f"leaves_{'refused' if is_open else 'wrong'}"] += 1
-    worst = next((how for how in ("wrong", "refused") if totals[f"leaves_{how}"]), "right")
+    worst = next(
+        (how for how in ("wrong", "refused") if totals[f"leaves_{how}"]), "right"
+    )
     totals[f"models_{worst}"] += 1
     return totals
 
 
 def count_attentions(model: Model, program: muonjax.Program) -> Counter[str]:
     """Attentions that are found with all heads, refused with the right reason, and others, or missed."""
-    found = [found_attention(model.params, attention) for attention in program.attentions]
+    found = [
+        found_attention(model.params, attention) for attention in program.attentions
+    ]
     wanted = [expected_attention(model, line) for line in model.attentions]
     totals: Counter[str] = Counter()
     for a, b in zip(found, wanted, strict=False):
@@ -79,7 +90,12 @@ def read(model: Model) -> muonjax.Program:
 
 def rows_of(models: Mapping[str, Entry]) -> list[dict[str, Any]]:
     """A row for each way to read."""
-    kinds = ("the function", "the function, random names", "names alone", "random names alone")
+    kinds = (
+        "the function",
+        "the function, random names",
+        "names alone",
+        "random names alone",
+    )
     totals: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
     for entry in models.values():
         model = entry.make()
@@ -93,18 +109,23 @@ def rows_of(models: Mapping[str, Entry]) -> list[dict[str, Any]]:
         totals[kinds[0]] += count(model, of_program(program), right) + count_attentions(
             model, program
         )
-        totals[kinds[1]] += count(other, of_program(there), other_right) + count_attentions(
-            renamed, there
-        )
+        totals[kinds[1]] += count(
+            other, of_program(there), other_right
+        ) + count_attentions(renamed, there)
         totals[kinds[2]] += count(model, by_names(model.params), right)
         totals[kinds[3]] += count(other, by_names(other.params), other_right)
     columns = [
-        f"{what}_{how}" for what in ("models", "leaves") for how in ("right", "wrong", "refused")
+        f"{what}_{how}"
+        for what in ("models", "leaves")
+        for how in ("right", "wrong", "refused")
     ]
     attention_columns = [f"attentions_{how}" for how in ("found", "refused", "wrong")]
     return [
         {"rule": kind}
-        | {c: totals[kind][c] for c in [*columns, *(attention_columns if i < 2 else [])]}
+        | {
+            c: totals[kind][c]
+            for c in [*columns, *(attention_columns if i < 2 else [])]
+        }
         for i, kind in enumerate(kinds)
     ]
 
@@ -115,14 +136,20 @@ def _renamed(line: str, names: Mapping[str, str]) -> str:
         return line
     parts = (text.split() for text in line.split("; "))
     return "; ".join(
-        " ".join([factor, f"{names[at.rsplit('@', 1)[0]]}@{at.rsplit('@', 1)[1]}", *rest])
+        " ".join(
+            [factor, f"{names[at.rsplit('@', 1)[0]]}@{at.rsplit('@', 1)[1]}", *rest]
+        )
         for factor, at, *rest in parts
     )
 
 
 def of_libraries(libraries: Collection[str]) -> dict[str, Entry]:
     found = {name: entry for name, entry in MODELS.items() if entry.needs in libraries}
-    return {name: entry for name, entry in found.items() if importlib.util.find_spec(entry.needs)}
+    return {
+        name: entry
+        for name, entry in found.items()
+        if importlib.util.find_spec(entry.needs)
+    }
 
 
 def client(library: str) -> dict[str, Any]:
@@ -152,10 +179,14 @@ def main() -> None:
         clients |= {library: client(library) for library in libraries}
         ordered = [clients[name] for name in CLIENTS if name in clients]
         measure.write(
-            "programs", known | {"clients": ordered}, *(clients[name]["rows"] for name in libraries)
+            "programs",
+            known | {"clients": ordered},
+            *(clients[name]["rows"] for name in libraries),
         )
     else:
-        models = of_libraries({entry.needs for entry in MODELS.values()}.difference(CLIENTS))
+        models = of_libraries(
+            {entry.needs for entry in MODELS.values()}.difference(CLIENTS)
+        )
         rows = rows_of(models)
         measure.write(
             "programs",

@@ -37,7 +37,9 @@ def muonjax_rule(leaves: Sequence[Leaf]) -> Answers:
 
 def optax_rule(leaves: Sequence[Leaf]) -> Answers:
     """`optax.contrib.muon` without dimension numbers."""
-    return [MuonDimensionNumbers(0, 1) if len(leaf.shape) == 2 else None for leaf in leaves]
+    return [
+        MuonDimensionNumbers(0, 1) if len(leaf.shape) == 2 else None for leaf in leaves
+    ]
 
 
 def maxtext_rule(leaves: Sequence[Leaf]) -> Answers:
@@ -57,7 +59,8 @@ def _maxtext(names: set[str], rank: int) -> MuonDimensionNumbers | None:
         "shared_expert_gate",
     )
     if rank < 2 or any(
-        name.endswith("bias") or any(part in name for part in excluded) for name in names
+        name.endswith("bias") or any(part in name for part in excluded)
+        for name in names
     ):
         return None
     experts = names & {"MoeBlock_0", "moe_block", "routed_experts", "GptOssMlp"}
@@ -75,7 +78,17 @@ def _maxtext(names: set[str], rank: int) -> MuonDimensionNumbers | None:
         "GptOssAttention",
     }
     if names & attentions and rank > 2:
-        if names & {"query", "key", "value", "wq_b", "wkv_b", "wkv", "q_proj", "k_proj", "v_proj"}:
+        if names & {
+            "query",
+            "key",
+            "value",
+            "wq_b",
+            "wkv_b",
+            "wkv",
+            "q_proj",
+            "k_proj",
+            "v_proj",
+        }:
             return MuonDimensionNumbers(0, (rank - 2, rank - 1))
         if names & {"out", "o_proj"} and (
             names & {"self_attention", "GptOssAttention"} or rank == 4
@@ -100,7 +113,9 @@ def count(
         verdicts = []
         for leaf, answer in zip(leaves, rule(leaves), strict=True):
             is_right = same_matrices(None if answer == OPEN else answer, leaf.right)
-            verdicts.append("right" if is_right else "open" if answer == OPEN else "wrong")
+            verdicts.append(
+                "right" if is_right else "open" if answer == OPEN else "wrong"
+            )
             totals[f"leaves_{verdicts[-1]}"] += 1
             totals[f"parameters_{verdicts[-1]}"] += math.prod(leaf.shape)
         totals[f"trees_{min(verdicts, key=('wrong', 'open', 'right').index)}"] += 1
@@ -120,7 +135,8 @@ def main() -> None:
         for name, rule in RULES.items()
     ]
     rows += [
-        {"trees": "MaxText's", "rule": name, **count(rule, maxtext)} for name, rule in RULES.items()
+        {"trees": "MaxText's", "rule": name, **count(rule, maxtext)}
+        for name, rule in RULES.items()
     ]
     measure.write("zoo", {"rows": rows}, rows)
 

@@ -52,7 +52,9 @@ def measure_client(client: str, steps: int) -> None:
     known = old["optimizers"] if old.get("steps") == steps else {}
     optimizers = {name: known.get(name, {"losses": {}}) for name in RATES}
     for name, rates in RATES.items():
-        losses = {float(rate): loss for rate, loss in optimizers[name]["losses"].items()}
+        losses = {
+            float(rate): loss for rate, loss in optimizers[name]["losses"].items()
+        }
         todo = [rate for rate in rates if rate not in losses]
         while True:
             for rate in todo:
@@ -60,7 +62,11 @@ def measure_client(client: str, steps: int) -> None:
                 print(f"{client} {name} {rate:g}: {losses[rate]:.4f}", flush=True)
                 best = min(losses, key=losses.__getitem__)
                 by_rate = {f"{rate:g}": losses[rate] for rate in sorted(losses)}
-                optimizers[name] = {"learning_rate": best, "loss": losses[best], "losses": by_rate}
+                optimizers[name] = {
+                    "learning_rate": best,
+                    "loss": losses[best],
+                    "losses": by_rate,
+                }
                 write(client, steps, optimizers)
             further = {min(losses): min(losses) / 3.2, max(losses): max(losses) * 3.2}
             best = min(losses, key=losses.__getitem__)
@@ -80,7 +86,9 @@ def write(client: str, steps: int, optimizers: dict[str, Any]) -> None:
         "provenance": measure.provenance(),
     }
     rows = read() | {client: row}
-    measure.write("clients", {"rows": [rows[name] for name in PACKAGES if name in rows]})
+    measure.write(
+        "clients", {"rows": [rows[name] for name in PACKAGES if name in rows]}
+    )
 
 
 def read() -> dict[str, Any]:

@@ -69,7 +69,12 @@ def attention(
 
         bound = statistic == "bound"
         y = jax.nn.dot_product_attention(
-            query, key, value, is_causal=True, implementation=implementation, return_residual=bound
+            query,
+            key,
+            value,
+            is_causal=True,
+            implementation=implementation,
+            return_residual=bound,
         )
         if bound:
             y, log_sum_exp = y
@@ -85,11 +90,16 @@ def rotate(x: jax.Array) -> jax.Array:
     frequency = 10_000.0 ** (-jnp.arange(half) / half)
     angle = jnp.arange(x.shape[1])[:, None, None] * frequency
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)]
+    turned = [
+        a * jnp.cos(angle) - b * jnp.sin(angle),
+        a * jnp.sin(angle) + b * jnp.cos(angle),
+    ]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def linear(inputs: int, outputs: int, rngs: nnx.Rngs, variance: float = 1.0) -> nnx.Linear:
+def linear(
+    inputs: int, outputs: int, rngs: nnx.Rngs, variance: float = 1.0
+) -> nnx.Linear:
     init = nnx.initializers.variance_scaling(variance, "fan_in", "truncated_normal")
     return nnx.Linear(
         inputs, outputs, use_bias=False, dtype=jnp.bfloat16, kernel_init=init, rngs=rngs
@@ -108,7 +118,9 @@ class Attention(nnx.Module):
         self.value = linear(size.width, size.key_heads * size.depth, rngs)
         self.out = linear(size.width, size.width, rngs, 0.5 / size.layers)
 
-    def __call__(self, x: jax.Array, attend: Attend) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(
+        self, x: jax.Array, attend: Attend
+    ) -> tuple[jax.Array, jax.Array | None]:
         query, key, value = (
             layer(x).reshape(*x.shape[:-1], -1, self.depth)
             for layer in (self.query, self.key, self.value)
@@ -126,7 +138,9 @@ class Block(nnx.Module):
         self.up = linear(size.width, size.hidden, rngs)
         self.down = linear(size.hidden, size.width, rngs, 0.5 / size.layers)
 
-    def __call__(self, x: jax.Array, attend: Attend) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(
+        self, x: jax.Array, attend: Attend
+    ) -> tuple[jax.Array, jax.Array | None]:
         y, largest = self.attention(self.attention_norm(x), attend)
         x = x + y
         y = self.mlp_norm(x)
@@ -139,13 +153,19 @@ class Decoder(nnx.Module):
     def __init__(self, size: Size, *, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(0.02)
         self.embedding = nnx.Embed(
-            size.vocabulary, size.width, dtype=jnp.bfloat16, embedding_init=normal, rngs=rngs
+            size.vocabulary,
+            size.width,
+            dtype=jnp.bfloat16,
+            embedding_init=normal,
+            rngs=rngs,
         )
         self.blocks = nnx.List([Block(size, rngs) for _ in range(size.layers)])
         self.final_norm = norm(size, rngs)
         self.head = linear(size.width, size.vocabulary, rngs)
 
-    def __call__(self, tokens: jax.Array, attend: Attend) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, tokens: jax.Array, attend: Attend
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         x = self.embedding(tokens)
         max_logits = {}
         for i, block in enumerate(self.blocks):

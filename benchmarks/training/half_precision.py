@@ -36,14 +36,18 @@ RATES = (4e-3, 2e-3, 8e-3)
 SEEDS = (0, 1, 2)
 SETTINGS = {
     "five steps": muonjax.NewtonSchulz(),
-    "six steps": muonjax.NewtonSchulz(coefficients=muonjax.polar_express(6, lower=1e-3)),
+    "six steps": muonjax.NewtonSchulz(
+        coefficients=muonjax.polar_express(6, lower=1e-3)
+    ),
     "four steps": muonjax.NewtonSchulz.fast(),
 }
 
 
 def iteration(name: str, platform: str) -> Callable[[jax.Array], jax.Array]:
     """Our iteration as the platform runs it."""
-    return functools.partial(polar_factor, settings=SETTINGS[name], policy=Policy(platform))
+    return functools.partial(
+        polar_factor, settings=SETTINGS[name], policy=Policy(platform)
+    )
 
 
 METHODS = {
@@ -77,11 +81,17 @@ class Trainer:
     def _optimizer(self, rate: jax.typing.ArrayLike) -> Any:
         return muonjax.muon(schedule(rate, STEPS), example(0).program)
 
-    def _step(self, params: Any, opt_state: Any, tokens: jax.Array, rate: jax.Array) -> Any:
+    def _step(
+        self, params: Any, opt_state: Any, tokens: jax.Array, rate: jax.Array
+    ) -> Any:
         grads = jax.grad(example(0).loss)(params, tokens)
-        with mock.patch.object(orthogonalize, "polar_function", return_value=self.function):
+        with mock.patch.object(
+            orthogonalize, "polar_function", return_value=self.function
+        ):
             updates, opt_state = self._optimizer(rate).update(grads, opt_state, params)
-        squares = [jnp.mean(x**2) for x in jax.tree.leaves(updates["blocks"]) if x.ndim > 1]
+        squares = [
+            jnp.mean(x**2) for x in jax.tree.leaves(updates["blocks"]) if x.ndim > 1
+        ]
         size = jnp.sqrt(jnp.mean(jnp.stack(squares)))
         return optax.apply_updates(params, updates), opt_state, size
 
@@ -92,16 +102,25 @@ class Trainer:
         sizes = []
         for count in range(STEPS):
             tokens = self.text.batch(seed, count, BATCH, CONTEXT)
-            params, opt_state, size = self.step(params, opt_state, tokens, jnp.float32(rate))
+            params, opt_state, size = self.step(
+                params, opt_state, tokens, jnp.float32(rate)
+            )
             sizes.append(float(size))
-        loss = example(0).evaluate(params, self.text.held_out_windows(CONTEXT, most=256))
-        return {"held_out": round(float(loss), 5), "update": statistics.mean(sizes) / rate}
+        loss = example(0).evaluate(
+            params, self.text.held_out_windows(CONTEXT, most=256)
+        )
+        return {
+            "held_out": round(float(loss), 5),
+            "update": statistics.mean(sizes) / rate,
+        }
 
 
 def at_best_rate(runs: list[dict[str, Any]], method: str) -> dict[str, Any]:
     """The least mean over the seeds that any rate reaches, and the range of the seeds there."""
     by_rate = {
-        rate: [r["held_out"] for r in runs if r["method"] == method and r["rate"] == rate]
+        rate: [
+            r["held_out"] for r in runs if r["method"] == method and r["rate"] == rate
+        ]
         for rate in RATES
     }
     complete = {rate: losses for rate, losses in by_rate.items() if losses}
@@ -114,7 +133,9 @@ def at_best_rate(runs: list[dict[str, Any]], method: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("methods", nargs="*", choices=[*METHODS, []], default=[])
-    parser.add_argument("--minutes", type=float, default=20, help="after which no run begins")
+    parser.add_argument(
+        "--minutes", type=float, default=20, help="after which no run begins"
+    )
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     trainer = functools.cache(Trainer)
@@ -126,7 +147,10 @@ def main() -> None:
         began = time.monotonic()
         runs.append(key | trainer(method).run(rate, seed))
         print(runs[-1], f"{time.monotonic() - began:.0f} s", flush=True)
-        best = {name: at_best_rate(runs, name) for name in {run["method"]: None for run in runs}}
+        best = {
+            name: at_best_rate(runs, name)
+            for name in {run["method"]: None for run in runs}
+        }
         measure.write("training_half_precision", {"best": best, "runs": runs})
 
 

@@ -25,14 +25,18 @@ class Method(NamedTuple):
     statistic: str | None = None
 
 
-def adamw(rate: optax.Schedule, program: muonjax.Program) -> optax.GradientTransformation:
+def adamw(
+    rate: optax.Schedule, program: muonjax.Program
+) -> optax.GradientTransformation:
     def matrices(params: Any) -> Any:
         return jax.tree.map(lambda x: x.ndim > 1, params)
 
     return optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=matrices)
 
 
-def optax_muon(rate: optax.Schedule, program: muonjax.Program) -> optax.GradientTransformation:
+def optax_muon(
+    rate: optax.Schedule, program: muonjax.Program
+) -> optax.GradientTransformation:
     return optax.contrib.muon(
         rate,
         weight_decay=0.1,
@@ -43,16 +47,24 @@ def optax_muon(rate: optax.Schedule, program: muonjax.Program) -> optax.Gradient
     )
 
 
-def fast(rate: optax.Schedule, program: muonjax.Program) -> optax.GradientTransformation:
+def fast(
+    rate: optax.Schedule, program: muonjax.Program
+) -> optax.GradientTransformation:
     return muonjax.muon(rate, program, newton_schulz=muonjax.NewtonSchulz.fast())
 
 
-def muonclip(rate: optax.Schedule, program: muonjax.Program) -> optax.GradientTransformation:
+def muonclip(
+    rate: optax.Schedule, program: muonjax.Program
+) -> optax.GradientTransformation:
     return muonjax.muonclip(rate, program, threshold=THRESHOLD)
 
 
-def muonh(rate: optax.Schedule, program: muonjax.Program) -> optax.GradientTransformation:
-    return muonjax.muonh(rate, program, adam_learning_rate=lambda count: 0.2 * rate(count))
+def muonh(
+    rate: optax.Schedule, program: muonjax.Program
+) -> optax.GradientTransformation:
+    return muonjax.muonh(
+        rate, program, adam_learning_rate=lambda count: 0.2 * rate(count)
+    )
 
 
 METHODS = {
@@ -71,7 +83,9 @@ def schedule(rate: jax.Array, steps: jax.Array) -> optax.Schedule:
 
     def at(count: jax.Array) -> jax.Array:
         warmup = jnp.maximum(0.1 * steps, 1.0)
-        progress = jnp.clip((count - warmup) / jnp.maximum(steps - warmup, 1.0), 0.0, 1.0)
+        progress = jnp.clip(
+            (count - warmup) / jnp.maximum(steps - warmup, 1.0), 0.0, 1.0
+        )
         cosine = 0.55 + 0.45 * jnp.cos(jnp.pi * progress)
         return rate * jnp.minimum((count + 1) / warmup, cosine)
 

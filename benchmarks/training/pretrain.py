@@ -95,7 +95,9 @@ def pieces(rows: list[Row], sizes: tuple[str, ...], fastest: str) -> Iterator[Pi
         for method in methods if size in sizes else ():
             piece = Piece("run", size, method, fastest)
             if what.startswith("step"):
-                yield piece._replace(kind="step", attention="xla" if "visible" in what else fastest)
+                yield piece._replace(
+                    kind="step", attention="xla" if "visible" in what else fastest
+                )
             elif what == "rates":
                 for rate in rates(rows, size, method):
                     yield piece._replace(rate=rate)
@@ -133,7 +135,9 @@ class Session:
         ]
         threads = str(max(1, (os.cpu_count() or 2) // 2))
         environment = os.environ | {"RAYON_NUM_THREADS": threads}
-        self.preparing = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment)
+        self.preparing = subprocess.Popen(
+            list(map(str, command)), cwd=ROOT, env=environment
+        )
 
     def next(self) -> Piece | None:
         """The first piece that fits into the time; if none does, the first run that can at least begin."""
@@ -150,13 +154,19 @@ class Session:
             if expected(piece) < self.left():
                 return piece
         runs = [piece for piece in wanted if piece.kind == "run"]
-        return runs[0] if runs and BUDGETS[runs[0].size].to_begin < self.left() else None
+        return (
+            runs[0] if runs and BUDGETS[runs[0].size].to_begin < self.left() else None
+        )
 
     def steps(self, size: str) -> int:
         """Of a whole run: the same for all methods, so that all see the same tokens."""
         if self.args.steps:
             return self.args.steps
-        rows = [row for row in self.results.content["rows"] if row["device"] == self.results.device]
+        rows = [
+            row
+            for row in self.results.content["rows"]
+            if row["device"] == self.results.device
+        ]
         for row in rows:
             if row["size"] == size and "whole_steps" in row:
                 return row["whole_steps"]
@@ -175,14 +185,18 @@ class Session:
         chosen = trainer.fitting(size, piece.attention, piece.method)
         common = {"parts": chosen.task.parts, "statistic": chosen.statistic}
         if piece.kind == "step":
-            timed = trainer.time_step(chosen, calls=1 if self.args.steps else trainer.EVERY)
+            timed = trainer.time_step(
+                chosen, calls=1 if self.args.steps else trainer.EVERY
+            )
             self.results.add(piece, common | timed | {"complete": True})
             return True
         self.preparing.wait(max(1.0, self.left()))
         text = source_text.Text(self.texts)
         self.results.content["data"][text.record["hash"]] = text.record
         common["whole_steps"] = self.steps(piece.size)
-        run = trainer.Run(piece.rate, piece.seed, int(piece.fraction * common["whole_steps"]))
+        run = trainer.Run(
+            piece.rate, piece.seed, int(piece.fraction * common["whole_steps"])
+        )
         for row in trainer.train(chosen, text, run, path, self.left):
             self.results.add(piece, common | row)
         return row["complete"]
@@ -225,14 +239,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--minutes", type=float, default=9, help="this process takes no longer")
     add("--size", choices=SIZES, help="None: 124M and 30M")
-    add("--out", type=pathlib.Path, help="folder of pretrain.json; benchmarks/results on a GPU")
+    add(
+        "--out",
+        type=pathlib.Path,
+        help="folder of pretrain.json; benchmarks/results on a GPU",
+    )
     add(
         "--work",
         type=pathlib.Path,
         default=ROOT / "runs" / "pretrain",
         help="tokens and checkpoints",
     )
-    add("--draw", action="store_true", help="draw docs/images/pretrain.png, and measure nothing")
+    add(
+        "--draw",
+        action="store_true",
+        help="draw docs/images/pretrain.png, and measure nothing",
+    )
     add("--steps", type=int, help="of a whole run, for a dry run")
     add("--batch", type=int, help="for a dry run")
     args = parser.parse_args(argv)
@@ -250,12 +272,17 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.draw:
         device = measure.read("pretrain")["provenance"]["device"]
-        draw(Results(measure.RESULTS, device).rows, ROOT / "docs" / "images" / "pretrain.png")
+        draw(
+            Results(measure.RESULTS, device).rows,
+            ROOT / "docs" / "images" / "pretrain.png",
+        )
         return
     end = time.monotonic() + 60 * args.minutes - TO_IMPORT
     if args.size == "tiny":  # nobody wants its times
         jax.config.update("jax_disable_most_optimizations", True)
-    watch = threading.Timer(end - time.monotonic(), os._exit, [3])  # nothing else stops a compiler
+    watch = threading.Timer(
+        end - time.monotonic(), os._exit, [3]
+    )  # nothing else stops a compiler
     watch.daemon = True
     watch.start()
     session = Session(args, lambda: end - 3 - time.monotonic())

@@ -38,11 +38,20 @@ class Results:
     def add(self, piece: Piece, result: Row) -> None:
         """Put a row in the place of the one before, unless that is complete and this is not; write the file."""
         made = measure.provenance()
-        self._put({**piece._asdict(), "device": self.device, "commit": made["commit"], **result})
+        self._put(
+            {
+                **piece._asdict(),
+                "device": self.device,
+                "commit": made["commit"],
+                **result,
+            }
+        )
         self.content["best"] = summary(self.rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({"provenance": made, **self.content}, indent=1) + "\n")
+        unfinished.write_text(
+            json.dumps({"provenance": made, **self.content}, indent=1) + "\n"
+        )
         os.replace(unfinished, self.path)  # a killed process leaves the file before
 
     def _put(self, row: Row) -> None:
@@ -50,9 +59,9 @@ class Results:
         same = [other for other in self.content["rows"] if key.items() <= other.items()]
         if same and same[0]["complete"] and not row["complete"]:
             return
-        self.content["rows"] = [other for other in self.content["rows"] if other not in same] + [
-            row
-        ]
+        self.content["rows"] = [
+            other for other in self.content["rows"] if other not in same
+        ] + [row]
 
     @property
     def rows(self) -> list[Row]:
@@ -78,7 +87,9 @@ def losses(rows: list[Row], size: str, method: str) -> dict[float, float]:
     key = {"kind": "run", "size": size, "method": method, "seed": 0, "fraction": 1.0}
     same = [row for row in rows if key.items() <= row.items()]
     return {
-        row["rate"]: row["curve"]["held_out"][-1] for row in same if row["curve"]["held_out"][-1]
+        row["rate"]: row["curve"]["held_out"][-1]
+        for row in same
+        if row["curve"]["held_out"][-1]
     }
 
 
@@ -99,15 +110,22 @@ def summary(rows: list[Row]) -> list[Row]:
         if reference is None:
             continue
         line = {
-            name: row[name] for name in ("size", "method", "fraction", "rate", "steps", "tokens")
+            name: row[name]
+            for name in ("size", "method", "fraction", "rate", "steps", "tokens")
         }
         line |= {"held_out": curve["held_out"][-1], "seconds": curve["seconds"][-1]}
-        line |= {"largest_logit": max(curve["largest_logit"]), "clipped": row.get("clipped")}
+        line |= {
+            "largest_logit": max(curve["largest_logit"]),
+            "clipped": row.get("clipped"),
+        }
         line["losses"] = {
-            f"{rate:g}": loss for rate, loss in sorted(losses(rows, size, method).items())
+            f"{rate:g}": loss
+            for rate, loss in sorted(losses(rows, size, method).items())
         }
         for axis in ("step", "seconds"):
-            at = crossing(curve[axis], curve["held_out"], reference["curve"]["held_out"][-1])
+            at = crossing(
+                curve[axis], curve["held_out"], reference["curve"]["held_out"][-1]
+            )
             line[f"part_of_{axis}"] = at and at / reference["curve"][axis][-1]
         lines.append(line)
     return lines
@@ -127,7 +145,9 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
 
     best = best_runs(rows)
     largest = max((size for size, *_ in best), key=lambda size: SIZES[size].width)
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(
+        1, 2, figsize=(9, 3.4), sharey=True, layout="constrained"
+    )
     for (size, method, fraction), row in best.items():
         if size != largest:
             continue

@@ -33,10 +33,16 @@ def sources(corpus: str) -> Iterator[tuple[str, str, pathlib.Path]]:
             yield "python", platform.python_version(), path
     if corpus == "library":
         return
-    for package in sorted(importlib.metadata.distributions(), key=lambda package: package.name):
+    for package in sorted(
+        importlib.metadata.distributions(), key=lambda package: package.name
+    ):
         for path in package.files or ():
             if path.suffix == ".py":
-                yield package.name, package.version, pathlib.Path(str(package.locate_file(path)))
+                yield (
+                    package.name,
+                    package.version,
+                    pathlib.Path(str(package.locate_file(path))),
+                )
 
 
 def read(corpus: str) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
@@ -78,7 +84,10 @@ def byte_pairs(contents: dict[str, bytes]) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=[END],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(sample(), trainer)
     return tokenizer
@@ -91,7 +100,9 @@ def encode(tokenizer: Any, files: list[bytes]) -> Iterator[np.ndarray]:
             yield np.frombuffer(content + b"\0", np.uint8).astype(np.uint16)
         return
     for start in range(0, len(files), 500):
-        texts = [content.decode(errors="replace") for content in files[start : start + 500]]
+        texts = [
+            content.decode(errors="replace") for content in files[start : start + 500]
+        ]
         for encoding in tokenizer.encode_batch_fast(texts):
             yield np.array([*encoding.ids, 0], np.uint16)
 
@@ -113,11 +124,17 @@ def prepare(folder: pathlib.Path, corpus: str) -> dict[str, Any]:
     }
     for part in ("train", "held_out"):
         files = [
-            content for key, content in contents.items() if is_held_out(key) == (part == "held_out")
+            content
+            for key, content in contents.items()
+            if is_held_out(key) == (part == "held_out")
         ]
         tokens = np.concatenate(list(encode(tokenizer, files)))
         tokens.tofile(folder / f"{part}.bin")
-        row[part] = {"files": len(files), "bytes": sum(map(len, files)), "tokens": len(tokens)}
+        row[part] = {
+            "files": len(files),
+            "bytes": sum(map(len, files)),
+            "tokens": len(tokens),
+        }
     row["packages"] = packages
     record.write_text(json.dumps(row))  # last: it says that the rest is whole
     return row
@@ -129,7 +146,8 @@ class Text:
     def __init__(self, folder: pathlib.Path):
         self.record = json.loads((folder / "record.json").read_text())
         self.train, self.held_out = (
-            np.memmap(folder / f"{part}.bin", np.uint16, "r") for part in ("train", "held_out")
+            np.memmap(folder / f"{part}.bin", np.uint16, "r")
+            for part in ("train", "held_out")
         )
 
     def batch(self, seed: int, step: int, size: int, context: int) -> np.ndarray:
@@ -138,17 +156,23 @@ class Text:
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), count)
         order = np.concatenate(
             [
-                np.random.default_rng((seed, epoch)).permutation(count)[places[epochs == epoch]]
+                np.random.default_rng((seed, epoch)).permutation(count)[
+                    places[epochs == epoch]
+                ]
                 for epoch in np.unique(epochs)
             ]
         )
-        return self.train[order[:, None] * context + np.arange(context + 1)].astype(np.int32)
+        return self.train[order[:, None] * context + np.arange(context + 1)].astype(
+            np.int32
+        )
 
     def held_out_batches(self, most: int, size: int, context: int) -> np.ndarray:
         """The first `most` or fewer batches [n, size, context + 1] of the held-out tokens."""
         count = min(most, (len(self.held_out) - 1) // (context * size))
         starts = np.arange(count * size) * context
-        windows = self.held_out[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+        windows = self.held_out[starts[:, None] + np.arange(context + 1)].astype(
+            np.int32
+        )
         return windows.reshape(count, size, context + 1)
 
 

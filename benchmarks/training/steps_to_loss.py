@@ -20,7 +20,10 @@ from benchmarks.common import measure
 
 IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
-RATES = {"adamw": (1e-3, 2e-3, 3e-3, 4e-3, 8e-3), "muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)}
+RATES = {
+    "adamw": (1e-3, 2e-3, 3e-3, 4e-3, 8e-3),
+    "muon": (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
+}
 STEPS = {"adamw": 400, "muon": 200}
 SEEDS = (0, 1, 2)
 EVERY = 20  # steps between held-out losses
@@ -47,8 +50,15 @@ def run(optimizer: str, rate: float, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(optimizer, rate, seed, folder)
         train_transformer.train(args)
-        _, losses = plots.column(plots.read(pathlib.Path(folder, "metrics.csv")), "held_out")
-    key = {"optimizer": optimizer, "learning_rate": rate, "steps": args.steps, "seed": seed}
+        _, losses = plots.column(
+            plots.read(pathlib.Path(folder, "metrics.csv")), "held_out"
+        )
+    key = {
+        "optimizer": optimizer,
+        "learning_rate": rate,
+        "steps": args.steps,
+        "seed": seed,
+    }
     return {**key, "held_out": [round(x, 5) for x in losses], "every": EVERY}
 
 
@@ -70,7 +80,10 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     for optimizer in RATES:
         best = at_best_rate(runs, optimizer)
         losses = [r["held_out"][-1] for r in best]
-        found[optimizer] = {"learning_rate": best[0]["learning_rate"], "steps": best[0]["steps"]}
+        found[optimizer] = {
+            "learning_rate": best[0]["learning_rate"],
+            "steps": best[0]["steps"],
+        }
         found[optimizer] |= {"seeds": len(best), "mean": statistics.mean(losses)}
         found[optimizer] |= {"least": min(losses), "most": max(losses)}
     return found
@@ -81,7 +94,9 @@ def cost(rounds: int = 40) -> dict[str, dict[str, float]]:
     tokens = Text().batch(0, 0, 16, 128)
 
     def steps(optimizer: str):
-        trainer = train_transformer.Trainer(arguments(optimizer, RATES[optimizer][0], 0, "unused"))
+        trainer = train_transformer.Trainer(
+            arguments(optimizer, RATES[optimizer][0], 0, "unused")
+        )
         state = [trainer.params, trainer.opt_state]
 
         def step() -> Any:
@@ -91,7 +106,10 @@ def cost(rounds: int = 40) -> dict[str, dict[str, float]]:
         return step
 
     seconds = measure.interleave({name: steps(name) for name in RATES}, rounds=rounds)
-    return {name: measure.summary(found, seconds["adamw"]) for name, found in seconds.items()}
+    return {
+        name: measure.summary(found, seconds["adamw"])
+        for name, found in seconds.items()
+    }
 
 
 def draw(runs: list[dict[str, Any]]) -> None:
@@ -102,10 +120,18 @@ def draw(runs: list[dict[str, Any]]) -> None:
             steps = range(EVERY, r["steps"] + 1, EVERY)
             label = f"{name}, {r['steps']} steps" if r["seed"] == SEEDS[0] else None
             axes.plot(
-                steps, r["held_out"], color=plots.COLORS[optimizer], label=label, linewidth=1.2
+                steps,
+                r["held_out"],
+                color=plots.COLORS[optimizer],
+                label=label,
+                linewidth=1.2,
             )
             axes.plot(
-                r["steps"], r["held_out"][-1], "o", color=plots.COLORS[optimizer], markersize=4
+                r["steps"],
+                r["held_out"][-1],
+                "o",
+                color=plots.COLORS[optimizer],
+                markersize=4,
             )
     axes.set(xlabel="training step", ylabel="held-out loss (nats per byte)")
     axes.grid(alpha=0.3)

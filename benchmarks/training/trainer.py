@@ -46,7 +46,9 @@ class Task:
 
     def __init__(self, size: Size, implementation: str, parts: int):
         self.size, self.implementation, self.parts = size, implementation, parts
-        self.graph, params = nnx.split(nnx.eval_shape(lambda: self._model(0)), nnx.Param)
+        self.graph, params = nnx.split(
+            nnx.eval_shape(lambda: self._model(0)), nnx.Param
+        )
         self.params = nnx.to_pure_dict(params)
         self.tokens = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32)
         # XLA's softmax is visible, and both attentions have the same weights.
@@ -62,7 +64,9 @@ class Task:
         self, params: Tree, tokens: jax.Array, attend: Attend
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Mean loss in nats per token, and the largest logits that `attend` measures."""
-        logits, max_logits = nnx.merge(self.graph, nnx.State(params))(tokens[:, :-1], attend)
+        logits, max_logits = nnx.merge(self.graph, nnx.State(params))(
+            tokens[:, :-1], attend
+        )
         return cross_entropy(logits, tokens), max_logits
 
     def visible_loss(self, params: Tree, tokens: jax.Array) -> jax.Array:
@@ -93,9 +97,13 @@ class Task:
         return jax.jit(functools.partial(self.gradients, None))
 
     @functools.cached_property
-    def evaluate(self) -> Callable[[Tree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
+    def evaluate(
+        self,
+    ) -> Callable[[Tree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
         """Of parameters and a held-out batch: the loss, and the largest logits, exact whatever the optimizer."""
-        loss = functools.partial(self.loss, attend=attention(self.implementation, "exact"))
+        loss = functools.partial(
+            self.loss, attend=attention(self.implementation, "exact")
+        )
         return jax.jit(loss).lower(self.params, self.tokens).compile()
 
 
@@ -108,32 +116,49 @@ class Trainer:
         if self.statistic == "free":
             self.statistic = "program" if task.implementation == "xla" else "bound"
 
-    def _optimizer(self, rate: jax.typing.ArrayLike, steps: jax.typing.ArrayLike) -> Any:
+    def _optimizer(
+        self, rate: jax.typing.ArrayLike, steps: jax.typing.ArrayLike
+    ) -> Any:
         return self.method.make(schedule(rate, steps), self.task.program)
 
-    def _step(self, state: Tree, tokens: jax.Array, rate: Any, steps: Any, count: Any) -> Any:
+    def _step(
+        self, state: Tree, tokens: jax.Array, rate: Any, steps: Any, count: Any
+    ) -> Any:
         params = state["params"]
-        (loss, max_logits), grads = self.task.gradients(self.statistic, params, tokens, count)
+        (loss, max_logits), grads = self.task.gradients(
+            self.statistic, params, tokens, count
+        )
         clip = {"max_logits": max_logits} if self.statistic else {}
         updates, opt_state = self._optimizer(rate, steps).update(
             grads, state["opt_state"], params, **clip
         )
-        return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, loss
+        return {
+            "params": optax.apply_updates(params, updates),
+            "opt_state": opt_state,
+        }, loss
 
     def init(self, seed: int) -> Tree:
         """The state before the first step."""
         params = self.task.init(seed)
-        return {"params": params, "opt_state": jax.jit(self._optimizer(0.0, 1.0).init)(params)}
+        return {
+            "params": params,
+            "opt_state": jax.jit(self._optimizer(0.0, 1.0).init)(params),
+        }
 
     @functools.cached_property
     def step(self) -> Any:
         """The whole step, compiled: (state, tokens, rate, steps, count) -> (state, loss). The state is donated."""
         start = time.perf_counter()
         step = jax.jit(self._step, donate_argnums=0)
-        lowered = step.lower(jax.eval_shape(self.init, 0), self.task.tokens, *numbers(0, 1, 0))
+        lowered = step.lower(
+            jax.eval_shape(self.init, 0), self.task.tokens, *numbers(0, 1, 0)
+        )
         traced = time.perf_counter()
         compiled = lowered.compile()
-        self.seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
+        self.seconds = {
+            "trace": traced - start,
+            "compile": time.perf_counter() - traced,
+        }
         return compiled
 
 
@@ -146,8 +171,12 @@ def fitting(size: Size, implementation: str, name: str) -> Trainer:
         trainer = Trainer(task, name)
         try:
             # First without the optimizer, so that what all methods share is tuned before the compiler is timed.
-            jax.block_until_ready(task.without_optimizer(task.init(0), tokens, np.int32(0)))
-            jax.block_until_ready(trainer.step(trainer.init(0), tokens, *numbers(0, 1, 0)))
+            jax.block_until_ready(
+                task.without_optimizer(task.init(0), tokens, np.int32(0))
+            )
+            jax.block_until_ready(
+                trainer.step(trainer.init(0), tokens, *numbers(0, 1, 0))
+            )
             return trainer
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or parts == size.batch:
@@ -158,13 +187,17 @@ def fitting(size: Size, implementation: str, name: str) -> Trainer:
 task_of = functools.cache(Task)
 
 
-def numbers(rate: float, steps: int, count: int) -> tuple[np.float32, np.float32, np.int32]:
+def numbers(
+    rate: float, steps: int, count: int
+) -> tuple[np.float32, np.float32, np.int32]:
     """The last arguments of a step."""
     return np.float32(rate), np.float32(steps), np.int32(count)
 
 
 def random_tokens(size: Size) -> jax.Array:
-    return jax.random.randint(jax.random.key(0), (size.batch, size.context + 1), 0, size.vocabulary)
+    return jax.random.randint(
+        jax.random.key(0), (size.batch, size.context + 1), 0, size.vocabulary
+    )
 
 
 def time_step(trainer: Trainer, calls: int = EVERY, rounds: int = 4) -> dict[str, Any]:
@@ -183,7 +216,9 @@ def time_step(trainer: Trainer, calls: int = EVERY, rounds: int = 4) -> dict[str
 
     def without() -> Any:
         for count in range(calls):
-            result = trainer.task.without_optimizer(state["params"], tokens, np.int32(count))
+            result = trainer.task.without_optimizer(
+                state["params"], tokens, np.int32(count)
+            )
         return result
 
     seconds = measure.interleave({"whole": whole, "without": without}, rounds=rounds)
@@ -213,7 +248,11 @@ class Run(NamedTuple):
 
 
 def train(
-    trainer: Trainer, text: Text, run: Run, checkpoint: pathlib.Path, left: Callable[[], float]
+    trainer: Trainer,
+    text: Text,
+    run: Run,
+    checkpoint: pathlib.Path,
+    left: Callable[[], float],
 ) -> Iterator[dict[str, Any]]:
     """Train from the checkpoint, or from the start where there is none, as far as the time allows.
 
@@ -255,7 +294,9 @@ def train(
         row["seconds"] += time.perf_counter() - began
         if evaluates:
             to_evaluate = add_evaluation(row, trainer, state, held_out)
-            row["complete"] = row["done"] == run.steps or row["curve"]["held_out"][-1] is None
+            row["complete"] = (
+                row["done"] == run.steps or row["curve"]["held_out"][-1] is None
+            )
             yield row
         if row["complete"]:
             checkpoint.unlink(missing_ok=True)
@@ -276,18 +317,26 @@ def add_evaluation(
     began = time.perf_counter()
     results = [evaluate(state["params"], batch) for batch in held_out]
     losses, max_logits = zip(*jax.device_get(results), strict=True)
-    point = {"step": row["done"], "seconds": row["seconds"], "held_out": np.mean(losses)}
+    point = {
+        "step": row["done"],
+        "seconds": row["seconds"],
+        "held_out": np.mean(losses),
+    }
     point["largest_logit"] = np.max(jax.tree.leaves(max_logits))
     for name, value in point.items():
         row["curve"][name].append(
             round(float(value), 5) if math.isfinite(value) else None
         )  # None: diverged
     if trainer.statistic:
-        row["clipped"] = int(muonjax.metrics(state["opt_state"])["qk_clip/total_clipped"])
+        row["clipped"] = int(
+            muonjax.metrics(state["opt_state"])["qk_clip/total_clipped"]
+        )
     return time.perf_counter() - began
 
 
-def prefetched(text: Text, run: Run, first: int, size: Size) -> Iterator[tuple[int, jax.Array]]:
+def prefetched(
+    text: Text, run: Run, first: int, size: Size
+) -> Iterator[tuple[int, jax.Array]]:
     """The steps that are left, and their batches, each on the device before the step ahead of it is over."""
 
     def load(step: int) -> jax.Array:
@@ -317,9 +366,14 @@ def restore(
     try:
         with np.load(path) as arrays:
             row = json.loads(str(arrays["row"]))
-            kept = [jnp.asarray(arrays[f"arr_{i}"].view(x.dtype)) for i, x in enumerate(leaves)]
+            kept = [
+                jnp.asarray(arrays[f"arr_{i}"].view(x.dtype))
+                for i, x in enumerate(leaves)
+            ]
     except (OSError, KeyError, ValueError, zipfile.BadZipFile):
         return None
-    if not identity.items() <= row.items() or [x.shape for x in kept] != [x.shape for x in leaves]:
+    if not identity.items() <= row.items() or [x.shape for x in kept] != [
+        x.shape for x in leaves
+    ]:
         return None
     return jax.tree.unflatten(structure, kept), row
