@@ -5,9 +5,7 @@ soon as it is known; a program whose result is already there is not compiled aga
 """
 
 import argparse
-import gzip
-import json
-import pathlib
+import collections
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,50 +17,46 @@ import optax.contrib._muon as optax_muon
 
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_launches, measure, roofline
+from muonjax import NewtonSchulz
 from muonjax._newton_schulz import half_precision
 
 # The shapes [fan_in, fan_out] of a model's matrices and how many there are of each, by a name. The leaves are in the
 # order of the names. The order matters: with Optax on GPT-2-small's matrices, XLA keeps between 9 and 51 MB, depending
 # on it.
-TREES: dict[str, dict[str, tuple[tuple[int, int], int]]] = {
+Shapes = dict[str, tuple[tuple[int, int], int]]
+
+
+def _llama(width: int, hidden: int) -> Shapes:
+    """Four layers, whose keys and values have a quarter of the width."""
+    return {
+        "down": ((hidden, width), 4),
+        "gate": ((width, hidden), 4),
+        "key": ((width, width // 4), 4),
+        "out": ((width, width), 4),
+        "query": ((width, width), 4),
+        "up": ((width, hidden), 4),
+        "value": ((width, width // 4), 4),
+    }
+
+
+_LLAMA_8B = _llama(4096, 14336)
+TREES: dict[str, Shapes] = {
     "GPT-2-small": {
         "down": ((3072, 768), 12),
         "square": ((768, 768), 48),
         "up": ((768, 3072), 12),
     },
-    "Llama-8B, 4 layers": {
-        "down": ((14336, 4096), 4),
-        "gate": ((4096, 14336), 4),
-        "key": ((4096, 1024), 4),
-        "out": ((4096, 4096), 4),
-        "query": ((4096, 4096), 4),
-        "up": ((4096, 14336), 4),
-        "value": ((4096, 1024), 4),
-    },
-    "Llama-1B, 4 layers": {
-        "down": ((8192, 2048), 4),
-        "gate": ((2048, 8192), 4),
-        "key": ((2048, 512), 4),
-        "out": ((2048, 2048), 4),
-        "query": ((2048, 2048), 4),
-        "up": ((2048, 8192), 4),
-        "value": ((2048, 512), 4),
-    },
+    "Llama-8B, 4 layers": _LLAMA_8B,
+    "Llama-1B, 4 layers": _llama(2048, 8192),
     "small": {
         "down": ((1024, 256), 2),
         "square": ((256, 256), 4),
         "up": ((256, 1024), 2),
     },
-}
-_LLAMA = TREES["Llama-8B, 4 layers"]
-# On a TPU some of Llama's groups may compile and others not: each has a row of its own.
-TREES |= {
-    f"Llama-8B, {title}": {name: _LLAMA[name] for name in names}
-    for title, names in (
-        ("4096x4096", ("out", "query")),
-        ("1024x4096", ("key", "value")),
-        ("4096x14336", ("down", "gate", "up")),
-    )
+    # On a TPU some of Llama's groups may compile and others not: each has a row.
+    "Llama-8B, 4096x4096": {name: _LLAMA_8B[name] for name in ("out", "query")},
+    "Llama-8B, 1024x4096": {name: _LLAMA_8B[name] for name in ("key", "value")},
+    "Llama-8B, 4096x14336": {name: _LLAMA_8B[name] for name in ("down", "gate", "up")},
 }
 DEFAULT_TREES = {
     "gpu": ("GPT-2-small", "Llama-1B, 4 layers", "Llama-8B, 4 layers"),
@@ -73,73 +67,67 @@ DEFAULT_TREES = {
         "Llama-8B, 4096x14336",
     ),
 }
+PRESETS = {
+    "fast": NewtonSchulz.fast(),
+    "balanced": NewtonSchulz.balanced(),
+    "6 Polar Express steps": NewtonSchulz(coefficients=muonjax.polar_express(6)),
+}
 
 Tree = dict[str, Any]
 Method = tuple[Callable[[Tree], Tree], jax.typing.DTypeLike]
 
 
-def ours(**settings: Any) -> Method:
-    """Our update of every matrix, with `NewtonSchulz(**settings)`, float32 in and out."""
-    newton_schulz = muonjax.NewtonSchulz(**settings)
+def ours(settings: NewtonSchulz) -> Callable[[Tree], Tree]:
+    """Our update of every matrix."""
     last_two = muonjax.MuonDimensionNumbers(-2, -1)
-    tx = muonjax.orthogonalize(newton_schulz=newton_schulz, dimension_numbers=last_two)
-    return lambda tree: tx.update(tree, tx.init(tree))[0], jnp.float32
+    tx = muonjax.orthogonalize(newton_schulz=settings, dimension_numbers=last_two)
+    return lambda tree: tx.update(tree, tx.init(tree))[0]
+
+
+def optax_matrix(x: jax.Array) -> jax.Array:
+    """Optax's five steps on a matrix, in its dtype."""
+    return optax_muon.orthogonalize_via_newton_schulz(
+        x,
+        jnp.asarray(muonjax.JORDAN[0]),
+        dimension_numbers=optax_muon.MuonDimensionNumbers(0, 1),
+    )
 
 
 def optax_update(tree: Tree) -> Tree:
     """Optax's five steps on every matrix."""
-
-    def one(x):
-        dimensions = optax_muon.MuonDimensionNumbers(0, 1)
-        coefficients = jnp.asarray(muonjax.JORDAN[0])
-        return optax_muon.orthogonalize_via_newton_schulz(
-            x, coefficients, dimension_numbers=dimensions
-        )
-
-    return jax.tree.map(one, tree)
+    return jax.tree.map(optax_matrix, tree)
 
 
-def methods() -> dict[str, Method]:
-    """The methods to compare, by their names in the tables."""
-    return {
+def methods(kernels: Iterable[str] = ()) -> dict[str, Method]:
+    """The updates to compare and the dtypes of their gradients, by their names in the tables.
+
+    Args:
+      kernels: Implementations of symmetric products, which each preset takes in more rows.
+    """
+    rows: dict[str, Method] = {
         "Optax, float32": (optax_update, jnp.float32),
         "Optax, bfloat16": (optax_update, jnp.bfloat16),
-        "fast": ours(coefficients=muonjax.NewtonSchulz.fast().coefficients),
-        "balanced": ours(),
-        "balanced, bfloat16 gradients": (ours()[0], jnp.bfloat16),
-        "6 Polar Express steps": ours(coefficients=muonjax.polar_express(6)),
+        "balanced, bfloat16 gradients": (ours(PRESETS["balanced"]), jnp.bfloat16),
     }
-
-
-def kernel_methods(implementation: str | None) -> dict[str, Method]:
-    """Our methods with the named implementation of symmetric products; without a kernel for "no kernel"."""
-    presets = {"fast": muonjax.NewtonSchulz.fast(), "balanced": muonjax.NewtonSchulz()}
-    presets["6 Polar Express steps"] = muonjax.NewtonSchulz(
-        coefficients=muonjax.polar_express(6)
-    )
-    rows: dict[str, Method] = {}
-    for name, settings in presets.items():
-        if implementation == "no kernel":
-            rows[f"{name}, no kernel"] = _without_kernels(
-                ours(coefficients=settings.coefficients)
+    for name, preset in PRESETS.items():
+        rows[name] = ours(preset), jnp.float32
+        rows[f"{name}, no kernel"] = _without_kernels(ours(preset)), jnp.float32
+        for kernel in kernels:
+            settings = NewtonSchulz(
+                coefficients=preset.coefficients, implementation=kernel
             )
-        elif implementation is not None:
-            update = ours(
-                coefficients=settings.coefficients, implementation=implementation
-            )
-            rows[f'{name}, "{implementation}"'] = update
+            rows[f'{name}, "{kernel}"'] = ours(settings), jnp.float32
     return rows
 
 
-def _without_kernels(method: Method) -> Method:
-    """The method as it is where no kernel was measured to be faster."""
-    update, dtype = method
+def _without_kernels(update: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
+    """The update as it is where no kernel was measured to be faster."""
 
     def plain(tree: Tree) -> Tree:
         with mock.patch.object(half_precision, "measured_kernel", return_value=None):
             return update(tree)
 
-    return plain, dtype
+    return plain
 
 
 def parts(
@@ -148,188 +136,96 @@ def parts(
     """The programs that make up one update of a tree, and how often each counts.
 
     On a GPU one program has all matrices. The TPU's compiler would take minutes for that, so there are several
-    programs: one for each group of matrices that share their loops, or, for methods with a loop per parameter, one for
-    each shape.
+    programs: one for each group of matrices that share their loops, or, for Optax, which has a loop per parameter, one
+    for each shape.
     """
-    matrices = TREES[tree]
-    if platform == "gpu":
-        groups = [list(matrices)]
-    elif method.startswith("Optax"):
-        counts: dict[tuple[int, int], int] = {}
-        for shape, count in matrices.values():
-            counts[shape] = counts.get(shape, 0) + count
-        return [({"x": shape}, count) for shape, count in counts.items()]
-    else:
-        sides = dict.fromkeys(tuple(sorted(shape)) for shape, _ in matrices.values())
-        groups = [
-            [name for name, (shape, _) in matrices.items() if tuple(sorted(shape)) == s]
-            for s in sides
-        ]
-    return [
-        (
-            {
-                f"{name}{i:02}": matrices[name][0]
-                for name in group
-                for i in range(matrices[name][1])
-            },
-            1,
-        )
-        for group in groups
-    ]
+    if platform == "tpu" and method.startswith("Optax"):
+        return [({name: shape}, count) for name, (shape, count) in TREES[tree].items()]
+    programs: dict[Any, dict[str, tuple[int, int]]] = collections.defaultdict(dict)
+    for name, (shape, count) in TREES[tree].items():
+        group = None if platform == "gpu" else tuple(sorted(shape))
+        programs[group] |= {f"{name}{i:02}": shape for i in range(count)}
+    return [(shapes, 1) for shapes in programs.values()]
 
 
 def product_kinds(launches: Iterable[hlo_launches.Launch]) -> int:
     """How many different products a library makes, each of which XLA tunes; a Pallas kernel is no such product."""
-    kinds = {
-        re.sub(r"metadata=\{[^}]*\}", "", x.kernel)
-        for x in launches
-        if x.flops and "symmetric" not in x.flops
-    }
+    kinds = set()
+    for launch in launches:
+        if launch.flops and "symmetric" not in launch.flops:
+            kinds.add(re.sub(r"metadata=\{[^}]*\}", "", launch.kernel))
     return len(kinds)
 
 
-def model(
-    chip: ahead_of_time.Chip,
-    tree: str,
-    name: str,
-    method: Method,
-    texts: pathlib.Path | None = None,
-) -> dict[str, Any]:
-    """One row of the table: one update of a tree, by one method, on one chip.
-
-    Args:
-      chip: One of `ahead_of_time.CHIPS`.
-      tree: One of `TREES`.
-      name: The name of the method.
-      method: One of `methods`.
-      texts: A folder where the optimized HLO is kept, and taken from.
-    """
-    update, dtype = method
-    launches, temporary, seconds = [], 0, 0.0
-    for number, (shapes, count) in enumerate(parts(tree, name, chip.platform)):
-        path = (
-            texts / f"{chip.name}_{tree}_{name}_{number}.gz".replace(" ", "_")
-            if texts
-            else None
-        )
-        if path and path.exists():
-            compiled = ahead_of_time.Compiled(
-                *json.loads(gzip.decompress(path.read_bytes()))
-            )
-        else:
-            arguments = {
-                key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()
-            }
-            compiled = ahead_of_time.compile_for(chip, update, arguments)
-            if path:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(gzip.compress(json.dumps(compiled).encode()))
-        own = hlo_launches.launches(compiled.text)
-        launches += [hlo_launches.repeated(launch, count) for launch in own]
-        temporary = max(temporary, compiled.temporary)
-        seconds += compiled.seconds * count
-    flops: dict[str, float] = {}
-    for launch in launches:
-        for kind, value in launch.flops.items():
-            flops[kind] = flops.get(kind, 0.0) + launch.count * value / 1e12
+def model(chip: ahead_of_time.Chip, tree: str, name: str) -> dict[str, Any]:
+    """One row of the table: one update of a tree, by one method, on one chip."""
+    update, dtype = methods()[name]
+    launches, temporary = [], 0
+    for shapes, count in parts(tree, name, chip.platform):
+        arguments = {
+            key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()
+        }
+        compiled = ahead_of_time.compile_for(chip, update, arguments)
+        launches += hlo_launches.launches(compiled.as_text()) * count
+        temporary = max(temporary, compiled.memory_analysis().temp_size_in_bytes)
     return {
         "chip": chip.name,
         "tree": tree,
         "method": name,
         "milliseconds": [
-            seconds * 1e3 for seconds in roofline.total_seconds(chip.name, launches)
+            1e3 * end for end in roofline.total_seconds(chip.name, launches)
         ],
         "launches": sum(launch.count for launch in launches),
         "kernels": len({launch.kernel for launch in launches}),
         "product_kinds": product_kinds(launches),
-        "factorizations": sum(
-            launch.count for launch in launches if launch.factorization
-        ),
         "gigabytes": sum(launch.count * launch.moved for launch in launches) / 1e9,
-        "teraflops": flops,
         "temporary_megabytes": temporary / 1e6,
-        "compile_processor_seconds": seconds,
     }
 
 
-def main(platform: str, implementation: str | None, document: str) -> None:
+def main(platform: str, document: str) -> None:
     """The command line of benchmarks/gpu/model.py and benchmarks/tpu/model.py."""
-    chips = [
-        chip.name for chip in ahead_of_time.CHIPS.values() if chip.platform == platform
-    ]
+    chips = {
+        name: chip
+        for name, chip in ahead_of_time.CHIPS.items()
+        if chip.platform == platform
+    }
     parser = argparse.ArgumentParser(
         description=document, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--chips", default=",".join(chips))
-    parser.add_argument(
-        "--trees",
-        default=";".join(DEFAULT_TREES[platform]),
-        help="with semicolons between",
-    )
-    parser.add_argument("--methods", help="with semicolons between; all if left out")
-    parser.add_argument(
-        "--again", action="store_true", help="compile what stands in the JSON too"
-    )
-    parser.add_argument(
-        "--texts",
-        type=pathlib.Path,
-        help="a folder that keeps the programs, to count them again",
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=measure.RESULTS / f"{platform}_model.json"
-    )
-    arguments = parser.parse_args()
-    rows = (
-        json.loads(arguments.out.read_text())["results"]
-        if arguments.out.exists()
-        else []
-    )
+    add = parser.add_argument
+    add("--chips", nargs="+", choices=chips, default=list(chips))
+    add("--trees", nargs="+", choices=TREES, default=DEFAULT_TREES[platform])
+    add("--methods", nargs="+", choices=methods(), default=list(methods()))
+    add("--again", action="store_true", help="compile what stands in the JSON too")
+    args = parser.parse_args()
     if reason := ahead_of_time.missing(platform):
         parser.error(reason)
-    available = methods() | kernel_methods(implementation)
-    chosen = arguments.methods.split(";") if arguments.methods else list(available)
-    # Compile a small program first, so that what is loaded only once does not count in the compile time of another.
-    warm_up = {"x": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
-    for chip in arguments.chips.split(","):
-        ahead_of_time.compile_for(ahead_of_time.CHIPS[chip], optax_update, warm_up)
-        for tree in arguments.trees.split(";"):
-            for name in chosen:
-                key = {"chip": chip, "tree": tree, "method": name}
+    name = f"{platform}_model"
+    rows = measure.read(name).get("results", [])
+    for chip in args.chips:
+        for tree in args.trees:
+            for method in args.methods:
+                key = {"chip": chip, "tree": tree, "method": method}
                 same = [row for row in rows if key.items() <= row.items()]
-                if same and not arguments.again:
+                if same and not args.again:
                     continue
                 try:
-                    row = model(
-                        ahead_of_time.CHIPS[chip],
-                        tree,
-                        name,
-                        available[name],
-                        texts=arguments.texts,
-                    )
+                    row = model(chips[chip], tree, method)
                 except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-                    row = {**key, "error": f"{type(error).__name__}: {error}"[:500]}
-                row |= {"commit": measure.provenance()["commit"]}
-                rows = [other for other in rows if other not in same] + [row]
-                _write(arguments.out, platform, rows)
-                print(json.dumps(row), flush=True)
+                    row = key | measure.failure(error)
+                rows = [other for other in rows if other not in same]
+                rows.append(row | {"commit": measure.provenance()["commit"]})
+                rows.sort(key=_place)
+                measure.write(
+                    name, {"results": rows}, [row], device=ahead_of_time.NO_DEVICE
+                )
 
 
-def _place(row: dict[str, Any]) -> tuple[int, int, int]:
+def _place(row: dict[str, Any]) -> tuple[int, int, bool]:
     """Where a row comes in the table: by chip, by tree, Optax first."""
-    places = (
+    chip, tree = (
         list(ahead_of_time.CHIPS).index(row["chip"]),
         list(TREES).index(row["tree"]),
     )
-    return (*places, not row["method"].startswith("Optax"))
-
-
-def _write(path: pathlib.Path, platform: str, rows: list[dict[str, Any]]) -> None:
-    device = "no device: compiled ahead of time, counted and modeled"
-    content = {
-        "provenance": {**measure.provenance(), "device": device},
-        "question": f"what one update launches, moves and takes on a {platform.upper()}, by compiling and counting",
-        "results": sorted(rows, key=_place),
-    }
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
+    return chip, tree, not row["method"].startswith("Optax")

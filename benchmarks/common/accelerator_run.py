@@ -1,16 +1,16 @@
-"""Check and time the kernels and whole updates on the accelerator that is here, and model them."""
+"""Time the kernels and whole updates on the accelerator that is here, and model them."""
 
 import argparse
 import functools
 import json
+import math
 import multiprocessing
 import os
 import pathlib
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.common import (
     accelerator_model,
+    ahead_of_time,
     hlo_launches,
     hostile,
     measure,
@@ -29,271 +30,227 @@ from benchmarks.optimizer import many_shapes
 from muonjax._common.platform import Policy
 from pallas_kernels import symmetric_product
 
-# The names of `jax.Device.device_kind`, and the chip whose figures are modeled.
-CHIPS = {
-    "TPU v5 lite": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
+# The chip whose figures are modeled, by the names of `jax.Device.device_kind`.
+CHIPS = {chip.kind: name for name, chip in ahead_of_time.CHIPS.items()} | {
+    "NVIDIA H200": "H100"
 }
-CHIPS |= {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H100"}
-CHECKS = [
-    (64, 64),
-    (200, 136),
-    (3, 320, 192),
-    (1000, 1000),
-    (4, 2048, 2048),
-    (8192, 1024),
-    (2, 37, 5),
-]
-PRODUCTS = [
-    (64, 256, 256),
-    (64, 512, 512),
-    (48, 768, 768),
-    (24, 768, 3072),
-    (8, 1024, 4096),
-]
-PRODUCTS += [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]
-QUEUES = [(48, 768, 768), (2, 2048, 2048), (4, 2048, 2048), (12, 2048, 2048)]
-NO_TRITON = "--xla_gpu_enable_triton_gemm=false"  # in XLA_FLAGS: sections of their own
+NO_TRITON = "--xla_gpu_enable_triton_gemm=false"  # in XLA_FLAGS: sections with names of their own
 IN_A_ROW = (
     20  # products of one program, the first of which hides the launches of the others
 )
-QUEUED = 5  # calls that are waiting on the device, so that the host's share of a call does not count
+# So many calls wait on the device, so that the host's share of a call does not count.
+QUEUED = 5
 
-Call = tuple[Callable[..., Any], Any]  # a function and its only argument
+# What each section measures, in order; what time cuts off is last. A tree of `accelerator_model.TREES`, or a shape.
+WHOLE = {
+    "step": [],
+    "queue": [(48, 768, 768), (2, 2048, 2048), (4, 2048, 2048), (12, 2048, 2048)],
+    "stacks": [],
+    "accuracy": [(768, 768), (4096, 4096), (2048, 4096)],
+    "hostile": [(768, 768), (4096, 4096)],
+    "compile": [],
+    "shapes": ["U-Net"],
+    "product": [
+        (64, 256, 256),
+        (64, 512, 512),
+        (48, 768, 768),
+        (24, 768, 3072),
+        (8, 1024, 4096),
+        (2048, 2048),
+        (4096, 4096),
+        (4096, 14336),
+        (8192, 8192),
+    ],
+}
+DRY_RUN = {
+    "queue": [(2, 64, 64)],
+    "accuracy": [(192, 192)],
+    "hostile": [(24, 24)],
+    "product": [(128, 64), (2, 64, 64)],
+}
+
+Row = dict[str, Any]
 
 
-def draw(shape, dtype, seed):
+class Part(NamedTuple):
+    """A function and its argument, which an update calls so often."""
+
+    function: Callable[..., Any]
+    argument: Any
+    count: int = 1
+
+
+def draw(shape: Sequence[int], dtype: jax.typing.DTypeLike, seed: int = 0) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, "float32").astype(dtype)
 
 
-def check(implementation, shape):
-    """Against float64: error beside XLA's, exact symmetry, the same bits twice."""
-    x = draw(shape, "bfloat16", 0)
-    c = draw((*shape[:-1], shape[-2]), "bfloat16", 1)
+class Device:
+    """The accelerator that is here, or a CPU in its place."""
 
-    @functools.partial(jax.jit, static_argnums=2)
-    def run(x, c, name):
-        return symmetric_product(x, c=c, alpha=0.7, beta=-1.3, implementation=name)
+    def __init__(self, platform: str, kernels: list[str], dry: bool):
+        self.platform, self.dry = platform, dry
+        self.kernels = ["blocked"] if dry else kernels
+        self.chip = CHIPS.get(jax.devices()[0].device_kind)
 
-    exact, addend = (np.asarray(a, np.float64) for a in (x, c))
-    lower = np.tril(0.7 * exact @ exact.swapaxes(-1, -2) - 1.3 * addend)
-    want = lower + np.tril(lower, -1).swapaxes(-1, -2)
-    out, again, plain = (
-        np.asarray(run(x, c, name), np.float64)
-        for name in (implementation,) * 2 + ("reference",)
-    )
-    error, plain_error = (
-        np.linalg.norm(a - want) / np.linalg.norm(want) for a in (out, plain)
-    )
-    symmetric = bool((out == out.swapaxes(-1, -2)).all())
-    repeats = bool((out == again).all())
-    return {
-        "relative_error": error,
-        "reference_error": plain_error,
-        "symmetric": symmetric,
-        "repeats_bit_for_bit": repeats,
-        "ok": bool(error <= 2 * plain_error + 1e-6 and symmetric and repeats),
-    }
-
-
-def timed(
-    calls: dict[str, list[tuple[Call, int]]], chip: str | None, rounds: int
-) -> dict[str, Any]:
-    """Seconds of methods in turn, each a sum of programs that count so often; the first is the baseline.
-
-    With the time that the model gives the compiled programs.
-    """
-    programs, rows = {}, {}
-    for name, parts in calls.items():
-        try:
-            jax.clear_caches()  # of traces with other kernels
-            compiled = [
-                jax.jit(f).lower(argument).compile() for (f, argument), _ in parts
-            ]
-            rows[name] = {}
-        except Exception as error:  # what the other methods take is still worth knowing
-            rows[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            continue
-        if chip:
-            found = [hlo_launches.launches(c.as_text()) for c in compiled]
-            ends = [roofline.total_seconds(chip, own) for own in found]
-            counts = [count for _, count in parts]
-            rows[name]["modelled_ms"] = [
-                sum(1e3 * n * s for n, s in zip(counts, end, strict=True))
-                for end in zip(*ends, strict=True)
-            ]
-            rows[name]["launches"] = sum(
-                n * x.count for n, own in zip(counts, found, strict=True) for x in own
-            )
-        for i, (program, ((_, argument), count)) in enumerate(
-            zip(compiled, parts, strict=True)
-        ):
-            programs[name, i] = (
-                count,
-                lambda p=program, a=argument: [p(a) for _ in range(QUEUED)],
-            )
-    seconds = measure.interleave(
-        {key: call for key, (_, call) in programs.items()}, rounds=rounds
-    )
-    totals = {
-        name: [
-            sum(programs[key][0] * s / QUEUED for key, s in zip(own, each, strict=True))
-            for each in zip(*(seconds[key] for key in own), strict=True)
-        ]
-        for name in rows
-        if (own := [key for key in programs if key[0] == name])
-    }
-    baseline = totals[next(iter(calls))]
-    for name, own in totals.items():
-        rows[name] |= measure.summary(own, baseline)
-    return rows
-
-
-def product(kernels, shape, chip, rounds):
-    """One symmetric product by each implementation, and by `einsum`."""
-    x = draw(shape, "bfloat16", 0)
-
-    def plain(x):
-        return jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type=x.dtype)
-
-    by = {
-        name: functools.partial(symmetric_product, implementation=name)
-        for name in (*kernels, "reference")
-    }
-    return timed(
-        {name: [((f, x), 1)] for name, f in ({"plain": plain} | by).items()},
-        chip,
-        rounds,
-    )
-
-
-def queued_product(kernels, shape, chip, rounds):
-    """A S + S in float16, as the steps of an update make it: a queue that hides what the host takes to launch."""
-    x = draw(shape, "float16", 0) / shape[-1] ** 0.5
-
-    def plain(x):
-        return x + jnp.einsum(
-            "...ik,...jk->...ij", x, x, preferred_element_type=x.dtype
+    def sections(self) -> dict[str, Sequence[Any]]:
+        """What each section measures here."""
+        trees = (
+            ["small"] if self.dry else accelerator_model.DEFAULT_TREES[self.platform]
         )
+        of_trees = {name: trees for name, every in WHOLE.items() if not every}
+        if self.platform != "gpu":
+            of_trees["compile"] = []
+        return WHOLE | of_trees | (DRY_RUN if self.dry else {})
 
-    functions = {"plain": plain}
-    for name in kernels:
-        functions[name] = functools.partial(_with_addend, name)
+    def timed(self, methods: dict[str, list[Part]]) -> dict[str, Row]:
+        """Seconds of methods in turn, the first of which is the baseline, and what the model says of them."""
+        rows: dict[str, Row] = {}
+        calls = {}
+        for name, parts in methods.items():
+            jax.clear_caches()  # of traces with other kernels
+            try:
+                programs = [
+                    jax.jit(part.function).lower(part.argument).compile()
+                    for part in parts
+                ]
+            except Exception as error:
+                rows[name] = measure.failure(error)
+                continue
+            rows[name] = self.modeled(programs, parts)
+            calls[name] = functools.partial(queue, programs, parts)
+        seconds = measure.interleave(calls, rounds=2 if self.dry else 7)
+        baseline = seconds[next(iter(seconds))]
+        for name in calls:
+            rows[name] |= measure.summary(seconds[name], baseline)
+            rows[name]["seconds"] /= QUEUED
+        return rows
 
-    def in_a_row(f, x):
-        for _ in range(IN_A_ROW):
-            x = jax.lax.optimization_barrier(f(x))
-        return x
+    def modeled(self, programs: list[Any], parts: list[Part]) -> Row:
+        """What the model gives these programs, where it knows the device."""
+        if not self.chip:
+            return {}
+        launches = []
+        for program, part in zip(programs, parts, strict=True):
+            launches += hlo_launches.launches(program.as_text()) * part.count
+        ends = roofline.total_seconds(self.chip, launches)
+        count = sum(launch.count for launch in launches)
+        return {"modelled_ms": [1e3 * end for end in ends], "launches": count}
 
-    calls = {
-        name: [((functools.partial(in_a_row, f), x), 1)]
-        for name, f in functions.items()
-    }
-    return timed(calls, chip, rounds)
+    def step(self, tree: str, names: Sequence[str] | None = None) -> dict[str, Row]:
+        """Whole updates of a tree: all methods, or those with these names."""
+        drawn = functools.cache(draw)  # the methods share their gradients
+        methods = accelerator_model.methods(self.kernels)
+        calls = {}
+        for name in names or methods:
+            update, dtype = methods[name]
+            calls[name] = []
+            for shapes, count in accelerator_model.parts(tree, name, self.platform):
+                keys = enumerate(shapes.items())
+                grads = {key: drawn(shape, dtype, i) for i, (key, shape) in keys}
+                calls[name].append(Part(update, grads, count))
+        return self.timed(calls)
 
+    def queue(self, shape: tuple[int, ...]) -> dict[str, Row]:
+        """A S + S in float16, as the steps of an update make it; the queue hides what the host takes to launch."""
 
-def _with_addend(name, x):
-    return symmetric_product(x, c=x, beta=1.0, implementation=name)
+        def in_a_row(product: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+            for _ in range(IN_A_ROW):
+                x = jax.lax.optimization_barrier(product(x, c=x, beta=1.0))
+            return x
 
-
-def stacks(tree, chip, rounds):
-    """Whole updates with larger and smaller stacks."""
-    rows, every = {}, accelerator_model.methods()
-    chosen = {name: every[name] for name in ("Optax, bfloat16", "balanced")}
-    for mebi in (32, 64):
-        with mock.patch.object(Policy, "stack_elements", mebi << 20):
-            rows[f"{mebi} Mi"] = step(chosen, tree, chip, rounds)
-    return rows
-
-
-def hostile_errors(shape):
-    """The largest singular value of the update of any hostile matrix, and which gave one that is not finite."""
-    matrices = hostile.matrices(*shape, np.random.default_rng(0))
-    update, dtype = accelerator_model.methods()["balanced"]
-    one = jax.jit(update)
-    largest, not_finite = 0.0, []
-    for name, x in matrices.items():
-        y = one({"x": jnp.asarray(x, dtype)})["x"]
-        if bool(jnp.isfinite(y).all()):
-            largest = max(largest, float(jnp.linalg.norm(y, 2)))
-        else:
-            not_finite.append(name)
-    return {"count": len(matrices), "largest": largest, "not_finite": not_finite}
-
-
-def methods(kernels):
-    """Optax's updates, and ours by default, without a kernel and with each."""
-    chosen = accelerator_model.methods()
-    for name in ("no kernel", *kernels):
-        chosen |= accelerator_model.kernel_methods(name)
-    return chosen
-
-
-def step(chosen, tree, chip, rounds):
-    """Whole updates of a tree, by each of these methods: the sum of the programs that the model counts."""
-    drawn = functools.cache(draw)  # the methods share their gradients
-    calls = {
-        name: [
-            (
-                (
-                    update,
-                    {
-                        key: drawn(shape, dtype, i)
-                        for i, (key, shape) in enumerate(shapes.items())
-                    },
-                ),
-                count,
-            )
-            for shapes, count in accelerator_model.parts(
-                tree, name, jax.default_backend()
-            )
-        ]
-        for name, (update, dtype) in chosen.items()
-    }
-    return timed(calls, chip, rounds)
-
-
-def shapes(most, chip, rounds):
-    """The many shapes of a convolutional network, or a few of them."""
-    tree, functions = many_shapes.updates(most)
-    grads = {
-        name: draw(x.shape, x.dtype, i) for i, (name, x) in enumerate(tree.items())
-    }
-    return timed(
-        {name: [((f, grads), 1)] for name, f in functions.items()}, chip, rounds
-    )
-
-
-def accuracy(kernels, shape, every):
-    """Polar errors of whole updates on recorded spectra, in the dtypes that are chosen for this device."""
-    rng = np.random.default_rng(0)
-    matrices = [momentum.matrix(s, *shape, rng) for s in momentum.spectra()[::every]]
-    rows = {}
-    for name, (update, dtype) in methods(kernels).items():
-        try:
-            found = [
-                np.asarray(y, np.float64)
-                for y in jax.jit(update)([jnp.asarray(x, dtype) for x, _ in matrices])
-            ]
-        except Exception as error:
-            rows[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            continue
-        pairs = [(y, polar) for y, (_, polar) in zip(found, matrices, strict=True)]
-        errors = [momentum.polar_error(*pair) for pair in pairs]
-        largest = max(float(np.linalg.norm(y, 2)) for y in found)
-        rows[name] = {"mean": float(np.mean(errors)), "worst": max(errors)}
-        rows[name] |= {
-            "worst_cosine": min(momentum.cosine(*pair) for pair in pairs),
-            "largest": largest,
+        functions = {"plain": einsum}
+        for name in self.kernels:
+            functions[name] = functools.partial(symmetric_product, implementation=name)
+        x = draw(shape, "float16") / shape[-1] ** 0.5
+        rows = {
+            name: [Part(functools.partial(in_a_row, f), x)]
+            for name, f in functions.items()
         }
-    return rows
+        return self.timed(rows)
+
+    def product(self, shape: tuple[int, ...]) -> dict[str, Row]:
+        """One symmetric product by each implementation, and by `einsum`."""
+        functions = {"plain": einsum}
+        for name in (*self.kernels, "reference"):
+            functions[name] = functools.partial(symmetric_product, implementation=name)
+        x = draw(shape, "bfloat16")
+        return self.timed({name: [Part(f, x)] for name, f in functions.items()})
+
+    def stacks(self, tree: str) -> dict[str, dict[str, Row]]:
+        """Whole updates with larger and smaller stacks."""
+        rows = {}
+        for mebi in (32, 64):
+            with mock.patch.object(Policy, "stack_elements", mebi << 20):
+                rows[f"{mebi} Mi"] = self.step(tree, ("Optax, bfloat16", "balanced"))
+        return rows
+
+    def shapes(self, what: str) -> dict[str, Row]:
+        """The many shapes of a convolutional network."""
+        tree, functions = many_shapes.updates(2 if self.dry else None)
+        grads = {
+            name: draw(x.shape, x.dtype, i) for i, (name, x) in enumerate(tree.items())
+        }
+        return self.timed({name: [Part(f, grads)] for name, f in functions.items()})
+
+    def accuracy(self, shape: tuple[int, int]) -> dict[str, Row]:
+        """Polar errors of whole updates on recorded spectra, in the dtypes that are chosen for this device."""
+        rng = np.random.default_rng(0)
+        every = 36 if self.dry or math.prod(shape) > 4 << 20 else 9
+        matrices = [
+            momentum.matrix(s, *shape, rng) for s in momentum.spectra()[::every]
+        ]
+        polars = [polar for _, polar in matrices]
+        rows = {}
+        for name, (update, dtype) in accelerator_model.methods(self.kernels).items():
+            try:
+                results = jax.jit(update)([jnp.asarray(x, dtype) for x, _ in matrices])
+                rows[name] = momentum.errors(results, polars)
+            except Exception as error:
+                rows[name] = measure.failure(error)
+        return rows
+
+    def hostile(self, shape: tuple[int, int]) -> Row:
+        """The largest singular value of the update of any hostile matrix, and which gave one that is not finite."""
+        matrices = hostile.matrices(*shape, np.random.default_rng(0))
+        update = jax.jit(accelerator_model.methods()["balanced"][0])
+        largest, not_finite = 0.0, []
+        for name, x in matrices.items():
+            y = update({"x": jnp.asarray(x)})["x"]
+            if bool(jnp.isfinite(y).all()):
+                largest = max(largest, float(jnp.linalg.norm(y, 2)))
+            else:
+                not_finite.append(name)
+        return {"count": len(matrices), "largest": largest, "not_finite": not_finite}
+
+    def compile(self, tree: str) -> dict[str, float]:
+        """Seconds to trace and compile with nothing cached, the timing of candidates for products included."""
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        rows = {}
+        for name in ("Optax, bfloat16", "balanced", "6 Polar Express steps"):
+            with ProcessPoolExecutor(
+                1, mp_context=multiprocessing.get_context("spawn")
+            ) as pool:
+                rows[name] = pool.submit(seconds_to_compile, tree, name).result()
+        return rows
 
 
-def seconds_to_compile(tree, name):
-    """Seconds on the clock until an update of the tree is traced and compiled; call it in a process of its own."""
+def queue(programs: list[Any], parts: list[Part]) -> list[Any]:
+    """Call the programs of `QUEUED` updates."""
+    results = []
+    for _ in range(QUEUED):
+        for program, part in zip(programs, parts, strict=True):
+            results += [program(part.argument) for _ in range(part.count)]
+    return results
+
+
+def einsum(x: jax.Array, c: jax.Array | None = None, beta: float = 0.0) -> jax.Array:
+    """X X^T + beta C, by the library."""
+    product = jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type=x.dtype)
+    return product if c is None else product + beta * c
+
+
+def seconds_to_compile(tree: str, name: str) -> float:
+    """Seconds on the clock until an update of the tree is traced and compiled, in a process that did nothing before."""
     update, dtype = accelerator_model.methods()[name]
     ((shapes, _),) = accelerator_model.parts(tree, name, "gpu")
     jax.jit(jnp.sin)(1.0)  # starts the device
@@ -304,147 +261,49 @@ def seconds_to_compile(tree, name):
     return time.perf_counter() - start
 
 
-def compile_time(tree):
-    """With nothing cached, the timing of candidates for products included."""
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    rows = {}
-    for name in ("Optax, bfloat16", "balanced", "6 Polar Express steps"):
-        with ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn")
-        ) as pool:
-            rows[name] = pool.submit(seconds_to_compile, tree, name).result()
-    return rows
-
-
-def tiles(shape, rounds):
-    """Seconds of the Hopper kernel by its tiles."""
-    from benchmarks.gpu.tiles import candidates
-    from pallas_kernels import _mosaic_gpu, _mosaic_gpu_sm90
-
-    *batch, m, k = shape
-    x = draw((*(batch or [1]), m, k), "bfloat16", 0)
-    scale = jnp.tile(jnp.asarray([[1.0, 0.0]]), (len(x), 1))
-    cores = _mosaic_gpu.require(x.dtype)
-
-    def launch(chosen):
-        return lambda x: _mosaic_gpu_sm90.launch(
-            x, None, None, scale, tiles=chosen, cores=cores
-        )
-
-    calls = {str(chosen): [((launch(chosen), x), 1)] for chosen in candidates()}
-    return {
-        name: row.get("seconds", row)
-        for name, row in timed(calls, None, rounds).items()
-    }
-
-
 def main(platform: str, kernels: list[str], document: str) -> None:
-    """The command line of benchmarks/gpu/run.py and benchmarks/tpu/run.py; what time cuts off is last."""
+    """The command line of benchmarks/gpu/run.py and benchmarks/tpu/run.py."""
     parser = argparse.ArgumentParser(
         description=document, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS)
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, default=measure.RESULTS)
+    add(
         "--budget",
         type=float,
         default=540,
         help="seconds, after which no case is begun",
     )
-    parser.add_argument(
+    add(
         "--sections",
-        help="of check, step, queue, stacks, accuracy, hostile, compile, shapes, product, tiles, in order",
+        nargs="+",
+        choices=WHOLE,
+        default=WHOLE,
+        help="only these, in this order",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="small matrices, no accelerator needed"
-    )
-    arguments = parser.parse_args()
+    add("--dry-run", action="store_true", help="small matrices, no accelerator needed")
+    args = parser.parse_args()
     kind = jax.devices()[0].device_kind
-    chip = CHIPS.get(kind)
-    if arguments.dry_run:
-        kernels, rounds, trees = ["blocked"], 2, ["small"]
-        checks, products, sizes = (
-            CHECKS[:3],
-            [(128, 64), (2, 64, 64)],
-            [((192, 192), 24)],
-        )
-        queues, hostile_shapes = [(2, 64, 64)], [(24, 24)]
-    elif jax.default_backend() != platform:
-        parser.error(
-            f"the device is {kind!r}, which is no {platform.upper()}. --dry-run runs anywhere."
-        )
-    else:
-        rounds, trees = 7, accelerator_model.DEFAULT_TREES[platform]
-        checks, products, sizes = (
-            CHECKS,
-            PRODUCTS,
-            [((768, 768), 9), ((4096, 4096), 36), ((2048, 4096), 36)],
-        )
-        queues, hostile_shapes = QUEUES, [(768, 768), (4096, 4096)]
-    cases = [
-        ("check", [name, shape], check, (name, shape))
-        for shape in checks
-        for name in kernels
-    ]
-    cases += [
-        ("step", tree, step, (methods(kernels), tree, chip, rounds)) for tree in trees
-    ]
-    cases += [
-        ("queue", shape, queued_product, (kernels, shape, chip, rounds))
-        for shape in queues
-    ]
-    cases += [("stacks", tree, stacks, (tree, chip, rounds)) for tree in trees]
-    cases += [
-        ("accuracy", shape, accuracy, (kernels, shape, every)) for shape, every in sizes
-    ]
-    cases += [("hostile", shape, hostile_errors, (shape,)) for shape in hostile_shapes]
-    if platform == "gpu":
-        cases += [("compile", tree, compile_time, (tree,)) for tree in trees]
-    cases += [
-        ("shapes", "U-Net", shapes, (2 if arguments.dry_run else None, chip, rounds))
-    ]
-    cases += [
-        ("product", shape, product, (kernels, shape, chip, rounds))
-        for shape in products
-    ]
-    if platform == "gpu":
-        cases += [
-            ("tiles", shape, tiles, (shape, rounds))
-            for shape in products
-            if not arguments.dry_run
-        ]
-    name = "dry_run" if arguments.dry_run else kind.lower().replace(" ", "_")
-    path = arguments.out / f"{platform}_{name}.json"
-    head = {
-        "provenance": measure.provenance(),
-        "question": "are the kernels right, and how fast",
-    }
-    start, rows = (
-        time.monotonic(),
-        json.loads(path.read_text())["rows"] if path.exists() else [],
-    )
-    if arguments.sections:
-        chosen = arguments.sections.split(",")
-        cases = [case for section in chosen for case in cases if case[0] == section]
+    if not args.dry_run and jax.default_backend() != platform:
+        parser.error(f"the device is {kind!r}. --dry-run runs anywhere.")
+    device = Device(platform, kernels, args.dry_run)
+    name = "dry_run" if args.dry_run else kind.lower().replace(" ", "_")
+    path = args.out / f"{platform}_{name}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
     without = ", no Triton" if NO_TRITON in os.environ.get("XLA_FLAGS", "") else ""
-    for section, what, run, given in cases:
-        if time.monotonic() - start > arguments.budget:
-            print(section, what, "skipped: out of budget", flush=True)
-            continue
-        try:
-            result = run(*given)
-        except Exception as error:
-            result = {
-                "error": f"{type(error).__name__}: {error}"[:2000],
-                "where": traceback.format_exc()[-1500:],
-            }
-        row = {"section": section + without, "what": json.loads(json.dumps(what))}
-        rows = [other for other in rows if not row.items() <= other.items()]
-        rows.append(row | {"result": result, "commit": head["provenance"]["commit"]})
-        print(
-            section,
-            what,
-            f"{time.monotonic() - start:.0f} s",
-            json.dumps(result)[:3000],
-            flush=True,
-        )
-        path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    made, start = measure.provenance(), time.monotonic()
+    for section in args.sections:
+        for what in device.sections()[section]:
+            if time.monotonic() - start > args.budget:
+                print(section, what, "skipped: out of budget", flush=True)
+                continue
+            try:
+                result = getattr(device, section)(what)
+            except Exception as error:
+                result = measure.failure(error)
+            key = {"section": section + without, "what": json.loads(json.dumps(what))}
+            rows = [row for row in rows if not key.items() <= row.items()]
+            rows.append(key | {"result": result, "commit": made["commit"]})
+            seconds = time.monotonic() - start
+            print(section, what, f"{seconds:.0f} s", json.dumps(result), flush=True)
+            measure.save(path, {"provenance": made, "rows": rows})

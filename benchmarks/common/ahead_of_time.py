@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-import resource
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 # ptxas and nvlink of NVIDIA's wheels, behind those that are on the path already.
 if spec := importlib.util.find_spec("nvidia"):
@@ -53,6 +52,8 @@ platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
+NO_DEVICE = "no device: compiled ahead of time, counted and modeled"
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -92,11 +93,8 @@ CHIPS = {
 def missing(platform: str) -> str | None:
     """What has to be installed before this machine can compile for "gpu" or "tpu"; None if nothing."""
     if platform == "tpu":
-        return (
-            None
-            if importlib.util.find_spec("libtpu")
-            else 'libtpu is missing; pip install "muonjax[tpu]"'
-        )
+        has_libtpu = importlib.util.find_spec("libtpu")
+        return None if has_libtpu else 'libtpu is missing; pip install "muonjax[tpu]"'
     if not importlib.util.find_spec("jax_cuda13_plugin"):
         return 'the CUDA 13 plugin is missing; pip install "muonjax[cuda13]" on Python 3.12'
     if not shutil.which("ptxas"):
@@ -131,54 +129,30 @@ def traced_for(chip: Chip) -> Iterator[None]:
         yield
 
 
-class Compiled(NamedTuple):
-    """A program and what it took to make.
-
-    Attributes:
-      text: The optimized HLO.
-      temporary: Bytes of temporary memory.
-      seconds: Processor time of tracing and compiling, of child processes too.
-    """
-
-    text: str
-    temporary: int
-    seconds: float
-
-
-def compile_for(chip: Chip, f: Callable[..., Any], *arguments: Any) -> Compiled:
+def compile_for(
+    chip: Chip, f: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
     """Compile f for one device.
 
     Args:
       chip: One of `CHIPS`.
       f: Traceable.
-      arguments: Trees of `jax.ShapeDtypeStruct`.
+      arguments: Trees of shapes or arrays; those without a sharding are on the device.
+      options: For `jax.jit`.
     """
-    mesh = Mesh(np.array(devices(chip)[:1]), ("device",))
-    sharding = NamedSharding(mesh, PartitionSpec())
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-    )
-    start = _processor_seconds()
-    # Programs from the compilation cache would seem to take no time.
-    kept = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        with traced_for(chip):
-            compiled = (
-                jax.jit(f).lower(*placed).compile(compiler_options=dict(chip.options))
-            )
-    finally:
-        jax.config.update("jax_enable_compilation_cache", kept)
-    seconds = _processor_seconds() - start
-    return Compiled(
-        compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, seconds
-    )
+    here = on_device(chip)
+
+    def placed(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None) or here
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    with traced_for(chip):
+        lowered = jax.jit(f, **options).lower(*jax.tree.map(placed, arguments))
+        return lowered.compile(compiler_options=dict(chip.options))
 
 
-def _processor_seconds() -> float:
-    return sum(
-        usage.ru_utime + usage.ru_stime
-        for usage in map(
-            resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        )
+def on_device(chip: Chip) -> NamedSharding:
+    """The sharding of whole arrays on one device."""
+    return NamedSharding(
+        Mesh(np.array(devices(chip)[:1]), ("device",)), PartitionSpec()
     )

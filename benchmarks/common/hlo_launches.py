@@ -1,26 +1,18 @@
-"""Count what a program compiled for an accelerator executes: launches, flops and bytes, loops unrolled.
+"""Count what a compiled program executes: launches, flops, bytes and collectives, loops unrolled.
 
-Counted on the text of the optimized HLO. A launch is an instruction of the schedule that computes or copies: on a
-GPU a kernel, on a TPU a step of the one program. An instruction inside of a loop counts as often as the loop runs.
+Counted on the text of the optimized HLO. A launch is an instruction of the schedule that computes, copies or sends: on
+a GPU a kernel, on a TPU a step of the one program. An instruction inside of a loop counts as often as the loop runs
+(XLA's own `cost_analysis` counts it once), and of a conditional the most expensive branch counts.
 """
 
 import collections
 import dataclasses
-import functools
 import math
-import pathlib
 import re
 
-from benchmarks.common.hlo_text import (
-    Instruction,
-    commas,
-    parse,
-    shapes,
-    size,
-    source_frames,
-)
+from benchmarks.common.hlo_text import Instruction, commas, parse, shapes, size
 
-# What costs nothing of its own: names, views, the ends of asynchronous copies.
+# Names and views cost nothing, nor do the ends of what is asynchronous.
 _FREE = {
     *(
         "parameter",
@@ -31,17 +23,21 @@ _FREE = {
         "iota",
         "partition-id",
     ),
-    *(
-        "after-all",
-        "opt-barrier",
-        "async-update",
-        "async-done",
-        "copy-done",
-        "slice-done",
-    ),
+    *("after-all", "opt-barrier", "async-update"),
 }
 
-# How many products of which type stand behind a product of float32 operands with an algorithm of its own.
+# The bytes that one of g devices sends, in units of its operand's bytes.
+_SENT = {
+    "all-gather": lambda g: g - 1,
+    "all-reduce": lambda g: 2 * (g - 1) / g,
+    "reduce-scatter": lambda g: (g - 1) / g,
+    "all-to-all": lambda g: (g - 1) / g,
+    "ragged-all-to-all": lambda g: (g - 1) / g,
+    "collective-permute": lambda g: 1,
+    "collective-broadcast": lambda g: 1,
+}
+
+# Which products, and how many, a product of float32 operands takes if its algorithm is given.
 _ALGORITHMS = {
     "bf16_bf16_f32": ("bf16", 1),
     "bf16_bf16_f32_x3": ("bf16", 3),
@@ -52,14 +48,6 @@ _ALGORITHMS = {
     "f32_f32_f32": ("f32 highest", 1),
 }
 
-# Files of pallas_kernels whose launches compute one triangle of a symmetric product.
-_SYMMETRIC_KERNELS = ("_mosaic_gpu",)
-
-# Calls of libraries that factorize or solve: far from a roofline, so the model counts them by name.
-_FACTORIZATIONS = re.compile(
-    r"potrf|cholesky|triangular|trsm|geqrf|syev|gesvd|getrf", re.I
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -67,14 +55,15 @@ class Launch:
 
     Attributes:
       name: In the HLO.
-      kind: Its opcode, or the target of a custom call.
+      kind: Its opcode without "-start".
       count: How often it runs.
       flops: Two per multiply-add, of matrix products, by the type in which they are multiplied: "bf16", "f16", "f32
         highest", "f32 default" (TF32 on a GPU, one pass in bfloat16 on a TPU), or "symmetric" for a kernel that
         computes one triangle.
-      results: The sizes of the products' results.
+      result: The sizes of the first product's result, or None.
       moved: Bytes read from and written to main memory, each operand once.
-      asynchronous: Whether it runs beside what follows it.
+      sent: Bytes that a collective sends from one device.
+      asynchronous: Whether it is a copy that runs during what follows it.
       cycles: XLA's own estimate, on a TPU.
       kernel: What is compiled for it: equal for launches that can share it.
     """
@@ -83,101 +72,122 @@ class Launch:
     kind: str
     count: int
     flops: dict[str, float]
-    results: tuple[tuple[int, ...], ...]
+    result: tuple[int, ...] | None
     moved: float
+    sent: float
     asynchronous: bool
     cycles: int | None
     kernel: str = ""
 
     @property
-    def factorization(self) -> bool:
-        """Whether a library's factorization or solve."""
-        return bool(_FACTORIZATIONS.search(self.kind))
+    def is_collective(self) -> bool:
+        """Whether devices exchange something."""
+        return self.kind in _SENT
 
 
-def launches(text: str) -> list[Launch]:
+def launches(
+    text: str, devices: int = 1, unknown_trips: int | None = None
+) -> list[Launch]:
     """The launches of a program, in the order of the text.
 
     Args:
       text: The optimized HLO, as `jax.jit(f).lower(...).compile().as_text()` gives it.
+      devices: Number of devices, the size of a replica group that is not written out.
+      unknown_trips: How often a loop runs if the compiler does not say so; None reads it off the loop's condition.
 
     Raises:
-      ValueError: If the length of a loop can't be read.
+      ValueError: If the length of a loop with products or collectives can't be read.
     """
-    walk = _Walk(text)
-    return walk.visit(walk.entry, 1)
+    program = _Program(text, devices, unknown_trips)
+    return program.visit(program.entry, 1)
 
 
-class _Walk:
-    def __init__(self, text: str):
+class _Program:
+    def __init__(self, text: str, devices: int, unknown_trips: int | None):
         self.computations, self.entry = parse(text)
-        self.frames = source_frames(text)
-        self.by_name = {
-            name: {i.name: i for i in instructions}
-            for name, instructions in self.computations.items()
-        }
+        self.devices, self.unknown_trips = devices, unknown_trips
 
     def visit(self, name: str, times: int) -> list[Launch]:
-        """Of a computation that runs so often."""
-        return [
-            launch
-            for i in self.computations[name]
-            for launch in self._launches_of(i, name, times)
-        ]
+        """The launches of a computation that runs so often."""
+        result = []
+        for i in self.computations[name].values():
+            result += self._launches_of(i, name, times)
+        return result
 
     def _launches_of(
         self, i: Instruction, computation: str, times: int
     ) -> list[Launch]:
         if i.op == "while":
-            return self.visit(_required(i, "body"), times * self._trips(i))
-        if i.op == "call" or (i.op == "async-start" and i.called("calls")):
-            return self.visit(
-                _required(i, "to_apply" if i.op == "call" else "calls"), times
-            )
+            return self._loop(i, times)
+        if i.op == "call":
+            return self.visit(i.called("to_apply"), times)
+        if i.op == "async-start" and i.called("calls"):
+            return self.visit(i.called("calls"), times)
         if i.op == "conditional":
-            branches = [self.visit(branch, times) for branch in _branches(i)]
-            return max(
-                branches,
-                key=lambda branch: sum(
-                    launch.moved * launch.count for launch in branch
-                ),
+            listed = i.attribute(r"branch_computations=\{([^}]*)\}")
+            either = re.findall(
+                r"(?:true|false)_computation=%?([\w.\-]+)", i.attributes
             )
-        return [] if i.op in _FREE else [self._launch(i, computation, times)]
+            names = re.findall(r"[\w.\-]+", listed) if listed else either
+            return max((self.visit(name, times) for name in names), key=_cost)
+        if i.op in _FREE or i.op.endswith("-done"):
+            return []
+        return [self._launch(i, computation, times)]
 
-    def _trips(self, i: Instruction) -> int:
-        """How often a loop runs: as XLA knows it, else the largest constant that its condition compares with."""
-        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes):
-            return int(known.group(1))
-        pending, limits = [_required(i, "condition")], []
-        while pending:
-            for inner in self.computations[pending.pop()]:
-                if inner.op == "constant" and inner.shape.startswith("s32[]"):
-                    limits.append(int(inner.operands[0]))
-                if called := inner.called("calls"):
-                    pending.append(called)
-        if not limits:
+    def _loop(self, i: Instruction, times: int) -> list[Launch]:
+        trips = i.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self.unknown_trips
+        if trips is None:
+            limits = self._constants(i.called("condition"))
+            trips = max(limits, default=None)
+        if trips is not None:
+            return self.visit(i.called("body"), times * int(trips))
+        if any(
+            launch.flops or launch.is_collective
+            for launch in self.visit(i.called("body"), 1)
+        ):
             raise ValueError(
-                f"The loop {i.name} has no length that can be read off its condition."
+                f"The length of the loop {i.name} is not known; give unknown_trips."
             )
-        return max(limits)
+        return []
+
+    def _constants(self, name: str) -> list[int]:
+        """The whole numbers that a condition compares with."""
+        limits = []
+        for i in self.computations[name].values():
+            if i.op == "constant" and i.shape.startswith("s32[]"):
+                limits.append(int(i.operands[0]))
+            if i.called("calls"):
+                limits += self._constants(i.called("calls"))
+        return limits
 
     def _launch(self, i: Instruction, computation: str, times: int) -> Launch:
-        flops: collections.Counter[str] = collections.Counter()
-        results: list[tuple[int, ...]] = []
-        self._products(i, computation, flops, results)
-        cycles = re.search(r'"estimated_cycles":"(\d+)"', i.attributes)
-        target = re.search(r'custom_call_target="([^"]+)"', i.attributes)
+        products = self._products(i, computation)
+        flops: dict[str, float] = collections.defaultdict(float)
+        for kind, count, _ in products:
+            flops[kind] += count
+        operands = self._operand_shapes(i, computation)
+        kind = i.op.removesuffix("-start")
+        share = _SENT[kind](_group(i, self.devices)) if kind in _SENT else 0
+        cycles = i.attribute(r'"estimated_cycles":"(\d+)"')
         return Launch(
             name=i.name,
-            kind=target.group(1) if target else i.op,
+            kind=kind,
             count=times,
             flops=dict(flops),
-            results=tuple(results),
-            moved=self._moved(i, computation),
+            result=products[0][2] if products else None,
+            moved=self._moved(i, operands),
+            sent=share * sum(map(size, operands)),
             asynchronous=i.op in ("copy-start", "slice-start"),
-            cycles=int(cycles.group(1)) if cycles else None,
+            cycles=int(cycles) if cycles else None,
             kernel=self._kernel(i, computation),
         )
+
+    def _operand_shapes(self, i: Instruction, computation: str) -> list[str]:
+        instructions = self.computations[computation]
+        return [
+            instructions[name].shape if name in instructions else ""
+            for name in i.operands
+        ]
 
     def _kernel(self, i: Instruction, computation: str) -> str:
         """The instruction, and what it calls, without names and origins."""
@@ -186,161 +196,137 @@ class _Walk:
             "",
             i.attributes,
         )
-        operands = [
-            self._shape(computation, operand) or operand for operand in i.operands
+        shapes_or_values = [
+            shape or name
+            for shape, name in zip(
+                self._operand_shapes(i, computation), i.operands, strict=True
+            )
         ]
-        called = [
-            name
-            for name in re.findall(r"=%([\w.\-]+)", attributes)
-            if name in self.computations
-        ]
-        inside = [
-            self._kernel(k, name) for name in called for k in self.computations[name]
-        ]
-        return str(
-            (i.op, i.shape, operands, re.sub(r"=%[\w.\-]+", "", attributes), inside)
-        )
+        inside = []
+        for name in re.findall(r"=%([\w.\-]+)", attributes):
+            for k in self.computations.get(name, {}).values():
+                inside.append(self._kernel(k, name))
+        attributes = re.sub(r"=%[\w.\-]+", "", attributes)
+        return str((i.op, i.shape, shapes_or_values, attributes, inside))
 
-    def _products(self, i: Instruction, computation: str, flops, results) -> None:
-        """Adds the matrix products of an instruction, those of a fusion too."""
+    def _products(
+        self, i: Instruction, computation: str
+    ) -> list[tuple[str, float, tuple[int, ...]]]:
+        """The matrix products of an instruction, those of a fusion too: type, flops and the result's sizes."""
         if i.op == "fusion":
-            inner = _required(i, "calls")
-            for k in self.computations[inner]:
-                self._products(k, inner, flops, results)
-            return
-        left = functools.partial(self._shape, computation)
-        if i.op == "dot":
-            operand = shapes(left(i.operands[0]))[0]
-            dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
-            depth = (
-                math.prod(operand[1][int(d)] for d in dims.group(1).split(",") if d)
-                if dims
-                else 1
-            )
-        elif i.op == "convolution":
-            operand = shapes(left(i.operands[0]))[0]
-            depth = _convolution_depth(i, operand[1], shapes(i.shape)[0][1])
-        elif i.op == "custom-call" and "gemm_backend_config" in i.attributes:
-            operand = shapes(left(i.operands[0]))[0]
-            dims = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
-            depth = (
-                math.prod(operand[1][int(d)] for d in re.findall(r"\d+", dims.group(1)))
-                if dims
-                else 1
-            )
-        elif i.op == "custom-call" and self._is_symmetric_kernel(i):
-            # [batch, m, k], the first operand with three axes. A kernel that says what it costs is believed.
-            operand = next(
-                s for o in i.operands for s in shapes(left(o)) if len(s[1]) == 3
-            )
-            batch, m, k = operand[1]
-            said = re.search(r'"cost_estimate":\{"flops":"?(\d+)', i.attributes)
-            results.append((batch, m, m))
-            flops["symmetric"] += (
-                float(said.group(1)) if said else batch * m * (m + 128.0) * k
-            )
-            return
-        else:
-            return
+            inner, products = i.called("calls"), []
+            for k in self.computations[inner].values():
+                products += self._products(k, inner)
+            return products
+        operands = [
+            array
+            for text in self._operand_shapes(i, computation)
+            for array in shapes(text)
+        ]
+        if i.op == "custom-call" and "mosaic_gpu" in (
+            i.attribute('target="([^"]*)"') or ""
+        ):
+            # The first operand with three axes is [batch, m, k]. A kernel that says what it costs is believed.
+            batch, m, k = next(sizes for _, sizes, _ in operands if len(sizes) == 3)
+            cost = i.attribute(r'"cost_estimate":\{"flops":"?(\d+)')
+            return [
+                ("symmetric", float(cost or batch * m * (m + 128) * k), (batch, m, m))
+            ]
+        if not (
+            i.op in ("dot", "convolution") or "gemm_backend_config" in i.attributes
+        ):
+            return []
+        dtype, left, _ = operands[0]
         result = shapes(i.shape)[0][1]
-        kind, products = _multiplied_in(operand[0], i.attributes)
-        flops[kind] += 2.0 * products * math.prod(result) * depth
-        results.append(result)
+        if i.op == "convolution":
+            depth = _convolution_depth(i, left, result)
+        else:
+            contracted = i.numbers(r'lhs_contracting_dim(?:s=|ensions":)([{\[][^}\]]*)')
+            depth = math.prod(left[axis] for axis in contracted)
+        kind, products = _multiplied_in(dtype, i.attributes)
+        return [(kind, 2.0 * products * math.prod(result) * depth, result)]
 
-    def _is_symmetric_kernel(self, i: Instruction) -> bool:
-        return any(
-            pathlib.PurePath(file).stem in _SYMMETRIC_KERNELS
-            for file, _ in self.frames(i.attributes)
-        )
-
-    def _shape(self, computation: str, operand: str) -> str:
-        found = self.by_name[computation].get(operand.split(" ")[-1].lstrip("%"))
-        return found.shape if found else ""
-
-    def _moved(self, i: Instruction, computation: str) -> float:
+    def _moved(self, i: Instruction, operands: list[str]) -> float:
         """Bytes from and to main memory."""
-        bytes_of = functools.partial(size, main_memory=True)
-        results = (
-            commas(i.shape) if not i.shape.startswith("(") else commas(i.shape[1:-1])
-        )
+        results = commas(i.shape.removeprefix("(").removesuffix(")"))
+        if i.op in ("copy-start", "slice-start"):  # (destination, source, semaphore)
+            ends = results[0], operands[0]
+            return size(results[0]) * sum(
+                bool(size(end, main_memory=True)) for end in ends
+            )
         # A library's scratch space is no traffic that every byte of it makes.
         results = [
             r for r in results if not (i.op == "custom-call" and r.startswith("s8["))
         ]
-        if i.op in ("copy-start", "slice-start"):  # (destination, source, semaphore)
-            source = self._shape(computation, i.operands[0])
-            length = size(results[0])
-            return sum(length for end in (results[0], source) if bytes_of(end))
-        written = sum(map(bytes_of, results))
-        operands = [self._shape(computation, operand) for operand in i.operands]
+        written = sum(size(result, main_memory=True) for result in results)
         if i.op in ("slice", "dynamic-slice"):
-            return written + min(size(i.shape), bytes_of(operands[0]))
+            return written + min(size(i.shape), size(operands[0], main_memory=True))
         if i.op == "dynamic-update-slice":
-            return 2 * size(operands[1]) if bytes_of(i.shape) else 0
-        if i.op != "fusion":
-            return written + sum(map(bytes_of, operands))
-        return self._fusion_moved(i, operands, results)
+            return 2 * size(operands[1]) if written else 0
+        if i.op == "fusion":
+            return self._fusion_moved(
+                self.computations[i.called("calls")], operands, results
+            )
+        return written + sum(size(operand, main_memory=True) for operand in operands)
 
     def _fusion_moved(
-        self, i: Instruction, operands: list[str], results: list[str]
+        self, body: dict[str, Instruction], operands: list[str], results: list[str]
     ) -> float:
         """As `_moved`; what a fusion only slices, or updates in place, counts by the slices."""
-        body = self.computations[_required(i, "calls")]
-        names = self.by_name[_required(i, "calls")]
         moved = 0.0
         users = collections.defaultdict(list)
-        for k in body:
-            for position, operand in enumerate(k.operands):
-                users[operand.lstrip("%")].append((k, position))
-        for parameter in (k for k in body if k.op == "parameter"):
-            shape = operands[int(parameter.operands[0])]
-            read = size(shape, main_memory=True)
-            own = users[parameter.name]
-            if own and all(k.op in ("slice", "dynamic-slice") for k, _ in own):
-                read = min(read, sum(size(k.shape) for k, _ in own))
-            elif own and all(
-                k.op == "dynamic-update-slice" and position == 0 for k, position in own
+        for k in body.values():
+            for position, name in enumerate(k.operands):
+                users[name].append((k, position))
+        for k in body.values():
+            if k.op != "parameter":
+                continue
+            read = size(operands[int(k.operands[0])], main_memory=True)
+            uses = users[k.name]
+            if uses and all(user.op in ("slice", "dynamic-slice") for user, _ in uses):
+                read = min(read, sum(size(user.shape) for user, _ in uses))
+            elif uses and all(
+                (user.op, at) == ("dynamic-update-slice", 0) for user, at in uses
             ):
                 read = 0
             moved += read
-        root = next(k for k in body if k.root)
-        made = (
-            [names.get(operand.lstrip("%")) for operand in root.operands]
-            if root.op == "tuple"
-            else [root]
-        )
+        root = next(k for k in body.values() if k.root)
+        made = [body[name] for name in root.operands] if root.op == "tuple" else [root]
         for shape, k in zip(results, made, strict=False):
-            if size(shape, main_memory=True):
-                updated = k is not None and k.op == "dynamic-update-slice"
-                moved += (
-                    size(names[k.operands[1].lstrip("%")].shape)
-                    if updated
-                    else size(shape)
-                )
+            updated = (
+                body[k.operands[1]].shape if k.op == "dynamic-update-slice" else shape
+            )
+            moved += size(updated) if size(shape, main_memory=True) else 0
         return moved
 
 
-def _required(i: Instruction, key: str) -> str:
-    name = i.called(key)
-    if name is None:
-        raise ValueError(f"{i.op} {i.name} names no {key}.")
-    return name
+def _cost(branch: list[Launch]) -> tuple[float, float]:
+    flops = sum(launch.count * sum(launch.flops.values()) for launch in branch)
+    return flops, sum(launch.count * launch.moved for launch in branch)
 
 
-def _branches(i: Instruction) -> list[str]:
-    if listed := re.search(r"branch_computations=\{([^}]*)\}", i.attributes):
-        return [name.strip().lstrip("%") for name in listed.group(1).split(",")]
-    return re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", i.attributes)
+def _group(i: Instruction, devices: int) -> int:
+    """How many devices exchange among each other."""
+    if listed := i.numbers(r"replica_groups=\{\{([\d,]+)\}"):
+        return len(listed)
+    if iota := i.numbers(r"replica_groups=\[\d+,(\d+)\]<="):
+        return iota[0]
+    if mesh := re.search(
+        r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", i.attributes
+    ):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
+    return devices
 
 
 def _multiplied_in(dtype: str, attributes: str) -> tuple[str, int]:
     """The type in which a product multiplies, and how many such products it takes."""
-    if named := re.search(
+    algorithm = re.search(
         r'algorithm=dot_(\w+)|"algorithm":"ALG_DOT_(\w+)"', attributes
-    ):
-        algorithm = (named.group(1) or named.group(2)).lower()
-        if algorithm in _ALGORITHMS:
-            return _ALGORITHMS[algorithm]
+    )
+    name = (algorithm[1] or algorithm[2]).lower() if algorithm else ""
+    if name in _ALGORITHMS:
+        return _ALGORITHMS[name]
     if dtype != "f32":
         return dtype, 1
     highest = "highest" in attributes or '"HIGHEST"' in attributes
@@ -351,18 +337,11 @@ def _convolution_depth(
     i: Instruction, left: tuple[int, ...], result: tuple[int, ...]
 ) -> int:
     """Multiply-adds for each entry of the result, of a product that the TPU's compiler wrote as a convolution."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
-    if labels is None:
-        raise ValueError(f"convolution {i.name} has no dim_labels.")
-    of_left, _, of_result = labels.groups()
+    of_left = i.attribute(r"dim_labels=(\w+)_\w+->") or ""
+    of_result = i.attribute(r"dim_labels=\w+->(\w+)") or ""
     depth = left[of_left.index("f")]
     # A spatial axis that the result has as well is a batch axis of the product; one that it lacks is contracted.
     for axis in filter(str.isdigit, of_left):
         if result[of_result.index(axis)] == 1:
             depth *= left[of_left.index(axis)]
     return depth
-
-
-def repeated(launch: Launch, times: int) -> Launch:
-    """The launch of a program that runs so often."""
-    return dataclasses.replace(launch, count=launch.count * times)

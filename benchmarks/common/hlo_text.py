@@ -1,15 +1,12 @@
 """Read the text of an optimized HLO module: its computations, their instructions, shapes and sizes."""
 
-import functools
 import math
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
-_BYTES = {"pred": 1, "bf16": 2} | {
-    f"{kind}{bits}": bits // 8 for kind in "suf" for bits in (8, 16, 32, 64)
-}
-_BYTES |= {"c64": 8, "c128": 16}
+_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+for _bits in (8, 16, 32, 64):
+    _BYTES |= dict.fromkeys([f"{kind}{_bits}" for kind in "suf"], _bits // 8)
 
 
 class Instruction(NamedTuple):
@@ -17,9 +14,9 @@ class Instruction(NamedTuple):
 
     Attributes:
       name: Without the percent sign.
-      shape: Of the result, with its layout.
+      shape: The shape of the result, with its layout.
       op: Such as "fusion" or "custom-call".
-      operands: Names (with a percent sign) or, in older texts, shapes and names.
+      operands: Names, also without the percent sign. A parameter has its number here, a constant its value.
       attributes: Everything behind the operands.
       root: Whether the computation returns this result.
     """
@@ -31,35 +28,39 @@ class Instruction(NamedTuple):
     attributes: str
     root: bool = False
 
-    def called(self, key: str) -> str | None:
-        """The name of the computation that the attribute `key` names."""
-        found = re.search(rf"\b{key}=\{{?%?([\w.\-]+)", self.attributes)
-        return found.group(1) if found else None
+    def attribute(self, pattern: str) -> str | None:
+        """What the first group of a pattern matches in the attributes; None without a match."""
+        match = re.search(pattern, self.attributes)
+        return match.group(1) if match else None
+
+    def numbers(self, pattern: str) -> list[int]:
+        """The whole numbers in what the first group of a pattern matches."""
+        return [
+            int(number) for number in re.findall(r"\d+", self.attribute(pattern) or "")
+        ]
+
+    def called(self, key: str) -> str:
+        """The name of the computation that the attribute `key` names; "" if there is no such attribute."""
+        return self.attribute(rf"\b{key}=\{{?%?([\w.\-]+)") or ""
 
 
-def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The computations by name, and the name of the one that runs."""
-    computations: dict[str, list[Instruction]] = {}
-    current: list[Instruction] = []
+def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """The computations by name, each with its instructions by name, and the name of the one that runs."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    current: dict[str, Instruction] = {}
     entry = ""
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            current = computations.setdefault(head.group(2), [])
-            entry = head.group(2) if head.group(1) else entry
+            current = computations.setdefault(head[2], {})
+            entry = head[2] if head[1] else entry
         elif body := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*)", line):
-            shape, rest = _split_shape(body.group(3))
+            shape, rest = _split_shape(body[3])
             if op := re.match(r"([\w\-]+)\(", rest):
                 inside, attributes = _close(rest, op.end())
-                root = body.group(1) is not None
-                current.append(
-                    Instruction(
-                        body.group(2),
-                        shape,
-                        op.group(1),
-                        commas(inside),
-                        attributes,
-                        root,
-                    )
+                operands = [part.split(" ")[-1].lstrip("%") for part in commas(inside)]
+                root = body[1] is not None
+                current[body[2]] = Instruction(
+                    body[2], shape, op[1], operands, attributes, root
                 )
     return computations, entry
 
@@ -76,7 +77,7 @@ def _close(text: str, start: int) -> tuple[str, str]:
     """The text before and after the bracket that closes the one before `start`."""
     depth = 1
     for i in range(start, len(text)):
-        depth += (text[i] in "([{") - (text[i] in ")]}")
+        depth += _nesting(text[i])
         if depth == 0:
             return text[start:i], text[i + 1 :]
     return text[start:], ""
@@ -86,7 +87,7 @@ def commas(text: str) -> list[str]:
     """The parts between the commas outside of brackets."""
     parts, depth = [""], 0
     for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
+        depth += _nesting(letter)
         if letter == "," and depth == 0:
             parts.append("")
         else:
@@ -94,58 +95,23 @@ def commas(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The dtype and the sizes of each array in a shape."""
-    found = re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\]", text)
+def _nesting(letter: str) -> int:
+    return (letter in "([{") - (letter in ")]}")
+
+
+def shapes(text: str) -> list[tuple[str, tuple[int, ...], str]]:
+    """The dtype, the sizes and the layout of each array in a shape."""
+    arrays = re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\](\{[^}]*\})?", text)
     return [
-        (dtype, tuple(map(int, filter(None, sizes.split(",")))))
-        for dtype, sizes in found
+        (dtype, tuple(int(size) for size in sizes.split(",") if size), layout)
+        for dtype, sizes, layout in arrays
     ]
 
 
 def size(text: str, *, main_memory: bool = False) -> int:
     """Bytes of a shape; `main_memory` leaves out arrays whose layout puts them into memory on the chip."""
-    found = re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\](\{[^}]*\})?", text)
-    return sum(
-        _BYTES[dtype] * math.prod(map(int, filter(None, sizes.split(","))))
-        for dtype, sizes, layout in found
-        if dtype in _BYTES and not (main_memory and re.search(r"S\([1-9]\)", layout))
-    )
-
-
-def source_frames(text: str) -> Callable[[str], list[tuple[str, str]]]:
-    """From an instruction's attributes to the (file, function) that made it, the innermost first."""
-
-    def table(head: str, pattern: str) -> list[tuple[str, ...]]:
-        section = re.search(rf"^{head}\n((?:\d.*\n)*)", text, re.M)
-        return re.findall(pattern, section.group(1), re.M) if section else []
-
-    files = dict(table("FileNames", r'^(\d+) "(.*)"$'))
-    functions = dict(table("FunctionNames", r'^(\d+) "(.*)"$'))
-    locations = {
-        number: (files.get(file, ""), functions.get(function, ""))
-        for number, file, function in table(
-            "FileLocations", r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+)"
-        )
-    }
-    # Parents are printed as one more than their number: the outermost frame's is itself.
-    frames = {
-        number: (location, str(int(parent) - 1))
-        for number, location, parent in table(
-            "StackFrames", r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)"
-        )
-    }
-
-    @functools.cache
-    def stack(number: str) -> list[tuple[str, str]]:
-        found = []
-        while number in frames:
-            location, number = frames[number]
-            found.append(locations.get(location, ("", "")))
-        return found
-
-    def of(attributes: str) -> list[tuple[str, str]]:
-        number = re.search(r"stack_frame_id=(\d+)", attributes)
-        return stack(number.group(1)) if number else []
-
-    return of
+    total = 0
+    for dtype, sizes, layout in shapes(text):
+        if not (main_memory and re.search(r"S\([1-9]\)", layout)):
+            total += _BYTES.get(dtype, 0) * math.prod(sizes)
+    return total

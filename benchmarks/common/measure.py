@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 import platform
 import statistics
@@ -15,19 +16,18 @@ import jax
 import optax
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
+IMAGES = RESULTS.parents[1] / "docs" / "images"
 
 
 def provenance() -> dict[str, Any]:
     """Device, commit, date and versions of a measurement."""
     device = jax.devices()[0]
-    cores = _cores()
-    name = (
-        device.device_kind
-        if device.platform != "cpu"
-        else f"CPU, {cores} core{'s' * (cores > 1)}"
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    on_cpu = f"CPU, {cores} core{'s' * (cores > 1)}"
     return {
-        "device": name,
+        "device": on_cpu if device.platform == "cpu" else device.device_kind,
         "commit": _commit(),
         "date": time.strftime("%Y-%m-%d"),
         "versions": {
@@ -44,25 +44,15 @@ def _commit() -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
-        here = pathlib.Path(__file__).parent
-        return subprocess.run(
-            command, cwd=here, capture_output=True, text=True, check=False
-        ).stdout.strip()
+        done = subprocess.run(
+            command, cwd=RESULTS, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)*.py")
     return (
         git("describe", "--always", "--exclude=*") + "-dirty" * bool(changed)
         or "unknown"
-    )
-
-
-def _cores() -> int:
-    import os
-
-    return (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
     )
 
 
@@ -94,17 +84,31 @@ def run_parts(
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], Any]], *, rounds: int = 9
+    calls: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = 9,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each call, called in turn `rounds` times, after one round that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for count in range(rounds + 1):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(call())
             if count:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
+
+
+def compile_anew(f: Callable[..., Any], *arguments: Any) -> Any:
+    """Trace and compile without what JAX has in its caches."""
+    jax.clear_caches()
+    return jax.jit(f).lower(*arguments).compile()
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """The result of what raised, where others are still worth knowing."""
+    return {"error": f"{type(error).__name__}: {error}"[:1000]}
 
 
 def summary(seconds: list[float], baseline: list[float]) -> dict[str, float]:
@@ -121,32 +125,46 @@ def summary(seconds: list[float], baseline: list[float]) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> str:
     """Rows as aligned columns, floats to three significant digits; a mapping's keys come first."""
-    rows = (
-        [{"": name, **row} for name, row in rows.items()]
-        if isinstance(rows, dict)
-        else rows
-    )
-
-    def cell(value: Any) -> str:
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
-
+    if isinstance(rows, dict):
+        rows = [{"": name, **row} for name, row in rows.items()]
     heads = list(rows[0])
-    lines = [heads, *([cell(row.get(head, "")) for head in heads] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+    lines = [heads]
+    for row in rows:
+        values = [row.get(head, "") for head in heads]
+        lines.append([f"{x:.3g}" if isinstance(x, float) else str(x) for x in values])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [map(str.ljust, line, widths) for line in lines]
+    return "\n".join("  ".join(line) for line in aligned)
 
 
-def write(name: str, content: dict[str, Any], *shown: Any) -> None:
-    """Write `content` and its provenance to benchmarks/results/<name>.json, and print what is `shown` as tables."""
+def write(
+    name: str,
+    content: dict[str, Any],
+    *shown: Any,
+    device: str | None = None,
+    **versions: str,
+) -> None:
+    """Write `content` and its provenance to benchmarks/results/<name>.json, and print what is `shown` as tables.
+
+    Args:
+      device: What the provenance says; None: the device that is here.
+      versions: Of more tools.
+    """
     path = RESULTS / f"{name}.json"
-    path.write_text(
-        json.dumps({"provenance": provenance(), **content}, indent=1) + "\n"
-    )
+    made = provenance()
+    made["device"] = device or made["device"]
+    made["versions"] |= versions
+    save(path, {"provenance": made, **content})
     for rows in shown:
         print(f"{table(rows)}\nin {path}")
+
+
+def save(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Write a JSON file under another name first, so that a killed process leaves the file before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(unfinished, path)
 
 
 def read(name: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Make matrices with recorded singular values of momentum, random singular vectors and a known polar factor."""
 
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,3 +63,17 @@ def cosine(y: np.ndarray, polar: np.ndarray) -> float:
     """Cosine between the update and the polar factor."""
     y = np.asarray(y, np.float64)
     return float(np.sum(y * polar) / (np.linalg.norm(y) * np.linalg.norm(polar)))
+
+
+def errors(results: Sequence[Any], polars: Sequence[np.ndarray]) -> dict[str, float]:
+    """Mean and worst polar error, the worst cosine, and the largest singular value of any result."""
+    pairs = [
+        (np.asarray(y, np.float64), polar)
+        for y, polar in zip(results, polars, strict=True)
+    ]
+    return {
+        "mean": float(np.mean([polar_error(*pair) for pair in pairs])),
+        "worst": max(polar_error(*pair) for pair in pairs),
+        "worst_cosine": min(cosine(*pair) for pair in pairs),
+        "largest": max(float(np.linalg.norm(y, 2)) for y, _ in pairs),
+    }

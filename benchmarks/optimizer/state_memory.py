@@ -1,36 +1,32 @@
 """Count what an optimizer's state costs an accelerator: bytes of momentum's pass, memory and copies from the host.
 
-    python -m benchmarks.optimizer.state_memory [--chips H100]
+    python -m benchmarks.optimizer.state_memory
 
 Needs `pip install "muonjax[cuda13]"` and `"muonjax[tpu]"`; writes benchmarks/results/state_memory.json. The update is
-that of `muon` for square matrices, or of `trace` alone; gradients and state are donated. A group is the matrices that
-are orthogonalized at once. A TPU's scheduler copies ahead into whatever memory is free, so one case leaves it little.
+that of `muon` for square matrices, or of `trace` alone; gradients and state are donated. A TPU's scheduler copies ahead
+into whatever memory is free, so one case leaves it little.
 """
 
-import argparse
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_launches, measure
-from muonjax._common.platform import Policy
 
 
 class Case(NamedTuple):
-    """An update of `count` matrices size x size, for a chip."""
+    """An update of `count` matrices size x size, for a chip; `fits` says whether its state fits on the device."""
 
     chip: str
     optimizer: str
     count: int
     size: int
-    note: str = ""
+    fits: bool = True
 
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -45,16 +41,15 @@ CASES = [
     Case("H100", "muon", 8, 4096),
     Case("H100", "muon, int8", 8, 4096),
     Case("H100", "trace", 8, 4096),
-    Case("v5e", "trace", 8, 4096, "11 GiB are free"),
-    Case("v5e", "trace", 58, 8192, "1.5 GiB are free"),
+    Case("v5e", "trace", 8, 4096),
+    Case("v5e", "trace", 58, 8192, fits=False),
 ]
 
 
 def compiled(case: Case, memory_kind: str | None) -> Any:
     """The update of a case."""
     chip, tx = ahead_of_time.CHIPS[case.chip], OPTIMIZERS[case.optimizer]()
-    mesh = Mesh(np.array(ahead_of_time.devices(chip)[:1]), ("device",))
-    here = NamedSharding(mesh, PartitionSpec())
+    here = ahead_of_time.on_device(chip)
     matrix = jax.ShapeDtypeStruct((case.size, case.size), jnp.float32, sharding=here)
     params = {f"layer_{i}": {"kernel": matrix} for i in range(case.count)}
     shardings = muonjax.state_shardings(tx, params, memory_kind=memory_kind)
@@ -63,69 +58,45 @@ def compiled(case: Case, memory_kind: str | None) -> Any:
         jax.eval_shape(tx.init, params),
         shardings,
     )
-    on_host = memory_kind and chip.platform == "gpu"
+    # The description of a GPU has no memories, and shardings lose their kind.
+    to_host = memory_kind and chip.platform == "gpu"
+
+    def on_host(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, jax.memory.Space.Host) if x.ndim else x
 
     def update(grads: Any, state: Any, params: Any) -> Any:
-        if (
-            on_host
-        ):  # the description of a GPU has no memories, and shardings lose their kind
-            state = jax.tree.map(
-                lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x,
-                state,
-            )
-        return tx.update(grads, state, params)
-
-    step = jax.jit(
-        update,
-        donate_argnums=(0, 1),
-        out_shardings=None if on_host else (here, shardings),
-    )
-    with ahead_of_time.traced_for(chip):
-        return step.lower(params, state, params).compile(
-            compiler_options=dict(chip.options)
+        return tx.update(
+            grads, jax.tree.map(on_host, state) if to_host else state, params
         )
+
+    options = {
+        "donate_argnums": (0, 1),
+        "out_shardings": None if to_host else (here, shardings),
+    }
+    return ahead_of_time.compile_for(chip, update, params, state, params, **options)
 
 
 def count(case: Case) -> dict[str, Any]:
     """The figures of a case."""
-    host = compiled(case, "pinned_host")
-    device = (
-        None if case.note.startswith("1.5") else compiled(case, None)
-    )  # which does not fit
-    policy, matrix = Policy(ahead_of_time.CHIPS[case.chip].platform), 4 * case.size**2
-    together = (
-        1
-        if case.optimizer.startswith("trace")
-        else int(policy.stack_elements // case.size**2)
-    )
-    group = matrix * min(case.count, max(1, together))
-    after = host.memory_analysis()
-    added = after.temp_size_in_bytes - (
-        device.memory_analysis().temp_size_in_bytes if device else 0
-    )
-    # The device's arguments without state: gradients and parameters.
-    others = (
-        2 * case.count * matrix
-        if not case.optimizer.startswith("trace")
-        else case.count * matrix
-    )
-    text = host.as_text()
+    program = compiled(case, "pinned_host")
+    memory = program.memory_analysis()
+    # The device's arguments without state: gradients, and the parameters where they are read.
+    trees = 1 if case.optimizer.startswith("trace") else 2
+    others = trees * case.count * 4 * case.size**2
+    state, temporary = None, 0
+    if case.fits:
+        without = compiled(case, None).memory_analysis()
+        state = (without.argument_size_in_bytes - others) / 2**20
+        temporary = without.temp_size_in_bytes
+    text = program.as_text()
     # Memory space 5 is the host's.
-    copies = [
-        line.partition(" copy-start(")[0]
-        for line in text.splitlines()
-        if " copy-start(" in line
-    ]
+    copies = re.findall(r"^.*(?= copy-start\()", text, re.MULTILINE)
     return {
         **case._asdict(),
-        "state_mib": (device.memory_analysis().argument_size_in_bytes - others) / 2**20
-        if device
-        else None,
-        "state_on_device": max(0, after.argument_size_in_bytes - others),
-        "state_on_host_mib": after.host_argument_size_in_bytes / 2**20,
-        "added_mib": added / 2**20,
-        "added_groups": added / group,
-        "group_mib": group / 2**20,
+        "state_mib": state,
+        "state_on_device": max(0, memory.argument_size_in_bytes - others),
+        "state_on_host_mib": memory.host_argument_size_in_bytes / 2**20,
+        "added_mib": (memory.temp_size_in_bytes - temporary) / 2**20,
         "asynchronous": sum("S(5)" in shapes for shapes in copies),
         "synchronous": len(re.findall(r"S\(5\)\S* copy\(", text)),
     }
@@ -143,30 +114,21 @@ def moved(gradients: str, nesterov: bool, size: int = 4096) -> dict[str, Any]:
             matrix,
             jax.eval_shape(tx.init, matrix),
         )
-        found = hlo_launches.launches(program.text)
-        row[dtype] = sum(launch.count * launch.moved for launch in found) / size**2
+        launches = hlo_launches.launches(program.as_text())
+        row[dtype] = sum(launch.count * launch.moved for launch in launches) / size**2
     return {**row, "ratio": row["int8"] / row["float32"]}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument(
-        "--chips", nargs="+", default=["H100", "v5e"], choices=["H100", "v5e"]
-    )
-    args = parser.parse_args(arguments)
-    rows = []
-    passes = [
-        moved(dtype, nesterov)
-        for dtype in ("float32", "bfloat16")
-        for nesterov in (True, False)
-    ]
-    for case in CASES:
-        if case.chip in args.chips:
-            if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):
-                raise SystemExit(reason)
-            rows.append(count(case))
-            print(measure.table(rows[-1:]), flush=True)
-            measure.write("state_memory", {"passes": passes, "cases": rows})
+def main() -> None:
+    for platform in ("gpu", "tpu"):
+        if reason := ahead_of_time.missing(platform):
+            raise SystemExit(reason)
+    passes = []
+    for dtype in ("float32", "bfloat16"):
+        passes += [moved(dtype, nesterov) for nesterov in (True, False)]
+    cases = [count(case) for case in CASES]
+    content = {"passes": passes, "cases": cases}
+    measure.write("state_memory", content, cases, device=ahead_of_time.NO_DEVICE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The counter of launches, on programs whose counts are known."""
 
-import dataclasses
 import pathlib
 
 import pytest
@@ -59,7 +58,7 @@ def test_a_tpu_s_convolution_counts_as_the_product_that_it_is():
 
 
 def test_a_loop_without_a_length_is_an_error():
-    with pytest.raises(ValueError, match="The loop loop has no length"):
+    with pytest.raises(ValueError, match="The length of the loop loop is not known"):
         launches(GPU.replace("%five = s32[] constant(5)", "%five = s32[] add(%i, %i)"))
 
 
@@ -71,7 +70,7 @@ def test_a_large_product_takes_its_flops_and_a_copy_its_bytes():
         .replace("64,16", "8448,8192")
     )
     seconds = h100.seconds(named(large)["f"])
-    arithmetic = 2 * 8448 * 8192 * 4096 / (h100.efficiency["bf16"] * 990e12)
+    arithmetic = 2 * 8448 * 8192 * 4096 / (h100.efficiency * 990e12)
     assert seconds == pytest.approx(
         arithmetic + 32 * h100.round + h100.gap
     )  # 66 x 64 tiles: 32 rounds of 132
@@ -81,7 +80,7 @@ def test_a_large_product_takes_its_flops_and_a_copy_its_bytes():
     )
 
 
-def test_a_small_product_pays_for_a_whole_round_and_a_factorization_its_own_price():
+def test_a_small_product_pays_for_a_whole_round():
     h100 = roofline.ROOFLINES["H100"].pessimistic
     small = (
         GPU.replace("64,32", "1024,1024")
@@ -89,13 +88,11 @@ def test_a_small_product_pays_for_a_whole_round_and_a_factorization_its_own_pric
         .replace("64,16", "1024,1024")
     )
     full = (
-        2 * 1024**3 / (h100.efficiency["bf16"] * 990e12) * 132 / 64
+        2 * 1024**3 / (h100.efficiency * 990e12) * 132 / 64
     )  # 64 tiles on 132 multiprocessors
     assert h100.seconds(named(small)["f"]) == pytest.approx(
         full + h100.round + h100.gap
     )
-    cholesky = dataclasses.replace(named(GPU)["f"], kind="cusolver_potrf_ffi")
-    assert h100.seconds(cholesky) == h100.factorization > 10 * h100.launch
 
 
 def test_launches_that_differ_in_name_and_origin_alone_share_a_kernel():
