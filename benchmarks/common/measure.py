@@ -1,6 +1,7 @@
 """Read numbers from a command line, time calls in turn, record device and versions, print tables, write a JSON file."""
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -88,11 +89,18 @@ def interleave(
     *,
     rounds: int = 9,
     clock: Callable[[], float] = time.perf_counter,
+    before: Callable[[], Any] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, called in turn `rounds` times, after one round that is not counted."""
+    """Seconds of each call, called in turn `rounds` times, after one round that is not counted.
+
+    Args:
+      before: Is called before each call, and not timed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for count in range(rounds + 1):
         for name, call in calls.items():
+            if before:
+                before()
             start = clock()
             jax.block_until_ready(call())
             if count:
@@ -100,10 +108,21 @@ def interleave(
     return seconds
 
 
-def compile_anew(f: Callable[..., Any], *arguments: Any) -> Any:
-    """Trace and compile without what JAX has in its caches."""
-    jax.clear_caches()
-    return jax.jit(f).lower(*arguments).compile()
+def compilations(
+    calls: Mapping[str, tuple[Any, ...]], **settings: Any
+) -> dict[str, list[float]]:
+    """Seconds to trace and compile functions for their arguments, without what JAX has in its caches.
+
+    Args:
+      calls: For each name the function and its arguments.
+      settings: For `interleave`.
+    """
+
+    def compiled(f: Callable[..., Any], *arguments: Any) -> Any:
+        return jax.jit(f).lower(*arguments).compile()
+
+    every = {name: functools.partial(compiled, *call) for name, call in calls.items()}
+    return interleave(every, before=jax.clear_caches, **settings)
 
 
 def failure(error: Exception) -> dict[str, str]:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.optimizer.half_precision [rows] [hostile]
 
-The program is the one that runs on a GPU or a TPU: operands rounded to bfloat16, sums in float32. Optax's default with
-bfloat16 matrices and the same presets in float32 stand beside it. "hostile" counts what is finite of matrices of low
-rank, repeated, sparse, constant and of extreme size (`benchmarks/common/hostile.py`), at short sides on both sides of
-each switch. Nothing here has run on an accelerator: order and rounding of a device's own sums differ.
+The program is the one that runs on a GPU or a TPU: operands rounded to half precision, sums in float32. It is compared
+with Optax's default on bfloat16 matrices, and with the same presets in float32. "hostile" counts what is finite of
+matrices of low rank, repeated, sparse, constant and of extreme size (`benchmarks/common/hostile.py`), at short sides on
+both sides of each switch. Nothing here has run on an accelerator: order and rounding of a device's own sums differ.
 """
 
 import functools
@@ -15,10 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from optax.contrib import _muon
 
 from benchmarks.common import hostile, measure, momentum
+from benchmarks.common.accelerator_model import optax_matrix
 from muonjax import NewtonSchulz
 from muonjax._common.platform import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
@@ -57,92 +56,50 @@ SIDES = (
 
 def optax_bfloat16(x: jax.Array) -> jax.Array:
     """Optax's five steps on a matrix rounded to bfloat16."""
-    numbers = optax.contrib.MuonDimensionNumbers(0, 1)
-    coefficients = jnp.asarray((3.4445, -4.7750, 2.0315))
-    y = _muon.orthogonalize_via_newton_schulz(
-        x.astype(jnp.bfloat16), coefficients, dimension_numbers=numbers
-    )
-    return y.astype(jnp.float32)
+    return optax_matrix(x.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
 def methods() -> dict[str, Any]:
-    ours = {
-        f"{preset} {name}": functools.partial(
-            polar_factor, settings=settings, policy=Policy(platform)
+    """Functions of one matrix, by name."""
+    functions: dict[str, Any] = {}
+    for preset, name in itertools.product(PRESETS, PLATFORMS):
+        functions[f"{preset} {name}"] = functools.partial(
+            polar_factor, settings=PRESETS[preset], policy=Policy(PLATFORMS[name])
         )
-        for preset, settings in PRESETS.items()
-        for name, platform in PLATFORMS.items()
-    }
-    return ours | {"optax bfloat16": optax_bfloat16}
+    functions["optax bfloat16"] = optax_bfloat16
+    return functions
 
 
-def errors(m: int, n: int, every: int = 3) -> dict[str, dict[str, float]]:
-    """Root mean square polar errors, their mean and the worst, and the largest singular value of any result."""
-    rng = np.random.default_rng(0)
-    matrices = [momentum.matrix(s, m, n, rng) for s in momentum.spectra()[::every]]
-    rows = {}
-    for name, method in methods().items():
-        f = jax.jit(method, compiler_options=EMULATED)
-        results = [np.asarray(f(jnp.asarray(x)), np.float64) for x, _ in matrices]
-        found = [
-            momentum.polar_error(y, polar)
-            for y, (_, polar) in zip(results, matrices, strict=True)
-        ]
-        top = max(float(np.linalg.norm(y, 2)) for y in results)
-        rows[name] = {
-            "mean": float(np.mean(found)),
-            "worst": float(np.max(found)),
-            "largest": top,
-        }
+def recorded() -> list[dict[str, Any]]:
+    """A row for each shape and method, on recorded spectra."""
+    rows = []
+    for shape in SHAPES:
+        rng = np.random.default_rng(0)
+        matrices = [momentum.matrix(s, *shape, rng) for s in momentum.spectra()[::3]]
+        for name, method in methods().items():
+            f = jax.jit(method, compiler_options=EMULATED)
+            results = [f(jnp.asarray(x)) for x, _ in matrices]
+            errors = momentum.errors(results, [polar for _, polar in matrices])
+            rows.append({"shape": shape, "method": name, **errors})
     return rows
-
-
-def with_vectors(
-    s: np.ndarray, n: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices [count, m, n] with singular values s and their polar factors; every fourth one is diagonal."""
-    count, m = s.shape
-    u, v = (np.linalg.qr(rng.standard_normal((count, k, m)))[0] for k in (m, n))
-    u[::4], v[::4] = np.eye(m), np.eye(n, m)
-    return (u * s[:, None]) @ v.mT, (u * (s > 0)[:, None]) @ v.mT
 
 
 def hostile_rows() -> list[dict[str, Any]]:
     """For each preset and platform: the hostile matrices, the finite results, the largest singular value of any."""
     rows = []
-    for preset, platform in itertools.product(PRESETS, ("gpu", "tpu")):
-        finite, top, matrices = [], [], {}
+    for name, method in methods().items():
+        if not name.endswith(("gpu", "tpu")):
+            continue
+        f = jax.jit(functools.partial(jax.lax.map, method), compiler_options=EMULATED)
+        finite, largest = [], []
         for m, width in itertools.product(SIDES, (1, 2)):
             matrices = hostile.matrices(m, width * m, np.random.default_rng(m))
-            x = jnp.stack(list(matrices.values()))
-            y = np.asarray(_orthogonalizer(preset, Policy(platform))(x), np.float64)
-            finite += [bool(np.isfinite(a).all()) for a in y]
-            top += [float(np.linalg.norm(a, 2)) for a in np.nan_to_num(y)]
-        rows.append(
-            {
-                "method": f"{preset} {platform}",
-                "kinds": len(matrices),
-                "count": len(finite),
-                "finite": sum(finite),
-                "largest": max(top),
-            }
-        )
+            y = np.asarray(f(jnp.stack(list(matrices.values()))), np.float64)
+            finite += list(np.isfinite(y).all((-2, -1)))
+            largest += list(np.linalg.norm(np.nan_to_num(y), 2, (-2, -1)))
+        row = {"method": name, "count": len(finite), "finite": int(sum(finite))}
+        rows.append(row | {"largest": float(max(largest))})
     return rows
-
-
-@functools.cache
-def _orthogonalizer(preset: str, policy: Policy) -> Any:
-    one = functools.partial(polar_factor, settings=PRESETS[preset], policy=policy)
-    return jax.jit(lambda x: jax.lax.map(one, x), compiler_options=EMULATED)
-
-
-def recorded() -> list[dict[str, Any]]:
-    """A row for each shape and method, on recorded spectra."""
-    return [
-        {"shape": shape, "method": name, **row}
-        for shape in SHAPES
-        for name, row in errors(*shape).items()
-    ]
 
 
 if __name__ == "__main__":

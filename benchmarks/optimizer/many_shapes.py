@@ -76,17 +76,13 @@ def main() -> None:
         name: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
         for name, x in tree.items()
     }
-    compilations, steps = {}, {}
-    for name, f in functions.items():
-        compilations[name] = functools.partial(measure.compile_anew, f, tree)
-        steps[name] = functools.partial(jax.jit(f), grads)
+    calls = {name: (f, tree) for name, f in functions.items()}
+    seconds = measure.compilations(calls, rounds=args.rounds, clock=time.process_time)
+    steps = {n: functools.partial(jax.jit(f), grads) for n, f in functions.items()}
     content: dict[str, Any] = {
         "leaves": len(tree),
         "shapes": len(set(shapes().values())),
     }
-    seconds = measure.interleave(
-        compilations, rounds=args.rounds, clock=time.process_time
-    )
     for what, times in (
         ("compile", seconds),
         ("step", measure.interleave(steps, rounds=4 * args.rounds)),

@@ -5,6 +5,8 @@ unscanned. Momentum has recorded spectra of a transformer in training, so that t
 optimizers get the same routing: matrices to Muon, the rest to AdamW.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -14,23 +16,16 @@ import optax
 
 import muonjax
 from benchmarks.common import measure, momentum
-
-PRESETS = {
-    "fast": muonjax.NewtonSchulz.fast(),
-    "balanced": muonjax.NewtonSchulz.balanced(),
-}
+from benchmarks.common.accelerator_model import PRESETS
 
 
 def gpt2(
     layers: int, width: int, vocabulary: int, rng: np.random.Generator
 ) -> tuple[dict, dict]:
     """Gradients with recorded spectra, and the exact polar factors of the first layer's matrices."""
-    spectra = momentum.spectra()
-    heads = width // 64
-    tree, polar = (
-        {"wte": {"embedding": rng.standard_normal((vocabulary, width), np.float32)}},
-        {},
-    )
+    spectra, heads = momentum.spectra(), width // 64
+    embedding = rng.standard_normal((vocabulary, width), np.float32)
+    tree, polar, first = {"wte": {"embedding": embedding}}, {}, {}
     shapes = {
         "query": (width, heads, 64),
         "key": (width, heads, 64),
@@ -39,19 +34,35 @@ def gpt2(
         "up": (width, 4 * width),
         "down": (4 * width, width),
     }
+    for index, (name, shape) in enumerate(shapes.items()):
+        m = width if name == "out" else shape[0]
+        n = math.prod(shape) // m
+        first[name], polar[name] = momentum.matrix(spectra[11 * index + 5], m, n, rng)
     for layer in range(layers):
         block = {"norm": {"scale": rng.standard_normal(width).astype(np.float32)}}
-        for index, (name, shape) in enumerate(shapes.items()):
-            m = shape[0] * (64 if name == "out" else 1)
-            n = int(np.prod(shape)) // m
-            if layer == 0:
-                x, polar[name] = momentum.matrix(spectra[11 * index + 5], m, n, rng)
-            else:  # the same spectra, permuted: saves the factorization of 72 matrices
-                first = tree["block_0"][name]["kernel"].reshape(m, n)
-                x = first[rng.permutation(m)][:, rng.permutation(n)]
+        for name, shape in shapes.items():
+            x = first[name]
+            if (
+                layer
+            ):  # the same spectra, permuted: saves the factorization of 72 matrices
+                x = rng.permutation(rng.permutation(x, axis=0), axis=1)
             block[name] = {"kernel": x.reshape(shape)}
         tree[f"block_{layer}"] = block
     return jax.tree.map(jnp.asarray, tree), polar
+
+
+def optimizers(numbers: Any) -> dict[str, optax.GradientTransformation]:
+    """Optax's and ours by preset, with one routing."""
+    adam = optax.adamw(1e-3)
+    rows: dict[str, optax.GradientTransformation] = {
+        "optax": optax.contrib.muon(
+            1e-3, consistent_rms=0.2, muon_weight_dimension_numbers=numbers
+        )
+    }
+    for name in ("fast", "balanced"):
+        settings = {"newton_schulz": PRESETS[name], "adam": adam, "weight_decay": 0.0}
+        rows[name] = muonjax.muon(1e-3, numbers, **settings)
+    return rows
 
 
 def main() -> None:
@@ -59,61 +70,35 @@ def main() -> None:
     grads, polar = gpt2(
         args.layers, args.width, args.vocabulary, np.random.default_rng(0)
     )
-    numbers = muonjax.dimension_numbers(grads)
-    adam = optax.adamw(1e-3)
-    optimizers = {
-        "optax": optax.contrib.muon(
-            1e-3, consistent_rms=0.2, muon_weight_dimension_numbers=numbers
-        ),
-        **{
-            name: muonjax.muon(
-                1e-3, newton_schulz=preset, program=numbers, adam=adam, weight_decay=0.0
-            )
-            for name, preset in PRESETS.items()
-        },
-    }
-    rows, calls, compilations = {}, {}, {}
-
-    def compile_anew(tx: optax.GradientTransformation, state: optax.OptState) -> Any:
-        jax.clear_caches()
-        return jax.jit(tx.update).lower(grads, state, grads).compile()
-
-    for name, tx in optimizers.items():
+    rows: dict[str, Any] = {}
+    calls, compilations = {}, {}
+    for name, tx in optimizers(muonjax.dimension_numbers(grads)).items():
         state = jax.jit(tx.init)(grads)
-        compilations[name] = lambda tx=tx, state=state: compile_anew(tx, state) and None
-        compiled = compile_anew(tx, state)
-        updates, _ = compiled(grads, state, grads)
-        errors, cosines = [], []
-        for leaf, exact in polar.items():
-            y = -np.asarray(updates["block_0"][leaf]["kernel"], np.float64).reshape(
-                exact.shape
-            )
-            y = y / (1e-3 * 0.2 * max(exact.shape) ** 0.5)
-            errors.append(momentum.polar_error(y, exact))
-            cosines.append(momentum.cosine(y, exact))
+        arguments = grads, state, grads
+        compilations[name] = (tx.update, *arguments)
+        compiled = jax.jit(tx.update).lower(*arguments).compile()
+        calls[name] = functools.partial(compiled, *arguments)
+        updates = calls[name]()[0]["block_0"]
+        results = [
+            -np.asarray(updates[leaf]["kernel"], np.float64).reshape(exact.shape)
+            / (1e-3 * 0.2 * max(exact.shape) ** 0.5)
+            for leaf, exact in polar.items()
+        ]
+        errors = momentum.errors(results, list(polar.values()))
         rows[name] = {
-            "temporary_mib": round(
-                compiled.memory_analysis().temp_size_in_bytes / 2**20, 1
-            ),
-            "state_mib": round(
-                sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20, 1
-            ),
-            "polar_error_mean": round(float(np.mean(errors)), 4),
-            "cosine_worst": round(float(np.min(cosines)), 4),
+            "temporary_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
+            "state_mib": sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20,
+            "polar_error_mean": errors["mean"],
+            "cosine_worst": errors["worst_cosine"],
         }
-        calls[name] = lambda compiled=compiled, state=state: compiled(
-            grads, state, grads
-        )
-    compiling = measure.interleave(compilations, rounds=args.rounds)
+    compiling = measure.compilations(compilations, rounds=args.rounds)
     seconds = measure.interleave(calls, rounds=args.rounds)
-    for name in rows:
-        rows[name] = measure.summary(seconds[name], seconds["optax"]) | rows[name]
-        base = rows["optax"]
-        compile_row = measure.summary(compiling[name], compiling["optax"])
-        rows[name] |= {f"compile_{key}": value for key, value in compile_row.items()}
-        rows[name]["temporary_ratio"] = (
-            rows[name]["temporary_mib"] / base["temporary_mib"]
-        )
+    for name, row in rows.items():
+        row |= measure.summary(seconds[name], seconds["optax"])
+        row["compile_ratio"] = measure.summary(compiling[name], compiling["optax"])[
+            "ratio"
+        ]
+        row["temporary_ratio"] = row["temporary_mib"] / rows["optax"]["temporary_mib"]
     measure.write("muon_step", {**vars(args), "optimizers": rows}, rows)
 
 

@@ -4,8 +4,6 @@ Without deflation the singular vectors do not matter: each singular value is div
 through the polynomials, in float64. The work is counted, in steps of a quintic.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 import muonjax
@@ -20,32 +18,16 @@ SCHEDULES = {
 }
 
 
-def errors(schedule: Sequence[tuple[float, float, float]]) -> list[float]:
-    """The polar error of each recorded spectrum: the root mean square of f(sigma) - 1."""
-    found = []
-    for spectrum in momentum.spectra():
-        sigma = np.asarray(spectrum, np.float64)
-        found.append(
-            float(
-                np.sqrt(
-                    np.mean(
-                        (evaluate(schedule, sigma / np.linalg.norm(sigma)) - 1) ** 2
-                    )
-                )
-            )
-        )
-    return found
-
-
 def main() -> None:
     rows = {}
     for name, schedule in SCHEDULES.items():
-        found = errors(schedule)
-        rows[name] = {
-            "steps": len(schedule),
-            "polar_error": float(np.mean(found)),
-            "worst": max(found),
-        }
+        errors = []
+        for spectrum in momentum.spectra():
+            sigma = spectrum.astype(np.float64)
+            y = evaluate(schedule, sigma / np.linalg.norm(sigma))
+            errors.append(np.sqrt(np.mean((y - 1) ** 2)))
+        row = {"steps": len(schedule), "polar_error": float(np.mean(errors))}
+        rows[name] = row | {"worst": float(max(errors))}
     measure.write("schedules", {"schedules": rows}, rows)
 
 

@@ -57,28 +57,30 @@ class Case(NamedTuple):
 
     def params(self, mesh: jax.sharding.Mesh | None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings; without a mesh, of one device."""
-        return {
-            name: jax.ShapeDtypeStruct(
-                shape,
-                jnp.float32,
-                sharding=None if mesh is None else NamedSharding(mesh, spec),
-            )
-            for name, (shape, spec) in self.leaves.items()
-        }
+        params = {}
+        for name, (shape, spec) in self.leaves.items():
+            sharding = None if mesh is None else NamedSharding(mesh, spec)
+            params[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        return params
 
 
 def both_ways(
     wide: P, tall: P, count: int = 12
 ) -> dict[str, tuple[tuple[int, ...], P]]:
     """`count` wide and `count` tall matrices."""
-    return {
-        **{f"wide_{i}": ((ROWS, COLUMNS), wide) for i in range(count)},
-        **{f"tall_{i}": ((COLUMNS, ROWS), tall) for i in range(count)},
-    }
+    leaves = {f"wide_{i}": ((ROWS, COLUMNS), wide) for i in range(count)}
+    return leaves | {f"tall_{i}": ((COLUMNS, ROWS), tall) for i in range(count)}
+
+
+def fsdp(count: int) -> Case:
+    """`count` wide and `count` tall matrices."""
+    return Case(
+        "FSDP 8", {"fsdp": 8}, both_ways(P("fsdp", None), P("fsdp", None), count)
+    )
 
 
 CASES = {
-    "fsdp": Case("FSDP 8", {"fsdp": 8}, both_ways(P("fsdp", None), P("fsdp", None))),
+    "fsdp": fsdp(12),
     "fsdp_tp": Case(
         "FSDP × tensor 4 × 2",
         {"fsdp": 4, "tensor": 2},
@@ -122,7 +124,7 @@ def compile_step(
             shardings,
         )
 
-    def step(grads, state, params):
+    def step(grads: Any, state: Any, params: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -133,54 +135,15 @@ def compile_step(
         else contextlib.nullcontext()
     )
     with under:
-        return (
-            jax.jit(step, out_shardings=out, donate_argnums=(1, 2))
-            .lower(params, state, params)
-            .compile()
-        )
-
-
-def compile_orthogonalize(case: Case) -> Any:
-    """Compile `orthogonalize` alone, to read its memory."""
-    mesh = case.mesh()
-    distribution = muonjax.Distribution(mesh, case.specs)
-    tx = muonjax.orthogonalize(dimension_numbers=NUMBERS, distribution=distribution)
-    params = case.params(mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, params)
-    return (
-        jax.jit(lambda x: tx.update(x, tx.init(x))[0], out_shardings=shardings)
-        .lower(params)
-        .compile()
-    )
-
-
-def needed_mebibytes(case: Case) -> float:
-    """MiB of a device's shards of the momentum, and of its largest group."""
-    held = {
-        name: math.prod(shape) * 4 / 2**20 for name, (shape, _) in case.leaves.items()
-    }
-    shares = {
-        name: held[name]
-        / math.prod(
-            case.mesh_shape[axis]
-            for cut in spec
-            if cut
-            for axis in ([cut] if isinstance(cut, str) else cut)
-        )
-        for name, spec in case.specs.items()
-    }
-    group = math.ceil(case.matrices / case.devices) * ROWS * COLUMNS * 4 / 2**20
-    return sum(shares.values()) + group
+        jitted = jax.jit(step, out_shardings=out, donate_argnums=(1, 2))
+        return jitted.lower(params, state, params).compile()
 
 
 def muon(case: Case, axis_type: AxisType | None) -> optax.GradientTransformation:
     """muonjax's Muon, with a Distribution where the axis types are not explicit."""
     auto = axis_type == AxisType.Auto
-    return muonjax.muon(
-        1e-3,
-        program=NUMBERS,
-        distribution=muonjax.Distribution(case.mesh(), case.specs) if auto else None,
-    )
+    distribution = muonjax.Distribution(case.mesh(), case.specs) if auto else None
+    return muonjax.muon(1e-3, NUMBERS, distribution=distribution)
 
 
 def optax_muon(case: Case) -> optax.GradientTransformation:
@@ -200,9 +163,7 @@ def measured(compiled: Any, even_share: float, case: Case) -> dict[str, Any]:
     return {
         "mebibytes": counts.mebibytes,
         "collectives": counts.total_collectives,
-        "flops": counts.flops,
         "redundancy": counts.flops / even_share,
-        "temporary_mebibytes": compiled.memory_analysis().temp_size_in_bytes / 2**20,
     }
 
 
@@ -212,11 +173,7 @@ def run_case(case: Case) -> dict[str, Any]:
         even_share(muon(case, None), case),
         even_share(optax_muon(case), case),
     )
-    row: dict[str, Any] = {
-        "title": case.title,
-        "even_share": ours,
-        "optax_even_share": theirs,
-    }
+    row: dict[str, Any] = {"title": case.title}
     row["optax"] = measured(
         compile_step(optax_muon(case), case, AxisType.Auto), theirs, case
     )
@@ -232,39 +189,37 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def memory(title: str, case: Case) -> dict[str, Any]:
-    """Temporary memory of `orthogonalize` alone."""
-    temporary = compile_orthogonalize(case).memory_analysis().temp_size_in_bytes / 2**20
+    """Temporary memory of `orthogonalize` alone, and what a device's shards of the momentum and its group take."""
+    mesh = case.mesh()
+    distribution = muonjax.Distribution(mesh, case.specs)
+    tx = muonjax.orthogonalize(dimension_numbers=NUMBERS, distribution=distribution)
+    params = case.params(mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    update = jax.jit(lambda x: tx.update(x, tx.init(x))[0], out_shardings=shardings)
+    compiled = update.lower(params).compile()
+    group = math.ceil(case.matrices / case.devices) * ROWS * COLUMNS
+    shards = [x.sharding.shard_shape(x.shape) for x in params.values()]
+    needed = 4 * (group + sum(math.prod(shape) for shape in shards))
     return {
         "title": title,
-        "temporary_mebibytes": temporary,
-        "share_and_group_mebibytes": needed_mebibytes(case),
+        "temporary_mebibytes": compiled.memory_analysis().temp_size_in_bytes / 2**20,
+        "share_and_group_mebibytes": needed / 2**20,
     }
 
 
-def fsdp(count: int) -> Case:
-    """`count` wide and `count` tall matrices."""
-    return Case(
-        "FSDP 8", {"fsdp": 8}, both_ways(P("fsdp", None), P("fsdp", None), count)
-    )
-
-
 def main() -> None:
-    """The command."""
     jax.config.update("jax_num_cpu_devices", 8)
     rows = {}
     for name, case in CASES.items():
         rows[name] = run_case(case)
         print(name, rows[name], flush=True)
-    deeper = [
+    counts = [
         memory(f"FSDP 8, {2 * count} matrices", fsdp(count))
         for count in (4, 12, 24, 48)
     ]
-    wider = [
-        memory(f"{CASES[name].title}, 24 matrices", CASES[name])
-        for name in ("hsdp", "replicated")
-    ]
-    results = {"rows": rows, "memory": [*deeper, *wider]}
-    measure.write("sharding", results, results["memory"])
+    for name in ("hsdp", "replicated"):
+        counts.append(memory(f"{CASES[name].title}, 24 matrices", CASES[name]))
+    measure.write("sharding", {"rows": rows, "memory": counts}, counts)
 
 
 if __name__ == "__main__":
