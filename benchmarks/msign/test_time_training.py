@@ -4,13 +4,10 @@ The example's model and task. Each memory at the better of two learning rates, a
 derivative; memory and time of a training step with 64 x 64 fast weights.
 """
 
-import pathlib
-
 import test_time_training as example
 
 from benchmarks.common import measure
 
-IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 RATES = (1e-2, 2e-2)
 WIDE = [
     "--width",
@@ -36,28 +33,24 @@ def run(kind: str, rate: float, steps: int, gradient: str = "polynomial") -> dic
         gradient,
     ]
     print(f"{kind}, rate {rate:g}, gradient {gradient}")
-    return {
-        "learning_rate": rate,
-        "gradient": gradient if kind == "msign" else None,
-        **example.train(example.parse(flags), kind),
-    }
+    row = {"learning_rate": rate, "gradient": gradient if kind == "msign" else None}
+    return row | example.train(example.parse(flags), kind)
 
 
 def main() -> None:
     steps = measure.options(__doc__, steps=600).steps
     runs = [run(kind, rate, steps) for kind in example.MEMORIES for rate in RATES]
-    best = [
-        min((r for r in runs if r["memory"] == kind), key=lambda r: r["fresh_loss"])
-        for kind in example.MEMORIES
-    ]
+    best = []
+    for kind in example.MEMORIES:
+        same = [row for row in runs if row["memory"] == kind]
+        best.append(min(same, key=lambda row: row["fresh_loss"]))
     runs.append(run("msign", best[0]["learning_rate"], steps, "polar"))
     gradients = example.measure_gradients(example.parse(WIDE))
-    example.draw(best, gradients, IMAGES / "test_time_training.png")
-    final = [
-        {name: value for name, value in r.items() if name != "losses"} for r in runs
-    ]
-    results = {"steps": steps, "runs": final, "wide": WIDE, "gradients": gradients}
-    measure.write("test_time_training", results, final, gradients)
+    example.draw(best, gradients, measure.IMAGES / "test_time_training.png")
+    for row in runs:
+        del row["losses"]
+    results = {"steps": steps, "runs": runs, "wide": WIDE, "gradients": gradients}
+    measure.write("test_time_training", results, runs, gradients)
 
 
 if __name__ == "__main__":
