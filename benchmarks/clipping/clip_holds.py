@@ -12,8 +12,6 @@ import train_transformer
 
 from benchmarks.common import measure
 
-IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -26,16 +24,15 @@ def main() -> None:
         for optimizer in ("muon", "muonclip"):
             out = pathlib.Path(folder) / optimizer
             flags = [
-                "--optimizer",
-                optimizer,
-                "--out",
-                str(out),
+                f"--optimizer={optimizer}",
+                f"--out={out}",
                 "--quiet",
-                "--sample",
-                "0",
+                "--sample=0",
                 *extra,
             ]
-            flags += [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items()]
+            flags += [
+                f"--{name.replace('_', '-')}={x}" for name, x in vars(args).items()
+            ]
             held_out = train_transformer.train(train_transformer.parse(flags))
             runs[optimizer] = plots.read(out / "metrics.csv")
             logits = [
@@ -50,7 +47,7 @@ def main() -> None:
                 ),
             }
     figure = plots.plot(runs, args.threshold, train_transformer.LOSS_NAME)
-    plots.save(figure, IMAGES / "clip_holds.png")
+    plots.save(figure, measure.IMAGES / "clip_holds.png")
     measure.write("clip_holds", {**vars(args), "runs": results}, results)
 
 

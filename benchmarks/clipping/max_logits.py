@@ -17,10 +17,12 @@ def attention(query, key, value):
     return jax.nn.dot_product_attention(query, key, value, is_causal=True).sum()
 
 
-def with_maxima(query, key, value, **blocks):
-    return attention(query, key, value), muonjax.max_logits(
-        query, key, is_causal=True, **blocks
-    )
+def maxima(query, key, value, **blocks):
+    return muonjax.max_logits(query, key, is_causal=True, **blocks)
+
+
+def with_maxima(query, key, value):
+    return attention(query, key, value), maxima(query, key, value)
 
 
 def with_bound(query, key, value):
@@ -36,35 +38,28 @@ def main() -> None:
     )
     shape = (args.batch, args.length, args.heads, args.size)
     qkv = jax.random.normal(jax.random.key(0), (3, *shape), jnp.dtype(args.dtype))
-    whole = {"block_q": args.length, "block_k": args.length}
     gradients = functools.partial(jax.grad, argnums=(0, 1, 2))
     programs = {
         "attention, forward and backward": gradients(attention),
-        "max_logits alone": lambda q, k, v: muonjax.max_logits(q, k, is_causal=True),
-        "max_logits alone, one block": lambda q, k, v: muonjax.max_logits(
-            q, k, is_causal=True, **whole
+        "max_logits alone": maxima,
+        "max_logits alone, one block": functools.partial(
+            maxima, block_q=args.length, block_k=args.length
         ),
         "attention with max_logits": gradients(with_maxima, has_aux=True),
         "attention with max_logits_bound": gradients(with_bound, has_aux=True),
     }
-    compiled = {
-        name: jax.jit(program).lower(*qkv).compile()
-        for name, program in programs.items()
-    }
-    calls = {
-        name: functools.partial(program, *qkv) for name, program in compiled.items()
-    }
+    calls, temporary = {}, {}
+    for name, program in programs.items():
+        compiled = jax.jit(program).lower(*qkv).compile()
+        calls[name] = functools.partial(compiled, *qkv)
+        temporary[name] = compiled.memory_analysis().temp_size_in_bytes / 2**20
     seconds = measure.interleave(calls, rounds=args.rounds)
-    baseline = seconds["attention, forward and backward"]
-    rows = [
-        {
-            "program": name,
-            **measure.summary(seconds[name], baseline),
-            "temporary_mib": compiled[name].memory_analysis().temp_size_in_bytes
-            / 2**20,
-        }
-        for name in programs
-    ]
+    rows = []
+    for name in programs:
+        timed = measure.summary(
+            seconds[name], seconds["attention, forward and backward"]
+        )
+        rows.append({"program": name, **timed, "temporary_mib": temporary[name]})
     measure.write("max_logits", {**vars(args), "rows": rows}, rows)
 
 

@@ -7,7 +7,6 @@ layer. Traced with 80 layers; compiled for a CPU with four, where each layer cou
 """
 
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +25,10 @@ def norm(x, scale):
 
 
 def rotate(x):
-    angle = jnp.arange(x.shape[1])[:, None] / 1e4 ** (
-        jnp.arange(SIZE // 2) / (SIZE // 2)
-    )
-    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+    frequency = 1e4 ** (-jnp.arange(SIZE // 2) / (SIZE // 2))
+    angle = jnp.arange(x.shape[1])[:, None, None] * frequency
     a, b = jnp.split(x, 2, -1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
@@ -86,31 +84,27 @@ def trace_ratios(
         "jax": lambda loss: jax.jit(jax.value_and_grad(loss)).trace(*arguments),
         "muonjax": lambda loss: jax.jit(muonjax.value_and_grad(loss)).trace(*arguments),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for count in range(rounds + 1):  # the first is not counted
-        for name, call in calls.items():
-            loss, start = make_loss(wrap), time.process_time()
-            call(loss)
-            if count:
-                seconds[name].append(time.process_time() - start)
+    fresh = {
+        name: lambda call=call: call(make_loss(wrap)) for name, call in calls.items()
+    }
+    seconds = measure.interleave(fresh, rounds=rounds, clock=time.process_time)
     return {
         "inspect": measure.summary(seconds["inspect"], seconds["make_jaxpr"]),
         "tracing": measure.summary(seconds["muonjax"], seconds["jax"]),
-        "seconds": {name: statistics.median(times) for name, times in seconds.items()},
     }
 
 
 def compiled_ratios(wrap: Callable[[Any], Any], layers: int) -> dict[str, float]:
     """Flops and temporary memory of the compiled program, as ratios to JAX's own."""
     arguments = shapes(layers), jax.ShapeDtypeStruct((1, 1024), jnp.int32)
-    found = []
+    flops, temporary = [], []
     for value_and_grad in (jax.value_and_grad, muonjax.value_and_grad):
-        program = jax.jit(value_and_grad(make_loss(wrap))).lower(*arguments).compile()
-        cost: Any = program.cost_analysis()
-        memory: Any = program.memory_analysis()
-        found.append((cost["flops"], memory.temp_size_in_bytes))
-    (flops, temporary), (our_flops, our_temporary) = found
-    return {"flops": our_flops / flops, "temporary": our_temporary / temporary}
+        program: Any = (
+            jax.jit(value_and_grad(make_loss(wrap))).lower(*arguments).compile()
+        )
+        flops.append(program.cost_analysis()["flops"])
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+    return {"flops": flops[1] / flops[0], "temporary": temporary[1] / temporary[0]}
 
 
 def main() -> None:
@@ -120,10 +114,8 @@ def main() -> None:
         ("as they are", lambda f: f),
         ("under `jax.checkpoint`", jax.checkpoint),
     ):
-        ratios = trace_ratios(wrap, args.layers, args.rounds) | compiled_ratios(
-            wrap, args.compiled_layers
-        )
-        rows.append({"layers": name, **ratios})
+        row = {"layers": name, **trace_ratios(wrap, args.layers, args.rounds)}
+        rows.append(row | compiled_ratios(wrap, args.compiled_layers))
         print(rows[-1], flush=True)
     measure.write("value_and_grad", {**vars(args), "rows": rows})
 

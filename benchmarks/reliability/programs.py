@@ -35,35 +35,31 @@ PACKAGES = {
     "keras_hub": "keras-hub",
 }
 
+COLUMNS = [
+    f"{what}_{how}"
+    for what in ("models", "leaves")
+    for how in ("right", "wrong", "refused")
+]
+ATTENTION_COLUMNS = [f"attentions_{how}" for how in ("found", "refused", "wrong")]
+
 Answers = Mapping[str, Any]  # dimension numbers, None, `OPEN` or "refused" by path
-
-
-def of_program(program: muonjax.Program) -> Answers:
-    """What `muonjax.inspect` says."""
-    return {
-        path: "refused" if d.problem or d.by_names else d.numbers
-        for path, d in program._decisions.items()
-    }
 
 
 def count(model: Model, answers: Answers, right: Mapping[str, str]) -> Counter[str]:
     """Parameters that are right, wrong and refused or open, and what the model is."""
     totals: Counter[str] = Counter()
-    shapes = {
-        path: leaf.shape
-        for path, leaf in zip(*flattened(model.params)[:2], strict=True)
-    }
+    paths, leaves = flattened(model.params)[:2]
+    shapes = {path: leaf.shape for path, leaf in zip(paths, leaves, strict=True)}
     for path, answer in right.items():
-        found = answers[path]
-        is_open = isinstance(found, str)
-        shown = None if is_open else found
-        if found != "refused" and is_right(shown, None, answer, shapes[path]):
+        numbers = answers[path]
+        is_open = isinstance(numbers, str)
+        shown = None if is_open else numbers
+        if numbers != "refused" and is_right(shown, None, answer, shapes[path]):
             totals["leaves_right"] += 1
         else:
             totals[f"leaves_{'refused' if is_open else 'wrong'}"] += 1
-    worst = next(
-        (how for how in ("wrong", "refused") if totals[f"leaves_{how}"]), "right"
-    )
+    worst = "refused" if totals["leaves_refused"] else "right"
+    worst = "wrong" if totals["leaves_wrong"] else worst
     totals[f"models_{worst}"] += 1
     return totals
 
@@ -82,117 +78,94 @@ def count_attentions(model: Model, program: muonjax.Program) -> Counter[str]:
     return totals
 
 
-def read(model: Model) -> muonjax.Program:
+def count_read(model: Model, right: Mapping[str, str]) -> Counter[str]:
+    """What `muonjax.inspect` makes of parameters and attentions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # parameters that are never used
-        return muonjax.inspect(model.loss, model.params, *model.inputs)
+        program = muonjax.inspect(model.loss, model.params, *model.inputs)
+    answers = {}
+    for path, decision in program._decisions.items():
+        is_refused = decision.problem or decision.by_names
+        answers[path] = "refused" if is_refused else decision.numbers
+    return count(model, answers, right) + count_attentions(model, program)
 
 
 def rows_of(models: Mapping[str, Entry]) -> list[dict[str, Any]]:
     """A row for each way to read."""
-    kinds = (
-        "the function",
-        "the function, random names",
-        "names alone",
-        "random names alone",
-    )
-    totals: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+    rows: dict[str, Counter[str]] = {}
+    for suffix in ("", ", random names"):
+        rows[f"the function{suffix}"] = Counter(
+            dict.fromkeys(COLUMNS + ATTENTION_COLUMNS, 0)
+        )
+    for kind in ("names alone", "random names alone"):
+        rows[kind] = Counter(dict.fromkeys(COLUMNS, 0))
     for entry in models.values():
         model = entry.make()
         right = expected_leaves(model, model.leaves)
         other, path_of = scrambled(model)
-        program, there = read(model), read(other)
-        back = {path: word for word, path in path_of.items()}
-        attentions = [_renamed(line, back) for line in model.attentions]
-        renamed = other._replace(attentions=attentions)
-        other_right = {back[path]: answer for path, answer in right.items()}
-        totals[kinds[0]] += count(model, of_program(program), right) + count_attentions(
-            model, program
+        name_of = {path: word for word, path in path_of.items()}
+        other = other._replace(
+            attentions=[_renamed(line, name_of) for line in model.attentions]
         )
-        totals[kinds[1]] += count(
-            other, of_program(there), other_right
-        ) + count_attentions(renamed, there)
-        totals[kinds[2]] += count(model, by_names(model.params), right)
-        totals[kinds[3]] += count(other, by_names(other.params), other_right)
-    columns = [
-        f"{what}_{how}"
-        for what in ("models", "leaves")
-        for how in ("right", "wrong", "refused")
-    ]
-    attention_columns = [f"attentions_{how}" for how in ("found", "refused", "wrong")]
-    return [
-        {"rule": kind}
-        | {
-            c: totals[kind][c]
-            for c in [*columns, *(attention_columns if i < 2 else [])]
-        }
-        for i, kind in enumerate(kinds)
-    ]
+        other_right = {name_of[path]: answer for path, answer in right.items()}
+        rows["the function"].update(count_read(model, right))
+        rows["the function, random names"].update(count_read(other, other_right))
+        rows["names alone"].update(count(model, by_names(model.params), right))
+        rows["random names alone"].update(
+            count(other, by_names(other.params), other_right)
+        )
+    return [{"rule": kind, **totals} for kind, totals in rows.items()]
 
 
 def _renamed(line: str, names: Mapping[str, str]) -> str:
     """An attention's line with other paths."""
     if line.startswith("refused: "):
         return line
-    parts = (text.split() for text in line.split("; "))
-    return "; ".join(
-        " ".join(
-            [factor, f"{names[at.rsplit('@', 1)[0]]}@{at.rsplit('@', 1)[1]}", *rest]
-        )
-        for factor, at, *rest in parts
-    )
+    parts = []
+    for part in line.split("; "):
+        factor, place, *rest = part.split()
+        path, _, axes = place.rpartition("@")
+        parts.append(" ".join([factor, f"{names[path]}@{axes}", *rest]))
+    return "; ".join(parts)
 
 
 def of_libraries(libraries: Collection[str]) -> dict[str, Entry]:
-    found = {name: entry for name, entry in MODELS.items() if entry.needs in libraries}
-    return {
-        name: entry
-        for name, entry in found.items()
-        if importlib.util.find_spec(entry.needs)
-    }
+    """The models of those libraries that are installed."""
+    models = {}
+    for name, entry in MODELS.items():
+        if entry.needs in libraries and importlib.util.find_spec(entry.needs):
+            models[name] = entry
+    return models
 
 
 def client(library: str) -> dict[str, Any]:
     """The rows of one library of which the tests' own environment has not the versions."""
     models = of_libraries([library])
-    rows = rows_of(models)[:2]
-    version = importlib.metadata.version(PACKAGES.get(library, library))
-    provenance = measure.provenance()
     return {
         "library": library,
-        "version": version,
+        "version": importlib.metadata.version(PACKAGES.get(library, library)),
         "models": sorted(models),
-        "rows": rows,
-        "provenance": provenance,
+        "rows": rows_of(models)[:2],
+        "provenance": measure.provenance(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("libraries", nargs="*", help=f"of {', '.join(CLIENTS)}")
+    parser.add_argument("libraries", nargs="*", choices=[*CLIENTS, []], default=[])
     libraries = parser.parse_args().libraries
-    if unknown := set(libraries).difference(CLIENTS):
-        parser.error(f"no library of {', '.join(CLIENTS)}: {', '.join(unknown)}")
-    known = measure.read("programs")
-    clients = {row["library"]: row for row in known.pop("clients", [])}
-    if libraries:
-        clients |= {library: client(library) for library in libraries}
-        ordered = [clients[name] for name in CLIENTS if name in clients]
-        measure.write(
-            "programs",
-            known | {"clients": ordered},
-            *(clients[name]["rows"] for name in libraries),
-        )
-    else:
+    content = measure.read("programs")
+    clients = {row["library"]: row for row in content.get("clients", [])}
+    for library in libraries:
+        clients[library] = client(library)
+    content["clients"] = [clients[name] for name in CLIENTS if name in clients]
+    if not libraries:
         models = of_libraries(
             {entry.needs for entry in MODELS.values()}.difference(CLIENTS)
         )
-        rows = rows_of(models)
-        measure.write(
-            "programs",
-            {"models": sorted(models), "rows": rows, "clients": [*clients.values()]},
-            rows,
-        )
+        content |= {"models": sorted(models), "rows": rows_of(models)}
+    content.pop("provenance", None)
+    measure.write("programs", content, content["rows"])
 
 
 if __name__ == "__main__":
