@@ -36,64 +36,54 @@ RATES = {
 
 def run(recipe: Any, name: str, rate: float, steps: int) -> float:
     """The mean loss of the last tenth of the steps."""
-    others = {
+    makers = {
         "AdamW": lambda rate, *_: optax.adamw(rate),
         "Optax's Muon": lambda rate, *_: optax.contrib.muon(rate),
         "muonjax": recipe.optimizer,
     }
-    losses, _ = recipe.train(others[name], rate, steps)
+    losses, _ = recipe.train(makers[name], rate, steps)
     return statistics.mean(losses[-max(1, steps // 10) :])
 
 
+def next_rate(losses: dict[float, float], usual: tuple[float, ...]) -> float | None:
+    """The next rate to run: the usual ones, then others until the best has worse ones on both sides."""
+    for rate in usual:
+        if rate not in losses:
+            return rate
+    best = min(losses, key=losses.__getitem__)
+    beyond = {min(losses): best / 3.2, max(losses): best * 3.2}
+    return float(f"{beyond[best]:.1g}") if best in beyond else None
+
+
 def measure_client(client: str, steps: int) -> None:
-    """All runs that the JSON has not: three rates, and more until the best has worse ones on both sides."""
+    """All runs that the JSON has not; each is written when it ends."""
     recipe = importlib.import_module(f"with_{client}")
-    old = read().get(client, {})
-    known = old["optimizers"] if old.get("steps") == steps else {}
-    optimizers = {name: known.get(name, {"losses": {}}) for name in RATES}
-    for name, rates in RATES.items():
-        losses = {
-            float(rate): loss for rate, loss in optimizers[name]["losses"].items()
-        }
-        todo = [rate for rate in rates if rate not in losses]
-        while True:
-            for rate in todo:
-                losses[rate] = run(recipe, name, rate, steps)
-                print(f"{client} {name} {rate:g}: {losses[rate]:.4f}", flush=True)
-                best = min(losses, key=losses.__getitem__)
-                by_rate = {f"{rate:g}": losses[rate] for rate in sorted(losses)}
-                optimizers[name] = {
-                    "learning_rate": best,
-                    "loss": losses[best],
-                    "losses": by_rate,
-                }
-                write(client, steps, optimizers)
-            further = {min(losses): min(losses) / 3.2, max(losses): max(losses) * 3.2}
+    rows = {row["client"]: row for row in measure.read("clients").get("rows", [])}
+    known = rows.get(client, {})
+    optimizers = known.get("optimizers", {}) if known.get("steps") == steps else {}
+    for name, usual in RATES.items():
+        by_rate = optimizers.get(name, {"losses": {}})["losses"]
+        losses = {float(rate): loss for rate, loss in by_rate.items()}
+        while (rate := next_rate(losses, usual)) is not None:
+            losses[rate] = run(recipe, name, rate, steps)
+            print(f"{client} {name} {rate:g}: {losses[rate]:.4f}", flush=True)
             best = min(losses, key=losses.__getitem__)
-            if best not in further:
-                break
-            todo = [float(f"{further[best]:.1g}")]
-
-
-def write(client: str, steps: int, optimizers: dict[str, Any]) -> None:
-    """Write the client's row, beside those that other processes may have written."""
-    row = {
-        "client": client,
-        "package": PACKAGES[client],
-        "version": importlib.metadata.version(PACKAGES[client]),
-        "steps": steps,
-        "optimizers": optimizers,
-        "provenance": measure.provenance(),
-    }
-    rows = read() | {client: row}
-    measure.write(
-        "clients", {"rows": [rows[name] for name in PACKAGES if name in rows]}
-    )
-
-
-def read() -> dict[str, Any]:
-    """The rows of the JSON by client."""
-    return {row["client"]: row for row in measure.read("clients").get("rows", [])}
+            by_rate = {f"{rate:g}": losses[rate] for rate in sorted(losses)}
+            optimizers[name] = {
+                "learning_rate": best,
+                "loss": losses[best],
+                "losses": by_rate,
+            }
+            rows[client] = {
+                "client": client,
+                "package": PACKAGES[client],
+                "version": importlib.metadata.version(PACKAGES[client]),
+                "steps": steps,
+                "optimizers": optimizers,
+                "provenance": measure.provenance(),
+            }
+            content = [rows[name] for name in PACKAGES if name in rows]
+            measure.write("clients", {"rows": content})
 
 
 def main() -> None:

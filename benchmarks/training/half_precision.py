@@ -26,6 +26,7 @@ import muonjax
 from benchmarks.common import measure
 from benchmarks.optimizer.half_precision import EMULATED, optax_bfloat16
 from benchmarks.training.methods import schedule
+from benchmarks.training.steps_to_loss import matching
 from muonjax._common.platform import Policy
 from muonjax._matrices.batching import MatrixFunction
 from muonjax._newton_schulz.polar_factor import polar_factor
@@ -117,35 +118,33 @@ class Trainer:
 
 def at_best_rate(runs: list[dict[str, Any]], method: str) -> dict[str, Any]:
     """The least mean over the seeds that any rate reaches, and the range of the seeds there."""
-    by_rate = {
-        rate: [
-            r["held_out"] for r in runs if r["method"] == method and r["rate"] == rate
-        ]
-        for rate in RATES
-    }
-    complete = {rate: losses for rate, losses in by_rate.items() if losses}
-    rate = min(complete, key=lambda rate: statistics.mean(complete[rate]))
-    losses = complete[rate]
-    row = {"rate": rate, "seeds": len(losses), "mean": statistics.mean(losses)}
-    return row | {"least": min(losses), "most": max(losses)}
+    rows = []
+    for rate in RATES:
+        losses = [run["held_out"] for run in matching(runs, method=method, rate=rate)]
+        if losses:
+            row = {"rate": rate, "seeds": len(losses), "mean": statistics.mean(losses)}
+            rows.append(row | {"least": min(losses), "most": max(losses)})
+    return min(rows, key=lambda row: row["mean"])
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("methods", nargs="*", choices=[*METHODS, []], default=[])
     parser.add_argument(
         "--minutes", type=float, default=20, help="after which no run begins"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     end = time.monotonic() + 60 * args.minutes
     trainer = functools.cache(Trainer)
     runs = measure.read("training_half_precision").get("runs", [])
     for rate, seed, method in itertools.product(RATES, SEEDS, args.methods or METHODS):
-        key = {"method": method, "rate": rate, "seed": seed}
-        if time.monotonic() > end or any(key.items() <= run.items() for run in runs):
+        if time.monotonic() > end or matching(
+            runs, method=method, rate=rate, seed=seed
+        ):
             continue
         began = time.monotonic()
-        runs.append(key | trainer(method).run(rate, seed))
+        row = trainer(method).run(rate, seed)
+        runs.append({"method": method, "rate": rate, "seed": seed, **row})
         print(runs[-1], f"{time.monotonic() - began:.0f} s", flush=True)
         best = {
             name: at_best_rate(runs, name)

@@ -126,18 +126,11 @@ class Session:
         self.failed: set[Piece] = set()
         self.texts = args.work / ("library" if args.size == "tiny" else "packages")
         # The tokens are made in a process of their own, while steps are timed on random ones.
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.training.source_text",
-            self.texts,
-            self.texts.name,
-        ]
+        module = "benchmarks.training.source_text"
+        command = [sys.executable, "-m", module, str(self.texts), self.texts.name]
         threads = str(max(1, (os.cpu_count() or 2) // 2))
         environment = os.environ | {"RAYON_NUM_THREADS": threads}
-        self.preparing = subprocess.Popen(
-            list(map(str, command)), cwd=ROOT, env=environment
-        )
+        self.preparing = subprocess.Popen(command, cwd=ROOT, env=environment)
 
     def next(self) -> Piece | None:
         """The first piece that fits into the time; if none does, the first run that can at least begin."""
@@ -209,8 +202,7 @@ class Session:
             except Exception as error:  # the others are still worth knowing
                 traceback.print_exc()
                 self.failed.add(piece)
-                message = f"{type(error).__name__}: {error}"[:1000]
-                self.results.add(piece, {"complete": False, "error": message})
+                self.results.add(piece, {"complete": False} | measure.failure(error))
 
 
 def cudnn_runs() -> bool:
@@ -227,7 +219,7 @@ def cudnn_runs() -> bool:
     try:
         jax.block_until_ready(jax.grad(total)(jnp.ones((1, 128, 4, 64), jnp.bfloat16)))
     except Exception as error:
-        print(f"no cuDNN attention: {type(error).__name__}: {error}"[:1000])
+        print("no cuDNN attention:", measure.failure(error)["error"])
         return False
     return True
 
@@ -244,12 +236,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=pathlib.Path,
         help="folder of pretrain.json; benchmarks/results on a GPU",
     )
-    add(
-        "--work",
-        type=pathlib.Path,
-        default=ROOT / "runs" / "pretrain",
-        help="tokens and checkpoints",
-    )
+    runs = ROOT / "runs" / "pretrain"
+    add("--work", type=pathlib.Path, default=runs, help="tokens and checkpoints")
     add(
         "--draw",
         action="store_true",

@@ -1,7 +1,7 @@
 """What was measured: the rows of pretrain.json, the best run of each method, and their picture."""
 
 import json
-import os
+import math
 import pathlib
 from typing import Any, NamedTuple
 
@@ -30,9 +30,13 @@ class Results:
         self.path, self.device = folder / "pretrain.json", device
         self.content: dict[str, Any] = {"data": {}, "rows": []}
         for path in (measure.RESULTS / "pretrain.json", self.path):
-            content = read(path)
-            self.content["data"] |= content.get("data", {})
-            for row in content.get("rows", []):
+            content = (
+                json.loads(path.read_text())
+                if path.exists()
+                else {"data": {}, "rows": []}
+            )
+            self.content["data"] |= content["data"]
+            for row in content["rows"]:
                 self._put(row)
 
     def add(self, piece: Piece, result: Row) -> None:
@@ -47,21 +51,15 @@ class Results:
             }
         )
         self.content["best"] = summary(self.rows)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_text(
-            json.dumps({"provenance": made, **self.content}, indent=1) + "\n"
-        )
-        os.replace(unfinished, self.path)  # a killed process leaves the file before
+        measure.save(self.path, {"provenance": made, **self.content})
 
     def _put(self, row: Row) -> None:
         key = {name: row[name] for name in (*Piece._fields, "device")}
-        same = [other for other in self.content["rows"] if key.items() <= other.items()]
+        rows = self.content["rows"]
+        same = [other for other in rows if key.items() <= other.items()]
         if same and same[0]["complete"] and not row["complete"]:
             return
-        self.content["rows"] = [
-            other for other in self.content["rows"] if other not in same
-        ] + [row]
+        self.content["rows"] = [*(other for other in rows if other not in same), row]
 
     @property
     def rows(self) -> list[Row]:
@@ -70,36 +68,23 @@ class Results:
         return [row for row in rows if row["complete"] and row["device"] == self.device]
 
 
-def read(path: pathlib.Path) -> dict[str, Any]:
-    """What a file holds; one that was cut off is put out of the way."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        os.replace(path, path.with_suffix(".broken"))
-        print(f"{path.name} was not whole; it is {path.stem}.broken now.")
-        return {}
+def final_loss(row: Row) -> float:
+    """The last held-out loss of a run; infinity if it diverged."""
+    return row["curve"]["held_out"][-1] or math.inf
 
 
 def losses(rows: list[Row], size: str, method: str) -> dict[float, float]:
     """The last held-out losses by rate, of the runs that did not diverge."""
     key = {"kind": "run", "size": size, "method": method, "seed": 0, "fraction": 1.0}
     same = [row for row in rows if key.items() <= row.items()]
-    return {
-        row["rate"]: row["curve"]["held_out"][-1]
-        for row in same
-        if row["curve"]["held_out"][-1]
-    }
+    return {row["rate"]: final_loss(row) for row in same if final_loss(row) < math.inf}
 
 
 def best_runs(rows: list[Row]) -> dict[tuple[str, str, float], Row]:
     """The runs with the lowest last loss, by size, method and fraction of the steps."""
     runs = [row for row in rows if row["kind"] == "run" and row["seed"] == 0]
-    by_loss = sorted(
-        runs, key=lambda row: row["curve"]["held_out"][-1] or float("inf"), reverse=True
-    )
-    return {(row["size"], row["method"], row["fraction"]): row for row in by_loss}
+    runs.sort(key=final_loss, reverse=True)
+    return {(row["size"], row["method"], row["fraction"]): row for row in runs}
 
 
 def summary(rows: list[Row]) -> list[Row]:
@@ -113,19 +98,14 @@ def summary(rows: list[Row]) -> list[Row]:
             name: row[name]
             for name in ("size", "method", "fraction", "rate", "steps", "tokens")
         }
-        line |= {"held_out": curve["held_out"][-1], "seconds": curve["seconds"][-1]}
-        line |= {
-            "largest_logit": max(curve["largest_logit"]),
-            "clipped": row.get("clipped"),
-        }
-        line["losses"] = {
-            f"{rate:g}": loss
-            for rate, loss in sorted(losses(rows, size, method).items())
-        }
+        line["held_out"] = curve["held_out"][-1]
+        line["seconds"] = curve["seconds"][-1]
+        line["largest_logit"] = max(curve["largest_logit"])
+        line["clipped"] = row.get("clipped")
+        by_rate = losses(rows, size, method)
+        line["losses"] = {f"{rate:g}": by_rate[rate] for rate in sorted(by_rate)}
         for axis in ("step", "seconds"):
-            at = crossing(
-                curve[axis], curve["held_out"], reference["curve"]["held_out"][-1]
-            )
+            at = crossing(curve[axis], curve["held_out"], final_loss(reference))
             line[f"part_of_{axis}"] = at and at / reference["curve"][axis][-1]
         lines.append(line)
     return lines
@@ -154,14 +134,9 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
         curve = row["curve"]
         label = f"{method}, rate {row['rate']:g}" + ", half the steps" * (fraction < 1)
         million_tokens = [step * row["tokens"] / 1e6 for step in curve["step"]]
+        style = "--" if fraction < 1 else "-"
         for axes, x in zip(panels, (million_tokens, curve["seconds"]), strict=True):
-            axes.plot(
-                x[1:],
-                curve["held_out"][1:],
-                "--" if fraction < 1 else "-",
-                label=label,
-                linewidth=1.2,
-            )
+            axes.plot(x[1:], curve["held_out"][1:], style, label=label, linewidth=1.2)
     panels[0].set(xlabel="million tokens", ylabel="held-out loss (nats per token)")
     panels[1].set(xlabel=f"seconds on one {rows[0]['device']}")
     panels[0].legend(frameon=False, fontsize=8)

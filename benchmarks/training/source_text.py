@@ -70,7 +70,7 @@ def is_held_out(key: str) -> bool:
 
 def byte_pairs(contents: dict[str, bytes]) -> Any:
     """A byte-pair encoding, trained on files to train on."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
     def sample() -> Iterator[str]:
         left = SAMPLE
@@ -79,17 +79,10 @@ def byte_pairs(contents: dict[str, bytes]) -> Any:
                 left -= len(content)
                 yield content.decode(errors="replace")
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[END],
-        initial_alphabet=alphabet,
-        show_progress=False,
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        sample(), vocab_size=VOCABULARY, special_tokens=[END], show_progress=False
     )
-    tokenizer.train_from_iterator(sample(), trainer)
     return tokenizer
 
 
@@ -103,7 +96,7 @@ def encode(tokenizer: Any, files: list[bytes]) -> Iterator[np.ndarray]:
         texts = [
             content.decode(errors="replace") for content in files[start : start + 500]
         ]
-        for encoding in tokenizer.encode_batch_fast(texts):
+        for encoding in tokenizer.encode_batch(texts):
             yield np.array([*encoding.ids, 0], np.uint16)
 
 
@@ -123,10 +116,9 @@ def prepare(folder: pathlib.Path, corpus: str) -> dict[str, Any]:
         "bytes": sum(map(len, contents.values())),
     }
     for part in ("train", "held_out"):
+        wanted = part == "held_out"
         files = [
-            content
-            for key, content in contents.items()
-            if is_held_out(key) == (part == "held_out")
+            content for key, content in contents.items() if is_held_out(key) == wanted
         ]
         tokens = np.concatenate(list(encode(tokenizer, files)))
         tokens.tofile(folder / f"{part}.bin")
@@ -154,14 +146,10 @@ class Text:
         """Windows [size, context + 1]; an epoch has each once, in an order that depends on the seed only."""
         count = (len(self.train) - 1) // context
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), count)
-        order = np.concatenate(
-            [
-                np.random.default_rng((seed, epoch)).permutation(count)[
-                    places[epochs == epoch]
-                ]
-                for epoch in np.unique(epochs)
-            ]
-        )
+        order = places.copy()
+        for epoch in np.unique(epochs):
+            shuffled = np.random.default_rng((seed, epoch)).permutation(count)
+            order[epochs == epoch] = shuffled[places[epochs == epoch]]
         return self.train[order[:, None] * context + np.arange(context + 1)].astype(
             np.int32
         )

@@ -18,7 +18,6 @@ from text_data import Text
 
 from benchmarks.common import measure
 
-IMAGES = pathlib.Path(__file__).parents[2] / "docs" / "images"
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
 RATES = {
     "adamw": (1e-3, 2e-3, 3e-3, 4e-3, 8e-3),
@@ -27,6 +26,8 @@ RATES = {
 STEPS = {"adamw": 400, "muon": 200}
 SEEDS = (0, 1, 2)
 EVERY = 20  # steps between held-out losses
+
+Run = dict[str, Any]
 
 
 def arguments(optimizer: str, rate: float, seed: int, out: str) -> argparse.Namespace:
@@ -38,14 +39,15 @@ def arguments(optimizer: str, rate: float, seed: int, out: str) -> argparse.Name
         "steps": steps,
         "seed": seed,
         "out": out,
+        "sample": 0,
+        "checkpoint-every": steps,
+        "eval-every": EVERY,
     }
-    flags |= {"sample": 0, "checkpoint-every": steps, "eval-every": EVERY}
-    return train_transformer.parse(
-        [*(f"--{name}={value}" for name, value in flags.items()), "--quiet"]
-    )
+    given = [f"--{name}={value}" for name, value in flags.items()]
+    return train_transformer.parse([*given, "--quiet"])
 
 
-def run(optimizer: str, rate: float, seed: int) -> dict[str, Any]:
+def run(optimizer: str, rate: float, seed: int) -> Run:
     """Train the example once and return its held-out losses in nats per byte; the last one is after the last step."""
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(optimizer, rate, seed, folder)
@@ -59,34 +61,36 @@ def run(optimizer: str, rate: float, seed: int) -> dict[str, Any]:
         "steps": args.steps,
         "seed": seed,
     }
-    return {**key, "held_out": [round(x, 5) for x in losses], "every": EVERY}
+    return key | {"held_out": [round(x, 5) for x in losses], "every": EVERY}
 
 
-def best_rate(runs: list[dict[str, Any]], optimizer: str) -> float:
-    """The learning rate whose final loss is lowest with the first seed."""
-    first = [r for r in runs if r["optimizer"] == optimizer and r["seed"] == SEEDS[0]]
-    return min(first, key=lambda r: r["held_out"][-1])["learning_rate"]
+def matching(runs: list[Run], **key: Any) -> list[Run]:
+    """The runs with these settings."""
+    return [run for run in runs if key.items() <= run.items()]
 
 
-def at_best_rate(runs: list[dict[str, Any]], optimizer: str) -> list[dict[str, Any]]:
-    """The runs of an optimizer at its best learning rate, one for each seed."""
-    key = {"optimizer": optimizer, "learning_rate": best_rate(runs, optimizer)}
-    return [r for r in runs if key.items() <= r.items()]
+def at_best_rate(runs: list[Run], optimizer: str) -> list[Run]:
+    """The runs of an optimizer at the rate whose final loss is lowest with the first seed, one for each seed."""
+    first = matching(runs, optimizer=optimizer, seed=SEEDS[0])
+    best = min(first, key=lambda run: run["held_out"][-1])
+    return matching(runs, optimizer=optimizer, learning_rate=best["learning_rate"])
 
 
-def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(runs: list[Run]) -> dict[str, Any]:
     """Mean, least and greatest final loss over the seeds, for each optimizer at its best learning rate."""
-    found = {}
+    rows = {}
     for optimizer in RATES:
         best = at_best_rate(runs, optimizer)
-        losses = [r["held_out"][-1] for r in best]
-        found[optimizer] = {
+        losses = [run["held_out"][-1] for run in best]
+        rows[optimizer] = {
             "learning_rate": best[0]["learning_rate"],
             "steps": best[0]["steps"],
+            "seeds": len(best),
+            "mean": statistics.mean(losses),
+            "least": min(losses),
+            "most": max(losses),
         }
-        found[optimizer] |= {"seeds": len(best), "mean": statistics.mean(losses)}
-        found[optimizer] |= {"least": min(losses), "most": max(losses)}
-    return found
+    return rows
 
 
 def cost(rounds: int = 40) -> dict[str, dict[str, float]]:
@@ -107,36 +111,25 @@ def cost(rounds: int = 40) -> dict[str, dict[str, float]]:
 
     seconds = measure.interleave({name: steps(name) for name in RATES}, rounds=rounds)
     return {
-        name: measure.summary(found, seconds["adamw"])
-        for name, found in seconds.items()
+        name: measure.summary(times, seconds["adamw"])
+        for name, times in seconds.items()
     }
 
 
-def draw(runs: list[dict[str, Any]]) -> None:
+def draw(runs: list[Run]) -> None:
     """Draw the held-out losses of each optimizer at its best learning rate, one line for each seed."""
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for optimizer, name in NAMES.items():
-        for r in at_best_rate(runs, optimizer):
-            steps = range(EVERY, r["steps"] + 1, EVERY)
-            label = f"{name}, {r['steps']} steps" if r["seed"] == SEEDS[0] else None
-            axes.plot(
-                steps,
-                r["held_out"],
-                color=plots.COLORS[optimizer],
-                label=label,
-                linewidth=1.2,
-            )
-            axes.plot(
-                r["steps"],
-                r["held_out"][-1],
-                "o",
-                color=plots.COLORS[optimizer],
-                markersize=4,
-            )
+        color = plots.COLORS[optimizer]
+        for row in at_best_rate(runs, optimizer):
+            steps = range(EVERY, row["steps"] + 1, EVERY)
+            label = f"{name}, {row['steps']} steps" if row["seed"] == SEEDS[0] else None
+            axes.plot(steps, row["held_out"], color=color, label=label, linewidth=1.2)
+            axes.plot(steps[-1], row["held_out"][-1], "o", color=color, markersize=4)
     axes.set(xlabel="training step", ylabel="held-out loss (nats per byte)")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    plots.save(figure, IMAGES / "steps_to_loss.png")
+    plots.save(figure, measure.IMAGES / "steps_to_loss.png")
 
 
 def main() -> None:
@@ -145,16 +138,16 @@ def main() -> None:
     runs = known.pop("runs", [])
 
     def add(optimizer: str, rate: float, seed: int) -> None:
-        key = {"optimizer": optimizer, "learning_rate": rate, "seed": seed}
-        if not any(key.items() <= r.items() for r in runs):
+        if not matching(runs, optimizer=optimizer, learning_rate=rate, seed=seed):
             runs.append(run(optimizer, rate, seed))
             measure.write("steps_to_loss", known | {"runs": runs})
 
     for optimizer, rates in RATES.items():
         for rate in rates:
             add(optimizer, rate, SEEDS[0])
+        best = at_best_rate(runs, optimizer)[0]["learning_rate"]
         for seed in SEEDS:
-            add(optimizer, best_rate(runs, optimizer), seed)
+            add(optimizer, best, seed)
     if args.again or "cost" not in known:
         known["cost"] = cost()
     known["best"] = summary(runs)

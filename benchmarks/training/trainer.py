@@ -1,14 +1,12 @@
 """One method at one size: its compiled step, what a step costs, and a run that a checkpoint continues."""
 
 import functools
-import json
 import math
 import os
 import pathlib
+import pickle
 import time
-import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -46,19 +44,18 @@ class Task:
 
     def __init__(self, size: Size, implementation: str, parts: int):
         self.size, self.implementation, self.parts = size, implementation, parts
-        self.graph, params = nnx.split(
-            nnx.eval_shape(lambda: self._model(0)), nnx.Param
-        )
-        self.params = nnx.to_pure_dict(params)
+        self.graph, self.params = self._split(nnx.eval_shape(lambda: self._model(0)))
         self.tokens = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32)
         # XLA's softmax is visible, and both attentions have the same weights.
         self.program = muonjax.inspect(self.visible_loss, self.params, self.tokens)
-        self.init = jax.jit(
-            lambda seed: nnx.to_pure_dict(nnx.split(self._model(seed), nnx.Param)[1])
-        )
+        self.init = jax.jit(lambda seed: self._split(self._model(seed))[1])
 
     def _model(self, seed: jax.typing.ArrayLike) -> Decoder:
         return Decoder(self.size, rngs=nnx.Rngs(jax.random.key(seed)))
+
+    def _split(self, model: Decoder) -> tuple[Any, Tree]:
+        graph, params = nnx.split(model, nnx.Param)
+        return graph, nnx.to_pure_dict(params)
 
     def loss(
         self, params: Tree, tokens: jax.Array, attend: Attend
@@ -265,24 +262,22 @@ def train(
     """
     size, every = trainer.task.size, max(5, run.steps // EVALUATIONS)
     identity = run._asdict() | {"data": text.record["hash"], "tokens": size.tokens}
-    curve: dict[str, list[float | None]] = {
-        "step": [],
-        "seconds": [],
-        "held_out": [],
-        "largest_logit": [],
-    }
+    names = ("step", "seconds", "held_out", "largest_logit")
+    curve: dict[str, list[float | None]] = {name: [] for name in names}
     row = identity | {"done": 0, "seconds": 0.0, "complete": False, "curve": curve}
     state = trainer.init(run.seed)
-    state, row = restore(checkpoint, state, identity) or (state, row)
+    state, row = restore(checkpoint, identity) or (state, row)
     held_out = text.held_out_batches(HELD_OUT, size.batch, size.context)
     to_evaluate = 5.0 if row["done"] else add_evaluation(row, trainer, state, held_out)
     to_save = 2 + bytes_of(state) / 2e8  # seconds
     yield row
     previous, first = jnp.zeros(()), row["done"]
     began = saved = time.perf_counter()
-    for step, tokens in prefetched(text, run, first, size):
+    for step in range(first, run.steps):
+        # One step stays in flight, during which the next batch is read.
+        tokens = jax.device_put(text.batch(run.seed, step, size.batch, size.context))
         state, loss = trainer.step(state, tokens, *numbers(run.rate, run.steps, step))
-        jax.block_until_ready(previous)  # one step stays in flight
+        jax.block_until_ready(previous)
         previous = loss
         row["done"] = step + 1
         a_step = (time.perf_counter() - began) / (row["done"] - first)
@@ -320,13 +315,12 @@ def add_evaluation(
     point = {
         "step": row["done"],
         "seconds": row["seconds"],
-        "held_out": np.mean(losses),
+        "held_out": float(np.mean(losses)),
+        "largest_logit": float(np.max(jax.tree.leaves(max_logits))),
     }
-    point["largest_logit"] = np.max(jax.tree.leaves(max_logits))
     for name, value in point.items():
-        row["curve"][name].append(
-            round(float(value), 5) if math.isfinite(value) else None
-        )  # None: diverged
+        # None: the run diverged.
+        row["curve"][name].append(round(value, 5) if math.isfinite(value) else None)
     if trainer.statistic:
         row["clipped"] = int(
             muonjax.metrics(state["opt_state"])["qk_clip/total_clipped"]
@@ -334,46 +328,19 @@ def add_evaluation(
     return time.perf_counter() - began
 
 
-def prefetched(
-    text: Text, run: Run, first: int, size: Size
-) -> Iterator[tuple[int, jax.Array]]:
-    """The steps that are left, and their batches, each on the device before the step ahead of it is over."""
-
-    def load(step: int) -> jax.Array:
-        return jax.device_put(text.batch(run.seed, step, size.batch, size.context))
-
-    with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(load, first)
-        for step in range(first, run.steps):
-            tokens = following.result()
-            following = pool.submit(load, step + 1)
-            yield step, tokens
-
-
 def save(path: pathlib.Path, state: Tree, row: dict[str, Any]) -> None:
     """Write a checkpoint under another name first, so that a killed process leaves the one before."""
     unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
-        np.savez(file, *jax.device_get(jax.tree.leaves(state)), row=json.dumps(row))
+    unfinished.write_bytes(pickle.dumps((jax.device_get(state), row)))
     os.replace(unfinished, path)
 
 
 def restore(
-    path: pathlib.Path, like: Tree, identity: dict[str, Any]
+    path: pathlib.Path, identity: dict[str, Any]
 ) -> tuple[Tree, dict[str, Any]] | None:
     """The state and the results of a checkpoint; None without one, or if it is damaged or another run's."""
-    leaves, structure = jax.tree.flatten(like)
     try:
-        with np.load(path) as arrays:
-            row = json.loads(str(arrays["row"]))
-            kept = [
-                jnp.asarray(arrays[f"arr_{i}"].view(x.dtype))
-                for i, x in enumerate(leaves)
-            ]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+        state, row = pickle.loads(path.read_bytes())
+    except (OSError, EOFError, pickle.UnpicklingError):
         return None
-    if not identity.items() <= row.items() or [x.shape for x in kept] != [
-        x.shape for x in leaves
-    ]:
-        return None
-    return jax.tree.unflatten(structure, kept), row
+    return (jax.device_put(state), row) if identity.items() <= row.items() else None

@@ -237,9 +237,6 @@ def test_the_json_keeps_what_others_measured(tmp_path, monkeypatch):
     assert again.rows == [whole]
     assert [row["device"] for row in again.content["rows"]] == ["another", "d", "d"]
     assert again.content["data"] == {"hash": {}}
-    again.path.write_text(again.path.read_text()[:100])
-    assert pretrain.Results(tmp_path / "out", "d").rows == [whole]
-    assert (tmp_path / "out" / "pretrain.broken").exists()
 
 
 @pytest.mark.thorough
@@ -276,7 +273,7 @@ def test_the_step_compiles_for_a_gpu(monkeypatch):
         on_gpu.task.tokens,
         *trainer.numbers(0, 1, 0),
     )
-    text = ahead_of_time.compile_for(
+    compiled = ahead_of_time.compile_for(
         ahead_of_time.CHIPS["H100"], on_gpu._step, *arguments
-    ).text
-    assert "__cudnn$fmhaSoftmaxBackward" in text
+    )
+    assert "__cudnn$fmhaSoftmaxBackward" in compiled.as_text()
