@@ -8,7 +8,6 @@ the same up to rounding; for the rest see docs/coming_from.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
@@ -36,6 +35,7 @@ from muonjax._common.linalg import (
     sum_over,
 )
 from muonjax._common.platform import Policy
+from muonjax._matrices.batching import Function
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
@@ -258,7 +258,7 @@ def _iteration(
     preconditioning: _Preconditioning,
     eps: jax.typing.ArrayLike,
     policy: Policy,
-) -> Callable[..., jax.Array]:
+) -> Function:
     """The map of one matrix with m <= n that Optax computes. The coefficients are arrays: they come from the state."""
 
     def iterate(
@@ -302,7 +302,7 @@ def _iteration(
         y = jax.lax.fori_loop(1, num_steps, body, step(rows[0], y, gram))
         return y.astype(x.dtype)
 
-    return iterate
+    return Function(iterate)
 
 
 def _row_factors(

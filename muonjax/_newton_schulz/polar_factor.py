@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from muonjax._common.arguments import errors_of, mesh_axes
 from muonjax._common.platform import Policy, policy_of
-from muonjax._matrices.batching import MatrixFunction
+from muonjax._matrices.batching import Function
 from muonjax._matrices.columns import Blocks
 from muonjax._newton_schulz import full_precision, half_precision
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
@@ -90,7 +90,7 @@ def polar_factor(
     return (y.mT if tall else y).astype(x.dtype)
 
 
-def polar_function(settings: NewtonSchulz, policy: Policy) -> MatrixFunction:
+def polar_function(settings: NewtonSchulz, policy: Policy) -> Function:
     """x -> its polar factor, for batching."""
 
     def in_blocks(x: Blocks) -> Blocks:
@@ -98,4 +98,4 @@ def polar_function(settings: NewtonSchulz, policy: Policy) -> MatrixFunction:
 
     whole = functools.partial(polar_factor, settings=settings, policy=policy)
     is_full = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
-    return MatrixFunction(whole, in_blocks if is_full else None)
+    return Function(whole, in_blocks if is_full else None, settings.takes_gram_form)

@@ -10,7 +10,7 @@ import muonjax
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._common.platform import Policy
-from muonjax._matrices.batching import map_groups
+from muonjax._matrices.batching import Function, map_groups
 from muonjax._matrices.columns import block_size
 from muonjax._newton_schulz.polar_factor import polar_function
 from tests.tools import oracles
@@ -53,20 +53,17 @@ def test_leaves_without_dimension_numbers_pass_through():
 @pytest.mark.rounding
 @pytest.mark.thorough
 def test_a_stack_in_chunks_equals_the_stack_at_once(monkeypatch):
+    exact = Function(lambda x: muonjax.newton_schulz(x, EXACT))
     x = normal(6, 4, 8)
-    once = map_groups(lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu"))[0]
+    once = map_groups(exact, [x], Policy("cpu"))[0]
     for size, tall in (
         (2, 4),
         (1, 3),
     ):  # tall ones are transposed in the stack, and one after the other
         monkeypatch.setattr(Policy, "chunk_size", lambda *_, size=size: size)
-        parts = map_groups(
-            lambda x: muonjax.newton_schulz(x, EXACT), [x], Policy("cpu")
-        )[0]
+        parts = map_groups(exact, [x], Policy("cpu"))[0]
         assert_allclose(parts, once, atol=1e-6)
-        wide, transposed = map_groups(
-            lambda x: muonjax.newton_schulz(x, EXACT), [x, x[:tall].mT], Policy("cpu")
-        )
+        wide, transposed = map_groups(exact, [x, x[:tall].mT], Policy("cpu"))
         assert_allclose(wide, once, atol=1e-6)
         assert_allclose(transposed.mT, once[:tall], atol=1e-6)
 
@@ -126,7 +123,9 @@ def test_no_stack_but_a_lone_array_is_larger_than_the_bound(
     monkeypatch.setattr(Policy, "stack_elements", 3 * 4 * 8)
     monkeypatch.setattr(Policy, "chunk_size", lambda self, count, shape: count)
     leaves = [jax.ShapeDtypeStruct((count, 4, 8), "float32") for count in counts]
-    program = jax.make_jaxpr(lambda xs: map_groups(jnp.sin, xs, Policy("gpu")))(leaves)
+    program = jax.make_jaxpr(
+        lambda xs: map_groups(Function(jnp.sin), xs, Policy("gpu"))
+    )(leaves)
     sines = [e.outvars[0].aval for e in program.eqns if e.primitive.name == "jit"]
     assert [sine.size // (4 * 8) for sine in sines] == expected
 
