@@ -1,7 +1,7 @@
 """Blocks of columns, by which one program serves wide matrices of equal m and any n.
 
-X X^H is the sum of X_j X_j^H over blocks X_j of columns, and Q X has the blocks Q X_j. Blocks of one size, of all
-matrices, are one array; `batching` loops over the matrices, and what is here over the blocks of each.
+X X^H is the sum of X_j X_j^H over blocks X_j of columns, and Q X has the blocks Q X_j. The blocks of all matrices have
+one size and are one array. `batching` loops over the matrices, and the functions here over the blocks of each.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Blocks(NamedTuple):
 
     Attributes:
       blocks: X's, among those of other matrices [all, m * size].
-      shape: (m, size), in which each is kept.
-      columns: n, or the larger one of a matrix that has the same form.
+      shape: (m, size), the shape of a block.
+      columns: n, or that of a longer matrix that takes the same form.
       start: The number of X's first block.
-      stop: The number of the block after its last one.
+      stop: The number of the block after X's last one.
     """
 
     blocks: Inexact[Array, "all numbers"]
@@ -38,42 +38,67 @@ class Blocks(NamedTuple):
     def block(self, j: jax.typing.ArrayLike) -> Inexact[Array, "m size"]:
         """Block number j of all."""
         block = jax.lax.dynamic_index_in_dim(
-            self.blocks, j, keepdims=False, allow_negative_indices=False
+            self.blocks,
+            j,
+            keepdims=False,
+            allow_negative_indices=False,
         )
         return block.reshape(self.shape)
 
     def map(self, f: Function) -> Blocks:
         """f of each block of X, in its place."""
 
-        def body(j, blocks):
-            block = f(self._replace(blocks=blocks).block(j)).reshape(-1)
+        def body(j: jax.Array, blocks: jax.Array) -> jax.Array:
+            block = self._replace(blocks=blocks).block(j)
             return jax.lax.dynamic_update_index_in_dim(
-                blocks, block, j, 0, allow_negative_indices=False
+                blocks,
+                f(block).reshape(-1),
+                j,
+                axis=0,
+                allow_negative_indices=False,
             )
 
-        return self._replace(blocks=jax.lax.fori_loop(self.start, self.stop, body, self.blocks))
+        blocks = jax.lax.fori_loop(self.start, self.stop, body, self.blocks)
+        return self._replace(blocks=blocks)
 
     def sum(
-        self, f: Function, add: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add
+        self,
+        f: Function,
+        add: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add,
     ) -> jax.Array:
         """f of each block of X, added to zero."""
-        zero = jax.eval_shape(lambda: f(self.block(0)))
+
+        def body(j: jax.Array, total: jax.Array) -> jax.Array:
+            return add(total, f(self.block(j)))
+
+        term = jax.eval_shape(lambda: f(self.block(0)))
+        zero = jnp.zeros(term.shape, term.dtype)
         # With the varying axes of X, inside of `jax.shard_map`.
-        zero = jnp.zeros(zero.shape, zero.dtype) + jnp.zeros_like(self.blocks[0, 0], zero.dtype)
-        return jax.lax.fori_loop(self.start, self.stop, lambda j, y: add(y, f(self.block(j))), zero)
+        zero += jnp.zeros_like(self.blocks[0, 0], term.dtype)
+        return jax.lax.fori_loop(self.start, self.stop, body, zero)
 
     def transposed(self, f: Function = lambda x: x) -> Blocks:
-        """f of each block's transpose, which has a fast kernel where nothing entry by entry comes before it."""
-        barrier = jax.lax.optimization_barrier
-        return self.map(lambda x: f(barrier(barrier(x).mT)))._replace(shape=self.shape[::-1])
+        """f of each block's transpose."""
+
+        def transpose(block: jax.Array) -> jax.Array:
+            # XLA has a fast kernel for a transpose, if no operation entry by entry joins it.
+            block = jax.lax.optimization_barrier(block)
+            return f(jax.lax.optimization_barrier(block.mT))
+
+        return self.map(transpose)._replace(shape=self.shape[::-1])
 
 
 def block_size(matrices: Sequence[tuple[int, int]], m: int) -> int:
     """The columns of a block, for `matrices` as (how many, n).
 
-    Zeros fill the last block of each. The fewest columns in all, where a block takes as long as 32 of them more.
+    Zeros fill the last block of each matrix. The size has the least cost, in columns, if a block costs 32 of them.
     """
-    sizes = {-(-n // parts) for _, n in matrices for parts in range(1, -(-n // m) + 1)}
-    return min(
-        sizes, key=lambda size: sum(count * -(-n // size) * (size + 32) for count, n in matrices)
-    )
+
+    def cost(size: int) -> int:
+        return sum(count * -(-n // size) * (size + 32) for count, n in matrices)
+
+    sizes = set()
+    for _, n in matrices:
+        for parts in range(1, -(-n // m) + 1):
+            sizes.add(-(-n // parts))
+    return min(sizes, key=cost)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from muonjax._common.platform import sharded_like, whole_along
@@ -64,17 +64,19 @@ class FusedDimensionNumbers(NamedTuple):
 
 
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
-
-
-Ints: TypeAlias = tuple[int, ...]
 DimensionNumbersTree: TypeAlias = Any
 """A tree of `DimensionNumbers` or None, a prefix of the parameters' tree, or a function of the
 parameters that returns one. None marks a leaf that is no matrix."""
 
 
-def axes_of(axes: int | Sequence[int]) -> tuple[int, ...]:
+Axes: TypeAlias = tuple[int, ...]
+
+
+def axes_of(axes: int | Sequence[int]) -> Axes:
     """One axis or several, as a tuple."""
-    return (axes,) if isinstance(axes, int) else tuple(axes)
+    if isinstance(axes, int):
+        return (axes,)
+    return tuple(axes)
 
 
 def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
@@ -83,7 +85,10 @@ def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
 
 
 def resolve_dimension_numbers(
-    numbers: DimensionNumbersTree, tree: Any, *, call: str
+    numbers: DimensionNumbersTree,
+    tree: Any,
+    *,
+    call: str,
 ) -> list[DimensionNumbers | None]:
     """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
 
@@ -92,9 +97,14 @@ def resolve_dimension_numbers(
     """
     if not jax.tree.leaves(tree):
         return []
-    given = tree_of(MuonDimensionNumbers() if numbers is None else numbers, tree)
+    if numbers is None:
+        numbers = MuonDimensionNumbers()
     entries = broadcast_prefix(
-        given, tree, is_leaf=_is_entry, call=call, what="the dimension numbers"
+        tree_of(numbers, tree),
+        tree,
+        is_leaf=_is_entry,
+        call=call,
+        what="the dimension numbers",
     )
     for entry in entries:
         if not _is_entry(entry):
@@ -105,9 +115,8 @@ def resolve_dimension_numbers(
 
 
 def _is_entry(x: Any) -> bool:
-    return x is None or isinstance(
-        x, (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode)
-    )
+    entries = (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode)
+    return x is None or isinstance(x, entries)
 
 
 def matrix_pieces(numbers: DimensionNumbersTree, tree: Any, *, call: str) -> Pieces:
@@ -119,67 +128,81 @@ def matrix_pieces(numbers: DimensionNumbersTree, tree: Any, *, call: str) -> Pie
         return numbers
     entries = resolve_dimension_numbers(numbers, tree, call=call)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    found = Pieces(treedef)
-    for i, ((path, leaf), entry) in enumerate(zip(leaves, entries, strict=True)):
-        if entry is not None:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            found += _pieces(i, leaf, f"the leaf {name!r}" if name else "the leaf", entry, call)
-    return found
+    pieces = Pieces(treedef)
+    for i, entry in enumerate(entries):
+        if entry is None:
+            continue
+        path, leaf = leaves[i]
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        named = f"the leaf {name!r}" if name else "the leaf"
+        _check_dtype(call, named, leaf)
+        pieces += _pieces(call, named, i, tuple(leaf.shape), entry)
+    return pieces
 
 
-def _pieces(i: int, leaf: Any, named: str, numbers: DimensionNumbers, call: str) -> list[Piece]:
-    """The pieces of the i-th leaf, after all checks."""
-    shape, dtype = tuple(leaf.shape), leaf.dtype
-    if len(shape) < 2:
+def _check_dtype(call: str, named: str, leaf: Any) -> None:
+    if len(leaf.shape) < 2:
         raise ValueError(
-            f"{call} needs matrices, but {named} has shape {shape}; give it to Adam, by None."
+            f"{call} needs matrices, but {named} has shape {tuple(leaf.shape)}; "
+            "give it to Adam, by None."
         )
-    if not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
+    dtype = leaf.dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
             f"{call} needs float or complex leaves, but {named} is {dtype}; see optax.masked."
         )
-    if jax.numpy.finfo(dtype).bits < 16:
+    if jnp.finfo(dtype).bits < 16:
         raise TypeError(
             f"{call}: {named} is {dtype}, whose few bits round steps away; train in float32."
         )
+
+
+def _pieces(
+    call: str,
+    named: str,
+    i: int,
+    shape: Axes,
+    numbers: DimensionNumbers,
+) -> list[Piece]:
+    """The pieces of the i-th leaf, after all checks of its axes."""
     reduction = _checked_axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
     output = _checked_axes(call, named, "output_axis", numbers.output_axis, shape)
-    if (
-        not reduction
-        or not output
-        or len({*reduction, *output}) != len(reduction + output)
-        or 0 in shape
-    ):
-        why = (
-            "has an empty dimension"
-            if 0 in shape
-            else "needs disjoint axes for its sides, none twice"
-        )
+    sides = reduction + output
+    why = None
+    if 0 in shape:
+        why = "has an empty dimension"
+    elif not reduction or not output or len(set(sides)) < len(sides):
+        why = "needs disjoint axes for its sides, none twice"
+    if why:
         raise ValueError(f"{call}: {named} of shape {shape} {why}, got {numbers}.")
     if not isinstance(numbers, FusedDimensionNumbers):
         return [Piece(i, view_of(shape, reduction, output))]
-    (cut,) = _checked_axes(call, named, "axis", numbers.axis, shape)
+
+    (axis,) = _checked_axes(call, named, "axis", numbers.axis, shape)
     parts, repeats = numbers.parts, numbers.repeats
-    size, rest = divmod(shape[cut], max(1, repeats))
-    sizes = (size // max(1, parts),) * parts if isinstance(parts, int) else parts
-    fill = not rest and repeats >= 1 and min(sizes, default=0) >= 1 and sum(sizes) == size
-    if cut not in reduction + output or not fill:
+    stretch = shape[axis] // max(1, repeats)
+    equal_sizes = isinstance(parts, int)
+    part_sizes = (stretch // max(1, parts),) * parts if equal_sizes else parts
+    fill = min(part_sizes, default=0) >= 1 and sum(part_sizes) * repeats == shape[axis]
+    if axis not in sides or not fill:
         raise ValueError(
             f"{call}: {numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or output "
-            f"axes, and the sizes in `parts`, or as many equal ones, fill its {shape[cut]} entries `repeats` times."
+            f"axes, and the sizes in `parts`, or as many equal ones, fill its {shape[axis]} entries `repeats` times."
         )
-    if isinstance(parts, int) and repeats == 1:
-        return [Piece(i, view_of(shape, reduction, output, cut, parts))]
-    found = []
-    for part, start in zip(sizes, itertools.accumulate(sizes, initial=0), strict=False):
-        view = view_of((*shape[:cut], repeats * part, *shape[cut + 1 :]), reduction, output)
-        found.append(Piece(i, view, cut, start, math.gcd(*sizes), repeats))
-    return found
+    if equal_sizes and repeats == 1:
+        return [Piece(i, view_of(shape, reduction, output, axis, parts))]
+    pieces = []
+    start = 0
+    for size in part_sizes:
+        part_shape = (*shape[:axis], repeats * size, *shape[axis + 1 :])
+        view = view_of(part_shape, reduction, output)
+        pieces.append(Piece(i, view, axis, start, math.gcd(*part_sizes), repeats))
+        start += size
+    return pieces
 
 
-def _checked_axes(
-    call: str, leaf: str, name: str, value: Any, shape: tuple[int, ...]
-) -> tuple[int, ...]:
+def _checked_axes(call: str, leaf: str, name: str, value: Any, shape: Axes) -> Axes:
+    """The axes of a leaf that dimension numbers name, from 0 on."""
     try:
         axes = tuple(map(operator.index, value if isinstance(value, Sequence) else (value,)))
     except TypeError:
@@ -195,62 +218,93 @@ def _checked_axes(
 
 
 def view_of(
-    shape: Ints, reduction: Ints, output: Ints, cut: int | None = None, parts: int = 1
+    shape: Axes,
+    reduction: Axes,
+    output: Axes,
+    cut: int | None = None,
+    parts: int = 1,
 ) -> MatrixView:
     """The view of a leaf of this shape by checked axes, one of which may be cut into equal parts."""
     cut_shape = shape
     if cut is not None:
         # (..., parts * size, ...) -> (..., parts, size, ...): the parts become a batch axis.
         cut_shape = (*shape[:cut], parts, shape[cut] // parts, *shape[cut + 1 :])
-        reduction, output = (
-            tuple(axis + (axis >= cut) for axis in axes) for axes in (reduction, output)
-        )
+        reduction = tuple(axis + (axis >= cut) for axis in reduction)
+        output = tuple(axis + (axis >= cut) for axis in output)
     batch = tuple(axis for axis in range(len(cut_shape)) if axis not in reduction + output)
     return MatrixView(shape, cut_shape, batch, reduction, output, cut)
 
 
 class Piece(NamedTuple):
-    """A leaf with its view, or one of the unequal parts that a leaf is cut into."""
+    """A leaf with its view, or one of the unequal parts that a leaf is cut into.
 
-    leaf: int  # its index among the leaves
+    Attributes:
+      leaf: The leaf's index among the leaves.
+      view: The view of the piece.
+      axis: The axis that is cut; None: the piece is the leaf.
+      start: Where the piece starts within one stretch.
+      step: The leaf is cut at multiples of it.
+      repeats: How many stretches of the axis the piece is made of, at equal distances.
+    """
+
+    leaf: int
     view: MatrixView
-    axis: int | None = None  # the axis that is cut; None: the piece is the leaf
-    start: int = 0  # within one stretch
-    step: int = 1  # the leaf is cut at multiples of it
-    repeats: int = 1  # how many stretches of the axis the piece is made of, at equal distances
+    axis: int | None = None
+    start: int = 0
+    step: int = 1
+    repeats: int = 1
 
     def take(self, leaves: Sequence[Any]) -> Any:
         """The piece of its leaf; of a `jax.ShapeDtypeStruct`, its shape."""
-        x = leaves[self.leaf]
+        leaf = leaves[self.leaf]
         if self.axis is None:
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(self.view.leaf_shape, x.dtype)
-        x = _in_stretches(whole_along(x, self.axis, self.step if self.repeats == 1 else None), self)
-        size = self.view.leaf_shape[self.axis] // self.repeats
+            return leaf
+        shape = self.view.leaf_shape
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+        # With several stretches, a piece is nowhere one part of the axis.
+        leaf = whole_along(leaf, self.axis, self.step if self.repeats == 1 else None)
+        size = shape[self.axis] // self.repeats
         part = jax.lax.slice_in_dim(
-            x, self.start, self.start + size, axis=self.axis + (self.repeats > 1)
+            self.in_stretches(leaf),
+            self.start,
+            self.start + size,
+            axis=self.axis_in_stretches,
         )
-        return part.reshape(self.view.leaf_shape)
+        return part.reshape(shape)
 
+    def in_stretches(self, x: Any) -> Any:
+        """x with the cut axis as two, if there are several stretches: their number, and what is in each."""
+        if self.axis is None or self.repeats == 1:
+            return x
+        return x.reshape(*x.shape[: self.axis], self.repeats, -1, *x.shape[self.axis + 1 :])
 
-def _in_stretches(x: jax.Array, piece: Piece) -> jax.Array:
-    """x with the piece's axis cut into as many stretches as the piece has."""
-    axis, n = piece.axis, piece.repeats
-    return x if axis is None or n == 1 else x.reshape(*x.shape[:axis], n, -1, *x.shape[axis + 1 :])
+    @property
+    def axis_in_stretches(self) -> Any:
+        """The axis of `in_stretches` along which the pieces of a leaf lie."""
+        return self.axis if self.axis is None else self.axis + (self.repeats > 1)
 
 
 class MatrixView(NamedTuple):
-    """How one leaf becomes matrices: which axes are rows, which are columns, which only count."""
+    """How one leaf becomes matrices: which axes are rows, which are columns, which only count.
 
-    leaf_shape: tuple[int, ...]  # of the leaf, or of the piece of it that is viewed
-    shape: tuple[int, ...]  # with a fused axis cut in two; all axes below count on this one
-    batch_axes: tuple[int, ...]
-    reduction_axes: tuple[int, ...]
-    output_axes: tuple[int, ...]
-    cut: int | None = None  # the axis of `leaf_shape` that is two of `shape`'s: cut and cut + 1
+    Attributes:
+      leaf_shape: The shape of the leaf, or of the piece of it that is viewed.
+      shape: The same, where a fused axis is two; the axes below are this shape's.
+      batch_axes: The axes that count matrices.
+      reduction_axes: The axes of the rows.
+      output_axes: The axes of the columns.
+      cut: The axis of `leaf_shape` that is two axes of `shape`: cut and cut + 1.
+    """
 
-    def _sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+    leaf_shape: Axes
+    shape: Axes
+    batch_axes: Axes
+    reduction_axes: Axes
+    output_axes: Axes
+    cut: int | None = None
+
+    def _sizes(self, axes: Axes) -> Axes:
         return tuple(self.shape[axis] for axis in axes)
 
     @property
@@ -268,30 +322,37 @@ class MatrixView(NamedTuple):
         """Columns of each matrix."""
         return math.prod(self._sizes(self.output_axes))
 
-    def leaf_axes(self, axes: tuple[int, ...]) -> list[int]:
+    def leaf_axes(self, axes: Axes) -> list[int]:
         """Rows or columns of `shape` as axes of the leaf, where a fused axis is one and not two."""
-        return [axis if self.cut is None or axis <= self.cut else axis - 1 for axis in axes]
+        if self.cut is None:
+            return list(axes)
+        return [axis - (axis > self.cut) for axis in axes]
 
     @property
-    def unit_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def unit_axes(self) -> tuple[Axes, Axes]:
         """The leaf's axes that count units, and those of one unit: a matrix, or several that are fused."""
-        own = self.leaf_axes(self.reduction_axes + self.output_axes)
-        return tuple(i for i in range(len(self.leaf_shape)) if i not in own), tuple(sorted(own))
+        unit = self.leaf_axes(self.reduction_axes + self.output_axes)
+        batch = tuple(axis for axis in range(len(self.leaf_shape)) if axis not in unit)
+        return batch, tuple(sorted(unit))
 
-    def summed_over(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+    def summed_over(self, axes: Axes) -> Axes:
         """`shape` after a sum over these axes that keeps them."""
         return tuple(1 if axis in axes else size for axis, size in enumerate(self.shape))
 
     @property
-    def _order(self) -> tuple[int, ...]:
+    def _order(self) -> Axes:
         return self.batch_axes + self.reduction_axes + self.output_axes
 
     def split(self, leaf: jax.Array) -> jax.Array:
         """`leaf` in `shape`. With explicit axis types a fused axis is gathered: shards need not end where parts do."""
-        return (leaf if self.cut is None else whole_along(leaf, self.cut)).reshape(self.shape)
+        if self.cut is not None:
+            leaf = whole_along(leaf, self.cut)
+        return leaf.reshape(self.shape)
 
     def join(
-        self, split: Inexact[Array, "*split"], like: Inexact[Array, "*leaf"]
+        self,
+        split: Inexact[Array, "*split"],
+        like: Inexact[Array, "*leaf"],
     ) -> Inexact[Array, "*leaf"]:
         """The inverse of `split`, sharded as `like`."""
         leaf = split.reshape(self.leaf_shape)
@@ -299,18 +360,14 @@ class MatrixView(NamedTuple):
 
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
         """The leaf as a stack of matrices."""
-        return (
-            leaf.reshape(self.shape)
-            .transpose(self._order)
-            .reshape(self.batch, self.fan_in, self.fan_out)
-        )
+        ordered = leaf.reshape(self.shape).transpose(self._order)
+        return ordered.reshape(self.batch, self.fan_in, self.fan_out)
 
     def to_leaf(self, matrices: Inexact[Array, "batch fan_in fan_out"]) -> jax.Array:
         """The inverse of `to_matrices`."""
+        ordered = matrices.reshape(self._sizes(self._order))
         inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
-        return (
-            matrices.reshape(self._sizes(self._order)).transpose(inverse).reshape(self.leaf_shape)
-        )
+        return ordered.transpose(inverse).reshape(self.leaf_shape)
 
 
 class Pieces(list[Piece]):
@@ -325,41 +382,42 @@ class Pieces(list[Piece]):
         leaves = self.treedef.flatten_up_to(tree)
         return [piece.take(leaves) for piece in self]
 
+    def _by_leaf(self, values: Sequence[Any]) -> dict[int, list[tuple[Piece, Any]]]:
+        """The pieces of each leaf, each with its value."""
+        by_leaf: dict[int, list[tuple[Piece, Any]]] = {}
+        for piece, value in zip(self, values, strict=True):
+            by_leaf.setdefault(piece.leaf, []).append((piece, value))
+        return by_leaf
+
     def replaced(self, tree: Any, results: Sequence[Any]) -> Any:
         """The tree with the pieces' results in their places."""
-        parts: dict[int, list[Any]] = {}
-        for piece, result in zip(self, results, strict=True):
-            parts.setdefault(piece.leaf, []).append(_in_stretches(result, piece))
-        cuts = {piece.leaf: (piece.axis, piece.repeats) for piece in self}
-
-        def joined(i: int, leaf: Any) -> Any:
-            axis, repeats = cuts[i]
-            if axis is None:
-                return parts[i][0]
-            whole = jax.numpy.concatenate(parts[i], axis=axis + (repeats > 1))
-            return sharded_like(whole.reshape(leaf.shape), leaf)
-
         leaves = self.treedef.flatten_up_to(tree)
-        every = (joined(i, leaf) if i in parts else leaf for i, leaf in enumerate(leaves))
-        return self.treedef.unflatten(every)
+        for i, pairs in self._by_leaf(results).items():
+            piece, result = pairs[0]
+            if piece.axis is not None:
+                parts = [piece.in_stretches(part) for piece, part in pairs]
+                whole = jnp.concatenate(parts, axis=piece.axis_in_stretches)
+                result = sharded_like(whole.reshape(leaves[i].shape), leaves[i])
+            leaves[i] = result
+        return self.treedef.unflatten(leaves)
 
     def as_state(self, arrays: Sequence[jax.Array]) -> Any:
         """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
-        parts: dict[int, list[jax.Array]] = {}
-        for piece, array in zip(self, arrays, strict=True):
-            parts.setdefault(piece.leaf, []).append(array)
-        one_or_more = {i: own[0] if len(own) == 1 else tuple(own) for i, own in parts.items()}
-        leaves = range(self.treedef.num_leaves)
-        state = self.treedef.unflatten(one_or_more.get(i, optax.MaskedNode()) for i in leaves)
+        entries: list[Any] = [optax.MaskedNode()] * self.treedef.num_leaves
+        for i, pairs in self._by_leaf(arrays).items():
+            parts = tuple(array for _, array in pairs)
+            entries[i] = parts if len(parts) > 1 else parts[0]
+        state = self.treedef.unflatten(entries)
         # A box of Flax has the sharding of the parameter, which is of another shape.
         return jax.tree.map(without_box, state, is_leaf=is_boxed)
 
-    def of_state(self, state: Any, shapes: Sequence[tuple[int, ...]], *, call: str) -> list[Any]:
+    def of_state(self, state: Any, shapes: Sequence[Axes], *, call: str) -> list[Any]:
         """The inverse of `as_state`; raises unless the arrays have these shapes."""
         arrays = jax.tree.leaves(state)
-        found = [jax.numpy.shape(array) for array in arrays]
-        if found != [*shapes]:
+        state_shapes = [jnp.shape(array) for array in arrays]
+        if state_shapes != list(shapes):
             raise ValueError(
-                f"{call}: the state has shapes {found[:9]}, these updates need {[*shapes][:9]}."
+                f"{call}: the state has shapes {state_shapes[:9]}, "
+                f"these updates need {list(shapes)[:9]}."
             )
         return arrays
