@@ -2,7 +2,7 @@
 
 A schedule is a tuple of rows ``(a, b, c)``. Row t maps every singular value by the odd quintic
 ``p_t(s) = a s + b s^3 + c s^5``, or by a cubic where c = 0; the composition ``p_T(... p_2(p_1(s)))`` should be
-close to 1 on all of ``(0, 1]``. In float32 a row may have five numbers, those of a polynomial of degree 9.
+close to 1 on all of ``(0, 1]``.
 """
 
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 
 from muonjax._common.arguments import check_range, errors_of, whole_number
 
-Coefficients: TypeAlias = tuple[tuple[float, ...], ...]
+Coefficients: TypeAlias = tuple[tuple[float, float, float], ...]
 
 JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),)
 """Keller Jordan's one quintic, repeated: the original Muon's, and Optax's default. It never converges
@@ -140,7 +140,7 @@ def polar_express(
 def polar_express_rows(
     degrees: tuple[int, ...], lower: float, cushion: float = _CUSHION, safety: float = 1.01
 ) -> Coefficients:
-    """`polar_express` of checked arguments; the first degrees may be 9, while the interval is long."""
+    """`polar_express` of checked arguments."""
     rows = []
     upper = 1.0
     for step, degree in enumerate(degrees):
@@ -151,7 +151,8 @@ def polar_express_rows(
         lower = recenter * at_lower
         upper = 2 - lower
         scaled = recenter * row / (safety if step < len(degrees) - 1 else 1.0) ** powers
-        rows.append((*scaled.tolist(), *[0.0] * (3 - len(row))))
+        a, b, c = *scaled.tolist(), *[0.0] * (3 - len(row))
+        rows.append((a, b, c))
     return tuple(rows)
 
 
@@ -180,6 +181,21 @@ def evaluate(coefficients: Coefficients, s):
     for row in coefficients:
         s = s * functools.reduce(lambda p, c: p * (s * s) + c, reversed(row))
     return s
+
+
+def restarts_of(rows: Coefficients, largest_growth: float) -> tuple[int, ...]:
+    """The steps before which the Gram matrix R is made anew, so that errors grow by at most `largest_growth`.
+
+    An update of R multiplies an error in it, on a direction where R is next to nothing, by p'(0)^2 = a^2.
+    """
+    restarts = []
+    growth = 1.0
+    for t, (a, _, _) in enumerate(rows[:-1], 1):
+        growth *= a**2
+        if growth > largest_growth:
+            restarts.append(t)
+            growth = 1.0
+    return tuple(restarts)
 
 
 def never_above_one(rows: Coefficients) -> Coefficients:

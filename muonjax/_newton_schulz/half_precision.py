@@ -32,7 +32,7 @@ from muonjax._common.linalg import (
     sum_over,
 )
 from muonjax._common.platform import Policy
-from muonjax._newton_schulz.coefficients import Coefficients
+from muonjax._newton_schulz.coefficients import restarts_of
 from muonjax._newton_schulz.settings import NewtonSchulz
 from pallas_kernels._api import measured_kernel
 
@@ -50,7 +50,7 @@ ABOVE_ROUNDING = 1.05
 
 # Updates may multiply an error in r by this number. The last three steps of `balanced` multiply it by 76. At 225 a
 # singular value of 1.25 came out of a hostile matrix, at 4000 one of 36.
-_LARGEST_GROWTH = 200.0
+LARGEST_GROWTH = 200.0
 
 
 def iterate(
@@ -66,12 +66,15 @@ def iterate(
             "NewtonSchulz(coefficients=...): in half precision each step needs a linear term; "
             "give compute_dtype='float32'."
         )
+    barrier = jax.lax.optimization_barrier
     products = _Products.of(x, settings, policy, axis_name)
     updates = settings.takes_gram_form(*sizes(x, axis_name)) and products.dtype == jnp.float16
-    restarts = restarts_of(rows) if updates else range(1, len(rows))
+    restarts = range(1, len(rows))
+    if updates:
+        restarts = restarts_of(rows, LARGEST_GROWTH)
 
     z = _scaled_to_norm(x.astype(jnp.float32), axis_name).astype(products.dtype)
-    z = jax.lax.optimization_barrier(z)
+    z = barrier(z)
     # An r that is not exactly symmetric is amplified by the first steps, whose factors are the largest.
     r = hermitian_part(products.gram(z))
     r2 = products.symmetric(r)
@@ -83,9 +86,8 @@ def iterate(
         if t in restarts:
             # z <- gain (1 + T) z
             z = (gain * (_wide(z) + _wide(products.rounded(total, z)))).astype(z.dtype)
-            z = jax.lax.optimization_barrier(
-                z
-            )  # or XLA would keep all that it is made of for its later uses
+            # Or XLA would keep all that z is made of for its later uses.
+            z = barrier(z)
             r, r2 = products.gram(z), None
             total, gain = None, 1.0
 
@@ -97,7 +99,7 @@ def iterate(
         else:
             q = products.symmetric(r, c=r, alpha=c / a * u**2, beta=b / a * u)
         # XLA for GPUs would join the products that share q, and copy their other operands side by side.
-        q = jax.lax.optimization_barrier(q)
+        q = barrier(q)
 
         if t + 1 < len(rows) and t + 1 not in restarts:
             # r <- a^2 (1 + Q) r (1 + Q)
@@ -105,11 +107,7 @@ def iterate(
             r = products.symmetric(once, q, c=once, alpha=a**2, beta=a**2)
             r2 = None
         # 1 + T <- (1 + Q) (1 + T)
-        total = (
-            q
-            if total is None
-            else products.symmetric(jax.lax.optimization_barrier(q), total, total + q)
-        )
+        total = q if total is None else products.symmetric(barrier(q), total, total + q)
         gain *= a
 
     # No step multiplies the error of the last map, so this is rounded as gain sqrt(u) (1 + T).
@@ -117,20 +115,6 @@ def iterate(
     last = (gain * jnp.sqrt(u) * jnp.where(on_diagonal(total), total + 1, total)).astype(z.dtype)
     # A stack's result is cut into leaves, and in half precision that moves half as much.
     return products.summed(last, z) if x.ndim == 2 else _wide(products.rounded(last, z))
-
-
-def restarts_of(rows: Coefficients) -> list[int]:
-    """The steps before which z z^H is made anew, where the steps between are updates in float16.
-
-    An update multiplies an error in r, on a direction where r is next to nothing, by p'(0)^2 = a^2.
-    """
-    restarts, growth = [], 1.0
-    for t, (a, _, _) in enumerate(rows[:-1], 1):
-        growth *= a**2
-        if growth > _LARGEST_GROWTH:
-            restarts.append(t)
-            growth = 1.0
-    return restarts
 
 
 def _scaled_to_norm(
