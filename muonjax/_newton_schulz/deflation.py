@@ -79,13 +79,13 @@ class Deflation(NamedTuple):
 
     Attributes:
       gram: W A W.
-      other_fourth_powers: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` but the largest.
+      dominant: V^H W A W V.
     """
 
     p: Inexact[Array, "*batch m k"]
     v: Inexact[Array, "*batch m k"]
     gram: Inexact[Array, "*batch m m"]
-    other_fourth_powers: Float[Array, "*batch 1 1"]
+    dominant: Inexact[Array, "*batch k k"]
 
     def apply_right(self, q: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
         """q W."""
@@ -132,7 +132,7 @@ def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str
     removed = symmetric_product_on(platform, ps, y=sp)
     shrunk = _above_rounding(gram) - removed
     w = identity_like(d, small=True) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
-    return Deflation(p, v, shrunk, _other_fourth_powers(dot(dot(w, h), adjoint(w))))
+    return Deflation(p, v, shrunk, dot(dot(w, h), adjoint(w)))
 
 
 def _map_to_one_target(
@@ -144,7 +144,7 @@ def _map_to_one_target(
     inverse = dot(inverse_sqrt, inverse_sqrt)
     # The common target of the k directions: close to the smallest of their singular values, so that none of them is
     # then much larger than the rest.
-    target = jax.lax.rsqrt(_mean_of_largest(inverse))
+    target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
     d = identity_like(inverse_sqrt, small=True) - scaled(inverse_sqrt, target)
 
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
@@ -155,15 +155,24 @@ def _map_to_one_target(
     )
 
 
-def _mean_of_largest(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
-    """About the largest eigenvalue of positive semidefinite a: a mean that weights each with its 16th power."""
+def _largest_eigenvalue(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
+    """An upper bound of the largest eigenvalue of positive semidefinite a: ||a^8||_F^(1/8)."""
+    tiny = jnp.finfo(a.dtype).tiny  # a root has no derivative at zero
+    norm = jnp.sqrt(square_norm(a) + tiny)
+    a = scaled(a, 1 / norm)
+    a2 = dot(a, a)
+    a4 = dot(a2, a2)
+    a8 = dot(a4, a4)
+    return norm * (square_norm(a8) + tiny) ** (1 / 16)
 
-    def square(_, power):
-        power = dot(power, power)
-        return scaled(power, inverse_norm(power))
 
-    power = jax.lax.fori_loop(0, 3, square, scaled(a, inverse_norm(a)))
-    return jnp.sqrt(square_norm(dot(power, a)))
+def other_fourth_powers(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
+    """A lower bound of the sum of the fourth powers of all but one eigenvalue of M, where a = V^H M V.
+
+    No combination of V's columns is longer than its coefficients, so by interlacing the i-th eigenvalue of M is at
+    least the i-th of a, and the sum over i >= 2 is at least ||a^2||_F^2 - ||a||_2^4.
+    """
+    return jnp.maximum(square_norm(dot(a, a)) - _largest_eigenvalue(a) ** 4, 0)
 
 
 def _dominant_subspace(
@@ -232,22 +241,6 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
         ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + tiny)
     )
     return jnp.where(mask, gram + delta[..., None, None].astype(gram.dtype), gram)
-
-
-def _other_fourth_powers(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
-    """A lower bound of the sum of the fourth powers of all but one eigenvalue of M, where a = V^H M V.
-
-    No combination of V's columns is longer than its coefficients, so by interlacing the i-th eigenvalue of M is at
-    least the i-th of a, and the sum over i >= 2 is at least ||a^2||_F^2 - ||a^2||_2^2, where
-    ||a^2||_2 <= ||a^8||_F^(1/4).
-    """
-    tiny = jnp.finfo(a.dtype).tiny
-    square = square_norm(a) + tiny
-    a = scaled(a, jax.lax.rsqrt(square))
-    a2 = dot(a, a)
-    a4 = dot(a2, a2)
-    a8 = dot(a4, a4)
-    return jnp.maximum(square_norm(a2) - jnp.sqrt(jnp.sqrt(square_norm(a8) + tiny)), 0) * square**2
 
 
 def _like(

@@ -2,9 +2,9 @@ r"""Polar Express in float32: a matrix becomes nearly orthogonal, by matrix prod
 
 With m <= n and R = X X^H [m, m], a step is a polynomial of all singular values of X at once,
 
-    X <- (a I + b R + c R^2) X,    each s <- a s + b s^3 + c s^5,
+    X <- (a I + b R + c R^2) X,    each s <- a s + b s^3 + c s^5.
 
-or one with R^3 and R^4 too. The standard form makes R anew for each step. The Gram form follows R through several steps
+The standard form makes R anew for each step. The Gram form follows R through several steps
 and multiplies X once at their end: cheaper where n > 1.5 m, but rounding makes R slightly indefinite, and polynomials
 multiply that until R is made anew.
 
@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +35,14 @@ from muonjax._common.linalg import (
 )
 from muonjax._common.platform import Policy
 from muonjax._matrices.columns import Blocks
-from muonjax._newton_schulz.coefficients import Coefficients
-from muonjax._newton_schulz.deflation import ROUNDING, pre_deflate, shrink_dominant
+from muonjax._newton_schulz.coefficients import Coefficients, restarts_of
+from muonjax._newton_schulz.deflation import (
+    ROUNDING,
+    Deflation,
+    other_fourth_powers,
+    pre_deflate,
+    shrink_dominant,
+)
 from muonjax._newton_schulz.settings import NewtonSchulz, Normalization
 from pallas_kernels._platform import materialize
 
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact
 
 
-# How large the rounding errors of R may grow.
+# How large an error in R may grow.
 _TOLERATED = 1e-2
 
 
@@ -61,113 +66,86 @@ def iterate(
     X is an array [*batch, m, n], or `Blocks` [size, m] in `dtype`, of columns of one device.
     """
     m, n = (x.shape[1], x.columns) if isinstance(x, Blocks) else sizes(x, axis_name)
-    steps, rank = settings.in_full_precision(m)
+    rows, rank = settings.in_full_precision(m)
+    restarts = range(1, len(rows))
+    if settings.takes_gram_form(m, n):
+        restarts = gram_restarts(rows, dtype)
     multiply = MatrixProduct(dtype.name, "highest")
-    symmetric = SymmetricProduct(policy.platform, dtype, settings.implementation)
-    small = symmetric.shared_by(axis_name if policy.shares_products(m, dtype) else ())
-    first, *others = _segments(steps, settings.takes_gram_form(m, n), dtype)
+    gram_of = SymmetricProduct(policy.platform, dtype, settings.implementation)
+    product = gram_of.shared_by(axis_name if policy.shares_products(m, dtype) else ())
 
-    if isinstance(x, Blocks):
-        largest = x.sum(_largest_entry, jnp.maximum)
-        x, nonzero = x.transposed(lambda x: scaled(x, _scale_of_largest(largest))), largest != 0
-    else:
-        x, nonzero = below_one(x.astype(dtype), axis_name)
-    if rank and len(first) > 1:  # the Gram form won't look at X again before its end
-        shrunk = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
-        x = shrunk(x) if isinstance(x, Blocks) else materialize(shrunk, x, policy.platform)
-    gram, other_fourth_powers, deflation = sum_columns(symmetric, x, axis_name), 0.0, None
-    if rank:  # W X has the same polar factor, and smaller dominant singular values
+    x, nonzero = below_one(x, dtype, axis_name)
+    if rank and 1 not in restarts:  # the Gram form won't look at X again before its end
+        shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
+        x = shrink(x) if isinstance(x, Blocks) else materialize(shrink, x, policy.platform)
+    gram = sum_columns(gram_of, x, axis_name)
+    deflation = None
+    if rank:  # W X has the polar factor of X
         deflation = shrink_dominant(gram, rank, policy.platform)
-        gram, other_fourth_powers = deflation.gram, deflation.other_fourth_powers
-    normalized = normalize(gram, other_fourth_powers, settings.normalization, small)
-    normalized = normalized._replace(scale=jnp.where(nonzero, normalized.scale, 0))
-    q = _composed(first, normalized, small)
-    q = q if deflation is None else deflation.apply_right(q)
-    x = map_columns(functools.partial(multiply, q), x)
-    for rows in others:
-        q = _composed(rows, Normalized(sum_columns(symmetric, x, axis_name)), small)
+        gram = deflation.gram
+    r, r2, scale = normalize(gram, deflation, settings.normalization, product)
+    scale = jnp.where(nonzero, scale, 0)
+
+    for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
+        if start > 0:
+            r, r2 = sum_columns(gram_of, x, axis_name), None
+        q = _composed(rows[start:stop], r, r2, product)
+        if start == 0:
+            q = scaled(q, scale)
+            q = q if deflation is None else deflation.apply_right(q)
         x = map_columns(functools.partial(multiply, q), x)
     return x.transposed() if isinstance(x, Blocks) else x
 
 
 def _composed(
-    rows: Coefficients, normalized: Normalized, product: SymmetricProduct
-) -> Inexact[Array, "*batch m m"]:
-    """Q with p_k(..p_1(X)) = Q X: after a step's P = a I + b R + ... comes Q <- Q P, R <- P R P."""
-    diagonal = on_diagonal(normalized.r)
-    if len(rows) == 1:
-        return _polynomial(rows[0], normalized, product, diagonal)
-    now = normalized._replace(scale=1.0)  # which goes into the last product
-    q = p = _polynomial(rows[0], now, product, diagonal)
-    for step, row in enumerate(rows[1:], 2):
-        now = Normalized(product(product(now.r, p, alpha=now.inverse_bound), p))
-        p = _polynomial(row, now, product, diagonal)
-        q = product(q, p, alpha=normalized.scale if step == len(rows) else 1.0)
-    return q
-
-
-def _polynomial(
-    row: tuple[float, ...],
-    normalized: Normalized,
+    rows: Coefficients,
+    r: Inexact[Array, "*batch m m"],
+    r2: Inexact[Array, "*batch m m"] | None,
     product: SymmetricProduct,
-    diagonal: Bool[Array, "*batch m m"],
 ) -> Inexact[Array, "*batch m m"]:
-    """P times the scale: a I + b R + c R^2, or a I + b R + (c I + d R + e R^2) R^2."""
-    (a, b, c, *more), (r, r2, inverse_bound, scale) = row, normalized
-    if more:
-        r2 = product(r) if r2 is None else r2
-        d, e = more
-        factor = scaled(r, d * inverse_bound) + scaled(r2, e * inverse_bound**2)
-        r2, c = product(r2, _plus(c, factor, diagonal)), 1.0  # of it and of R^2
-    p = _plus(scale * a, scaled(r, scale * b * inverse_bound), diagonal)
-    if c == 0:
-        return p
-    c = scale * c * inverse_bound**2
-    return p + (product(r, alpha=c) if r2 is None else scaled(r2, c))
+    """Q with p_k(..p_1(X)) = Q X, from R = X X^H, and R^2 if that is already made."""
+    # I is a mask, since XLA would keep a I for each a, computed before a loop.
+    diagonal = on_diagonal(r)
+    q = p = None
+    for a, b, c in rows:
+        if p is not None:
+            # R <- P R P
+            r, r2 = product(product(r, p), p), None
+        # P = a I + b R + c R^2
+        p = b * r
+        if c != 0:
+            p += c * (product(r) if r2 is None else r2)
+        p = jnp.where(diagonal, p + a, p)
+        # Q <- Q P
+        q = p if q is None else product(q, p)
+    return q  # pyright: ignore[reportReturnType]  # there is at least one row
 
 
-def _plus(
-    number: Any, matrix: Inexact[Array, "*batch m m"], diagonal: Bool[Array, "*batch m m"]
-) -> Inexact[Array, "*batch m m"]:
-    """a I + M. I is the mask `diagonal`, since XLA would keep a I for each a, computed before a loop."""
-    number = number.astype(matrix.dtype) if isinstance(number, jax.Array) else number
-    return jnp.where(diagonal, matrix + number, matrix)
-
-
-def _segments(steps: Coefficients, gram: bool, dtype: jnp.dtype) -> list[Coefficients]:
-    """The steps, cut where the Gram matrix is made anew: in the `gram` form where rounding asks for it."""
-    cuts = gram_restarts(steps, dtype) if gram else range(1, len(steps))
-    return [steps[i:j] for i, j in itertools.pairwise([0, *cuts, len(steps)])]
-
-
-def gram_restarts(steps: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:
-    """Where the Gram form restarts: before rounding can have grown to `_TOLERATED`.
-
-    An error in R of the size of its rounding, on a direction where R is next to nothing, is multiplied by p(0)^2 = a^2
-    at each update of R.
-    """
-    cuts, error = [], ROUNDING * float(jnp.finfo(dtype).eps)
-    grown = error
-    for t in range(1, len(steps)):
-        grown *= steps[t - 1][0] ** 2
-        if grown > _TOLERATED:
-            cuts.append(t)
-            grown = error
-    return tuple(cuts)
+def gram_restarts(rows: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:
+    """Where the Gram form restarts: before the rounding of R can have grown to `_TOLERATED`."""
+    return restarts_of(rows, _TOLERATED / (ROUNDING * float(jnp.finfo(dtype).eps)))
 
 
 def below_one(
-    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
-) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
-    """x with entries below 1 (a zero matrix with ones), and whether it is not zero.
+    x: Any,
+    dtype: jnp.dtype,
+    axis_name: tuple[str, ...] = (),
+) -> tuple[Any, Bool[Array, "*batch 1 1"]]:
+    """x in `dtype` with entries below 1, and whether it is not zero; `Blocks` are transposed.
 
     A zero matrix becomes the identity, as its result is to be multiplied by zero: derivatives at zero overflow. It is
     added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
+    if isinstance(x, Blocks):
+        largest = x.sum(_largest_entry, jnp.maximum)
+        factor = _scale_of_largest(largest)
+        return x.transposed(lambda block: scaled(block, factor)), largest != 0
+    x = x.astype(dtype)
     largest = _largest_entry(x, axis_name)
     nonzero = largest != 0
-    other = jnp.expand_dims(jnp.eye(*x.shape[-2:], dtype=x.dtype), tuple(range(x.ndim - 2)))
-    return jnp.where(nonzero, scaled(x, _scale_of_largest(largest)), x + other), nonzero
+    identity = jnp.eye(*x.shape[-2:], dtype=dtype)
+    identity = jnp.expand_dims(identity, tuple(range(x.ndim - 2)))
+    return jnp.where(nonzero, scaled(x, _scale_of_largest(largest)), x + identity), nonzero
 
 
 def power_of_two_scale(
@@ -210,54 +188,31 @@ def _largest_entry(
     return jax.lax.pmax(largest, axis_name) if axis_name else largest
 
 
-class Normalized(NamedTuple):
-    """R = X X^H as `inverse_bound` r, where X is `scale` x.
-
-    Attributes:
-      r2: The square of r, where that is already made.
-    """
-
-    r: Inexact[Array, "*batch m m"]
-    r2: Inexact[Array, "*batch m m"] | None = None
-    inverse_bound: Float[Array, "*batch 1 1"] | float = 1.0
-    scale: Float[Array, "*batch 1 1"] | float = 1.0
-
-
 def normalize(
     gram: Inexact[Array, "*batch m m"],
-    other_fourth_powers: Float[Array, "*batch 1 1"] | float,
+    deflation: Deflation | None,
     normalization: Normalization,
-    product: Callable[[jax.Array], jax.Array],
-) -> Normalized:
-    """The Gram matrix A divided by an upper bound of its largest eigenvalue: its trace or its Schatten norm.
+    product: SymmetricProduct,
+) -> tuple[jax.Array, jax.Array | None, Float[Array, "*batch 1 1"]]:
+    """R, R^2 and s for the Gram matrix A: R = s^2 A, by an upper bound of its largest eigenvalue.
 
-    The Schatten-8 norm of X: with A = f B, f = ||A||_F, no eigenvalue of A is above f ||B^2||_F^(1/2). ||B^2||_F^2 is
-    the sum of the fourth powers of B's eigenvalues. A part of it, of all but the largest, is known and subtracted:
-    `other_fourth_powers` / f^4. What is left is that of the largest at least, and 1/m of the sum.
-
-    Args:
-      other_fourth_powers: A lower bound of the sum of the fourth powers of all eigenvalues of `gram` except the
-        largest.
+    The bound is A's trace or Schatten-4 norm: with B = A / ||A||_F, no eigenvalue of B is above ||B^2||_F^(1/2).
+    ||B^2||_F^2 is the sum of the fourth powers of B's eigenvalues. After a deflation, a part of the sum is known that
+    comes from others than the largest, and is subtracted. What is left is that of the largest at least, and 1/m of the
+    sum.
     """
     if normalization == "frobenius":
-        bound = trace_or_one(gram)
-        return Normalized(gram / bound.astype(gram.dtype), scale=jax.lax.rsqrt(bound))
+        trace = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
+        inverse_trace = 1 / or_one(trace)
+        return scaled(gram, inverse_trace), None, jnp.sqrt(inverse_trace)
     # B, for the fourth power of A is no number where A is large or small.
-    inverse_frobenius = jax.lax.rsqrt(or_one(square_norm(gram)))
-    gram = scaled(gram, inverse_frobenius)
-    gram2 = product(gram)
-    fourth = square_norm(gram2)
-    # After deflation, a matrix of rank one is so small that the fourth power of its norm would not be a number.
-    other_fourth_powers = jnp.where(
-        other_fourth_powers == 0,
-        0,
-        (jnp.sqrt(jnp.sqrt(or_one(other_fourth_powers))) * inverse_frobenius) ** 4,
-    )
-    fourth = jnp.maximum(fourth - other_fourth_powers, fourth / gram.shape[-1])
-    inverse_bound = jax.lax.rsqrt(jnp.sqrt(or_one(fourth)))
-    return Normalized(gram, gram2, inverse_bound, jnp.sqrt(inverse_frobenius * inverse_bound))
-
-
-def trace_or_one(gram: jax.Array) -> Float[Array, "*batch 1 1"]:
-    """The trace, which is no smaller than the largest eigenvalue; of a zero matrix 1."""
-    return or_one(jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None])
+    inverse_norm = jax.lax.rsqrt(or_one(square_norm(gram)))
+    b = scaled(gram, inverse_norm)
+    b2 = product(b)
+    fourth_powers = square_norm(b2)
+    if deflation is not None:
+        others = other_fourth_powers(scaled(deflation.dominant, inverse_norm))
+        fourth_powers = jnp.maximum(fourth_powers - others, fourth_powers / b.shape[-1])
+    inverse_square = jax.lax.rsqrt(or_one(fourth_powers))
+    inverse = jnp.sqrt(inverse_square)
+    return scaled(b, inverse), scaled(b2, inverse_square), jnp.sqrt(inverse_norm * inverse)

@@ -11,7 +11,6 @@ from muonjax._newton_schulz.coefficients import (
     Coefficients,
     checked_rows,
     polar_express,
-    polar_express_rows,
 )
 from pallas_kernels._api import IMPLEMENTATIONS
 
@@ -42,9 +41,9 @@ _SMALL = polar_express(8, lower=1e-4)
 
 # Lower ends in full precision: the best on recorded momentum whose dominant directions are shrunk. In half precision:
 # a smaller one leaves less error on recorded momentum, and lifts more of the rounding errors of bfloat16 outside of the
-# space of a matrix of low rank. Degree nine has coefficients up to 480, by which rounding is multiplied.
+# space of a matrix of low rank.
 FAST = Steps(polar_express(3, lower=2e-2), polar_express(4, lower=4e-3), _SMALL)
-BALANCED = Steps(polar_express_rows((9, 9, 5), lower=1e-2), polar_express(5, lower=3e-3), _SMALL)
+BALANCED = Steps(polar_express(4, lower=1e-2), polar_express(5, lower=3e-3), _SMALL)
 _ACCURATE = polar_express(12, lower=1e-5)
 
 
@@ -148,8 +147,7 @@ class NewtonSchulz(metaclass=_Presets):
 
     @classmethod
     def balanced(cls) -> "NewtonSchulz":
-        """The default: two polynomials of degree nine and a quintic after a deflation; in half precision, where degree
-        nine would lose its digits, five quintics without."""
+        """The default: four quintics after a deflation; in half precision five quintics without."""
         return cls()
 
     @classmethod

@@ -86,7 +86,7 @@ def test_a_cubic_is_minimax_too(lower):
 
 
 @pytest.mark.parametrize(
-    "degrees", [*itertools.product((3, 5, 9), repeat=2), (5, 3, 3), (3, 5, 3)]
+    "degrees", [*itertools.product((3, 5), repeat=2), (5, 3, 3), (3, 5, 3)]
 )
 def test_the_composition_is_as_far_above_one_as_below(degrees):
     """Also where the interval no longer ends at 1: a polynomial that is not minimax on it, or not by its own error
