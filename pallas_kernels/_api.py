@@ -48,7 +48,7 @@ def symmetric_product(
     the one rounding to the result's dtype, and float32 is true float32 (TF32 and bfloat16 passes are used
     only where `jax.default_matmul_precision` asks for them). Complex arrays give ``X Yᴴ``, Hermitian.
 
-    Differentiable both ways and under `jax.vmap`. On a mesh, call it inside `jax.shard_map`.
+    Differentiable both ways and under `jax.vmap`. On a mesh, call it inside `jax.shard_map`, as a kernel must be.
 
     Args:
       x: [*batch, m, k], floating or complex.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import backend
 
-from pallas_kernels._kernel_batch import launch_batch, refusal
+from pallas_kernels._kernel_batch import launch_batch
 from pallas_kernels._tiles import CORES, SQUARE, pick
 from pallas_kernels._xla import Operands
 
@@ -17,7 +17,8 @@ NEEDS_JAX = (0, 11)
 
 def symmetric_product(o: Operands) -> jax.Array:
     """The product by the kernel."""
-    return launch_batch("hopper", functools.partial(launched, require(o.x.dtype)), o)
+    cores = require(o.x, o.x.dtype)
+    return launch_batch(functools.partial(launched, cores), o)
 
 
 def launched(
@@ -42,39 +43,54 @@ def _aligned(x: jax.Array) -> jax.Array:
 _HOPPER = ("H100", "H800", "H20")
 
 
-def require(dtype: jnp.dtype) -> int:
+def require(x: jax.Array, dtype: jnp.dtype) -> int:
     """The number of multiprocessors of a device that can run the kernel, or an error that says why not."""
-    if reason := _unsuitable(dtype):
-        raise NotImplementedError(refusal("hopper", reason))
+    if reason := _unsuitable(x, dtype):
+        raise NotImplementedError(
+            f"symmetric_product(implementation='hopper') {reason}; "
+            'use "blocked" or "reference" instead.'
+        )
     device = _device()
     return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or CORES
 
 
 def is_chosen(x: jax.Array, dtype: jnp.dtype) -> bool:
-    """Whether the kernel can run and was measured, and takes whole matrices there.
-
-    Under `jit` alone the sharding of x is unknown while it is traced: there has to be one device, or all of them are
-    inside of `jax.shard_map`.
-    """
-    context = jax.sharding.get_abstract_mesh()
-    mesh = jax.typeof(x).sharding.mesh if context.empty else context
-    alone = mesh.size == 1 if not mesh.empty else context.abstract_device or jax.device_count() == 1
-    measured = _device().device_kind == "NVIDIA H100 80GB HBM3"
-    return measured and bool(alone or mesh.are_all_axes_manual) and not _unsuitable(dtype)
+    """Whether the kernel can run and was measured."""
+    return _device().device_kind == "NVIDIA H100 80GB HBM3" and not _unsuitable(x, dtype)
 
 
-def _unsuitable(dtype: jnp.dtype) -> str | None:
+def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
     """Why the kernel can't run; a kernel for Blackwell would be an implementation with its own name."""
     if jax.__version_info__ < NEEDS_JAX:
         return f"needs JAX {'.'.join(map(str, NEEDS_JAX))} or newer, this is {jax.__version__}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {jnp.dtype(dtype).name}"
+    if 0 in x.shape:
+        return f"got the empty shape {x.shape}"
     device = _device()
-    if device.platform == "gpu" and any(name in device.device_kind for name in _HOPPER):
-        return None
-    return (
-        f"needs a GPU of compute capability 9.0 (H100, H200), the device is {device.device_kind!r}"
-    )
+    if device.platform != "gpu" or not any(name in device.device_kind for name in _HOPPER):
+        return (
+            "needs a GPU of compute capability 9.0 (H100, H200), "
+            f"the device is {device.device_kind!r}"
+        )
+    if not _has_whole_matrices(x):
+        return (
+            "needs whole matrices on each device, and here XLA may cut them: call it inside of "
+            "jax.shard_map over all axes, or under jax.set_mesh of a mesh of one device"
+        )
+    return None
+
+
+def _has_whole_matrices(x: jax.Array) -> bool:
+    """Whether there is one device, or all of them are inside of `jax.shard_map`.
+
+    Elsewhere the sharding of x is unknown while it is traced, and XLA gathers a kernel's operands on every device.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    mesh = jax.typeof(x).sharding.mesh if context.empty else context
+    if mesh.empty:
+        return bool(context.abstract_device) or jax.device_count() == 1
+    return mesh.size == 1 or mesh.are_all_axes_manual
 
 
 def _device() -> Any:

@@ -7,7 +7,6 @@ spilled bytes that ptxas prints.
 """
 
 import contextlib
-import functools
 import os
 import re
 import subprocess
@@ -21,13 +20,10 @@ os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.common import ahead_of_time, measure
 from benchmarks.gpu.tiles import candidates
-from pallas_kernels import _mosaic_gpu, _mosaic_gpu_sm90
-from pallas_kernels._kernel_batch import by_batch
+from pallas_kernels import _mosaic_gpu_sm90
 from pallas_kernels._tiles import Tiles, pick
 
 H100 = ahead_of_time.CHIPS["H100"]
@@ -90,26 +86,6 @@ def compile_case(
     }
 
 
-def shared_out() -> dict[str, Any]:
-    """A bare `jit` on four GPUs that share out a batch of eight: what each of them launches, and sends."""
-    mesh = Mesh(np.array(ahead_of_time.devices(H100, 4)), ("x",))
-    sharding = NamedSharding(mesh, PartitionSpec("x"))
-    x = jax.ShapeDtypeStruct((8, 512, 512), jnp.bfloat16, sharding=sharding)
-    scale = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
-    kernel = by_batch(functools.partial(_mosaic_gpu.launched, H100.cores), "hopper")
-    with captured([]):
-        lowered = jax.jit(lambda x, scale: kernel(x, None, None, scale)).lower(x, scale)
-        text = lowered.compile().as_text()
-    return {
-        "devices": 4,
-        "shape": x.shape,
-        "launched_on_each": re.findall(r"= (\w+\[[\d,]+\])\S* custom-call\(", text),
-        "collectives": re.findall(
-            r"all-gather|all-to-all|all-reduce|collective-permute", text
-        ),
-    }
-
-
 def main() -> None:
     cases = []
     for shape in SHAPES:
@@ -129,7 +105,7 @@ def main() -> None:
     )
     measure.write(
         "aot_hopper",
-        {"mesh": shared_out(), "results": rows},
+        {"results": rows},
         device=f"compiled ahead of time for {H100.kind}; not run",
         ptxas=re.findall(r"V[\d.]+", done.stdout)[0],
     )

@@ -28,7 +28,7 @@ from benchmarks.optimizer.half_precision import EMULATED, optax_bfloat16
 from benchmarks.training.methods import schedule
 from benchmarks.training.steps_to_loss import matching
 from muonjax._common.platform import Policy
-from muonjax._matrices.batching import MatrixFunction
+from muonjax._matrices.batching import Function
 from muonjax._newton_schulz.polar_factor import polar_factor
 from muonjax._transforms import orthogonalize
 
@@ -75,7 +75,7 @@ class Trainer:
     """The example with Muon, whose momentum a method makes orthogonal. All runs share one program."""
 
     def __init__(self, method: str):
-        self.function = MatrixFunction(lambda x, axis_name=(): METHODS[method](x))
+        self.function = Function(lambda x, axis_name=(): METHODS[method](x))
         self.step = jax.jit(self._step, donate_argnums=1, compiler_options=EMULATED)
         self.text = Text()
 

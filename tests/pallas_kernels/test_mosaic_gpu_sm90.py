@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.tiles import candidates
-from pallas_kernels import _kernel_batch, _mosaic_gpu, symmetric_product
+from pallas_kernels import _mosaic_gpu, symmetric_product
 from pallas_kernels._tiles import Tiles
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
@@ -84,12 +83,6 @@ class TestHopper(SymmetricProductSuite):
             if not ON_GPU:
                 stack.enter_context(pretend(3))
                 stack.enter_context(interpreter())
-                # The interpreter's ordered callbacks can't be in a partitioned call; test_batch_partitioning.py has it.
-                stack.enter_context(
-                    mock.patch.object(
-                        _kernel_batch, "by_batch", lambda function, _: function
-                    )
-                )
             yield
 
 

@@ -173,7 +173,7 @@ def test_half_precision_takes_the_kernel_from_4096_rows_on():
                 settings=NewtonSchulz(**settings),
                 policy=Policy("gpu", H100),
             )
-            return str(jax.jit(f).trace(x).jaxpr).count("custom_partitioning")
+            return str(jax.jit(f).trace(x).jaxpr).count("wgmma_accumulator_deref")
 
     assert (
         kernels(4095) == kernels(4096, implementation="reference") == 0 < kernels(4096)
@@ -196,6 +196,17 @@ def test_hopper_is_refused_with_the_reason():
         NotImplementedError, match=re.escape("implementation='hopper') needs")
     ):
         symmetric_product(MATRIX.astype(jnp.bfloat16), implementation="hopper")
+
+
+@pytest.mark.skipif(not NEW, reason="the kernel needs JAX 0.11")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_hopper_is_refused_where_xla_may_cut_its_matrices(kind):
+    x = jax.ShapeDtypeStruct((4, 3), jnp.bfloat16)
+    with (
+        described(H100, a=kind),
+        pytest.raises(NotImplementedError, match=r"inside of jax\.shard_map"),
+    ):
+        jax.eval_shape(lambda x: symmetric_product(x, implementation="hopper"), x)
 
 
 def _precisions(dtype, implementation):
