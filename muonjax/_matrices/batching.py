@@ -80,16 +80,19 @@ def map_groups(
     if not policy.is_cpu:  # there each shape has one stack
         f = dataclasses.replace(f, whole=jax.jit(f.whole))
     previous = None
+    stacks = []
     for group in _groups(f, matrices, policy):
-        for indices in _stacks(group, matrices, policy):
-            parts = [matrices[i] for i in indices]
-            if policy.one_stack_at_a_time and previous is not None:
-                # XLA keeps the previous stack in memory until its result is cut and cast: that comes first.
-                parts, results[previous] = jax.lax.optimization_barrier((parts, results[previous]))
-            outputs = _map_parts(f, parts, policy)
-            for i, output in zip(indices, outputs, strict=True):
-                results[i] = output
-            previous = indices[-1]
+        stacks += _stacks(group, matrices, policy)
+    for indices in stacks:
+        parts = [matrices[i] for i in indices]
+        if policy.one_stack_at_a_time and previous is not None:
+            # XLA keeps the previous stack in memory until its result is cut and cast: that comes first.
+            waiting = parts, results[previous]
+            parts, results[previous] = jax.lax.optimization_barrier(waiting)
+        outputs = _map_parts(f, parts, policy)
+        for i, output in zip(indices, outputs, strict=True):
+            results[i] = output
+        previous = indices[-1]
     return results
 
 
@@ -99,17 +102,21 @@ def _map_parts(
     policy: Policy,
 ) -> list[jax.Array]:
     """f of each of the arrays that share a program."""
-    m, n = max(map(_sides, parts))
-    if f.in_blocks is not None and min(map(_sides, parts)) != (m, n):
+    shapes = [_sides(x) for x in parts]
+    m, n = max(shapes)
+    if f.in_blocks is not None and min(shapes) < (m, n):
         return _map_in_blocks(f, parts, policy.platform)
     counts = [len(x) for x in parts]
     chunk_size = policy.chunk_size(sum(counts), (m, n))
     if policy.is_cpu and chunk_size == 1 and any(map(_is_tall, parts)):
         return _map_and_transpose_each(f, parts, policy.platform)
-    stack = _map_chunks(lambda chunk, _: f.whole(chunk), _stacked(parts, n), chunk_size)
+    stack = _stacked(parts, n)
+    stack = _map_chunks(lambda chunk, _: f.whole(chunk), stack, chunk_size)
+    outputs = _unstacked(stack, counts, policy.platform)
     results = []
-    for x, y in zip(parts, _unstacked(stack, counts, policy.platform), strict=True):
-        y = y[..., : max(x.shape[1:])]
+    for x, y in zip(parts, outputs, strict=True):
+        _, columns = _sides(x)
+        y = y[..., :columns]
         results.append(y.mT if _is_tall(x) else y)
     return results
 
@@ -118,7 +125,8 @@ def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[l
     """Indices of the arrays with one (short side, long side, dtype), in first-seen order."""
     groups: dict[tuple, list[int]] = {}
     for i, x in enumerate(matrices):
-        groups.setdefault((_sides(x), x.dtype), []).append(i)
+        key = _sides(x), x.dtype
+        groups.setdefault(key, []).append(i)
     return list(groups.values())
 
 
@@ -131,26 +139,28 @@ def _groups(
 
     Neighbors have the same short side and share a program in blocks, or where columns of zeros cost little.
     """
+    sides = [_sides(x) for x in matrices]
     neighbors: dict[tuple, list[list[int]]] = {}
     # The fewest columns first: a group is padded to the columns of the next.
-    for group in sorted(group_by_shape(matrices), key=lambda group: _sides(matrices[group[0]])):
-        x = matrices[group[0]]
-        m, n = _sides(x)
-        neighbors.setdefault((m, f.form(m, n), x.dtype), []).append(group)
+    for group in sorted(group_by_shape(matrices), key=lambda group: sides[group[0]]):
+        m, n = sides[group[0]]
+        key = m, f.form(m, n), matrices[group[0]].dtype
+        neighbors.setdefault(key, []).append(group)
 
     merged: list[list[int]] = []
-    for (m, *_), shapes in neighbors.items():
+    for (m, *_), groups in neighbors.items():
         batched = 0
-        for i in itertools.chain(*shapes):
-            if policy.chunk_size(2, _sides(matrices[i])) > 1:
+        for i in itertools.chain(*groups):
+            if policy.chunk_size(2, sides[i]) > 1:
                 batched += len(matrices[i])
-        in_blocks = f.in_blocks is not None and policy.goes_in_blocks(m, len(shapes), batched)
-        merged.append(shapes[0])
-        for group in shapes[1:]:
-            _, n = _sides(matrices[group[0]])
+        in_blocks = f.in_blocks is not None
+        in_blocks = in_blocks and policy.goes_in_blocks(m, len(groups), batched)
+        merged.append(groups[0])
+        for group in groups[1:]:
+            _, n = sides[group[0]]
             columns_of_zeros = 0
             for i in merged[-1]:
-                columns_of_zeros += len(matrices[i]) * (n - max(matrices[i].shape[1:]))
+                columns_of_zeros += len(matrices[i]) * (n - sides[i][1])
             if in_blocks or policy.pads(m, columns_of_zeros):
                 merged[-1] = sorted(merged[-1] + group)
             else:
@@ -165,11 +175,14 @@ def _stacks(
 ) -> list[list[int]]:
     """A group in parts, each a single array or within the policy's bound; about equal, if the arrays allow it."""
     m, n = max(_sides(matrices[i]) for i in group)
-    elements = {i: len(matrices[i]) * m * n for i in group}
+    bound = policy.stack_elements
+    elements = {}
+    for i in group:
+        elements[i] = len(matrices[i]) * m * n
     full: list[list[int]] = []
     filled = 0
     for i, size in elements.items():
-        if not full or filled + size > policy.stack_elements:
+        if not full or filled + size > bound:
             full.append([])
             filled = 0
         full[-1].append(i)
@@ -177,12 +190,15 @@ def _stacks(
 
     # As many stacks, each of which ends where its share of all elements does.
     even: list[list[int]] = [[] for _ in full]
+    total = sum(elements.values())
     stop = 0
     for i, size in elements.items():
         stop += size
-        even[(stop - 1) * len(full) // sum(elements.values())].append(i)
+        number = (stop - 1) * len(full) // total
+        even[number].append(i)
     for stack in even:
-        if len(stack) > 1 and sum(elements[i] for i in stack) > policy.stack_elements:
+        size = sum(elements[i] for i in stack)
+        if len(stack) > 1 and size > bound:
             return full
     return [stack for stack in even if stack]
 
@@ -223,12 +239,21 @@ def _map_chunks(
 
     def body(step: jax.Array, chunks: jax.Array) -> jax.Array:
         chunk = jax.lax.dynamic_index_in_dim(
-            chunks, step, keepdims=False, allow_negative_indices=False
+            chunks,
+            step,
+            keepdims=False,
+            allow_negative_indices=False,
         )
-        y = f(chunk, step)
-        return jax.lax.dynamic_update_index_in_dim(chunks, y, step, 0, allow_negative_indices=False)
+        return jax.lax.dynamic_update_index_in_dim(
+            chunks,
+            f(chunk, step),
+            step,
+            axis=0,
+            allow_negative_indices=False,
+        )
 
-    return jax.lax.fori_loop(0, len(chunks), body, chunks).reshape(stack.shape)
+    chunks = jax.lax.fori_loop(0, len(chunks), body, chunks)
+    return chunks.reshape(stack.shape)
 
 
 def _map_and_transpose_each(
@@ -243,7 +268,8 @@ def _map_and_transpose_each(
     would choose a layout.
     """
     m, n = _sides(parts[0])
-    order = sorted(range(len(parts)), key=lambda i: not _is_tall(parts[i]))  # tall ones first
+    # Tall ones first.
+    order = sorted(range(len(parts)), key=lambda i: not _is_tall(parts[i]))
     counts = [len(parts[i]) for i in order]
     tall = sum(len(x) for x in parts if _is_tall(x))
     _, first_wide = numbers_from_loop((0, tall), platform)
@@ -311,8 +337,11 @@ def _map_in_blocks(
             results.append(y.astype(x.dtype))
         return results
 
+    def each_whole(*tall: jax.Array) -> list[jax.Array]:
+        return [f.whole(x) for x in tall]
+
     function = jax.custom_jvp(blockwise)
-    function.defjvp(lambda x, dx: jax.jvp(lambda *tall: [f.whole(x) for x in tall], x, dx))
+    function.defjvp(lambda x, dx: jax.jvp(each_whole, x, dx))
     results = function(*tall)
     return [y if _is_tall(x) else y.mT for x, y in zip(parts, results, strict=True)]
 
