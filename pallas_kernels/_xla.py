@@ -115,13 +115,15 @@ def epilogue(
     beta: Float[Array, "*#batch"],
 ) -> Inexact[Array, "*batch m n"]:
     """``alpha·P + beta·C`` in P's dtype."""
-    return scaled(alpha, p) if c is None else scaled(alpha, p) + scaled(beta, c.astype(p.dtype))
+    s = scaled(alpha, p)
+    return s if c is None else s + scaled(beta, c.astype(p.dtype))
 
 
 def scaled(number: jax.Array, p: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
     """``number·P`` in P's dtype; a scalar, or one for each matrix of the last batch axes."""
     if number.ndim:
-        number = lax.expand_dims(number, (*range(p.ndim - 2 - number.ndim), p.ndim - 2, p.ndim - 1))
+        leading = range(p.ndim - 2 - number.ndim)
+        number = lax.expand_dims(number, (*leading, p.ndim - 2, p.ndim - 1))
     return number.astype(p.dtype) * p
 
 
@@ -129,16 +131,18 @@ def mirror(p: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
     """The Hermitian matrix whose lower triangle is P's."""
     # Sums with zeros rather than one `where`: XLA's CPU compiler takes a minute over
     # `where(row >= column, p, p.mT)` at 1024 (jaxlib 0.10.2), and none over this.
+    m = p.shape[-1]
     if jnp.iscomplexobj(p):
-        p = jnp.where(jnp.eye(p.shape[-1], dtype=bool), p.real.astype(p.dtype), p)
-    lower = jnp.tri(p.shape[-1], dtype=bool)
+        p = jnp.where(jnp.eye(m, dtype=bool), p.real.astype(p.dtype), p)
+    lower = jnp.tri(m, dtype=bool)
     return jnp.where(lower, p, 0) + jnp.where(lower, 0, p.mT.conj())
 
 
 def symmetric_product(o: Operands) -> Inexact[Array, "*batch m m"]:
     """The product with one full product of XLA's."""
+    p = mirror(product(o.x, o.second))
     c = None if o.c is None else mirror(o.c)
-    return epilogue(mirror(product(o.x, o.second)), c, o.alpha, o.beta).astype(o.x.dtype)
+    return epilogue(p, c, o.alpha, o.beta).astype(o.x.dtype)
 
 
 # Rows of blocks, at most, and of the smallest block: benchmarks/optimizer/symmetric_product.py compares others.
@@ -147,7 +151,11 @@ SMALLEST = 128
 
 
 def blocked_product(
-    o: Operands, *, platform: str, rows: int = ROWS, smallest: int = SMALLEST
+    o: Operands,
+    *,
+    platform: str,
+    rows: int = ROWS,
+    smallest: int = SMALLEST,
 ) -> Inexact[Array, "*batch m m"]:
     """The product in blocks."""
     *batch, m, _ = o.x.shape
@@ -158,8 +166,12 @@ def blocked_product(
     if math.prod(batch) <= 1 or platform != "cpu":
         return one(o)
     # One matrix after the other: blocks of a whole batch would be copied through main memory.
-    each = o._replace(alpha=jnp.broadcast_to(o.alpha, batch), beta=jnp.broadcast_to(o.beta, batch))
-    each = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(batch) :]), each)
+    alpha = jnp.broadcast_to(o.alpha, batch)
+    beta = jnp.broadcast_to(o.beta, batch)
+    each = jax.tree.map(
+        lambda a: a.reshape(-1, *a.shape[len(batch) :]),
+        o._replace(alpha=alpha, beta=beta),
+    )
     return lax.map(one, each).reshape(*batch, m, m)
 
 
@@ -169,7 +181,7 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
     starts = numbers_from_loop(bounds[:-1], platform)
 
-    def cut(a, i, axis=-2):
+    def cut(a: jax.Array, i: int, axis: int = -2) -> jax.Array:
         return lax.dynamic_slice_in_dim(a, starts[i], sizes[i], axis, allow_negative_indices=False)
 
     blocks = {}
@@ -178,50 +190,65 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
         c_i = None if c is None else cut(c, i)
         for j in range(i + 1):
             block = product(x_i, cut(o.second, j))
-            block = mirror(block) if i == j else block
+            if i == j:
+                block = mirror(block)
             if c_i is not None:
                 c_ij = cut(c_i, j, axis=-1)
-                block = epilogue(block, mirror(c_ij) if i == j else c_ij, alpha, beta)
-            blocks[i, j], blocks[j, i] = block, block.mT.conj() if i > j else block
-    columns = [jnp.concatenate([blocks[i, j] for i in range(rows)], axis=-2) for j in range(rows)]
+                if i == j:
+                    c_ij = mirror(c_ij)
+                block = epilogue(block, c_ij, alpha, beta)
+            blocks[i, j] = block
+            blocks[j, i] = block.mT.conj() if i > j else block
+    columns = []
+    for j in range(rows):
+        column = [blocks[i, j] for i in range(rows)]
+        columns.append(jnp.concatenate(column, axis=-2))
     s = jnp.concatenate(columns, axis=-1)
-    return (epilogue(s, None, alpha, beta) if c is None else s).astype(x.dtype)
+    if c is None:
+        s = scaled(alpha, s)
+    return s.astype(x.dtype)
 
 
-def shared_product(o: Operands, *, axis_name: tuple[str, ...]) -> jax.Array:
+def shared_product(
+    o: Operands,
+    *,
+    axis_name: tuple[str, ...],
+) -> Inexact[Array, "*batch m m"]:
     """The product, each device of the mesh axes `axis_name` a part; the same arguments on all of them."""
-    x, y, c, alpha, beta = o
-    m = x.shape[-2]
+    m = o.x.shape[-2]
     devices = math.prod(map(lax.axis_size, axis_name))
     rows = 2 * devices
     size = -(-m // rows)
-    i, j = np.argwhere(np.tri(rows)).T  # of the blocks in the lower triangle
+    # The blocks in the lower triangle are numbered, and each device has the next 2p + 1 of them.
+    i, j = np.argwhere(np.tri(rows)).T
     number = np.zeros((rows, rows), int)
     number[i, j] = np.arange(len(i))
-    own_i, own_j = (jnp.asarray(k.reshape(devices, -1))[lax.axis_index(axis_name)] for k in (i, j))
+    device = lax.axis_index(axis_name)
+    rows_of_device = jnp.asarray(i.reshape(devices, -1))[device]
+    columns_of_device = jnp.asarray(j.reshape(devices, -1))[device]
 
-    def padded(a, *axes):
-        return jnp.pad(
-            a, [(0, rows * size - m if axis - a.ndim in axes else 0) for axis in range(a.ndim)]
-        )
+    def padded(a: jax.Array, *axes: int) -> jax.Array:
+        widths = [(0, 0)] * a.ndim
+        for axis in axes:
+            widths[axis] = (0, rows * size - m)
+        return jnp.pad(a, widths)
 
-    def cut(a, i, axis):
+    def cut(a: jax.Array, i: jax.Array, axis: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(a, i * size, size, axis, allow_negative_indices=False)
 
-    def of_own(f, *indices):
-        """f of each index, [*batch, blocks, size, ...]."""
-        return jax.vmap(f, out_axes=-3)(*indices)
+    # [*batch, blocks, size, ...]
+    cut_rows = jax.vmap(lambda a, i: cut(a, i, -2), in_axes=(None, 0), out_axes=-3)
+    cut_columns = jax.vmap(lambda a, j: cut(a, j, -1), in_axes=(-3, 0), out_axes=-3)
 
-    x, y = padded(x, -2), None if y is None else padded(y, -2)
-    p = product(
-        of_own(lambda i: cut(x, i, -2), own_i),
-        of_own(lambda j: cut(x if y is None else y, j, -2), own_j),
-    )
+    x = padded(o.x, -2)
+    y = x if o.y is None else padded(o.y, -2)
+    p = product(cut_rows(x, rows_of_device), cut_rows(y, columns_of_device))
+    c = o.c
     if c is not None:
-        c = padded(c, -2, -1)
-        c = of_own(lambda i, j: cut(cut(c, i, -2), j, -1), own_i, own_j)
-    alpha, beta = (s if s.ndim == 0 else s[..., None] for s in (alpha, beta))
-    own = epilogue(p, c, alpha, beta).astype(x.dtype)
-    blocks = lax.all_gather(own, axis_name, axis=own.ndim - 3, tiled=True)
+        c = cut_columns(cut_rows(padded(c, -2, -1), rows_of_device), columns_of_device)
+    alpha, beta = (s if s.ndim == 0 else s[..., None] for s in (o.alpha, o.beta))
+    part = epilogue(p, c, alpha, beta).astype(x.dtype)
+    blocks = lax.all_gather(part, axis_name, axis=part.ndim - 3, tiled=True)
     s = jnp.moveaxis(blocks[..., number, :, :], -3, -2)
-    return mirror(s.reshape(*s.shape[:-4], rows * size, rows * size)[..., :m, :m])
+    s = s.reshape(*s.shape[:-4], rows * size, rows * size)
+    return mirror(s[..., :m, :m])

@@ -109,10 +109,13 @@ def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
     return map_columns(lambda x: x - dot(dot(v, d), dot(adjoint(v), x)), x)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("rank", "platform")
-)  # one trace, whatever the longer side of X
-def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str) -> Deflation:
+# One trace, whatever the longer side of X.
+@functools.partial(jax.jit, static_argnames=("rank", "platform"))
+def shrink_dominant(
+    gram: Inexact[Array, "*batch m m"],
+    rank: int,
+    platform: str,
+) -> Deflation:
     """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
 
     Args:
@@ -128,31 +131,34 @@ def shrink_dominant(gram: Inexact[Array, "*batch m m"], rank: int, platform: str
     # W A W = A - P S^H - S P^H with P = V D and S = A V - P (V^H A V) / 2.
     p = dot(v, d)
     s = av - dot(p, h) / 2
-    ps, sp = jnp.concatenate([p, s], axis=-1), jnp.concatenate([s, p], axis=-1)
+    ps = jnp.concatenate([p, s], axis=-1)
+    sp = jnp.concatenate([s, p], axis=-1)
     removed = symmetric_product_on(platform, ps, y=sp)
     shrunk = _above_rounding(gram) - removed
-    w = identity_like(d, small=True) - dot(dot(adjoint(v), v), d)  # V^H W = w V^H
+
+    # V^H W = w V^H with w = I - V^H V D.
+    w = identity_like(d, small=True) - dot(dot(adjoint(v), v), d)
     return Deflation(p, v, shrunk, dot(dot(w, h), adjoint(w)))
 
 
 def _map_to_one_target(
-    v: Inexact[Array, "*batch m k"], av: Inexact[Array, "*batch m k"]
+    v: Inexact[Array, "*batch m k"],
+    av: Inexact[Array, "*batch m k"],
 ) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
     """H = V^H A V and D, from V and A V."""
     h = dot(adjoint(v), av)
     inverse_sqrt = inverse_root(h)
     inverse = dot(inverse_sqrt, inverse_sqrt)
-    # The common target of the k directions: close to the smallest of their singular values, so that none of them is
-    # then much larger than the rest.
+    # D = I - target H^(-1/2). The target is close to the smallest singular value of the k directions, so that none of
+    # them is then much larger than the rest.
     target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
     d = identity_like(inverse_sqrt, small=True) - scaled(inverse_sqrt, target)
 
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
     # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, off its diagonal.
     residual = dot(av - dot(v, h), dot(d, inverse))
-    return h, scaled(
-        d, jnp.minimum(1, _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual))
-    )
+    limit = _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)
+    return h, scaled(d, jnp.minimum(1, limit))
 
 
 def _largest_eigenvalue(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
@@ -176,7 +182,9 @@ def other_fourth_powers(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch
 
 
 def _dominant_subspace(
-    multiply: Callable[[jax.Array], jax.Array], start: Inexact[Array, "*batch m k"], num_steps: int
+    multiply: Callable[[jax.Array], jax.Array],
+    start: Inexact[Array, "*batch m k"],
+    num_steps: int,
 ) -> Inexact[Array, "*batch m k"]:
     """Nearly orthonormal columns V, no combination of them longer than 1.
 
@@ -189,12 +197,14 @@ def _dominant_subspace(
 
     def subspace_step(_, v):
         # Sums over mesh axes no longer vary over them, and the carry must stay as it was.
-        return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, _like(v, multiply(v)))
+        y = _like(v, multiply(v))
+        return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, y)
 
     return jax.lax.fori_loop(0, num_steps, subspace_step, start)
 
 
-@jax.jit  # one trace for its three uses
+# One trace for its three uses.
+@jax.jit
 def inverse_root(h: jax.Array) -> jax.Array:
     """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products, where h is well conditioned."""
     eye = identity_like(h, small=True)
@@ -206,11 +216,15 @@ def inverse_root(h: jax.Array) -> jax.Array:
         a, b, c = jax.lax.dynamic_index_in_dim(
             rows, t, keepdims=False, allow_negative_indices=False
         )
+        # P = a I + b R + c R^2, R <- P R P, Q <- Q P
         p = a * eye + b * r + c * dot(r, r)
-        return hermitian_part(dot(dot(p, r), p)), hermitian_part(dot(q, p))
+        r = hermitian_part(dot(dot(p, r), p))
+        return r, hermitian_part(dot(q, p))
 
-    start = scaled(h, inverse_bound) + _RIDGE * eye, scaled(eye, jnp.sqrt(inverse_bound))
-    return jax.lax.fori_loop(0, len(rows), step, start)[1]
+    r = scaled(h, inverse_bound) + _RIDGE * eye
+    q = scaled(eye, jnp.sqrt(inverse_bound))
+    _, q = jax.lax.fori_loop(0, len(rows), step, (r, q))
+    return q
 
 
 def random_start(m: int, k: int) -> Float32[Array, "m k"]:
@@ -233,20 +247,20 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
     negative, polynomials can amplify it without bound. The entries' errors are of random sign and about
     eps / 2 sqrt(a_ii a_jj) at least; the norm of such a matrix is eps sqrt(max a_ii * tr A).
     """
-    tiny = jnp.finfo(gram.dtype).tiny  # a square root has no derivative at zero
+    info = jnp.finfo(gram.dtype)
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.
     mask = on_diagonal(gram)
     diagonal = jnp.sum(jnp.where(mask, gram.real, 0), -1)
-    delta = (
-        ROUNDING * jnp.finfo(gram.dtype).eps * jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + tiny)
-    )
-    return jnp.where(mask, gram + delta[..., None, None].astype(gram.dtype), gram)
+    # A square root has no derivative at zero.
+    norm = jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + info.tiny)
+    delta = (ROUNDING * info.eps * norm)[..., None, None]
+    return jnp.where(mask, gram + delta.astype(gram.dtype), gram)
 
 
 def _like(
-    a: Inexact[Array, "*batch m #k"], value: Inexact[Array, "*#batch m k"]
+    a: Inexact[Array, "*batch m #k"],
+    value: Inexact[Array, "*#batch m k"],
 ) -> Inexact[Array, "*batch m k"]:
     """`value` with the batch, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
-    return jnp.zeros_like(a) + jnp.expand_dims(
-        value.astype(a.dtype), tuple(range(a.ndim - value.ndim))
-    )
+    batch_axes = tuple(range(a.ndim - value.ndim))
+    return jnp.zeros_like(a) + jnp.expand_dims(value.astype(a.dtype), batch_axes)
