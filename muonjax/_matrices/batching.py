@@ -121,7 +121,7 @@ def _map_parts(
     return results
 
 
-def group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[list[int]]:
+def _group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[list[int]]:
     """Indices of the arrays with one (short side, long side, dtype), in first-seen order."""
     groups: dict[tuple, list[int]] = {}
     for i, x in enumerate(matrices):
@@ -142,7 +142,7 @@ def _groups(
     sides = [_sides(x) for x in matrices]
     neighbors: dict[tuple, list[list[int]]] = {}
     # The fewest columns first: a group is padded to the columns of the next.
-    for group in sorted(group_by_shape(matrices), key=lambda group: sides[group[0]]):
+    for group in sorted(_group_by_shape(matrices), key=lambda group: sides[group[0]]):
         m, n = sides[group[0]]
         key = m, f.form(m, n), matrices[group[0]].dtype
         neighbors.setdefault(key, []).append(group)
@@ -309,7 +309,7 @@ def _map_in_blocks(
     in_blocks: Any = f.in_blocks
     tall = [x if _is_tall(x) else x.mT for x in parts]
     m = tall[0].shape[2]
-    size = block_size([x.shape[:2] for x in tall], m)
+    size = block_size([(len(x), x.shape[1]) for x in tall], m)
     blocks_of_each = []  # matrix
     for x in tall:
         blocks_of_each += [-(-x.shape[1] // size)] * len(x)
