@@ -405,8 +405,8 @@ class Pieces(list[Piece]):
         """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
         entries: list[Any] = [optax.MaskedNode()] * self.treedef.num_leaves
         for i, pairs in self._by_leaf(arrays).items():
-            parts = tuple(array for _, array in pairs)
-            entries[i] = parts if len(parts) > 1 else parts[0]
+            parts = [array for _, array in pairs]
+            entries[i] = tuple(parts) if len(parts) > 1 else parts[0]
         state = self.treedef.unflatten(entries)
         # A box of Flax has the sharding of the parameter, which is of another shape.
         return jax.tree.map(without_box, state, is_leaf=is_boxed)

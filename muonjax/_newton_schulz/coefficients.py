@@ -201,4 +201,5 @@ def restarts_of(rows: Coefficients, largest_growth: float) -> tuple[int, ...]:
 def never_above_one(rows: Coefficients) -> Coefficients:
     """The rows, the last one smaller, so that their composition is at most 1 on [0, 1]."""
     top = float(evaluate(rows, np.linspace(0, 1.001, 10_001)).max())
-    return (*rows[:-1], tuple(c / top for c in rows[-1]))
+    a, b, c = rows[-1]
+    return (*rows[:-1], (a / top, b / top, c / top))
