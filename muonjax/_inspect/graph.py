@@ -231,42 +231,47 @@ class Graph:
     def _add(
         self,
         name: str,
-        params: Any,
+        params: dict[str, Any],
         inputs: Sequence[int],
-        outs: Sequence[Any],
-        equation: Any,
+        variables: Sequence[Any],
+        equation: JaxprEqn | None,
         place: Place,
     ) -> list[int]:
-        outputs = [self._new(v) for v in outs]
+        """Appends an operation of the body at `place`; returns the values of its `variables`, which are new."""
+        outputs = [self._new(v) for v in variables]
         passes = "" if equation is None else _pass(equation.source_info.name_stack)
-        self.nodes.append(
-            Node(
-                len(self.nodes),
-                name,
-                params,
-                tuple(inputs),
-                tuple(outputs),
-                equation,
-                place,
-                passes,
-            )
+        node = Node(
+            index=len(self.nodes),
+            name=name,
+            params=params,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            equation=equation,
+            place=place,
+            passes=passes,
         )
+        self.nodes.append(node)
         return outputs
 
-    def _each(
+    def _add_for_each(
         self,
         name: str,
-        values: Sequence[Any],
+        operands: Sequence[Sequence[int]],
         variables: Sequence[Any],
-        equation: Any,
+        equation: JaxprEqn | None,
         place: Place,
         **params: Any,
     ) -> list[int]:
-        """One operation for each variable, of one value out of each of these lists."""
-        return [
-            self._add(name, params, inputs, [v], equation, place)[0]
-            for *inputs, v in zip(*values, variables, strict=True)
-        ]
+        """Appends an operation with one result for each variable, such as a "join" for each output of a `cond`.
+
+        `operands` has a list for each operand of these operations, which are taken in parallel: operation k gets
+        [values[k] for values in operands].
+        """
+        results = []
+        for k, variable in enumerate(variables):
+            inputs = [values[k] for values in operands]
+            results += self._add(name, params, inputs, [variable], equation, place)
+        return results
 
     def _walk(
         self,
@@ -304,14 +309,16 @@ class Graph:
         if name in _COLLECTIVES:
             axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
             if axes:
-                return self._each(_COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes)
+                return self._add_for_each(
+                    _COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes
+                )
         if name not in _REWRITTEN or source is not None:
             return self._add(name, eqn.params, inputs, eqn.outvars, source or eqn, place)
         avals: list[Any] = [v.aval for v in eqn.invars]
         arrays = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         other = _rewritten(name, arrays, tuple(eqn.params.items()))
         outputs = self._walk(other.jaxpr, (), inputs, place, eqn)
-        self._see(outputs, eqn.outvars, place)
+        self._also_in(outputs, eqn.outvars, place)
         return outputs
 
     def _enclosing(
@@ -340,10 +347,10 @@ class Graph:
                 for body, inner in zip(inside, places, strict=True)
             ]
             indices = [which] * len(eqn.outvars)
-            return self._each("join", [indices, *branches], eqn.outvars, eqn, place)
+            return self._add_for_each("join", [indices, *branches], eqn.outvars, eqn, place)
         return self._call(eqn, inside[0], places[0], inputs)
 
-    def _see(self, values: Sequence[int], variables: Sequence[Any], place: Place) -> None:
+    def _also_in(self, values: Sequence[int], variables: Sequence[Any], place: Place) -> None:
         """These values have these variables in this body too."""
         for x, v in zip(values, variables, strict=True):
             self.elsewhere.setdefault(x, []).append((place, v))
@@ -351,16 +358,16 @@ class Graph:
     def _call(self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int]) -> list[int]:
         is_divided = eqn.primitive.name == "shard_map"
         if is_divided:
-            inputs = self._each("shard", [inputs], opened(body).invars, eqn, inner)
+            inputs = self._add_for_each("shard", [inputs], opened(body).invars, eqn, inner)
         outputs = self._enter(body, inputs, inner)
         if is_divided:
-            outputs = self._each("unshard", [outputs], eqn.outvars, eqn, inner[:-1])
-        self._see(outputs, eqn.outvars, inner[:-1])
+            outputs = self._add_for_each("unshard", [outputs], eqn.outvars, eqn, inner[:-1])
+        self._also_in(outputs, eqn.outvars, inner[:-1])
         return outputs
 
     def _enter(self, body: Body, inputs: Sequence[int], place: Place) -> list[int]:
         jaxpr = opened(body)
-        self._see(inputs, jaxpr.invars, place)
+        self._also_in(inputs, jaxpr.invars, place)
         return self._walk(jaxpr, self._constants(body), inputs, place)
 
     def _loop(
@@ -369,8 +376,10 @@ class Graph:
         """A scan or a while: its inputs are constants, then what is carried, then what is sliced."""
         first, after = len(self.nodes), consts + carried
         variables = opened(body).invars
-        carry = self._each("carry", [inputs[consts:after]], variables[consts:after], None, inner)
-        sliced = self._each(
+        carry = self._add_for_each(
+            "carry", [inputs[consts:after]], variables[consts:after], None, inner
+        )
+        sliced = self._add_for_each(
             "scan_slice", [inputs[after:]], variables[after:], eqn, inner, scan=inner
         )
         outs = self._enter(body, [*inputs[:consts], *carry, *sliced], inner)
@@ -378,7 +387,9 @@ class Graph:
             self.nodes[first + i].inputs += (out,)
         if carry:
             self.loops[first] = Loop(range(first, first + carried), len(self.nodes))
-        stacked = self._each("scan_stack", [outs[carried:]], eqn.outvars[carried:], eqn, inner[:-1])
+        stacked = self._add_for_each(
+            "scan_stack", [outs[carried:]], eqn.outvars[carried:], eqn, inner[:-1]
+        )
         return [*outs[:carried], *stacked]
 
     def upstream(self, values: Iterable[int], inputs: Callable[[int], Iterable[int]]) -> set[int]:

@@ -118,11 +118,12 @@ def exchange(
     results: Results = {}
     for round_ in rounds:
         results.update(_run_round(f, round_, stacks, policy))
-    # The units of a leaf had several owners, so its result arrives in parts.
+    # The units of a leaf had several owners, so its result arrives in parts, by the number of the first unit.
     parts: list[Any] = [[] for _ in blocks]
     for leaf, start in sorted(results):
         parts[leaf].append(results[leaf, start])
-    return list(map(_block_of_stack, map(jnp.concatenate, parts), views, blocks))
+    stacks = [jnp.concatenate(part) for part in parts]
+    return list(map(_block_of_stack, stacks, views, blocks))
 
 
 def _stack_of_units(block: jax.Array, view: MatrixView) -> jax.Array:

@@ -146,8 +146,9 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
     layouts = list(dict.fromkeys(itertools.chain(*columns)))
     units = 1
     if not policy.is_cpu:
-        # Batches have one size for all layouts and owners, because all devices run one program.
-        counts = map(len, itertools.chain(*map(dict.values, columns)))
+        # Batches have one size for all layouts and owners, because all devices run one program: a divisor of the
+        # number of units that any owner has of any layout.
+        counts = [len(firsts) for owner in columns for firsts in owner.values()]
         _, m, n = layouts[0].stack_shape
         units = policy.chunk_size(math.gcd(*counts), (m, n))
     exchanged = {name: jax.lax.axis_size(name) for name in round_.group.exchange_axes}

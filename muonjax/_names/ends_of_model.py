@@ -53,16 +53,18 @@ _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions|proj|projectio
 
 
 def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dict[Path, Answer]:
-    """New answers for matrices of one layer that are not for Muon, or may not be.
+    """New answers for matrices that are no hidden layers, or can't be told from them.
 
     These are depthwise and grouped convolutions, output heads, and embeddings without a name in
     `roles`.
     """
-    numbers = {path: answer.numbers for path, answer in answers.items()}
-    found = depthwise(parameters, numbers)
+    # The axes of each parameter as a matrix for Muon; None if it is no such matrix.
+    matrices = {path: answer.numbers for path, answer in answers.items()}
+    new_answers = depthwise(parameters, matrices)
     if sum(p.rank > 1 for p in parameters) == 1:
-        return found  # a layer by itself may be any
-    matrices = {**numbers, **dict.fromkeys(found)}
+        return new_answers  # nothing comes before or after a single layer
+    for path in new_answers:
+        matrices[path] = None
     widths = Widths(parameters, matrices)
     places = _Places(parameters, widths)
     for p in parameters:
@@ -70,8 +72,8 @@ def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dic
             continue
         answer = _output_head(p, places, widths) or _table(p, widths) or grouped(p, widths)
         if answer is not None:
-            found[p.path] = answer
-    return found
+            new_answers[p.path] = answer
+    return new_answers
 
 
 def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | None:
