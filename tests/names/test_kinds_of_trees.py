@@ -125,7 +125,7 @@ def test_statistics_beside_parameters_are_warned_about():
         "params": {"Dense_0": {"kernel": leaf(4, 5)}},
         "batch_stats": {"mean": leaf(4)},
     }
-    with pytest.warns(UserWarning, match=re.escape("got batch_stats too")):
+    with pytest.warns(UserWarning, match=re.escape("have batch_stats too")):
         muonjax.dimension_numbers(variables)
 
 
@@ -148,7 +148,7 @@ def test_an_optimizer_warns_once(numbers):
         if "batch_stats" in str(warning.message)
     ]
     assert len(found) == 1
-    assert found[0].startswith("muon(params) got batch_stats too")
+    assert found[0].startswith("The parameters have batch_stats too")
 
 
 COINCIDENCE = {
