@@ -43,7 +43,10 @@ _SMALL = polar_express(8, lower=1e-4)
 # a smaller one leaves less error on recorded momentum, and lifts more of the rounding errors of bfloat16 outside of the
 # space of a matrix of low rank.
 FAST = Steps(polar_express(3, lower=2e-2), polar_express(4, lower=4e-3), _SMALL)
-BALANCED = Steps(polar_express(4, lower=1e-2), polar_express(5, lower=3e-3), _SMALL)
+# A cubic at the end takes a product less than a fourth quintic: 13 % of a step on a CPU, for .026 of polar error.
+BALANCED = Steps(
+    polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3)), polar_express(5, lower=3e-3), _SMALL
+)
 _ACCURATE = polar_express(12, lower=1e-5)
 
 
