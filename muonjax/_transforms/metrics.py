@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -69,10 +70,13 @@ def metrics(state: Any) -> dict[str, Any]:
         for name, value in measured.items():
             values[f"{prefix}/{name}"] = value
 
+    # The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured.
     if any(isinstance(value, Tracer) for value in values.values()):
-        return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+        arrays = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+        return {name: jnp.where(x == -jnp.inf, jnp.nan, x) for name, x in arrays.items()}
     # One wait for the device, and not one for each value.
-    return {name: float(value) for name, value in jax.device_get(values).items()}
+    numbers = jax.device_get(values)
+    return {name: math.nan if x == -math.inf else float(x) for name, x in numbers.items()}
 
 
 def _count_and_rates(state: Any) -> dict[str, Any]:
@@ -138,19 +142,14 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
         num_heads += factor.size
         num_clipped += jnp.sum(factor < 1)
         total_clipped += jnp.sum(unboxed(state["clips"][path]))
-        measured[f"largest/{path or 'model'}"] = _or_nan(signal)
+        measured[f"largest/{path or 'model'}"] = signal
     return measured | {
-        "largest": _or_nan(largest),
+        "largest": largest,
         "num_clipped": num_clipped,
         "share_clipped": num_clipped / max(1, num_heads),
         "total_clipped": total_clipped,
         "smallest_factor": smallest,
     }
-
-
-def _or_nan(largest: Any) -> jax.Array:
-    """The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured."""
-    return jnp.where(largest == -jnp.inf, jnp.nan, largest)
 
 
 def _of_monitor(state: Mapping[str, Any]) -> dict[str, Any]:

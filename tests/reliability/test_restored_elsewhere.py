@@ -101,13 +101,13 @@ def test_parameters_may_change_their_dtype(saved):
         (
             muonclip(),
             params(width=12),
-            "muon: this state was made for other parameters.*12",
+            "muonclip: this state was made for other parameters.*12",
         ),
-        (muonclip(adam=optax.sgd(0.1)), params(), "muon: .*another `adam`"),
+        (muonclip(adam=optax.sgd(0.1)), params(), "muonclip: .*another `adam`"),
         (
             muonclip(dimension_numbers=lambda p: jax.tree.map(lambda _: None, p)),
             params(),
-            "muon: .*another routing",
+            "muonclip: .*another routing",
         ),
     ],
     ids=["shapes", "adam", "routing"],
