@@ -100,7 +100,5 @@ def _in_table(table: np.ndarray) -> np.ndarray:
 
 def _depends_on_data(graph: Graph, node: Node) -> bool:
     """Whether an operation depends on an argument, other than a key of random numbers."""
-    upstream = graph.upstream(node.inputs, lambda i: graph.nodes[i].inputs)
-    data = upstream.intersection((*graph.arguments, *graph.constants)) - graph.closed_over.keys()
-    dtypes = [graph.avals[x].dtype for x in data]
+    dtypes = [graph.avals[x].dtype for x in graph.data_before(node.inputs)]
     return not all(jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes)

@@ -75,11 +75,8 @@ class _Decider:
 
     def _has_several_weights(self, operation: int) -> bool:
         """Whether an einsum takes several arrays that depend on no argument, and may multiply them first."""
-        graph = self.graph
-        operands, _ = graph.einsum_of(operation)
-        data = {*graph.arguments, *graph.constants} - graph.closed_over.keys()
-        inputs = [graph.upstream([x], lambda i: graph.nodes[i].inputs) for x in operands]
-        return sum(data.isdisjoint(x) for x in inputs) > 1
+        operands, _ = self.graph.einsum_of(operation)
+        return sum(not self.graph.data_before([x]) for x in operands) > 1
 
     def _without_uses(self, leaf: int) -> Decision:
         """Why nothing that trains uses a parameter."""

@@ -401,6 +401,11 @@ class Graph:
                 pending += inputs(self.producer[value]) if value in self.producer else ()
         return found
 
+    def data_before(self, values: Iterable[int]) -> set[int]:
+        """The arrays that these values depend on and whose numbers are no part of the program."""
+        upstream = self.upstream(values, lambda i: self.nodes[i].inputs)
+        return upstream.intersection((*self.arguments, *self.constants)) - self.closed_over.keys()
+
     def variables_of(self, value: int) -> dict[Place, Any]:
         """The variable that a value has in each body where it has one."""
         made = self.producer.get(value)

@@ -411,13 +411,12 @@ class Pieces(list[Piece]):
         # A box of Flax has the sharding of the parameter, which is of another shape.
         return jax.tree.map(without_box, state, is_leaf=is_boxed)
 
-    def of_state(self, state: Any, shapes: Sequence[Axes], *, call: str) -> list[Any]:
+    def of_state(self, state: Any, shapes: Sequence[Axes]) -> list[Any]:
         """The inverse of `as_state`; raises unless the arrays have these shapes."""
         arrays = jax.tree.leaves(state)
         state_shapes = [jnp.shape(array) for array in arrays]
         if state_shapes != list(shapes):
             raise ValueError(
-                f"{call}: the state has shapes {state_shapes[:9]}, "
-                f"these updates need {list(shapes)[:9]}."
+                f"the state has shapes {state_shapes[:9]}, these updates need {list(shapes)[:9]}."
             )
         return arrays

@@ -176,7 +176,7 @@ def hyperball(
         eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
         pieces = matrix_pieces(dimension_numbers, updates, call="")
         shapes = [piece.view.summed_over(_matrix_axes(piece.view)) for piece in pieces]
-        radii = pieces.of_state(state.rms, shapes, call="")
+        radii = pieces.of_state(state.rms, shapes)
         steps = []
         new_radii = []
         leaves = zip(pieces, pieces.of(updates), pieces.of(params), radii, strict=True)

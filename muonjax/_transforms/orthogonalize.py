@@ -260,7 +260,7 @@ def normalize_neurons(
         del params
         pieces = matrix_pieces(dimension_numbers, updates, call="")
         shapes = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
-        moments = pieces.of_state(state.second_moment, shapes, call="")
+        moments = pieces.of_state(state.second_moment, shapes)
         normalized = []
         new_moments = []
         for piece, x, moment in zip(pieces, pieces.of(updates), moments, strict=True):
