@@ -4,12 +4,12 @@ A weight is a matrix because the function multiplies by it. So nothing here asks
 the function, `graph` makes one flat list of its operations, and `follow` goes through the list once, with one rule
 for each primitive. It keeps for each array a `Value`:
 
-- **terms**: the parameters that the array is made of, each with a `layout`: for each axis of the parameter the
+- **views**: the parameters that the array is made of, each with a `layout`: for each axis of the parameter the
   position of every entry, an array of NumPy's that a reshape, a slice or a transpose moves as it moves the entries
   (`moves.moved_by`, which moves the tables of the certificate too).
-- **images**: the products with parameters that the array comes from, again with a layout: which columns are where.
-  An image that no operation has bent yet is linear in its parameter.
-- **logits**: a product of two images, up to the maximum and the exponential of its softmax (`softmax`).
+- **projections**: the products with parameters that the array comes from, again with a layout: which columns are
+  where. A projection is linear in its parameter until a nonlinear operation takes it.
+- **logits**: a product of two projections, up to the maximum and the exponential of its softmax (`softmax`).
 - what it depends on at all: data, random numbers, parameters, products.
 
 The rules (`moves` moves entries, `entrywise` works entry by entry or reduces, `products` multiplies) record in
@@ -30,8 +30,8 @@ From these records follow two answers:
 `certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
 the factors through every operation that a clip changes: the logits of each head must get exactly their factor, and
 no scalar that the function returns may change (an array may, such as a returned parameter). It trusts no layout and
-no image, so a mistake in them costs a refusal. One thing it does not see, and `attention` refuses: heads of one kernel
-each that are put together.
+no projection, so a mistake in them costs a refusal. One thing it does not see, and `attention` refuses: heads of one
+kernel each that are put together.
 
 `measure` runs the function with its largest logits as further results, and is otherwise the function to the bit;
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.

@@ -13,7 +13,7 @@ from muonjax._inspect.findings import Walk
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import reshaped
 from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span
-from muonjax._inspect.values import Image, Logits, Term, grouped
+from muonjax._inspect.values import Logits, ParameterView, Projection, grouped
 
 
 class Call(NamedTuple):
@@ -26,7 +26,7 @@ class Call(NamedTuple):
     layers: tuple[int, ...] = ()
     heads: int = 1
     problem: str = ""
-    terms: tuple[Term, ...] = ()  # the parameters of its queries and keys
+    views: tuple[ParameterView, ...] = ()  # the parameters of its queries and keys
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
     proposals: tuple[tuple[Span, ...], ...] = ()
     doubt: str = ""  # what can't be told of its masks, for a warning
@@ -36,18 +36,18 @@ def attentions(walk: Walk) -> list[list[Call]]:
     """The calls of each attention, in the order of the program."""
     line = walk.graph.line
     calls = {i: _call(walk, i) for i in walk.attentions}
-    for i, images in walk.opaque.items():
+    for i, projections in walk.opaque.items():
         node = walk.nodes[i]
         name = str(node.params.get("name") or node.name)
         why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        calls[i] = Call(line(i), i, problem=why, terms=_terms(images))
+        calls[i] = Call(line(i), i, problem=why, views=_views(projections))
     for i, reader in walk.softmaxes.items():
         if i not in walk.attentions:
             why = "its queries, keys and values can't all be followed to parameters"
             calls[i] = Call(line(i), i, problem=f"{why}: {line(reader)}")
     # What scales the queries of a call scales those of every other call that takes them.
     groups = grouped(
-        (call.proposals[-1:] or call.terms or call.line, call) for _, call in sorted(calls.items())
+        (call.proposals[-1:] or call.views or call.line, call) for _, call in sorted(calls.items())
     )
     trained = walk.graph.trained
     proved = []
@@ -57,8 +57,8 @@ def attentions(walk: Walk) -> list[list[Call]]:
     return proved
 
 
-def _terms(images: Iterable[Image]) -> tuple[Term, ...]:
-    return tuple(image.product.use.term for image in images)
+def _views(projections: Iterable[Projection]) -> tuple[ParameterView, ...]:
+    return tuple(projection.product.use.view for projection in projections)
 
 
 # What a clip scales and where its logits are.
@@ -68,7 +68,7 @@ def _call(walk: Walk, product: int) -> Call:
     logits, normalized = walk.attentions[product][0]
     operands = QueriesAndKeys(walk, product, normalized)
     call = Call(walk.graph.line(product), product)
-    queries, keys = operands.query.value.images, operands.key.value.images
+    queries, keys = operands.query.value.projections, operands.key.value.projections
     try:
         _check_logits(walk, logits, normalized)
         masks = softmax.masks_in(walk.graph, logits.added)
@@ -77,9 +77,9 @@ def _call(walk: Walk, product: int) -> Call:
         proposals = tuple(operands.proposals())
         probe = _probe(walk, logits, masks.hidden)
     except Refused as refused:
-        return call._replace(problem=str(refused), terms=_terms((*queries, *keys)))
-    terms = _terms((*queries, *operands.split_keys()[0]))
-    return call._replace(probe=probe, terms=terms, proposals=proposals, doubt=masks.doubt)
+        return call._replace(problem=str(refused), views=_views((*queries, *keys)))
+    views = _views((*queries, *operands.split_keys()[0]))
+    return call._replace(probe=probe, views=views, proposals=proposals, doubt=masks.doubt)
 
 
 def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> None:
@@ -91,7 +91,7 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
             raise Refused("several softmaxes take its logits")
     if logits.lost >= 0:
         i = walk.graph.producer[logits.lost]
-        if len(softmax.products(walk.operands(walk.nodes[i]))) > 1:
+        if len(softmax.products(walk.inputs(walk.nodes[i]))) > 1:
             raise Refused(f"its logits are made of several products: {walk.graph.line(i)}")
         raise Refused(_not_alone(walk, i))
     if logits.shifted and logits.shifted & normalized:

@@ -23,7 +23,7 @@ from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, Unmoved
 from muonjax._inspect.measure import Probe
-from muonjax._inspect.moves import RESIZED, SAME, is_coarse, moved_by, reshaped
+from muonjax._inspect.moves import RESIZED, SAME, moved_by, reshaped, rounds_coarsely
 
 _UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
 # Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.
@@ -222,16 +222,16 @@ class Certificate:
         lined, counts = [], []
         for x, summed, batch in zip(node.inputs, sums, batches, strict=True):
             rank = len(self.walk.shape(x))
-            given = [axis for axis in range(rank) if axis not in (*summed, *batch)]
-            order = [self.first + axis for axis in (*batch, *given, *summed)]
-            along = (*range(1, self.first), *(self.first + axis for axis in given))
+            free = [axis for axis in range(rank) if axis not in (*summed, *batch)]
+            order = [self.first + axis for axis in (*batch, *free, *summed)]
+            along = (*range(1, self.first), *(self.first + axis for axis in free))
             table = _filled(self._table(x, 0), along)
             lined.append(table.transpose(*range(self.first), *order))
-            counts.append(len(given))
+            counts.append(len(free))
         at, (left, right) = self.first + len(batches[0]), lined
         left = np.expand_dims(left, [at + counts[0] + k for k in range(counts[1])])
         right = np.expand_dims(right, [at + k for k in range(counts[0])])
-        product = _product(left, right)  # [*loops, *batch, *given, *given, *summed]
+        product = _product(left, right)  # [*loops, *batch, *free, *free, *summed]
         return _reduced(product, range(product.ndim - len(sums[0]), product.ndim))
 
     def _moved(
@@ -258,7 +258,7 @@ class Certificate:
             return table.reshape((*table.shape[:first], *shape))
         if name in _SAME and self.graph.is_float(node.outputs[0]):
             resized = [k for k in range(len(old)) if old[k] != new[k]]
-            if is_coarse(self.walk, node) or any(table.shape[first + k] > 1 for k in resized):
+            if rounds_coarsely(self.walk, node) or any(table.shape[first + k] > 1 for k in resized):
                 raise Unmoved
             return table
         return moved_by(node, table, old, new, self.walk.known(node.inputs[-1]))

@@ -35,7 +35,7 @@ def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     """One decision per parameter."""
     decider = _Decider(walk, is_loss)
     uses = [use for use in walk.uses.values() if use.node in walk.graph.trained]
-    by_leaf = grouped((use.term.leaf, use) for use in uses)
+    by_leaf = grouped((use.view.leaf, use) for use in uses)
     return [decider.decide(leaf, by_leaf.get(leaf, [])) for leaf in range(len(walk.shapes))]
 
 
@@ -63,7 +63,7 @@ class _Decider:
                 return self._adam(f"{use.what} is not followed", use.node, by_names=True)
         products = [u for u in uses if u.kind == "product"]
         # An index may choose a matrix: an expert's, an adapter's.
-        chosen = {run for u in products for run in u.term.layout.loops}
+        chosen = {run for u in products for run in u.view.layout.loops}
         for use in uses:
             if use.kind == "looked up" and not chosen.issuperset(use.rows):
                 also = f", and multiplied: {self.graph.line(products[0].node)}" if products else ""
@@ -92,10 +92,10 @@ class _Decider:
 
     def _without_product(self, uses: list[Use]) -> Decision:
         for use in uses:
-            if use.term.inner:
+            if use.view.inner:
                 why = f"{PRODUCT_OF_PARAMETERS} is not followed"
                 return self._adam(why, use.node, by_names=True)
-        runs = [run for u in uses for run in u.term.layout.runs]
+        runs = [run for u in uses for run in u.view.layout.runs]
         axes = {run.axis for run in runs if run.positions.size > 1}
         decision = self._adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
         return decision._replace(is_vector=len(axes) < 2)
@@ -136,7 +136,7 @@ class _Decider:
         return decision._replace(doubt=decision.why)
 
     def _cuts_patches(self, use: Use) -> bool:
-        return use.is_patch and self.walk.values[use.operand].depends_on < OF_PRODUCTS
+        return use.is_patch and self.walk.values[use.activation].depends_on < OF_PRODUCTS
 
     def _is_of_zeros_and_ones(self, value: int) -> bool:
         numbers = numbers_in(self.graph, value)
@@ -144,7 +144,7 @@ class _Decider:
 
     def _doubt(self, matrices: list[Use], is_last: bool) -> str:
         """What else the matrices may be."""
-        if any(self._is_of_zeros_and_ones(u.operand) for u in matrices):
+        if any(self._is_of_zeros_and_ones(u.activation) for u in matrices):
             return "a layer, or a table whose rows zeros and ones choose"
         if any(u.product.is_mixture for u in matrices):
             return "one matrix, or one for each expert: a router's weights multiply its rows"

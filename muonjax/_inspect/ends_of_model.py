@@ -37,7 +37,7 @@ class Ends:
 
     def place(self, use: Use) -> Place:
         """Where the result of a product by a parameter goes to."""
-        if use.columns and use.columns in use.term.inner:
+        if use.columns and use.columns in use.view.inner:
             return "layer"  # the next factor of a product of parameters follows it
         (value,) = self.graph.nodes[use.node].outputs
         if self.graph.einsum(use.node):

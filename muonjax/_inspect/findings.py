@@ -18,13 +18,13 @@ from muonjax._inspect.values import (
     OF_PRODUCTS,
     PARAMETER,
     PRODUCT_OF_PARAMETERS,
-    Image,
+    AxisFact,
     Kind,
     Logits,
-    Mark,
+    Operand,
+    ParameterView,
     Product,
-    Side,
-    Term,
+    Projection,
     Use,
     Value,
     alike,
@@ -44,7 +44,7 @@ class Walk:
         # By product: the logits that enter each softmax, and the axes of the product that it normalizes.
         self.attentions: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(list)
         # Calls of three products, perhaps of queries, keys and values.
-        self.opaque: dict[int, tuple[Image, ...]] = {}
+        self.opaque: dict[int, tuple[Projection, ...]] = {}
         # Products of two activations of which an exponential multiplies a third, where that is.
         self.softmaxes: dict[int, int] = {}
         # Products of an activation with learned queries or with data, perhaps frozen keys: they are attention if their
@@ -54,7 +54,7 @@ class Walk:
         # Products by a parameter whose exponentials are summed along its columns.
         self.routers: set[int] = set()
         # Operands of products that may be of queries and keys.
-        self.pairs: dict[int, tuple[Side, Side]] = {}
+        self.pairs: dict[int, tuple[Operand, Operand]] = {}
         self.consumers: set[int] = set()  # products that take activations
         # Products of activations by matrices that do not train.
         self.frozen_layers: set[int] = set()
@@ -62,7 +62,7 @@ class Walk:
         self.unseen: dict[int, int] = {}
         self.no_rule: set[int] = set()  # operations without a rule
         self.read: set[int] = set()  # products with columns of which labels choose one
-        self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the term
+        self.products: dict[tuple[int, int], Product] = {}  # by operation and number of the view
         # For the products that give queries, keys and values, the parts of the last one.
         self.value_parts: dict[tuple[Product, ...], Any] = {}
         # For each parameter, its axes along which products with slices of it are added up.
@@ -70,16 +70,16 @@ class Walk:
         # For each parameter, the products in its scale, as bits.
         self.scales: dict[int, int] = defaultdict(int)
         # Products of two activations entry by entry.
-        self.entrywise: dict[int, tuple[Image, ...]] = {}
+        self.entrywise: dict[int, tuple[Projection, ...]] = {}
         for k, x in enumerate(graph.parameters):
-            terms = (Term(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
-            self.values[x] = Value(PARAMETER, terms)
+            views = (ParameterView(k, whole(graph.shape(x))),) if graph.is_float(x) else ()
+            self.values[x] = Value(PARAMETER, views)
         for x in (*graph.arguments, *graph.constants):
             is_key = jnp.issubdtype(getattr(graph.avals[x], "dtype", float), jax.dtypes.prng_key)
-            marks = (Mark("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
-            self.values[x] = Value(NOISE if is_key else DATA, marks=marks)
+            facts = (AxisFact("input", whole(graph.shape(x))),) if graph.is_float(x) else ()
+            self.values[x] = Value(NOISE if is_key else DATA, facts=facts)
 
-    def operands(self, node: Node) -> list[Value]:
+    def inputs(self, node: Node) -> list[Value]:
         return [self.values[x] for x in node.inputs]
 
     def forget(self, operations: range) -> None:
@@ -96,20 +96,20 @@ class Walk:
     # What the rules record.
 
     def record(
-        self, node: Node, kind: Kind, term: Term, what: str, *, k: int = 0, **axes: Any
+        self, node: Node, kind: Kind, view: ParameterView, what: str, *, k: int = 0, **axes: Any
     ) -> None:
         product = self.product(node, k) if kind == "product" else None
-        self.uses[node.index, term.leaf, k] = use = Use(
-            kind, what, node.index, term, product=product, **axes
+        self.uses[node.index, view.leaf, k] = use = Use(
+            kind, what, node.index, view, product=product, **axes
         )
         if product is not None:
             product.use = use
 
-    def record_terms(
+    def record_views(
         self, node: Node, what: str, values: Iterable[Value], kind: Kind = "other"
     ) -> None:
-        terms = [t for v in values for t in v.terms]
-        for t in terms:
+        views = [t for v in values for t in v.views]
+        for t in views:
             # Which factor is a learned input is not followed; a sum may be an adapter's with a frozen matrix.
             if t.inner and t.layout.shape and what != ADDED:
                 self.record(node, "unknown", t, PRODUCT_OF_PARAMETERS)
@@ -120,18 +120,18 @@ class Walk:
         """What is multiplied by the result of an operation without a rule: perhaps that is one hot, and looks it up."""
         if other.no_rule >= 0:
             operation = self.nodes[other.no_rule]
-            for t in (*value.terms, *(m.product.use.term for m in value.images)):
+            for t in (*value.views, *(m.product.use.view for m in value.projections)):
                 self.record(operation, "unknown", t, operation.name)
 
     def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
         """Data that depend on no parameter choose one entry along these axes."""
         if labels.depends_on & DATA and not labels.depends_on & PARAMETER:
-            for image in value.images:
-                if image.layout.atoms(axes):
-                    self.read.add(image.product.use.node)
-            for mark in value.marks:
-                if mark.what == "columns" and mark.layout.atoms(axes):
-                    self.read.add(mark.product)
+            for projection in value.projections:
+                if projection.layout.runs_along(axes):
+                    self.read.add(projection.product.use.node)
+            for fact in value.facts:
+                if fact.what == "columns" and fact.layout.runs_along(axes):
+                    self.read.add(fact.product)
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
         """Perhaps those of a softmax, which is no sum of its own exponentials."""
@@ -149,83 +149,91 @@ class Walk:
             if repeats:
                 self.record_weights(node, factor, v)
             if v.is_weight and len(repeats) == rank:
-                for t in v.terms:  # one factor for all of it, as a spectral norm
+                for t in v.views:  # one factor for all of it, as a spectral norm
                     self.scales[t.leaf] |= factor.depends_on
             self.record_read(v, factor.axes("one hot"), factor)
             if factor.is_activation:
-                self.record_gates(v.images, factor, repeats)
-        if x.images and y.images and x.depends_on != y.depends_on:
-            images = x.images + y.images
-            if all(m.linear or self.nodes[m.bent_by].name in ("mul", "div") for m in images):
-                self.entrywise[result] = images
+                self.record_gates(v.projections, factor, repeats)
+        if x.projections and y.projections and x.depends_on != y.depends_on:
+            projections = x.projections + y.projections
+            if all(
+                m.linear or self.nodes[m.nonlinear_at].name in ("mul", "div") for m in projections
+            ):
+                self.entrywise[result] = projections
 
-    def record_parts(self, images: Iterable[Image]) -> None:
-        """An operation that mixes columns takes these images: the region of each is used, by itself.
+    def record_parts(self, projections: Iterable[Projection]) -> None:
+        """An operation that mixes columns takes these projections: the region of each is used, by itself.
 
-        What comes later says nothing about parts, so this is called before an image is `bent`.
+        What comes later says nothing about parts, so this is called before `after_nonlinearity`.
         """
-        for m in images:
-            if m.apart:
+        for m in projections:
+            if m.unmixed:
                 m.product.parts.add(m.layout.region)
 
-    def record_reduced(self, images: Iterable[Image], axes: Sequence[int]) -> None:
+    def record_reduced(self, projections: Iterable[Projection], axes: Sequence[int]) -> None:
         """Columns along these axes are mixed: by itself that says nothing about those along others."""
-        for m in images:
-            if m.apart and (m.layout.atoms(axes) or m.layout.taken) and m.layout.atoms_beside(axes):
+        for m in projections:
+            if (
+                m.unmixed
+                and (m.layout.runs_along(axes) or m.layout.taken)
+                and m.layout.runs_not_along(axes)
+            ):
                 m.product.mixed.add(m.layout.add_up(axes))
             else:
                 self.record_parts([m])
 
     def record_meeting_parts(self, values: Iterable[Value]) -> None:
         """Parts of one product come together after different functions of each."""
-        for images in grouped((m.product, m) for v in values for m in v.images).values():
-            if not alike(images):
-                self.record_parts(images)
+        for projections in grouped((m.product, m) for v in values for m in v.projections).values():
+            if not alike(projections):
+                self.record_parts(projections)
 
-    def record_sum(self, images: Sequence[Image]) -> None:
+    def record_sum(self, projections: Sequence[Projection]) -> None:
         """Products with slices of one parameter, added up: a sum over heads, written as a loop."""
-        by_leaf = grouped((m.product.use.term.leaf, m) for m in images if m.linear)
+        by_leaf = grouped((m.product.use.view.leaf, m) for m in projections if m.linear)
         for leaf, (first, *others) in by_leaf.items():
             runs = {*first.layout.loops, *first.layout.runs}
             for m in others:
-                if first.product.bit & self.values[m.product.use.operand].depends_on:
+                if first.product.bit & self.values[m.product.use.activation].depends_on:
                     continue  # layers, one after the other
                 differing = runs ^ {*m.layout.loops, *m.layout.runs}
                 self.summed_slices[leaf].update(run.axis for run in differing)
 
-    def record_gates(self, images: Iterable[Image], factor: Value, repeated: Sequence[int]) -> None:
+    def record_gates(
+        self, projections: Iterable[Projection], factor: Value, repeated: Sequence[int]
+    ) -> None:
         """A factor that differs along one axis of a product's columns and not along another: a gate of experts."""
-        for m in images:
-            if not m.product.bit & factor.depends_on and m.layout.atoms(repeated):
-                m.product.batches.update(m.layout.atoms_beside(repeated))
+        for m in projections:
+            if not m.product.bit & factor.depends_on and m.layout.runs_along(repeated):
+                m.product.batches.update(m.layout.runs_not_along(repeated))
 
-    def record_heads(self, images: Iterable[Image], axes: Sequence[int]) -> None:
-        for m in images:
-            m.product.heads.update((run, m.layout.region) for run in m.layout.atoms(axes))
+    def record_heads(self, projections: Iterable[Projection], axes: Sequence[int]) -> None:
+        for m in projections:
+            m.product.heads.update((run, m.layout.region) for run in m.layout.runs_along(axes))
 
-    def record_contracted(self, node: Node, side: Side, is_mixture: bool) -> None:
+    def record_contracted(self, node: Node, operand: Operand, is_mixture: bool) -> None:
         """Columns of a product that another product of the same einsum sums over: rows, whatever the order is."""
         einsum = self.graph.einsum(node.index)
-        for image in side.value.images if einsum else ():
-            if self.graph.einsum(image.product.use.node) == einsum:
-                contracted = image.layout.atoms(side.summed)
-                image.product.contracted.update(contracted)
-                image.product.is_mixture |= is_mixture and bool(contracted)
+        for projection in operand.value.projections if einsum else ():
+            if self.graph.einsum(projection.product.use.node) == einsum:
+                contracted = projection.layout.runs_along(operand.summed)
+                projection.product.contracted.update(contracted)
+                projection.product.is_mixture |= is_mixture and bool(contracted)
 
     def record_attention(
-        self, node: Node, logits: Logits, keys: tuple[Run, ...], values: Side
+        self, node: Node, logits: Logits, keys: tuple[Run, ...], values: Operand
     ) -> None:
         self.attentions[logits.product].append((logits, frozenset(run.axis for run in keys)))
-        sides = self.pairs[logits.product]
+        operands = self.pairs[logits.product]
         # Queries that share a key head are counted by an axis of their own.
-        for side in sides:
-            self.record_heads(side.value.images, side.given)
-        images = [m for side in (*sides, values) for m in side.value.images[:1]]
-        if not images:
+        for operand in operands:
+            self.record_heads(operand.value.projections, operand.free)
+        projections = [m for operand in (*operands, values) for m in operand.value.projections[:1]]
+        if not projections:
             return
         # Heads one by one, whose parts are no matrices; subtracted softmaxes share their values.
-        part = images[-1].layout.region
-        if self.value_parts.setdefault(tuple(m.product for m in images), part) != part:
+        part = projections[-1].layout.region
+        if self.value_parts.setdefault(tuple(m.product for m in projections), part) != part:
             why = "attention head by head"
-            for m in images:
-                self.record(self.nodes[logits.product], "unknown", m.product.use.term, why)
+            for m in projections:
+                self.record(self.nodes[logits.product], "unknown", m.product.use.view, why)

@@ -72,7 +72,7 @@ def _follow_loop(walk: Walk, loop: Loop) -> None:
         start = walk.values[carry.inputs[0]]
         if start.is_weight and not value.is_weight:  # an initial state, or weights that it trains
             kind = "unknown" if takes_gradients else "other"
-            walk.record_terms(carry, "the start of a loop that changes it", [start], kind)
+            walk.record_views(carry, "the start of a loop that changes it", [start], kind)
 
 
 def _first(value: Value) -> Value:
@@ -82,10 +82,10 @@ def _first(value: Value) -> Value:
 
 def _next(walk: Walk, carry: Node) -> Value:
     """What it carries after another iteration."""
-    start, end = walk.operands(carry)
+    start, end = walk.inputs(carry)
     value = walk.values[carry.outputs[0]]
-    walk.record_parts((*start.images, *end.images))
-    if start.is_weight and end.terms == start.terms and end.depends_on == start.depends_on:
+    walk.record_parts((*start.projections, *end.projections))
+    if start.is_weight and end.views == start.views and end.depends_on == start.depends_on:
         return value
     after = dependent([start, end, value])
     # Without the products in the loop.
@@ -98,7 +98,7 @@ def _apply(walk: Walk, node: Node) -> None:
     results = RULES.get(node.name, unknown)(walk, node)
     for x, value in zip(node.outputs, results, strict=True):
         is_followed = walk.graph.is_followed(x)
-        walk.values[x] = value if is_followed else value._replace(images=(), logits=())
+        walk.values[x] = value if is_followed else value._replace(projections=(), logits=())
 
 
 def _fold(walk: Walk, node: Node) -> None:

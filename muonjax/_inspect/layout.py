@@ -76,7 +76,7 @@ class Layout(NamedTuple):
         """Which part of the origin this is; nothing if it is all of it."""
         return _region(self)
 
-    def atoms(self, axes: Iterable[int]) -> tuple[Run, ...]:
+    def runs_along(self, axes: Iterable[int]) -> tuple[Run, ...]:
         """The positions of the origin along each of these axes."""
         along = []
         for k in axes:
@@ -98,9 +98,9 @@ class Layout(NamedTuple):
         pairs = itertools.combinations(self.runs, 2)
         return not self.region and all(_is_product(a, b) for a, b in pairs if a.axis != b.axis)
 
-    def atoms_beside(self, axes: Iterable[int]) -> tuple[Run, ...]:
+    def runs_not_along(self, axes: Iterable[int]) -> tuple[Run, ...]:
         """Those along all others."""
-        return self.atoms(self.varying.difference(axes))
+        return self.runs_along(self.varying.difference(axes))
 
     def split(self, axes: Iterable[int]) -> tuple[Layout, tuple[Run, ...]]:
         """One entry along these axes, and the positions along them, which add to those that are left."""

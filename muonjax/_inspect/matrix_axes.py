@@ -72,7 +72,7 @@ def matrices_of(walk: Walk, leaf: int, uses: Sequence[Use]) -> Matrices:
         raise Contradiction(f"{lines[0]}, but {lines[1]}")
     ((form, use),) = forms.items()
     if form.cut is None:  # perhaps the function cuts the parameter before its products
-        slices = {u.term.layout.region for u in uses}
+        slices = {u.view.layout.region for u in uses}
         form = form._replace(cut=_cut(slices, shape, form.columns, form.columns))
     heads = {
         (run, region) for u in uses for run, region in u.product.heads if run.axis in form.columns
@@ -110,7 +110,7 @@ def _form(walk: Walk, leaf: int, use: Use) -> _Form:
     if use.groups > 1:
         axis = next(iter(column_axes))
         return form._replace(cut=_Cut(axis, (shape[axis] // use.groups,) * use.groups))
-    sliced = {axis for axis, _ in use.term.layout.region}
+    sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, column_axes, sliced, product.mixed)
     if cut is not None and cut.sizes == (1,) * shape[cut.axis]:
         # An axis that counts queries, keys and values; vectors stay one matrix.

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from muonjax._inspect import softmax
-from muonjax._inspect.entrywise import is_zero, latest, rule, unknown
+from muonjax._inspect.entrywise import is_zero, limited, rule, unknown
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
@@ -19,9 +19,9 @@ from muonjax._inspect.values import (
     DATA,
     MULTIPLIED,
     Move,
-    Term,
+    ParameterView,
     Value,
-    all_images,
+    all_projections,
     dependent,
     grouped,
     move_each,
@@ -38,15 +38,15 @@ RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_sca
 
 @rule(SAME)
 def _same(walk: Walk, node: Node) -> Sequence[Value]:
-    values = walk.operands(node)
+    values = walk.inputs(node)
     if node.name == "stop_gradient":
         return [v.without_gradient for v in values]
-    if node.name in ("psum", "psum2", "psum_invariant", "imag") or is_coarse(walk, node):
+    if node.name in ("psum", "psum2", "psum_invariant", "imag") or rounds_coarsely(walk, node):
         return [v._replace(logits=softmax.scaled(node, v)) for v in values]
     return values
 
 
-def is_coarse(walk: Walk, node: Node) -> bool:
+def rounds_coarsely(walk: Walk, node: Node) -> bool:
     """Whether it keeps fewer than eight significant bits: a factor changes what is rounded off."""
     if node.name not in ("convert_element_type", "reduce_precision"):
         return False
@@ -153,7 +153,7 @@ def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
 
 @rule("transpose reshape rev slice scan_stack broadcast_in_dim")
 def _one_operand(walk: Walk, node: Node) -> Sequence[Value]:
-    (x,) = walk.operands(node)
+    (x,) = walk.inputs(node)
     if node.name == "broadcast_in_dim":
         x = x.repeating(walk.shape(node.inputs[0]))
     return _rearranged(walk, node, x)
@@ -174,7 +174,7 @@ def _mapped(walk: Walk, node: Node, x: Value, move: Move) -> Sequence[Value]:
 
 
 def _is_unordered(x: Value) -> bool:
-    return any(UNORDERED in held.layout.loops for held in (*x.terms, *x.images))
+    return any(UNORDERED in held.layout.loops for held in (*x.views, *x.projections))
 
 
 @rule("concatenate")
@@ -185,7 +185,7 @@ def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
     sizes = [walk.shape(x)[axis] for x in inputs]
     joined = dependent(values)
     if not joined.is_weight:
-        walk.record_terms(node, "joined with data", [v for v in values if v.is_weight])
+        walk.record_views(node, "joined with data", [v for v in values if v.is_weight])
     # A single array between zeros is padded. A clip scales zeros by any factor, so they count as its own.
     zeros = sum(not is_zero(walk, x) for x in node.inputs) == 1
     placed = []
@@ -194,30 +194,30 @@ def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
             Layout.place, axis=axis, start=start, size=sum(sizes), zeros=zeros
         )
         placed.append(value.map(place))
-    images = latest(walk, node, all_images(placed))
+    projections = limited(walk, node, all_projections(placed))
     logits = tuple(x for v in placed for x in v.logits)
     if len(logits) > 1:
         logits = tuple(softmax.lost(node, x) if x.stage == "logits" else x for x in logits)
-    terms = _reassembled(placed, axis) if joined.is_weight else ()
-    return [joined._replace(terms=terms, images=images, logits=logits)]
+    views = _reassembled(placed, axis) if joined.is_weight else ()
+    return [joined._replace(views=views, projections=projections, logits=logits)]
 
 
-def _reassembled(values: Sequence[Value], axis: int) -> tuple[Term, ...]:
-    """The terms in a concatenation; parts of one parameter become one term, where that can be told."""
-    parts = grouped(((t.leaf, t.inner, t.noisy), t) for v in values for t in v.terms)
-    terms: list[Term] = []
+def _reassembled(values: Sequence[Value], axis: int) -> tuple[ParameterView, ...]:
+    """The views in a concatenation; parts of one parameter become one view, where that can be told."""
+    parts = grouped(((t.leaf, t.inner, t.noisy), t) for v in values for t in v.views)
+    views: list[ParameterView] = []
     for group in parts.values():
         layout = merged(tuple(t.layout for t in group))
         if layout.taken == group[0].layout.taken and layout.is_separable([axis]):
-            terms.append(group[0]._replace(layout=layout))
+            views.append(group[0]._replace(layout=layout))
         else:
-            terms += group
-    return tuple(terms)
+            views += group
+    return tuple(views)
 
 
 @rule("gather")
 def _gather(walk: Walk, node: Node) -> Sequence[Value]:
-    values = x, indices = walk.operands(node)
+    values = x, indices = walk.inputs(node)
     numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     start = walk.known(node.inputs[1])
@@ -230,15 +230,15 @@ def _gather(walk: Walk, node: Node) -> Sequence[Value]:
         if sizes[axis] == old[axis]:
             sources[at] = axis
     picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
-    depends = any(held.layout.atoms(picked) for held in (*x.terms, *x.images))
+    depends = any(held.layout.runs_along(picked) for held in (*x.views, *x.projections))
     if depends and len(picked) == 1 and start is not None:
         every = np.arange(old[picked[0]])
         if np.array_equal(np.sort(start, None), every):  # all positions in another order
             return unknown(walk, node)
-    if not x.terms:
+    if not x.views:
         walk.record_read(x, picked, indices)
         if depends:
-            walk.record_parts(x.images)
+            walk.record_parts(x.projections)
             return [dependent(values)]
     return [looked_up(walk, node, values, picked, sources, new)]
 
@@ -254,38 +254,40 @@ def looked_up(
     """Entries of `picked` axes at indices that are known only when it runs."""
     x, *indices = values
     by_data = any(v.depends_on & DATA for v in indices)
-    terms = []
-    for k, t in enumerate(x.terms):
-        rows = t.layout.atoms(picked)
+    views = []
+    for k, t in enumerate(x.views):
+        rows = t.layout.runs_along(picked)
         if by_data and t.inner and not rows:  # a table times a matrix: rows of the product
-            columns = t.layout.atoms(range(len(t.layout.shape)))
+            columns = t.layout.runs_along(range(len(t.layout.shape)))
             walk.record(node, "product", t, MULTIPLIED, k=k, rows=t.inner[0], columns=columns)
             continue
         if by_data and rows:
             walk.record(node, "looked up", t, "looked up", rows=rows)
         layout = t.layout.visit(picked).pick(tuple(sources), shape)
-        terms.append(t._replace(layout=layout))
-    images: tuple[Any, ...] = ()
-    if not x.terms:
-        images = move_each(x.images, lambda layout: layout.pick(tuple(sources), shape))
-    return dependent(values)._replace(terms=tuple(terms), images=images)
+        views.append(t._replace(layout=layout))
+    projections: tuple[Any, ...] = ()
+    if not x.views:
+        projections = move_each(x.projections, lambda layout: layout.pick(tuple(sources), shape))
+    return dependent(values)._replace(views=tuple(views), projections=projections)
 
 
 @rule("dynamic_slice")
 def _dynamic_slice(walk: Walk, node: Node) -> Sequence[Value]:
-    values = walk.operands(node)
+    values = walk.inputs(node)
     old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
     sources = [axis if old[axis] == new[axis] else None for axis in range(len(old))]
     picked = [axis for axis in range(len(old)) if old[axis] != new[axis]]
     stretches = [axis for axis in picked if new[axis] > 1]  # their entries are not followed
-    if any(held.layout.atoms(stretches) for held in (*values[0].terms, *values[0].images)):
+    if any(
+        held.layout.runs_along(stretches) for held in (*values[0].views, *values[0].projections)
+    ):
         return unknown(walk, node)
     return [looked_up(walk, node, values, picked, sources, new)]
 
 
 @rule("scan_slice")
 def _scan_slice(walk: Walk, node: Node) -> Sequence[Value]:
-    (value, *_), shape = walk.operands(node), walk.shape(node.outputs[0])
+    (value, *_), shape = walk.inputs(node), walk.shape(node.outputs[0])
     rest = tuple(range(1, 1 + len(shape)))
     return [value.map(lambda layout: layout.visit([0]).pick(rest, shape))]
 
@@ -293,7 +295,7 @@ def _scan_slice(walk: Walk, node: Node) -> Sequence[Value]:
 @rule(RESIZED)
 def _resize(walk: Walk, node: Node) -> Sequence[Value]:
     (value,), old, new = (
-        walk.operands(node),
+        walk.inputs(node),
         walk.shape(node.inputs[0]),
         walk.shape(node.outputs[0]),
     )

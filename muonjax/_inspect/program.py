@@ -421,7 +421,7 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
     """Named attentions with their calls; one that is called several times is one."""
     groups = attentions(walk)
     roots = [
-        module_of([paths[x.leaf] for x in (*group[0].spans, *group[0].terms)]) for group in groups
+        module_of([paths[x.leaf] for x in (*group[0].spans, *group[0].views)]) for group in groups
     ]
     found, named = [], Counter()
     for group, root in zip(groups, roots, strict=True):

@@ -13,7 +13,7 @@ import numpy as np
 from muonjax._clip.scale import Scale, first_positions
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
-from muonjax._inspect.values import Image, Side
+from muonjax._inspect.values import Operand, Projection
 
 
 class Span(NamedTuple):
@@ -69,12 +69,14 @@ class QueriesAndKeys:
             raise Refused(why)
         return list(dict.fromkeys(proposals))
 
-    def _proposal(self, keys: Sequence[Image], shared: Sequence[_Features]) -> tuple[Span, ...]:
-        """What to scale if the keys of these images take a part of the factor."""
+    def _proposal(
+        self, keys: Sequence[Projection], shared: Sequence[_Features]
+    ) -> tuple[Span, ...]:
+        """What to scale if the keys of these projections take a part of the factor."""
         self._check_queries()
         self._check_order(self.key, keys, "keys")
         factor = "query" if keys else "rotary"
-        queries = list(self._spans(self.query, self.query.value.images, factor, shared))
+        queries = list(self._spans(self.query, self.query.value.projections, factor, shared))
         of_keys = list(self._spans(self.key, keys, "key"))
         spans = (*queries, *of_keys)
         # Other parts of the queries, or of the keys, may follow the first.
@@ -89,60 +91,60 @@ class QueriesAndKeys:
         return spans
 
     def _check_queries(self) -> None:
-        images = self.query.value.images
-        if not images:
+        projections = self.query.value.projections
+        if not projections:
             raise Refused("its queries can't be followed to parameters that train")
-        self._check_order(self.query, images, "queries")
-        for image in images:
-            if not image.layout.varying:
-                raise Refused(self._why_of_all_columns(image))
+        self._check_order(self.query, projections, "queries")
+        for projection in projections:
+            if not projection.layout.varying:
+                raise Refused(self._why_of_all_columns(projection))
             # Nothing tells queries of one head, put together from several products, from several heads of one key.
-            if len(images) > 1 and not self._heads(self.query, image.layout):
+            if len(projections) > 1 and not self._heads(self.query, projection.layout):
                 raise Refused("heads of its queries are put together from several products")
 
-    def _why_of_all_columns(self, image: Image) -> str:
-        if image.product.use.term.inner:
+    def _why_of_all_columns(self, projection: Projection) -> str:
+        if projection.product.use.view.inner:
             return "a product of several parameters makes its queries"
-        if image.linear:
+        if projection.linear:
             return "the heads of its queries can't be told apart"
-        line = self.walk.graph.line(image.bent_by)
+        line = self.walk.graph.line(projection.nonlinear_at)
         return f"a function of all heads, as a norm, makes its queries: {line}"
 
-    def _check_order(self, operand: Side, images: Sequence[Image], name: str) -> None:
-        for image in images:
-            layouts = [image.layout, *(bias.layout for bias in image.biases)]
+    def _check_order(self, operand: Operand, projections: Sequence[Projection], name: str) -> None:
+        for projection in projections:
+            layouts = [projection.layout, *(bias.layout for bias in projection.biases)]
             if any(UNORDERED in layout.loops for layout in layouts):
                 raise Refused(f"its {name} are in another order than the parameter's")
-            if image.layout.placed(operand.batch):
+            if projection.layout.placed(operand.batch):
                 raise Refused(f"heads of its {name} are put together from several products")
 
-    def _heads(self, operand: Side, layout: Layout) -> dict[int, int]:
+    def _heads(self, operand: Operand, layout: Layout) -> dict[int, int]:
         """Axes of the product that softmax does not normalize, and the operand's, if parameters differ along them."""
         heads = {}
         for axis, source in enumerate(operand.sources):
-            if source is not None and axis not in self.normalized and layout.atoms([source]):
+            if source is not None and axis not in self.normalized and layout.runs_along([source]):
                 heads[axis] = source
         return heads
 
-    def split_keys(self) -> tuple[list[Image], list[_Features]]:
+    def split_keys(self) -> tuple[list[Projection], list[_Features]]:
         """Keys that each head has for itself; and which features those fill that all heads share."""
         heads: set[int] = set()
-        for image in self.query.value.images:
-            heads.update(self._heads(self.query, image.layout))
+        for projection in self.query.value.projections:
+            heads.update(self._heads(self.query, projection.layout))
         of_one_head, shared = [], []
-        for image in self.key.value.images:
-            is_shared = heads and heads.isdisjoint(self._heads(self.key, image.layout))
-            features = self._features(self.key, image)
+        for projection in self.key.value.projections:
+            is_shared = heads and heads.isdisjoint(self._heads(self.key, projection.layout))
+            features = self._features(self.key, projection)
             if is_shared and features is not None:
                 shared.append(features)
             else:
-                of_one_head.append(image)
+                of_one_head.append(projection)
         return of_one_head, shared
 
-    def _features(self, operand: Side, image: Image) -> _Features | None:
-        """Where in the sum over features an image is that was concatenated with others."""
+    def _features(self, operand: Operand, projection: Projection) -> _Features | None:
+        """Where in the sum over features a projection is that was concatenated with others."""
         (axis, *more) = operand.summed
-        placed = image.layout.placed([axis])
+        placed = projection.layout.placed([axis])
         if more or not placed:
             return None
         there = np.argwhere(placed[0].positions < HOLE)[:, axis]
@@ -150,24 +152,24 @@ class QueriesAndKeys:
 
     def _spans(
         self,
-        operand: Side,
-        images: Sequence[Image],
+        operand: Operand,
+        projections: Sequence[Projection],
         factor: str,
         shared: Sequence[_Features] = (),
     ) -> Iterator[Span]:
-        for image in images:
-            start, stop = self._features(operand, image) or (0, HOLE)
-            # Those that shared keys fill, counted from the first feature of the image.
+        for projection in projections:
+            start, stop = self._features(operand, projection) or (0, HOLE)
+            # Those that shared keys fill, counted from the first feature of the projection.
             inside = []
             for features in shared:
                 first, last = max(features.start, start), min(features.stop, stop)
                 if first < last:
                     inside.append(_Features(first - start, last - start))
-            kernel = image.product.use.term.leaf, image.layout
-            for leaf, layout in (kernel, *((bias.leaf, bias.layout) for bias in image.biases)):
+            kernel = projection.product.use.view.leaf, projection.layout
+            for leaf, layout in (kernel, *((bias.leaf, bias.layout) for bias in projection.biases)):
                 yield from _divided(self._span(leaf, layout, operand, factor), inside)
 
-    def _span(self, leaf: int, layout: Layout, operand: Side, factor: str) -> Span:
+    def _span(self, leaf: int, layout: Layout, operand: Operand, factor: str) -> Span:
         shape = self.shapes[leaf]
         rest, heads = layout.split(self._heads(operand, layout).values())
         rest, features = rest.split(operand.summed)

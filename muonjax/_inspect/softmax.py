@@ -117,7 +117,7 @@ def _of_sum(
     if is_subtracted:
         return (lost(node, logits),)
     if maxima:
-        axes = {run.axis for run in logits.layout.atoms_beside(others[0].axes("repeats"))}
+        axes = {run.axis for run in logits.layout.runs_not_along(others[0].axes("repeats"))}
         return (logits._replace(shifted=(logits.shifted or frozenset()) | axes),)
     if _is_scaled(logits) or _may_change(others):
         return (lost(node, logits),)

@@ -1,9 +1,9 @@
 """What is known of an array while a function is followed: which parameters and products it is made of.
 
-In `q, k, v = jnp.split(x @ p["qkv"], 3, -1)` the parameter is a `Term` of the product's operand. The product with it is
-a `Product`, and its result holds one `Image` of this product. The split gives three images of it, each with the region
-of its columns; a region that is used apart from the others is a part, a matrix of its own. What softmax takes is
-`Logits`. A value may be a sum, so it may hold several terms, images and logits.
+In `q, k, v = jnp.split(x @ p["qkv"], 3, -1)` the parameter is a `ParameterView` of the product's operand. The product
+with it is a `Product`, and its result holds one `Projection` of this product. The split gives three of it, each with
+the region of its columns; a region that is used separately is a part, a matrix of its own. What softmax takes is
+`Logits`. A value may be a sum, so it may hold several views, projections and logits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DATA, NOISE, PARAMETER, FROZEN, OF_PRODUCTS = 1, 2, 4, 8, 16
 Move: TypeAlias = Callable[[Layout], Layout | None]
 
 
-class Term(NamedTuple):
+class ParameterView(NamedTuple):
     """A parameter seen along the axes of an array, perhaps after structural operations."""
 
     leaf: int
@@ -47,11 +47,11 @@ class Use(NamedTuple):
     kind: Kind
     what: str  # in words
     node: int
-    term: Term
+    view: ParameterView
     rows: tuple[Run, ...] = ()
     columns: tuple[Run, ...] = ()
     batch: tuple[Run, ...] = ()
-    operand: int = -1  # the activation that it is multiplied with
+    activation: int = -1  # the activation that it is multiplied with
     groups: int = 1  # of a convolution
     is_depthwise: bool = False  # each group of one feature
     is_patch: bool = False  # of windows that do not overlap
@@ -71,25 +71,25 @@ class Product:
     batches: set[Run] = dataclasses.field(default_factory=set)
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
-    # The parts that are used apart.
+    # The parts that are used separately.
     parts: set[Region] = dataclasses.field(default_factory=set)
-    # Columns that are mixed while others stay apart, as by a norm of each head: what is taken.
+    # Columns that are mixed while others stay unmixed, as by a norm of each head: what is taken.
     mixed: set[Layout] = dataclasses.field(default_factory=set)
     is_mixture: bool = False  # of features with a router's weights, perhaps of experts
 
 
-class Image(NamedTuple):
+class Projection(NamedTuple):
     """What is left of one product with a parameter: its axes as axes of that parameter."""
 
     product: Product
     layout: Layout
-    biases: tuple[Term, ...] = ()  # parameters that were added since then
-    bent_by: int = -1  # the first operation that does not commute with scaling the parameter
-    apart: bool = True  # no operation yet that mixes its columns: it may still be cut into parts
+    biases: tuple[ParameterView, ...] = ()  # parameters that were added since then
+    nonlinear_at: int = -1  # the first operation that does not commute with scaling the parameter
+    unmixed: bool = True  # no operation yet that mixes its columns: it may still be cut into parts
 
     @property
     def linear(self) -> bool:
-        return self.bent_by < 0
+        return self.nonlinear_at < 0
 
 
 class Addend(NamedTuple):
@@ -101,7 +101,7 @@ class Addend(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What is left of the product of two images: attention logits and what softmax makes of them."""
+    """What is left of the product of two projections: attention logits and what softmax makes of them."""
 
     product: int  # the operation
     layout: Layout  # the axes as axes of the product's result
@@ -115,7 +115,7 @@ class Logits(NamedTuple):
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
 
 
-class Mark(NamedTuple):
+class AxisFact(NamedTuple):
     """What is known of some axes of an array, as a layout that has runs along these alone.
 
     "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one; "input": they are
@@ -132,10 +132,10 @@ class Value(NamedTuple):
     """One array."""
 
     depends_on: int = 0
-    terms: tuple[Term, ...] = ()
-    images: tuple[Image, ...] = ()
+    views: tuple[ParameterView, ...] = ()
+    projections: tuple[Projection, ...] = ()
     logits: tuple[Logits, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    facts: tuple[AxisFact, ...] = ()
     # `scores`: the last product of two activations that it is made of, if it was not multiplied by a parameter since.
     # `weights`: the last such product whose exponential was taken.
     scores: int = -1
@@ -159,17 +159,17 @@ class Value(NamedTuple):
         depends_on = self.depends_on
         if depends_on & PARAMETER:
             depends_on = depends_on - PARAMETER | FROZEN
-        return self._replace(depends_on=depends_on, terms=(), images=(), scores=-1, weights=-1)
+        return self._replace(depends_on=depends_on, views=(), projections=(), scores=-1, weights=-1)
 
     def map(self, move: Move) -> Value:
         """After an operation that only moves entries."""
-        if not (self.images or self.terms or self.logits or self.marks):
+        if not (self.projections or self.views or self.logits or self.facts):
             return self
         return self._replace(
-            terms=move_each(self.terms, move),
-            images=move_each(self.images, move),
+            views=move_each(self.views, move),
+            projections=move_each(self.projections, move),
             logits=move_each(self.logits, move),
-            marks=move_each(self.marks, move),
+            facts=move_each(self.facts, move),
         )
 
     def repeated(
@@ -180,30 +180,30 @@ class Value(NamedTuple):
 
     def repeating(self, shape: Sequence[int]) -> Value:
         """Before axes are added along which entries repeat."""
-        if not self.depends_on or any(m.what == "repeats" for m in self.marks):
+        if not self.depends_on or any(m.what == "repeats" for m in self.facts):
             return self
-        return self._replace(marks=(*self.marks, Mark("repeats", whole(tuple(shape)))))
+        return self._replace(facts=(*self.facts, AxisFact("repeats", whole(tuple(shape)))))
 
     def axes(self, what: str) -> tuple[int, ...]:
         """The axes along which it is one hot, or counts, or repeats itself."""
         axes: list[int] = []
-        for mark in self.marks:
-            if mark.what == what:
-                varying, shape = mark.layout.varying, mark.layout.shape
+        for fact in self.facts:
+            if fact.what == what:
+                varying, shape = fact.layout.varying, fact.layout.shape
                 rest = {k for k, n in enumerate(shape) if n > 1 and k not in varying}
                 axes += sorted(rest if what == "repeats" else varying)
         return tuple(axes)
 
 
-class Side:
+class Operand:
     """One operand of a product: its value, and which of its axes are summed over, are batches, are given."""
 
     def __init__(
-        self, value: Value, operand: int, rank: int, summed: Sequence[int], batch: Sequence[int]
+        self, value: Value, array: int, rank: int, summed: Sequence[int], batch: Sequence[int]
     ):
-        self.value, self.operand = value, operand
+        self.value, self.array = value, array
         self.summed, self.batch = tuple(summed), tuple(batch)
-        self.given = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
+        self.free = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
         # For each axis of the product, the axis of this operand that it comes from, if any.
         self.sources: Sequence[int | None] = ()
         self.shape: tuple[int, ...] = ()  # of the product
@@ -228,26 +228,26 @@ class Side:
 
         Each of two factors of a matrix repeats along the axis of the other.
         """
-        terms = self.value.terms
-        varying = frozenset().union(*(t.layout.varying for t in terms))
-        shape = terms[0].layout.shape if terms else ()
+        views = self.value.views
+        varying = frozenset().union(*(t.layout.varying for t in views))
+        shape = views[0].layout.shape if views else ()
         repeats = any(n > 1 and k not in varying for k, n in enumerate(shape))
         return self.value.is_weight and not repeats
 
     @property
     def is_matrix(self) -> bool:
         """Whether a parameter in it has summed and given axes, so that this is a product by a matrix."""
-        return any(self.rows(t) and self.columns(t) for t in self.value.terms)
+        return any(self.rows(t) and self.columns(t) for t in self.value.views)
 
-    def rows(self, t: Term) -> tuple[Run, ...]:
+    def rows(self, t: ParameterView) -> tuple[Run, ...]:
         """The axes of a parameter in it over which the product sums."""
-        return t.layout.atoms(self.summed) or (t.inner[0] if t.inner else ())
+        return t.layout.runs_along(self.summed) or (t.inner[0] if t.inner else ())
 
-    def columns(self, t: Term) -> tuple[Run, ...]:
+    def columns(self, t: ParameterView) -> tuple[Run, ...]:
         """Those that it gives; of one of several parameters multiplied by each other, the axis next to its neighbor."""
-        if columns := t.layout.atoms(self.given):
+        if columns := t.layout.runs_along(self.free):
             return columns
-        between = t.inner if t.layout.atoms(self.summed) else t.inner[1:]
+        between = t.inner if t.layout.runs_along(self.summed) else t.inner[1:]
         return between[-1] if between else ()
 
 
@@ -256,10 +256,10 @@ def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
     moved = []
     for x in items:
         layout = move(x.layout)
-        if layout is None or (isinstance(x, Mark) and UNORDERED in layout.loops):
+        if layout is None or (isinstance(x, AxisFact) and UNORDERED in layout.loops):
             continue
         x = x._replace(layout=layout)
-        if isinstance(x, Image):
+        if isinstance(x, Projection):
             x = x._replace(biases=move_each(x.biases, move))
         moved.append(x)
     return tuple(moved)
@@ -276,30 +276,33 @@ def dependent(values: Iterable[Value]) -> Value:
     return Value(depends_on, scores=scores, weights=weights, no_rule=no_rule)
 
 
-def alike(images: Sequence[Image]) -> bool:
+def alike(projections: Sequence[Projection]) -> bool:
     """Whether these are the same part of one product, or parts after the same function."""
-    return len({m.layout for m in images}) == 1 or len({(m.bent_by, m.apart) for m in images}) == 1
+    return (
+        len({m.layout for m in projections}) == 1
+        or len({(m.nonlinear_at, m.unmixed) for m in projections}) == 1
+    )
 
 
-def all_images(values: Iterable[Value]) -> tuple[Image, ...]:
-    """The images in a sum or a concatenation: parts of one product count once."""
-    by_product = grouped((m.product, m) for v in values for m in v.images)
-    return tuple(_united(images) for images in by_product.values())
+def all_projections(values: Iterable[Value]) -> tuple[Projection, ...]:
+    """The projections in a sum or a concatenation: parts of one product count once."""
+    by_product = grouped((m.product, m) for v in values for m in v.projections)
+    return tuple(_united(projections) for projections in by_product.values())
 
 
-def _united(images: Sequence[Image]) -> Image:
-    if len(images) == 1:
-        return images[0]
+def _united(projections: Sequence[Projection]) -> Projection:
+    if len(projections) == 1:
+        return projections[0]
     biases = []
-    for terms in grouped((t.leaf, t) for m in images for t in m.biases).values():
-        layout = merged(tuple(t.layout for t in terms))
-        biases.append(terms[0]._replace(layout=layout))
-    return Image(
-        product=images[0].product,
-        layout=merged(tuple(m.layout for m in images)),
+    for views in grouped((t.leaf, t) for m in projections for t in m.biases).values():
+        layout = merged(tuple(t.layout for t in views))
+        biases.append(views[0]._replace(layout=layout))
+    return Projection(
+        product=projections[0].product,
+        layout=merged(tuple(m.layout for m in projections)),
         biases=tuple(biases),
-        bent_by=next((m.bent_by for m in images if not m.linear), -1),
-        apart=alike(images) and all(m.apart for m in images),
+        nonlinear_at=next((m.nonlinear_at for m in projections if not m.linear), -1),
+        unmixed=alike(projections) and all(m.unmixed for m in projections),
     )
 
 
