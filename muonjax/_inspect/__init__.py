@@ -37,7 +37,7 @@ kernel each that are put together.
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
 A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry, in
-`SAME` (`moves`) if it moves nothing, in `_MIXES` (`entrywise`) if it mixes columns, in `_ENTERED`
+`SAME` (`moves`) if it moves nothing, in `_MIXES` (`rules`) if it mixes columns, in `_ENTERED`
 (`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`),
 one that moves the entries of one operand a case in `moves.moved_by`, which the certificate uses
 too. Otherwise write a function (walk, node) -> values under `@rule("its name")`:

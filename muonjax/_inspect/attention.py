@@ -10,6 +10,7 @@ import numpy as np
 from muonjax._inspect import softmax
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.findings import Walk
+from muonjax._inspect.graph import Place
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import reshaped
 from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span
@@ -33,39 +34,50 @@ class Call(NamedTuple):
 
 
 def attentions(walk: Walk) -> list[list[Call]]:
-    """The calls of each attention, in the order of the program."""
-    line = walk.graph.line
-    calls = {i: _call(walk, i) for i in walk.attentions}
-    for i, projections in walk.opaque.items():
-        node = walk.nodes[i]
-        name = str(node.params.get("name") or node.name)
-        why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        calls[i] = Call(line(i), i, problem=why, views=_views(projections))
-    for i, reader in walk.softmaxes.items():
-        if i not in walk.attentions:
-            why = "its queries, keys and values can't all be followed to parameters"
-            calls[i] = Call(line(i), i, problem=f"{why}: {line(reader)}")
+    """The calls of each attention that trains, in the order of the program."""
+    calls = {product: _call(walk, product) for product in walk.attention.softmaxes}
+    for i, projections in walk.attention.calls.items():
+        calls[i] = _opaque_call(walk, i, projections)
+    for product, reader in walk.attention.readers.items():
+        if product not in walk.attention.softmaxes:
+            calls[product] = _not_followed(walk, product, reader)
     # What scales the queries of a call scales those of every other call that takes them.
-    groups = grouped(
-        (call.proposals[-1:] or call.views or call.line, call) for _, call in sorted(calls.items())
-    )
-    trained = walk.graph.trained
+    by_queries = []
+    for _, call in sorted(calls.items()):
+        queries = call.proposals[-1:] or call.views or call.line
+        by_queries.append((queries, call))
     proved = []
-    for group in groups.values():
-        if any(call.operation in trained for call in group):
+    for group in grouped(by_queries).values():
+        if any(call.operation in walk.graph.trained for call in group):
             proved.append(_proved(walk, group))
     return proved
 
 
+def _opaque_call(walk: Walk, operation: int, projections: Iterable[Projection]) -> Call:
+    """The call of a kernel, of which nothing but its operands is known."""
+    node = walk.nodes[operation]
+    name = str(node.params.get("name") or node.name)
+    why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
+    return Call(walk.graph.line(operation), operation, problem=why, views=_views(projections))
+
+
+def _not_followed(walk: Walk, product: int, reader: int) -> Call:
+    """A product whose exponentials multiply something in the operation `reader`."""
+    why = "its queries, keys and values can't all be followed to parameters"
+    problem = f"{why}: {walk.graph.line(reader)}"
+    return Call(walk.graph.line(product), product, problem=problem)
+
+
 def _views(projections: Iterable[Projection]) -> tuple[ParameterView, ...]:
-    return tuple(projection.product.use.view for projection in projections)
+    return tuple(projection.view for projection in projections)
 
 
 # What a clip scales and where its logits are.
 
 
 def _call(walk: Walk, product: int) -> Call:
-    logits, normalized = walk.attentions[product][0]
+    """The attention whose queries and keys this operation multiplies."""
+    logits, normalized = walk.attention.softmaxes[product][0]
     operands = QueriesAndKeys(walk, product, normalized)
     call = Call(walk.graph.line(product), product)
     queries, keys = operands.query.value.projections, operands.key.value.projections
@@ -78,15 +90,17 @@ def _call(walk: Walk, product: int) -> Call:
         probe = _probe(walk, logits, masks.hidden)
     except Refused as refused:
         return call._replace(problem=str(refused), views=_views((*queries, *keys)))
-    views = _views((*queries, *operands.split_keys()[0]))
+    keys_of_one_head, _ = operands.split_keys()
+    views = _views((*queries, *keys_of_one_head))
     return call._replace(probe=probe, views=views, proposals=proposals, doubt=masks.doubt)
 
 
 def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> None:
     """Refuses logits that are not what one softmax over keys takes."""
-    if logits.product in walk.unseen:
-        raise Refused(_not_alone(walk, walk.unseen[logits.product]))
-    for others, axes in walk.attentions[logits.product]:
+    attention, product = walk.attention, logits.product
+    if product in attention.unseen:
+        raise Refused(_not_alone(walk, attention.unseen[product]))
+    for others, axes in attention.softmaxes[product]:
         if (others._replace(layout=logits.layout), axes) != (logits, normalized):
             raise Refused("several softmaxes take its logits")
     if logits.lost >= 0:
@@ -98,34 +112,43 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
         raise Refused("the maximum subtracted from its logits is not taken over its keys")
 
 
-def _not_alone(walk: Walk, i: int) -> str:
-    node, line = walk.nodes[i], walk.graph.line(i)
+def _not_alone(walk: Walk, operation: int) -> str:
+    """Why a clip can't go through this operation."""
+    node, line = walk.nodes[operation], walk.graph.line(operation)
     if node.passes and node.name == "add_any":
         return f"the function takes derivatives of it, which a clip would change too: {line}"
     return f"a clip would not scale its logits alone: {line} ({node.name})"
 
 
 def _probe(walk: Walk, logits: Logits, hidden: float) -> Probe:
-    """The place where the logits can be measured."""
+    """The place where the logits can be measured. `hidden` as in `Probe`."""
     variables = walk.graph.variables_of(logits.value)
     without_mask = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
-    producer = walk.nodes[walk.graph.producer[logits.value]]
-    # A function with derivatives of its own can't return what is inside of it.
-    depth = {place: sum(s.kind.startswith("custom_") for s in place) for place in variables}
-    place = min(variables, key=lambda x: (depth[x], x not in without_mask, x != producer.place))
+    made_in = walk.nodes[walk.graph.producer[logits.value]].place
+
+    def preference(place: Place) -> tuple[int, bool, bool]:
+        # A function with derivatives of its own can't return what is inside of it.
+        inside = sum(step.kind.startswith("custom_") for step in place)
+        return inside, place not in without_mask, place != made_in
+
+    place = min(variables, key=preference)
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
     if logits.raw >= 0:  # logits and mask, or a bias as ALiBi's
-        if place not in without_mask:
-            raise Refused(
-                "something is added to its logits in a function that does not return them without it"
-            )
-        raw, seen = (walk.values[x].logits[0].layout for x in (logits.raw, logits.value))
-        if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
-            raise Refused("something is added to its logits before their axes change order")
-    return Probe(
-        place, variables[place], raw=without_mask.get(place), hidden=hidden, unit=logits.unit
-    )
+        _check_added(walk, logits, place in without_mask)
+    raw = without_mask.get(place)
+    return Probe(place, variables[place], raw=raw, hidden=hidden, unit=logits.unit)
+
+
+def _check_added(walk: Walk, logits: Logits, is_visible: bool) -> None:
+    """Refuses a mask or a bias where logits can't be compared with and without it."""
+    if not is_visible:
+        raise Refused(
+            "something is added to its logits in a function that does not return them without it"
+        )
+    raw, seen = (walk.values[x].logits[0].layout for x in (logits.raw, logits.value))
+    if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
+        raise Refused("something is added to its logits before their axes change order")
 
 
 # The proof.
@@ -148,11 +171,11 @@ def _with_proof(walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]) -> l
     layers = tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
     heads = spans[0].heads
     logs = _random_logarithms(spans, layers)
-    logits = [walk.attentions[call.operation][0][0] for call in calls]
+    logits = [walk.attention.softmaxes[call.operation][0][0] for call in calls]
     values = [x.value if x.raw < 0 else x.raw for x in logits]
     certificate = Certificate(walk, [call.probe for call in calls if call.probe], values)
-    for leaf, touched in grouped((s.leaf, s) for s in spans).items():
-        scales = [(s.scale, logs[s.scale.factor]) for s in touched]
+    for leaf, touched in grouped((span.leaf, span) for span in spans).items():
+        scales = [(span.scale, logs[span.scale.factor]) for span in touched]
         certificate.touch(leaf, touched[0].stack, scales)
     failure = certificate.failure()
     why = "" if failure is None else _not_alone(walk, failure)
@@ -160,12 +183,16 @@ def _with_proof(walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]) -> l
     for call, value, x in zip(calls, values, logits, strict=True):
         expected = logs["rotary"]
         probe = call.probe and certificate.located(call.probe, value, x.value, expected)
-        why = why or ("" if probe else _why_not_located(certificate))
+        if not probe and not why:
+            why = _why_not_located(certificate)
         result.append(call._replace(spans=spans, probe=probe, layers=layers, heads=heads))
-    return [call._replace(problem=why) for call in calls] if why else result
+    if why:
+        return [call._replace(problem=why) for call in calls]
+    return result
 
 
 def _why_not_located(certificate: Certificate) -> str:
+    """Why the logits of some head got another factor than its own."""
     if any((table[0] == 0).any() for table in certificate.at.values()):
         return "some of its logits, as of a sink or of padding, are not made of the queries that a clip scales"
     return "the heads of its logits are not those of its projections"
@@ -182,7 +209,7 @@ def _random_logarithms(spans: Sequence[Span], layers: tuple[int, ...]) -> dict[s
     """
     heads = spans[0].heads
     logits = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
-    keys_heads = next((s.heads for s in spans if s.scale.factor == "key"), heads)
+    keys_heads = next((span.heads for span in spans if span.scale.factor == "key"), heads)
     keys = logits.reshape(*layers, keys_heads, -1).min(-1) / 2
     queries = logits - np.repeat(keys, heads // keys_heads, -1)
     return {"rotary": logits, "key": keys, "query": queries}

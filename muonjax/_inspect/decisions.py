@@ -32,14 +32,16 @@ class Decision(NamedTuple):
 
 
 def decide(walk: Walk, is_loss: bool) -> list[Decision]:
-    """One decision per parameter."""
+    """One decision for each parameter."""
     decider = _Decider(walk, is_loss)
-    uses = [use for use in walk.uses.values() if use.node in walk.graph.trained]
+    uses = [use for use in walk.uses.records.values() if use.node in walk.graph.trained]
     by_leaf = grouped((use.view.leaf, use) for use in uses)
     return [decider.decide(leaf, by_leaf.get(leaf, [])) for leaf in range(len(walk.shapes))]
 
 
 class _Decider:
+    """Decides on the parameters of one function, a loss or a model."""
+
     def __init__(self, walk: Walk, is_loss: bool):
         self.walk, self.graph, self.is_loss = walk, walk.graph, is_loss
         self.ends = Ends(walk)
@@ -50,10 +52,7 @@ class _Decider:
             return Decision(None, "whole numbers")
         if not uses:
             return self._without_uses(leaf)
-        # A product that only scales it, as a spectral norm does, is no use of it.
-        scales = self.walk.scales[leaf]
-        others = [u for u in uses if u.kind != "product" or not u.product.bit & scales]
-        uses = others or uses
+        uses = self._without_scales(leaf, uses)
         for use in uses:
             if self.graph.einsum(use.node) and self._has_several_weights(use.node):
                 why = "an einsum of several parameters is not followed"
@@ -61,14 +60,23 @@ class _Decider:
         for use in uses:
             if use.kind == "unknown":
                 return self._adam(f"{use.what} is not followed", use.node, by_names=True)
-        products = [u for u in uses if u.kind == "product"]
+        products = [use for use in uses if use.kind == "product"]
         # An index may choose a matrix: an expert's, an adapter's.
-        chosen = {run for u in products for run in u.view.layout.loops}
+        chosen = {run for use in products for run in use.view.layout.loops}
         for use in uses:
             if use.kind == "looked up" and not chosen.issuperset(use.rows):
                 also = f", and multiplied: {self.graph.line(products[0].node)}" if products else ""
                 return Decision(None, f"looked up: {self.graph.line(use.node)}{also}")
         return self._of_products(leaf, products) if products else self._without_product(uses)
+
+    def _without_scales(self, leaf: int, uses: list[Use]) -> list[Use]:
+        """The uses without products that only make a factor of the parameter, as a spectral norm does."""
+        scales = self.walk.uses.scales[leaf]
+        others = []
+        for use in uses:
+            if use.kind != "product" or not use.product.bit & scales:
+                others.append(use)
+        return others or uses
 
     def _adam(self, why: str, node: int, by_names: bool = False) -> Decision:
         return Decision(None, f"{why}: {self.graph.line(node)}", by_names=by_names)
@@ -91,28 +99,31 @@ class _Decider:
         return Decision(None, why, trains=False)
 
     def _without_product(self, uses: list[Use]) -> Decision:
+        """The decision on a parameter that is added, or multiplied entry by entry."""
         for use in uses:
             if use.view.inner:
                 why = f"{PRODUCT_OF_PARAMETERS} is not followed"
                 return self._adam(why, use.node, by_names=True)
-        runs = [run for u in uses for run in u.view.layout.runs]
-        axes = {run.axis for run in runs if run.positions.size > 1}
+        axes = set()
+        for use in uses:
+            axes |= {run.axis for run in use.view.layout.runs if run.positions.size > 1}
         decision = self._adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
         return decision._replace(is_vector=len(axes) < 2)
 
     def _of_products(self, leaf: int, products: list[Use]) -> Decision:
+        """The decision on a parameter that multiplies activations."""
         first = products[0]
-        places = {self.ends.place(u) for u in products}
+        places = {self.ends.place(use) for use in products}
         if self.is_loss and places <= {"head", "inner"}:
             return self._end(products, is_head="head" in places)
-        matrices = [u for u in products if u.rows and u.columns and not u.is_depthwise]
+        matrices = [use for use in products if use.rows and use.columns and not use.is_depthwise]
         if not matrices:
             why = "a depthwise convolution" if first.is_depthwise else "multiplied by vectors"
             return self._adam(why, first.node)
         first = matrices[0]
-        if not self.is_loss and all(self.ends.place(u) == "head" for u in matrices):
+        if not self.is_loss and all(self.ends.place(use) == "head" for use in matrices):
             return self._adam("last product", first.node, by_names=True)
-        if all(self._cuts_patches(u) for u in matrices):
+        if all(self._cuts_patches(use) for use in matrices):
             why = "an embedding of patches, windows that do not overlap"
             return self._adam(why, first.node)
         try:
@@ -136,17 +147,16 @@ class _Decider:
         return decision._replace(doubt=decision.why)
 
     def _cuts_patches(self, use: Use) -> bool:
+        """Whether a product takes windows of the model's input, and not of features."""
         return use.is_patch and self.walk.values[use.activation].depends_on < OF_PRODUCTS
 
-    def _is_of_zeros_and_ones(self, value: int) -> bool:
-        numbers = numbers_in(self.graph, value)
-        return numbers is not None and set(numbers.tolist()) == {0.0, 1.0}
-
     def _doubt(self, matrices: list[Use], is_last: bool) -> str:
-        """What else the matrices may be."""
-        if any(self._is_of_zeros_and_ones(u.activation) for u in matrices):
-            return "a layer, or a table whose rows zeros and ones choose"
-        if any(u.product.is_mixture for u in matrices):
+        """What else the matrices may be, for a warning."""
+        for use in matrices:
+            numbers = numbers_in(self.graph, use.activation)
+            if numbers is not None and set(numbers.tolist()) == {0.0, 1.0}:
+                return "a layer, or a table whose rows zeros and ones choose"
+        if any(use.product.is_mixture for use in matrices):
             return "one matrix, or one for each expert: a router's weights multiply its rows"
         if is_last:
             return "a hidden layer, or an output head: what follows it does not train"

@@ -16,23 +16,27 @@ Place: TypeAlias = Literal["head", "layer", "frozen layer", "inner"]
 
 
 class Ends:
-    """The values from which an end of the model can be reached."""
+    """The values from which a layer, a gradient or an output of the function can be reached.
+
+    A path goes over all operations but products, gradients and `stop_gradient`.
+    """
 
     def __init__(self, walk: Walk):
         graph = self.graph = walk.graph
-        self.read = walk.read
+        self.read = walk.uses.read
         backward = {i for i in graph.trained if graph.nodes[i].passes == "backward"}
         self.trained = graph.trained - backward
-        consumers, frozen = walk.consumers & self.trained, walk.frozen_layers & self.trained
-        self.products = consumers | frozen
-        self.to_products = self._before(consumers)
+        products = walk.layers.products & self.trained
+        frozen = walk.layers.frozen & self.trained
+        self.products = products | frozen
+        self.to_products = self._before(products)
         self.to_frozen = self._before(frozen)
         self.to_frozen_layers = self._before(self._layers(frozen))
         self.to_gradients = self._before(backward)
-        self.to_outputs = graph.upstream(self._followed(graph.outputs), self._without_product)
-        # An operation without a rule, which may be a product.
+        self.to_outputs = graph.upstream(self._followed(graph.outputs), self._unless_product)
+        # By value: an operation without a rule that can be reached, which may be a product.
         self.unknown: dict[int, int] = {}
-        for i in sorted(walk.no_rule):
+        for i in sorted(walk.layers.without_rule):
             self.unknown |= dict.fromkeys(self._before([i]), i)
 
     def place(self, use: Use) -> Place:
@@ -68,18 +72,19 @@ class Ends:
         return [i for i in self.trained if self.graph.nodes[i].name in names]
 
     def _before(self, operations: Iterable[int]) -> set[int]:
-        """The values that these operations take, and all before them."""
+        """The values from which these operations can be reached."""
         operands = [x for i in operations for x in self.graph.nodes[i].inputs]
-        return self.graph.upstream(self._followed(operands), self._passed_on)
+        return self.graph.upstream(self._followed(operands), self._inputs)
 
-    def _without_product(self, operation: int) -> list[int]:
-        return [] if operation in self.products else self._passed_on(operation)
-
-    def _passed_on(self, operation: int) -> list[int]:
+    def _inputs(self, operation: int) -> list[int]:
+        """The inputs of an operation that a path goes over."""
         node = self.graph.nodes[operation]
         if node.passes == "backward" or node.name == "stop_gradient":
             return []
         return self._followed(node.inputs)
+
+    def _unless_product(self, operation: int) -> list[int]:
+        return [] if operation in self.products else self._inputs(operation)
 
     def _followed(self, values: Iterable[int]) -> list[int]:
         """Without indices, as of an argmax: they end a path."""

@@ -1,17 +1,22 @@
-"""What operations entry by entry and reductions do to what is known of their operands; all rules by primitive."""
+"""The rules of operations entry by entry: what is linear in their operands, and what stays of each.
+
+What is linear in an operand leaves its projections linear: sums and choices in all operands together, a product in
+each, a quotient in the first. After all other functions they are nonlinear.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from muonjax._inspect import softmax
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import Layout, whole
+from muonjax._inspect.layout import whole
+from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
     ADDED,
     CHOICES,
@@ -23,80 +28,11 @@ from muonjax._inspect.values import (
     ParameterView,
     Projection,
     Value,
+    alike,
     all_projections,
     dependent,
+    grouped,
 )
-
-Rule = Callable[[Walk, Node], Sequence[Value]]
-RULES: dict[str, Rule] = {}
-
-
-def rule(names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for these primitives."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names.split(), function))
-        return function
-
-    return register
-
-
-# Operations that mix columns: what they are given is a part.
-_MIXES = """
-    approx_top_k bitcast_convert_type cholesky custom_linear_solve dynamic_update_slice eig eigh fft lu mulhi qr
-    ragged_all_to_all reduce reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor scatter
-    scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_gather_add select_and_scatter
-    select_and_scatter_add sort svd swap top_k triangular_solve tridiagonal_solve zeta
-"""
-_MIXING = frozenset(_MIXES.split())
-
-
-def unknown(walk: Walk, node: Node) -> Sequence[Value]:
-    """An operation that is not followed.
-
-    One without a rule may be an exponential, a product, or something that is one hot; a call may be a kernel of
-    attention, or go to the host.
-    """
-    values = walk.inputs(node)
-    result = dependent(values)
-    is_call = "call" in node.name or "attention" in node.name
-    has_no_rule = not is_call and node.name not in RULES
-    if has_no_rule:
-        result = result._replace(no_rule=node.index, weights=max(result.weights, result.scores))
-        walk.normalized.add(result.weights)
-        walk.no_rule.add(node.index)
-    # Without data it may be a penalty, such as a determinant.
-    has_data = any(v.depends_on and not v.is_weight for v in values)
-    weights = [v for v in values if v.is_weight or has_no_rule]
-    walk.record_views(node, node.name, weights, "unknown" if has_data else "alone")
-    projections = [m for v in values for m in v.projections]
-    if has_no_rule:
-        projections += _behind_logits(walk, node, values)
-    walk.record_parts(projections)
-    if not is_call and node.name not in _MIXING:
-        for m in projections:
-            if m.unmixed or has_no_rule:  # it may choose some of the columns, or use some together
-                walk.record(node, "unknown", m.product.use.view, node.name)
-    arrays = [x for x in node.inputs if walk.values[x].is_activation and walk.shape(x)]
-    if is_call and len(arrays) > 2:
-        parts = {(m.product, m.layout.region): m for m in projections}
-        walk.opaque[node.index] = tuple(parts.values())
-        walk.consumers.add(node.index)
-    return [result] * len(node.outputs)
-
-
-def _behind_logits(walk: Walk, node: Node, values: Iterable[Value]) -> list[Projection]:
-    """The queries and keys of logits that the operation takes: of these it makes something unknown."""
-    projections = []
-    for logits in [x for v in values for x in v.logits]:
-        walk.unseen[logits.product] = node.index
-        for operand in walk.pairs[logits.product]:
-            projections += operand.value.projections
-    return projections
-
-
-RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
-
 
 # Numbers that are no function of the parameters.
 
@@ -114,11 +50,15 @@ def _eq(walk: Walk, node: Node) -> Sequence[Value]:
     """An index equals one of the numbers that count along an axis, so the result is one hot along it."""
     values = spread_operands(walk, node)
     result = dependent(values)
-    first, second = (v.axes("counts") for v in values)
+    first, second = (value.axes("counts") for value in values)
     if not set(first).isdisjoint(second):
         return [result]
-    counts = [m for v in values for m in v.facts if m.what == "counts"]
-    return [result._replace(facts=tuple(m._replace(what="one hot") for m in counts))]
+    facts = []
+    for value in values:
+        for fact in value.facts:
+            if fact.what == "counts":
+                facts.append(fact._replace(what="one hot"))
+    return [result._replace(facts=tuple(facts))]
 
 
 @rule(
@@ -127,7 +67,8 @@ def _eq(walk: Walk, node: Node) -> Sequence[Value]:
 )
 def _number(walk: Walk, node: Node) -> Sequence[Value]:
     """The number of a device, or random ones."""
-    return [Value(0 if node.name.endswith("_index") else NOISE)] * len(node.outputs)
+    value = Value() if node.name.endswith("_index") else Value(NOISE)
+    return [value] * len(node.outputs)
 
 
 # Operations on numbers that the program contains, such as an index that may be negative.
@@ -140,11 +81,8 @@ for _name in ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "res
     FOLDED[_name] = lambda x: x
 
 
-# Entry by entry. What is linear in an operand leaves its projections linear: sums and choices in all together, a
-# product in each, a quotient in the first. After all other functions they are nonlinear.
+# Entry by entry.
 
-_SCALES = ("mul", "div")
-_MOST = 6  # projections of one value that are followed
 _ENTRYWISE = """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
     clz complex cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor
@@ -152,6 +90,41 @@ _ENTRYWISE = """
     and one_minus_square or xor polygamma polynomial population_count pow random_gamma_grad rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
 """
+_SCALES = ("mul", "div")
+_MOST_PROJECTIONS = 6  # of one value that are followed
+
+
+class Operation(NamedTuple):
+    """An operation entry by entry."""
+
+    walk: Walk
+    node: Node
+    values: Sequence[Value]  # of its operands, but for the one that a choice chooses by
+    arrays: Sequence[int]  # the numbers of these operands
+    chooser: Value = Value()
+
+    @property
+    def is_sum(self) -> bool:
+        return self.node.name in SUMS
+
+    @property
+    def is_choice(self) -> bool:
+        return self.node.name in CHOICES
+
+    @property
+    def is_scale(self) -> bool:
+        return self.node.name in _SCALES
+
+    @property
+    def is_exponential(self) -> bool:
+        return self.node.name in softmax.EXPONENTIALS or self.node.name == "pow"
+
+    @property
+    def what(self) -> str:
+        """What it does with a parameter, in words."""
+        if self.is_sum:
+            return ADDED
+        return MULTIPLIED if self.is_scale else self.node.name
 
 
 def spread_operands(walk: Walk, node: Node) -> list[Value]:
@@ -160,15 +133,16 @@ def spread_operands(walk: Walk, node: Node) -> list[Value]:
     if node.name == "join":
         return values
     shape = walk.shape(node.outputs[0])
-    return [_spread(v, walk.shape(x), shape) for v, x in zip(values, node.inputs, strict=True)]
-
-
-def _spread(value: Value, old: Sequence[int], shape: Sequence[int]) -> Value:
-    if old == shape or not (value.depends_on or value.facts):
-        return value
-    beside = old or [-1] * len(shape)  # a scalar next to an array
-    sources = [k if n == shape[k] else None for k, n in enumerate(beside)]
-    return value.repeated(old, sources, shape)
+    spread = []
+    for value, array in zip(values, node.inputs, strict=True):
+        old = walk.shape(array)
+        if old == shape or not (value.depends_on or value.facts):
+            spread.append(value)
+            continue
+        sizes = old or [-1] * len(shape)  # a scalar next to an array
+        sources = [axis if n == shape[axis] else None for axis, n in enumerate(sizes)]
+        spread.append(value.repeated(old, sources, shape))
+    return spread
 
 
 @rule(_ENTRYWISE)
@@ -177,193 +151,227 @@ def _entrywise(walk: Walk, node: Node) -> Sequence[Value]:
 
 
 def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
-    """The result of an operation entry by entry on operands of its shape."""
-    result, chooser, operands = dependent(values), Value(), node.inputs
-    if node.name in CHOICES:
-        chooser, *values = values
-        operands = operands[1:]
-        if chosen := _chosen_parts(values):
+    """The result of an operation entry by entry, whose operands have these values, along the axes of the result."""
+    result = dependent(values)
+    operation = Operation(walk, node, values, node.inputs)
+    if operation.is_choice:
+        chooser, *cases = values
+        operation = Operation(walk, node, cases, node.inputs[1:], chooser)
+        chosen = _chosen_parts(cases)
+        if chosen:
             for view in chosen:
                 walk.record(node, "unknown", view, node.name)
             return result
-    elif node.name in SUMS:
-        # Python's `sum` begins with 0.
-        values = [v for v, x in zip(values, operands, strict=True) if not is_zero(walk, x)]
-        if len(values) == 1:
-            (value,) = values
-            changed = node.name == "sub"
-            return value._replace(logits=softmax.scaled(node, value)) if changed else value
+    elif operation.is_sum:
+        operation = _without_zeros(operation)
+        if len(operation.values) == 1:
+            (value,) = operation.values
+            is_changed = node.name == "sub"
+            return value._replace(logits=softmax.scaled(node, value)) if is_changed else value
     if result.is_weight:
-        return result._replace(views=_of_weights(walk, node, values))
-    if not any(v.depends_on & PARAMETER for v in values):
-        return result._replace(facts=_facts(node, values))
-    return _of_activations(walk, node, result, chooser, values, operands)
+        return result._replace(views=_of_weights(operation))
+    if not any(value.depends_on & PARAMETER for value in operation.values):
+        return result._replace(facts=_facts_of_data(operation))
+    return _of_activations(operation, result)
 
 
-def _chosen_parts(values: Sequence[Value]) -> list[ParameterView]:
-    """Parameters of which one of several parts is chosen, before or after a product with them."""
-    regions: dict[Any, set[Any]] = {}
-    views: list[tuple[Any, ParameterView]] = []
-    for v in values:
-        for t in v.views:
-            regions.setdefault(t.leaf, set()).add(t.layout.region)
-            views.append((t.leaf, t))
-        for m in v.projections:
-            regions.setdefault(m.product, set()).add(m.layout.region)
-            views.append((m.product, m.product.use.view))
-    return [view for origin, view in views if len(regions[origin]) > 1]
+def _without_zeros(operation: Operation) -> Operation:
+    """A sum without operands that are the number 0, with which Python's `sum` begins."""
+    kept = []
+    for value, array in zip(operation.values, operation.arrays, strict=True):
+        if not is_zero(operation.walk, array):
+            kept.append(value)
+    return operation._replace(values=kept)
 
 
-def is_zero(walk: Walk, value: int) -> bool:
-    known = walk.known(value)
+def is_zero(walk: Walk, array: int) -> bool:
+    """Whether an array is the number 0."""
+    known = walk.known(array)
     return known is not None and np.ndim(known) == 0 and known == 0
 
 
-def _facts(node: Node, values: Sequence[Value]) -> tuple[AxisFact, ...]:
+def _chosen_parts(values: Sequence[Value]) -> list[ParameterView]:
+    """The parameters of which a choice takes one of several parts, before or after a product with them."""
+    parts: list[tuple[Any, Any, ParameterView]] = []
+    for value in values:
+        for view in value.views:
+            parts.append((view.leaf, view.layout.region, view))
+        for projection in value.projections:
+            parts.append((projection.product, projection.layout.region, projection.view))
+    regions = grouped((origin, region) for origin, region, _ in parts)
+    return [view for origin, _, view in parts if len(set(regions[origin])) > 1]
+
+
+def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
     """What stays true of numbers without parameters: a sum of an argument's entries is made of these still."""
     kept: tuple[str, ...] = ()
-    if node.name in _SCALES:
+    if operation.is_scale:
         kept = ("input", "one hot")
-    elif node.name in SUMS:
+    elif operation.is_sum:
         kept = ("input",)
-    return tuple(m for v in values for m in v.facts if m.what in kept)
+    return tuple(f for value in operation.values for f in value.facts if f.what in kept)
 
 
-def _of_weights(walk: Walk, node: Node, values: Sequence[Value]) -> tuple[ParameterView, ...]:
+# Operands that are made of parameters alone.
+
+
+def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """What is left of parameters in a sum or a product of parameters, such as a weight and its mask.
 
-    One that repeats along an axis of another, as a bias or a gain does, is recorded as that and not followed on.
+    One that repeats along an axis of another, as a bias or a gain does, is recorded as that and not followed further.
     """
-    is_sum, is_scale = node.name in SUMS, node.name in _SCALES
-    several = sum(bool(v.views) for v in values) > 1
-    noisy = is_scale and any(v.depends_on & NOISE and not v.is_weight for v in values)
-    varying = [_varying(v) for v in values]
-    wider = list(varying)
-    if is_sum:  # of a column and a row, both repeat
-        wider.append(frozenset().union(*varying))
+    values = operation.values
+    several = sum(bool(value.views) for value in values) > 1
+    has_noise = any(value.depends_on & NOISE and not value.is_weight for value in values)
+    is_noisy = operation.is_scale and has_noise
+    wider = [value.varying for value in values]
+    if operation.is_sum:  # a column plus a row: both repeat
+        wider.append(frozenset().union(*wider))
     views = []
-    for v, axes in zip(values, varying, strict=True):
-        for t in v.views:
-            if _is_statistic(t, axes, values):
+    for value in values:
+        repeats = any(value.varying < axes for axes in wider)
+        for view in value.views:
+            if _is_statistic(view, value.varying, values):
                 continue
-            if any(axes < others for others in wider) or (several and t.noisy):
-                walk.record(node, "other", t, ADDED if is_sum else MULTIPLIED)
+            if repeats or (several and view.noisy):
+                operation.walk.record(operation.node, "other", view, operation.what)
             else:
-                views.append(t._replace(noisy=t.noisy or noisy))
+                views.append(view._replace(noisy=view.noisy or is_noisy))
     return tuple(dict.fromkeys(views))
 
 
 def _is_statistic(view: ParameterView, axes: frozenset[int], values: Sequence[Value]) -> bool:
-    """Whether an operand has all of the parameter of which this is a mean, say, that differs along `axes`."""
-    for v in values:
-        if axes < _varying(v) and any(t.leaf == view.leaf for t in v.views):
+    """Whether a parameter is also in an operand that differs along more than these axes.
+
+    Then this is a statistic of the parameter, such as its mean in a standardized weight, and no other use of it.
+    """
+    for value in values:
+        leaves = [other.leaf for other in value.views]
+        if axes < value.varying and view.leaf in leaves:
             return True
     return False
 
 
-def _varying(v: Value) -> frozenset[int]:
-    """The axes along which a value made of parameters differs."""
-    return frozenset().union(*(t.layout.varying for t in v.views))
+# Operands that are made of parameters and data.
 
 
-def _of_activations(
-    walk: Walk,
-    node: Node,
-    result: Value,
-    chooser: Value,
-    values: Sequence[Value],
-    operands: Sequence[int],
-) -> Value:
-    """The result where some operand is made of parameters and data."""
-    name = node.name
-    is_sum, is_scale = name in SUMS, name in _SCALES
-    is_exponential = name in softmax.EXPONENTIALS or name == "pow"
-    weights = [v for v in values if v.is_weight]
-    walk.record_views(node, ADDED if is_sum else MULTIPLIED if is_scale else name, weights)
-    if is_scale:
-        walk.record_factors(node, *values)
-    elif is_sum:
-        walk.record_meeting_parts(values)
-    if is_exponential:
-        result = result._replace(weights=result.scores)
-    held = [v._replace(projections=_projections(walk, node, v, values)) for v in values]
-    projections = limited(walk, node, all_projections(held))
-    if is_sum:
-        if name not in CHOICES:
-            walk.record_sum(projections)
-        biases = [t for v in weights for t in v.views]
-        projections = tuple(
-            m._replace(biases=tuple(dict.fromkeys((*m.biases, *biases)))) for m in projections
-        )
-    logits = softmax.after(walk.graph, node, chooser, values, operands)
-    if is_exponential:
+def _of_activations(operation: Operation, result: Value) -> Value:
+    """The result where an operand is made of parameters and data. `result` has what it depends on."""
+    walk, node, values = operation.walk, operation.node, operation.values
+    weights = [value for value in values if value.is_weight]
+    walk.record_views(node, operation.what, weights)
+    if operation.is_scale:
+        _record_factors(walk, node, *values)
+    elif operation.is_sum:
+        _record_meeting_parts(walk, values)
+    if operation.is_exponential:
+        result = result._replace(exponential_of=result.scores)
+    projections = _projections(operation)
+    logits = softmax.after(walk.graph, node, operation.chooser, values, operation.arrays)
+    if operation.is_exponential:
         is_followed = any(x.lost < 0 or x.product == result.scores for x in logits)
-        if name == "pow" or not is_followed:
-            walk.unseen[result.scores] = node.index
+        if node.name == "pow" or not is_followed:
+            walk.attention.unseen[result.scores] = node.index
     views: tuple[ParameterView, ...] = ()
-    if is_scale or (is_sum and not projections and not logits and _all_parameters(values)):
-        views = tuple(t for v in values for t in v.views)
-    columns = [m for v in values for m in v.facts if m.what == "columns"]
-    latest_product = max((m.product for m in columns), default=-1)
-    facts = tuple(dict.fromkeys(m for m in columns if m.product == latest_product))
-    result = result._replace(views=views, projections=projections, logits=logits, facts=facts)
+    is_mixture = operation.is_sum and not projections and not logits
+    if operation.is_scale or (is_mixture and _all_parameters(values)):
+        views = tuple(view for value in values for view in value.views)
+    result = result._replace(
+        views=views, projections=projections, logits=logits, facts=_columns_of_frozen(values)
+    )
     # A residual stream is not one hot, whatever is added to it.
-    return result._replace(no_rule=-1) if is_sum and projections else result
+    return result._replace(no_rule=-1) if operation.is_sum and projections else result
 
 
 def _all_parameters(values: Sequence[Value]) -> bool:
     """Whether all that is made of parameters is a masked one, or one of several that data choose or mix."""
-    return all(v.views for v in values if v.depends_on & PARAMETER)
+    return all(value.views for value in values if value.depends_on & PARAMETER)
 
 
-def _projections(
-    walk: Walk, node: Node, value: Value, values: Sequence[Value]
-) -> tuple[Projection, ...]:
-    """The projections in one of the operands after the operation."""
-    name = node.name
-    if name in SUMS:
-        # A mask puts zeros or the like in the place of what it hides.
-        added = [u for u in values if not u.is_weight and not u.projections]
-        added = [u for u in added if u.depends_on or name not in CHOICES]
-        if not added:
-            return value.projections
-        return tuple(
-            after_nonlinearity(walk, m, node, all(_keeps_apart(m, u) for u in added))
-            for m in value.projections
-        )
-    if name in _SCALES:
-        factor = values[1] if value is values[0] else values[0]
-        is_divisor = name == "div" and value is values[1]
-        if not factor.is_activation and not is_divisor:
-            return value.projections
-        itself = {
-            (m.product, m.layout) for m in factor.projections
-        }  # times a function of it, as in SiLU
-        return tuple(
-            after_nonlinearity(
-                walk,
-                m,
-                node,
-                (m.product, m.layout) in itself
-                or (factor.is_activation and _keeps_apart(m, factor)),
-            )
-            for m in value.projections
-        )
+def _columns_of_frozen(values: Sequence[Value]) -> tuple[AxisFact, ...]:
+    """The columns of the last frozen matrix that these come from."""
+    columns = [fact for value in values for fact in value.facts if fact.what == "columns"]
+    last = max((fact.product for fact in columns), default=-1)
+    return tuple(dict.fromkeys(fact for fact in columns if fact.product == last))
+
+
+def _projections(operation: Operation) -> tuple[Projection, ...]:
+    """The projections in the result."""
+    walk, node = operation.walk, operation.node
+    operands = []
+    for value in operation.values:
+        projections = _projections_of_operand(operation, value)
+        operands.append(value._replace(projections=projections))
+    projections = limited(walk, node, all_projections(operands))
+    if not operation.is_sum:
+        return projections
+    if not operation.is_choice:
+        _record_sum_of_slices(walk, projections)
+    added = [view for value in operation.values if value.is_weight for view in value.views]
+    with_biases = []
+    for projection in projections:
+        biases = tuple(dict.fromkeys((*projection.biases, *added)))
+        with_biases.append(projection._replace(biases=biases))
+    return tuple(with_biases)
+
+
+def _projections_of_operand(operation: Operation, value: Value) -> tuple[Projection, ...]:
+    """The projections in one operand after the operation."""
+    if operation.is_sum:
+        return _after_sum(operation, value)
+    if operation.is_scale:
+        return _after_scale(operation, value)
     # Running sums, maxima and products mix the columns along an axis.
-    axes = [node.params["axis"]] if "axis" in node.params else []
+    params = operation.node.params
+    axes = [params["axis"]] if "axis" in params else []
     projections = []
-    for m in value.projections:
-        is_mixed = bool(m.layout.runs_along(axes))
+    for projection in value.projections:
+        is_mixed = bool(projection.layout.runs_along(axes))
         if is_mixed:
-            walk.record_reduced([m], axes)
-        projections.append(
-            after_nonlinearity(walk, m, node, not is_mixed or bool(m.layout.runs_not_along(axes)))
-        )
+            operation.walk.record_reduced([projection], axes)
+        unmixed = not is_mixed or bool(projection.layout.runs_not_along(axes))
+        projections.append(after_nonlinearity(operation.walk, projection, operation.node, unmixed))
     return tuple(projections)
 
 
-def _keeps_apart(projection: Projection, other: Value) -> bool:
-    """Whether it comes from elsewhere, or is a statistic of some columns, as in a norm of each head."""
+def _after_sum(operation: Operation, value: Value) -> tuple[Projection, ...]:
+    """Projections are linear after a sum with others, with biases, or with zeros that a mask chooses."""
+    added = []
+    for other in operation.values:
+        is_constant = operation.is_choice and not other.depends_on
+        if not other.is_weight and not other.projections and not is_constant:
+            added.append(other)
+    if not added:
+        return value.projections
+    projections = []
+    for projection in value.projections:
+        unmixed = all(_keeps_columns(projection, other) for other in added)
+        projections.append(after_nonlinearity(operation.walk, projection, operation.node, unmixed))
+    return tuple(projections)
+
+
+def _after_scale(operation: Operation, value: Value) -> tuple[Projection, ...]:
+    """Projections are linear after a product with a parameter, a number or data, and nonlinear after all others."""
+    first, second = operation.values
+    factor = second if value is first else first
+    is_divisor = operation.node.name == "div" and value is second
+    if not factor.is_activation and not is_divisor:
+        return value.projections
+    in_factor = {(projection.product, projection.layout) for projection in factor.projections}
+    projections = []
+    for projection in value.projections:
+        # SiLU is a projection times a function of itself.
+        is_itself = (projection.product, projection.layout) in in_factor
+        unmixed = is_itself or (factor.is_activation and _keeps_columns(projection, factor))
+        projections.append(after_nonlinearity(operation.walk, projection, operation.node, unmixed))
+    return tuple(projections)
+
+
+def _keeps_columns(projection: Projection, other: Value) -> bool:
+    """Whether each entry still is one column's, after a sum or a product with `other`.
+
+    `other` comes from elsewhere, or is a statistic of some of the columns, as in a norm of each head.
+    """
     if not projection.product.bit & other.depends_on:
         return True
     repeats = other.axes("repeats")
@@ -373,86 +381,91 @@ def _keeps_apart(projection: Projection, other: Value) -> bool:
 def after_nonlinearity(
     walk: Walk, projection: Projection, node: Node, unmixed: bool = False
 ) -> Projection:
-    """After an operation that does not commute with scaling; `unmixed` where each entry is still one column's."""
+    """A projection after an operation that does not commute with scaling.
+
+    `unmixed` says that each entry is still one column's.
+    """
     if not unmixed:
         walk.record_parts([projection])
-    nonlinear_at = node.index if projection.linear else projection.nonlinear_at
+    nonlinear_at = node.index if projection.is_linear else projection.nonlinear_at
     return projection._replace(nonlinear_at=nonlinear_at, unmixed=projection.unmixed and unmixed)
 
 
 def limited(walk: Walk, node: Node, projections: tuple[Projection, ...]) -> tuple[Projection, ...]:
-    """Those that are followed on, of the many in a residual stream, which is the sum of all layers."""
-    if len(projections) <= _MOST:
+    """The last few projections of a residual stream, which is a sum over all layers; the others are not followed.
+
+    They count as nonlinear then, as nothing may be clipped where the stream has more parts than are known.
+    """
+    if len(projections) <= _MOST_PROJECTIONS:
         return projections
-    # A product with data has summed over the columns of some.
-    summed = {m for m in projections if not m.layout.runs_along(range(len(m.layout.shape)))}
-    walk.record_parts(summed)
-    projections = tuple(m for m in projections if m not in summed)
-    if len(projections) <= _MOST:
-        return projections
-    return tuple(after_nonlinearity(walk, m, node) for m in projections)[-_MOST:]
+    kept = []
+    for projection in projections:
+        if projection.layout.runs_along(range(len(projection.layout.shape))):
+            kept.append(projection)
+        else:  # a product with data has summed over its columns
+            walk.record_parts([projection])
+    if len(kept) <= _MOST_PROJECTIONS:
+        return tuple(kept)
+    nonlinear = [after_nonlinearity(walk, projection, node) for projection in kept]
+    return tuple(nonlinear[-_MOST_PROJECTIONS:])
 
 
-@rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
-def _reduce(walk: Walk, node: Node) -> Sequence[Value]:
-    (value,) = walk.inputs(node)
-    walk.record_reduced(value.projections, node.params["axes"])
-    logits = ()
-    if node.name == "reduce_max" and value.logits and value.logits[0].stage == "logits":
-        logits = (value.logits[0]._replace(stage="largest"),)
-    return [_without(dependent([value])._replace(logits=logits), node)]
+# What sums and products entry by entry say about parameters.
 
 
-@rule("reduce_sum")
-def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
-    (value,), axes = walk.inputs(node), node.params["axes"]
-    views = _reduced_views(value, axes)
-    factors = walk.entrywise.get(node.inputs[0], ())
-    if len({m.product for m in factors if m.layout.runs_along(axes)}) > 1:
-        # The features of two activations, multiplied and added up: a product of these, as by an einsum.
-        walk.consumers.add(node.index)
-        value = value._replace(scores=node.index)
-    _record_normalized(walk, value, axes)
-    linear = tuple(m for m in value.projections if m.linear)
-    walk.record_reduced([m for m in value.projections if not m.linear], axes)
-    for m in linear:
-        m.product.added_up.update(m.layout.runs_along(axes))
-    totals = tuple(x._replace(stage="largest") for x in value.logits if x.stage == "weights")
-    return [_without(value._replace(views=views, projections=linear, logits=totals), node)]
+def _record_factors(walk: Walk, node: Node, x: Value, y: Value) -> None:
+    """Records what two factors say about each other: weights of a softmax, labels, a norm, a gate."""
+    (result,) = node.outputs
+    rank = sum(n > 1 for n in walk.shape(result))
+    for value, factor in ((x, y), (y, x)):
+        repeats = factor.axes("repeats")
+        if repeats:
+            walk.record_weights(node, factor, value)
+        if value.is_weight and len(repeats) == rank:  # one factor for all of it, as a spectral norm
+            for view in value.views:
+                walk.uses.scales[view.leaf] |= factor.depends_on
+        walk.record_read(value, factor.axes("one hot"), factor)
+        if factor.is_activation:
+            _record_gates(value.projections, factor, repeats)
+    if x.projections and y.projections and x.depends_on != y.depends_on:
+        projections = x.projections + y.projections
+        if all(_is_scaled_only(walk, projection) for projection in projections):
+            walk.entrywise[result] = projections
 
 
-def _record_normalized(walk: Walk, value: Value, axes: Sequence[int]) -> None:
-    """A sum of exponentials of a product normalizes them, but for one along the columns of a parameter, a router's."""
-    projections = [m for m in value.projections if m.product.use.node == value.weights]
-    if any(m.layout.runs_along(axes) for m in projections):
-        walk.routers.add(value.weights)
-        return
-    if projections or (value.weights, 0) not in walk.products:
-        walk.normalized.add(value.weights)
+def _is_scaled_only(walk: Walk, projection: Projection) -> bool:
+    """Whether nothing but products happened to a projection."""
+    return projection.is_linear or walk.nodes[projection.nonlinear_at].name in _SCALES
 
 
-def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ...]:
-    """Parameters that are summed: a mixture of several, or a product of two; nothing of a norm or a penalty."""
-    views = [
-        t for t in value.views if t.layout.runs_along(axes) and t.layout.varying.difference(axes)
-    ]
-    are_factors = len({t.layout.varying.difference(axes) for t in views}) > 1
-    reduced = []
-    for k, t in enumerate(views):
-        summed = t.layout.runs_along(axes)
-        if are_factors:
-            reduced.append(t._replace(inner=(summed, *t.inner) if k else (*t.inner, summed)))
-        else:
-            reduced.append(t._replace(layout=t.layout.visit(axes)))
-    return tuple(reduced)
+def _record_gates(projections: Iterable[Projection], gate: Value, repeated: Sequence[int]) -> None:
+    """Records axes that count experts: a gate differs along them, and repeats along other columns of a product."""
+    for projection in projections:
+        layout = projection.layout
+        if not projection.product.bit & gate.depends_on and layout.runs_along(repeated):
+            projection.product.batches.update(layout.runs_not_along(repeated))
 
 
-def _without(value: Value, node: Node) -> Value:
-    """Without the axes that are reduced."""
-    axes = node.params["axes"]
+def _record_meeting_parts(walk: Walk, values: Iterable[Value]) -> None:
+    """Records parts of one product that a sum puts together after a different function of each, as a rotation does."""
+    projections = [projection for value in values for projection in value.projections]
+    for parts in grouped((projection.product, projection) for projection in projections).values():
+        if not alike(parts):
+            walk.record_parts(parts)
 
-    def reduced(layout: Layout) -> Layout:
-        left = tuple(k for k in range(len(layout.shape)) if k not in axes)
-        return layout.add_up(axes).pick(left, tuple(layout.shape[k] for k in left))
 
-    return value.map(reduced)
+def _record_sum_of_slices(walk: Walk, projections: Sequence[Projection]) -> None:
+    """Records axes of a parameter along which products with its slices are added up.
+
+    A sum over heads, written as a loop, is one: sum_h x[h] @ w[h].
+    """
+    linear = [projection for projection in projections if projection.is_linear]
+    by_leaf = grouped((projection.view.leaf, projection) for projection in linear)
+    for leaf, (first, *others) in by_leaf.items():
+        runs = {*first.layout.loops, *first.layout.runs}
+        for other in others:
+            activation = other.product.use.activation
+            if first.product.bit & walk.values[activation].depends_on:
+                continue  # layers, one after the other
+            differing = runs ^ {*other.layout.loops, *other.layout.runs}
+            walk.uses.summed_slices[leaf].update(run.axis for run in differing)

@@ -1,4 +1,7 @@
-"""Follow every parameter through a function, operation by operation, as `entrywise`, `moves` and `products` say."""
+"""Follow every parameter through a function, operation by operation.
+
+The rules are in `entrywise`, `reductions`, `moves` and `products`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from muonjax._inspect import moves, products  # noqa: F401  with `entrywise`, they fill RULES
-from muonjax._inspect.entrywise import FOLDED, RULES, unknown
+from muonjax._inspect import moves, products, reductions  # noqa: F401  they fill RULES
+from muonjax._inspect.entrywise import FOLDED
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Graph, Loop, Node
+from muonjax._inspect.rules import RULES, unknown
 from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
 from muonjax._inspect.versions import Body
 
@@ -41,7 +45,7 @@ def follow(body: Body, parameters: range, given: Sequence[Any] = ()) -> Walk:
 
 
 def _follow(walk: Walk, first: int, last: int) -> None:
-    """Every live operation in nodes[first:last]; a loop's body until what it carries stays the same."""
+    """Applies its rule to every live operation in nodes[first:last]; follows loops."""
     i = first
     while i < last:
         loop = walk.graph.loops.get(i)
@@ -55,16 +59,17 @@ def _follow(walk: Walk, first: int, last: int) -> None:
 
 
 def _follow_loop(walk: Walk, loop: Loop) -> None:
+    """Follows the body of a loop until nothing new is known of what it carries."""
     body = range(loop.carries.stop, loop.last)
-    carries = [walk.nodes[c] for c in loop.carries if c in walk.graph.live]
-    carried = [_first(walk.values[carry.inputs[0]]) for carry in carries]
+    carries = [walk.nodes[i] for i in loop.carries if i in walk.graph.live]
+    carried = [_at_start(walk, carry) for carry in carries]
     # What is carried only comes to depend on more, at worst one place further in each round.
     for _ in range(len(carries) + 3):
         walk.forget(body)  # what a round recorded that knew less
         for carry, value in zip(carries, carried, strict=True):
             walk.values[carry.outputs[0]] = value
         _follow(walk, body.start, body.stop)
-        before, carried = carried, [_next(walk, carry) for carry in carries]
+        before, carried = carried, [_after_round(walk, carry) for carry in carries]
         if carried == before:
             break
     takes_gradients = any(walk.nodes[i].passes == "backward" for i in body)
@@ -75,34 +80,38 @@ def _follow_loop(walk: Walk, loop: Loop) -> None:
             walk.record_views(carry, "the start of a loop that changes it", [start], kind)
 
 
-def _first(value: Value) -> Value:
+def _at_start(walk: Walk, carry: Node) -> Value:
     """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
+    value = walk.values[carry.inputs[0]]
     return value if value.is_weight else dependent([value])
 
 
-def _next(walk: Walk, carry: Node) -> Value:
-    """What it carries after another iteration."""
+def _after_round(walk: Walk, carry: Node) -> Value:
+    """What a loop carries after one more round: a parameter that its body does not change stays as it is."""
     start, end = walk.inputs(carry)
     value = walk.values[carry.outputs[0]]
     walk.record_parts((*start.projections, *end.projections))
     if start.is_weight and end.views == start.views and end.depends_on == start.depends_on:
         return value
     after = dependent([start, end, value])
-    # Without the products in the loop.
-    return after._replace(depends_on=after.depends_on % OF_PRODUCTS | start.depends_on)
+    # It does not depend on the products in the loop: bits from OF_PRODUCTS on stand for products.
+    without_products = after.depends_on % OF_PRODUCTS
+    return after._replace(depends_on=without_products | start.depends_on)
 
 
 def _apply(walk: Walk, node: Node) -> None:
+    """Applies the rule of an operation, and keeps the values of its results."""
     if node.name in FOLDED:
         _fold(walk, node)
     results = RULES.get(node.name, unknown)(walk, node)
-    for x, value in zip(node.outputs, results, strict=True):
-        is_followed = walk.graph.is_followed(x)
-        walk.values[x] = value if is_followed else value._replace(projections=(), logits=())
+    for output, value in zip(node.outputs, results, strict=True):
+        if not walk.graph.is_followed(output):  # an index, as of an argmax
+            value = value._replace(projections=(), logits=())
+        walk.values[output] = value
 
 
 def _fold(walk: Walk, node: Node) -> None:
-    """The number that an operation on numbers of the program gives, if all are of one entry or of its size."""
+    """Computes an operation on numbers of the program, if each is one number or as many as the result has."""
     operands = [walk.known(x) for x in node.inputs]
     size = math.prod(walk.shape(node.outputs[0]))
     if all(x is not None and np.size(x) in (1, size) for x in operands):

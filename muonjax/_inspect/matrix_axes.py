@@ -65,6 +65,7 @@ def matrices_of(walk: Walk, leaf: int, uses: Sequence[Use]) -> Matrices:
     forms: dict[_Form, Use] = {}
     for use in uses:
         form = _form(walk, leaf, use)
+        # A tied matrix, x @ w and y @ w.T, is orthogonalized the same either way.
         if form.transposed not in forms:
             forms.setdefault(form, use)
     lines = [f"{form} in {walk.graph.line(use.node)}" for form, use in forms.items()]
@@ -72,11 +73,13 @@ def matrices_of(walk: Walk, leaf: int, uses: Sequence[Use]) -> Matrices:
         raise Contradiction(f"{lines[0]}, but {lines[1]}")
     ((form, use),) = forms.items()
     if form.cut is None:  # perhaps the function cuts the parameter before its products
-        slices = {u.view.layout.region for u in uses}
+        slices = {use.view.layout.region for use in uses}
         form = form._replace(cut=_cut(slices, shape, form.columns, form.columns))
-    heads = {
-        (run, region) for u in uses for run, region in u.product.heads if run.axis in form.columns
-    }
+    heads = set()
+    for other in uses:
+        for run, region in other.product.heads:
+            if run.axis in form.columns:
+                heads.add((run, region))
     numbers = _numbers(form)
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
     return Matrices(numbers, per_head, f"{form}: {walk.graph.line(use.node)}")
@@ -88,24 +91,8 @@ def _axes(runs: Iterable[Run]) -> frozenset[int]:
 
 def _form(walk: Walk, leaf: int, use: Use) -> _Form:
     """Rows, columns and parts of a parameter in one product."""
-    product, shape, line = use.product, walk.shapes[leaf], walk.graph.line(use.node)
-    rows, columns = set(use.rows), set(use.columns)
-    batch = {run for run in use.batch if run.axis >= 0}
-    if product.contracted < columns:
-        rows |= product.contracted
-        columns -= product.contracted
-    # A sum over a batch axis makes rows of it; columns that count experts are no columns.
-    summed = batch & product.added_up
-    experts = columns & (product.batches - {run for run, _ in product.heads})
-    if experts == columns:
-        experts = set()
-    slices = walk.summed_slices[leaf]
-    row_axes, column_axes = _axes(rows | summed) | slices, _axes(columns - experts)
-    batch_axes = _axes(batch - summed | experts) - slices
-    if row_axes & column_axes:
-        raise Contradiction(f"one axis of it is both summed and given: {line}")
-    if batch_axes & (row_axes | column_axes):
-        raise Contradiction(f"matrices inside of an axis: {line}")
+    product, shape = use.product, walk.shapes[leaf]
+    row_axes, column_axes = _rows_and_columns(walk, leaf, use)
     form = _Form(row_axes, column_axes)
     if use.groups > 1:
         axis = next(iter(column_axes))
@@ -118,6 +105,32 @@ def _form(walk: Walk, leaf: int, use: Use) -> _Form:
     return form._replace(cut=cut)
 
 
+def _rows_and_columns(walk: Walk, leaf: int, use: Use) -> tuple[frozenset[int], frozenset[int]]:
+    """The axes of a parameter that one product sums over, and those that it gives; all others count matrices."""
+    product, line = use.product, walk.graph.line(use.node)
+    rows, columns = set(use.rows), set(use.columns)
+    batch = {run for run in use.batch if run.axis >= 0}
+    # The same einsum of several operands sums over them: they would be rows in another order of its products.
+    if product.contracted < columns:
+        rows |= product.contracted
+        columns -= product.contracted
+    # A batch axis along which the result is added up, as heads are, makes rows.
+    summed = batch & product.added_up
+    # Columns that count experts are no columns.
+    experts = columns & (product.batches - {run for run, _ in product.heads})
+    if experts == columns:
+        experts = set()
+    slices = walk.uses.summed_slices[leaf]
+    row_axes = _axes(rows | summed) | slices
+    column_axes = _axes(columns - experts)
+    batch_axes = _axes(batch - summed | experts) - slices
+    if row_axes & column_axes:
+        raise Contradiction(f"one axis of it is both summed and given: {line}")
+    if batch_axes & (row_axes | column_axes):
+        raise Contradiction(f"matrices inside of an axis: {line}")
+    return row_axes, column_axes
+
+
 def _cut(
     regions: Collection[Region],
     shape: tuple[int, ...],
@@ -127,11 +140,18 @@ def _cut(
 ) -> _Cut | None:
     """Along which axis, and into which sizes, columns are cut for different purposes.
 
-    Along an axis that is `sliced` before, the regions must be all of it.
+    Columns of [64, 96] in regions 0 to 31, 32 to 63 and 64 to 95 are cut along axis 1 into (32, 32, 32).
+
+    Args:
+      regions: The parts of the parameter that operations take.
+      shape: Its shape.
+      columns: Its axes that are columns.
+      sliced: Axes that are sliced before the product: there, the regions must be all of the axis.
+      mixed: Columns that an operation takes together, so that no cut divides them.
     """
     for axis in sorted(columns):
         masks = {dict(region).get(axis, b"") for region in regions}
-        if b"" in masks or len(masks) < 2:
+        if b"" in masks or len(masks) < 2:  # an operation takes all of the axis
             continue
         period = math.lcm(*map(len, masks))
         parts = _parts(masks, period)
@@ -151,11 +171,16 @@ def _sizes(edges: Iterable[int]) -> tuple[int, ...]:
 
 def _parts(masks: Collection[bytes], period: int) -> list[tuple[int, int]] | None:
     """Where each part of an axis begins and ends in its period; None if one has gaps, or two overlap."""
-    each = np.array([np.resize(np.frombuffer(mask, bool), period) for mask in masks])
-    parts = [(int(mask.argmax()), period - int(mask[::-1].argmax())) for mask in each]
-    has_gaps = [stop - start for start, stop in parts] != each.sum(1).tolist()
-    overlap = each.sum(0).max() > 1
-    return None if has_gaps or overlap else parts
+    parts = []
+    total = np.zeros(period, int)
+    for mask in masks:
+        is_there = np.resize(np.frombuffer(mask, bool), period)
+        start, stop = int(is_there.argmax()), period - int(is_there[::-1].argmax())
+        if stop - start != is_there.sum():
+            return None
+        parts.append((start, stop))
+        total += is_there
+    return None if total.max() > 1 else parts
 
 
 def _divides(position: int, axis: int, layout: Layout) -> bool:
@@ -178,6 +203,13 @@ def _numbers(form: _Form) -> DimensionNumbers:
 def _numbers_per_head(
     form: _Form, shape: tuple[int, ...], heads: set[tuple[Run, Region]]
 ) -> DimensionNumbers:
+    """The same with a matrix for each head.
+
+    Args:
+      form: The matrices of the parameter.
+      shape: Its shape.
+      heads: Where its columns count heads: [64, 8, 16] along axis 1, or [64, 128] in steps of 16 along axis 1.
+    """
     axes = _axes(run for run, _ in heads)
     counting = _axes(run for run, _ in heads if run.stride == 1)
     if counting:

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from muonjax._inspect import softmax
-from muonjax._inspect.entrywise import is_zero, limited, rule, unknown
+from muonjax._inspect.entrywise import is_zero, limited
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
+from muonjax._inspect.rules import rule, unknown
 from muonjax._inspect.values import (
     DATA,
     MULTIPLIED,

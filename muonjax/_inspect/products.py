@@ -1,4 +1,4 @@
-"""The rules of products: by a parameter, of two parameters, of two activations, and convolutions."""
+"""The rules of products: by a parameter, of two parameters, of two activations, by frozen numbers; convolutions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from muonjax._inspect import softmax
-from muonjax._inspect.entrywise import after_nonlinearity, entrywise, rule
+from muonjax._inspect.entrywise import after_nonlinearity, entrywise
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import whole
 from muonjax._inspect.moves import looked_up
+from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
     DATA,
     FROZEN,
@@ -35,165 +36,197 @@ def _dot(walk: Walk, node: Node) -> Sequence[Value]:
     left.sources = (*left.batch, *left.free, *[None] * len(right.free))
     right.sources = (*right.batch, *[None] * len(left.free), *right.free)
     left.shape = right.shape = walk.shape(node.outputs[0])
-    return [multiply(walk, node, left, right)]
+    return [_multiply(walk, node, left, right)]
 
 
-def multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
+def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
     """The product of two arrays, by what they are made of."""
     product = dependent([left.value, right.value])
     if not product.depends_on & PARAMETER:
         return product
+    if not left.summed:
+        return _entry_by_entry(walk, node, left, right)
     pairs = ((left, right), (right, left))
-    if not left.summed:  # entry by entry, written as an einsum
-        node = dataclasses.replace(node, name="mul")
-        moved = [s.value.repeated(walk.shape(s.array), s.sources, s.shape) for s in (left, right)]
-        return entrywise(walk, node, moved)
-    for operand, rest in pairs:
-        walk.record_unknown(operand.value, rest.value)
+    for operand, other in pairs:
+        walk.record_unknown(operand.value, other.value)
     if left.is_parameter and right.is_parameter:
         return _of_parameters(product, left, right)
-    for operand, rest in pairs:
-        chosen = _chosen_by_one_hot(operand, rest)
+    for operand, other in pairs:
+        chosen = _chosen_by_one_hot(operand, other)
         if chosen and operand.is_parameter and operand.value.views:
-            values = [operand.value, rest.value]
+            values = [operand.value, other.value]
             return looked_up(walk, node, values, operand.summed, operand.sources, operand.shape)
-        walk.record_read(operand.value, chosen, rest.value)
+        walk.record_read(operand.value, chosen, other.value)
+        # One hot along experts: the product takes the columns of one of them.
         for projection in operand.value.projections:
             projection.product.batches.update(projection.layout.runs_along(chosen))
-    for operand, rest in pairs:
+    for operand, other in pairs:
         if operand.is_parameter and operand.value.views:
-            return _by_matrix(walk, node, product, operand, rest)
-    for operand, rest in pairs:
+            return _by_matrix(walk, node, product, operand, other)
+    # An activation plus a matrix, or one of several matrices that data choose, counts as a matrix as well.
+    for operand, other in pairs:
         if operand.is_matrix:
-            return _by_matrix(walk, node, product, operand, rest)
+            return _by_matrix(walk, node, product, operand, other)
     return _of_activations(walk, node, product, left, right)
 
 
-def _chosen_by_one_hot(operand: Operand, rest: Operand) -> list[int]:
+def _entry_by_entry(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
+    """A product that sums over nothing, as an einsum `bi,i->bi` is, by the rule of `mul`."""
+    repeated = []
+    for operand in (left, right):
+        old = walk.shape(operand.array)
+        repeated.append(operand.value.repeated(old, operand.sources, operand.shape))
+    return entrywise(walk, dataclasses.replace(node, name="mul"), repeated)
+
+
+def _chosen_by_one_hot(operand: Operand, other: Operand) -> list[int]:
     """The summed axes of one operand along which the other is one hot."""
-    one_hot = rest.value.axes("one hot")
-    pairs = zip(operand.summed, rest.summed, strict=True)
-    return [axis for axis, axis_of_rest in pairs if axis_of_rest in one_hot]
+    one_hot = other.value.axes("one hot")
+    pairs = zip(operand.summed, other.summed, strict=True)
+    return [axis for axis, axis_of_other in pairs if axis_of_other in one_hot]
 
 
-def _by_matrix(walk: Walk, node: Node, product: Value, operand: Operand, rest: Operand) -> Value:
-    if _may_be_learned(operand, rest):
+def _by_matrix(walk: Walk, node: Node, product: Value, operand: Operand, other: Operand) -> Value:
+    """An array times an operand that is made of parameters."""
+    if _may_be_learned_input(operand, other):
         walk.record_views(node, "", [operand.value])
         if walk.graph.einsum(node.index):
-            walk.consumers.add(node.index)
-        if rest.value.weights >= 0:
-            walk.softmaxes[rest.value.weights] = node.index
-        walk.one_sided.add(node.index)
+            walk.layers.products.add(node.index)
+        if other.value.exponential_of >= 0:
+            walk.attention.readers[other.value.exponential_of] = node.index
+        walk.attention.one_sided.add(node.index)
         return product._replace(scores=node.index)
-    result = by_parameter(walk, node, product, operand, rest)
-    return result._replace(logits=softmax.scaled(node, rest.aligned))
+    result = _by_parameter(walk, node, product, operand, other)
+    return result._replace(logits=softmax.scaled(node, other.aligned))
 
 
-def _may_be_learned(operand: Operand, rest: Operand) -> bool:
-    """Whether a product of parameters may be learned queries, keys or values, and no matrix of several factors."""
+def _may_be_learned_input(operand: Operand, other: Operand) -> bool:
+    """Whether a product of parameters may be learned queries, keys or values, and no matrix of several factors.
+
+    Learned queries times a matrix, q @ w, multiply keys along their last axis, and learned values softmax's weights.
+    """
     sums_over_last = not operand.value.views[0].layout.runs_along(operand.summed)
-    return all(t.inner for t in operand.value.views) and (sums_over_last or rest.value.weights >= 0)
+    has_factors = all(view.inner for view in operand.value.views)
+    return has_factors and (sums_over_last or other.value.exponential_of >= 0)
 
 
 def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
-    """Not used yet: a penalty, or factors of a matrix (adapters)."""
+    """A product of parameters that meets no data yet: a penalty, or factors of a matrix (adapters)."""
     views = []
     for operand in (left, right):
-        for t in operand.value.views:
-            between = t.layout.runs_along(operand.summed)
-            inner = t.inner
+        for view in operand.value.views:
+            between = view.layout.runs_along(operand.summed)
+            inner = view.inner
             if between:  # the factor on the left sums over its last axis, the other over its first
                 inner = (*inner, between) if operand is left else (between, *inner)
-            views.append(t._replace(layout=operand.along(t.layout), inner=inner))
+            views.append(view._replace(layout=operand.along(view.layout), inner=inner))
     return product._replace(views=tuple(views))
 
 
-def by_parameter(
+# Products by a parameter.
+
+
+class Kernel(NamedTuple):
+    """What is different in a convolution."""
+
+    groups: int = 1
+    is_depthwise: bool = False  # each group of one feature
+    is_patch: bool = False  # of windows that do not overlap
+    is_convolution: bool = True
+
+
+NO_KERNEL = Kernel(is_convolution=False)
+
+
+def _by_parameter(
     walk: Walk,
     node: Node,
     product: Value,
     operand: Operand,
-    rest: Operand,
-    kernel: Kernel | None = None,
+    other: Operand,
+    kernel: Kernel = NO_KERNEL,
 ) -> Value:
-    """The product of an activation with a parameter, or with a sum of several; `kernel` is that of a convolution."""
-    if rest.value.is_weight:
-        walk.record_views(node, "a learned input", [rest.value])
-    is_depthwise = kernel is not None and kernel.is_depthwise
-    if kernel is None or not rest.value.logits:  # otherwise a convolution of logits
-        walk.one_sided.add(node.index)
-        product = product._replace(scores=node.index if operand.is_matrix else -1, weights=-1)
-    if not is_depthwise:
-        walk.record_parts(rest.value.projections)
-    projections = _recorded_products(walk, node, operand, rest, kernel)
+    """The product of an activation with a parameter, or with a sum of several.
+
+    `product` has what it depends on, and `operand` is made of the parameters.
+    """
+    if other.value.is_weight:
+        walk.record_views(node, "a learned input", [other.value])
+    if not kernel.is_convolution or not other.value.logits:  # otherwise a convolution of logits
+        walk.attention.one_sided.add(node.index)
+        scores = node.index if operand.is_matrix else -1
+        product = product._replace(scores=scores, exponential_of=-1)
+    if not kernel.is_depthwise:
+        walk.record_parts(other.value.projections)
+    projections = _recorded_projections(walk, node, operand, other, kernel)
     if not projections:  # a scale, written as a product
-        return product._replace(projections=rest.aligned.projections)
+        return product._replace(projections=other.aligned.projections)
     # An axis that one product gives and the next has as a batch counts experts.
-    for projection in rest.value.projections:
-        projection.product.batches.update(projection.layout.runs_along(rest.batch))
-    if walk.graph.is_stack_of_scalars(rest.array):  # losses and their weights
+    for projection in other.value.projections:
+        projection.product.batches.update(projection.layout.runs_along(other.batch))
+    if walk.graph.is_stack_of_scalars(other.array):  # losses and their weights
         return product
     depends_on = product.depends_on | DATA
     for projection in projections:
         depends_on |= projection.product.bit
-    if is_depthwise:
-        projections += [
-            after_nonlinearity(walk, m, node, unmixed=True) for m in rest.aligned.projections
-        ]
-    walk.consumers.add(node.index)
+    if kernel.is_depthwise:
+        for projection in other.aligned.projections:
+            projections.append(after_nonlinearity(walk, projection, node, unmixed=True))
+    walk.layers.products.add(node.index)
     return product._replace(projections=tuple(projections), depends_on=depends_on, no_rule=-1)
 
 
-def _recorded_products(
-    walk: Walk, node: Node, operand: Operand, rest: Operand, kernel: Kernel | None
+def _recorded_projections(
+    walk: Walk, node: Node, operand: Operand, other: Operand, kernel: Kernel
 ) -> list[Projection]:
-    """The projections by the parameters in a sum of several, each recorded as a use."""
+    """The projections by the parameters in `operand`, a sum of several, each recorded as a use."""
     projections = []
-    experts = _experts(operand, rest)
-    is_patch = _cuts_input(rest)
-    groups, is_depthwise = 1, False
-    if kernel is not None:
-        groups, is_depthwise = kernel.groups, kernel.is_depthwise
-        is_patch = is_patch or kernel.is_patch
-    for k, t in enumerate(operand.value.views):
-        is_product = bool(t.layout.runs_along(operand.summed) or t.inner)
-        of_experts = t.layout.runs_along(experts)
+    experts = _experts(operand, other)
+    is_patch = kernel.is_patch or _cuts_input(other)
+    for k, view in enumerate(operand.value.views):
+        layout = view.layout
+        is_product = bool(layout.runs_along(operand.summed) or view.inner)
+        of_experts = layout.runs_along(experts)
         walk.record(
             node,
             "product" if is_product else "other",
-            t,
+            view,
             MULTIPLIED,
             k=k,
-            rows=tuple(run for run in operand.rows(t) if run not in of_experts),
-            columns=operand.columns(t),
-            batch=(*t.layout.runs_along(operand.batch), *t.layout.loops, *of_experts),
-            activation=rest.array,
-            groups=groups,
-            is_depthwise=is_depthwise,
+            rows=tuple(run for run in operand.rows(view) if run not in of_experts),
+            columns=operand.columns(view),
+            batch=(*layout.runs_along(operand.batch), *layout.loops, *of_experts),
+            activation=other.array,
+            groups=kernel.groups,
+            is_depthwise=kernel.is_depthwise,
             is_patch=is_patch,
         )
         if is_product:
-            projection = Projection(walk.product(node, k), operand.along(t.layout))
-            projection.product.is_mixture |= _is_mixture(walk, rest)
+            projection = Projection(walk.product(node, k), operand.along(layout))
+            projection.product.is_mixture |= _is_mixture(walk, other)
             projections.append(projection)
     return projections
 
 
-def _experts(operand: Operand, rest: Operand) -> list[int]:
-    """Summed axes of a parameter that count experts: the activation was gated along them."""
-    gated = []
-    for axis, axis_of_rest in zip(operand.summed, rest.summed, strict=False):
-        for projection in rest.value.projections:
-            runs = set(projection.layout.runs_along([axis_of_rest]))
+def _experts(operand: Operand, other: Operand) -> list[int]:
+    """The summed axes of a parameter that count experts: the activation was gated along them.
+
+    In sum_e gate[b, e] h[b, e, f] w[e, f, d], the gate makes e a batch of the product that gave h.
+    """
+    experts = []
+    for axis, axis_of_other in zip(operand.summed, other.summed, strict=False):
+        for projection in other.value.projections:
+            runs = set(projection.layout.runs_along([axis_of_other]))
             heads = {run for run, _ in projection.product.heads}
             if runs and runs <= projection.product.batches - heads:
-                gated.append(axis)
-    return gated if len(set(gated)) < len(operand.summed) else []
+                experts.append(axis)
+    is_some = len(set(experts)) < len(operand.summed)
+    return experts if is_some else []
 
 
 def _is_mixture(walk: Walk, operand: Operand) -> bool:
     """Whether a router's weights along some summed axes multiply features along others: a mixture of experts."""
-    if operand.value.weights not in walk.routers:
+    if operand.value.exponential_of not in walk.attention.routers:
         return False
     shape = walk.shape(operand.array)
     summed = {axis for axis in operand.summed if shape[axis] > 1}
@@ -202,28 +235,41 @@ def _is_mixture(walk: Walk, operand: Operand) -> bool:
 
 
 def _cuts_input(operand: Operand) -> bool:
-    """Whether the sum runs over stretches of two axes of an argument, as over the pixels of a patch."""
+    """Whether the sum runs over stretches of two axes of an argument, as over the pixels of a patch.
+
+    Images [b, 8 * 4, 8 * 4], reshaped and summed over both axes of 4, are such an argument.
+    """
     for fact in operand.value.facts:
-        if fact.what == "input":
-            outside = {run.axis for run in fact.layout.runs_along(operand.free)}
-            stretches = {
-                run.axis for run in fact.layout.runs_along(operand.summed) if run.stride == 1
-            }
-            if len(stretches & outside) > 1:
-                return True
+        if fact.what != "input":
+            continue
+        outside = {run.axis for run in fact.layout.runs_along(operand.free)}
+        inside = fact.layout.runs_along(operand.summed)
+        stretches = {run.axis for run in inside if run.stride == 1}
+        if len(stretches & outside) > 1:
+            return True
     return False
 
 
+# Products of two activations, and of an activation with numbers that do not train.
+
+
 def _of_activations(walk: Walk, node: Node, product: Value, left: Operand, right: Operand) -> Value:
-    for operand, rest in ((left, right), (right, left)):
-        walk.record_contracted(node, operand, is_mixture=rest.value.weights in walk.routers)
+    """The product of two arrays that are no matrices; at least one is made of parameters."""
+    pairs = ((left, right), (right, left))
+    for operand, other in pairs:
+        is_mixture = other.value.exponential_of in walk.attention.routers
+        _record_contracted(walk, node, operand, is_mixture)
     of_a_model = PARAMETER | FROZEN  # heads are heads where the queries and keys do not train
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
         for operand in (left, right):
             walk.record_parts(operand.value.projections)
             walk.record_heads(operand.value.projections, operand.batch)
-    for weights, values in ((left, right), (right, left)):
-        _record_weights(walk, node, weights, values)
+    for weights, values in pairs:
+        attentions = _read_by(weights)
+        for logits in attentions:
+            _record_attention(walk, logits, weights, values)
+        if not attentions or weights.value.no_rule >= 0:
+            walk.record_weights(node, weights.value, values.value)
     if not right.value.depends_on & PARAMETER:
         return _by_constants(walk, node, product, left, right)
     if not left.value.depends_on & PARAMETER:
@@ -231,68 +277,109 @@ def _of_activations(walk: Walk, node: Node, product: Value, left: Operand, right
     return _of_two_activations(walk, node, product, left, right)
 
 
-def _record_weights(walk: Walk, node: Node, weights: Operand, values: Operand) -> None:
-    """The attentions of which this sums over the keys, several where softmaxes are subtracted."""
-    attentions = _read_by(weights)
-    for logits in attentions:
-        walk.record_attention(node, logits, logits.layout.runs_along(weights.summed), values)
-    if not attentions or weights.value.no_rule >= 0:
-        walk.record_weights(node, weights.value, values.value)
+def _record_contracted(walk: Walk, node: Node, operand: Operand, is_mixture: bool) -> None:
+    """Records columns of a product that another product of the same einsum sums over.
+
+    They are rows: the einsum might as well have multiplied its operands in another order.
+    """
+    einsum = walk.graph.einsum(node.index)
+    if einsum is None:
+        return
+    for projection in operand.value.projections:
+        product = projection.product
+        if walk.graph.einsum(product.use.node) == einsum:
+            contracted = projection.layout.runs_along(operand.summed)
+            product.contracted.update(contracted)
+            product.is_mixture |= is_mixture and bool(contracted)
 
 
 def _read_by(weights: Operand) -> list[Logits]:
-    """The softmaxes over whose keys the product sums."""
-    softmaxes = [x for x in weights.value.logits if x.stage == "weights"]
-    return [x for x in softmaxes if x.layout.runs_along(weights.summed)]
+    """The softmaxes over whose keys the product sums, several where softmaxes are subtracted."""
+    softmaxes = [logits for logits in weights.value.logits if logits.stage == "weights"]
+    return [logits for logits in softmaxes if logits.layout.runs_along(weights.summed)]
+
+
+def _record_attention(walk: Walk, logits: Logits, weights: Operand, values: Operand) -> None:
+    """Records an attention: softmax's weights, made of these logits, times values."""
+    product, attention = logits.product, walk.attention
+    keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
+    attention.softmaxes[product].append((logits, keys))
+    query_and_key = attention.operands[product]
+    for operand in query_and_key:
+        # Queries that share a key head are counted by an axis of their own.
+        walk.record_heads(operand.value.projections, operand.free)
+    projections: list[Projection] = []
+    for operand in (*query_and_key, values):
+        projections += operand.value.projections[:1]
+    if not projections:
+        return
+    # Heads one by one, whose parts are no matrices; subtracted softmaxes share their values.
+    products = tuple(projection.product for projection in projections)
+    part = projections[-1].layout.region
+    if attention.value_parts.setdefault(products, part) != part:
+        for projection in projections:
+            walk.record(walk.nodes[product], "unknown", projection.view, "attention head by head")
 
 
 def _of_two_activations(
     walk: Walk, node: Node, product: Value, left: Operand, right: Operand
 ) -> Value:
-    product = product._replace(scores=node.index, weights=-1)
+    product = product._replace(scores=node.index, exponential_of=-1)
     first, second = left.value, right.value
-    sums_features = all(
-        m.layout.runs_along(s.summed) for s in (left, right) for m in s.value.projections[:1]
-    )
+    sums_features = True
+    for operand in (left, right):
+        for projection in operand.value.projections[:1]:
+            sums_features &= bool(projection.layout.runs_along(operand.summed))
     # Features of two towers are matched entry by entry.
     is_match = first.projections and second.projections and sums_features
     if (left.free and right.free) or (is_match and first.depends_on != second.depends_on):
-        walk.consumers.add(node.index)
+        walk.layers.products.add(node.index)
     has_logits = first.logits or second.logits  # such as softmax's weights with values
-    if (first.projections or second.projections) and not has_logits and (left.free or right.free):
+    has_projections = first.projections or second.projections
+    if has_projections and not has_logits and (left.free or right.free):
         return product._replace(logits=_new_logits(walk, node, left, right))
     return product
 
 
 def _new_logits(walk: Walk, node: Node, left: Operand, right: Operand) -> tuple[Logits, ...]:
-    walk.pairs[node.index] = left, right
+    """A product that may be the logits of an attention: queries times keys."""
+    walk.attention.operands[node.index] = left, right
     (result,) = node.outputs
     return (Logits(node.index, whole(walk.shape(result)), value=result),)
 
 
-def _by_constants(walk: Walk, node: Node, product: Value, operand: Operand, rest: Operand) -> Value:
+def _by_constants(
+    walk: Walk, node: Node, product: Value, activation: Operand, other: Operand
+) -> Value:
     """An activation times numbers that do not train: a mask, a rotation, a frozen layer, frozen keys or values.
 
     The result is linear in what the activation is linear in.
     """
-    # Weights that this product reads are no logits of what follows.
-    attentions = [x.product for x in _read_by(operand)]
-    logits = [x for x in softmax.scaled(node, operand.aligned) if x.product not in attentions]
-    product = product._replace(projections=operand.added_up.projections, logits=tuple(logits))
-    is_layer = _is_frozen_layer(operand, rest)
+    attentions = [logits.product for logits in _read_by(activation)]
+    logits = []
+    for after in softmax.scaled(node, activation.aligned):
+        # Weights that this product reads are no logits of what follows.
+        if after.product not in attentions:
+            logits.append(after)
+    projections = activation.added_up.projections
+    product = product._replace(projections=projections, logits=tuple(logits))
+    is_layer = _is_frozen_layer(activation, other)
     einsum = walk.graph.einsum(node.index)
     # Which of its operands an einsum of several multiplies first depends on their sizes.
     is_in_layer = einsum is not None and einsum.is_layer
-    if is_layer or (is_in_layer and rest.value.depends_on & (DATA | FROZEN)):
-        walk.frozen_layers.add(node.index)
-    if is_layer or attentions or (operand.free and rest.free and product.scores < 0):
-        walk.one_sided.add(node.index)
-        product = product._replace(scores=node.index, weights=-1)
-    if is_layer and not operand.value.logits and rest.batch:  # perhaps of queries with frozen keys
-        return product._replace(logits=_new_logits(walk, node, operand, rest))
-    if is_layer and operand.value.weights < 0:  # softmax's weights are no features of a head
-        columns = AxisFact("columns", rest.along(whole(walk.shape(rest.array))), node.index)
-        product = product._replace(facts=(columns,))
+    if is_layer or (is_in_layer and other.value.depends_on & (DATA | FROZEN)):
+        walk.layers.frozen.add(node.index)
+    has_free = activation.free and other.free
+    if is_layer or attentions or (has_free and product.scores < 0):
+        walk.attention.one_sided.add(node.index)
+        product = product._replace(scores=node.index, exponential_of=-1)
+    if is_layer and not activation.value.logits and other.batch:
+        # Perhaps queries times frozen keys.
+        return product._replace(logits=_new_logits(walk, node, activation, other))
+    # Softmax's weights are no features of a head.
+    if is_layer and activation.value.exponential_of < 0:
+        layout = other.along(whole(walk.shape(other.array)))
+        product = product._replace(facts=(AxisFact("columns", layout, node.index),))
     return product
 
 
@@ -310,28 +397,22 @@ def _is_frozen_layer(activation: Operand, other: Operand) -> bool:
         return False
     projections = activation.value.projections
     # An adjacency matrix sums over nodes, and over no columns of a product.
-    return not projections or any(
-        projection.layout.runs_along(activation.summed) for projection in projections
-    )
+    summed = [projection.layout.runs_along(activation.summed) for projection in projections]
+    return not projections or any(summed)
 
 
-class Kernel(NamedTuple):
-    """What is different in a convolution."""
-
-    groups: int = 1
-    is_depthwise: bool = False  # each group of one feature
-    is_patch: bool = False  # of windows that do not overlap
+# Convolutions, and products of groups of rows.
 
 
 @rule("conv_general_dilated")
 def _conv(walk: Walk, node: Node) -> Sequence[Value]:
-    params, (x, weight) = node.params, map(walk.shape, node.inputs)
+    params, (image, weight) = node.params, map(walk.shape, node.inputs)
     numbers = params["dimension_numbers"]
     out, into, *window = numbers.rhs_spec
     sources: list[int | None] = [None] * len(weight)
     sources[numbers.out_spec[1]] = out
     features: list[int | None] = [None] * len(weight)
-    if x[numbers.lhs_spec[1]] == weight[out]:
+    if image[numbers.lhs_spec[1]] == weight[out]:
         features[numbers.out_spec[1]] = numbers.lhs_spec[1]
     sizes = tuple(weight[axis] for axis in window)
     groups = params["feature_group_count"] * params["batch_group_count"]
@@ -340,7 +421,7 @@ def _conv(walk: Walk, node: Node) -> Sequence[Value]:
         is_depthwise=groups > 1 and weight[into] == 1,
         is_patch=tuple(params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     )
-    left, right = _sides(walk, node, (into, *window), ())
+    left, right = _operands(walk, node, (into, *window), ())
     left.sources, right.sources = features, sources
     return [_by_kernel(walk, node, left, right, kernel)]
 
@@ -350,13 +431,13 @@ def _ragged(walk: Walk, node: Node) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
-    left, right = _sides(walk, node, summed, (*batch, *numbers.rhs_group_dimensions))
+    left, right = _operands(walk, node, summed, (*batch, *numbers.rhs_group_dimensions))
     left.sources = [None] * len(left.shape)
     right.sources = [None] * (len(right.shape) - len(right.free)) + list(right.free)
-    return [_by_kernel(walk, node, left, right)]
+    return [_by_kernel(walk, node, left, right, NO_KERNEL)]
 
 
-def _sides(
+def _operands(
     walk: Walk, node: Node, summed: Sequence[int], batch: Sequence[int]
 ) -> tuple[Operand, Operand]:
     """The operands, the second of which has the parameters; of the first only features that stay are followed."""
@@ -367,19 +448,17 @@ def _sides(
     return left, right
 
 
-def _by_kernel(
-    walk: Walk, node: Node, left: Operand, right: Operand, kernel: Kernel | None = None
-) -> Value:
+def _by_kernel(walk: Walk, node: Node, left: Operand, right: Operand, kernel: Kernel) -> Value:
+    """A convolution, or a product of groups of rows: by a parameter, or by something that is not followed."""
     values = walk.inputs(node)
     product, weights = dependent(values), right.value
-    has_groups = kernel is not None and kernel.groups > 1
-    if weights.views and (weights.is_weight or not has_groups):
+    if weights.views and (weights.is_weight or kernel.groups == 1):
         walk.record_unknown(weights, left.value)
-        return by_parameter(walk, node, product, right, left, kernel)
+        return _by_parameter(walk, node, product, right, left, kernel)
     # A kernel that does not train, or one for each example.
     walk.record_views(node, node.name, values, "unknown")
     if weights.depends_on & PARAMETER:
-        walk.consumers.add(node.index)
-    elif product.depends_on & PARAMETER and not (kernel and kernel.is_depthwise):
-        walk.frozen_layers.add(node.index)
+        walk.layers.products.add(node.index)
+    elif product.depends_on & PARAMETER and not kernel.is_depthwise:
+        walk.layers.frozen.add(node.index)
     return product

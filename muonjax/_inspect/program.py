@@ -395,7 +395,7 @@ def _clippable(
     found, used = [], False
     for tree, start in zip(trees, [0, *ends], strict=False):
         walk = follow(closed, range(start, start + len(jax.tree.leaves(tree))), given)
-        found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses)
+        found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses.records)
         if clippable := [(a.name, calls) for a, calls in found if a.site is not None]:
             return clippable
     if not used:

@@ -49,7 +49,7 @@ class QueriesAndKeys:
     def __init__(self, walk: Walk, product: int, normalized: frozenset[int]):
         """`normalized`: the axes of the product that count keys."""
         self.walk, self.shapes, self.normalized = walk, walk.shapes, normalized
-        left, right = walk.pairs[product]
+        left, right = walk.attention.operands[product]
         is_query = left.sources[max(normalized)] is None
         self.query, self.key = (left, right) if is_query else (right, left)
 
@@ -72,25 +72,45 @@ class QueriesAndKeys:
     def _proposal(
         self, keys: Sequence[Projection], shared: Sequence[_Features]
     ) -> tuple[Span, ...]:
-        """What to scale if the keys of these projections take a part of the factor."""
+        """What to scale if these keys take a part of the factor, and the queries the rest.
+
+        Args:
+          keys: The projections that give each head keys of its own; none: the queries take the whole factor.
+          shared: Which features of the queries meet keys that several heads share.
+        """
         self._check_queries()
         self._check_order(self.key, keys, "keys")
         factor = "query" if keys else "rotary"
-        queries = list(self._spans(self.query, self.query.value.projections, factor, shared))
-        of_keys = list(self._spans(self.key, keys, "key"))
-        spans = (*queries, *of_keys)
-        # Other parts of the queries, or of the keys, may follow the first.
-        features = {part[0].features for part in (_of(spans, "query"), of_keys) if part}
-        layers = {tuple(self.shapes[s.leaf][axis] for axis in s.stack) for s in spans}
-        heads_of_queries, heads_of_keys = ({s.heads for s in part} for part in (queries, of_keys))
-        several = max(map(len, (heads_of_queries, heads_of_keys, layers, features))) > 1
-        if several or any(queries[0].heads % s.heads for s in spans):
+        of_queries: list[Span] = []
+        for projection in self.query.value.projections:
+            of_queries += self._spans(self.query, projection, factor, shared)
+        of_keys: list[Span] = []
+        for projection in keys:
+            of_keys += self._spans(self.key, projection, "key")
+        spans = (*of_queries, *of_keys)
+        self._check_equal_heads(of_queries, of_keys)
+        return spans
+
+    def _check_equal_heads(self, of_queries: Sequence[Span], of_keys: Sequence[Span]) -> None:
+        """Refuses queries and keys that do not have the same layers and features, and heads that can be matched."""
+        first_features = set()
+        for part in ([span for span in of_queries if span.scale.factor == "query"], of_keys):
+            if part:  # other parts of the queries, or of the keys, may follow the first
+                first_features.add(part[0].features)
+        layers = set()
+        for span in (*of_queries, *of_keys):
+            layers.add(tuple(self.shapes[span.leaf][axis] for axis in span.stack))
+        heads_of_queries = {span.heads for span in of_queries}
+        heads_of_keys = {span.heads for span in of_keys}
+        several = max(map(len, (heads_of_queries, heads_of_keys, layers, first_features))) > 1
+        heads = of_queries[0].heads
+        if several or any(heads % n for n in heads_of_queries | heads_of_keys):
             raise Refused(
                 "its queries and keys are cut into heads, features or layers in several ways"
             )
-        return spans
 
     def _check_queries(self) -> None:
+        """Refuses queries whose heads can't be told in the parameters that make them."""
         projections = self.query.value.projections
         if not projections:
             raise Refused("its queries can't be followed to parameters that train")
@@ -103,14 +123,16 @@ class QueriesAndKeys:
                 raise Refused("heads of its queries are put together from several products")
 
     def _why_of_all_columns(self, projection: Projection) -> str:
-        if projection.product.use.view.inner:
+        """Why each entry of the queries depends on all columns of their projection."""
+        if projection.view.inner:
             return "a product of several parameters makes its queries"
-        if projection.linear:
+        if projection.is_linear:
             return "the heads of its queries can't be told apart"
         line = self.walk.graph.line(projection.nonlinear_at)
         return f"a function of all heads, as a norm, makes its queries: {line}"
 
     def _check_order(self, operand: Operand, projections: Sequence[Projection], name: str) -> None:
+        """Refuses an order of entries that is not followed, and heads from several products."""
         for projection in projections:
             layouts = [projection.layout, *(bias.layout for bias in projection.biases)]
             if any(UNORDERED in layout.loops for layout in layouts):
@@ -119,21 +141,30 @@ class QueriesAndKeys:
                 raise Refused(f"heads of its {name} are put together from several products")
 
     def _heads(self, operand: Operand, layout: Layout) -> dict[int, int]:
-        """Axes of the product that softmax does not normalize, and the operand's, if parameters differ along them."""
+        """The axes that count heads: of the product, each with that of the operand.
+
+        Softmax does not normalize them, and parameters differ along them.
+        """
         heads = {}
         for axis, source in enumerate(operand.sources):
-            if source is not None and axis not in self.normalized and layout.runs_along([source]):
+            if source is None or axis in self.normalized:
+                continue
+            if layout.runs_along([source]):
                 heads[axis] = source
         return heads
 
     def split_keys(self) -> tuple[list[Projection], list[_Features]]:
-        """Keys that each head has for itself; and which features those fill that all heads share."""
+        """Keys that each head has for itself; and which features those fill that several heads share.
+
+        The keys of latent attention (MLA) are both: features without rotation of each head, then rotated ones of all.
+        """
         heads: set[int] = set()
         for projection in self.query.value.projections:
             heads.update(self._heads(self.query, projection.layout))
         of_one_head, shared = [], []
         for projection in self.key.value.projections:
-            is_shared = heads and heads.isdisjoint(self._heads(self.key, projection.layout))
+            heads_of_keys = self._heads(self.key, projection.layout)
+            is_shared = bool(heads) and heads.isdisjoint(heads_of_keys)
             features = self._features(self.key, projection)
             if is_shared and features is not None:
                 shared.append(features)
@@ -153,27 +184,38 @@ class QueriesAndKeys:
     def _spans(
         self,
         operand: Operand,
-        projections: Sequence[Projection],
+        projection: Projection,
         factor: str,
         shared: Sequence[_Features] = (),
-    ) -> Iterator[Span]:
-        for projection in projections:
-            start, stop = self._features(operand, projection) or (0, HOLE)
-            # Those that shared keys fill, counted from the first feature of the projection.
-            inside = []
-            for features in shared:
-                first, last = max(features.start, start), min(features.stop, stop)
-                if first < last:
-                    inside.append(_Features(first - start, last - start))
-            kernel = projection.product.use.view.leaf, projection.layout
-            for leaf, layout in (kernel, *((bias.leaf, bias.layout) for bias in projection.biases)):
-                yield from _divided(self._span(leaf, layout, operand, factor), inside)
+    ) -> list[Span]:
+        """The spans in the kernel and in the biases of one projection.
+
+        Args:
+          operand: The queries, or the keys.
+          projection: One of the projections in it.
+          factor: That of `Scale`.
+          shared: Features of the queries that meet keys which several heads share: they take the whole factor.
+        """
+        start, stop = self._features(operand, projection) or (0, HOLE)
+        # Those that shared keys fill, counted from the first feature of the projection.
+        inside = []
+        for features in shared:
+            first, last = max(features.start, start), min(features.stop, stop)
+            if first < last:
+                inside.append(_Features(first - start, last - start))
+        views = [(projection.view.leaf, projection.layout)]
+        views += [(bias.leaf, bias.layout) for bias in projection.biases]
+        spans: list[Span] = []
+        for leaf, layout in views:
+            spans += _divided(self._span(leaf, layout, operand, factor), inside)
+        return spans
 
     def _span(self, leaf: int, layout: Layout, operand: Operand, factor: str) -> Span:
+        """The entries of a parameter that feed the heads of an operand."""
         shape = self.shapes[leaf]
         rest, heads = layout.split(self._heads(operand, layout).values())
         rest, features = rest.split(operand.summed)
-        # The outer axis counts heads in larger steps.
+        # Of two runs along one axis, the one with larger steps counts heads in the outer order.
         heads = sorted(heads, key=lambda run: (run.axis, -run.stride))
         features = (*features, *rest.taken, *(run for run in rest.runs if run.axis >= 0))
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))
@@ -193,17 +235,13 @@ class QueriesAndKeys:
         return Span(leaf, Scale(path="", rank=rank, axes=axes, factor=factor, **places), stack)
 
 
-def _of(spans: Sequence[Span], factor: str) -> list[Span]:
-    return [s for s in spans if s.scale.factor == factor]
-
-
 def _divided(span: Span, shared: Sequence[_Features]) -> Iterator[Span]:
     """The features of a query that meet the heads' own keys, and those that meet shared ones."""
     first, last = span.scale.span
     shared = [_Features(first + features.start, first + features.stop) for features in shared]
     edges = [first, *sorted({edge for features in shared for edge in features}), last]
     for start, stop in itertools.pairwise(edges):
-        is_shared = any(s.start <= start and stop <= s.stop for s in shared)
+        is_shared = any(features.start <= start and stop <= features.stop for features in shared)
         factor = "rotary" if is_shared else span.scale.factor
         if start < stop:
             scale = dataclasses.replace(span.scale, span=(start, stop), factor=factor)
@@ -222,7 +260,16 @@ def _positions(runs: Sequence[Run], weights: dict[int, int]) -> np.ndarray:
 def _places(
     shape: Sequence[int], axes: Sequence[int], heads: Sequence[Run], features: Sequence[Run]
 ) -> dict[str, Any] | None:
-    """Where the heads are on the flattened `axes`, in the words of `Scale`; None where they are no such runs."""
+    """Where the heads lie on flattened axes of a parameter, in the words of `Scale`; None if not in equal runs.
+
+    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, start=128, size=128, span=(0, 16).
+
+    Args:
+      shape: The shape of the parameter.
+      axes: The axes that are flattened, the outermost first.
+      heads: The positions that count heads.
+      features: The positions of one head, which add to those.
+    """
     weights = {axis: math.prod(shape[x] for x in axes[k + 1 :]) for k, axis in enumerate(axes)}
     total = math.prod(shape[axis] for axis in axes)
     first = _positions(heads, weights)
@@ -234,7 +281,8 @@ def _places(
     ends = np.flatnonzero(steps != run)
     groups = entries // (int(ends[0]) + 1) if len(ends) else 1
     gap = int(steps[ends[0]]) - run if len(ends) else 0
-    if (np.diff(inside) != 1).any() or run <= 0 or gap < 0 or entries % groups:
+    is_contiguous = (np.diff(inside) == 1).all()
+    if not is_contiguous or run <= 0 or gap < 0 or entries % groups:
         return None
     base = int(first[0] + inside[0])
     # The features of the first head need not begin where its run begins.

@@ -32,7 +32,7 @@ Move: TypeAlias = Callable[[Layout], Layout | None]
 
 
 class ParameterView(NamedTuple):
-    """A parameter seen along the axes of an array, perhaps after structural operations."""
+    """A parameter, or a part of it, in an array: which entries lie along which axes of the array."""
 
     leaf: int
     layout: Layout
@@ -88,8 +88,14 @@ class Projection(NamedTuple):
     unmixed: bool = True  # no operation yet that mixes its columns: it may still be cut into parts
 
     @property
-    def linear(self) -> bool:
+    def is_linear(self) -> bool:
+        """Whether scaling the parameter scales it."""
         return self.nonlinear_at < 0
+
+    @property
+    def view(self) -> ParameterView:
+        """The parameter, as its product takes it."""
+        return self.product.use.view
 
 
 class Addend(NamedTuple):
@@ -129,17 +135,17 @@ class AxisFact(NamedTuple):
 
 
 class Value(NamedTuple):
-    """One array."""
+    """What is known of one array."""
 
     depends_on: int = 0
     views: tuple[ParameterView, ...] = ()
     projections: tuple[Projection, ...] = ()
     logits: tuple[Logits, ...] = ()
     facts: tuple[AxisFact, ...] = ()
-    # `scores`: the last product of two activations that it is made of, if it was not multiplied by a parameter since.
-    # `weights`: the last such product whose exponential was taken.
+    # The last product of two activations that it is made of, if no parameter multiplied it since.
     scores: int = -1
-    weights: int = -1
+    # The last such product whose exponential it is made of.
+    exponential_of: int = -1
     # The last operation without a rule: what it gives may be indices, one hot, or windows of an argument.
     no_rule: int = -1
 
@@ -154,12 +160,24 @@ class Value(NamedTuple):
         return bool(self.depends_on & PARAMETER and self.depends_on & DATA)
 
     @property
+    def varying(self) -> frozenset[int]:
+        """The axes along which the parameters in it differ."""
+        return frozenset().union(*(view.layout.varying for view in self.views))
+
+    @property
+    def is_labels(self) -> bool:
+        """Made of data, without parameters."""
+        return bool(self.depends_on & DATA) and not self.depends_on & PARAMETER
+
+    @property
     def without_gradient(self) -> Value:
         """After a `stop_gradient`. It keeps its logits: softmax subtracts a maximum without gradient."""
         depends_on = self.depends_on
         if depends_on & PARAMETER:
             depends_on = depends_on - PARAMETER | FROZEN
-        return self._replace(depends_on=depends_on, views=(), projections=(), scores=-1, weights=-1)
+        return self._replace(
+            depends_on=depends_on, views=(), projections=(), scores=-1, exponential_of=-1
+        )
 
     def map(self, move: Move) -> Value:
         """After an operation that only moves entries."""
@@ -175,41 +193,48 @@ class Value(NamedTuple):
     def repeated(
         self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]
     ) -> Value:
-        """Axis i is the axis `sources[i]`, or a new one along which entries repeat."""
+        """An array of this shape, whose axis i is the axis `sources[i]` of this one, of shape `old`.
+
+        Along an axis without a source the entries repeat.
+        """
         return self.repeating(old).map(lambda layout: layout.pick(tuple(sources), shape))
 
     def repeating(self, shape: Sequence[int]) -> Value:
-        """Before axes are added along which entries repeat."""
-        if not self.depends_on or any(m.what == "repeats" for m in self.facts):
+        """The value of this shape, before axes are added along which its entries repeat."""
+        if not self.depends_on or any(fact.what == "repeats" for fact in self.facts):
             return self
         return self._replace(facts=(*self.facts, AxisFact("repeats", whole(tuple(shape)))))
 
     def axes(self, what: str) -> tuple[int, ...]:
-        """The axes along which it is one hot, or counts, or repeats itself."""
+        """The axes along which it is "one hot", or "counts", or "repeats" itself."""
         axes: list[int] = []
         for fact in self.facts:
-            if fact.what == what:
-                varying, shape = fact.layout.varying, fact.layout.shape
-                rest = {k for k, n in enumerate(shape) if n > 1 and k not in varying}
-                axes += sorted(rest if what == "repeats" else varying)
+            if fact.what != what:
+                continue
+            varying = fact.layout.varying
+            if what == "repeats":  # its layout has the axes along which the value does not repeat
+                long = {axis for axis, n in enumerate(fact.layout.shape) if n > 1}
+                axes += sorted(long - varying)
+            else:
+                axes += sorted(varying)
         return tuple(axes)
 
 
 class Operand:
-    """One operand of a product: its value, and which of its axes are summed over, are batches, are given."""
+    """One operand of a product, whose axes are summed over, or batches, or free: axes of the result."""
 
     def __init__(
         self, value: Value, array: int, rank: int, summed: Sequence[int], batch: Sequence[int]
     ):
         self.value, self.array = value, array
         self.summed, self.batch = tuple(summed), tuple(batch)
-        self.free = tuple(a for a in range(rank) if a not in self.summed and a not in self.batch)
+        self.free = tuple(k for k in range(rank) if k not in self.summed and k not in self.batch)
         # For each axis of the product, the axis of this operand that it comes from, if any.
         self.sources: Sequence[int | None] = ()
         self.shape: tuple[int, ...] = ()  # of the product
 
     def along(self, layout: Layout) -> Layout:
-        """The axes of the product in place of those of this operand."""
+        """A layout of this operand, with the axes of the product in place of the operand's."""
         return layout.pick(tuple(self.sources), self.shape)
 
     @property
@@ -219,96 +244,112 @@ class Operand:
 
     @property
     def added_up(self) -> Value:
-        """The same, with all that it sums over added up."""
+        """Its value along the axes of the product, with all that the product sums over added up."""
         return self.value.map(lambda layout: self.along(layout.add_up(self.summed)))
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is made of parameters alone. One that is repeated for each example is a learned input.
+        """Whether it is made of parameters alone, and not repeated for each example, as a learned input is.
 
-        Each of two factors of a matrix repeats along the axis of the other.
+        Of two factors of a matrix, multiplied entry by entry, each repeats along the axis of the other; together
+        they do not.
         """
-        views = self.value.views
-        varying = frozenset().union(*(t.layout.varying for t in views))
-        shape = views[0].layout.shape if views else ()
-        repeats = any(n > 1 and k not in varying for k, n in enumerate(shape))
+        if not self.value.views:
+            return self.value.is_weight
+        varying = self.value.varying
+        shape = self.value.views[0].layout.shape
+        repeats = any(n > 1 and axis not in varying for axis, n in enumerate(shape))
         return self.value.is_weight and not repeats
 
     @property
     def is_matrix(self) -> bool:
-        """Whether a parameter in it has summed and given axes, so that this is a product by a matrix."""
-        return any(self.rows(t) and self.columns(t) for t in self.value.views)
+        """Whether a parameter in it has rows and columns, so that this is a product by a matrix."""
+        return any(self.rows(view) and self.columns(view) for view in self.value.views)
 
-    def rows(self, t: ParameterView) -> tuple[Run, ...]:
+    def rows(self, view: ParameterView) -> tuple[Run, ...]:
         """The axes of a parameter in it over which the product sums."""
-        return t.layout.runs_along(self.summed) or (t.inner[0] if t.inner else ())
+        rows = view.layout.runs_along(self.summed)
+        if not rows and view.inner:
+            return view.inner[0]
+        return rows
 
-    def columns(self, t: ParameterView) -> tuple[Run, ...]:
-        """Those that it gives; of one of several parameters multiplied by each other, the axis next to its neighbor."""
-        if columns := t.layout.runs_along(self.free):
+    def columns(self, view: ParameterView) -> tuple[Run, ...]:
+        """The axes of a parameter in it that the product gives.
+
+        In a product of parameters, w @ a @ b, the columns of a are those that meet the rows of b.
+        """
+        columns = view.layout.runs_along(self.free)
+        if columns:
             return columns
-        between = t.inner if t.layout.runs_along(self.summed) else t.inner[1:]
+        has_rows = bool(view.layout.runs_along(self.summed))
+        between = view.inner if has_rows else view.inner[1:]
         return between[-1] if between else ()
 
 
 def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
-    """Each with another layout; those of which nothing is left, or known, are left out."""
+    """Views, projections, logits or facts with other layouts.
+
+    What `move` leaves nothing of is dropped, and so is a fact whose axes are not followed any more.
+    """
     moved = []
-    for x in items:
-        layout = move(x.layout)
-        if layout is None or (isinstance(x, AxisFact) and UNORDERED in layout.loops):
+    for item in items:
+        layout = move(item.layout)
+        if layout is None or (isinstance(item, AxisFact) and UNORDERED in layout.loops):
             continue
-        x = x._replace(layout=layout)
-        if isinstance(x, Projection):
-            x = x._replace(biases=move_each(x.biases, move))
-        moved.append(x)
+        item = item._replace(layout=layout)
+        if isinstance(item, Projection):
+            item = item._replace(biases=move_each(item.biases, move))
+        moved.append(item)
     return tuple(moved)
 
 
 def dependent(values: Iterable[Value]) -> Value:
     """A value that depends on all of these, in a way that is not followed."""
-    depends_on, scores, weights, no_rule = 0, -1, -1, -1
-    for v in values:
-        depends_on |= v.depends_on
-        scores = max(scores, v.scores)
-        weights = max(weights, v.weights)
-        no_rule = max(no_rule, v.no_rule)
-    return Value(depends_on, scores=scores, weights=weights, no_rule=no_rule)
+    depends_on, scores, exponential_of, no_rule = 0, -1, -1, -1
+    for value in values:
+        depends_on |= value.depends_on
+        scores = max(scores, value.scores)
+        exponential_of = max(exponential_of, value.exponential_of)
+        no_rule = max(no_rule, value.no_rule)
+    return Value(depends_on, scores=scores, exponential_of=exponential_of, no_rule=no_rule)
 
 
 def alike(projections: Sequence[Projection]) -> bool:
     """Whether these are the same part of one product, or parts after the same function."""
-    return (
-        len({m.layout for m in projections}) == 1
-        or len({(m.nonlinear_at, m.unmixed) for m in projections}) == 1
-    )
+    layouts = {projection.layout for projection in projections}
+    functions = {(projection.nonlinear_at, projection.unmixed) for projection in projections}
+    return len(layouts) == 1 or len(functions) == 1
 
 
 def all_projections(values: Iterable[Value]) -> tuple[Projection, ...]:
-    """The projections in a sum or a concatenation: parts of one product count once."""
-    by_product = grouped((m.product, m) for v in values for m in v.projections)
-    return tuple(_united(projections) for projections in by_product.values())
+    """The projections in a sum or a concatenation of these. Parts of one product become one projection."""
+    projections = [projection for value in values for projection in value.projections]
+    of_products = grouped((projection.product, projection) for projection in projections)
+    return tuple(_united(parts) for parts in of_products.values())
 
 
-def _united(projections: Sequence[Projection]) -> Projection:
-    if len(projections) == 1:
-        return projections[0]
+def _united(parts: Sequence[Projection]) -> Projection:
+    """One projection in place of several of one product."""
+    if len(parts) == 1:
+        return parts[0]
+    by_leaf = grouped((bias.leaf, bias) for part in parts for bias in part.biases)
     biases = []
-    for views in grouped((t.leaf, t) for m in projections for t in m.biases).values():
-        layout = merged(tuple(t.layout for t in views))
+    for views in by_leaf.values():
+        layout = merged(tuple(view.layout for view in views))
         biases.append(views[0]._replace(layout=layout))
+    nonlinear = [part.nonlinear_at for part in parts if not part.is_linear]
     return Projection(
-        product=projections[0].product,
-        layout=merged(tuple(m.layout for m in projections)),
+        product=parts[0].product,
+        layout=merged(tuple(part.layout for part in parts)),
         biases=tuple(biases),
-        nonlinear_at=next((m.nonlinear_at for m in projections if not m.linear), -1),
-        unmixed=alike(projections) and all(m.unmixed for m in projections),
+        nonlinear_at=nonlinear[0] if nonlinear else -1,
+        unmixed=alike(parts) and all(part.unmixed for part in parts),
     )
 
 
 def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """The second of each pair, by the first."""
     groups: dict[Any, list[Any]] = {}
-    for key, x in pairs:
-        groups.setdefault(key, []).append(x)
+    for key, item in pairs:
+        groups.setdefault(key, []).append(item)
     return groups

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from muonjax._inspect import follow  # noqa: F401  it fills RULES
-from muonjax._inspect.entrywise import RULES
+from muonjax._inspect.rules import RULES
 from tests.inspect.library_models import MODELS
 from tests.inspect.library_models.answers import found_attention
 from tests.inspect.test_library_models import inspected as inspected_model
