@@ -54,10 +54,6 @@ class _Decider:
             return self._without_uses(leaf)
         uses = self._without_scales(leaf, uses)
         for use in uses:
-            if self.graph.einsum(use.node) and self._has_several_weights(use.node):
-                why = "an einsum of several parameters is not followed"
-                return self._adam(why, use.node, by_names=True)
-        for use in uses:
             if use.kind == "unknown":
                 return self._adam(f"{use.what} is not followed", use.node, by_names=True)
         products = [use for use in uses if use.kind == "product"]
@@ -80,11 +76,6 @@ class _Decider:
 
     def _adam(self, why: str, node: int, by_names: bool = False) -> Decision:
         return Decision(None, f"{why}: {self.graph.line(node)}", by_names=by_names)
-
-    def _has_several_weights(self, operation: int) -> bool:
-        """Whether an einsum takes several arrays that depend on no argument, and may multiply them first."""
-        operands, _ = self.graph.einsum_of(operation)
-        return sum(not self.graph.data_before([x]) for x in operands) > 1
 
     def _without_uses(self, leaf: int) -> Decision:
         """Why nothing that trains uses a parameter."""

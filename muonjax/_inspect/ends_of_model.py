@@ -44,8 +44,6 @@ class Ends:
         if use.columns and use.columns in use.view.inner:
             return "layer"  # the next factor of a product of parameters follows it
         (value,) = self.graph.nodes[use.node].outputs
-        if self.graph.einsum(use.node):
-            _, value = self.graph.einsum_of(use.node)
         is_output = value in self.to_outputs
         if is_output and use.node in self.read:
             return "head"

@@ -33,6 +33,8 @@ from muonjax._inspect.versions import (
     while_counts,
 )
 
+# In which order such an einsum multiplies its operands depends on their sizes.
+LONG_EINSUM = "an einsum of three or more operands"
 # A collective over an axis of a `vmap` is a reduction over an axis of the array.
 _COLLECTIVES = {
     "psum": "reduce_sum",
@@ -125,18 +127,14 @@ def _pass(name_stack: Any) -> str:
     return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
 
 
-class Einsum(NamedTuple):
-    """A call of `jnp.einsum`. In which order it multiplies its operands depends on their sizes."""
-
-    subscripts: str
-    place: Place
-    source: int  # the same object for all of its operations
-
-    @property
-    def is_layer(self) -> bool:
-        """Whether no operand has all axes of the result, as the outputs have where labels choose some."""
-        operands, _, result = self.subscripts.partition("->")
-        return not any(set(result) <= set(axes) for axes in operands.split(","))
+@functools.lru_cache(1024)
+def _is_long_einsum(name_stack: Any) -> bool:
+    """Whether operations in these scopes are those of a `jnp.einsum` that sums over axes of three or more operands."""
+    for scope in name_stack.stack:
+        operands, arrow, result = scope.name.replace(" ", "").partition("->")
+        if arrow and operands.count(",") > 1 and not set(operands) <= {",", *result}:
+            return True
+    return False
 
 
 class Loop(NamedTuple):
@@ -239,7 +237,11 @@ class Graph:
     ) -> list[int]:
         """Appends an operation of the body at `place`; returns the values of its `variables`, which are new."""
         outputs = [self._new(v) for v in variables]
-        passes = "" if equation is None else _pass(equation.source_info.name_stack)
+        passes = ""
+        if equation is not None:
+            scopes = equation.source_info.name_stack
+            passes = _pass(scopes)
+            name = LONG_EINSUM if _is_long_einsum(scopes) else name
         node = Node(
             index=len(self.nodes),
             name=name,
@@ -417,34 +419,6 @@ class Graph:
         node = self.nodes[operation]
         around = [self.callers[node.place[:depth]] for depth in range(len(node.place), 0, -1)]
         return next(filter(None, map(_line_of, [node.equation, *around])), "")
-
-    def einsum(self, operation: int) -> Einsum | None:
-        """The `jnp.einsum` of three or more operands that an operation is a part of, if it is one."""
-        node = self.nodes[operation]
-        if node.equation is None:
-            return None
-        source = node.equation.source_info
-        scopes = source.name_stack.stack
-        subscripts = scopes[-1].name.replace(" ", "") if scopes else ""
-        is_einsum = "->" in subscripts and subscripts.count(",") > 1
-        return Einsum(subscripts, node.place, id(source)) if is_einsum else None
-
-    def einsum_of(self, operation: int) -> tuple[list[int], int]:
-        """What the `einsum` takes that an operation is a part of, and what it gives."""
-        first = last = operation
-        while first > 0 and self._is_of_one_call(first - 1, operation):
-            first -= 1
-        while last + 1 < len(self.nodes) and self._is_of_one_call(last + 1, operation):
-            last += 1
-        parts = self.nodes[first : last + 1]
-        made = {x for node in parts for x in node.outputs}
-        return [x for node in parts for x in node.inputs if x not in made], parts[-1].outputs[0]
-
-    def _is_of_one_call(self, one: int, other: int) -> bool:
-        a, b = self.nodes[one], self.nodes[other]
-        if a.equation is None or b.equation is None or a.place != b.place:
-            return False
-        return a.equation.source_info is b.equation.source_info
 
     def is_stack_of_scalars(self, value: int) -> bool:
         made = [self.nodes[self.producer[value]]] if value in self.producer else []

@@ -110,10 +110,6 @@ def _rows_and_columns(walk: Walk, leaf: int, use: Use) -> tuple[frozenset[int], 
     product, line = use.product, walk.graph.line(use.node)
     rows, columns = set(use.rows), set(use.columns)
     batch = {run for run in use.batch if run.axis >= 0}
-    # The same einsum of several operands sums over them: they would be rows in another order of its products.
-    if product.contracted < columns:
-        rows |= product.contracted
-        columns -= product.contracted
     # A batch axis along which the result is added up, as heads are, makes rows.
     summed = batch & product.added_up
     # Columns that count experts are no columns.

@@ -90,8 +90,6 @@ def _by_matrix(walk: Walk, node: Node, product: Value, operand: Operand, other: 
     """An array times an operand that is made of parameters."""
     if _may_be_learned_input(operand, other):
         walk.record_views(node, "", [operand.value])
-        if walk.graph.einsum(node.index):
-            walk.layers.products.add(node.index)
         if other.value.exponential_of >= 0:
             walk.attention.readers[other.value.exponential_of] = node.index
         walk.attention.one_sided.add(node.index)
@@ -256,9 +254,6 @@ def _cuts_input(operand: Operand) -> bool:
 def _of_activations(walk: Walk, node: Node, product: Value, left: Operand, right: Operand) -> Value:
     """The product of two arrays that are no matrices; at least one is made of parameters."""
     pairs = ((left, right), (right, left))
-    for operand, other in pairs:
-        is_mixture = other.value.exponential_of in walk.attention.routers
-        _record_contracted(walk, node, operand, is_mixture)
     of_a_model = PARAMETER | FROZEN  # heads are heads where the queries and keys do not train
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
         for operand in (left, right):
@@ -275,22 +270,6 @@ def _of_activations(walk: Walk, node: Node, product: Value, left: Operand, right
     if not left.value.depends_on & PARAMETER:
         return _by_constants(walk, node, product, right, left)
     return _of_two_activations(walk, node, product, left, right)
-
-
-def _record_contracted(walk: Walk, node: Node, operand: Operand, is_mixture: bool) -> None:
-    """Records columns of a product that another product of the same einsum sums over.
-
-    They are rows: the einsum might as well have multiplied its operands in another order.
-    """
-    einsum = walk.graph.einsum(node.index)
-    if einsum is None:
-        return
-    for projection in operand.value.projections:
-        product = projection.product
-        if walk.graph.einsum(product.use.node) == einsum:
-            contracted = projection.layout.runs_along(operand.summed)
-            product.contracted.update(contracted)
-            product.is_mixture |= is_mixture and bool(contracted)
 
 
 def _read_by(weights: Operand) -> list[Logits]:
@@ -364,10 +343,7 @@ def _by_constants(
     projections = activation.added_up.projections
     product = product._replace(projections=projections, logits=tuple(logits))
     is_layer = _is_frozen_layer(activation, other)
-    einsum = walk.graph.einsum(node.index)
-    # Which of its operands an einsum of several multiplies first depends on their sizes.
-    is_in_layer = einsum is not None and einsum.is_layer
-    if is_layer or (is_in_layer and other.value.depends_on & (DATA | FROZEN)):
+    if is_layer:
         walk.layers.frozen.add(node.index)
     has_free = activation.free and other.free
     if is_layer or attentions or (has_free and product.scores < 0):

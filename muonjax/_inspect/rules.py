@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from muonjax._inspect.findings import Walk
-from muonjax._inspect.graph import Node
+from muonjax._inspect.graph import LONG_EINSUM, Node
 from muonjax._inspect.values import Projection, Value, dependent
 
 Rule = Callable[[Walk, Node], Sequence[Value]]
@@ -94,3 +94,18 @@ def _record_call(walk: Walk, node: Node, projections: Sequence[Projection]) -> N
 
 
 RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
+
+
+def _long_einsum(walk: Walk, node: Node) -> Sequence[Value]:
+    """Three operands are not followed; a layer, logits, or a softmax's weights and values may be among them."""
+    values = walk.inputs(node)
+    walk.layers.without_rule.add(node.index)
+    walk.attention.one_sided.add(node.index)
+    for value in values:
+        for other in values:
+            walk.record_weights(node, value, other)
+    (result,) = unknown(walk, node)
+    return [result._replace(scores=node.index) if result.is_activation else result]
+
+
+RULES[LONG_EINSUM] = _long_einsum

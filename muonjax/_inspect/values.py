@@ -65,8 +65,6 @@ class Product:
     bit: int
     use: Any = None  # its `Use`
     added_up: set[Run] = dataclasses.field(default_factory=set)  # afterwards
-    # Columns that the same einsum of several operands sums over later. In which order it multiplies depends on sizes.
-    contracted: set[Run] = dataclasses.field(default_factory=set)
     # Axes that are batches in a product with another parameter.
     batches: set[Run] = dataclasses.field(default_factory=set)
     # Batches of a product of two activations, each with the part in which it counts heads.

@@ -1247,3 +1247,21 @@ DOUBTED = {
 }
 for name, add in DOUBTED.items():
     under(name, add)
+
+
+# An einsum of three operands, in whichever order it multiplies them.
+
+
+@program(X, sites=NOT_ALL, scale=(H,), **QKVO)
+def logits_of_an_einsum_of_three(p, x):
+    q, k, v = projected(p, x)
+    logits = jnp.einsum("bqhd,bkhd,h->bhqk", q, k, p["scale"])
+    return loss_of(p, mixed(jax.nn.softmax(logits), v))
+
+
+@program(X, sites=NOT_ALL, scale=(H,), **QKVO)
+def values_in_an_einsum_of_three(p, x):
+    q, k, v = projected(p, x)
+    shares = jax.nn.softmax(logits_of(q, k))
+    y = jnp.einsum("bhqk,bkhd,h->bqhd", shares, v, p["scale"])
+    return loss_of(p, y.reshape(B, T, D))

@@ -38,6 +38,7 @@ class HostileProgram(NamedTuple):
 
 PROGRAMS = []
 ANYTHING = "anything"
+EINSUM = "by names: an einsum of three or more operands is not followed"
 
 
 def program(
@@ -225,8 +226,8 @@ def layers_on_axis_one_by_index(p, x):
 @program(
     X,
     gate=((D, 3), "0 | 1"),
-    up=((3, D, 5), "1 | 2"),
-    down=((3, 5, D), "1 | 2"),
+    up=((3, D, 5), EINSUM),
+    down=((3, 5, D), EINSUM),
     out=((D, 1), "head"),
 )
 def dense_experts(p, x):
@@ -709,7 +710,7 @@ def positions_by_an_identity_matrix(p, x):
 def outer_product_mean(sequences):
     @program(
         *[jax.ShapeDtypeStruct((sequences, 4, D), "float32")] * 2,
-        left=((D, D), "0 | 1"), right=((D, D), "0 | 1"), w=((D, D, 16), "0, 1 | 2"), out=((16, 3), "head"),
+        left=((D, D), EINSUM), right=((D, D), EINSUM), w=((D, D, 16), EINSUM), out=((16, 3), "head"),
     )  # fmt: skip
     def an_outer_product_mean(p, x, y):
         x = jnp.einsum("abc,ade,cef->bdf", x @ p["left"], y @ p["right"], p["w"])
@@ -781,31 +782,16 @@ FORMS = jax.ShapeDtypeStruct((D, D, D), "float32")
 in_each_order(
     "features_in_a_frozen_form",
     lambda einsum, p, x, c: einsum("bti,btj,ijk->btk", jnp.tanh(x @ p["w"]), x, c),
-    X, FORMS, w=((D, D), "0 | 1"),
-)  # fmt: skip
-in_each_order(
-    "features_in_two_frozen_layers",
-    lambda einsum, p, x, c: einsum("bti,ij,jk->btk", jnp.tanh(x @ p["w"]), c[0], c[1]),
-    X, FORMS, w=((D, D), "0 | 1"),
-)  # fmt: skip
-in_each_order(
-    "a_learned_form_as_head",
-    lambda einsum, p, x: einsum("bti,btj,ijk->btk", jnp.tanh(x @ p["w"]), x, p["form"]),
-    X, w=((D, D), "0 | 1"), form=((D, D, 3), "head"),
+    X, FORMS, w=((D, D), EINSUM),
 )  # fmt: skip
 in_each_order(
     "two_layers_in_an_einsum",
     lambda einsum, p, x: einsum("bti,ij,jk->btk", jnp.tanh(x @ p["w"]), p["a"], p["b"]),
-    X, w=((D, D), "0 | 1"), a=((D, D), "by names: an einsum"), b=((D, D), "by names: an einsum"),
-)  # fmt: skip
-in_each_order(
-    "log_shares_of_labels_under_weights",
-    lambda einsum, p, x, y, m: einsum("btv,btv,bt->", jnp.tanh(x) @ p["w"], y, m),
-    X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), "head"),
+    X, w=((D, D), EINSUM), a=((D, D), "by names: an einsum"), b=((D, D), "by names: an einsum"),
 )  # fmt: skip
 in_each_order(
     "log_shares_of_labels_inside_of_a_derivative",
     lambda einsum, p, x, y, m: jax.jvp(
         lambda x: einsum("btv, btv, bt -> bt", jnp.tanh(x) @ p["w"], y, m), [x], [x])[1],
-    X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), "head"),
+    X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), EINSUM),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from jax import lax
 
 from tests.inspect.hostile_programs import (
     ATTENTION,
+    EINSUM,
     IMAGE,
     ROWS,
     B,
@@ -265,7 +266,12 @@ def weights_mixed_by_data(p, x, i):
 
 
 @program(
-    ROWS, ROWS, w=((D, D), M), v=((D, D), M), bil=((D, D), M), out=((D, 1), "head")
+    ROWS,
+    ROWS,
+    w=((D, D), EINSUM),
+    v=((D, D), EINSUM),
+    bil=((D, D), EINSUM),
+    out=((D, 1), "head"),
 )
 def a_bilinear_layer(p, x, y):
     a, b = jnp.tanh(x @ p["w"]), jnp.tanh(y @ p["v"])
