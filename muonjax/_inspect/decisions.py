@@ -148,7 +148,7 @@ class _Decider:
             if numbers is not None and set(numbers.tolist()) == {0.0, 1.0}:
                 return "a layer, or a table whose rows zeros and ones choose"
         if any(use.product.is_mixture for use in matrices):
-            return "one matrix, or one for each expert: a router's weights multiply its rows"
+            return "one matrix, or one for each expert: a router's weights multiply its axes"
         if is_last:
             return "a hidden layer, or an output head: what follows it does not train"
         return ""

@@ -254,6 +254,9 @@ def _cuts_input(operand: Operand) -> bool:
 def _of_activations(walk: Walk, node: Node, product: Value, left: Operand, right: Operand) -> Value:
     """The product of two arrays that are no matrices; at least one is made of parameters."""
     pairs = ((left, right), (right, left))
+    for operand, other in pairs:
+        if other.value.exponential_of in walk.attention.routers:
+            _record_mixture(operand)
     of_a_model = PARAMETER | FROZEN  # heads are heads where the queries and keys do not train
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
         for operand in (left, right):
@@ -270,6 +273,15 @@ def _of_activations(walk: Walk, node: Node, product: Value, left: Operand, right
     if not left.value.depends_on & PARAMETER:
         return _by_constants(walk, node, product, right, left)
     return _of_two_activations(walk, node, product, left, right)
+
+
+def _record_mixture(operand: Operand) -> None:
+    """Records that a router's weights choose among columns of a product, perhaps of linear experts."""
+    for projection in operand.value.projections:
+        chosen = set(projection.layout.runs_along(operand.summed))
+        columns = set(projection.product.use.columns)
+        if chosen & columns and not chosen >= columns:
+            projection.product.is_mixture = True
 
 
 def _read_by(weights: Operand) -> list[Logits]:

@@ -274,20 +274,27 @@ def test_a_matrix_before_an_array_that_may_be_a_transform_of_the_outputs_is_name
     assert named == [True] * is_doubtful
 
 
-def mixture(subscripts, *order):
+def mixture(mixed):
     def loss(p, x):
-        operands = {"x": x, "w": p["w"], "r": jax.nn.softmax(x @ p["r"])}
-        y = jnp.einsum(subscripts, *(operands[name] for name in order))
+        y = mixed(jax.nn.softmax(x @ p["r"]), x, p["w"])
         return jnp.mean((jax.nn.relu(y) @ p["out"]) ** 2)
 
     return loss, {"r": leaf(8, 2), "w": leaf(2, 8, 16), "out": leaf(16, 4)}
 
 
+def of_features(r, x, w):
+    return jnp.einsum("bed,edf->bf", jnp.einsum("be,bd->bed", r, x), w)
+
+
+def of_outputs(r, x, w):
+    return jnp.einsum("be,bef->bf", r, jnp.einsum("bd,edf->bef", x, w))
+
+
 @pytest.mark.parametrize(
     ("loss", "params"),
     [
-        mixture("be,bd,edf->bf", "r", "x", "w"),
-        mixture("bd,edf,be->bf", "x", "w", "r"),
+        mixture(of_features),
+        mixture(of_outputs),
         (
             lambda p, x: jnp.mean((jnp.tanh(x + np.eye(4) @ p["w"]) @ p["out"]) ** 2),
             {"w": leaf(4, 8), "out": leaf(8, 4)},
