@@ -103,7 +103,7 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
     for others, axes in attention.softmaxes[product]:
         if (others._replace(layout=logits.layout), axes) != (logits, normalized):
             raise Refused("several softmaxes take its logits")
-    if logits.lost >= 0:
+    if logits.is_lost:
         i = walk.graph.producer[logits.lost]
         if len(softmax.products(walk.inputs(walk.nodes[i]))) > 1:
             raise Refused(f"its logits are made of several products: {walk.graph.line(i)}")
@@ -121,28 +121,32 @@ def _not_alone(walk: Walk, operation: int) -> str:
 
 
 def _probe(walk: Walk, logits: Logits, hidden: float) -> Probe:
-    """The place where the logits can be measured. `hidden` as in `Probe`."""
+    """Where the logits can be measured: in one of the bodies, nested in each other, that have them as a variable.
+
+    Where the difference of masked and raw logits is `hidden` or less, a mask hides them.
+    """
     variables = walk.graph.variables_of(logits.value)
-    without_mask = {} if logits.raw < 0 else walk.graph.variables_of(logits.raw)
+    raw_variables = walk.graph.variables_of(logits.raw) if logits.has_raw else {}
     made_in = walk.nodes[walk.graph.producer[logits.value]].place
 
-    def preference(place: Place) -> tuple[int, bool, bool]:
-        # A function with derivatives of its own can't return what is inside of it.
-        inside = sum(step.kind.startswith("custom_") for step in place)
-        return inside, place not in without_mask, place != made_in
+    def cost(place: Place) -> tuple[int, bool, bool]:
+        # Inside of a function with derivatives of its own, logits have to be computed once more. Otherwise prefer
+        # a body that has the raw logits as well, then the one that makes the logits.
+        custom_calls = sum(step.kind.startswith("custom_") for step in place)
+        return custom_calls, place not in raw_variables, place != made_in
 
-    place = min(variables, key=preference)
+    place = min(variables, key=cost)
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
-    if logits.raw >= 0:  # logits and mask, or a bias as ALiBi's
-        _check_added(walk, logits, place in without_mask)
-    raw = without_mask.get(place)
+    if logits.has_raw:  # a mask was added, or a bias as ALiBi's
+        _check_added(walk, logits, raw_is_visible=place in raw_variables)
+    raw = raw_variables.get(place)
     return Probe(place, variables[place], raw=raw, hidden=hidden, unit=logits.unit)
 
 
-def _check_added(walk: Walk, logits: Logits, is_visible: bool) -> None:
+def _check_added(walk: Walk, logits: Logits, raw_is_visible: bool) -> None:
     """Refuses a mask or a bias where logits can't be compared with and without it."""
-    if not is_visible:
+    if not raw_is_visible:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
         )
@@ -172,7 +176,7 @@ def _with_proof(walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]) -> l
     heads = spans[0].heads
     logs = _random_logarithms(spans, layers)
     logits = [walk.attention.softmaxes[call.operation][0][0] for call in calls]
-    values = [x.value if x.raw < 0 else x.raw for x in logits]
+    values = [x.raw if x.has_raw else x.value for x in logits]
     certificate = Certificate(walk, [call.probe for call in calls if call.probe], values)
     for leaf, touched in grouped((span.leaf, span) for span in spans).items():
         scales = [(span.scale, logs[span.scale.factor]) for span in touched]

@@ -103,26 +103,28 @@ class _Decider:
 
     def _of_products(self, leaf: int, products: list[Use]) -> Decision:
         """The decision on a parameter that multiplies activations."""
-        first = products[0]
-        places = {self.ends.place(use) for use in products}
-        if self.is_loss and places <= {"head", "inner"}:
-            return self._end(products, is_head="head" in places)
-        matrices = [use for use in products if use.rows and use.columns and not use.is_depthwise]
+        destinations = {self.ends.destination(use) for use in products}
+        # No layer follows it: an output head, whatever its shape is. A function that returns no loss returns features.
+        if self.is_loss and destinations <= {"output", "inner gradient"}:
+            return self._end(products, is_head="output" in destinations)
+        matrices = [use for use in products if use.is_matrix]
         if not matrices:
-            why = "a depthwise convolution" if first.is_depthwise else "multiplied by vectors"
-            return self._adam(why, first.node)
-        first = matrices[0]
-        if not self.is_loss and all(self.ends.place(use) == "head" for use in matrices):
-            return self._adam("last product", first.node, by_names=True)
+            is_depthwise = products[0].is_depthwise
+            why = "a depthwise convolution" if is_depthwise else "multiplied by vectors"
+            return self._adam(why, products[0].node)
+        first = matrices[0].node
+        if not self.is_loss and all(self.ends.destination(use) == "output" for use in matrices):
+            return self._adam("last product", first, by_names=True)
         if all(self._cuts_patches(use) for use in matrices):
-            why = "an embedding of patches, windows that do not overlap"
-            return self._adam(why, first.node)
+            return self._adam("an embedding of patches, windows that do not overlap", first)
         try:
             numbers, per_head, why = matrices_of(self.walk, leaf, matrices)
         except Contradiction as problem:
             return Decision(None, str(problem), problem=str(problem))
-        doubt = self._doubt(matrices, is_last=self.is_loss and "layer" not in places)
-        doubt = f"{doubt}: {self.graph.line(first.node)}" if doubt else ""
+        # All that follows is frozen: a hidden layer before a frozen head, or a head before a fixed transform.
+        is_last = self.is_loss and "layer" not in destinations
+        doubt = self._doubt(matrices, is_last)
+        doubt = f"{doubt}: {self.graph.line(first)}" if doubt else ""
         return Decision(numbers, why, per_head, doubt=doubt)
 
     def _end(self, products: list[Use], is_head: bool) -> Decision:

@@ -10,9 +10,9 @@ from muonjax._inspect.graph import PRODUCTS
 from muonjax._inspect.softmax import EXPONENTIALS
 from muonjax._inspect.values import Use
 
-# "frozen layer": before a matrix that does not train, perhaps a transform of the outputs; "inner": before a gradient
-# that the function takes alone.
-Place: TypeAlias = Literal["head", "layer", "frozen layer", "inner"]
+# What the result of a product reaches without another product on the way. "frozen layer": only matrices that do not
+# train, perhaps a transform of the outputs. "inner gradient": only a gradient that the function takes by itself.
+Destination: TypeAlias = Literal["output", "layer", "frozen layer", "inner gradient"]
 
 
 class Ends:
@@ -23,7 +23,7 @@ class Ends:
 
     def __init__(self, walk: Walk):
         graph = self.graph = walk.graph
-        self.read = walk.uses.read
+        self.read_by_labels = walk.uses.read_by_labels
         backward = {i for i in graph.trained if graph.nodes[i].passes == "backward"}
         self.trained = graph.trained - backward
         products = walk.layers.products & self.trained
@@ -31,7 +31,7 @@ class Ends:
         self.products = products | frozen
         self.to_products = self._before(products)
         self.to_frozen = self._before(frozen)
-        self.to_frozen_layers = self._before(self._layers(frozen))
+        self.to_frozen_layers = self._before(self._without_transforms(frozen))
         self.to_gradients = self._before(backward)
         self.to_outputs = graph.upstream(self._followed(graph.outputs), self._unless_product)
         # By value: an operation without a rule that can be reached, which may be a product.
@@ -39,38 +39,42 @@ class Ends:
         for i in sorted(walk.layers.without_rule):
             self.unknown |= dict.fromkeys(self._before([i]), i)
 
-    def place(self, use: Use) -> Place:
+    def destination(self, use: Use) -> Destination:
         """Where the result of a product by a parameter goes to."""
         if use.columns and use.columns in use.view.inner:
             return "layer"  # the next factor of a product of parameters follows it
         (value,) = self.graph.nodes[use.node].outputs
         is_output = value in self.to_outputs
-        if is_output and use.node in self.read:
-            return "head"
+        if is_output and use.node in self.read_by_labels:  # a cross-entropy follows it
+            return "output"
         if value in self.to_products or value in self.to_frozen_layers:
             return "layer"
         if value in self.to_frozen:
             return "frozen layer"
-        return "inner" if value in self.to_gradients and not is_output else "head"
+        return "inner gradient" if value in self.to_gradients and not is_output else "output"
 
-    def _layers(self, frozen: Iterable[int]) -> list[int]:
-        """Products by matrices that do not train, without those that may be a transform of the outputs."""
+    def _without_transforms(self, frozen: Iterable[int]) -> list[int]:
+        """Products by matrices that do not train, without those that may be a transform of the outputs.
+
+        A cost matrix, or a filter bank that a spectrogram's loss is taken behind, is a transform: what comes before it
+        is an output head. What comes before a frozen layer of a tower, or a frozen head, is a hidden layer.
+        """
         to_products = self._before(self._named(PRODUCTS))
         to_exponentials = self._before(self._named(EXPONENTIALS))
         layers = []
-        for i in frozen:
-            (result,) = self.graph.nodes[i].outputs
-            # A cross-entropy of a head: labels read a column. A transform of the outputs has no labels.
-            is_head = i in self.read and result in to_exponentials
+        for product in frozen:
+            (result,) = self.graph.nodes[product].outputs
+            # A cross-entropy follows: labels choose one of the columns. A transform of the outputs has no labels.
+            is_head = product in self.read_by_labels and result in to_exponentials
             if is_head or result in to_products:
-                layers.append(i)
+                layers.append(product)
         return layers
 
     def _named(self, names: Iterable[str]) -> list[int]:
         return [i for i in self.trained if self.graph.nodes[i].name in names]
 
     def _before(self, operations: Iterable[int]) -> set[int]:
-        """The values from which these operations can be reached."""
+        """The inputs of these operations, and all values from which a path leads to one."""
         operands = [x for i in operations for x in self.graph.nodes[i].inputs]
         return self.graph.upstream(self._followed(operands), self._inputs)
 

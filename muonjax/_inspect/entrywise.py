@@ -25,6 +25,7 @@ from muonjax._inspect.values import (
     PARAMETER,
     SUMS,
     AxisFact,
+    Logits,
     ParameterView,
     Projection,
     Value,
@@ -216,27 +217,29 @@ def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
 
 
 def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
-    """What is left of parameters in a sum or a product of parameters, such as a weight and its mask.
+    """What is left of parameters in a sum or a product with parameters or numbers, such as a weight and its mask.
 
-    One that repeats along an axis of another, as a bias or a gain does, is recorded as that and not followed further.
+    A bias or a gain, which repeats along an axis of another operand, is recorded as added or multiplied and not
+    followed further. So is the noisy one of several, as s in the sampled weight mu + s * noise.
     """
     values = operation.values
     several = sum(bool(value.views) for value in values) > 1
     has_noise = any(value.depends_on & NOISE and not value.is_weight for value in values)
-    is_noisy = operation.is_scale and has_noise
-    wider = [value.varying for value in values]
-    if operation.is_sum:  # a column plus a row: both repeat
-        wider.append(frozenset().union(*wider))
+    is_scaled_by_noise = operation.is_scale and has_noise
+    extents = [value.varying for value in values]
+    if operation.is_sum:
+        # A column plus a row: both repeat. A column times a row is a matrix of rank one.
+        extents.append(frozenset().union(*extents))
     views = []
     for value in values:
-        repeats = any(value.varying < axes for axes in wider)
+        repeats = any(value.varying < extent for extent in extents)
         for view in value.views:
             if _is_statistic(view, value.varying, values):
-                continue
+                continue  # the whole parameter is in another operand
             if repeats or (several and view.noisy):
                 operation.walk.record(operation.node, "other", view, operation.what)
             else:
-                views.append(view._replace(noisy=view.noisy or is_noisy))
+                views.append(view._replace(noisy=view.noisy or is_scaled_by_noise))
     return tuple(dict.fromkeys(views))
 
 
@@ -256,7 +259,10 @@ def _is_statistic(view: ParameterView, axes: frozenset[int], values: Sequence[Va
 
 
 def _of_activations(operation: Operation, result: Value) -> Value:
-    """The result where an operand is made of parameters and data. `result` has what it depends on."""
+    """The result where some operands are made of parameters and others of data, or one of both.
+
+    `result` has so far what it depends on.
+    """
     walk, node, values = operation.walk, operation.node, operation.values
     weights = [value for value in values if value.is_weight]
     walk.record_views(node, operation.what, weights)
@@ -264,27 +270,33 @@ def _of_activations(operation: Operation, result: Value) -> Value:
         _record_factors(walk, node, *values)
     elif operation.is_sum:
         _record_meeting_parts(walk, values)
-    if operation.is_exponential:
-        result = result._replace(exponential_of=result.scores)
     projections = _projections(operation)
     logits = softmax.after(walk.graph, node, operation.chooser, values, operation.arrays)
     if operation.is_exponential:
-        is_followed = any(x.lost < 0 or x.product == result.scores for x in logits)
-        if node.name == "pow" or not is_followed:
-            walk.attention.unseen[result.scores] = node.index
+        result = result._replace(exponential_of=result.scores)
+        _record_unseen(operation, logits, result.scores)
+    elif operation.is_sum and projections:
+        # A residual stream is no result of an operation without a rule, though a summand may be.
+        result = result._replace(no_rule=-1)
     views: tuple[ParameterView, ...] = ()
-    is_mixture = operation.is_sum and not projections and not logits
-    if operation.is_scale or (is_mixture and _all_parameters(values)):
+    # Parameters times data may be masked ones, and a sum of such may be a mixture: w0 * a + w1 * (1 - a).
+    may_be_mixture = operation.is_sum and not projections and not logits
+    if operation.is_scale or (may_be_mixture and _keep_parameters(values)):
         views = tuple(view for value in values for view in value.views)
-    result = result._replace(
-        views=views, projections=projections, logits=logits, facts=_columns_of_frozen(values)
-    )
-    # A residual stream is not one hot, whatever is added to it.
-    return result._replace(no_rule=-1) if operation.is_sum and projections else result
+    columns = _columns_of_frozen(values)
+    return result._replace(views=views, projections=projections, logits=logits, facts=columns)
 
 
-def _all_parameters(values: Sequence[Value]) -> bool:
-    """Whether all that is made of parameters is a masked one, or one of several that data choose or mix."""
+def _record_unseen(operation: Operation, logits: Sequence[Logits], scores: int) -> None:
+    """Records that an exponential takes the product `scores` of two activations in a way that is not followed."""
+    is_followed = any(not x.is_lost or x.product == scores for x in logits)
+    # The logits of a power are logarithms of its base, which nobody takes.
+    if operation.node.name == "pow" or not is_followed:
+        operation.walk.attention.unseen[scores] = operation.node.index
+
+
+def _keep_parameters(values: Sequence[Value]) -> bool:
+    """Whether all operands with parameters still show which they are."""
     return all(value.views for value in values if value.depends_on & PARAMETER)
 
 
@@ -302,7 +314,7 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     for value in operation.values:
         projections = _projections_of_operand(operation, value)
         operands.append(value._replace(projections=projections))
-    projections = limited(walk, node, all_projections(operands))
+    projections = last_projections(walk, node, all_projections(operands))
     if not operation.is_sum:
         return projections
     if not operation.is_choice:
@@ -316,21 +328,25 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
 
 
 def _projections_of_operand(operation: Operation, value: Value) -> tuple[Projection, ...]:
-    """The projections in one operand after the operation."""
+    """The projections in one operand, as they are after the operation."""
     if operation.is_sum:
         return _after_sum(operation, value)
     if operation.is_scale:
         return _after_scale(operation, value)
-    # Running sums, maxima and products mix the columns along an axis.
+    # All others, such as tanh, count as nonlinear. Running sums and maxima (cumsum, cummax, ...) have an axis, along
+    # which they mix the columns; those along other axes stay separate.
     params = operation.node.params
     axes = [params["axis"]] if "axis" in params else []
     projections = []
     for projection in value.projections:
-        is_mixed = bool(projection.layout.runs_along(axes))
-        if is_mixed:
+        keeps_columns = True
+        if projection.layout.runs_along(axes):
             operation.walk.record_reduced([projection], axes)
-        unmixed = not is_mixed or bool(projection.layout.runs_not_along(axes))
-        projections.append(after_nonlinearity(operation.walk, projection, operation.node, unmixed))
+            keeps_columns = bool(projection.layout.runs_not_along(axes))
+        after = after_nonlinearity(
+            operation.walk, projection, operation.node, unmixed=keeps_columns
+        )
+        projections.append(after)
     return tuple(projections)
 
 
@@ -346,7 +362,8 @@ def _after_sum(operation: Operation, value: Value) -> tuple[Projection, ...]:
     projections = []
     for projection in value.projections:
         unmixed = all(_keeps_columns(projection, other) for other in added)
-        projections.append(after_nonlinearity(operation.walk, projection, operation.node, unmixed))
+        after = after_nonlinearity(operation.walk, projection, operation.node, unmixed=unmixed)
+        projections.append(after)
     return tuple(projections)
 
 
@@ -363,7 +380,8 @@ def _after_scale(operation: Operation, value: Value) -> tuple[Projection, ...]:
         # SiLU is a projection times a function of itself.
         is_itself = (projection.product, projection.layout) in in_factor
         unmixed = is_itself or (factor.is_activation and _keeps_columns(projection, factor))
-        projections.append(after_nonlinearity(operation.walk, projection, operation.node, unmixed))
+        after = after_nonlinearity(operation.walk, projection, operation.node, unmixed=unmixed)
+        projections.append(after)
     return tuple(projections)
 
 
@@ -391,22 +409,26 @@ def after_nonlinearity(
     return projection._replace(nonlinear_at=nonlinear_at, unmixed=projection.unmixed and unmixed)
 
 
-def limited(walk: Walk, node: Node, projections: tuple[Projection, ...]) -> tuple[Projection, ...]:
-    """The last few projections of a residual stream, which is a sum over all layers; the others are not followed.
+def last_projections(
+    walk: Walk, node: Node, projections: tuple[Projection, ...]
+) -> tuple[Projection, ...]:
+    """The last projections of a residual stream, which is a sum over all layers: no more are followed.
 
-    They count as nonlinear then, as nothing may be clipped where the stream has more parts than are known.
+    Those that are left out end here, with their columns recorded as used together. Those that are kept count as
+    nonlinear, so that no clip scales a stream of which only a part is known.
     """
     if len(projections) <= _MOST_PROJECTIONS:
         return projections
-    kept = []
+    with_columns = []
     for projection in projections:
-        if projection.layout.runs_along(range(len(projection.layout.shape))):
-            kept.append(projection)
-        else:  # a product with data has summed over its columns
+        if projection.layout.varying:
+            with_columns.append(projection)
+        else:  # a product with data has summed over its columns: no part of them can be used any more
             walk.record_parts([projection])
-    if len(kept) <= _MOST_PROJECTIONS:
-        return tuple(kept)
-    nonlinear = [after_nonlinearity(walk, projection, node) for projection in kept]
+    if len(with_columns) <= _MOST_PROJECTIONS:
+        return tuple(with_columns)
+    # This records all of them, also those that are left out.
+    nonlinear = [after_nonlinearity(walk, projection, node) for projection in with_columns]
     return tuple(nonlinear[-_MOST_PROJECTIONS:])
 
 

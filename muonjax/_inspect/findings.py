@@ -1,4 +1,10 @@
-"""What the rules record while a function is followed: uses of parameters, products that make attention."""
+"""What the rules record while a function is followed: uses of parameters, products that make attention, layers.
+
+A rule either follows a parameter through an operation, or records a use, which ends there: a product, a sum with data,
+a look-up. The result of a product is followed on as a projection, and what happens to its columns is recorded with the
+product: which are used together as parts, which count heads or experts. A projection ends without a record where
+operations keep no column, as a mean over all of them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +44,7 @@ class Uses:
         self.records: dict[tuple[int, int, int], Use] = {}
         self.products: dict[tuple[int, int], Product] = {}
         # Products with columns of which labels choose one, as a cross-entropy does.
-        self.read: set[int] = set()
+        self.read_by_labels: set[int] = set()
         # For each parameter, its axes along which products with slices of it are added up.
         self.summed_slices: dict[int, set[int]] = defaultdict(set)
         # For each parameter, what one factor for all of it depends on, such as its spectral norm.
@@ -179,10 +185,10 @@ class Walk:
             return
         for projection in value.projections:
             if projection.layout.runs_along(axes):
-                self.uses.read.add(projection.product.use.node)
+                self.uses.read_by_labels.add(projection.product.use.node)
         for fact in value.facts:
             if fact.what == "columns" and fact.layout.runs_along(axes):
-                self.uses.read.add(fact.product)
+                self.uses.read_by_labels.add(fact.product)
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
         """Records that exponentials multiply `values`: perhaps those of a softmax over keys."""

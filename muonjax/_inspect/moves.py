@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from muonjax._inspect import softmax
-from muonjax._inspect.entrywise import is_zero, limited
+from muonjax._inspect.entrywise import is_zero, last_projections
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
@@ -195,7 +195,7 @@ def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
             Layout.place, axis=axis, start=start, size=sum(sizes), zeros=zeros
         )
         placed.append(value.map(place))
-    projections = limited(walk, node, all_projections(placed))
+    projections = last_projections(walk, node, all_projections(placed))
     logits = tuple(x for v in placed for x in v.logits)
     if len(logits) > 1:
         logits = tuple(softmax.lost(node, x) if x.stage == "logits" else x for x in logits)

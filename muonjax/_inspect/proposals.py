@@ -211,24 +211,37 @@ class QueriesAndKeys:
         return spans
 
     def _span(self, leaf: int, layout: Layout, operand: Operand, factor: str) -> Span:
-        """The entries of a parameter that feed the heads of an operand."""
+        """The entries of a parameter that a clip scales by one number for each head.
+
+        The queries x @ w of a kernel w [layers, d, heads * 16], which a scan takes layer by layer: axis 0 is the
+        stack, and on axis 2, the axis -1 of one layer, each head has 16 entries one after the other.
+
+        Args:
+          leaf: The number of the parameter.
+          layout: Which of its entries the entries of the operand come from.
+          operand: The queries or the keys.
+          factor: As in `Scale`.
+        """
         shape = self.shapes[leaf]
-        rest, heads = layout.split(self._heads(operand, layout).values())
-        rest, features = rest.split(operand.summed)
-        # Of two runs along one axis, the one with larger steps counts heads in the outer order.
+        without_heads, heads = layout.split(self._heads(operand, layout).values())
+        of_one_head, features = without_heads.split(operand.summed)
+        # Of two runs along one axis, the one with larger steps is the more significant.
         heads = sorted(heads, key=lambda run: (run.axis, -run.stride))
-        features = (*features, *rest.taken, *(run for run in rest.runs if run.axis >= 0))
+        # What is left of one head are further features: mixed ones, and those along axes of the product.
+        left = [run for run in of_one_head.runs if run.axis >= 0]
+        features = (*features, *of_one_head.taken, *left)
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))
-        held = {run.axis for run in (*heads, *features)}
-        if not held.isdisjoint(stack):
+        head_axes = {run.axis for run in heads}
+        used_axes = head_axes | {run.axis for run in features}
+        if not used_axes.isdisjoint(stack):
             raise Refused("a loop goes over a part of an axis of its parameter")
-        # What an index takes comes first, then the heads, then a head's features.
-        wide = {run.axis for run in features if run.positions.size > 1}
-        wide -= {run.axis for run in heads}
-        order = sorted(held, key=lambda axis: (axis in wide, axis))
+        # Axes that only features lie along come last, so that those of one head follow each other.
+        feature_axes = {run.axis for run in features if run.positions.size > 1} - head_axes
+        order = sorted(used_axes, key=lambda axis: (axis in feature_axes, axis))
         places = _places(shape, order, heads, features)
         if places is None:
             raise Refused("its heads do not lie one after the other in the parameter")
+        # The same axes as those of one layer, counted from its last.
         of_a_layer = [axis for axis in range(len(shape)) if axis not in stack]
         rank = len(of_a_layer)
         axes = tuple(of_a_layer.index(axis) - rank for axis in order)

@@ -61,28 +61,31 @@ def _record_sum_of_exponentials(walk: Walk, value: Value, axes: Sequence[int]) -
 
 
 def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ...]:
-    """The parameters in a sum over `axes`, as a mixture of several experts' or a product of two.
+    """The parameters in a sum over `axes` of parameters multiplied by numbers or by each other.
 
-    Nothing is left where all axes of a parameter are summed: in a norm or a penalty.
+    - Those that keep the same axes are a mixture, as sum_e share[e] * w[e, i, j] of experts: a loop visits them.
+    - Those that keep different axes are factors of one matrix, sum_k a[i, k] * b[k, j]. The first sums over its last
+      axis, the others over their first.
+
+    Nothing is left of a parameter that is summed over all its axes, as in a norm or a penalty, or over none.
     """
-    views = []
-    kept_axes = set()
+    summed = []
+    kept_sets = set()
     for view in value.views:
+        runs = view.layout.runs_along(axes)
         kept = view.layout.varying.difference(axes)
-        if view.layout.runs_along(axes) and kept:
-            views.append(view)
-            kept_axes.add(kept)
-    # sum_k a[i, k] b[k, j]: two factors of one matrix, which keep different axes.
-    are_factors = len(kept_axes) > 1
+        if runs and kept:
+            summed.append((view, runs))
+            kept_sets.add(kept)
+    are_factors = len(kept_sets) > 1
     reduced = []
-    for k, view in enumerate(views):
-        summed = view.layout.runs_along(axes)
+    for k, (view, runs) in enumerate(summed):
         if not are_factors:
             reduced.append(view._replace(layout=view.layout.visit(axes)))
         elif k == 0:
-            reduced.append(view._replace(inner=(*view.inner, summed)))
+            reduced.append(view._replace(inner=(*view.inner, runs)))
         else:
-            reduced.append(view._replace(inner=(summed, *view.inner)))
+            reduced.append(view._replace(inner=(runs, *view.inner)))
     return tuple(reduced)
 
 

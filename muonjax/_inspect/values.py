@@ -4,6 +4,10 @@ In `q, k, v = jnp.split(x @ p["qkv"], 3, -1)` the parameter is a `ParameterView`
 with it is a `Product`, and its result holds one `Projection` of this product. The split gives three of it, each with
 the region of its columns; a region that is used separately is a part, a matrix of its own. What softmax takes is
 `Logits`. A value may be a sum, so it may hold several views, projections and logits.
+
+Say that the parameter is [d, 3 * heads * 16]. In the query projection, reshaped to [batch, length, heads, 16], the
+layout says that axis 2 takes steps of 16 along axis 1 of the parameter from 0 on, and axis 3 steps of 1: two runs. Its
+region is the first third of axis 1.
 """
 
 from __future__ import annotations
@@ -56,6 +60,11 @@ class Use(NamedTuple):
     is_depthwise: bool = False  # each group of one feature
     is_patch: bool = False  # of windows that do not overlap
     product: Any = None  # if it is one, what becomes of it: a `Product`
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the product sums over axes of the parameter and gives others: not one by a vector."""
+        return bool(self.rows and self.columns) and not self.is_depthwise
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -117,6 +126,16 @@ class Logits(NamedTuple):
     lost: int = -1  # the first result that is something else: more is added, or scaled after it was
     added: tuple[Addend, ...] = ()
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
+
+    @property
+    def has_raw(self) -> bool:
+        """Whether a mask or a bias was added to the logits."""
+        return self.raw >= 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether something else than masked logits, their maximum or softmax's weights was made of them."""
+        return self.lost >= 0
 
 
 class AxisFact(NamedTuple):
@@ -247,17 +266,17 @@ class Operand:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is made of parameters alone, and not repeated for each example, as a learned input is.
+        """Whether it is made of parameters alone and repeats along no axis, as learned queries do along the batch.
 
-        Of two factors of a matrix, multiplied entry by entry, each repeats along the axis of the other; together
-        they do not.
+        a[:, None] * b, of two vectors, repeats along no axis, though each vector does.
         """
-        if not self.value.views:
-            return self.value.is_weight
+        if not self.value.is_weight:
+            return False
+        if not self.value.views:  # not followed, such as a weight without its mean
+            return True
         varying = self.value.varying
-        shape = self.value.views[0].layout.shape
-        repeats = any(n > 1 and axis not in varying for axis, n in enumerate(shape))
-        return self.value.is_weight and not repeats
+        shape = self.value.views[0].layout.shape  # that of this operand, as in all of its views
+        return not any(n > 1 and axis not in varying for axis, n in enumerate(shape))
 
     @property
     def is_matrix(self) -> bool:
