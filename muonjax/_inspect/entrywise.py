@@ -436,7 +436,10 @@ def last_projections(
 
 
 def _record_factors(walk: Walk, node: Node, x: Value, y: Value) -> None:
-    """Records what two factors say about each other: weights of a softmax, labels, a norm, a gate."""
+    """Records what two factors say about each other: weights of a softmax, labels, a norm, a gate.
+
+    Each is looked at as the factor of the other.
+    """
     (result,) = node.outputs
     rank = sum(n > 1 for n in walk.shape(result))
     for value, factor in ((x, y), (y, x)):

@@ -30,6 +30,7 @@ from muonjax._inspect.values import (
 
 @rule("dot_general")
 def _dot(walk: Walk, node: Node) -> Sequence[Value]:
+    """The result has the batch axes, then the free axes of the left operand, then those of the right one."""
     sums, batches = node.params["dimension_numbers"]
     ranks = [len(walk.shape(x)) for x in node.inputs]
     left, right = map(Operand, walk.inputs(node), node.inputs, ranks, sums, batches)
@@ -40,7 +41,11 @@ def _dot(walk: Walk, node: Node) -> Sequence[Value]:
 
 
 def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
-    """The product of two arrays, by what they are made of."""
+    """The product of two arrays, by what they are made of.
+
+    The order counts: a one-hot operand makes a product a look-up; an operand of parameters alone makes it a layer; all
+    else is a product of two activations, or of an activation with numbers that do not train.
+    """
     product = dependent([left.value, right.value])
     if not product.depends_on & PARAMETER:
         return product
@@ -315,17 +320,20 @@ def _record_attention(walk: Walk, logits: Logits, weights: Operand, values: Oper
 def _of_two_activations(
     walk: Walk, node: Node, product: Value, left: Operand, right: Operand
 ) -> Value:
+    """Perhaps queries times keys, or softmax's weights times values, or the features of two towers, matched."""
     product = product._replace(scores=node.index, exponential_of=-1)
     first, second = left.value, right.value
     sums_features = True
     for operand in (left, right):
         for projection in operand.value.projections[:1]:
             sums_features &= bool(projection.layout.runs_along(operand.summed))
-    # Features of two towers are matched entry by entry.
-    is_match = first.projections and second.projections and sums_features
-    if (left.free and right.free) or (is_match and first.depends_on != second.depends_on):
+    # A sum over the features of two towers, example by example, keeps no free axis; that of one tower with itself is
+    # its squared norm.
+    has_two_towers = first.depends_on != second.depends_on
+    is_match = first.projections and second.projections and sums_features and has_two_towers
+    if (left.free and right.free) or is_match:
         walk.layers.products.add(node.index)
-    has_logits = first.logits or second.logits  # such as softmax's weights with values
+    has_logits = first.logits or second.logits  # softmax's weights, which multiply values
     has_projections = first.projections or second.projections
     if has_projections and not has_logits and (left.free or right.free):
         return product._replace(logits=_new_logits(walk, node, left, right))
@@ -354,6 +362,7 @@ def _by_constants(
             logits.append(after)
     projections = activation.added_up.projections
     product = product._replace(projections=projections, logits=tuple(logits))
+    # `is_layer`: its result has columns, of which labels may choose one, and exponentials may be those of a softmax.
     is_layer = _is_frozen_layer(activation, other)
     if is_layer:
         walk.layers.frozen.add(node.index)
@@ -394,12 +403,14 @@ def _is_frozen_layer(activation: Operand, other: Operand) -> bool:
 
 @rule("conv_general_dilated")
 def _conv(walk: Walk, node: Node) -> Sequence[Value]:
+    """A convolution, whose kernel has axes of output features, of input features, and of its window."""
     params, (image, weight) = node.params, map(walk.shape, node.inputs)
     numbers = params["dimension_numbers"]
     out, into, *window = numbers.rhs_spec
     sources: list[int | None] = [None] * len(weight)
     sources[numbers.out_spec[1]] = out
     features: list[int | None] = [None] * len(weight)
+    # Features are followed from input to output where there are as many, as in a depthwise convolution.
     if image[numbers.lhs_spec[1]] == weight[out]:
         features[numbers.out_spec[1]] = numbers.lhs_spec[1]
     sizes = tuple(weight[axis] for axis in window)
