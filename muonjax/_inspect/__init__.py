@@ -12,7 +12,7 @@ for each primitive. It keeps for each array a `Value`:
 - **logits**: a product of two projections, up to the maximum and the exponential of its softmax (`softmax`).
 - what it depends on at all: data, random numbers, parameters, products.
 
-The rules (`moves` moves entries, `entrywise` works entry by entry or reduces, `products` multiplies) record in
+The rules (of `moves`, `entrywise`, `reductions` and `products`; their table is in `rules`) record in
 `findings` what is done with each parameter: a use as a product with its rows, columns and batch, a look-up, a sum.
 Columns of one product that different operations take are parts: so a fused query-key-value kernel is three
 matrices. An operation without a rule makes what it touches unknown.
