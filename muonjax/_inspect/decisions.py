@@ -24,7 +24,7 @@ class Decision(NamedTuple):
     why: str
     per_head: DimensionNumbers | None = None  # with a matrix for each attention head
     problem: str = ""  # why it can't be decided: two uses with their lines
-    by_names: bool = False  # nothing is decided; routing by names may
+    by_names: bool = False  # nothing is decided; its name does, and a warning says so
     trains: bool = True  # it has a gradient, and meets data
     # A bias, a gain, but for axes that count layers: weight decay is not for it.
     is_vector: bool = False
@@ -47,7 +47,7 @@ class _Decider:
         self.ends = Ends(walk)
 
     def decide(self, leaf: int, uses: list[Use]) -> Decision:
-        """The decision on a parameter with these uses."""
+        """The decision on a parameter with these uses, by the cases at the top of this file."""
         if not self.graph.is_float(self.graph.parameters[leaf]):
             return Decision(None, "whole numbers")
         if not uses:
@@ -104,7 +104,7 @@ class _Decider:
     def _of_products(self, leaf: int, products: list[Use]) -> Decision:
         """The decision on a parameter that multiplies activations."""
         destinations = {self.ends.destination(use) for use in products}
-        # No layer follows it: an output head, whatever its shape is. A function that returns no loss returns features.
+        # No layer follows it: an output head, whatever its shape is.
         if self.is_loss and destinations <= {"output", "inner gradient"}:
             return self._end(products, is_head="output" in destinations)
         matrices = [use for use in products if use.is_matrix]
@@ -113,6 +113,7 @@ class _Decider:
             why = "a depthwise convolution" if is_depthwise else "multiplied by vectors"
             return self._adam(why, products[0].node)
         first = matrices[0].node
+        # A model that returns no loss: perhaps a head, or features for what the loss does with them.
         if not self.is_loss and all(self.ends.destination(use) == "output" for use in matrices):
             return self._adam("last product", first, by_names=True)
         if all(self._cuts_patches(use) for use in matrices):
@@ -121,7 +122,7 @@ class _Decider:
             numbers, per_head, why = matrices_of(self.walk, leaf, matrices)
         except Contradiction as problem:
             return Decision(None, str(problem), problem=str(problem))
-        # All that follows is frozen: a hidden layer before a frozen head, or a head before a fixed transform.
+        # Where only frozen layers follow, it is a hidden layer before a frozen head, or a head before a transform.
         is_last = self.is_loss and "layer" not in destinations
         doubt = self._doubt(matrices, is_last)
         doubt = f"{doubt}: {self.graph.line(first)}" if doubt else ""

@@ -29,10 +29,10 @@ from muonjax._inspect.values import (
     ParameterView,
     Projection,
     Value,
-    alike,
     all_projections,
     dependent,
     grouped,
+    used_alike,
 )
 
 # Numbers that are no function of the parameters.
@@ -475,7 +475,7 @@ def _record_meeting_parts(walk: Walk, values: Iterable[Value]) -> None:
     """Records parts of one product that a sum puts together after a different function of each, as a rotation does."""
     projections = [projection for value in values for projection in value.projections]
     for parts in grouped((projection.product, projection) for projection in projections).values():
-        if not alike(parts):
+        if not used_alike(parts):
             walk.record_parts(parts)
 
 

@@ -136,15 +136,15 @@ class Walk:
     def record(
         self, node: Node, kind: Kind, view: ParameterView, what: str, *, k: int = 0, **axes: Any
     ) -> None:
-        """Records what an operation does with a parameter.
+        """Records what an operation does with a parameter, in place of what was recorded of both before.
 
         Args:
           node: The operation.
-          kind: As in `Use`, and so is `what`.
+          kind: One of `Kind`.
           view: The parameter, as the operation sees it.
-          what: What is done, in words.
+          what: What is done, in words, or the name of the operation.
           k: The number of the view, if the operation takes a sum of several.
-          axes: The other attributes of `Use`.
+          axes: Rows, columns and the other attributes of `Use`.
         """
         product = self.product(node, k) if kind == "product" else None
         use = Use(kind, what, node.index, view, product=product, **axes)
@@ -177,11 +177,11 @@ class Walk:
             self.record(operation, "unknown", view, operation.name)
 
     def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
-        """Records the products whose columns lie along `axes`, where labels choose one entry of these.
+        """Records the products of which labels choose a column, as those of a cross-entropy do: output heads.
 
-        Labels are data that depend on no parameter.
+        The columns lie along `axes` of the value, in its projections, or in facts if the matrix does not train.
         """
-        if not labels.depends_on & DATA or labels.depends_on & PARAMETER:
+        if not labels.is_labels:
             return
         for projection in value.projections:
             if projection.layout.runs_along(axes):

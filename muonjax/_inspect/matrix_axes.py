@@ -94,32 +94,39 @@ def _form(walk: Walk, leaf: int, use: Use) -> _Form:
     product, shape = use.product, walk.shapes[leaf]
     row_axes, column_axes = _rows_and_columns(walk, leaf, use)
     form = _Form(row_axes, column_axes)
-    if use.groups > 1:
-        axis = next(iter(column_axes))
+    if use.groups > 1:  # a convolution by groups has a matrix for each, of as many output features
+        axis = min(column_axes)
         return form._replace(cut=_Cut(axis, (shape[axis] // use.groups,) * use.groups))
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, column_axes, sliced, product.mixed)
     if cut is not None and cut.sizes == (1,) * shape[cut.axis]:
-        # An axis that counts queries, keys and values; vectors stay one matrix.
-        return form._replace(columns=column_axes - {cut.axis} or column_axes)
+        # Such an axis counts matrices, as one of queries, keys and values does. If it is the only one of the columns,
+        # its parts are vectors, which stay one matrix.
+        return form._replace(columns=(column_axes - {cut.axis}) or column_axes)
     return form._replace(cut=cut)
 
 
 def _rows_and_columns(walk: Walk, leaf: int, use: Use) -> tuple[frozenset[int], frozenset[int]]:
-    """The axes of a parameter that one product sums over, and those that it gives; all others count matrices."""
+    """The axes of a parameter that are rows in one product, and those that are columns; all others count matrices.
+
+    Raises:
+      Contradiction: One axis would be both.
+    """
     product, line = use.product, walk.graph.line(use.node)
     rows, columns = set(use.rows), set(use.columns)
-    batch = {run for run in use.batch if run.axis >= 0}
+    batch = {run for run in use.batch if run.axis >= 0}  # without loops that are not followed
     # A batch axis along which the result is added up, as heads are, makes rows.
     summed = batch & product.added_up
-    # Columns that count experts are no columns.
-    experts = columns & (product.batches - {run for run, _ in product.heads})
+    # Columns that count experts are no columns, unless there are no others. Those that count heads are.
+    heads = {run for run, _ in product.heads}
+    experts = columns & (product.batches - heads)
     if experts == columns:
         experts = set()
+    # sum_h x[h] @ w[h], written as a loop: h is summed over.
     slices = walk.uses.summed_slices[leaf]
     row_axes = _axes(rows | summed) | slices
     column_axes = _axes(columns - experts)
-    batch_axes = _axes(batch - summed | experts) - slices
+    batch_axes = _axes((batch - summed) | experts) - slices
     if row_axes & column_axes:
         raise Contradiction(f"one axis of it is both summed and given: {line}")
     if batch_axes & (row_axes | column_axes):

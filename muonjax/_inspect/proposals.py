@@ -141,9 +141,10 @@ class QueriesAndKeys:
                 raise Refused(f"heads of its {name} are put together from several products")
 
     def _heads(self, operand: Operand, layout: Layout) -> dict[int, int]:
-        """The axes that count heads: of the product, each with that of the operand.
+        """The axes of the product that count heads, and for each the axis of the operand that it comes from.
 
-        Softmax does not normalize them, and parameters differ along them.
+        Along a batch axis the entries of the parameter repeat; along an axis of heads they are others. Softmax
+        normalizes neither.
         """
         heads = {}
         for axis, source in enumerate(operand.sources):

@@ -36,14 +36,17 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
     """The results of an operation that is not followed.
 
     They depend on all operands. Parameters that the operation takes are left to names, and so are those whose
-    projections it may cut into parts. A call of three activations may be a kernel of attention.
+    projections it may cut into parts.
     """
     values = walk.inputs(node)
     result = dependent(values)
+    # pallas_call, pure_callback, cudnn's attention, ...: none of them is an elementary function.
     is_call = "call" in node.name or "attention" in node.name
-    # What has no rule may be an exponential, a product, or something that is one hot.
+    # A primitive that is in no table may be an exponential, a product, or something that is one hot. One with a rule
+    # comes here for settings that the rule does not handle.
     has_no_rule = not is_call and node.name not in RULES
     if has_no_rule:
+        # The last product of two activations in it counts as normalized: what multiplies it may be values.
         exponential_of = max(result.exponential_of, result.scores)
         result = result._replace(no_rule=node.index, exponential_of=exponential_of)
         walk.attention.summed_exponentials.add(exponential_of)
@@ -55,8 +58,8 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
     walk.record_parts(projections)
     if not is_call and node.name not in _MIXING:
         for projection in projections:
+            # It may choose some of the columns, or use some together: unless they were mixed before.
             if projection.unmixed or has_no_rule:
-                # It may choose some of the columns, or use some together.
                 walk.record(node, "unknown", projection.view, node.name)
     if is_call:
         _record_call(walk, node, projections)

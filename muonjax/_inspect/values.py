@@ -49,12 +49,12 @@ class Use(NamedTuple):
     """One thing that is done with a parameter; axes are those of the parameter."""
 
     kind: Kind
-    what: str  # in words
-    node: int
+    what: str  # in words, or the name of the operation
+    node: int  # the number of the operation
     view: ParameterView
-    rows: tuple[Run, ...] = ()
-    columns: tuple[Run, ...] = ()
-    batch: tuple[Run, ...] = ()
+    rows: tuple[Run, ...] = ()  # a product sums over them, an index of a look-up chooses along them
+    columns: tuple[Run, ...] = ()  # a product gives them
+    batch: tuple[Run, ...] = ()  # they count matrices: batch axes, loops, experts
     activation: int = -1  # the activation that it is multiplied with
     groups: int = 1  # of a convolution
     is_depthwise: bool = False  # each group of one feature
@@ -71,10 +71,11 @@ class Use(NamedTuple):
 class Product:
     """What becomes of an activation's product with one parameter; axes are those of the parameter."""
 
-    bit: int
+    bit: int  # stands for it in `Value.depends_on`
     use: Any = None  # its `Use`
-    added_up: set[Run] = dataclasses.field(default_factory=set)  # afterwards
-    # Axes that are batches in a product with another parameter.
+    # Axes over which its result is summed, as the heads of an output projection are.
+    added_up: set[Run] = dataclasses.field(default_factory=set)
+    # Columns that count experts or heads: axes that are batches in a product with another parameter, or gated.
     batches: set[Run] = dataclasses.field(default_factory=set)
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
@@ -331,8 +332,11 @@ def dependent(values: Iterable[Value]) -> Value:
     return Value(depends_on, scores=scores, exponential_of=exponential_of, no_rule=no_rule)
 
 
-def alike(projections: Sequence[Projection]) -> bool:
-    """Whether these are the same part of one product, or parts after the same function."""
+def used_alike(projections: Sequence[Projection]) -> bool:
+    """Whether one function takes these projections of one product, or they are the same columns.
+
+    The halves of a rotation are not: one meets a cosine, the other a sine.
+    """
     layouts = {projection.layout for projection in projections}
     functions = {(projection.nonlinear_at, projection.unmixed) for projection in projections}
     return len(layouts) == 1 or len(functions) == 1
@@ -346,7 +350,10 @@ def all_projections(values: Iterable[Value]) -> tuple[Projection, ...]:
 
 
 def _united(parts: Sequence[Projection]) -> Projection:
-    """One projection in place of several of one product."""
+    """One projection in place of several of one product, which a sum adds or a concatenation puts side by side.
+
+    Its biases are those of any part. It is nonlinear if any part is.
+    """
     if len(parts) == 1:
         return parts[0]
     by_leaf = grouped((bias.leaf, bias) for part in parts for bias in part.biases)
@@ -360,7 +367,7 @@ def _united(parts: Sequence[Projection]) -> Projection:
         layout=merged(tuple(part.layout for part in parts)),
         biases=tuple(biases),
         nonlinear_at=nonlinear[0] if nonlinear else -1,
-        unmixed=alike(parts) and all(part.unmixed for part in parts),
+        unmixed=used_alike(parts) and all(part.unmixed for part in parts),
     )
 
 
