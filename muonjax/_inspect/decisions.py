@@ -13,7 +13,7 @@ from muonjax._inspect.constants import numbers_in
 from muonjax._inspect.ends_of_model import Ends
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.matrix_axes import Contradiction, matrices_of
-from muonjax._inspect.values import OF_PRODUCTS, PRODUCT_OF_PARAMETERS, Use, grouped
+from muonjax._inspect.values import OF_PRODUCTS, PARAMETER, PRODUCT_OF_PARAMETERS, Use, grouped
 from muonjax._matrices.matrix_view import DimensionNumbers
 
 
@@ -144,12 +144,20 @@ class _Decider:
         """Whether a product takes windows of the model's input, and not of features."""
         return use.is_patch and self.walk.values[use.activation].depends_on < OF_PRODUCTS
 
+    def _meets_data(self, use: Use) -> bool:
+        """Whether a product is with an array of data or of parameters, and not with numbers of the program alone."""
+        is_model = bool(self.walk.values[use.activation].depends_on & PARAMETER)
+        return is_model or bool(self.graph.data_before([use.activation]))
+
     def _doubt(self, matrices: list[Use], is_last: bool) -> str:
         """What else the matrices may be, for a warning."""
         for use in matrices:
             numbers = numbers_in(self.graph, use.activation)
             if numbers is not None and set(numbers.tolist()) == {0.0, 1.0}:
                 return "a layer, or a table whose rows zeros and ones choose"
+        # A table of positions that is resized, or of coefficients of fixed functions.
+        if self.graph.arguments and not any(self._meets_data(use) for use in matrices):
+            return "a layer, or a table: it is multiplied by numbers of the program, and by no data"
         if any(use.product.is_mixture for use in matrices):
             return "one matrix, or one for each expert: a router's weights multiply its axes"
         if is_last:

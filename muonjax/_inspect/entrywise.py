@@ -171,7 +171,8 @@ def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
             return value._replace(logits=softmax.scaled(node, value)) if is_changed else value
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
-    if not any(value.depends_on & PARAMETER for value in operation.values):
+    # The maximum that softmax subtracts is without gradient.
+    if not any(value.depends_on & PARAMETER or value.logits for value in operation.values):
         return result._replace(facts=_facts_of_data(operation))
     return _of_activations(operation, result)
 
@@ -186,7 +187,7 @@ def _without_zeros(operation: Operation) -> Operation:
 
 
 def is_zero(walk: Walk, array: int) -> bool:
-    """Whether an array is the number 0."""
+    """Whether an array is the number 0. A table of zeros is not: it may be a state that changes, as a running mean."""
     known = walk.known(array)
     return known is not None and np.ndim(known) == 0 and known == 0
 
@@ -314,11 +315,12 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     for value in operation.values:
         projections = _projections_of_operand(operation, value)
         operands.append(value._replace(projections=projections))
-    projections = last_projections(walk, node, all_projections(operands))
+    projections = all_projections(operands)
+    if operation.is_sum and not operation.is_choice:
+        _record_sum_of_slices(walk, projections)
+    projections = last_projections(walk, node, projections)
     if not operation.is_sum:
         return projections
-    if not operation.is_choice:
-        _record_sum_of_slices(walk, projections)
     added = [view for value in operation.values if value.is_weight for view in value.views]
     with_biases = []
     for projection in projections:
@@ -486,11 +488,9 @@ def _record_sum_of_slices(walk: Walk, projections: Sequence[Projection]) -> None
     """
     linear = [projection for projection in projections if projection.is_linear]
     by_leaf = grouped((projection.view.leaf, projection) for projection in linear)
-    for leaf, (first, *others) in by_leaf.items():
-        runs = {*first.layout.loops, *first.layout.runs}
+    for first, *others in by_leaf.values():
         for other in others:
             activation = other.product.use.activation
             if first.product.bit & walk.values[activation].depends_on:
                 continue  # layers, one after the other
-            differing = runs ^ {*other.layout.loops, *other.layout.runs}
-            walk.uses.summed_slices[leaf].update(run.axis for run in differing)
+            walk.record_added_slices(first.view, other.view)

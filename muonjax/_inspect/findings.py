@@ -222,6 +222,11 @@ class Walk:
             else:
                 self.record_parts([projection])
 
+    def record_added_slices(self, first: ParameterView, other: ParameterView) -> None:
+        """Records that products with two slices of a parameter are added up: over the axes along which these differ."""
+        differing = first.layout.region ^ other.layout.region
+        self.uses.summed_slices[first.leaf].update(axis for axis, _ in differing)
+
     def record_heads(self, projections: Iterable[Projection], axes: Sequence[int]) -> None:
         """Records that columns along these axes count heads."""
         for projection in projections:

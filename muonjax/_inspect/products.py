@@ -25,6 +25,7 @@ from muonjax._inspect.values import (
     Projection,
     Value,
     dependent,
+    grouped,
 )
 
 
@@ -99,8 +100,7 @@ def _by_matrix(walk: Walk, node: Node, product: Value, operand: Operand, other: 
             walk.attention.readers[other.value.exponential_of] = node.index
         walk.attention.one_sided.add(node.index)
         return product._replace(scores=node.index)
-    result = _by_parameter(walk, node, product, operand, other)
-    return result._replace(logits=softmax.scaled(node, other.aligned))
+    return _by_parameter(walk, node, product, operand, other)
 
 
 def _may_be_learned_input(operand: Operand, other: Operand) -> bool:
@@ -163,7 +163,8 @@ def _by_parameter(
         walk.record_parts(other.value.projections)
     projections = _recorded_projections(walk, node, operand, other, kernel)
     if not projections:  # a scale, written as a product
-        return product._replace(projections=other.aligned.projections)
+        scaled = other.aligned
+        return product._replace(projections=scaled.projections, logits=softmax.scaled(node, scaled))
     # An axis that one product gives and the next has as a batch counts experts.
     for projection in other.value.projections:
         projection.product.batches.update(projection.layout.runs_along(other.batch))
@@ -184,6 +185,11 @@ def _recorded_projections(
 ) -> list[Projection]:
     """The projections by the parameters in `operand`, a sum of several, each recorded as a use."""
     projections = []
+    if operand.value.is_weight:
+        # c[..., 0] + 1j * c[..., 1], of a complex matrix in two slices
+        for first, *others in grouped((view.leaf, view) for view in operand.value.views).values():
+            for another in others:
+                walk.record_added_slices(first, another)
     experts = _experts(operand, other)
     is_patch = kernel.is_patch or _cuts_input(other)
     for k, view in enumerate(operand.value.views):

@@ -209,7 +209,16 @@ def by_powers_below_one(logits, p):
 
 spelled("powers_of_two_under_a_mask", softmax=by_powers_of_two, kept=CAUSAL)
 spelled("powers_of_two", softmax=by_powers_below_one)
-spelled("a_matrix_that_mixes_the_logits_of_heads", f"{ELSE}: attention_programs.py:", mix=(H, H),
+
+
+def by_a_maximum_with_a_floor(logits, p):
+    largest = lax.stop_gradient(logits.max(-1, keepdims=True))
+    weights = jnp.exp(logits - jnp.maximum(largest, -1000.0))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+spelled("a_maximum_with_a_floor", softmax=by_a_maximum_with_a_floor)
+spelled("a_matrix_that_mixes_the_logits_of_heads", NOT_ALL, mix=(H, H),
         softmax=lambda a, p: jax.nn.softmax(jnp.einsum("bhtu,hg->bgtu", a, p["mix"])))  # fmt: skip
 
 
@@ -1265,3 +1274,13 @@ def values_in_an_einsum_of_three(p, x):
     shares = jax.nn.softmax(logits_of(q, k))
     y = jnp.einsum("bhqk,bkhd,h->bqhd", shares, v, p["scale"])
     return loss_of(p, y.reshape(B, T, D))
+
+
+@program(X, sites=1, w=(D, 2), **QKVO | dict.fromkeys(("v2", "in"), (D, D)))
+def layers_after_a_product_of_two_activations(p, x):
+    """A pooling of slots, as TokenLearner's, is no attention, and what follows it is."""
+    x = jnp.tanh(x @ p["in"])
+    for _ in range(2):
+        values = x[:, :2] @ p["v2"]
+        x = layer(p, x + jnp.einsum("btn,bnd->btd", jax.nn.sigmoid(x @ p["w"]), values))
+    return jnp.mean(x**2)

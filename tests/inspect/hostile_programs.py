@@ -795,3 +795,27 @@ in_each_order(
         lambda x: einsum("btv, btv, bt -> bt", jnp.tanh(x) @ p["w"], y, m), [x], [x])[1],
     X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), EINSUM),
 )  # fmt: skip
+
+
+@program(
+    X,
+    **{f"up{i}": ((D, D), "0 | 1") for i in range(5)},
+    **{f"c{i}": ((D, D, 2), "1, 2 | 0") for i in range(5)},
+    out=((D, 1), "head"),
+)
+def complex_matrices_in_a_deep_residual_stream(p, x):
+    """The real part of c h is a product of [re c, -im c] with [re h, im h]."""
+    for i in range(5):
+        h = jnp.tanh(x @ p[f"up{i}"])
+        c = p[f"c{i}"][..., 0] + 1j * p[f"c{i}"][..., 1]
+        x = x + jnp.einsum("hp,btp->bth", c, h * jnp.exp(1j * h)).real
+    return sq(x @ p["out"])
+
+
+@program(ROWS, a=((D + 1, D), "0 | 1"), b=((D, D), "0 | 1"), out=((D, 1), "head"))
+def a_laplacian_of_concatenated_features(p, x):
+    def wave(x):
+        h = jnp.concatenate([x, jnp.linalg.norm(x)[None]])
+        return (jnp.tanh(jnp.tanh(h @ p["a"]) @ p["b"]) @ p["out"])[0]
+
+    return sq(jax.vmap(lambda x: jnp.trace(jax.hessian(wave)(x)))(x))

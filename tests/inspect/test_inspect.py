@@ -299,6 +299,12 @@ def of_outputs(r, x, w):
             lambda p, x: jnp.mean((jnp.tanh(x + np.eye(4) @ p["w"]) @ p["out"]) ** 2),
             {"w": leaf(4, 8), "out": leaf(8, 4)},
         ),
+        (
+            lambda p, x: jnp.mean(
+                ((x + jax.image.resize(p["w"], (4, 8), "bilinear")) @ p["out"]) ** 2
+            ),
+            {"w": leaf(7, 8), "out": leaf(8, 4)},
+        ),
     ],
 )
 def test_a_matrix_that_may_be_several_or_a_table_is_named(loss, params):
