@@ -13,7 +13,7 @@ from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Place
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import reshaped
-from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span
+from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span, proposals_of
 from muonjax._inspect.values import Logits, ParameterView, Projection, grouped
 
 
@@ -78,29 +78,37 @@ def _views(projections: Iterable[Projection]) -> tuple[ParameterView, ...]:
 def _call(walk: Walk, product: int) -> Call:
     """The attention whose queries and keys this operation multiplies."""
     logits, normalized = walk.attention.softmaxes[product][0]
-    operands = QueriesAndKeys(walk, product, normalized)
+    pairs = [QueriesAndKeys(walk, product, normalized)]
+    for summand in logits.summands:
+        pairs.append(QueriesAndKeys(walk, summand.product, summand.along(normalized)))
     call = Call(walk.graph.line(product), product)
-    queries, keys = operands.query.value.projections, operands.key.value.projections
     try:
         _check_logits(walk, logits, normalized)
         masks = softmax.masks_in(walk.graph, logits.added)
         if masks.problem:
             raise Refused(masks.problem)
-        proposals = tuple(operands.proposals())
+        proposals = tuple(proposals_of(pairs))
         probe = _probe(walk, logits, masks.hidden)
     except Refused as refused:
-        return call._replace(problem=str(refused), views=_views((*queries, *keys)))
-    keys_of_one_head, _ = operands.split_keys()
-    views = _views((*queries, *keys_of_one_head))
+        projections = []
+        for pair in pairs:
+            projections += (*pair.query.value.projections, *pair.key.value.projections)
+        return call._replace(problem=str(refused), views=_views(projections))
+    projections = []
+    for pair in pairs:
+        keys_of_one_head, _ = pair.split_keys()
+        projections += (*pair.query.value.projections, *keys_of_one_head)
+    views = _views(projections)
     return call._replace(probe=probe, views=views, proposals=proposals, doubt=masks.doubt)
 
 
 def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> None:
     """Refuses logits that are not what one softmax over keys takes."""
-    attention, product = walk.attention, logits.product
-    if product in attention.unseen:
-        raise Refused(_not_alone(walk, attention.unseen[product]))
-    for others, axes in attention.softmaxes[product]:
+    attention = walk.attention
+    for product in (logits.product, *(summand.product for summand in logits.summands)):
+        if product in attention.unseen:
+            raise Refused(_not_alone(walk, attention.unseen[product]))
+    for others, axes in attention.softmaxes[logits.product]:
         if (others._replace(layout=logits.layout), axes) != (logits, normalized):
             raise Refused("several softmaxes take its logits")
     if logits.is_lost:

@@ -307,9 +307,21 @@ def _record_attention(walk: Walk, logits: Logits, weights: Operand, values: Oper
     keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
     attention.softmaxes[product].append((logits, keys))
     query_and_key = attention.operands[product]
-    for operand in query_and_key:
-        # Queries that share a key head are counted by an axis of their own.
-        walk.record_heads(operand.value.projections, operand.free)
+    products_and_keys = [(product, keys)]
+    for summand in logits.summands:
+        products_and_keys.append((summand.product, summand.along(keys)))
+    parts = []
+    for summand, keys_of_summand in products_and_keys:
+        for operand in attention.operands[summand]:
+            # Queries that share a key head are counted by an axis of their own.
+            walk.record_heads(operand.value.projections, operand.free)
+            is_query = operand.sources[max(keys_of_summand)] is None
+            for part in operand.value.projections:
+                parts.append(((part.product, is_query), part.layout.region))
+    for (projected, _), regions in grouped(parts).items():
+        # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together.
+        if len(regions) > 1:
+            projected.parts.difference_update(regions)
     projections: list[Projection] = []
     for operand in (*query_and_key, values):
         projections += operand.value.projections[:1]

@@ -36,6 +36,30 @@ class Refused(Exception):
     """Why this attention can't be clipped."""
 
 
+def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[Span, ...]]:
+    """What a clip may scale, the best first, where logits are a sum of products of these queries and keys.
+
+    Both sides of a product are scaled if each head has keys of its own, and its queries alone otherwise; or the queries
+    alone of all.
+
+    Raises:
+      Refused: It is neither.
+    """
+    if len(pairs) == 1:
+        return pairs[0].proposals()
+    best: list[Span] = []
+    queries: list[Span] = []
+    for pair in pairs:
+        proposals = pair.proposals()
+        of_equal_heads = [spans for spans in proposals if len({span.heads for span in spans}) == 1]
+        best += (of_equal_heads or proposals[-1:])[0]
+        queries += proposals[-1]
+    for spans in (best, queries):
+        if len({(span.heads, len(span.stack)) for span in spans}) > 1:
+            raise Refused("its logits are a sum of products with other numbers of heads")
+    return list(dict.fromkeys([tuple(best), tuple(queries)]))
+
+
 class _Features(NamedTuple):
     """Features from `start` up to `stop`."""
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from muonjax._inspect.constants import MASKED, numbers_in
 from muonjax._inspect.graph import Graph, Node
-from muonjax._inspect.values import CHOICES, FROZEN, PARAMETER, SUMS, Addend, Logits, Value
+from muonjax._inspect.layout import Layout
+from muonjax._inspect.values import CHOICES, FROZEN, PARAMETER, SUMS, Addend, Logits, Summand, Value
 
 # Softmax gives e^-20, 2e-9, of a share to what so much is added to; a larger number hides nothing.
 _HIDES = -20.0
@@ -109,7 +110,7 @@ def _of_sum(
     if node.name in CHOICES:
         return (_chosen(node, logits, which, others),)
     if products(others) - products([v]):
-        return (logits._replace(value=node.outputs[0], lost=node.outputs[0]),)
+        return (_sum_of_products(node, logits, others[0].logits[0]),)
     is_subtracted = node.name == "sub" and at == 1
     maxima = [x for x in others[0].logits if x.stage == "largest" and x.product == logits.product]
     if logits.lost >= 0 or (is_subtracted and not maxima):
@@ -126,6 +127,34 @@ def _of_sum(
     raw = operands[at] if logits.raw < 0 else logits.raw
     added = (*logits.added, addend)
     return (logits._replace(value=node.outputs[0], raw=raw, added=added),)
+
+
+def _sum_of_products(node: Node, first: Logits, second: Logits) -> Logits:
+    """The sum of two products of queries and keys, each as it is or times a number; lost otherwise."""
+    if second.summands:
+        first, second = second, first
+    axes = _axes_between(first.layout, second.layout)
+    if axes is None or node.name == "sub" or not (_is_plain(first) and _is_plain(second)):
+        return lost(node, first)
+    summands = (*first.summands, Summand(second.product, axes))
+    return first._replace(value=node.outputs[0], summands=summands)
+
+
+def _is_plain(x: Logits) -> bool:
+    """Whether nothing but products with numbers happened to logits, and sums of such."""
+    return x == Logits(x.product, x.layout, value=x.value, summands=x.summands)
+
+
+def _axes_between(first: Layout, second: Layout) -> tuple[tuple[int, int], ...] | None:
+    """The axes of two products that lie along the same axes of an array; None if they are not whole there."""
+    pairs = []
+    for axis, n in enumerate(first.shape):
+        runs = (*first.runs_along([axis]), *second.runs_along([axis]))
+        if n > 1 and (len(runs) != 2 or {run.positions.size for run in runs} != {n}):
+            return None
+        if n > 1:
+            pairs.append((runs[0].axis, runs[1].axis))
+    return tuple(pairs) if first.is_all and second.is_all else None
 
 
 def _chosen(node: Node, logits: Logits, which: Value, others: Sequence[Value]) -> Logits:

@@ -114,6 +114,19 @@ class Addend(NamedTuple):
     sign: int = 1
 
 
+class Summand(NamedTuple):
+    """A product that was added to logits."""
+
+    product: int  # the operation
+    axes: tuple[
+        tuple[int, int], ...
+    ]  # of the first product, and for each the one of this product along it
+
+    def along(self, axes: Iterable[int]) -> frozenset[int]:
+        """Its axes along these of the first product."""
+        return frozenset(own for first, own in self.axes if first in axes)
+
+
 class Logits(NamedTuple):
     """What is left of the product of two projections: attention logits and what softmax makes of them."""
 
@@ -127,6 +140,8 @@ class Logits(NamedTuple):
     lost: int = -1  # the first result that is something else: more is added, or scaled after it was
     added: tuple[Addend, ...] = ()
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
+    # Other products that were added to it, as that of rotary features to that of the others (MLA).
+    summands: tuple[Summand, ...] = ()
 
     @property
     def has_raw(self) -> bool:

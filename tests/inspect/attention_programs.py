@@ -1284,3 +1284,23 @@ def layers_after_a_product_of_two_activations(p, x):
         values = x[:, :2] @ p["v2"]
         x = layer(p, x + jnp.einsum("btn,bnd->btd", jax.nn.sigmoid(x @ p["w"]), values))
     return jnp.mean(x**2)
+
+
+# DeepSeek's latent attention with its logits as the sum of two products, as Google's JAX examples write it.
+
+
+def latent(name, sites=1, scale=1.0):
+    def fun(p, x):
+        q, k, r = heads(x @ p["q"]), heads(x @ p["k"]), x @ p["r"]
+        by_place = jnp.einsum("bqhd,bkd->bhqk", q[..., 4:], r)
+        logits = (scale * logits_of(q[..., :4], k) + by_place) / np.sqrt(S)
+        logits = jnp.where(CAUSAL, logits, -jnp.inf)
+        return loss_of(p, mixed(jax.nn.softmax(logits), heads(x @ p["v"]))), logits
+
+    fun.__name__ = name
+    latents = {"k": ((D, 16), "0 | 1"), "r": ((D, 2), "0 | 1"), "o": ((D, D), "head")}
+    attention(sites=sites, **MATRICES | latents)(fun)
+
+
+latent("logits_of_two_products")
+latent("logits_of_two_products_of_other_scales", scale=0.5)
