@@ -10,7 +10,7 @@ from muonjax._clip.site import KEY_NORMS, Site
 from muonjax._common.arguments import check_text, errors_of, whole_number
 
 _AT_LEAST_ONE = ", at least 1."
-_AXIS = r"\(([^()]*)\)|(\S+)"  # in brackets, or a letter
+_AXIS = r"\(([^()]*)\)|(\S+)"  # several letters in brackets, or one
 
 
 def mha_site(
@@ -52,13 +52,15 @@ def mha_site(
       >>> [scale.path for scale in site.scales]
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
+    key_heads = num_heads if num_kv_heads is None else num_kv_heads
     with errors_of("mha_site"):
         check_text(query=query, key=key, layout=layout)
         _check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads)
         _check_groups(num_heads, num_kv_heads)
-        kernel = _Kernel.of_layout(layout, ("hd",), num_heads)
-        queries = kernel.part(query, "query", entries=num_heads)
-        keys = kernel.part(key, "key", entries=num_heads if num_kv_heads is None else num_kv_heads)
+        # Queries and keys have kernels of one layout; only their numbers of heads may differ.
+        kernel = _KernelAxes.of_layout(layout, ("hd",), num_heads)
+        queries = kernel.scales(query, "query", entries=num_heads)
+        keys = kernel.scales(key, "key", entries=key_heads)
         return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
 
 
@@ -106,11 +108,11 @@ def mla_site(
         check_text(query=query, key_value=key_value, layout=layout)
         whole_number("nope", nope, 1, _AT_LEAST_ONE)
         _check_counts(num_heads=num_heads)
-        kernel = _Kernel.of_layout(layout, ("hd",), num_heads)
+        kernel = _KernelAxes.of_layout(layout, ("hd",), num_heads)
         # √γ·√γ for the features without position, γ·1 for the rotary ones, whose key all heads share.
-        queries = kernel.part(query, "query", entries=num_heads, span=(0, nope))
-        rotary = kernel.part(query, "rotary", entries=num_heads, span=(nope, None))
-        keys = kernel.part(key_value, "key", entries=num_heads, span=(0, nope))
+        queries = kernel.scales(query, "query", entries=num_heads, span=(0, nope))
+        rotary = kernel.scales(query, "rotary", entries=num_heads, span=(nope, None))
+        keys = kernel.scales(key_value, "key", entries=num_heads, span=(0, nope))
         # Norms of the latents (q_norm, q_layernorm, kv_norm) come before these projections: they undo nothing.
         return Site(path=path, scales=queries + rotary + keys, scan_axis=scan_axis, norms=KEY_NORMS)
 
@@ -157,56 +159,75 @@ def fused_qkv_site(
         whole_number("head_dim", head_dim, 1, _AT_LEAST_ONE)
         whole_number("num_kv_heads", key_heads, 1, _AT_LEAST_ONE)
         _check_groups(num_heads, key_heads)
-        kernel = _Kernel.of_layout(layout, ("3hd", "h3d"), num_heads)
-        # Head after head as in GPT-NeoX, or all queries before all keys.
+        kernel = _KernelAxes.of_layout(layout, ("3hd", "h3d"), num_heads)
+        # In GPT-NeoX each head has its query, key and value side by side. Elsewhere the queries of all
+        # heads come first, then all keys, then all values.
         by_head = layout.index("h") < layout.index("3")
         if key_heads != num_heads and (by_head or "(3 h" not in layout):
             raise ValueError(
                 f"{layout=} can't have {num_heads=} and {num_kv_heads=}: grouped keys need all queries first, "
                 "'(3 h d)' or '(3 h) d'; for another order write a Site by hand."
             )
+        # The values take the rest of the kernel, and nothing scales them.
         if by_head:
-            queries = kernel.part(name, "query", entries=num_heads, span=(0, head_dim))
-            keys = kernel.part(name, "key", entries=num_heads, span=(head_dim, 2 * head_dim))
+            queries = kernel.scales(name, "query", entries=num_heads, span=(0, head_dim))
+            keys = kernel.scales(name, "key", entries=num_heads, span=(head_dim, 2 * head_dim))
         else:
             width = num_heads * head_dim
-            queries = kernel.part(name, "query", entries=num_heads, size=width)
-            keys = kernel.part(
+            queries = kernel.scales(name, "query", entries=num_heads, size=width)
+            keys = kernel.scales(
                 name, "key", entries=key_heads, start=width, size=key_heads * head_dim
             )
         return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
 
 
-class _Kernel(NamedTuple):
-    """How the axes of a projection's kernel are arranged."""
+class _KernelAxes(NamedTuple):
+    """Which axes of a projection's kernel hold its outputs.
+
+    Attributes:
+      rank: How many axes the kernel has.
+      outputs: All axes but the input's, counted from the end: (-2, -1) of a kernel "i h d".
+    """
 
     rank: int
-    axes: tuple[int, ...]  # all but the input's
+    outputs: tuple[int, ...]
 
     @classmethod
     def of_layout(cls, layout: str, orders: Sequence[str], num_heads: int | None) -> Self:
-        """The kernel of a layout such as "i (h d)", in which all but the input is in one of these orders."""
-        # "i (h d)" is ["i", "hd"]: one entry for each axis of the kernel.
-        axes = [(merged or single).replace(" ", "") for merged, single in re.findall(_AXIS, layout)]
-        outputs = [i for i in range(len(axes)) if axes[i] != "i"]
-        order = "".join(axes[i] for i in outputs)
-        if order not in orders or len(axes) != len(outputs) + 1:
-            wanted = " or ".join(" ".join(letters) for letters in orders)
+        """Read the axes of a kernel off a layout: "i (h d)" has rank 2 and outputs (-1,).
+
+        Raises ValueError unless the letters of the outputs have one of `orders`, such as "hd", and
+        the number of heads is known.
+        """
+        # The letters of each axis: ["i", "hd"] of "i (h d)".
+        letters = [
+            (merged or single).replace(" ", "") for merged, single in re.findall(_AXIS, layout)
+        ]
+        outputs = [axis for axis in range(len(letters)) if letters[axis] != "i"]
+        order = "".join(letters[axis] for axis in outputs)
+        rank = len(letters)
+        if order not in orders or rank != len(outputs) + 1:
+            wanted = " or ".join(map(" ".join, orders))
             raise ValueError(
                 f"{layout=} can't be read: write i for the input and {wanted}, merged axes in brackets: 'i (h d)'."
             )
-        if num_heads is None and "h" not in axes:
+        if num_heads is None and "h" not in letters:
             raise ValueError(f"{layout=} has its heads in a merged axis: give num_heads.")
-        rank = len(axes)
-        return cls(rank, tuple(i - rank for i in outputs))
+        return cls(rank, tuple(axis - rank for axis in outputs))
 
-    def part(self, projection: str, factor: str, **fields: Any) -> tuple[Scale, Scale]:
-        """The part of a projection's kernel and bias that is this factor of the logits."""
+    def scales(self, projection: str, factor: str, **entries: Any) -> tuple[Scale, Scale]:
+        """A `Scale` of the projection's kernel and one of its bias, which may be missing.
+
+        Args:
+          projection: The name of the projection, "query".
+          factor: Which factor of the logits both belong to: "query", "key" or "rotary".
+          **entries: Where the heads lie along the outputs, as fields of `Scale`.
+        """
         kernel = Scale(
-            path=f"{projection}/kernel", rank=self.rank, axes=self.axes, factor=factor, **fields
+            path=f"{projection}/kernel", rank=self.rank, axes=self.outputs, factor=factor, **entries
         )
-        # A bias has the kernel's axes but the input's.
-        rank = len(self.axes)
+        # A bias has the outputs of the kernel as its only axes.
+        rank = len(self.outputs)
         axes = tuple(range(-rank, 0))
         bias = dataclasses.replace(
             kernel, path=f"{projection}/bias", rank=rank, axes=axes, optional=True
@@ -214,12 +235,14 @@ class _Kernel(NamedTuple):
         return kernel, bias
 
 
-def _check_counts(**counts: Any) -> None:
+def _check_counts(**counts: int | None) -> None:
+    """Raise unless each count is at least 1, or None where it is left to the shapes."""
     for argument, count in counts.items():
         if count is not None:
             whole_number(argument, count, 1, _AT_LEAST_ONE)
 
 
 def _check_groups(num_heads: int | None, num_kv_heads: int | None) -> None:
+    """Raise unless each key head serves the same number of query heads."""
     if num_kv_heads is not None and (num_heads is None or num_heads % num_kv_heads):
         raise ValueError(f"{num_heads=}, {num_kv_heads=}: heads must be a multiple of key heads.")

@@ -91,14 +91,14 @@ class ClipByStatistic:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def find(self, modules: Modules) -> tuple[list[PlacedSite], set[str]]:
-        """What is clipped in a tree of parameters, and the keys of statistics that are skipped."""
+        """The modules that are clipped in a tree of parameters, and the keys of statistics that are skipped."""
         sites, not_trained = find_sites(modules, self.sites)
         return self.prepare(sites), not_trained
 
     def init(self, params: optax.Params) -> QKClipState:
         """The state before the first update."""
-        # To find the parts of a state that are like parameters, Optax calls `init` with a placeholder without leaves.
-        # One array in place of each dictionary tells Optax that no part of this state is like a parameter.
+        # Optax finds the parts of a state that mirror the parameters by calling `init` with a placeholder that has no
+        # leaves. One array in place of each dictionary tells Optax that no part of this state does.
         if not jax.tree.leaves(params, is_leaf=is_masked):
             return QKClipState(jnp.zeros([], jnp.int32), *(jnp.zeros([]) for _ in range(4)))  # pyright: ignore
         with errors_of(self.call):
@@ -107,10 +107,10 @@ class ClipByStatistic:
         self._warn_of_low_precision(sites, modules)
         state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
         for site in sites:
-            # On the mesh of the parameters if it has explicit axis types.
+            # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
             zero = zero_beside(modules.leaves[site.scales[0].leaf])
             zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
-            # A new array for each field: a buffer that is in two places can't be donated.
+            # Each field gets an array of its own, because a buffer that is in two places can't be donated.
             if self.every_k > 1:
                 state.running_max[site.name] = zeros - jnp.inf
             state.maxima[site.name] = zeros - jnp.inf
@@ -129,9 +129,12 @@ class ClipByStatistic:
         statistics = extra_args.get(self.argument)
         with errors_of(self.call):
             check_order(updates, state, params)
+            # The state of another optimizer lacks this field, and so does a dictionary from a checkpoint.
             if not hasattr(state, "factors"):
                 raise ValueError(other_state(state))
             self._require(params, statistics)
+            # Sites are found again, because the tree may have lost parameters since `init`. Paths and shapes are
+            # static, so this is done while tracing.
             modules = Modules(params)
             sites, not_trained = self.find(modules)
             self._check_state(state, sites)
@@ -139,18 +142,27 @@ class ClipByStatistic:
             if self.axis_name:
                 # Replicas that clip by their own maxima would diverge.
                 maxima = {name: largest_of_devices(x, self.axis_name) for name, x in maxima.items()}
-            state, gammas = self._advance(state, maxima, sites)
+            state, gammas = self._clip_of_update(state, maxima, sites)
             factors = parameter_factors(sites, gammas)
             return scaled_leaves(updates, modules.leaves, factors), state
 
-    def _advance(
+    def _clip_of_update(
         self,
         state: QKClipState,
         maxima: dict[str, jax.Array],
         sites: Sequence[PlacedSite],
     ) -> tuple[QKClipState, dict[str, jax.Array]]:
-        """The state after this update, and γ of each module: 1 at an update that does not clip."""
-        # The k-th, 2k-th, ... update clips.
+        """The state after this update, and what the update clips by.
+
+        Args:
+          state: The state before this update.
+          maxima: The largest logit of each head in this forward pass, [*layers, heads], by the name of the module.
+          sites: The modules.
+
+        Returns:
+          The state, and γ of each head, [*layers, heads], by the name of the module. γ is 1 for all heads unless this
+          is the k-th, 2k-th, ... update of `every_k` = k.
+        """
         is_due = (state.count + 1) % self.every_k == 0
         clips_so_far = state.count // self.every_k
 
@@ -162,14 +174,14 @@ class ClipByStatistic:
         after = QKClipState(count, {}, {}, {}, {})
         for site in sites:
             name = site.name
-            # Sharded as the state is, even if the statistics are not, so that its buffers can be donated.
+            # The maxima are sharded as the state is, even if they came otherwise, so that its buffers can be donated.
             maximum = sharded_like(maxima[name], state.maxima[name])
-            # Between two clips the largest of all micro-batches is kept.
+            # The clip goes by the largest of all micro-batches since the last clip.
             if self.every_k > 1:
                 maximum = larger(maximum, state.running_max[name])
                 after.running_max[name] = jnp.where(is_due, -jnp.inf, maximum)
-            # The state keeps what the last clip did, for a log; γ is 1 at an update without a clip.
             gamma = at_clip(self.gamma(site, maximum, clips_so_far), 1.0)
+            # For a log, the state keeps what the last clip did until the next clip.
             after.maxima[name] = at_clip(maximum, state.maxima[name])
             after.factors[name] = at_clip(gamma, state.factors[name])
             is_clipped = gamma < 1
@@ -183,14 +195,18 @@ class ClipByStatistic:
         maximum: jax.Array,
         clips_so_far: Any = 0,
     ) -> jax.Array:
-        """The factors of one site by its threshold, or by that of all."""
+        """γ of each head of a module, from its largest logits: by the threshold of its site, or by the common one.
+
+        A threshold may be a schedule, a function of the number of clips so far.
+        """
         threshold = self.threshold if site.threshold is None else site.threshold
         if callable(threshold):
             threshold = threshold(clips_so_far)
         return clip_factor(maximum, threshold)
 
     def _check_state(self, state: QKClipState, sites: Sequence[PlacedSite]) -> None:
-        """Raise unless modules, heads and accumulation are those of the state; the threshold may have changed."""
+        """Raise unless the state was made for these modules, numbers of heads and `every_k`."""
+        # A threshold or a schedule is no part of the state, so that it may change in a run.
         here = {site.name: site.shape for site in sites}
         there = {name: tuple(factor.shape) for name, factor in state.factors.items()}
         if here != there or bool(state.running_max) != (self.every_k > 1):
@@ -205,6 +221,7 @@ class ClipByStatistic:
         sites: Sequence[PlacedSite],
         modules: Modules,
     ) -> None:
+        """Warn of the first weights with fewer than 32 bits, in which a factor near 1 is lost."""
         for site in sites:
             for scale in site.scales:
                 dtype = modules.leaves[scale.leaf].dtype
@@ -221,6 +238,7 @@ class ClipByStatistic:
             return
         usage = f"tx.update(grads, state, params, {self.argument}={self.argument})"
         missing = "params" if params is None else self.argument
+        # Other signals have no call that measures them for the caller.
         if missing != "max_logits":
             raise ValueError(f"update needs {missing}: call {usage}.")
         raise ValueError(
@@ -238,12 +256,12 @@ def clip_factor(
     It is also 1 if the threshold is not positive, which a schedule may return.
     """
     threshold = jnp.asarray(threshold, jnp.float32)
-    # NaN compares as False, so that it is not hot either.
+    # NaN compares as False, so a head with NaN keeps its weights.
     is_hot = (signal > threshold) & jnp.isfinite(signal) & (threshold > 0)
-    # JAX's check for NaN sees both branches, so the one that is not used divides by 1.
+    # JAX's check for NaN sees both branches of a `where`, so the branch that is not used divides by 1.
     positive = jnp.where(is_hot, signal, 1.0)
     gamma = jnp.where(is_hot, threshold / positive, 1.0)
-    # Never zero: the head could not recover, and γ·γ^(-1/2) would be NaN.
+    # With γ = 0 a head could not recover, and γ·γ^(-1/2) would be NaN.
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
@@ -251,19 +269,26 @@ def parameter_factors(
     sites: Sequence[PlacedSite],
     gammas: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """What each parameter is multiplied by: γ**power, head by head.
+    """What each parameter is multiplied by, in a shape that broadcasts to the parameter.
 
-    `gammas` are [*layers, entries], by the name of the site.
+    With γ = [1, 0.25] for the two heads of "attention" and power 1/2, a kernel [d, heads, head_dim] gets
+    {"attention/query/kernel": [[[1], [0.5]]]}.
+
+    Args:
+      sites: The modules, each with its parameters and their powers of γ.
+      gammas: γ of each head, [*layers, heads], by the name of the module.
     """
     factors: dict[str, jax.Array] = {}
     for site in sites:
-        for placed_scale in site.scales:
-            power, path = placed_scale.scale.power, placed_scale.leaf
-            if power == 0:
+        for scale in site.scales:
+            if scale.power == 0:
                 continue
-            # A kernel's features may belong to two factors, such as query and rotary; each is 1 elsewhere.
-            factor = placed_scale.spread(_power(gammas[site.name], power))
-            factors[path] = factors[path] * factor if path in factors else factor
+            factor = scale.spread(_power(gammas[site.name], scale.power))
+            # A kernel may have two scales, as the query and the rotary features of latent attention. Each is 1 where
+            # the other one holds, so their product is the factor of the kernel.
+            if scale.leaf in factors:
+                factor = factors[scale.leaf] * factor
+            factors[scale.leaf] = factor
     return factors
 
 
@@ -284,6 +309,7 @@ def scaled_leaves(
     """The updates after which each parameter is its factor times what it would be otherwise."""
     leaves = flatten_paths(updates)
     for path, factor in factors.items():
+        # Optax masks frozen parameters. Without an update there is nothing by which the clip could change them.
         if path not in leaves or is_masked(leaves[path]):
             raise ValueError(f"the updates have no leaf {path!r}; if frozen, leave out its site.")
         leaves[path] = scaled_update(leaves[path], params[path], factor)
@@ -295,11 +321,15 @@ def scaled_update(
     p: Float[Array, "*parameter"],
     f: Float[Array, "*#parameter"],
 ) -> Float[Array, "*parameter"]:
-    """u' with p + u' = f·(p + u); u bit for bit where f = 1, because 0·p turns −0 into 0 and inf into NaN."""
-    # A half-precision update of a float32 weight would miss the bound.
+    """The update u' after which a weight is f times what it would be: p + u' = f·(p + u).
+
+    Where f = 1 it is u bit for bit: the formula below would turn −0 into 0, and infinite p into NaN.
+    """
+    # The result has the wider dtype: a half-precision update of a float32 weight would miss the bound.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)
         wide = jnp.promote_types(dtype, jnp.float32)
+    # In 16 bits f itself would be rounded, and the difference f − 1 with it.
     u = u.astype(wide)
     p = p.astype(wide)
     f = f.astype(wide)

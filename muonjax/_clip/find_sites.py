@@ -28,12 +28,19 @@ def _parent(path: str) -> str:
 
 
 class Modules:
-    """The leaves of a tree of parameters by path, and the paths below each of its modules."""
+    """The modules of a tree of parameters.
+
+    Attributes:
+      leaves: The parameters by path, {"decoder/query/kernel": array}.
+      inside: The paths of all parameters in a module, by the path of the module: "decoder/query",
+        "decoder", and "" for the whole tree.
+    """
 
     def __init__(self, params: Any):
         self.leaves = flatten_paths(params)
-        self.inside: dict[str, list[str]] = {}  # "" is the whole tree
+        self.inside: dict[str, list[str]] = {}
         for leaf in self.leaves:
+            # Each beginning of the path is a module that holds the leaf.
             names = leaf.split("/")
             for depth in range(len(names)):
                 module = "/".join(names[:depth])
@@ -60,18 +67,20 @@ def find_sites(
     by_signal: dict[str, PlacedSite] = {}
     not_trained: set[str] = set()
     for site in sites:
-        only = _only_path(site.path)
-        # A site by hand raises below, because a pattern without parameters is a mistake there.
-        if site.exact and only is not None:
-            paths = [below(only, scale.path) for scale in site.scales]
+        only_path = _only_path(site.path)
+        # A program names each attention by its path, and some of them may be frozen. A site by hand is a pattern, and
+        # parameters that it does not find are a mistake, which raises below.
+        if site.exact and only_path is not None:
+            paths = [below(only_path, scale.path) for scale in site.scales]
             if not all(modules.is_trained(path) for path in paths):
-                not_trained.add(only or site.signal)
+                not_trained.add(only_path or site.signal)
                 continue
-        for root in _matched(site, only, modules):
-            module = _placed(site, root, modules)
+        for path in _matched(site, only_path, modules):
+            module = _placed(site, path, modules)
+            # With two patterns for one module its heads would be scaled twice.
             if module.signal in by_signal:
                 raise ValueError(
-                    f"two sites match {root!r} by {site.signal!r}; narrow or merge them."
+                    f"two sites match {path!r} by {site.signal!r}; narrow or merge them."
                 )
             by_signal[module.signal] = module
     if not by_signal:
@@ -89,59 +98,68 @@ def find_sites(
 
 
 def _only_path(pattern: str) -> str | None:
-    """The only path that this regular expression matches, perhaps escaped; None if there may be others."""
+    r"""The only path that a regular expression matches; None if it may match others.
+
+    >>> _only_path("decoder/attention"), _only_path(r"layers\.0/attention"), _only_path("layers/.*")
+    ('decoder/attention', 'layers.0/attention', None)
+    """
     if re.fullmatch(r"(?:\w|/|\\\W)*", pattern) is None:
         return None
     return re.sub(r"\\(\W)", r"\1", pattern)
 
 
-def _matched(site: Site, only: str | None, modules: Modules) -> list[str]:
-    # The child that tells a site's module from others: the submodule of the first parameter.
+def _matched(site: Site, only_path: str | None, modules: Modules) -> list[str]:
+    """The paths of the modules that a site matches; raises ValueError if there are none.
+
+    A module matches by its path, and by a child with the name of the site's first projection: with the default pattern
+    ".*", `mha_site` finds the modules that have a `query`.
+    """
     first = site.scales[0].path
     child = _parent(first) or first
-    # A look-up and not a search, because a program may have sites for a thousand modules.
-    candidates = sorted(modules.inside) if only is None else [only]
-    matched = [
-        root
-        for root in candidates
-        if modules.has(below(root, child)) and re.fullmatch(site.path, root)
-    ]
-    if not matched:
-        roots = sorted(root for root in modules.inside if modules.has(below(root, child)))
-        why = (
-            "it has to match a whole path, one of"
-            if roots
-            else f"none has {child!r} among those of"
-        )
-        known = roots or sorted({_parent(path) for path in modules.leaves})
-        raise ValueError(
-            f"the site {site.path!r} matches no module with {child!r}: {why} "
-            f"[{listed([repr(path) for path in known], ', ')}]. "
-            "Give the projections' own names; a frozen one that is no parameter here can't be clipped."
-        )
-    return matched
+    # The single path is looked up and not searched, because a program may have sites for a thousand modules.
+    candidates = sorted(modules.inside) if only_path is None else [only_path]
+    matched = []
+    for path in candidates:
+        if modules.has(below(path, child)) and re.fullmatch(site.path, path):
+            matched.append(path)
+    if matched:
+        return matched
+    with_child = [path for path in sorted(modules.inside) if modules.has(below(path, child))]
+    if with_child:
+        why = "it has to match a whole path, one of"
+        known = with_child
+    else:
+        why = f"none has {child!r} among those of"
+        known = sorted({_parent(path) for path in modules.leaves})
+    raise ValueError(
+        f"the site {site.path!r} matches no module with {child!r}: {why} "
+        f"[{listed([repr(path) for path in known], ', ')}]. "
+        "Give the projections' own names; a frozen one that is no parameter here can't be clipped."
+    )
 
 
-def _placed(site: Site, root: str, modules: Modules) -> PlacedSite:
-    """The site on one module."""
+def _placed(site: Site, path: str, modules: Modules) -> PlacedSite:
+    """The site on the module of this path; raises ValueError where its parameters do not fit."""
+    leaves = [below(path, scale.path) for scale in site.scales]
+    scan_axis: Any = site.scan_axis  # a tuple after the checks of `Site`
     scales: list[PlacedScale] = []
-    scan_axis: Any = site.scan_axis  # a tuple by now
-    for scale in site.scales:
-        path = below(root, scale.path)
-        if not scale.optional or modules.leaves.get(path) is not None:
-            scales.append(placed(scale, path, _shape(root, path, modules), scan_axis))
-    # A program has proved that the scales are complete, so no name is judged.
+    for scale, leaf in zip(site.scales, leaves, strict=True):
+        if not scale.optional or modules.leaves.get(leaf) is not None:
+            scales.append(placed(scale, leaf, _shape(path, leaf, modules), scan_axis))
+    # A program has proved that nothing else feeds the logits. By hand only names can tell.
     if not site.exact:
         if any(scale.factor in ("query", "key") for scale in site.scales):
-            _refuse_norms(root, site.norms, modules)
-        _refuse_adapters(root, [below(root, scale.path) for scale in site.scales], modules)
-    module = PlacedSite(root, below(root, site.signal), tuple(scales), site.threshold)
+            _refuse_norms(path, site.norms, modules)
+        _refuse_adapters(path, leaves, modules)
+    module = PlacedSite(path, below(path, site.signal), tuple(scales), site.threshold)
     _check_layers(module)
     _check_entries(module)
     return module
 
 
 def _check_layers(module: PlacedSite) -> None:
+    """Raise unless all parameters of a module are stacks of the same layers."""
+    # A statistic has one axis for each axis of layers, so kernels and biases need the same ones.
     layers = {scale.leaf: scale.layers for scale in module.scales}
     if len(set(layers.values())) > 1:
         raise ValueError(
@@ -150,11 +168,14 @@ def _check_layers(module: PlacedSite) -> None:
 
 
 def _check_entries(module: PlacedSite) -> None:
+    """Raise unless the numbers of heads fit: 8 query heads may share 8, 4, 2 or 1 key heads.
+
+    All parameters of one factor, as a kernel and its bias, have the same number.
+    """
     entries_of: dict[str, int] = {}
-    # A bias has as many heads as its kernel, and query heads are as many as key heads or a multiple.
     fits = module.entries % module.groups == 0
     for scale in module.scales:
-        entries = entries_of.setdefault(scale.scale.factor, scale.entries)
+        entries = entries_of.setdefault(scale.factor, scale.entries)
         fits = fits and entries == scale.entries and entries in (module.entries, module.groups)
     if not fits:
         entries = {scale.leaf: scale.entries for scale in module.scales}
@@ -163,47 +184,53 @@ def _check_entries(module: PlacedSite) -> None:
         )
 
 
-def _refuse_adapters(root: str, paths: Sequence[str], modules: Modules) -> None:
-    """Refuse parameters next to the projections: an adapter adds to queries and keys, and would not be scaled."""
-    projections = {_parent(path) for path in paths} - {root}
+def _refuse_adapters(path: str, leaves: Sequence[str], modules: Modules) -> None:
+    """Refuse parameters next to those that are scaled in a projection, as an adapter has them.
+
+    It adds to queries or keys what the clip would not scale.
+    """
+    # If queries are a bare array of the attention, what lies next to it may be anything.
+    projections = {_parent(leaf) for leaf in leaves} - {path}
     inside = set()
     for projection in projections:
         inside.update(modules.inside.get(projection, ()))
-    if others := sorted(inside.difference(paths)):
+    if others := sorted(inside.difference(leaves)):
         raise ValueError(f"{others} feed the queries or keys too. Merge them into the kernels.")
 
 
 _ANY_NORM = r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*"
 
 
-def _refuse_norms(root: str, norms: Sequence[str], modules: Modules) -> None:
-    """Refuse a module that has a norm of queries and keys among its children, as their names tell."""
+def _refuse_norms(path: str, norms: Sequence[str], modules: Modules) -> None:
+    """Refuse a module of which a child has the name of a norm, such as q_norm.
+
+    A norm of queries or keys undoes the clip.
+    """
     if not norms:
         return
-    children = set()
-    for path in modules.inside.get(root, ()):
-        child, _, _ = path.removeprefix(f"{root}/").partition("/")
-        children.add(child)
-    normalizing = [child for child in sorted(children) if _is_norm(child, (_ANY_NORM, *norms))]
+    patterns = (_ANY_NORM, *norms)
+    normalizing = set()
+    for leaf in modules.inside.get(path, ()):
+        child, _, _ = leaf.removeprefix(f"{path}/").partition("/")
+        if any(re.fullmatch(pattern, child, re.IGNORECASE) for pattern in patterns):
+            normalizing.add(child)
     if normalizing:
         raise ValueError(
-            f"{root!r} normalizes its queries and keys ({', '.join(normalizing)}), so scaling their kernels can't "
-            "change the logits. Take it out of the sites; if that norm has another purpose, give its Site norms=()."
+            f"{path!r} normalizes its queries and keys ({', '.join(sorted(normalizing))}), so scaling their "
+            "kernels can't change the logits. Take it out of the sites; if that norm has another purpose, give "
+            "its Site norms=()."
         )
 
 
-def _is_norm(child: str, patterns: Sequence[str]) -> bool:
-    return any(re.fullmatch(pattern, child, re.IGNORECASE) for pattern in patterns)
-
-
-def _shape(root: str, path: str, modules: Modules) -> tuple[int, ...]:
-    """The shape of a parameter that can be scaled."""
+def _shape(module: str, path: str, modules: Modules) -> tuple[int, ...]:
+    """The shape of the parameter at `path`; raises unless it is trained and of floats that a factor can scale."""
     if not modules.is_trained(path):
         masked = " that is not masked out" if path in modules.leaves else ""
         raise ValueError(
-            f"{root!r} has no parameter {path!r}{masked}. If it is frozen, or only an adapter is trained, take "
-            f"{root!r} out of the sites, or put the clip after optax.masked. If it has another name, write a Site."
+            f"{module!r} has no parameter {path!r}{masked}. If it is frozen, or only an adapter is trained, take "
+            f"{module!r} out of the sites, or put the clip after optax.masked. If it has another name, write a Site."
         )
+    # A factor near 1 rounds to 1 in 8 bits, and integers have no place for it.
     leaf = modules.leaves[path]
     dtype = dtype_of(leaf)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:

@@ -84,6 +84,7 @@ def max_logits(
         groups = heads // key_heads
         left, right = _window(local_window_size, T, S)
         check_flag(is_causal=is_causal)
+        # A causal query sees no key to its right, whatever the window allows.
         if is_causal:
             right = 0
         block_q = min(T, whole_number("block_q", block_q, 1, _POSITIONS))
@@ -95,18 +96,21 @@ def max_logits(
             _check_array("mask", mask, wanted)
             mask = _by_key_head(mask, (*batch, heads, T, S), key_heads)
     dtype = at_least_float32(query.dtype, key.dtype)
+    # Without positions there is no block; the maximum of nothing is −inf.
     if 0 in (*batch, T, S):
         return jnp.full((heads,), -jnp.inf, dtype)
     query, key = lax.stop_gradient((query, key))
+    # A product takes two operands of one dtype as they are, so that half precision stays fast.
     if query.dtype != key.dtype:
         query, key = query.astype(dtype), key.astype(dtype)
+    # The heads as two axes: the queries of a group share a key head, which is not repeated for each of them.
     query = query.reshape(*batch, T, key_heads, groups, depth)
     factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
 
     def largest_of_block(start: jax.Array | np.ndarray) -> Float[Array, "*batch key_heads group"]:
-        """The largest logit of each head among `block_q` queries and `block_k` keys, from `start` = (i, j) on.
+        """The largest visible logit of each head in one block of queries and keys.
 
-        The block lies within T queries and S keys.
+        `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys.
         """
         i, j = start
         q = lax.dynamic_slice_in_dim(query, i, block_q, -4)
@@ -119,7 +123,7 @@ def max_logits(
             preferred_element_type=dtype,
         )
         logits = products * factor
-        # Keys ahead of their query have positive distances. A window of left = T and right = S hides none.
+        # A window of left = T and right = S hides no pair.
         if left < T or right < S:
             query_positions = i + jnp.arange(block_q)
             key_positions = j + jnp.arange(block_k)
@@ -127,7 +131,7 @@ def max_logits(
             in_window = (ahead <= right) & (-ahead <= left)
             logits = jnp.where(in_window, logits, -jnp.inf)
         if mask is not None:
-            # An axis of size one broadcasts, and has no blocks.
+            # The mask [*batch, key_heads, group, T, S] may have axes of size one, which hold for every position.
             visible = mask
             if mask.shape[-2] > 1:
                 visible = lax.dynamic_slice_in_dim(visible, i, block_q, -2)
@@ -136,28 +140,42 @@ def max_logits(
             logits = jnp.where(visible, logits, -jnp.inf)
         return logits.max((-2, -1))
 
+    starts = _visible_blocks(T, S, block_q, block_k, left, right)
+
     def with_block(largest: jax.Array, start: Any) -> tuple[jax.Array, None]:
         return jnp.maximum(largest, largest_of_block(start)), None
 
-    # Known while tracing, so that a block that is hidden whole costs nothing. The first block never is hidden. A last
-    # block that would stick out starts earlier: a maximum doesn't mind an overlap.
-    starts = []
-    for i in range(0, T, block_q):
-        i = min(i, T - block_q)
-        for j in range(0, S, block_k):
-            j = min(j, S - block_k)
-            # The smallest distance ahead is j - last_i, and the smallest one behind is i - last_j.
-            last_i = i + block_q - 1
-            last_j = j + block_k - 1
-            if j - last_i <= right and i - last_j <= left:
-                starts.append((i, j))
-    starts = np.asarray(starts, np.int32)
     # The first block starts the running maximum: in shard_map a constant has another type than the data.
     largest = largest_of_block(starts[0])
     if len(starts) > 1:
         largest, _ = lax.scan(with_block, largest, starts[1:])
     # Over the batch last, so that a sharded batch costs one all-reduce and not one per block.
     return largest.max(tuple(range(len(batch)))).reshape(heads)
+
+
+def _visible_blocks(
+    T: int, S: int, block_q: int, block_k: int, left: int, right: int
+) -> np.ndarray:
+    """[blocks, 2]: the first query i and the first key j of each block that has a visible pair.
+
+    Queries see keys i - left … i + right. The blocks are known while tracing, so that one without a
+    visible pair costs nothing. The first block always has one.
+
+    >>> _visible_blocks(T=4, S=4, block_q=2, block_k=2, left=4, right=0).tolist()  # causal
+    [[0, 0], [2, 0], [2, 2]]
+    """
+    starts = []
+    for i in range(0, T, block_q):
+        # The last block would stick out, and starts earlier: a maximum doesn't mind an overlap.
+        i = min(i, T - block_q)
+        for j in range(0, S, block_k):
+            j = min(j, S - block_k)
+            # The keys of a block are at least j - last_i ahead of its queries, and i - last_j behind.
+            last_i = i + block_q - 1
+            last_j = j + block_k - 1
+            if j - last_i <= right and i - last_j <= left:
+                starts.append((i, j))
+    return np.asarray(starts, np.int32)
 
 
 def max_logits_bound(
@@ -198,12 +216,14 @@ def max_logits_bound(
             raise ValueError(f" needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}.")
         if dtype is not None:
             dtype = given_dtype("dtype", dtype, (jnp.floating,), "a floating-point dtype")
+    # lse went through a rounding to its dtype, by at most half a unit in the last place.
     cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
-    # The error of the float32 sum and logarithm; absolute too, because a relative margin vanishes near 0.
+    # The float32 sum and logarithm have an error too, an absolute one where lse is near 0.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)
     lse = lax.stop_gradient(lse).astype(jnp.float32)
     top = lse.max(tuple(range(lse.ndim - 1)))
-    size = jnp.where(jnp.isfinite(top), jnp.abs(top), 0)  # infinities stay as they are
+    # Where lse is infinite or NaN, it is returned as it is.
+    size = jnp.where(jnp.isfinite(top), jnp.abs(top), 0)
     return top + cast * size + inside * (1 + size)
 
 
@@ -215,12 +235,14 @@ def _check_array(name: str, value: Any, wanted: str) -> None:
     kinds = [jnp.floating, jnp.integer]
     if name == "mask":
         kinds.append(jnp.bool_)
+    # NumPy's and JAX's arrays and tracers have both; a list and a Python number have none.
     is_array = hasattr(value, "ndim") and hasattr(value, "dtype")
     if not is_array or not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
         raise TypeError(f"({name}={shown(value)}) must be an array {wanted}.")
 
 
 def _check_heads(query: tuple[int, ...], key: tuple[int, ...]) -> None:
+    """Raise unless the shapes are [*batch, T, heads, D] and [*batch, S, key_heads, D], key_heads dividing heads."""
     fits = len(query) == len(key) >= 3 and query[:-3] == key[:-3]
     fits = fits and query[-1] == key[-1] > 0
     fits = fits and key[-2] > 0 and query[-2] % key[-2] == 0
@@ -232,7 +254,7 @@ def _check_heads(query: tuple[int, ...], key: tuple[int, ...]) -> None:
 
 
 def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
-    """How many positions a query sees to the left and to the right: T and S are all."""
+    """How many positions a query sees to its left and to its right: 8 -> (8, 8), None -> (T, S), which is all."""
     if local_window_size is None:
         return T, S
     is_pair = isinstance(local_window_size, Sequence) and len(local_window_size) == 2
@@ -245,7 +267,11 @@ def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
 def _by_key_head(
     mask: jax.Array, logits: tuple[int, ...], key_heads: int
 ) -> Bool[Array, "*#batch #key_heads #group #T #S"]:
-    """The mask of logits [*batch, heads, T, S], with heads as key heads and groups; no axis is enlarged."""
+    """The mask as booleans with its axis of heads as two: [*batch, heads, T, S] -> [*batch, key_heads, group, T, S].
+
+    Axes of size one stay, because they broadcast. Raises unless the mask broadcasts to the shape of the logits.
+    """
+    # As NumPy does, axes that the mask lacks are added in front.
     shape = (1,) * (len(logits) - mask.ndim) + mask.shape
     fits = len(shape) == len(logits) and all(
         m in (1, n) for m, n in zip(shape, logits, strict=True)
@@ -255,7 +281,7 @@ def _by_key_head(
             f"(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."
         )
     *batch, heads, T, S = shape
-    # A mask for all heads at once broadcasts over both axes.
+    # One mask for all heads broadcasts over both axes.
     split = (1, 1) if heads == 1 else (key_heads, heads // key_heads)
     visible = jnp.asarray(lax.stop_gradient(mask)).astype(bool)
     return visible.reshape(*batch, *split, T, S)

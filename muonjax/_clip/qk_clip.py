@@ -1,6 +1,5 @@
 """QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,8 +15,9 @@ from muonjax._common.arguments import check_range, errors_of
 
 _USUAL = "; Kimi K2 used 100."
 
-# The power of γ for each factor of the logit; along a product they sum to one. A key that several query heads share
-# stays as it is: whatever scales it also moves the calm heads of its group.
+# The power of γ for each factor of a logit. A logit is query · key, or rotary · a rotary key that all heads share, and
+# the powers along each product sum to one. A key that several query heads share keeps its weights, because scaling it
+# would also move the calm heads of its group.
 _POWERS_OF_OWN_KEYS = {"query": 0.5, "key": 0.5, "rotary": 1.0}
 _POWERS_OF_SHARED_KEYS = {"query": 1.0, "key": 0.0, "rotary": 1.0}
 
@@ -87,8 +87,9 @@ def clip_of_logits(
     every_k: Any,
     axis_name: Any,
 ) -> ClipByStatistic:
-    """The clip of the public function `call`, with its settings checked."""
+    """The clip that goes by attention logits, with checked settings; errors name the public function `call`."""
     check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
+    # `None` is allowed by the signature alone: the likeliest first call gets the two lines that it lacks.
     if sites is None:
         raise ValueError(
             f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
@@ -140,49 +141,64 @@ def apply_qk_clip(
         statistics = match_statistics("max_logits", max_logits, attentions, not_trained)
     gammas = {site.name: clip.gamma(site, statistics[site.name]) for site in attentions}
     factors = parameter_factors(attentions, gammas)
-    # With a parameter of zero, an update of p becomes f·p.
+    # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
     return scaled_leaves(params, zeros, factors)
 
 
 def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
-    """The sites with QK-Clip's powers of γ; raises where one number would be scaled twice."""
-    attentions = [_with_powers(site) for site in sites]
-    scales_of: dict[str, list[tuple[str, PlacedScale]]] = {}
-    for site in attentions:
-        for scale in site.scales:
-            # A kernel's features with and without position are two scales of one site, and may lie in one leaf.
-            others = scales_of.setdefault(scale.leaf, [])
-            if any(site.signal != signal and scale.overlaps(other) for signal, other in others):
-                raise ValueError(f"two sites scale {scale.leaf!r}, which would be clipped twice.")
-            others.append((site.signal, scale))
+    """The attentions with QK-Clip's powers of γ.
+
+    Raises ValueError where two of them would scale the same numbers of a parameter. Two may share a leaf, as they share
+    one fused projection, if each scales its own positions.
+    """
+    attentions = []
+    scales_of_leaf: dict[str, list[tuple[str, PlacedScale]]] = {}
+    for site in sites:
+        attention = _with_powers(site)
+        attentions.append(attention)
+        for scale in attention.scales:
+            earlier = scales_of_leaf.setdefault(scale.leaf, [])
+            for signal, other in earlier:
+                if signal != site.signal and scale.overlaps(other):
+                    raise ValueError(
+                        f"two sites scale {scale.leaf!r}, which would be clipped twice."
+                    )
+            earlier.append((site.signal, scale))
     return attentions
 
 
 def _with_powers(site: PlacedSite) -> PlacedSite:
-    """An attention with QK-Clip's powers; raises unless queries and keys can be multiplied, feature by feature."""
+    """An attention in which each kernel and bias has its power of γ: 1/2 for query and key, or 1 and 0.
+
+    Raises ValueError for a factor that is none of query, key and rotary, and unless queries and keys fit each other.
+    """
+    # Fewer key heads than query heads: each key head is shared.
     has_own_keys = site.groups == site.entries
     powers = _POWERS_OF_OWN_KEYS if has_own_keys else _POWERS_OF_SHARED_KEYS
     kernels: dict[str, PlacedScale] = {}
     scales = []
-    for placed_scale in site.scales:
-        factor = placed_scale.scale.factor
+    for scale in site.scales:
+        factor = scale.factor
         if factor not in powers:
             raise ValueError(f"{site.path!r} has a factor {factor!r}, not query, key or rotary.")
-        kernels.setdefault(factor, placed_scale)  # a kernel comes before its bias
-        scale = dataclasses.replace(placed_scale.scale, power=powers[factor])
-        scales.append(placed_scale._replace(scale=scale))
+        kernels.setdefault(factor, scale)  # a kernel comes before its bias
+        scales.append(scale._replace(power=powers[factor]))
     if "query" in kernels and "key" in kernels:
         _check_product(kernels["query"], kernels["key"])
     return site._replace(scales=tuple(scales))
 
 
 def _check_product(query: PlacedScale, key: PlacedScale) -> None:
-    """Raise unless heads of a query can be multiplied with those of a key."""
+    """Raise unless the heads of a query have as many features as those of its key, and are at least as many.
+
+    8 query heads of 64 features fit 8 or 2 key heads of 64.
+    """
     heads, features = query.entries, query.features
     if heads >= key.entries and features == key.features:
         return
-    # Key heads as wide as the query's are the likeliest mistake in a merged axis.
+    # In a merged axis, a key with fewer heads than given has narrower ones: the likeliest mistake. Give the number of
+    # heads that makes them as wide as the query's.
     fix = "" if key.size % features else f": give num_kv_heads={key.size // features}"
     raise ValueError(
         f"{query.leaf!r} has {heads} heads of {features} features and {key.leaf!r} {key.entries} of {key.features}: "

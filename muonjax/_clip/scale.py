@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,11 +72,8 @@ class Scale:
     factor: str = "output"
     optional: bool = False
 
+    @errors_of("Scale")
     def __post_init__(self):
-        with errors_of("Scale"):
-            self._check()
-
-    def _check(self) -> None:
         check_text(path=self.path, factor=self.factor)
         for name in ("rank", "start", "gap"):
             whole_number(name, getattr(self, name), 0, ", at least 0.")
@@ -86,7 +83,7 @@ class Scale:
                 whole_number(name, getattr(self, name), 1, ", at least 1, or None.")
         axes = axis_numbers("axes", self.axes)
         object.__setattr__(self, "axes", axes)
-        # As counted from the front, so that 1 and -1 of two axes are one.
+        # As counted from the front, 1 and -1 of two axes are the same.
         different = {axis % self.rank for axis in axes if -self.rank <= axis < self.rank}
         if len(different) < len(axes):
             raise ValueError(f"({axes=}) must be different axes of the {self.rank} of one layer.")
@@ -106,7 +103,11 @@ class Scale:
 
 
 def run_length(scale: Scale, entries: int, size: int) -> int:
-    """How many positions the run of each entry has; 0 if the positions can't be divided among the entries."""
+    """How many of `size` positions each entry has; 0 if they can't be divided among the entries.
+
+    For 4 entries, 24 positions are runs of 6. In two groups with a gap of 8 they are runs of 4:
+    two runs, the gap, two runs.
+    """
     without_gaps = size - (scale.groups - 1) * scale.gap
     if entries % scale.groups or without_gaps <= 0 or without_gaps % entries:
         return 0
@@ -116,14 +117,23 @@ def run_length(scale: Scale, entries: int, size: int) -> int:
 def first_positions(
     entries: int, run: int, *, start: int = 0, groups: int = 1, gap: int = 0
 ) -> np.ndarray:
-    """[entries]: where the run of each entry begins on the flattened axes."""
+    """[entries]: where the run of each entry begins on the flattened axes.
+
+    >>> first_positions(4, run=6), first_positions(4, run=4, groups=2, gap=8)
+    (array([ 0,  6, 12, 18]), array([ 0,  4, 16, 20]))
+    """
     entry = np.arange(entries)
     group = entry // (entries // groups)
     return start + run * entry + gap * group
 
 
 def runs_of(scale: Scale, entries: int, size: int) -> np.ndarray:
-    """[entries, features]: the positions on the flattened axes that are scaled."""
+    """[entries, features]: the positions on the flattened axes that are scaled.
+
+    >>> runs_of(Scale(path="kernel", rank=2, span=(1, None)), entries=2, size=6)
+    array([[1, 2],
+           [4, 5]])
+    """
     run = run_length(scale, entries, size)
     first = first_positions(entries, run, start=scale.start, groups=scale.groups, gap=scale.gap)
     span = np.arange(run)[slice(*scale.span)]
@@ -131,15 +141,32 @@ def runs_of(scale: Scale, entries: int, size: int) -> np.ndarray:
 
 
 class PlacedScale(NamedTuple):
-    """A `Scale` on a parameter of known shape, whose layers may be stacked."""
+    """A `Scale` on one parameter, whose shape is known and whose layers may be stacked.
 
-    leaf: Any  # the parameter: its path, or its number
+    Attributes:
+      leaf: The path of the parameter.
+      scale: Which of its entries are scaled.
+      power: The exponent of γ.
+      shape: The parameter's shape.
+      stack: Its axes that count layers.
+      entry_axes: Its axes that hold the entries.
+      entries: How many entries there are, such as heads.
+      size: How many positions of the flattened `entry_axes` hold them.
+    """
+
+    leaf: str
     scale: Scale
+    power: float
     shape: tuple[int, ...]
-    stack: tuple[int, ...]  # axes that count layers
-    entry_axes: tuple[int, ...]  # axes that hold the entries
+    stack: tuple[int, ...]
+    entry_axes: tuple[int, ...]
     entries: int
-    size: int  # how many positions of the flattened `entry_axes` hold entries
+    size: int
+
+    @property
+    def factor(self) -> str:
+        """The name of the factor of the signal that the parameter belongs to, such as "query"."""
+        return self.scale.factor
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -157,34 +184,39 @@ class PlacedScale(NamedTuple):
 
     def overlaps(self, other: PlacedScale) -> bool:
         """Whether both may scale one number of the same parameter."""
+        # Positions along different axes can't be compared, so that they count as shared.
         if self.entry_axes != other.entry_axes:
             return True
         return np.intersect1d(self.positions(), other.positions()).size > 0
 
     def spread(self, factors: Float[Array, "*layers entries"]) -> Float[Array, "*#parameter"]:
-        """The factors where the parameter holds their entries, broadcastable to it; 1 elsewhere."""
+        """The factors of the entries, in the parameter's axes; 1 where it holds no entry.
+
+        For the first four of six columns and two entries, [a, b] -> [[a, a, b, b, 1, 1]]. An axis
+        without entries has size one.
+        """
         *layers, entries = factors.shape
-        # The run of each entry, of which the span is scaled: [*layers, entries, run].
+        # Of the run of each entry only the span is scaled: [*layers, entries, run].
         is_scaled = np.zeros(run_length(self.scale, entries, self.size), bool)
         is_scaled[slice(*self.scale.span)] = True
-        # A broadcast and no gather: with the heads sharded it needs no exchange.
+        # A `where` and no gather: with the heads sharded, a gather would need an exchange.
         is_scaled = is_scaled.reshape((1,) * factors.ndim + (-1,))
         table = jnp.where(is_scaled, factors[..., None], 1.0)
         if self.scale.gap:
-            # A gap follows each group but the last.
+            # A gap follows each group of entries but the last, which `size` ends before.
             table = table.reshape(*layers, self.scale.groups, -1)
             widths = [(0, 0)] * (table.ndim - 1) + [(0, self.scale.gap)]
             table = jnp.pad(table, widths, constant_values=1.0)
         table = table.reshape(*layers, -1)[..., : self.size]
+        # Before and after the entries the axes hold something else, as the values of a fused kernel.
         sizes = [self.shape[axis] for axis in self.entry_axes]
-        # Outside of start:start + size the axes hold something else, such as the values of a fused kernel.
         before = self.scale.start
         after = math.prod(sizes) - before - self.size
         if before or after:
             widths = [(0, 0)] * len(layers) + [(before, after)]
             table = jnp.pad(table, widths, constant_values=1.0)
         table = table.reshape(*layers, *sizes)
-        # Axis i of the table, [*layers, *entry_axes], belongs at axis order[i] of the parameter.
+        # Axis i of the table, [*layers, *sizes], belongs at axis order[i] of the parameter.
         order = (*self.stack, *self.entry_axes)
         table = jnp.transpose(table, np.argsort(order).tolist())
         other_axes = [axis for axis in range(len(self.shape)) if axis not in order]
@@ -197,28 +229,19 @@ def placed(
     shape: tuple[int, ...],
     scan_axis: tuple[int, ...] | None,
 ) -> PlacedScale:
-    """The scale on the parameter `leaf` of this shape; raises ValueError where it does not fit."""
-    count = len(shape) - scale.rank
-    stack = scan_axis
-    if stack is None or count == 0:
-        stack = tuple(range(count))
-    different = {axis % len(shape) for axis in stack if -len(shape) <= axis < len(shape)}
-    if not len(different) == len(stack) == count:
-        where = "leading axes" if scan_axis is None else f"axes {scan_axis}"
-        raise ValueError(
-            f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on {where}. "
-            "See the site's layout and scan_axis."
-        )
-    stack = tuple(axis % len(shape) for axis in stack)
-    # A scale names axes of one layer: `nn.scan` on axis 1 makes a kernel (d, L, heads, head_dim) but a bias
-    # (heads, L, head_dim), and no count from either end fits both.
+    """Place a scale on the parameter `leaf` of this shape; raise ValueError where it does not fit."""
+    stack = _stack(scale, leaf, shape, scan_axis)
+    # A scale names axes of one layer, and they are counted without those of the stack: `nn.scan` on
+    # axis 1 makes a kernel (d, L, heads, head_dim) but a bias (heads, L, head_dim).
     layer_axes = [axis for axis in range(len(shape)) if axis not in stack]
     entry_axes = tuple(layer_axes[axis] for axis in scale.axes)
+    # What the scale leaves open follows from the shape: the first axis counts the entries, as heads in (d, heads,
+    # head_dim), and they fill everything from `start` on.
     length = math.prod(shape[axis] for axis in entry_axes)
     entries = shape[entry_axes[0]] if scale.entries is None else scale.entries
     size = length - scale.start if scale.size is None else scale.size
     end = scale.start + size
-    on_leaf = PlacedScale(leaf, scale, shape, stack, entry_axes, entries, size)
+    on_leaf = PlacedScale(leaf, scale, scale.power, shape, stack, entry_axes, entries, size)
     fits = run_length(scale, entries, size) > 0 and end <= length
     if not fits or on_leaf.features == 0:
         raise ValueError(
@@ -226,3 +249,28 @@ def placed(
             f"{scale.start}:{end} of {length}. See the site's layout and sizes."
         )
     return on_leaf
+
+
+def _stack(
+    scale: Scale,
+    leaf: str,
+    shape: tuple[int, ...],
+    scan_axis: tuple[int, ...] | None,
+) -> tuple[int, ...]:
+    """The axes of a parameter that count layers: as many as it has more than one layer's.
+
+    They are `scan_axis`, or the leading ones. A parameter of a single layer has none.
+    """
+    rank = len(shape)
+    count = rank - scale.rank
+    stack = scan_axis
+    if stack is None or count == 0:
+        stack = tuple(range(count))
+    different = {axis % rank for axis in stack if -rank <= axis < rank}
+    if not len(different) == len(stack) == count:
+        where = "leading axes" if scan_axis is None else f"axes {scan_axis}"
+        raise ValueError(
+            f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on {where}. "
+            "See the site's layout and scan_axis."
+        )
+    return tuple(axis % rank for axis in stack)

@@ -72,16 +72,21 @@ def signal_clip(
 
 
 def _check_powers(site: Site) -> None:
-    """Raise unless the signal is scaled by exactly γ."""
+    """Raise unless the site has a threshold, and the powers of γ sum to 1 along each product of its factors.
+
+    A signal x·W·V with the power 0.5 for W and for V is scaled by exactly γ^0.5·γ^0.5 = γ.
+    """
     name = f"(sites=Site({site.path!r}))"
     if site.threshold is None:
         raise ValueError(f"{name} has no threshold: give it Site(..., threshold=30.0).")
+    # A kernel and its bias are added, so that they need one power.
     powers: dict[str, float] = {}
     for scale in site.scales:
         if powers.setdefault(scale.factor, scale.power) != scale.power:
             raise ValueError(
                 f"{name}: {scale.path!r} has another power than others of its factor; give one."
             )
+    # Without products, each factor alone makes the signal, as a kernel makes the output of its layer.
     products = site.products or [(factor,) for factor in powers]
     for product in products:
         total = sum(powers[factor] for factor in product)
@@ -90,10 +95,10 @@ def _check_powers(site: Site) -> None:
 
 
 def _each_scales_its_own(sites: list[PlacedSite]) -> list[PlacedSite]:
-    """The same sites; raises where several entries would scale one number."""
+    """The same sites; raises where several entries of a signal share weights, which then have no single factor."""
     for site in sites:
         for scale in site.scales:
-            if scale.scale.power != 0 and scale.entries != site.entries:
+            if scale.power != 0 and scale.entries != site.entries:
                 raise ValueError(
                     f"several entries of {site.signal!r} share {scale.leaf!r}: give it power=0."
                 )

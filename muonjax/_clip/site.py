@@ -68,14 +68,12 @@ class Site:
     threshold: optax.ScalarOrSchedule | None = None
     products: tuple[tuple[str, ...], ...] | None = None
 
+    @errors_of("Site")
     def __post_init__(self):
-        with errors_of("Site"):
-            self._check()
-
-    def _check(self) -> None:
         check_pattern("path", self.path)
         check_text(signal=self.signal)
         self._check_scales()
+        # A dataclass that is frozen takes the checked value in this way alone.
         if self.scan_axis is not None:
             axes = axis_numbers("scan_axis", self.scan_axis)
             object.__setattr__(self, "scan_axis", axes)
@@ -99,6 +97,7 @@ class Site:
             raise ValueError(f"(path={self.path!r}, scales=()) scales nothing; name a parameter.")
 
     def _check_products(self, products: Any) -> None:
+        # Every factor has to be in a product, or its power would go unchecked.
         factors = {scale.factor for scale in self.scales}
         is_nested = isinstance(products, Sequence) and all(
             isinstance(product, Sequence) for product in products
@@ -113,15 +112,15 @@ Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
 
 
 def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
-    """One site or several, as a tuple; a `Program` has them."""
+    """One site, several of them, or those of a `Program`, as a tuple.
+
+    Raises TypeError, which names the argument, for anything else.
+    """
     several = getattr(sites, "sites", sites)
     if isinstance(several, Site):
         several = (several,)
-    if (
-        not isinstance(several, Sequence)
-        or not several
-        or not all(isinstance(site, Site) for site in several)
-    ):
+    is_several = isinstance(several, Sequence) and len(several) > 0
+    if not is_several or not all(isinstance(site, Site) for site in several):
         raise TypeError(
             f"({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
             "or sites such as muonjax.mha_site(). Give all other settings by their names."
@@ -130,15 +129,23 @@ def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
 
 
 class PlacedSite(NamedTuple):
-    """A `Site` on one module. All static, so that every mistake raises while tracing."""
+    """A `Site` on one module, with the shapes of its parameters.
 
-    path: str  # of the module
-    signal: str  # full path of the statistic
-    scales: tuple[PlacedScale, ...]  # only of parameters that exist
+    Nothing here is an array, so that every mistake raises while tracing.
+
+    Attributes:
+      path: The path of the module, "decoder/attention".
+      signal: The path of its statistic, "decoder/attention/max_logits".
+      scales: What is scaled, without the optional parameters that the module lacks.
+      threshold: The largest value allowed for the signal, or a schedule; None: that of the clip.
+      name: Its key in the clip's state and statistics: `path`, or `signal` where several signals share a module.
+    """
+
+    path: str
+    signal: str
+    scales: tuple[PlacedScale, ...]
     threshold: Any
-    name: str = (
-        ""  # in a clip's state: the path of the module; the signal's where a module has several
-    )
+    name: str = ""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -152,7 +159,7 @@ class PlacedSite(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """How many groups of entries share a key head; `entries` where none do."""
+        """How many groups of entries share a key head: the key heads; `entries` where none are shared."""
         return min(scale.entries for scale in self.scales)
 
     @property

@@ -24,15 +24,17 @@ def match_statistics(
     sites: Sequence[PlacedSite],
     ignored: Collection[str],
 ) -> dict[str, Float32[Array, "*layers entries"]]:
-    """The statistic of each site by its name.
+    """The statistic of each module, [*layers, heads], by its name: the largest over the axes of a batch.
+
+    Raises unless the dictionary has one statistic of the right shape for each module, and no others.
 
     Args:
       argument: What `update` calls the statistics, for errors.
-      given: The dict.
+      given: The dictionary, such as {"decoder/attention": [*layers, *batch, heads]}.
       sites: The modules that are clipped.
-      ignored: Keys that may be in the dict without a site.
+      ignored: Keys that may be in the dictionary without a module.
     """
-    # Only of logits, because value_and_grad measures no other signal.
+    # value_and_grad measures logits and no other signal.
     returned = ", as muonjax.value_and_grad returns it" if argument == "max_logits" else ""
     form = f"{argument} is a dict {{module path: array [*layers, heads]}}{returned}."
     if not isinstance(given, Mapping):
@@ -40,6 +42,7 @@ def match_statistics(
     statistics = {str(path): value for path, value in given.items()}
     # The module at the root has no name; its statistic has the signal's.
     by_key = {site.name or site.signal: site for site in sites}
+    # A statistic without a site is a mistake too: its attention would go unclipped.
     missing = [key for key in by_key if key not in statistics]
     unclaimed = [key for key in statistics if key not in by_key and key not in ignored]
     if missing or unclaimed:
@@ -56,6 +59,7 @@ def match_statistics(
 
 
 def _check_real(what: str, value: Any) -> None:
+    """Raise unless a statistic is an array of real numbers, or one number of Python."""
     dtype = getattr(value, "dtype", type(value))
     is_real = hasattr(value, "dtype") and any(
         jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
@@ -70,17 +74,22 @@ def _largest_of_batch(
     value: Any,
     site: PlacedSite,
 ) -> Float32[Array, "*layers entries"]:
-    """The largest over the axes of a batch, which lie between those of layers and of entries.
+    """The largest over the axes of a batch: [*layers, *batch, entries] -> [*layers, entries].
 
-    A batch axis as long as an axis of layers is refused: `scan` and `vmap` stack micro-batches in front of the layers,
-    and the shape can't tell that order from the documented one.
+    A batch as long as an axis of layers is refused: `scan` and `vmap` put an axis of micro-batches in front of the
+    layers, and with equal lengths the shape does not show that.
+
+    Args:
+      what: Names the statistic in errors.
+      value: The statistic.
+      site: The module, whose parameters say how many layers and entries there are.
     """
     statistic = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
     if site.entries == 1 and statistic.shape == site.layers:
-        # A signal of one number for each layer needs no axis for it.
+        # A signal with one number for each layer may come without an axis of entries.
         statistic = statistic[..., None]
     elif statistic.ndim == 1 and set(site.layers) == {1}:
-        # For a program a scan of length one is no loop.
+        # A program does not record a scan of length one as a loop, so its statistic lacks the axes of layers.
         statistic = statistic.reshape(*site.layers, -1)
     count = len(site.layers)
     shape = statistic.shape
@@ -103,16 +112,20 @@ def larger(
     a: Float[Array, "*shape"],
     b: Float[Array, "*shape"],
 ) -> Float[Array, "*shape"]:
-    """The larger of two, entry by entry. An entry that is not finite counts only if both are not; NaN is then kept."""
+    """The larger of two, entry by entry, where a finite number counts more than one that is not.
+
+    2 and 3 give 3, 2 and NaN give 2, 2 and inf give 2, inf and NaN give NaN.
+    """
     is_finite = jnp.isfinite(a)
-    # If both are finite or neither is, take the maximum, which passes NaN on.
+    # Two finite entries, or two that are not, have the usual maximum, which passes NaN on.
     are_alike = is_finite == jnp.isfinite(b)
     finite_one = jnp.where(is_finite, a, b)
     return jnp.where(are_alike, jnp.maximum(a, b), finite_one)
 
 
 def largest(x: Float[Array, " ..."], axes: tuple[int, ...]) -> Float[Array, " ..."]:
-    """The largest along some axes, as `larger`."""
+    """The largest along some axes, where finite numbers count more than others, as in `larger`."""
+    # Two maxima, because the one of all entries is needed only where none of them is finite.
     finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
     of_finite = finite.max(axes, initial=-jnp.inf)
     of_all = x.max(axes, initial=-jnp.inf)
@@ -123,8 +136,8 @@ def largest_of_devices(
     x: Float[Array, "*shape"],
     axis_name: str | tuple[str, ...],
 ) -> Float[Array, "*shape"]:
-    """The largest along mesh axes, as `larger`, by one all-reduce."""
+    """The largest among the devices along mesh axes, where finite numbers count more, as in `larger`."""
     finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
-    # Stacked, because two calls would be two all-reduces.
+    # Two calls of pmax would be two all-reduces.
     of_finite, of_all = lax.pmax(jnp.stack([finite, x]), axis_name)
     return larger(of_finite, of_all)
