@@ -97,13 +97,9 @@ def symmetric_product_on(
 ) -> Inexact[Array, "*batch m m"]:
     """`symmetric_product` with the platform as an argument: inside a loop it can't be found from the arrays."""
     operands = _checked(x, y, c, alpha, beta)
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise TypeError(
-            f"symmetric_product(axis_name={axis_name!r}) must be the name of a mesh axis, or several."
-        )
-    axis_name = axes
-    if axis_name and implementation is not None:
+    # A kernel would compute the whole triangle on each device; the shared parts are plain products.
+    axes = _mesh_axes(axis_name)
+    if axes and implementation is not None:
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}, axis_name={axis_name!r}): the parts that devices "
             "share out are plain products; leave one of the two out."
@@ -115,7 +111,17 @@ def symmetric_product_on(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
         )
-    return _traced_once(operands, implementation, axis_name, platform)
+    return _traced_once(operands, implementation, axes, platform)
+
+
+def _mesh_axes(axis_name: Any) -> tuple[str, ...]:
+    """The name of a mesh axis, or several, as a tuple; raises TypeError for anything else."""
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise TypeError(
+            f"symmetric_product(axis_name={axis_name!r}) must be the name of a mesh axis, or several."
+        )
+    return axes
 
 
 def _choose(platform: str, x: jax.Array) -> str:
@@ -123,12 +129,14 @@ def _choose(platform: str, x: jax.Array) -> str:
 
     The CPU's figures are in `benchmarks/results/symmetric_product.json`.
     """
+    # Smaller matrices are so fast that putting the blocks together costs what they save.
     if platform == "cpu":
         return "blocked" if x.shape[-2] >= 512 else "reference"
     return measured_kernel(platform, x, x.dtype) or "reference"
 
 
-# Where a program runs is known only when it is compiled: arrays may be committed to a CPU of a machine that has a GPU.
+# The kernel where the program is compiled for a GPU, and "reference" elsewhere. While tracing this is not known: arrays
+# may be committed to the CPU of a machine with a GPU.
 _HOPPER_ON_A_GPU = "hopper on a GPU"
 
 
@@ -143,6 +151,7 @@ def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
+    """The operands of ``alpha·X Yᵀ + beta·C``, or ValueError where shapes or dtypes don't fit."""
     x = jnp.asarray(x)
     if x.ndim < 2:
         raise ValueError(
@@ -159,27 +168,34 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
                 f"symmetric_product({name}=...) needs shape {tuple(shape)} and dtype {x.dtype.name} "
                 f"to go with x of shape {x.shape}, got {value.shape} and {value.dtype.name}."
             )
+    # α and β are real also for complex matrices: the product would not be Hermitian otherwise.
     real = jnp.finfo(_xla.accumulator(x.dtype)).dtype
-    scalars = []
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        dtype = np.dtype(getattr(value, "dtype", type(value)))
-        if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-            raise ValueError(f"symmetric_product({name}={value!r}) needs real numbers.")
-        value = jnp.asarray(value)
-        # From the last axis on, as far as there are any, 1 or the batch's own size.
-        sizes = zip(reversed(value.shape), reversed(batch), strict=False)
-        if value.ndim > len(batch) or any(own not in (1, size) for own, size in sizes):
-            raise ValueError(
-                f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
-                f"{tuple(batch)}, got shape {value.shape}."
-            )
-        scalars.append(value.astype(real))
-    return Operands(x, y, c, *scalars)
+    alpha = _checked_scale("alpha", alpha, batch).astype(real)
+    beta = _checked_scale("beta", beta, batch).astype(real)
+    return Operands(x, y, c, alpha, beta)
+
+
+def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
+    """A real number, or one for each matrix of the batch, as an array."""
+    # A boolean or a complex number converts without an error, and would be a mistake.
+    dtype = np.dtype(getattr(value, "dtype", type(value)))
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise ValueError(f"symmetric_product({name}={value!r}) needs real numbers.")
+    scale = jnp.asarray(value)
+    # It broadcasts to the batch: aligned at the last axis, each size is 1 or the batch's own.
+    sizes = zip(reversed(scale.shape), reversed(batch), strict=False)
+    if scale.ndim > len(batch) or any(size not in (1, own) for size, own in sizes):
+        raise ValueError(
+            f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
+            f"{tuple(batch)}, got shape {scale.shape}."
+        )
+    return scale
 
 
 def _run(
     operands: Operands, implementation: str, axis_name: tuple[str, ...], platform: str
 ) -> Inexact[Array, "*batch m m"]:
+    """The product by the implementation of this name, or in parts shared along mesh axes."""
     if axis_name:
         return _xla.shared_product(operands, axis_name=axis_name)
     if implementation == "blocked":
@@ -187,6 +203,7 @@ def _run(
     if implementation == _HOPPER_ON_A_GPU:
         on_a_gpu, elsewhere = _mosaic_gpu.symmetric_product, _xla.symmetric_product
         return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
+    # Imported when it first runs, because not every JAX has what a kernel imports.
     module = importlib.import_module(f"pallas_kernels.{IMPLEMENTATIONS[implementation]}")
     return module.symmetric_product(operands)
 
@@ -195,43 +212,45 @@ _product = jax.custom_jvp(_run, nondiff_argnums=(1, 2, 3))
 
 
 def _product_jvp(implementation, axis_name, platform, primals, tangents):
-    """Forward mode; every term is linear in its tangent, so JAX transposes it for reverse mode.
+    """The derivative in forward mode, as `jax.custom_jvp` asks for it: S and dS.
 
-    ``dS = alpha·(dX Yᴴ + X dYᴴ) + dalpha·X Yᴴ + beta·dC + dbeta·C``, where dS is symmetric as S is: its
-    lower triangle, mirrored. For Y = X that is ``alpha·(M + Mᴴ)`` with the one product ``M = dX Xᴴ``.
+    ``dS = alpha·(dX Yᴴ + X dYᴴ) + dalpha·X Yᴴ + beta·dC + dbeta·C``. As S, dS is symmetric: the lower triangle of each
+    term, mirrored. For Y = X the first two terms are ``alpha·(M + Mᴴ)`` with the one product ``M = dX Xᴴ``.
+
+    Every term is linear in its tangent, so JAX transposes it for reverse mode. A tangent that is known to be zero has
+    no term.
     """
-    (operands,), ((dx, dy, dc, dalpha, dbeta),) = primals, tangents
+    (operands,), (tangents_of_operands,) = primals, tangents
     x, y, c, alpha, beta = operands
+    dx, dy, dc, dalpha, dbeta = (
+        None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents_of_operands
+    )
     wide = _xla.accumulator(x.dtype)
 
     def scale(number, matrix):
         return _xla.scaled(number, matrix.astype(wide))
 
-    def half(a, b):
+    def product(a, b):
         # In X's dtype: the transposed product then has two operands of X's dtype as well.
         return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=_xla.precision(x.dtype))
 
-    def of_x():
-        if y is not None:
-            return _xla.mirror(scale(alpha, half(dx, y)))
-        m = half(dx, x).astype(wide)
-        return scale(alpha, m + m.mT.conj())
-
-    def of_alpha():
-        plain = Operands(x, y, None, jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype))
-        return scale(dalpha, _product(plain, implementation, axis_name, platform))
-
-    parts = (
-        (dx, of_x),
-        (dy, lambda: _xla.mirror(scale(alpha, half(x, dy)))),
-        (dc, lambda: _xla.mirror(scale(beta, dc))),
-        (dalpha, of_alpha),
-        (None if c is None else dbeta, lambda: _xla.mirror(scale(dbeta, c))),
-    )
-    terms = [part() for tangent, part in parts if not isinstance(tangent, SymbolicZero | None)]
     out = _product(operands, implementation, axis_name, platform)
     # The sum starts from zeros like S: inside of `jax.shard_map`, a tangent must vary over the same mesh axes as S.
-    tangent = sum(terms, jnp.zeros_like(out, wide))
+    tangent = jnp.zeros_like(out, wide)
+    if dx is not None and y is None:
+        m = product(dx, x).astype(wide)
+        tangent += scale(alpha, m + m.mT.conj())
+    elif dx is not None:
+        tangent += _xla.mirror(scale(alpha, product(dx, y)))
+    if dy is not None:
+        tangent += _xla.mirror(scale(alpha, product(x, dy)))
+    if dc is not None:
+        tangent += _xla.mirror(scale(beta, dc))
+    if dalpha is not None:
+        plain = Operands(x, y, None, jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype))
+        tangent += scale(dalpha, _product(plain, implementation, axis_name, platform))
+    if dbeta is not None and c is not None:
+        tangent += _xla.mirror(scale(dbeta, c))
     return out, tangent.astype(out.dtype)
 
 

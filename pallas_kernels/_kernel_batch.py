@@ -20,7 +20,7 @@ y and c may be None."""
 
 
 def launch_batch(launch: Launch, o: Operands) -> jax.Array:
-    """The product for [*batch, m, k]."""
+    """The product of operands [*batch, m, k] by one launch, which takes a single batch axis."""
     *batch, m, _ = o.x.shape
     size = math.prod(batch)
     alpha = jnp.broadcast_to(o.alpha, batch).reshape(size)
@@ -34,18 +34,24 @@ def launch_batch(launch: Launch, o: Operands) -> jax.Array:
 
 
 def _folded(launch: Launch, *arguments: jax.Array | None) -> jax.Array:
-    """The kernel on arrays [batch, ...]; `jax.vmap` makes the batch longer."""
+    """The result of a launch on arrays [batch, ...], of which `jax.vmap` makes one longer launch.
+
+    A kernel can't be vectorized by JAX: under `vmap` over an axis of 5, arrays [5, batch, ...] become
+    [5·batch, ...], and the result [5·batch, m, m] becomes [5, batch, m, m]. None stays None.
+    """
     run = jax.custom_batching.custom_vmap(lambda *arguments: launch(*arguments))
 
     @run.def_vmap
     def _(size, batched, *arguments):
         def fold(argument, is_batched):
+            """[size, batch, ...] -> [size·batch, ...]; an array without the axis of `vmap` is repeated."""
             if argument is None:
                 return None
             if not is_batched:
                 argument = jnp.broadcast_to(argument, (size, *argument.shape))
             return argument.reshape(-1, *argument.shape[2:])
 
+        # Called anew, because another `vmap` may be around this one.
         out = _folded(launch, *map(fold, arguments, batched))
         return out.reshape(size, -1, *out.shape[1:]), True
 
@@ -56,15 +62,24 @@ Index = int | jax.Array
 
 
 def rectangle(t: int) -> tuple[int, int]:
-    """Rows and columns of the folded triangle of t block rows."""
+    """Rows and columns of the rectangle that a triangle of t block rows folds into.
+
+    >>> rectangle(3), rectangle(4)  # 6 and 10 blocks
+    ((3, 2), (5, 2))
+    """
     return (t, (t + 1) // 2) if t % 2 else (t + 1, t // 2)
 
 
 def unfold(row: Index, column: Index, t: int) -> tuple[jax.Array, jax.Array]:
-    """The block (i, j) with ``0 <= j <= i < t`` at a place of the rectangle."""
+    """The block (i, j), ``0 <= j <= i < t``, of the lower triangle that lies at a place of the folded rectangle.
+
+    For t = 3 the rectangle has the blocks (0, 0) (2, 2) / (1, 0) (1, 1) / (2, 0) (2, 1). Only block (2, 2), the corner
+    of the triangle, is folded up.
+    """
     odd = t % 2
     _, width = rectangle(t)
-    lower = row >= column if odd else row > column
-    i = jnp.where(lower, row if odd else row - 1, width + column - odd)
-    j = jnp.where(lower, column, width + row)
+    # For even t the rectangle has one more row than the triangle, so that everything moves down by one.
+    is_in_place = row >= column if odd else row > column
+    i = jnp.where(is_in_place, row if odd else row - 1, width + column - odd)
+    j = jnp.where(is_in_place, column, width + row)
     return i, j

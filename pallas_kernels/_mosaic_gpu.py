@@ -16,7 +16,7 @@ NEEDS_JAX = (0, 11)
 
 
 def symmetric_product(o: Operands) -> jax.Array:
-    """The product by the kernel."""
+    """The product by the kernel; raises NotImplementedError where it can't run."""
     cores = require(o.x, o.x.dtype)
     return launch_batch(functools.partial(launched, cores), o)
 
@@ -24,8 +24,13 @@ def symmetric_product(o: Operands) -> jax.Array:
 def launched(
     cores: int, x: jax.Array, y: jax.Array | None, c: jax.Array | None, scale: jax.Array
 ) -> jax.Array:
-    """The launch on one device, for its part of the batch: padded with zeros, and cut again."""
-    from pallas_kernels import _mosaic_gpu_sm90  # only here: JAX 0.10 can't run it
+    """One launch for operands [batch, m, k] of any sizes: padded with zeros, and the result cut to [batch, m, m].
+
+    `cores` is the number of the device's multiprocessors, which decides the tiles; `scale` holds alpha and beta,
+    [batch, 2].
+    """
+    # Imported only here, because JAX 0.10 can't import the kernel.
+    from pallas_kernels import _mosaic_gpu_sm90
 
     size, m, _ = x.shape
     y, c = (None if a is None else _aligned(a) for a in (y, c))
@@ -34,7 +39,11 @@ def launched(
 
 
 def _aligned(x: jax.Array) -> jax.Array:
-    """Zeros appended up to multiples of 8 rows and 64 columns, as Pallas asks of a tiled, swizzled copy."""
+    """The array with zeros appended up to multiples of 8 rows and 64 columns: [3, 100, 100] -> [3, 104, 128].
+
+    Pallas asks for these of a tiled, swizzled copy.
+    """
+    # The batch, m and k have their own multiples; the batch's is 1.
     missing = [(0, -n % multiple) for n, multiple in zip(x.shape, (1, 8, SQUARE), strict=True)]
     return jnp.pad(x, missing) if any(after for _, after in missing) else x
 
@@ -60,13 +69,14 @@ def is_chosen(x: jax.Array, dtype: jnp.dtype) -> bool:
 
 
 def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
-    """Why the kernel can't run; a kernel for Blackwell would be an implementation with its own name."""
+    """Why the kernel can't run on products of x in `dtype`, as the end of a sentence; None if it can."""
     if jax.__version_info__ < NEEDS_JAX:
         return f"needs JAX {'.'.join(map(str, NEEDS_JAX))} or newer, this is {jax.__version__}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {jnp.dtype(dtype).name}"
     if 0 in x.shape:
         return f"got the empty shape {x.shape}"
+    # Instructions such as wgmma exist on compute capability 9.0 alone.
     device = _device()
     if device.platform != "gpu" or not any(name in device.device_kind for name in _HOPPER):
         return (
@@ -82,10 +92,11 @@ def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
 
 
 def _has_whole_matrices(x: jax.Array) -> bool:
-    """Whether there is one device, or all of them are inside of `jax.shard_map`.
+    """Whether a kernel gets whole matrices: there is one device, or all mesh axes are inside of `jax.shard_map`.
 
     Elsewhere the sharding of x is unknown while it is traced, and XLA gathers a kernel's operands on every device.
     """
+    # Inside of `jax.shard_map` all axes of the mesh are manual, and each device sees its own part as a whole.
     context = jax.sharding.get_abstract_mesh()
     mesh = jax.typeof(x).sharding.mesh if context.empty else context
     if mesh.empty:

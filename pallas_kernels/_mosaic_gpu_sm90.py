@@ -44,6 +44,11 @@ def transforms(minor: int, dtype: jnp.dtype) -> tuple:
 
 
 def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
+    """What one CTA runs: ``alpha·X Yᵀ + beta·C`` for its tiles, by three warpgroups of which the last loads.
+
+    `gmem` is the device's memory, `smem` the shared memory of the CTA. `refs` are C, if there is an addend, and the
+    result.
+    """
     *c_gmem, out_gmem = refs
     batch, m, k = x_gmem.shape
     dtype = x_gmem.dtype
@@ -56,6 +61,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
     c_slots = min(2, tiles.squares)
 
     def shared(number, rows, columns):
+        """Shared memory for so many matrices of X's dtype."""
         return plgpu.SMEM((number, rows, columns), dtype, transforms=transforms(columns, dtype))
 
     @functools.partial(
@@ -80,18 +86,22 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
 
             @plgpu.nd_loop((batch * count,), collective_axes="cta", init_carry=jnp.int32(0))
             def _(loop, carry):
-                (step,) = loop.index
-                b, step = lax.div(step, jnp.int32(count)), lax.rem(step, jnp.int32(count))
-                i, j = triangle(
-                    lax.div(step, jnp.int32(tiles.rows)), pl.cdiv(m, height), tiles.group
-                )
-                return body(b, i, j * tiles.rows + lax.rem(step, jnp.int32(tiles.rows)), carry)
+                # Tiles are numbered matrix after matrix and square after square; a square has `rows` tiles.
+                (number,) = loop.index
+                b = lax.div(number, jnp.int32(count))
+                tile = lax.rem(number, jnp.int32(count))
+                square = lax.div(tile, jnp.int32(tiles.rows))
+                i, j = triangle(square, pl.cdiv(m, height), tiles.group)
+                column = j * tiles.rows + lax.rem(tile, jnp.int32(tiles.rows))
+                return body(b, i, column, carry)
 
         def following(stage):
+            """The next stage of the pipeline; the first one follows the last."""
             return lax.select(stage == stages - 1, jnp.int32(0), stage + 1)
 
         @pl.when(wg == 2)
         def _load():
+            """Copy the slices of X and Y of each tile into the stages, each as soon as it is free."""
             plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
 
             @each_tile
@@ -114,13 +124,15 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
 
         @pl.when(wg < 2)
         def _multiply_and_store():
+            """Multiply this warpgroup's half of each tile, and store it with its mirror image."""
             plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
             for stage in range(stages):
                 plgpu.barrier_arrive(free.at[stage])
 
             @each_tile
             def _(b, i, j, stage):
-                top, left = i * height + wg * part, j * block
+                top = i * height + wg * part
+                left = j * block
 
                 def place(square):
                     """First row and column of a square; those above the diagonal are never stored."""
@@ -138,10 +150,14 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                         plgpu.copy_gmem_to_smem(source, c_smem.at[slot], c_full.at[slot])
 
                 def store(square, value):
+                    """Store a 64-square of the product, with its scale and addend, at its place and mirrored."""
                     row, column = place(square)
-                    rows, columns = pl.ds(row, SQUARE), pl.ds(column, SQUARE)
+                    rows = pl.ds(row, SQUARE)
+                    columns = pl.ds(column, SQUARE)
+                    # The squares of a warpgroup take its slots in turn.
                     slot = wg * slots + square % slots
-                    direct, mirror = direct_smem.at[slot], mirror_smem.at[slot]
+                    direct = direct_smem.at[slot]
+                    mirror = mirror_smem.at[slot]
 
                     @pl.when(column > row)
                     def _():
@@ -172,10 +188,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                         def _():
                             # Rounding may differ above and below the diagonal: below counts.
                             plgpu.commit_smem()
-                            row_of, column_of = (
-                                lax.broadcasted_iota(jnp.int32, (SQUARE, SQUARE), axis)
-                                for axis in (0, 1)
-                            )
+                            shape = (SQUARE, SQUARE)
+                            row_of = lax.broadcasted_iota(jnp.int32, shape, 0)
+                            column_of = lax.broadcasted_iota(jnp.int32, shape, 1)
                             direct[...] = jnp.where(row_of >= column_of, result, mirror[...])
                             plgpu.commit_smem()
 
@@ -192,7 +207,10 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                     pl.run_scoped, accumulator=plgpu.WGMMAAccumulatorRef((part, block), jnp.float32)
                 )
                 def product(accumulator):
+                    """X Yᵀ of this warpgroup's part of the tile, slice by slice of k."""
+
                     def step(s, carry):
+                        """Add the product of one slice; `carry` is its stage and the stage before."""
                         stage, last = carry
                         plgpu.barrier_wait(full.at[stage])
                         mine = x_smem.at[stage, pl.ds(wg * part, part)]
@@ -212,7 +230,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                     return value
 
                 for square in range(tiles.squares):
-                    down, across = (SQUARE * n for n in divmod(square, block // SQUARE))
+                    row, column = divmod(square, block // SQUARE)
+                    down = SQUARE * row
+                    across = SQUARE * column
                     store(square, product[down : down + SQUARE, across : across + SQUARE])
                 return lax.rem(stage + steps, jnp.int32(stages))
 

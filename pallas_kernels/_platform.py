@@ -50,24 +50,30 @@ def kind_of(*arrays: Any, mesh: Any = None) -> str:
 
 
 def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:
-    """A device, an `AbstractDevice`, or the name of a platform."""
-    return (
-        _of_mesh(mesh)
-        or next(filter(None, map(_of_sharding, arrays)), None)
-        or next(filter(None, map(_of_device, arrays)), None)
-        or _of_mesh(jax.sharding.get_abstract_mesh())
-        or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-        or jax.default_backend()
+    """The device that decides in `platform_of`: a device, an `AbstractDevice`, or the name of a platform."""
+    candidates = (
+        _of_mesh(mesh),
+        *map(_of_sharding, arrays),
+        *map(_of_device, arrays),
+        _of_mesh(jax.sharding.get_abstract_mesh()),
+        jax.config.jax_default_device,  # pyright: ignore[reportAttributeAccessIssue]
     )
+    for candidate in candidates:
+        if candidate:
+            return candidate
+    return jax.default_backend()
 
 
 def _of_mesh(mesh: Any) -> Any:
+    """A device of a mesh, or the description of one that an abstract mesh may have; None without."""
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh.devices.flat[0] if mesh.size else None
     return None if mesh is None else mesh.abstract_device
 
 
 def _of_sharding(array: Any) -> Any:
+    """A device of the mesh of an array's `NamedSharding`; None for other arrays."""
+    # A `ShapeDtypeStruct` keeps its sharding itself, an array or a tracer has it in its type.
     sharding = (
         array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
     )
@@ -75,31 +81,40 @@ def _of_sharding(array: Any) -> Any:
 
 
 def _of_device(array: Any) -> Any:
+    """A device on which a concrete array lies; None while it is traced."""
+    # A tracer is an instance of `jax.Array` too.
     concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
     return next(iter(array.devices())) if concrete else None
 
 
 def numbers_from_loop(numbers: Sequence[int], platform: str) -> Sequence[jax.typing.ArrayLike]:
-    """On a CPU the numbers as results of a loop, int32 each; elsewhere as they are.
+    """The same numbers, on a CPU as int32 results of a loop, so that XLA does not know them.
 
-    XLA compiles equal kernels once, but a slice at a constant of its own is a kernel of its own: with 96 layers of
-    one shape, slicing was more than half of the time that their compilation took.
+    Slices at numbers that XLA does not know are one kernel; at constants each is a kernel of its own. With 96 layers of
+    one shape, to compile such slices took more than half of the time.
     """
     # Elsewhere each pass of the loop would be a launch; and a single slice is a single kernel either way.
     if platform != "cpu" or len(numbers) < 2:
         return numbers
     table = jnp.asarray(numbers, jnp.int32)
-    none = (jnp.int32(0),) * len(numbers)
-    return lax.fori_loop(0, len(numbers), lambda i, found: (*found[1:], table[i]), none)
+    zeros = (jnp.int32(0),) * len(numbers)
+
+    def shift_in(i: jax.Array, last: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The last numbers of the table after number i: without the first of them, and with number i."""
+        return (*last[1:], table[i])
+
+    return lax.fori_loop(0, len(numbers), shift_in, zeros)
 
 
 def materialize(f: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str) -> jax.Array:
-    """f(x), of the shape and dtype of x, in memory; on a CPU as the result of a branch that is always taken.
+    """f(x), of the shape and dtype of x, as an array that XLA keeps in memory and does not compute again.
 
-    XLA would compute what is elementwise in f once more for each reader of the result, and keep everything that this
-    takes until the last of them has run. An `optimization_barrier` is gone by the time that it decides so.
+    On a CPU, XLA computes elementwise operations again for each reader of their result, and keeps their operands until
+    the last reader has run. It can't do so with the result of a branch. An `optimization_barrier` is no help, because
+    XLA removes it before it fuses.
     """
     if platform != "cpu":
         return f(x)
+    # XLA does not know that this number is 1, and so that the branch is always taken.
     _, one = numbers_from_loop((0, 1), platform)
     return lax.cond(one == 1, f, lambda x: x, x)

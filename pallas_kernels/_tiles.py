@@ -51,18 +51,19 @@ class Tiles:
         return (self.rows * self.block // 2 // SQUARE) * (self.block // SQUARE)
 
     def shared_memory(self, *, addend: bool) -> int:
-        """Bytes for the pipeline, the result's squares and their mirror images, and C's squares."""
+        """Bytes of shared memory that one CTA needs; more with an addend C."""
+        # Half-precision numbers have two bytes. A stage holds `rows` blocks of X and one of Y.
         square = 2 * SQUARE * SQUARE
-        slots = min(self.slots, self.squares)
         stage = 2 * (self.rows + 1) * self.block * DEPTH
-        return (
-            self.stages * stage
-            + 2 * slots * 2 * square
-            + addend * 2 * min(2, self.squares) * square
-        )
+        pipeline = self.stages * stage
+        # Each of the two warpgroups has slots for squares of the result and for their mirror images.
+        slots = min(self.slots, self.squares)
+        results = 2 * slots * 2 * square
+        squares_of_c = 2 * min(2, self.squares) * square
+        return pipeline + results + (squares_of_c if addend else 0)
 
     def with_addend(self) -> "Tiles":
-        """The same tiles with room for C: slots, then stages, make way."""
+        """The same tiles with shared memory left for C: first slots are given up, then stages of the pipeline."""
         tiles = self
         if tiles.shared_memory(addend=True) > SHARED_MEMORY and tiles.slots > 1:
             tiles = dataclasses.replace(tiles, slots=1)
@@ -71,7 +72,8 @@ class Tiles:
         return tiles
 
     def count(self, m: int) -> int:
-        """CTA tiles that touch the lower triangle of an m×m result."""
+        """How many tiles of a CTA touch the lower triangle of an m×m result: t(t + 1)/2 squares of `rows` tiles."""
+        # t rows of squares that are rows·block wide, and in each square `rows` tiles next to each other.
         t = math.ceil(m / (self.rows * self.block))
         return self.rows * t * (t + 1) // 2
 

@@ -89,6 +89,7 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     NVIDIA GPU, one bfloat16 pass on a TPU); for more speed, pass bfloat16 arrays. If the user has set
     `jax.default_matmul_precision`, that setting is used.
     """
+    # A product of half types sums in float32 anyway, so nothing is asked for it.
     wish = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if jnp.dtype(dtype).itemsize <= 2 or wish is not None:
         return None
@@ -114,26 +115,28 @@ def epilogue(
     alpha: Float[Array, "*#batch"],
     beta: Float[Array, "*#batch"],
 ) -> Inexact[Array, "*batch m n"]:
-    """``alpha·P + beta·C`` in P's dtype."""
+    """``alpha·P + beta·C`` in P's dtype, or ``alpha·P`` without C."""
     s = scaled(alpha, p)
     return s if c is None else s + scaled(beta, c.astype(p.dtype))
 
 
 def scaled(number: jax.Array, p: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
-    """``number·P`` in P's dtype; a scalar, or one for each matrix of the last batch axes."""
+    """``number·P`` in P's dtype: a scalar times all, or [batch] numbers times [..., batch, m, n] matrices."""
     if number.ndim:
+        # [batch] -> [..., batch, 1, 1]
         leading = range(p.ndim - 2 - number.ndim)
         number = lax.expand_dims(number, (*leading, p.ndim - 2, p.ndim - 1))
     return number.astype(p.dtype) * p
 
 
 def mirror(p: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
-    """The Hermitian matrix whose lower triangle is P's."""
-    # Sums with zeros rather than one `where`: XLA's CPU compiler takes a minute over
-    # `where(row >= column, p, p.mT)` at 1024 (jaxlib 0.10.2), and none over this.
+    """The Hermitian matrix whose lower triangle is P's: [[1, 9], [2, 3]] gives [[1, 2], [2, 3]]."""
     m = p.shape[-1]
+    # The diagonal of a Hermitian matrix is real.
     if jnp.iscomplexobj(p):
         p = jnp.where(jnp.eye(m, dtype=bool), p.real.astype(p.dtype), p)
+    # A sum with zeros and not one `where`: XLA's CPU compiler takes a minute over
+    # `where(row >= column, p, p.mT)` at 1024 (jaxlib 0.10.2), and none over this.
     lower = jnp.tri(m, dtype=bool)
     return jnp.where(lower, p, 0) + jnp.where(lower, 0, p.mT.conj())
 
@@ -157,26 +160,36 @@ def blocked_product(
     rows: int = ROWS,
     smallest: int = SMALLEST,
 ) -> Inexact[Array, "*batch m m"]:
-    """The product in blocks."""
+    """The product with only the blocks of its lower triangle computed.
+
+    Args:
+      o: What is multiplied.
+      platform: "cpu" or another platform's name.
+      rows: How many rows of blocks, at most.
+      smallest: How many rows the smallest block has, at least; smaller matrices are one full product.
+    """
     *batch, m, _ = o.x.shape
+    # More rows of blocks save more products, until the blocks are too small to be fast.
     rows = min(rows, m // smallest)
     if rows < 2:
         return symmetric_product(o)
-    one = functools.partial(_in_blocks, rows=rows, platform=platform)
+    product_of_one = functools.partial(_in_blocks, rows=rows, platform=platform)
     if math.prod(batch) <= 1 or platform != "cpu":
-        return one(o)
-    # One matrix after the other: blocks of a whole batch would be copied through main memory.
+        return product_of_one(o)
+    # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main memory.
     alpha = jnp.broadcast_to(o.alpha, batch)
     beta = jnp.broadcast_to(o.beta, batch)
-    each = jax.tree.map(
+    operands = jax.tree.map(
         lambda a: a.reshape(-1, *a.shape[len(batch) :]),
         o._replace(alpha=alpha, beta=beta),
     )
-    return lax.map(one, each).reshape(*batch, m, m)
+    return lax.map(product_of_one, operands).reshape(*batch, m, m)
 
 
 def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*batch m m"]:
+    """The product from blocks: S_ij = alpha·X_i Y_jᴴ + beta·C_ij for i >= j, and S_ji = S_ijᴴ."""
     x, _, c, alpha, beta = o
+    # Block i takes the rows from bounds[i] to bounds[i + 1].
     bounds = [x.shape[-2] * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
     starts = numbers_from_loop(bounds[:-1], platform)
@@ -184,6 +197,7 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
     def cut(a: jax.Array, i: int, axis: int = -2) -> jax.Array:
         return lax.dynamic_slice_in_dim(a, starts[i], sizes[i], axis, allow_negative_indices=False)
 
+    # Each block below the diagonal is used twice, each on it is mirrored.
     blocks = {}
     for i in range(rows):
         x_i = cut(x, i)
@@ -204,6 +218,7 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
         column = [blocks[i, j] for i in range(rows)]
         columns.append(jnp.concatenate(column, axis=-2))
     s = jnp.concatenate(columns, axis=-1)
+    # Without C the whole is scaled at once, so that XLA compiles the blocks of all products as the same kernels.
     if c is None:
         s = scaled(alpha, s)
     return s.astype(x.dtype)
@@ -214,20 +229,22 @@ def shared_product(
     *,
     axis_name: tuple[str, ...],
 ) -> Inexact[Array, "*batch m m"]:
-    """The product, each device of the mesh axes `axis_name` a part; the same arguments on all of them."""
+    """The product, of which each device along the mesh axes `axis_name` computes some blocks.
+
+    All these devices hold the same operands, and get the whole product by one all-gather.
+    """
     m = o.x.shape[-2]
     devices = math.prod(map(lax.axis_size, axis_name))
+    # p devices and 2p rows of blocks: the lower triangle has p(2p + 1) blocks, 2p + 1 for each device.
     rows = 2 * devices
     size = -(-m // rows)
-    # The blocks in the lower triangle are numbered, and each device has the next 2p + 1 of them.
-    i, j = np.argwhere(np.tri(rows)).T
-    number = np.zeros((rows, rows), int)
-    number[i, j] = np.arange(len(i))
+    block_rows, block_columns = np.argwhere(np.tri(rows)).T
     device = lax.axis_index(axis_name)
-    rows_of_device = jnp.asarray(i.reshape(devices, -1))[device]
-    columns_of_device = jnp.asarray(j.reshape(devices, -1))[device]
+    rows_of_device = jnp.asarray(block_rows.reshape(devices, -1))[device]
+    columns_of_device = jnp.asarray(block_columns.reshape(devices, -1))[device]
 
     def padded(a: jax.Array, *axes: int) -> jax.Array:
+        """The array with these axes filled with zeros up to `rows` whole blocks."""
         widths = [(0, 0)] * a.ndim
         for axis in axes:
             widths[axis] = (0, rows * size - m)
@@ -236,7 +253,7 @@ def shared_product(
     def cut(a: jax.Array, i: jax.Array, axis: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(a, i * size, size, axis, allow_negative_indices=False)
 
-    # [*batch, blocks, size, ...]
+    # The blocks of a device, [*batch, blocks, size, ...]: rows of one array, or columns of as many.
     cut_rows = jax.vmap(lambda a, i: cut(a, i, -2), in_axes=(None, 0), out_axes=-3)
     cut_columns = jax.vmap(lambda a, j: cut(a, j, -1), in_axes=(-3, 0), out_axes=-3)
 
@@ -246,9 +263,13 @@ def shared_product(
     c = o.c
     if c is not None:
         c = cut_columns(cut_rows(padded(c, -2, -1), rows_of_device), columns_of_device)
+    # The blocks are one more batch axis, with the same number for each.
     alpha, beta = (s if s.ndim == 0 else s[..., None] for s in (o.alpha, o.beta))
     part = epilogue(p, c, alpha, beta).astype(x.dtype)
     blocks = lax.all_gather(part, axis_name, axis=part.ndim - 3, tiled=True)
+    # Block (i, j) is number[i, j] of all blocks. Above the diagonal any block will do: `mirror` does not read it.
+    number = np.zeros((rows, rows), int)
+    number[block_rows, block_columns] = np.arange(len(block_rows))
     s = jnp.moveaxis(blocks[..., number, :, :], -3, -2)
     s = s.reshape(*s.shape[:-4], rows * size, rows * size)
     return mirror(s[..., :m, :m])
