@@ -25,13 +25,14 @@ from muonjax._names.roles import Parameter
 
 
 def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """The matrices in one layer's parameter, on that layer's axes; None where nothing tells."""
+    """Which axes of one layer's parameter are rows and which are columns; None where nothing tells.
+
+    A query [d, heads, size] gives MuonDimensionNumbers(0, (1, 2)).
+    """
     role, rank = p.role, p.rank
     if role in roles.OPEN:
         return None
-    if role is roles.ADAPTER and rank != 2:
-        return None
-    # Its window has at least one axis.
+    # The window of a convolution has at least one axis, next to its inputs and outputs.
     if role is roles.CONVOLUTION and rank == 2:
         return None
     if role is roles.GATE_UP:
@@ -41,12 +42,12 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     if rank == 2:
         return _dense(p, neighbors)
     if role.projection:
-        return _attention(p, neighbors) if rank == 3 else None
+        return _attention(p, neighbors)
     return role.layouts.get(rank) or _kernel(p, neighbors)
 
 
 def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
-    """(in, out), or (out, in) where the bias or the rest of the tree says so."""
+    """Whether a matrix of two axes is stored (in, out), as Flax does, or (out, in), as PyTorch does."""
     first, last = p.shape
     bias = neighbors.bias(p)
     outputs_first = p.is_weight and neighbors.outputs_first
@@ -61,7 +62,10 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
 
 
 def _is_stored_as_up(p: Parameter, neighbors: Neighbors) -> bool:
-    """Whether a down kernel is stored as [d, hidden], like the up kernel next to it, as in seqax."""
+    """Whether a down kernel has the shape of the up kernel next to it, [d, hidden], as in seqax.
+
+    Its rows and columns are then stored in the other order.
+    """
     if not re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", p.layer):
         return False
     for other in neighbors.beside(p):
@@ -72,9 +76,12 @@ def _is_stored_as_up(p: Parameter, neighbors: Neighbors) -> bool:
 
 
 def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
-    """The kernel of a convolution, of a DenseGeneral, or of an einsum with a bias."""
-    evidence = _outputs_by_bias if neighbors.bias(p) else _outputs_by_window
-    outputs = evidence(p, neighbors)
+    """Rows and columns of a kernel of three axes or more: a convolution, a DenseGeneral, an einsum.
+
+    Its bias tells which axes are outputs; without a bias only the window of a convolution does.
+    """
+    outputs_of = _outputs_by_bias if neighbors.bias(p) else _outputs_by_window
+    outputs = outputs_of(p, neighbors)
     if not outputs:
         return None
     inputs = [axis for axis in range(p.rank) if axis not in outputs]
@@ -82,10 +89,14 @@ def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
 
 
 def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
-    """The kernel's axes that its bias has too; empty if the bias does not show them."""
+    """The axes of a kernel that its bias has too; empty if the bias does not show them.
+
+    A kernel [5, 3, 32] with a bias [32] has the outputs [2]; [32, 3, 4, 8] with [4, 8] has [2, 3].
+    """
     shape, rank = p.shape, p.rank
     bias = neighbors.bias(p) or ()
     if len(bias) == 1:
+        # Where several axes are as long as the bias, the order of axes in the library decides.
         is_transposed = "transpose" in p.name.lower()
         if is_outputs_first(p, neighbors):
             order = (0, rank - 1, rank - 2)
@@ -97,8 +108,9 @@ def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
             if shape[axis] == bias[0]:
                 return [axis]
         return []
+    # The outputs of a DenseGeneral come last: [*inputs, *outputs] with a bias [*outputs]. A kernel with one matrix for
+    # each block, [blocks, in, out] with a bias [blocks, out], has such a bias too if blocks = in.
     inputs = rank - len(bias)
-    # Kernels of one matrix a block have such a bias too, and so has [in, heads, size] if in = heads.
     is_block = bias == (*shape[:-2], shape[-1])
     if inputs > 0 and shape[inputs:] == bias and not is_block:
         return list(range(inputs, rank))
@@ -106,7 +118,7 @@ def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
 
 
 def _outputs_by_window(p: Parameter, neighbors: Neighbors) -> list[int]:
-    """The axis of a convolution's outputs; empty for other kernels."""
+    """The axis of a convolution's outputs, [3] of [3, 3, 16, 32]; empty for other kernels."""
     if is_outputs_first(p, neighbors):
         return [0]
     # A bare array of such a shape may be a stack of matrices.
@@ -116,7 +128,7 @@ def _outputs_by_window(p: Parameter, neighbors: Neighbors) -> list[int]:
     return []
 
 
-# The axes of projections and of the output, for d features and h heads of size s.
+# The order of axes in query, key and value, and in the output, for d features and h heads of size s.
 _ORDERS = (
     ("dhs", "hsd"),  # Flax
     ("dhs", "dhs"),  # axlearn
@@ -125,14 +137,18 @@ _ORDERS = (
 
 
 def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
-    """A projection's matrix, by the first order of axes that fits all shapes in its attention."""
+    """The matrix of an attention's projection with three axes: one side is the features, one the heads.
+
+    The order of axes is that of the first library whose order makes sense of all projections in the same attention. A
+    query [64, 4, 16] and an output [4, 16, 64] fit Flax, so the query's rows are axis 0 and its columns (1, 2).
+    """
     shapes: dict[str, Shape] = {}
     for name, shape in neighbors.attention(p).items():
         if len(shape) > 3:
             return None  # queries grouped by key head
         if len(shape) == 3:
             shapes[name] = shape
-    # Flax's kernels have one order; an einsum's output could have either.
+    # An output alone has one order in Flax, whose arrays are called kernel; an einsum's could be any.
     if [*shapes] == ["out"] and words(p.path)[-1] != "kernel":
         return None
     is_output = p.role.projection == "out"
@@ -149,11 +165,13 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
 
 
 def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
-    """Whether heads are as large as the model, or the numbers of heads do not fit together."""
+    """Whether an order of axes makes no sense: several heads as large as the model, or unequal numbers of heads.
+
+    `sizes` are those that the order gives: {"query": {"d": 64, "h": 4, "s": 16}, "out": ...}.
+    """
     for size in sizes.values():
+        # A single head may be as large as the model.
         if size["s"] >= size["d"] and size["h"] > 1:
-            return True
-        if size["h"] * size["s"] > 64 * size["d"]:
             return True
     if "query" not in sizes or "out" not in sizes:
         return False
@@ -161,15 +179,19 @@ def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
 
 
 def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """Query, key and value in one kernel: on an axis of their own, or side by side in one of two."""
+    """The matrices of a kernel that holds query, key and value, or key and value.
+
+    They lie along an axis of their own, as [3, d, heads, size], or side by side in one of two axes: [d, 3·d] has three
+    parts on axis 1.
+    """
     parts = p.role.parts
     axis_of_part = axis_of_parts(p)
     if p.rank == 4 and axis_of_part is not None:
-        one_part = _attention(p, neighbors)
-        if one_part is not None:
-            rows, columns = (_behind(axis_of_part, axes_of(side)) for side in one_part)
+        numbers_of_part = _attention(p, neighbors)
+        if numbers_of_part is not None:
+            rows, columns = (_behind(axis_of_part, axes_of(side)) for side in numbers_of_part)
             return MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
-    # With grouped keys the numbers of heads are not known here.
+    # Two axes show the parts only if all are d × d. With grouped keys the sizes of the parts are unknown.
     if p.rank != 2 or parts != 3:
         return None
     first, last = p.shape
@@ -179,12 +201,12 @@ def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
 
 
 def _behind(removed: int, axes: tuple[int, ...]) -> list[int]:
-    """The axes of a shape that lacks one axis, as numbers of the axes with it."""
+    """Axes of a shape from which one was removed, as axes of the whole shape: without axis 1, 0 and 1 are 0 and 2."""
     return [axis + (axis >= removed) for axis in axes]
 
 
 def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """Gate and up along an axis of size two, with or without an axis of experts."""
+    """Rows and columns of gate and up in one kernel, [2, in, out] or [experts, 2, in, out]."""
     axis_of_part = axis_of_parts(p)
     if p.rank == 2 or axis_of_part is None:
         return None
@@ -196,7 +218,7 @@ def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     is_square = sides[0] == sides[1]
     for other in neighbors.beside(p):
         is_down = other.role.muon and other.rank == p.rank - 1
-        # Gate and up are stored in the same order as the down kernel.
+        # A down kernel is [hidden, d]. Gate and up of the same sides are stored as [hidden, d] too, which is (out, in).
         if is_down and other.shape[-2:] == sides and not is_square:
             return MuonDimensionNumbers(columns, rows)
     return MuonDimensionNumbers(rows, columns)

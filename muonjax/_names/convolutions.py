@@ -15,10 +15,10 @@ _IMAGE_CHANNELS = 3
 
 
 def patch_embedding(p: Parameter) -> Answer | None:
-    """The answer for a kernel that cuts an image or a video into patches; None for other leaves.
+    """Adam for a kernel that cuts an image or a video into patches; None for other leaves.
 
-    It has an even window over few channels, and the name of an embedding. Without such a name a
-    large window over few channels stays open.
+    It is a convolution with an even window over few channels, [16, 16, 3, 768], in a module with the name of an
+    embedding. Without such a name a large window over few channels is open.
     """
     if p.is_weight and is_trailing_window(p.shape):
         outputs, inputs, side = p.shape[:3]
@@ -26,7 +26,7 @@ def patch_embedding(p: Parameter) -> Answer | None:
         side, inputs, outputs = p.shape[-3:]
     else:
         return None
-    # The last is the kernel's own name.
+    # Up to three modules around the kernel, "model/patch_embed/proj".
     modules = "/".join(words(p.path)[-4:-1]).lower()
     is_named = bool(re.search("embed|patch|stem", modules))
     is_large = side >= 8 and outputs >= 128
@@ -36,9 +36,9 @@ def patch_embedding(p: Parameter) -> Answer | None:
 
 
 def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, Answer]:
-    """The answers for convolutions whose window sees one channel.
+    """Adam for convolutions whose window sees one channel, [3, 3, 1, 32].
 
-    If there is only one, it may be a model's first convolution, and stays open.
+    If there is only one, it is open, because it may be a model's first convolution over gray images.
     """
     paths = []
     for p in parameters:
@@ -49,11 +49,10 @@ def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, 
 
 
 def grouped(p: Parameter, widths: Widths) -> Answer | None:
-    """The answer for a convolution that may have groups; None for other leaves.
+    """Open for a convolution that may have groups, each a matrix by itself; None for other leaves.
 
-    It may have groups if no parameter gives as many channels as its kernel takes, but one gives a
-    multiple that divides the outputs. Three channels are an image's if only one convolution takes
-    them.
+    With 4 groups a kernel over 16 channels is [3, 3, 4, 16]: no other parameter gives 4 channels, but one gives a
+    multiple, 16. If only one convolution takes three channels, these are an image's.
     """
     inputs = channels(p, widths.numbers[p.path])
     if inputs is None or widths.given[inputs]:
@@ -69,24 +68,25 @@ def grouped(p: Parameter, widths: Widths) -> Answer | None:
 
 
 def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
-    """Whether a leaf called `weight` is a convolution's [out, in, *window]."""
+    """Whether a leaf called `weight` is a convolution's [out, in, *window], as PyTorch stores it."""
     if not p.is_weight or p.rank < 3:
         return False
+    # axlearn calls its kernels [*window, in, out] weights too.
     if is_window(p.shape):
         return False
     if neighbors.outputs_first or is_trailing_window(p.shape):
         return True
-    # If the window has one axis, this axis is the shortest of the three.
+    # Over time, [out, in, width] and [width, in, out] differ by where the shortest axis is.
     if p.role is not roles.CONVOLUTION or p.rank > 3:
         return False
     return p.shape[2] < min(p.shape[:2])
 
 
 def is_window(shape: Shape) -> bool:
-    """Whether the leading axes of [*window, in, out] look like a window.
+    """Whether the leading axes look like the window of a convolution [*window, in, out].
 
-    Its last two sizes are equal and small, and all are smaller than the outputs. An axis of frames
-    may come first.
+    [3, 3, 16, 32] has one, and [2, 16, 16, 3, 768] with two frames of a video in front. The window
+    is square, and its sides are short and less than the outputs.
     """
     if len(shape) not in (4, 5):
         return False
@@ -96,7 +96,7 @@ def is_window(shape: Shape) -> bool:
 
 
 def is_trailing_window(shape: Shape) -> bool:
-    """Whether the trailing axes of [out, in, *window] look like a window."""
+    """Whether the trailing axes look like the window of a convolution [out, in, *window], [32, 16, 3, 3]."""
     if len(shape) not in (4, 5):
         return False
     outputs, _, *window = shape

@@ -44,14 +44,23 @@ from muonjax._names.stacked import unstack
 
 
 class Route(NamedTuple):
-    """Where one leaf goes, and why, in a few words."""
+    """Where one leaf goes.
+
+    Attributes:
+      path: "/"-joined.
+      shape: The shape of the leaf.
+      dtype: Its dtype.
+      numbers: Its axes as a matrix for Muon; None: it is Adam's.
+      why: The reason, in a few words.
+      is_open: Whether nothing decides what it is, so that it goes to Adam with a warning.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     numbers: DimensionNumbers | None
     why: str
-    is_open: bool  # nothing decides what it is, so it goes to Adam with a warning
+    is_open: bool
 
 
 def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
@@ -103,9 +112,11 @@ def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
     return numbers_tree(*routes(arrays, rules=rules, layers=params))
 
 
-def numbers_tree(found: Sequence[Any], treedef: Any) -> Any:
-    """The tree of dimension numbers of what `routes` returns."""
-    numbers = [leaf.numbers if isinstance(leaf, Route) else leaf for leaf in found]
+def numbers_tree(routes_of_leaves: Sequence[Any], treedef: Any) -> Any:
+    """The tree of dimension numbers, from what `routes` returns."""
+    numbers = []
+    for route in routes_of_leaves:
+        numbers.append(route.numbers if isinstance(route, Route) else route)
     return jax.tree.unflatten(treedef, numbers)
 
 
@@ -117,7 +128,10 @@ def routes(
     layers: Any = None,
     warn: bool = True,
 ) -> tuple[list[Route | optax.MaskedNode], Any]:
-    """The routes of all leaves in order, masked nodes among them, and the tree's structure.
+    """Decide by names, shapes and neighbors where each leaf goes; warn of what they leave open.
+
+    Returns the routes of all leaves in the order of the tree, in which masked leaves stay `MaskedNode`s, and the
+    structure of the tree.
 
     Args:
       params: As in `dimension_numbers`.
@@ -137,25 +151,25 @@ def routes(
         answers[path] = Answer(numbers, "rule")
     if warn:
         _warn(parameters, answers, paths, reasons)
-    found: list[Route | optax.MaskedNode] = []
+    routes_of_leaves: list[Route | optax.MaskedNode] = []
     for path, leaf in zip(paths, leaves, strict=True):
         if trees.is_masked(leaf):
-            found.append(leaf)
+            routes_of_leaves.append(leaf)
             continue
         answer = answers.get(path, Answer(None, "not a floating-point leaf"))
         shape, dtype = jnp.shape(leaf), trees.dtype_of(leaf)
-        found.append(Route("/".join(path), shape, dtype, *answer))
-    return found, treedef
+        routes_of_leaves.append(Route("/".join(path), shape, dtype, *answer))
+    return routes_of_leaves, treedef
 
 
 def _parameters(paths: Sequence[Path], leaves: Sequence[Any], modules: Any) -> list[Parameter]:
-    """The floating-point leaves with their roles, as one layer sees them."""
+    """The floating-point leaves, each with its role and with the shape that it has in one layer."""
     types = types_of_modules(modules)
     parameters = []
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
         if trees.is_masked(leaf) or not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
-        # The type of a module says more than the name of its kernel, and nothing about its bias.
+        # The type of a module tells what its kernel is, and nothing about its bias.
         if role.muon:
             role = types.get("/".join(path), role)
         shape = jnp.shape(leaf)
@@ -165,10 +179,11 @@ def _parameters(paths: Sequence[Path], leaves: Sequence[Any], modules: Any) -> l
 
 
 def _answers(parameters: Sequence[Parameter]) -> dict[Path, Answer]:
-    """What names say of each parameter, in the axes of its leaf."""
+    """What names say of each parameter, by its path."""
     neighbors = Neighbors(parameters)
     answers = {p.path: _of_one_layer(p, neighbors) for p in parameters}
     answers |= ends(parameters, answers)
+    # So far the numbers count the axes of one layer; the leaf may be a stack of layers.
     for p in parameters:
         answer = answers[p.path]
         answers[p.path] = answer._replace(numbers=_on_leaf(answer.numbers, p.axes))
@@ -176,9 +191,9 @@ def _answers(parameters: Sequence[Parameter]) -> dict[Path, Answer]:
 
 
 def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
-    """What names say of one layer's parameter, wherever in the model it is."""
+    """What names say of one layer's parameter, whether or not it is an end of the model."""
     is_matrix = sum(size > 1 for size in p.shape) > 1
-    # Its shape is a matrix, though its name is that of a vector or a table.
+    # The name is that of a vector or a table, but the shape is that of a matrix.
     is_odd = is_matrix and neighbors.contradict(p)
     if not p.role.muon and not is_odd:
         return Answer(None, p.role.name)
@@ -189,7 +204,7 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     numbers = None if p.stacked or is_odd else matrices(p, neighbors)
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
-    # A matrix of one row or column is a vector in another shape.
+    # A matrix with one row or one column is a vector in another shape.
     for side, name in ((numbers.reduction_axis, "row"), (numbers.output_axis, "column")):
         if math.prod(p.shape[axis] for axis in axes_of(side)) == 1:
             return Answer(None, f"{p.role.name} with one {name}")
@@ -198,7 +213,10 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
 
 
 def _on_leaf(numbers: DimensionNumbers | None, axes: Sequence[int]) -> DimensionNumbers | None:
-    """Dimension numbers of one layer, written in the axes of the leaf."""
+    """Dimension numbers of one layer, written in the axes of the leaf.
+
+    The kernel of one layer in a stack [6, 32, 80] has `axes` (1, 2), so that (0, 1) becomes (1, 2).
+    """
     if numbers is None:
         return None
     rows = one_or_several([axes[i] for i in axes_of(numbers.reduction_axis)])
@@ -214,7 +232,14 @@ def _warn(
     paths: Sequence[Path],
     reasons: Mapping[str, str],
 ) -> None:
-    """Warn of open leaves, and of those that names give to Muon after a program failed to follow them."""
+    """Warn of open leaves, and of those that names give to Muon where a program could not follow them.
+
+    Args:
+      parameters: The floating-point leaves.
+      answers: What names and rules say of each.
+      paths: The paths of all leaves, from which the suggested rules have to tell the open ones.
+      reasons: Why a program could not decide a leaf, by its "/"-joined path.
+    """
     open_paths, open_leaves, unfollowed = [], [], []
     for p in parameters:
         answer = answers[p.path]

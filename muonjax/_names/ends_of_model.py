@@ -53,12 +53,11 @@ _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions|proj|projectio
 
 
 def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dict[Path, Answer]:
-    """New answers for matrices that are no hidden layers, or can't be told from them.
+    """Adam for matrices that are no hidden layers, by their paths; open where names can't tell.
 
     These are depthwise and grouped convolutions, output heads, and embeddings without a name in
-    `roles`.
+    `roles`. `answers` says of each parameter which matrix it is, wherever it is in the model.
     """
-    # The axes of each parameter as a matrix for Muon; None if it is no such matrix.
     matrices = {path: answer.numbers for path, answer in answers.items()}
     new_answers = depthwise(parameters, matrices)
     if sum(p.rank > 1 for p in parameters) == 1:
@@ -77,10 +76,14 @@ def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dic
 
 
 def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | None:
-    """The answer for what is or may be an output head, by the reasons in the module's docstring."""
+    """Adam for what is an output head, open for what may be one, None for a hidden layer.
+
+    The signs of a head are the name of an end ("out", "q_net"), the last number (Dense_4 of Dense_0 to Dense_4), and an
+    output whose width no other parameter takes. Name and width together are sure; one sign alone is open.
+    """
     place = places.of(p)
     modules = [stem(name) for name in place.scope[places.root :]]
-    # Layers of an attention are hidden, even if their output is only a bias or a gate of its logits.
+    # Layers of an attention are hidden, even one whose output is only added to the logits or multiplied with them.
     in_attention = re.search("att(n|en)", "/".join(modules))
     if in_attention or not _is_layer(p):
         return None
@@ -111,7 +114,10 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
 
 
 def _table(p: Parameter, widths: Widths) -> Answer | None:
-    """The answer for a matrix that may be an embedding, because its name does not say what it is."""
+    """Open for a matrix that may be an embedding; None for other leaves.
+
+    It is a bare array [m, n] of two axes and of unknown name, and no other parameter gives m.
+    """
     is_unnamed = p.role is roles.UNKNOWN and p.is_bare and len(p.leaf_shape) == 2
     if is_unnamed and widths.is_ungiven(p):
         why = "no other parameter gives its input, so that it may be an embedding"
@@ -125,12 +131,12 @@ def _is_layer(p: Parameter) -> bool:
 
 
 class _Place(NamedTuple):
-    """Where a layer is in its model.
+    """Where a layer is in its model: block_1/fc2 is number 2 of the layers `fc` in block_1.
 
     Attributes:
-      scope: The path of the module around it.
-      name: In snake case without numbers: `fc` of fc2.
-      count: Its numbers: 2 of fc2, 3 of layers/3.
+      scope: The path of the module around it, ("block_1",).
+      name: Its name in snake case without numbers, "fc".
+      count: Its numbers, (2,); (3, 0) of layers/3/0.
     """
 
     scope: Path
@@ -144,15 +150,15 @@ class _Place(NamedTuple):
 
     @property
     def kind(self) -> Path:
-        """The same for the layers of this name in all blocks that differ by number."""
+        """The same for the layers of this name in all blocks that differ by number: block_0/fc1 and block_1/fc2."""
         return tuple(re.sub(r"\d+", "", name) for name in self.series)
 
 
 class _Places:
-    """The places of all layers of a model.
+    """Which layers of a model stand next to each other, repeat, or are the last of their kind.
 
     Attributes:
-      root: How many modules are around all parameters.
+      root: How many modules are around all parameters: 1 if all paths begin with "params".
     """
 
     def __init__(self, parameters: Sequence[Parameter], widths: Widths):

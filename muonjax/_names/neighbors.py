@@ -15,7 +15,7 @@ _WIDENING = r"(^|_)(up|gate|fc1|w1|c_fc|wi|intermediate|linear1)(_|$)"
 
 
 class Neighbors:
-    """What the parameters of a tree show together.
+    """What the parameters of a tree say about each other: biases, attentions, how weights are stored.
 
     Attributes:
       outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox
@@ -36,18 +36,18 @@ class Neighbors:
         self.outputs_first = self._are_outputs_first(parameters)
 
     def bias(self, p: Parameter) -> Shape | None:
-        """The shape of the bias of a weight, on one layer's axes."""
+        """The shape of the bias of a weight, on one layer's axes; None if it has none."""
         shape = self._biases.get(p.module)
         if shape is None:
             return None
-        # In PyTorch's order the bias of a convolution is (16, 1, 1).
+        # Equinox keeps the bias of a convolution as (16, 1, 1), to add it to [channels, *window].
         is_column = shape[1:] == (1,) and p.is_weight
         if len(shape) > 2 or is_column:
             return tuple(size for size in shape if size > 1) or (1,)
         return shape
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
-        """The shapes of all projections of the attention that one belongs to, "query" to "out"."""
+        """The shapes of all projections of the attention that p belongs to, {"query": ..., "out": ...}."""
         return self._attentions.get(attention_scope(p.scope), {})
 
     def beside(self, p: Parameter) -> Sequence[Parameter]:
@@ -58,20 +58,21 @@ class Neighbors:
         """Whether a leaf of several axes can't be the vector or the table that its name says."""
         bias = self.bias(p)
         if bias and p.role in (roles.NORM, roles.TABLE):
-            # It is a matrix, or the table of a head that is tied.
+            # Norms and tables have no bias of fewer axes: this is a dense layer with a misleading name.
             return len(bias) < p.rank
         if p.role is roles.NORM:
-            # Norms keep a vector under this name, adaptive ones a dense layer.
+            # The scale of a norm is a vector; a kernel of two axes is the dense layer of an adaptive norm.
             return p.path[-1] == "kernel"
-        # A bias has a weight next to it; the B of S4 or of an adapter does not.
+        # A bias called b has a weight next to it. Alone it is a matrix called B, as in a state space or an adapter.
         is_alone = self._leaves_of[p.module] == 1
         return is_alone and words(p.path)[-1:] == ("b",)
 
     def _add_projection(self, p: Parameter) -> None:
+        """Record the shape of an attention's projection under its name, "query" to "out"."""
         shapes = self._attentions[attention_scope(p.scope)]
         if p.role.projection:
             shapes[p.role.projection] = p.shape
-        # Kernels with an axis for query, key and value, as Gemma's: each has the other axes.
+        # In Gemma one kernel [2, heads, d, size] holds keys and values: a key is [heads, d, size].
         is_fused = p.role in (roles.FUSED_QKV, roles.FUSED_KV)
         axis = axis_of_parts(p)
         if is_fused and p.rank == 4 and axis is not None:
@@ -80,16 +81,20 @@ class Neighbors:
             shapes.setdefault(name, one_part)
 
     def _are_outputs_first(self, parameters: Sequence[Parameter]) -> bool:
+        """Whether the majority of weights that show an order is stored (out, in)."""
         votes = sum(map(self._vote, parameters))
         if votes:
             return votes > 0
-        # A head called `weight` may be stored as the table of tokens is, (tokens, features).
+        # If no weight shows an order, a head may: stored (out, in), it has the shape of the table, (tokens, features).
         tables = {p.shape for p in parameters if p.role.name == "embedding"}
         heads = {p.shape for p in parameters if p.role is roles.HEAD and p.is_weight}
         return not tables.isdisjoint(heads)
 
     def _vote(self, p: Parameter) -> int:
-        """1 for outputs first, -1 for outputs last, 0 if the leaf shows neither."""
+        """1 if a weight is stored (out, in), -1 if (in, out), 0 if its bias and its name don't show it.
+
+        A weight [80, 32] with a bias [80] votes 1, and so does one called `up`, which widens 32 to 80.
+        """
         is_matrix = p.role.muon and p.rank > 1
         if not is_matrix or not p.is_weight:
             return 0
@@ -104,7 +109,7 @@ class Neighbors:
 
 
 def axis_of_parts(p: Parameter) -> int | None:
-    """The axis, before the last, that counts the parts of a fused kernel."""
+    """The axis before the last that counts the parts of a fused kernel, 1 of [d, 3, heads, size]; None without."""
     if p.role.parts in p.shape[:-1]:
         return p.shape.index(p.role.parts)
     return None

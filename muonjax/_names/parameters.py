@@ -18,47 +18,44 @@ _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "s
 
 
 def check_parameters(params: Any, *, warn: bool = True) -> None:
-    """Raise TypeError if this is a module or an optimizer, or has no arrays.
+    """Raise TypeError unless this is a tree of arrays, as a module, an optimizer or a `Program` is not.
 
-    Warns of other collections next to them.
+    Warns of collections next to the parameters, as `model.init` of Flax returns them.
     """
     if callable(getattr(params, "dimension_numbers", None)):
         raise TypeError("(params) got what inspect returned; give it second, after the parameters.")
-    if _has_no_arrays(params):
+    leaves = trees.flatten_paths(params)
+    others = {path: leaf for path, leaf in leaves.items() if not _is_array(leaf)}
+    if leaves and len(others) == len(leaves):
         kind = type(params).__name__
         raise TypeError(f"(params) got {kind} and no arrays, such as model.init(key, x)['params'].")
-    for path, leaf in trees.flatten_paths(params).items():
-        is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
-        if callable(leaf) or not (is_number or trees.is_masked(leaf)):
-            raise TypeError(
-                f"{path!r} is no array but {reprlib.repr(leaf)}: "
-                "eqx.filter(model, eqx.is_inexact_array)."
-            )
+    if others:
+        path, leaf = next(iter(others.items()))
+        raise TypeError(
+            f"{path!r} is no array but {reprlib.repr(leaf)}: "
+            "eqx.filter(model, eqx.is_inexact_array)."
+        )
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = ", ".join(str(name) for name in params if name in _COLLECTIONS)
         if beside:
             warn_user(f"The parameters have {beside} too: give variables['params'] alone.")
 
 
-def _has_no_arrays(params: Any) -> bool:
-    """Whether this is a module or an optimizer, and not what they make."""
-    is_leaf = jax.tree_util.all_leaves([params])
-    if is_leaf and hasattr(params, "__dict__") and not hasattr(params, "dtype"):
-        return True
-    # An optimizer and Haiku's `Transformed` are tuples of functions.
-    makes_others = hasattr(params, "apply") or hasattr(params, "update")
-    return hasattr(params, "init") and makes_others and (is_leaf or isinstance(params, tuple))
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, its shape, a number, or a leaf that Optax has masked."""
+    is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
+    # A type such as jnp.float32 has a dtype too.
+    return (is_number and not callable(leaf)) or trees.is_masked(leaf)
 
 
 def types_of_modules(params: Any) -> dict[str, Role]:
-    """What modules say and names can't, by the path of a parameter.
+    """The roles that types and settings of modules show and names can't, by the path of the parameter.
 
-    The type of a module shows an embedding. Its settings show the groups of a kernel, or the letters
-    of an einsum.
+    An `eqx.nn.Embedding` is an embedding under any name. Settings show that a kernel has groups, or that it belongs to
+    an einsum with letters of its own.
 
     Raises:
-      TypeError: Axes with names, as Haliax's and penzai's arrays have them: a program reads these
-      better.
+      TypeError: The arrays have axes with names, as Haliax's and penzai's have them, which only a program reads.
     """
     types: dict[str, Role] = {}
     nodes = jax.tree_util.tree_leaves_with_path(
@@ -76,11 +73,13 @@ def types_of_modules(params: Any) -> dict[str, Role]:
 
 
 def _has_named_axes(node: Any) -> bool:
+    """Whether a node is an array of penzai (`named_axes`) or of Haliax (`array` and `axes`)."""
     return hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes"))
 
 
 def _type(node: Any) -> Role | None:
-    # In Flax, or in Equinox.
+    """The role of a module's parameters, if its type or its settings show it."""
+    # Flax calls the groups of a convolution feature_group_count, Equinox groups.
     groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))
     if hasattr(node, "einsum_str") or (isinstance(groups, int) and groups > 1):
         return roles.SPECIAL

@@ -38,8 +38,8 @@ def layer_of(path: Path) -> tuple[Path, str]:
     (('mlp', 'experts'), 'wi')
     """
     path = words(path)
+    # A number, such as the index of a list, has the name "" in snake case, which names no layer.
     names = [snake(name) for name in path]
-    # A bare number, such as the index of a list, is no name of a layer.
     named = [i for i, name in enumerate(names) if name]
     if not named:
         return (), ""
@@ -68,7 +68,11 @@ def module(path: Path) -> Path:
 
 @functools.cache
 def attention_scope(scope: Path) -> Path:
-    """The scope up to the last module whose name has "attn" or "attention" in it, or all of it."""
+    """The scope up to the last module with "attn" or "attention" in its name; all of it without such a name.
+
+    >>> attention_scope(("block_0", "self_attn", "qkv")), attention_scope(("block_0", "mlp"))
+    (('block_0', 'self_attn'), ('block_0', 'mlp'))
+    """
     for end in range(len(scope), 0, -1):
         if re.search(r"att(n|en)", snake(scope[end - 1])):
             return scope[:end]

@@ -265,8 +265,8 @@ class _Tree(NamedTuple):
     """What the role of one leaf depends on in the rest of the tree.
 
     Attributes:
-      attentions: Scopes with queries or keys.
-      names: The names of all leaves of a scope.
+      attentions: The scopes that hold queries or keys.
+      names: The names of all leaves of a module, {("Dense_0",): {"kernel", "bias"}}.
     """
 
     attentions: set[Path]
@@ -274,6 +274,10 @@ class _Tree(NamedTuple):
 
 
 def _role(path: Path, tree: _Tree) -> Role:
+    """What a leaf is in its layer: ("Dense_0", "kernel") is a dense layer's kernel, ("ln_f", "scale") a scale.
+
+    The last two names tell what is never a matrix; the name of the layer tells which matrix it is.
+    """
     names = [name for name in map(snake, path) if name] or [""]
     last_two = "/".join(["", *names][-2:])
     layer = layer_of(path)[1]
@@ -282,15 +286,16 @@ def _role(path: Path, tree: _Tree) -> Role:
         return ADAPTER
     if re.fullmatch(_LETTER, path[-1]):
         return LONE_LETTER
-    # Haiku's and AlphaFold's output_b, next to output_w.
+    # Haiku and AlphaFold have a bias output_b next to its weight output_w.
     weight = re.sub("_b$", "_w", path[-1])
     if weight != path[-1] and weight in beside:
         return _bias(path, layer_of((*path[:-1], weight))[1], tree)
     role = _first(_NOT_MUON, last_two)
     if role is BIAS:
         return _bias(path, re.sub("^b_", "", layer), tree)
-    # Next to keys they are an attention's queries; alone they are learned tokens.
+    # An array called queries is an attention's projection next to keys or values; alone it holds learned tokens.
     is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
+    # The logits of a router are no output of the model.
     is_router = role is HEAD and "router" in names
     if role is None or is_query or is_router:
         return _matrix(path, layer, tree)
@@ -298,24 +303,27 @@ def _role(path: Path, tree: _Tree) -> Role:
 
 
 def _bias(path: Path, layer: str, tree: _Tree) -> Role:
-    """A bias with the ranks that its layer's output may have."""
+    """A bias, with the numbers of axes that it may have in one layer: 1 or 2 of a query [d, heads, size]."""
     if projection := _first(_PROJECTIONS, layer):
         return BIAS._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
+    # A layer of unknown kind may be a DenseGeneral, whose outputs may have several axes.
     if _matrix(path, layer, tree) is UNKNOWN:
-        return BIAS._replace(ranks=(1, 2, 3, 4))  # DenseGeneral's may have the rank of its output
+        return BIAS._replace(ranks=(1, 2, 3, 4))
     return BIAS
 
 
 def _matrix(path: Path, layer: str, tree: _Tree) -> Role:
+    """What a matrix is, by the name of its layer: `out` is an attention's output next to queries, and else UNKNOWN."""
     scope = layer_of(path)[0]
     around = snake(scope[-1]) if scope else ""
-    if around == "lstm" and layer == "linear":  # Haiku's
+    # Haiku keeps the gates of an LSTM in a layer called linear.
+    if around == "lstm" and layer == "linear":
         return RECURRENT
     if scope in tree.attentions or re.search(r"att(n|en)", around):
         tables = (*_PROJECTIONS, (RECURRENT, _GATES), *_IN_ATTENTION, *_ANYWHERE)
         last = UNKNOWN
     else:
-        # A bare gate may be another layer's kernel.
+        # A module called gate is a router. A bare array called gate may be the kernel of a gated layer.
         is_module = layer != snake(path[-1])
         routers = rf"{_ROUTER}|{_GATE}" if is_module else _ROUTER
         tables = ((RECURRENT, _GATES), *_ANYWHERE, (ROUTER, routers))

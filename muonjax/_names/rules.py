@@ -15,7 +15,14 @@ PathRules = Sequence[tuple[str, DimensionNumbers | None]]
 def apply_rules(
     paths: Sequence[Path], leaves: Sequence[Any], rules: PathRules
 ) -> dict[Path, DimensionNumbers | None]:
-    """What the first rule that matches says of each leaf."""
+    """The dimension numbers that a caller's rules give to leaves, by path; the first rule that matches counts.
+
+    ("attn/.*/kernel", None) gives None to every leaf in which the pattern is found.
+
+    Raises:
+      ValueError: A rule that matches no leaf, or numbers that do not fit a leaf.
+      TypeError: A rule that is no pair, or that gives integers to Muon.
+    """
     _check(rules)
     names = ["/".join(path) for path in paths]
     ruled: dict[Path, DimensionNumbers | None] = {}
@@ -26,7 +33,7 @@ def apply_rules(
                 continue
             is_used = True
             if path not in ruled and not trees.is_masked(leaf):
-                # Raises where they don't fit the leaf.
+                # Raises where the numbers don't fit the leaf.
                 matrix_pieces({name: numbers}, {name: leaf}, call="(rules=...)")
                 ruled[path] = numbers
         if not is_used:
@@ -36,6 +43,7 @@ def apply_rules(
 
 
 def _check(rules: Any) -> None:
+    """Raise unless the rules are pairs of a regular expression and dimension numbers or None."""
     for rule in rules if isinstance(rules, Sequence) else [rules]:
         is_pair = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
         if not (is_pair and isinstance(rule[1], (DimensionNumbers, type(None)))):
@@ -45,10 +53,13 @@ def _check(rules: Any) -> None:
 
 
 def rules_for(chosen: Sequence[Path], paths: Sequence[Path]) -> str:
-    """Rules for these leaves and no others, as a person pastes them; None is Adam.
+    r"""Rules that give the chosen leaves to Adam, and no others, as code to paste.
 
-    Paths that differ by their numbers share a rule, unless it would match a leaf that is not
-    chosen.
+    Leaves that differ by numbers share a rule, unless it would match a leaf that is not chosen.
+
+    >>> layers = [("layers", "0", "w"), ("layers", "1", "w")]
+    >>> print(rules_for(layers, layers))
+    (r'^layers/\d+/w$', None)
     """
     others = {_pattern(path) for path in paths if path not in chosen}
     patterns = []
@@ -59,4 +70,5 @@ def rules_for(chosen: Sequence[Path], paths: Sequence[Path]) -> str:
 
 
 def _pattern(path: Path) -> str:
+    r"""A path as a regular expression in which numbers are free: layers/0/w gives layers/\d+/w."""
     return re.sub(r"\d+", r"\\d+", re.escape("/".join(path)))

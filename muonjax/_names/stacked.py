@@ -16,6 +16,9 @@ from muonjax._names.roles import Parameter
 def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
     """Remove the axes that count layers, again and again where scans are nested.
 
+    A stack of a kernel [6, 32, 80], its bias [6, 80] and a norm's scale [6, 32] becomes one layer's
+    [32, 80], [80] and [32].
+
     Args:
       parameters: Every leaf of the tree.
 
@@ -26,23 +29,27 @@ def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
     current = list(parameters)
     while True:
         neighbors = Neighbors(current)
-        previous = []
+        judged = []
         for p in current:
-            previous.append(p._replace(stacked=_is_stacked(p, neighbors)))
-        # They come module by module, and go back in the order of the tree.
-        layers = {p.path: p for p in _layers(previous, 0)}
-        current = [layers[p.path] for p in previous]
-        if current == previous:
+            judged.append(p._replace(stacked=_is_stacked(p, neighbors)))
+        # The layers come module by module, and are put back in the order of the tree.
+        layers = {p.path: p for p in _layers(judged, 0)}
+        current = [layers[p.path] for p in judged]
+        if current == judged:
             return current
 
 
 def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
-    """True for a stack, False for one layer, None where it can't be told from this leaf alone."""
+    """Whether a leaf has an axis of layers, by its number of axes; None if it may or may not.
+
+    A dense kernel of three axes is a stack, one of two axes is not. A query of three axes may be [d, heads, size], or a
+    stack of [d, heads·size].
+    """
     bias = neighbors.bias(p) or ()
-    # A stack's bias has an axis of layers too.
+    # In a stack the bias has an axis of layers too, so that with a vector as its bias this is one layer.
     if len(bias) == 1 and p.rank > 1 and bias[0] in p.shape:
         return False
-    # Queries that are grouped by key head have an axis more than their keys.
+    # Queries that are grouped by key head, [d, groups, heads, size], have an axis more than their keys.
     keys = neighbors.attention(p).get("key", ())
     has_groups = p.role.projection in ("query", "out") and p.rank == 4
     if has_groups and len(keys) == 3:
@@ -54,7 +61,12 @@ def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
 
 
 def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
-    """Remove an axis from the outermost modules in which a leaf shows a stack and none a single layer."""
+    """One layer of each leaf in a module: without an axis if all of them are stacks, else as it is.
+
+    Stacked is the outermost module in which some leaf must be a stack, none can't be one, and all have an axis of the
+    same size at the same position. Modules inside of others are tried in turn; `depth` is how many names of their paths
+    are equal.
+    """
     verdicts = {p.stacked for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)
@@ -62,7 +74,6 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
             return layers
     if len(parameters) == 1:
         return list(parameters)
-    # The module as a whole has no common axis, but a module inside of it may have one.
     modules: dict[str, list[Parameter]] = defaultdict(list)
     for p in parameters:
         name = "".join(p.path[depth : depth + 1])
@@ -74,15 +85,19 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
 
 
 def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | None:
-    """Remove the axis of layers, or nothing if two axes fit equally well; None if no axis fits."""
+    """The leaves without the axis that counts layers; None if they have no axis in common.
+
+    Kernels [6, 32, 80] and [6, 80, 32] have only the first axis in common, of 6 layers. Where two axes fit equally
+    well, the leaves stay as they are.
+    """
     common_axes = _common_axes(parameters)
     if not common_axes:
         return None
-    # Square layers fit in more than one way; there are fewer layers than features.
+    # Square layers have more axes in common. There are fewer layers than features, so the shortest axis counts layers.
     count = min(common_axes.values())
     fits = [axes for axes, size in common_axes.items() if size == count]
-    # A kernel alone is a stack on its first axis only; one of an attention may be
-    # (d, groups, heads, size).
+    # A single kernel has all its axes in common with itself: only its first may count layers, and not if it is an
+    # attention's, which may be [d, groups, heads, size].
     is_alone = len(parameters) == 1
     has_other_reading = parameters[0].role.projection or any(axes[0] for axes in fits)
     if is_alone and has_other_reading:
@@ -98,18 +113,23 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
 
 
 def _common_axes(parameters: Sequence[Parameter]) -> dict[tuple[int, ...], int]:
-    """The size of each position, from the front or the back, at which all parameters have the same size."""
+    """The positions at which all leaves have an axis of one size, from the front or from the back.
+
+    Returns:
+      For each position the axis of every leaf, and the size: [32, 6, 80] and [80, 6] give {(1, 1): 6}.
+    """
     shortest = min(p.rank for p in parameters)
     sizes: dict[tuple[int, ...], int] = {}
     for position in [*range(shortest), *range(-shortest, 0)]:
-        counts = {p.shape[position] for p in parameters}
-        if len(counts) == 1:
+        sizes_there = {p.shape[position] for p in parameters}
+        if len(sizes_there) == 1:
             axes = tuple(position % p.rank for p in parameters)
-            sizes[axes] = counts.pop()
+            sizes[axes] = sizes_there.pop()
     return sizes
 
 
 def _without(p: Parameter, axis: int) -> Parameter:
+    """One layer of a stack whose layers are along this axis."""
     shape = p.shape[:axis] + p.shape[axis + 1 :]
     axes = p.axes[:axis] + p.axes[axis + 1 :]
     return p._replace(shape=shape, axes=axes, stacked=None)

@@ -51,14 +51,14 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
       Adam: 16,448 parameters (80.1 %), 2 leaves
       Every leaf is float32.
     """
-    layers, params = params, parameters_of(params)
+    modules, params = params, parameters_of(params)
     with errors_of("tabulate"):
         check_parameters(params, warn=False)
         if dimension_numbers is None:
-            found, _ = routes(params, layers=layers)
+            all_routes, _ = routes(params, layers=modules)
         else:
-            found = _given(params, dimension_numbers)
-    leaves = [route for route in found if isinstance(route, Route)]  # others are masked
+            all_routes = _given(params, dimension_numbers)
+    leaves = [route for route in all_routes if isinstance(route, Route)]  # others are masked
     dtypes = {str(route.dtype) for route in leaves}
     table = [_HEADER, *map(_cells, leaves)]
     if len(dtypes) == 1:
@@ -76,12 +76,13 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     return "\n".join(line.rstrip() for line in lines if line)
 
 
-def _given(params: Any, dimension_numbers: Any) -> Sequence[Any]:
-    """Routes by a tree of the caller's own."""
+def _given(params: Any, dimension_numbers: Any) -> Sequence[Route]:
+    """The routes of all leaves that are not masked, by dimension numbers of the caller or of a `Program`."""
     paths, leaves, _ = flatten_with_names(params)
     call = "(params, dimension_numbers)"
     numbers = iter(resolve_dimension_numbers(dimension_numbers, params, call=call))
-    why = getattr(dimension_numbers, "why", lambda path: "given")  # a `Program` knows the line
+    # A `Program` knows the line of code that decided; a tree does not say why.
+    why = getattr(dimension_numbers, "why", lambda path: "given")
     given = []
     for names, leaf in zip(paths, leaves, strict=True):
         if is_masked(leaf):
@@ -93,7 +94,7 @@ def _given(params: Any, dimension_numbers: Any) -> Sequence[Any]:
 
 
 def _matrices(route: Route) -> Counter[tuple[int, int]]:
-    """How many matrices of each size a leaf holds; empty if it is Adam's."""
+    """How many matrices of each size a leaf holds, {(64, 64): 3}; empty if it is Adam's."""
     sizes: Counter[tuple[int, int]] = Counter()
     if route.numbers is None:
         return sizes
@@ -106,7 +107,7 @@ def _matrices(route: Route) -> Counter[tuple[int, int]]:
 
 
 def _cells(route: Route) -> tuple[str, ...]:
-    """The line of a leaf, as in the header."""
+    """The line of a leaf, in the columns of the header: "3 of 64×64" for three matrices."""
     sizes = []
     for (m, n), count in _matrices(route).items():
         sizes.append(f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}")
@@ -130,22 +131,19 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _total(optimizer: str, leaves: Sequence[Route]) -> str:
-    """What an optimizer takes: "Muon: 384 parameters (31.2 %), 6 matrices in 2 leaves"."""
-    sizes: Counter[str] = Counter()
-    count = matrices = 0
-    for route in leaves:
-        sizes[_optimizer(route)] += math.prod(route.shape)
-        if optimizer == _optimizer(route):
-            count += 1
-            matrices += _matrices(route).total()
-    parameters = counted(sizes[optimizer], "parameter", "parameters")
-    share = 100 * sizes[optimizer] / max(1, sizes.total())
-    held = counted(count, "leaf", "leaves")
+    """What an optimizer takes of all leaves: "Muon: 384 parameters (31.2 %), 6 matrices in 2 leaves"."""
+    taken = [route for route in leaves if _optimizer(route) == optimizer]
+    size = sum(math.prod(route.shape) for route in taken)
+    size_of_all = sum(math.prod(route.shape) for route in leaves)
+    share = 100 * size / max(1, size_of_all)
+    parameters = _counted(size, "parameter", "parameters")
+    held = _counted(len(taken), "leaf", "leaves")
+    matrices = sum(_matrices(route).total() for route in taken)
     if matrices:
-        held = f"{counted(matrices, 'matrix', 'matrices')} in {held}"
+        held = f"{_counted(matrices, 'matrix', 'matrices')} in {held}"
     return f"{optimizer}: {parameters} ({share:.1f} %), {held}"
 
 
-def counted(count: int, one: str, several: str) -> str:
+def _counted(count: int, one: str, several: str) -> str:
     """A count and its noun, "1 leaf" or "1,024 leaves"."""
     return f"{count:,} {one if count == 1 else several}"

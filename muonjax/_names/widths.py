@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 from muonjax._matrices.matrix_view import DimensionNumbers, axes_of
 from muonjax._names import roles
@@ -14,7 +13,10 @@ Matrices = Mapping[Path, DimensionNumbers | None]
 
 
 class Widths:
-    """What the parameters of a tree take and give.
+    """Which widths the parameters of a tree take as inputs and give as outputs.
+
+    A kernel [32, 80] takes 32 and gives 80. A width that nothing takes may be the output of the model, and one that
+    nothing gives its input.
 
     Attributes:
       numbers: The matrices of each parameter in one layer's axes, None where it has none.
@@ -29,30 +31,35 @@ class Widths:
         self.numbers = numbers
         self.takes: dict[Path, set[int]] = {}
         self.gives: dict[Path, set[int]] = {}
+        self.taken: Counter[int] = Counter()
+        self.given: Counter[int] = Counter()
+        self.readers_of_channels: Counter[int | None] = Counter()
         for p in parameters:
             takes, gives = _widths(p, numbers[p.path])
             self.takes[p.path] = takes
             self.gives[p.path] = gives
-        self.taken = Counter(chain.from_iterable(self.takes.values()))
-        self.given = Counter(chain.from_iterable(self.gives.values()))
-        self.readers_of_channels = Counter(channels(p, numbers[p.path]) for p in parameters)
+            # A parameter counts once for each of its widths.
+            self.taken.update(takes)
+            self.given.update(gives)
+            self.readers_of_channels[channels(p, numbers[p.path])] += 1
 
     def is_untaken(self, p: Parameter) -> bool:
         """Whether no other parameter takes what a matrix gives."""
         (width,) = self.gives[p.path]
-        by_itself = width in self.takes[p.path]  # as a square matrix does
-        return self.taken[width] == by_itself
+        # A square matrix takes the width that it gives.
+        takes_itself = width in self.takes[p.path]
+        return self.taken[width] == takes_itself
 
     def is_ungiven(self, p: Parameter) -> bool:
         """Whether no parameter gives what a matrix takes."""
-        return not any(self.given[width] for width in self.takes[p.path])
+        return self.given.keys().isdisjoint(self.takes[p.path])
 
 
 def channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
     """How many channels the window of a convolution sees; None for other leaves."""
     if numbers is None or p.role not in (roles.CONVOLUTION, roles.UNKNOWN):
         return None
-    # The window's axes and the one of the channels.
+    # The rows of a convolution are its channels and its window, so more than one axis.
     rows = axes_of(numbers.reduction_axis)
     if len(rows) == 1:
         return None
@@ -63,12 +70,15 @@ def channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
 
 
 def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], set[int]]:
-    """What a parameter takes and what it gives."""
-    # A scale and a table have the width of the layers before and after them.
+    """The widths that a parameter takes and those that it gives.
+
+    A kernel [32, 80] takes {32} and gives {80}; an attention's output [4, 16, 64] takes {4, 16, 64} and gives {64}.
+    """
+    # A scale or a table has the width of the layers before and after it.
     if p.role.name in ("scale", "embedding") and p.shape:
         width = {p.shape[-1]}
         return width, width
-    # The output of a head is the model's output, and so is a single number.
+    # An output head gives the model's output, which no layer takes. A layer with one output is taken for one.
     is_head = p.role is roles.HEAD or (p.role.muon and 1 in p.shape)
     if p.rank == 2 and is_head:
         return {p.shape[0]}, set()
@@ -76,5 +86,5 @@ def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], s
         return set(), set()
     rows = [p.shape[axis] for axis in axes_of(numbers.reduction_axis)]
     columns = [p.shape[axis] for axis in axes_of(numbers.output_axis)]
-    # Each axis counts alone too: the channels of a window, or one head of an attention's output.
+    # Each of several rows counts too: the channels without the window, or the features of one head.
     return {*rows, math.prod(rows)}, {math.prod(columns)}
