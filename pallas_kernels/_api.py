@@ -97,9 +97,13 @@ def symmetric_product_on(
 ) -> Inexact[Array, "*batch m m"]:
     """`symmetric_product` with the platform as an argument: inside a loop it can't be found from the arrays."""
     operands = _checked(x, y, c, alpha, beta)
-    # A kernel would compute the whole triangle on each device; the shared parts are plain products.
-    axes = _mesh_axes(axis_name)
-    if axes and implementation is not None:
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
+        raise TypeError(
+            f"symmetric_product(axis_name={axis_name!r}) must be the name of a mesh axis, or several."
+        )
+    axis_name = axes
+    if axis_name and implementation is not None:
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}, axis_name={axis_name!r}): the parts that devices "
             "share out are plain products; leave one of the two out."
@@ -111,17 +115,7 @@ def symmetric_product_on(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
         )
-    return _traced_once(operands, implementation, axes, platform)
-
-
-def _mesh_axes(axis_name: Any) -> tuple[str, ...]:
-    """The name of a mesh axis, or several, as a tuple; raises TypeError for anything else."""
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
-        raise TypeError(
-            f"symmetric_product(axis_name={axis_name!r}) must be the name of a mesh axis, or several."
-        )
-    return axes
+    return _traced_once(operands, implementation, axis_name, platform)
 
 
 def _choose(platform: str, x: jax.Array) -> str:
@@ -140,14 +134,19 @@ def _choose(platform: str, x: jax.Array) -> str:
 _HOPPER_ON_A_GPU = "hopper on a GPU"
 
 
-def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None:
+def measured_kernel(
+    platform: str,
+    x: jax.Array,
+    dtype: jnp.dtype,
+) -> str | None:
     """The kernel that takes a tenth or more off an update with products of x [*batch, m, k] in `dtype`.
 
     On an H100 "hopper" takes 12 to 15 percent off for m = 4096, measured (benchmarks/results/gpu_nvidia_*.json). For
     m = 2048 it is 4 at most, for m = 768 3 to 5, and it has to be compiled.
     """
-    is_large = platform == "gpu" and x.shape[-2] >= 4096 and x.size > 0
-    return _HOPPER_ON_A_GPU if is_large and _mosaic_gpu.is_chosen(x, dtype) else None
+    if platform != "gpu" or x.size == 0 or x.shape[-2] < 4096:
+        return None
+    return _HOPPER_ON_A_GPU if _mosaic_gpu.is_chosen(x, dtype) else None
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
@@ -157,17 +156,14 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
         raise ValueError(
             f"symmetric_product(x) needs a matrix [*batch, m, k], got shape {x.shape}."
         )
+    # Integers and 8-bit floats have no accumulator here.
     if x.dtype.name not in _DTYPES:
         raise ValueError(
             f"symmetric_product(x) needs one of {', '.join(_DTYPES)}, got {x.dtype.name}; cast it first."
         )
     *batch, m, _ = x.shape
-    for name, value, shape in (("y", y, x.shape), ("c", c, (*batch, m, m))):
-        if value is not None and (value.shape != shape or value.dtype != x.dtype):
-            raise ValueError(
-                f"symmetric_product({name}=...) needs shape {tuple(shape)} and dtype {x.dtype.name} "
-                f"to go with x of shape {x.shape}, got {value.shape} and {value.dtype.name}."
-            )
+    _check_operand("y", y, x, x.shape)
+    _check_operand("c", c, x, (*batch, m, m))
     # α and β are real also for complex matrices: the product would not be Hermitian otherwise.
     real = jnp.finfo(_xla.accumulator(x.dtype)).dtype
     alpha = _checked_scale("alpha", alpha, batch).astype(real)
@@ -175,11 +171,32 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
     return Operands(x, y, c, alpha, beta)
 
 
-def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
+def _check_operand(
+    name: str,
+    value: Any,
+    x: jax.Array,
+    shape: tuple[int, ...],
+) -> None:
+    """Raise ValueError unless a second operand is missing, or has this shape and the dtype of x."""
+    if value is None:
+        return
+    if value.shape != shape or value.dtype != x.dtype:
+        raise ValueError(
+            f"symmetric_product({name}=...) needs shape {shape} and dtype {x.dtype.name} "
+            f"to go with x of shape {x.shape}, got {value.shape} and {value.dtype.name}."
+        )
+
+
+def _checked_scale(
+    name: str,
+    value: Any,
+    batch: list[int],
+) -> jax.Array:
     """A real number, or one for each matrix of the batch, as an array."""
     # A boolean or a complex number converts without an error, and would be a mistake.
     dtype = np.dtype(getattr(value, "dtype", type(value)))
-    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+    is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not is_real:
         raise ValueError(f"symmetric_product({name}={value!r}) needs real numbers.")
     scale = jnp.asarray(value)
     # It broadcasts to the batch: aligned at the last axis, each size is 1 or the batch's own.
@@ -193,7 +210,10 @@ def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
 
 
 def _run(
-    operands: Operands, implementation: str, axis_name: tuple[str, ...], platform: str
+    operands: Operands,
+    implementation: str,
+    axis_name: tuple[str, ...],
+    platform: str,
 ) -> Inexact[Array, "*batch m m"]:
     """The product by the implementation of this name, or in parts shared along mesh axes."""
     if axis_name:
@@ -232,7 +252,8 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
 
     def product(a, b):
         # In X's dtype: the transposed product then has two operands of X's dtype as well.
-        return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=_xla.precision(x.dtype))
+        precision = _xla.precision(x.dtype)
+        return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=precision)
 
     out = _product(operands, implementation, axis_name, platform)
     # The sum starts from zeros like S: inside of `jax.shard_map`, a tangent must vary over the same mesh axes as S.
@@ -244,10 +265,14 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
         tangent += _xla.mirror(scale(alpha, product(dx, y)))
     if dy is not None:
         tangent += _xla.mirror(scale(alpha, product(x, dy)))
+    # C is read below its diagonal only, and so is its tangent.
     if dc is not None:
         tangent += _xla.mirror(scale(beta, dc))
     if dalpha is not None:
-        plain = Operands(x, y, None, jnp.ones((), alpha.dtype), jnp.zeros((), beta.dtype))
+        # X Yᴴ alone, without its scale and its addend.
+        one = jnp.ones((), alpha.dtype)
+        zero = jnp.zeros((), beta.dtype)
+        plain = Operands(x, y, None, one, zero)
         tangent += scale(dalpha, _product(plain, implementation, axis_name, platform))
     if dbeta is not None and c is not None:
         tangent += _xla.mirror(scale(dbeta, c))

@@ -23,14 +23,14 @@ def launch_batch(launch: Launch, o: Operands) -> jax.Array:
     """The product of operands [*batch, m, k] by one launch, which takes a single batch axis."""
     *batch, m, _ = o.x.shape
     size = math.prod(batch)
+    # A scalar counts for every matrix.
     alpha = jnp.broadcast_to(o.alpha, batch).reshape(size)
     beta = jnp.broadcast_to(o.beta, batch).reshape(size)
     scale = jnp.stack([alpha, beta], axis=-1)
 
-    def flat(a: jax.Array | None) -> jax.Array | None:
-        return None if a is None else a.reshape(size, *a.shape[-2:])
-
-    return _folded(launch, flat(o.x), flat(o.y), flat(o.c), scale).reshape(*batch, m, m)
+    # Y and C may be None, and stay so.
+    x, y, c = jax.tree.map(lambda a: a.reshape(size, *a.shape[-2:]), (o.x, o.y, o.c))
+    return _folded(launch, x, y, c, scale).reshape(*batch, m, m)
 
 
 def _folded(launch: Launch, *arguments: jax.Array | None) -> jax.Array:
@@ -67,10 +67,17 @@ def rectangle(t: int) -> tuple[int, int]:
     >>> rectangle(3), rectangle(4)  # 6 and 10 blocks
     ((3, 2), (5, 2))
     """
-    return (t, (t + 1) // 2) if t % 2 else (t + 1, t // 2)
+    # t(t + 1)/2 blocks, as (t + 1)/2 columns of t blocks or as t/2 columns of t + 1.
+    if t % 2:
+        return t, (t + 1) // 2
+    return t + 1, t // 2
 
 
-def unfold(row: Index, column: Index, t: int) -> tuple[jax.Array, jax.Array]:
+def unfold(
+    row: Index,
+    column: Index,
+    t: int,
+) -> tuple[jax.Array, jax.Array]:
     """The block (i, j), ``0 <= j <= i < t``, of the lower triangle that lies at a place of the folded rectangle.
 
     For t = 3 the rectangle has the blocks (0, 0) (2, 2) / (1, 0) (1, 1) / (2, 0) (2, 1). Only block (2, 2), the corner
@@ -79,7 +86,13 @@ def unfold(row: Index, column: Index, t: int) -> tuple[jax.Array, jax.Array]:
     odd = t % 2
     _, width = rectangle(t)
     # For even t the rectangle has one more row than the triangle, so that everything moves down by one.
-    is_in_place = row >= column if odd else row > column
-    i = jnp.where(is_in_place, row if odd else row - 1, width + column - odd)
+    if odd:
+        is_in_place = row >= column
+        row_in_place = row
+    else:
+        is_in_place = row > column
+        row_in_place = row - 1
+    # The other places hold the corner behind the first `width` columns, transposed.
+    i = jnp.where(is_in_place, row_in_place, width + column - odd)
     j = jnp.where(is_in_place, column, width + row)
     return i, j

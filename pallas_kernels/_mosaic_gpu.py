@@ -22,7 +22,11 @@ def symmetric_product(o: Operands) -> jax.Array:
 
 
 def launched(
-    cores: int, x: jax.Array, y: jax.Array | None, c: jax.Array | None, scale: jax.Array
+    cores: int,
+    x: jax.Array,
+    y: jax.Array | None,
+    c: jax.Array | None,
+    scale: jax.Array,
 ) -> jax.Array:
     """One launch for operands [batch, m, k] of any sizes: padded with zeros, and the result cut to [batch, m, m].
 
@@ -33,8 +37,10 @@ def launched(
     from pallas_kernels import _mosaic_gpu_sm90
 
     size, m, _ = x.shape
-    y, c = (None if a is None else _aligned(a) for a in (y, c))
-    out = _mosaic_gpu_sm90.launch(_aligned(x), y, c, scale, tiles=pick(m, size, cores), cores=cores)
+    tiles = pick(m, size, cores)
+    x, y, c = jax.tree.map(_aligned, (x, y, c))  # None stays None
+    # Zeros add nothing to the product, and the rows and columns that they make are cut off.
+    out = _mosaic_gpu_sm90.launch(x, y, c, scale, tiles=tiles, cores=cores)
     return out[:, :m, :m]
 
 
@@ -43,9 +49,12 @@ def _aligned(x: jax.Array) -> jax.Array:
 
     Pallas asks for these of a tiled, swizzled copy.
     """
-    # The batch, m and k have their own multiples; the batch's is 1.
-    missing = [(0, -n % multiple) for n, multiple in zip(x.shape, (1, 8, SQUARE), strict=True)]
-    return jnp.pad(x, missing) if any(after for _, after in missing) else x
+    _, rows, columns = x.shape
+    missing_rows = -rows % 8
+    missing_columns = -columns % SQUARE
+    if missing_rows == missing_columns == 0:
+        return x
+    return jnp.pad(x, [(0, 0), (0, missing_rows), (0, missing_columns)])
 
 
 # Parts of the names of all devices of compute capability 9.0: H20 stands in H200 and GH200 too.
@@ -59,12 +68,15 @@ def require(x: jax.Array, dtype: jnp.dtype) -> int:
             f"symmetric_product(implementation='hopper') {reason}; "
             'use "blocked" or "reference" instead.'
         )
+    # A device that is only described calls them num_cores, an attached one core_count.
     device = _device()
-    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or CORES
+    cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None)
+    return cores or CORES
 
 
 def is_chosen(x: jax.Array, dtype: jnp.dtype) -> bool:
     """Whether the kernel can run and was measured."""
+    # Other cards of this generation differ in clocks and memory; nobody has timed the kernel there.
     return _device().device_kind == "NVIDIA H100 80GB HBM3" and not _unsuitable(x, dtype)
 
 
@@ -99,6 +111,7 @@ def _has_whole_matrices(x: jax.Array) -> bool:
     # Inside of `jax.shard_map` all axes of the mesh are manual, and each device sees its own part as a whole.
     context = jax.sharding.get_abstract_mesh()
     mesh = jax.typeof(x).sharding.mesh if context.empty else context
+    # Without a mesh XLA may still use several devices, unless there is only one.
     if mesh.empty:
         return bool(context.abstract_device) or jax.device_count() == 1
     return mesh.size == 1 or mesh.are_all_axes_manual

@@ -24,12 +24,17 @@ LOAD_REGISTERS = 40
 MULTIPLY_REGISTERS = 232
 
 
-def triangle(step: jax.Array, t: int, group: int) -> tuple[jax.Array, jax.Array]:
+def triangle(
+    step: jax.Array,
+    t: int,
+    group: int,
+) -> tuple[jax.Array, jax.Array]:
     """The `step`-th block (i, j) with ``0 <= j <= i < t``, in an order that reuses what the L2 cache holds.
 
     `planar_snake` runs through the rectangle that the triangle folds into in stripes of `group` columns, back and
     forth.
     """
+    # In stripes, the tiles that run at the same time share rows of X and of Y.
     height, width = rectangle(t)
     row, column = plgpu.planar_snake(step, (height, width), 1, min(group, width))
     return unfold(row, column, t)
@@ -37,6 +42,7 @@ def triangle(step: jax.Array, t: int, group: int) -> tuple[jax.Array, jax.Array]
 
 def transforms(minor: int, dtype: jnp.dtype) -> tuple:
     """The tiled, swizzled layout in shared memory that TMA writes and wgmma reads without conflicts."""
+    # A swizzle permutes the parts of a row of `minor` entries, so that a warp reads from all banks at once.
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(minor * size * 8)
     tiling = plgpu.TilingTransform((8, swizzle // size))  # pyright: ignore[reportAbstractUsage]
@@ -62,7 +68,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
 
     def shared(number, rows, columns):
         """Shared memory for so many matrices of X's dtype."""
-        return plgpu.SMEM((number, rows, columns), dtype, transforms=transforms(columns, dtype))
+        shape = (number, rows, columns)
+        return plgpu.SMEM(shape, dtype, transforms=transforms(columns, dtype))
 
     @functools.partial(
         pl.run_scoped,
@@ -119,13 +126,15 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
 
                 return lax.fori_loop(0, steps, step, stage)
 
-            for stage in range(stages):  # every stage is handed back once more than it is filled
+            # Every stage is handed back once more than it is filled.
+            for stage in range(stages):
                 plgpu.barrier_wait(free.at[stage])
 
         @pl.when(wg < 2)
         def _multiply_and_store():
             """Multiply this warpgroup's half of each tile, and store it with its mirror image."""
             plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
+            # At the start every stage is free.
             for stage in range(stages):
                 plgpu.barrier_arrive(free.at[stage])
 
@@ -146,7 +155,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
 
                     @pl.when(column <= row)
                     def _():
-                        source = c_gmem[0].at[b, pl.ds(row, SQUARE), pl.ds(column, SQUARE)]
+                        rows = pl.ds(row, SQUARE)
+                        columns = pl.ds(column, SQUARE)
+                        source = c_gmem[0].at[b, rows, columns]
                         plgpu.copy_gmem_to_smem(source, c_smem.at[slot], c_full.at[slot])
 
                 def store(square, value):
@@ -172,10 +183,12 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                         if addend:
                             c_slot = wg * c_slots + square % c_slots
                             plgpu.barrier_wait(c_full.at[c_slot])
-                            result = result + scale_gmem[b, 1] * c_smem[c_slot].astype(jnp.float32)
+                            c = c_smem[c_slot].astype(jnp.float32)
+                            result = result + scale_gmem[b, 1] * c
                         result = result.astype(dtype)
                         mirror.transpose((1, 0))[...] = result
 
+                        # Off the diagonal the square and its mirror image are two places of the result.
                         @pl.when(column < row)
                         def _():
                             direct[...] = result
@@ -196,9 +209,11 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
 
                         plgpu.copy_smem_to_gmem(direct, out_gmem.at[b, rows, columns])
 
+                    # The slot of C is free again for the square that comes next in it.
                     if addend and square + c_slots < tiles.squares:
                         load_c(square + c_slots)
 
+                # The first squares of C are on their way while the product is computed.
                 if addend:
                     for square in range(c_slots):
                         load_c(square)
@@ -214,7 +229,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                         stage, last = carry
                         plgpu.barrier_wait(full.at[stage])
                         mine = x_smem.at[stage, pl.ds(wg * part, part)]
-                        plgpu.wgmma(accumulator, mine, y_smem.at[stage].transpose((1, 0)))
+                        y_transposed = y_smem.at[stage].transpose((1, 0))
+                        plgpu.wgmma(accumulator, mine, y_transposed)
                         # This product stays in flight; the one before is done, and so is its stage.
                         plgpu.wgmma_wait(1)
 
@@ -246,15 +262,24 @@ def launch(x, y, c, scale, *, tiles: Tiles, cores: int) -> jax.Array:
     """
     batch, m, _ = x.shape
     addend = c is not None
+    # C passes through shared memory too, and something else has to make way.
     if addend:
         tiles = tiles.with_addend()
+    # Whole squares are stored, so that the result has as many columns.
+    columns = pl.cdiv(m, SQUARE) * SQUARE
+    # No more CTAs than multiprocessors: each walks over several tiles.
+    ctas = min(cores, batch * tiles.count(m))
     run = plgpu.kernel(
         functools.partial(_kernel, tiles=tiles, addend=addend),
-        out_type=jax.ShapeDtypeStruct((batch, m, pl.cdiv(m, SQUARE) * SQUARE), x.dtype),
-        grid=(min(cores, batch * tiles.count(m)),),
+        out_type=jax.ShapeDtypeStruct((batch, m, columns), x.dtype),
+        grid=(ctas,),
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return run(x, x if y is None else y, scale, *([c] if addend else []))
+    if y is None:
+        y = x
+    if c is None:
+        return run(x, y, scale)
+    return run(x, y, scale, c)

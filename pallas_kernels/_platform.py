@@ -43,10 +43,13 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
 def kind_of(*arrays: Any, mesh: Any = None) -> str:
     """The kind of the device that `platform_of` finds, such as "TPU v6 lite"; "" where JAX has no such device."""
     device = _device_of(arrays, mesh)
+    # A platform's name may be that of one for which this JAX was not installed.
     try:
-        return (jax.devices(device)[0] if isinstance(device, str) else device).device_kind
+        if isinstance(device, str):
+            device = jax.devices(device)[0]
     except RuntimeError:
         return ""
+    return device.device_kind
 
 
 def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:
@@ -66,6 +69,7 @@ def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:
 
 def _of_mesh(mesh: Any) -> Any:
     """A device of a mesh, or the description of one that an abstract mesh may have; None without."""
+    # All devices of a mesh are of one platform.
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh.devices.flat[0] if mesh.size else None
     return None if mesh is None else mesh.abstract_device
@@ -74,9 +78,8 @@ def _of_mesh(mesh: Any) -> Any:
 def _of_sharding(array: Any) -> Any:
     """A device of the mesh of an array's `NamedSharding`; None for other arrays."""
     # A `ShapeDtypeStruct` keeps its sharding itself, an array or a tracer has it in its type.
-    sharding = (
-        array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
-    )
+    holder = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+    sharding = holder.sharding
     return _of_mesh(getattr(sharding, "mesh", None))
 
 
@@ -96,6 +99,7 @@ def numbers_from_loop(numbers: Sequence[int], platform: str) -> Sequence[jax.typ
     # Elsewhere each pass of the loop would be a launch; and a single slice is a single kernel either way.
     if platform != "cpu" or len(numbers) < 2:
         return numbers
+    # XLA does not run loops while compiling, so that their results are unknown to it.
     table = jnp.asarray(numbers, jnp.int32)
     zeros = (jnp.int32(0),) * len(numbers)
 
@@ -106,7 +110,11 @@ def numbers_from_loop(numbers: Sequence[int], platform: str) -> Sequence[jax.typ
     return lax.fori_loop(0, len(numbers), shift_in, zeros)
 
 
-def materialize(f: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str) -> jax.Array:
+def materialize(
+    f: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    platform: str,
+) -> jax.Array:
     """f(x), of the shape and dtype of x, as an array that XLA keeps in memory and does not compute again.
 
     On a CPU, XLA computes elementwise operations again for each reader of their result, and keeps their operands until

@@ -48,7 +48,8 @@ class Tiles:
     @property
     def squares(self) -> int:
         """64-squares of the result that one warpgroup stores."""
-        return (self.rows * self.block // 2 // SQUARE) * (self.block // SQUARE)
+        rows_of_warpgroup = self.rows * self.block // 2
+        return (rows_of_warpgroup // SQUARE) * (self.block // SQUARE)
 
     def shared_memory(self, *, addend: bool) -> int:
         """Bytes of shared memory that one CTA needs; more with an addend C."""
@@ -95,6 +96,9 @@ SHAPES = (
 
 def pick(m: int, batch: int, cores: int = CORES) -> Tiles:
     """The tiles with the fewest waves, weighed by what a wave of theirs costs."""
-    return min(
-        SHAPES, key=lambda tiles: tiles.waves(m, batch, cores) * _COST[tiles.block, tiles.rows]
-    )
+
+    def cost(tiles: Tiles) -> float:
+        cost_of_wave = _COST[tiles.block, tiles.rows]
+        return tiles.waves(m, batch, cores) * cost_of_wave
+
+    return min(SHAPES, key=cost)

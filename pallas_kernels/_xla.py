@@ -93,6 +93,7 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     wish = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if jnp.dtype(dtype).itemsize <= 2 or wish is not None:
         return None
+    # TF32 keeps ten bits of a float32 number, HIGHEST all of them.
     return lax.Precision.HIGHEST
 
 
@@ -117,15 +118,21 @@ def epilogue(
 ) -> Inexact[Array, "*batch m n"]:
     """``alpha·P + beta·C`` in P's dtype, or ``alpha·P`` without C."""
     s = scaled(alpha, p)
-    return s if c is None else s + scaled(beta, c.astype(p.dtype))
+    if c is None:
+        return s
+    return s + scaled(beta, c.astype(p.dtype))
 
 
-def scaled(number: jax.Array, p: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
+def scaled(
+    number: jax.Array,
+    p: Inexact[Array, "*batch m n"],
+) -> Inexact[Array, "*batch m n"]:
     """``number·P`` in P's dtype: a scalar times all, or [batch] numbers times [..., batch, m, n] matrices."""
     if number.ndim:
         # [batch] -> [..., batch, 1, 1]
-        leading = range(p.ndim - 2 - number.ndim)
-        number = lax.expand_dims(number, (*leading, p.ndim - 2, p.ndim - 1))
+        rows = p.ndim - 2
+        leading = range(rows - number.ndim)
+        number = lax.expand_dims(number, (*leading, rows, rows + 1))
     return number.astype(p.dtype) * p
 
 
@@ -134,43 +141,35 @@ def mirror(p: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
     m = p.shape[-1]
     # The diagonal of a Hermitian matrix is real.
     if jnp.iscomplexobj(p):
-        p = jnp.where(jnp.eye(m, dtype=bool), p.real.astype(p.dtype), p)
+        real = p.real.astype(p.dtype)
+        p = jnp.where(jnp.eye(m, dtype=bool), real, p)
     # A sum with zeros and not one `where`: XLA's CPU compiler takes a minute over
     # `where(row >= column, p, p.mT)` at 1024 (jaxlib 0.10.2), and none over this.
     lower = jnp.tri(m, dtype=bool)
-    return jnp.where(lower, p, 0) + jnp.where(lower, 0, p.mT.conj())
+    below = jnp.where(lower, p, 0)
+    above = jnp.where(lower, 0, p.mT.conj())
+    return below + above
 
 
 def symmetric_product(o: Operands) -> Inexact[Array, "*batch m m"]:
     """The product with one full product of XLA's."""
     p = mirror(product(o.x, o.second))
     c = None if o.c is None else mirror(o.c)
-    return epilogue(p, c, o.alpha, o.beta).astype(o.x.dtype)
+    s = epilogue(p, c, o.alpha, o.beta)
+    # Rounded once, after C is added.
+    return s.astype(o.x.dtype)
 
 
-# Rows of blocks, at most, and of the smallest block: benchmarks/optimizer/symmetric_product.py compares others.
-ROWS = 4
-SMALLEST = 128
+# How many rows of blocks there are at most, and how many rows the smallest block has.
+_ROWS_OF_BLOCKS = 4
+_SMALLEST_BLOCK = 128
 
 
-def blocked_product(
-    o: Operands,
-    *,
-    platform: str,
-    rows: int = ROWS,
-    smallest: int = SMALLEST,
-) -> Inexact[Array, "*batch m m"]:
-    """The product with only the blocks of its lower triangle computed.
-
-    Args:
-      o: What is multiplied.
-      platform: "cpu" or another platform's name.
-      rows: How many rows of blocks, at most.
-      smallest: How many rows the smallest block has, at least; smaller matrices are one full product.
-    """
+def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m"]:
+    """The product with only the blocks of its lower triangle computed; small matrices are one full product."""
     *batch, m, _ = o.x.shape
     # More rows of blocks save more products, until the blocks are too small to be fast.
-    rows = min(rows, m // smallest)
+    rows = min(_ROWS_OF_BLOCKS, m // _SMALLEST_BLOCK)
     if rows < 2:
         return symmetric_product(o)
     product_of_one = functools.partial(_in_blocks, rows=rows, platform=platform)
@@ -190,8 +189,10 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
     """The product from blocks: S_ij = alpha·X_i Y_jᴴ + beta·C_ij for i >= j, and S_ji = S_ijᴴ."""
     x, _, c, alpha, beta = o
     # Block i takes the rows from bounds[i] to bounds[i + 1].
-    bounds = [x.shape[-2] * i // rows for i in range(rows + 1)]
+    m = x.shape[-2]
+    bounds = [m * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+    # At starts that XLA does not know, all slices of one size are one compiled kernel.
     starts = numbers_from_loop(bounds[:-1], platform)
 
     def cut(a: jax.Array, i: int, axis: int = -2) -> jax.Array:
@@ -212,7 +213,9 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
                     c_ij = mirror(c_ij)
                 block = epilogue(block, c_ij, alpha, beta)
             blocks[i, j] = block
-            blocks[j, i] = block.mT.conj() if i > j else block
+            if i > j:
+                blocks[j, i] = block.mT.conj()
+    # Column by column: two concatenations in all, which take the mirrored blocks along.
     columns = []
     for j in range(rows):
         column = [blocks[i, j] for i in range(rows)]
@@ -237,11 +240,15 @@ def shared_product(
     devices = math.prod(map(lax.axis_size, axis_name))
     # p devices and 2p rows of blocks: the lower triangle has p(2p + 1) blocks, 2p + 1 for each device.
     rows = 2 * devices
+    # Rounded up; zeros fill the last blocks.
     size = -(-m // rows)
     block_rows, block_columns = np.argwhere(np.tri(rows)).T
     device = lax.axis_index(axis_name)
-    rows_of_device = jnp.asarray(block_rows.reshape(devices, -1))[device]
-    columns_of_device = jnp.asarray(block_columns.reshape(devices, -1))[device]
+    # Each row of these tables is the list of blocks of one device.
+    rows_of_devices = block_rows.reshape(devices, -1)
+    columns_of_devices = block_columns.reshape(devices, -1)
+    rows_of_device = jnp.asarray(rows_of_devices)[device]
+    columns_of_device = jnp.asarray(columns_of_devices)[device]
 
     def padded(a: jax.Array, *axes: int) -> jax.Array:
         """The array with these axes filled with zeros up to `rows` whole blocks."""
@@ -254,17 +261,30 @@ def shared_product(
         return lax.dynamic_slice_in_dim(a, i * size, size, axis, allow_negative_indices=False)
 
     # The blocks of a device, [*batch, blocks, size, ...]: rows of one array, or columns of as many.
-    cut_rows = jax.vmap(lambda a, i: cut(a, i, -2), in_axes=(None, 0), out_axes=-3)
-    cut_columns = jax.vmap(lambda a, j: cut(a, j, -1), in_axes=(-3, 0), out_axes=-3)
+    cut_rows = jax.vmap(
+        lambda a, i: cut(a, i, -2),
+        in_axes=(None, 0),
+        out_axes=-3,
+    )
+    cut_columns = jax.vmap(
+        lambda a, j: cut(a, j, -1),
+        in_axes=(-3, 0),
+        out_axes=-3,
+    )
 
     x = padded(o.x, -2)
     y = x if o.y is None else padded(o.y, -2)
-    p = product(cut_rows(x, rows_of_device), cut_rows(y, columns_of_device))
+    x_i = cut_rows(x, rows_of_device)
+    y_j = cut_rows(y, columns_of_device)
+    p = product(x_i, y_j)
     c = o.c
     if c is not None:
-        c = cut_columns(cut_rows(padded(c, -2, -1), rows_of_device), columns_of_device)
-    # The blocks are one more batch axis, with the same number for each.
-    alpha, beta = (s if s.ndim == 0 else s[..., None] for s in (o.alpha, o.beta))
+        c = padded(c, -2, -1)
+        c = cut_rows(c, rows_of_device)
+        c = cut_columns(c, columns_of_device)
+    # The blocks are one more batch axis; a scale has the same number for all blocks of a matrix.
+    alpha = o.alpha[..., None] if o.alpha.ndim else o.alpha
+    beta = o.beta[..., None] if o.beta.ndim else o.beta
     part = epilogue(p, c, alpha, beta).astype(x.dtype)
     blocks = lax.all_gather(part, axis_name, axis=part.ndim - 3, tiled=True)
     # Block (i, j) is number[i, j] of all blocks. Above the diagonal any block will do: `mirror` does not read it.

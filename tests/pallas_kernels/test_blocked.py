@@ -1,5 +1,3 @@
-import inspect
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,9 +14,7 @@ class TestBlocked(SymmetricProductSuite):
 
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch):
-        monkeypatch.setitem(
-            inspect.unwrap(_xla.blocked_product).__kwdefaults__, "smallest", 4
-        )
+        monkeypatch.setattr(_xla, "_SMALLEST_BLOCK", 4)
 
 
 def _flops(implementation, m=1024):
