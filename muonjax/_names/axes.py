@@ -7,7 +7,6 @@ axes are (in, out); equal small axes before larger ones are a window). If none o
 there is no answer.
 """
 
-import re
 from collections.abc import Mapping
 
 from muonjax._matrices.matrix_view import (
@@ -51,28 +50,13 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
     first, last = p.shape
     bias = neighbors.bias(p)
     outputs_first = p.is_weight and neighbors.outputs_first
+    # A bias is as long as the outputs; for a square matrix it shows nothing.
     if bias and first != last:
         outputs_first = bias == (first,)
     elif p.role is roles.ROUTER and p.is_weight:
         # There are fewer experts than features.
         outputs_first |= 8 * first <= last
-    elif first != last and _is_stored_as_up(p, neighbors):
-        outputs_first = not outputs_first
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
-
-
-def _is_stored_as_up(p: Parameter, neighbors: Neighbors) -> bool:
-    """Whether a down kernel has the shape of the up kernel next to it, [d, hidden], as in seqax.
-
-    Its rows and columns are then stored in the other order.
-    """
-    if not re.fullmatch(r"(\w+_)?(down|wo)(_proj)?", p.layer):
-        return False
-    for other in neighbors.beside(p):
-        is_up = re.fullmatch(r"(\w+_)?(up|wi)(_proj)?", other.layer)
-        if is_up and other.shape == p.shape:
-            return True
-    return False
 
 
 def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
@@ -84,6 +68,7 @@ def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     outputs = outputs_of(p, neighbors)
     if not outputs:
         return None
+    # Everything else is summed over: the inputs, and the window of a convolution.
     inputs = [axis for axis in range(p.rank) if axis not in outputs]
     return MuonDimensionNumbers(one_or_several(inputs), one_or_several(outputs))
 
@@ -144,18 +129,21 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
     """
     shapes: dict[str, Shape] = {}
     for name, shape in neighbors.attention(p).items():
+        # Queries grouped by key head, [d, groups, heads, size], have no order that is usual.
         if len(shape) > 3:
-            return None  # queries grouped by key head
+            return None
         if len(shape) == 3:
             shapes[name] = shape
     # An output alone has one order in Flax, whose arrays are called kernel; an einsum's could be any.
-    if [*shapes] == ["out"] and words(p.path)[-1] != "kernel":
+    is_alone = [*shapes] == ["out"]
+    if is_alone and words(p.path)[-1] != "kernel":
         return None
     is_output = p.role.projection == "out"
     for order in _ORDERS:
         sizes = {}
         for name, shape in shapes.items():
-            sizes[name] = dict(zip(order[name == "out"], shape, strict=True))
+            letters = order[name == "out"]
+            sizes[name] = dict(zip(letters, shape, strict=True))
         if sizes and not _contradict(sizes):
             features = order[is_output].index("d")
             heads = tuple(axis for axis in range(3) if axis != features)
@@ -187,9 +175,11 @@ def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     parts = p.role.parts
     axis_of_part = axis_of_parts(p)
     if p.rank == 4 and axis_of_part is not None:
+        # One part alone has the axes of a projection; the axis of parts counts matrices.
         numbers_of_part = _attention(p, neighbors)
         if numbers_of_part is not None:
-            rows, columns = (_behind(axis_of_part, axes_of(side)) for side in numbers_of_part)
+            rows = _behind(axis_of_part, axes_of(numbers_of_part.reduction_axis))
+            columns = _behind(axis_of_part, axes_of(numbers_of_part.output_axis))
             return MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
     # Two axes show the parts only if all are d × d. With grouped keys the sizes of the parts are unknown.
     if p.rank != 2 or parts != 3:
@@ -197,7 +187,9 @@ def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     first, last = p.shape
     if first == 3 * last:
         return FusedDimensionNumbers(1, 0, parts, 0)
-    return FusedDimensionNumbers(0, 1, parts, 1) if last == 3 * first else None
+    if last == 3 * first:
+        return FusedDimensionNumbers(0, 1, parts, 1)
+    return None
 
 
 def _behind(removed: int, axes: tuple[int, ...]) -> list[int]:
@@ -207,9 +199,10 @@ def _behind(removed: int, axes: tuple[int, ...]) -> list[int]:
 
 def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Rows and columns of gate and up in one kernel, [2, in, out] or [experts, 2, in, out]."""
-    axis_of_part = axis_of_parts(p)
-    if p.rank == 2 or axis_of_part is None:
+    if p.rank == 2:
         return None
+    # Side by side along a longer axis, as in Phi 3, gate and up can't be told from a single matrix.
+    axis_of_part = axis_of_parts(p)
     axes = [axis for axis in range(p.rank - 3, p.rank) if axis != axis_of_part]
     if len(axes) != 2:
         return None

@@ -27,8 +27,9 @@ def patch_embedding(p: Parameter) -> Answer | None:
     else:
         return None
     # Up to three modules around the kernel, "model/patch_embed/proj".
-    modules = "/".join(words(p.path)[-4:-1]).lower()
-    is_named = bool(re.search("embed|patch|stem", modules))
+    modules = words(p.path)[-4:-1]
+    is_named = bool(re.search("embed|patch|stem", "/".join(modules).lower()))
+    # The patches of a vision transformer are at least 8 × 8, and its width is at least 128.
     is_large = side >= 8 and outputs >= 128
     if side % 2 or inputs > 16 or not (is_named or is_large):
         return None
@@ -40,6 +41,7 @@ def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, 
 
     If there is only one, it is open, because it may be a model's first convolution over gray images.
     """
+    # Each of its outputs is made of one channel, so that a channel has its own small filter and no matrix.
     paths = []
     for p in parameters:
         if channels(p, numbers[p.path]) == 1:
@@ -60,6 +62,7 @@ def grouped(p: Parameter, widths: Widths) -> Answer | None:
     if inputs == _IMAGE_CHANNELS and widths.readers_of_channels[inputs] == 1:
         return None
     (outputs,) = widths.gives[p.path]
+    # With g groups, a width of g·inputs is given somewhere, and g divides the outputs.
     for width in widths.given:
         if width % inputs == 0 and outputs % (width // inputs) == 0:
             why = "no other parameter gives as many channels, so that it may have groups"

@@ -145,8 +145,10 @@ def routes(
         check_parameters(params, warn=warn)
         paths, leaves, treedef = trees.flatten_with_names(params)
         ruled = apply_rules(paths, leaves, rules)
+    # The modules know more than a tree of their arrays, such as that a layer is an embedding.
     parameters = _parameters(paths, leaves, params if layers is None else layers)
     answers = _answers(parameters)
+    # What the caller says counts more than names, also for a leaf that is an end of the model.
     for path, numbers in ruled.items():
         answers[path] = Answer(numbers, "rule")
     if warn:
@@ -167,7 +169,10 @@ def _parameters(paths: Sequence[Path], leaves: Sequence[Any], modules: Any) -> l
     types = types_of_modules(modules)
     parameters = []
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
-        if trees.is_masked(leaf) or not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
+        # Integers count or are quantized; neither optimizer takes them.
+        if trees.is_masked(leaf):
+            continue
+        if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
         # The type of a module tells what its kernel is, and nothing about its bias.
         if role.muon:
@@ -186,7 +191,8 @@ def _answers(parameters: Sequence[Parameter]) -> dict[Path, Answer]:
     # So far the numbers count the axes of one layer; the leaf may be a stack of layers.
     for p in parameters:
         answer = answers[p.path]
-        answers[p.path] = answer._replace(numbers=_on_leaf(answer.numbers, p.axes))
+        numbers = _on_leaf(answer.numbers, p.axes)
+        answers[p.path] = answer._replace(numbers=numbers)
     return answers
 
 
@@ -197,6 +203,7 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     is_odd = is_matrix and neighbors.contradict(p)
     if not p.role.muon and not is_odd:
         return Answer(None, p.role.name)
+    # Before its axes are asked for: an embedding of patches is Adam's however it is stored.
     if patch := patch_embedding(p):
         return patch
     if not is_matrix:
@@ -205,8 +212,10 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
     # A matrix with one row or one column is a vector in another shape.
-    for side, name in ((numbers.reduction_axis, "row"), (numbers.output_axis, "column")):
-        if math.prod(p.shape[axis] for axis in axes_of(side)) == 1:
+    sides = {"row": numbers.reduction_axis, "column": numbers.output_axis}
+    for name, axes in sides.items():
+        size = math.prod(p.shape[axis] for axis in axes_of(axes))
+        if size == 1:
             return Answer(None, f"{p.role.name} with one {name}")
     is_stacked = math.prod(p.shape) < math.prod(p.leaf_shape)
     return Answer(numbers, f"{p.role.name}, stacked" if is_stacked else p.role.name)
@@ -245,6 +254,7 @@ def _warn(
         answer = answers[p.path]
         leaf = f"{p.name!r} {p.leaf_shape}"
         reason = reasons.get(p.name)
+        # A leaf that goes to Adam by its name is no surprise, even if the program could not follow it.
         if answer.is_open:
             open_paths.append(p.path)
             open_leaves.append(f"{leaf}: {answer.why}" + (f" ({reason})" if reason else ""))
@@ -278,6 +288,8 @@ def decays(params: Any, vectors: Collection[str] = ()) -> Any:
         if trees.is_masked(leaf):
             decayed.append(leaf)
             continue
-        is_vector = role.name in ("bias", "scale") or "/".join(path) in vectors
+        # The bias of a query has two axes, [heads, size], and is a vector nevertheless.
+        is_named = role.name in ("bias", "scale")
+        is_vector = is_named or "/".join(path) in vectors
         decayed.append(jnp.ndim(leaf) > 1 and not is_vector)
     return treedef.unflatten(decayed)

@@ -1,11 +1,11 @@
 """Read what the parameters of a tree say about each other: biases, attentions, orders of axes."""
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 from muonjax._names import roles
-from muonjax._names.paths import Path, attention_scope, words
+from muonjax._names.paths import Path, attention_scope
 from muonjax._names.roles import Parameter
 
 Shape = tuple[int, ...]
@@ -23,12 +23,10 @@ class Neighbors:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        self._leaves_of: Counter[Path] = Counter()
         self._biases: dict[Path, Shape] = {}
         self._beside: dict[Path, list[Parameter]] = defaultdict(list)
         self._attentions: dict[Path, dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
-            self._leaves_of[p.module] += 1
             if p.role.name == "bias":
                 self._biases[p.module] = p.shape
             self._beside[p.scope].append(p)
@@ -60,12 +58,8 @@ class Neighbors:
         if bias and p.role in (roles.NORM, roles.TABLE):
             # Norms and tables have no bias of fewer axes: this is a dense layer with a misleading name.
             return len(bias) < p.rank
-        if p.role is roles.NORM:
-            # The scale of a norm is a vector; a kernel of two axes is the dense layer of an adaptive norm.
-            return p.path[-1] == "kernel"
-        # A bias called b has a weight next to it. Alone it is a matrix called B, as in a state space or an adapter.
-        is_alone = self._leaves_of[p.module] == 1
-        return is_alone and words(p.path)[-1:] == ("b",)
+        # The scale of a norm is a vector; a kernel of two axes is the dense layer of an adaptive norm.
+        return p.role is roles.NORM and p.path[-1] == "kernel"
 
     def _add_projection(self, p: Parameter) -> None:
         """Record the shape of an attention's projection under its name, "query" to "out"."""
@@ -86,8 +80,13 @@ class Neighbors:
         if votes:
             return votes > 0
         # If no weight shows an order, a head may: stored (out, in), it has the shape of the table, (tokens, features).
-        tables = {p.shape for p in parameters if p.role.name == "embedding"}
-        heads = {p.shape for p in parameters if p.role is roles.HEAD and p.is_weight}
+        tables = set()
+        heads = set()
+        for p in parameters:
+            if p.role.name == "embedding":
+                tables.add(p.shape)
+            elif p.role is roles.HEAD and p.is_weight:
+                heads.add(p.shape)
         return not tables.isdisjoint(heads)
 
     def _vote(self, p: Parameter) -> int:
@@ -101,6 +100,7 @@ class Neighbors:
         first = p.shape[0]
         last = p.shape[-1]
         bias = self.bias(p)
+        # A bias is as long as the outputs; if both axes are, it votes for neither.
         if bias and len(bias) == 1:
             return (first == bias[0]) - (last == bias[0])
         if p.rank > 2 or not re.search(_WIDENING, p.layer):

@@ -102,9 +102,8 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     has_other_reading = parameters[0].role.projection or any(axes[0] for axes in fits)
     if is_alone and has_other_reading:
         return None
-    # Vectors stay vectors whichever axis is removed, but matrices would differ.
-    has_matrix = any(p.role.muon for p in parameters)
-    if len(fits) > 1 and has_matrix:
+    # Which of several equal axes counts the layers can't be told.
+    if len(fits) > 1:
         return list(parameters)
     layers = []
     for p, axis in zip(parameters, fits[0], strict=True):
