@@ -15,7 +15,6 @@ Where 1 and 2 agree, the layer is a head. All else that may be one goes to Adam 
 do matrices that may be embeddings.
 """
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -60,8 +59,10 @@ def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dic
     """
     matrices = {path: answer.numbers for path, answer in answers.items()}
     new_answers = depthwise(parameters, matrices)
+    # Nothing comes before or after a single layer.
     if sum(p.rank > 1 for p in parameters) == 1:
-        return new_answers  # nothing comes before or after a single layer
+        return new_answers
+    # A depthwise convolution takes and gives no width: it changes each channel by itself.
     for path in new_answers:
         matrices[path] = None
     widths = Widths(parameters, matrices)
@@ -69,7 +70,9 @@ def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dic
     for p in parameters:
         if matrices[p.path] is None:
             continue
-        answer = _output_head(p, places, widths) or _table(p, widths) or grouped(p, widths)
+        answer = _output_head(p, places, widths)
+        answer = answer or _table(p, widths)
+        answer = answer or grouped(p, widths)
         if answer is not None:
             new_answers[p.path] = answer
     return new_answers
@@ -88,6 +91,7 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     if in_attention or not _is_layer(p):
         return None
     is_dense = p.rank == 2
+    # A model has one end, so that no stack of layers is one, and no part that others continue.
     is_stacked = p.rank < len(p.leaf_shape)
     is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, modules))
     is_repeated = places.is_repeated(place)
@@ -96,6 +100,7 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     is_last = places.is_last(place)
     ends_series = is_dense and is_last and places.length_of_series(place) > 1
 
+    # Each sign is a reason of its own, which the warning prints.
     signs = []
     by_name = is_end and not is_hidden and (is_in_end or not is_repeated)
     if by_name:
@@ -118,8 +123,9 @@ def _table(p: Parameter, widths: Widths) -> Answer | None:
 
     It is a bare array [m, n] of two axes and of unknown name, and no other parameter gives m.
     """
-    is_unnamed = p.role is roles.UNKNOWN and p.is_bare and len(p.leaf_shape) == 2
-    if is_unnamed and widths.is_ungiven(p):
+    is_unnamed = p.role is roles.UNKNOWN and p.is_bare
+    is_flat = len(p.leaf_shape) == 2
+    if is_unnamed and is_flat and widths.is_ungiven(p):
         why = "no other parameter gives its input, so that it may be an embedding"
         return Answer(None, why, is_open=True)
     return None
@@ -162,6 +168,7 @@ class _Places:
     """
 
     def __init__(self, parameters: Sequence[Parameter], widths: Widths):
+        # For each module the names of its layers; for each series its numbers; for each kind where it is.
         self._names: dict[Path, set[str]] = defaultdict(set)
         self._series: dict[Path, list[tuple[int, ...]]] = defaultdict(list)
         self._scopes: dict[Path, set[Path]] = defaultdict(set)
@@ -173,9 +180,13 @@ class _Places:
             is_matrix = widths.numbers[p.path] or 1 in p.shape
             if is_matrix and _is_layer(p):
                 self._series[place.series].append(place.count)
+        # The names with which the paths of all modules begin, as "params" in {"params": {...}}.
         scopes = [p.module[:-1] for p in parameters]
-        around = itertools.takewhile(lambda names: len({*names}) == 1, zip(*scopes, strict=False))
-        self.root = len([*around])
+        self.root = 0
+        for names in zip(*scopes, strict=False):
+            if len({*names}) > 1:
+                break
+            self.root += 1
 
     def of(self, p: Parameter) -> _Place:
         """The place of a layer, by its names."""
@@ -204,4 +215,5 @@ class _Places:
 
     def has_other_end(self, place: _Place) -> bool:
         """Whether another layer next to this one has the name of an end."""
-        return any(map(_END.fullmatch, self._names[place.scope] - {place.name}))
+        others = self._names[place.scope] - {place.name}
+        return any(map(_END.fullmatch, others))

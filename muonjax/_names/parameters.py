@@ -35,6 +35,7 @@ def check_parameters(params: Any, *, warn: bool = True) -> None:
             f"{path!r} is no array but {reprlib.repr(leaf)}: "
             "eqx.filter(model, eqx.is_inexact_array)."
         )
+    # Running means under a name such as "mean" would be taken for parameters.
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = ", ".join(str(name) for name in params if name in _COLLECTIONS)
         if beside:
@@ -58,17 +59,20 @@ def types_of_modules(params: Any) -> dict[str, Role]:
       TypeError: The arrays have axes with names, as Haliax's and penzai's have them, which only a program reads.
     """
     types: dict[str, Role] = {}
-    nodes = jax.tree_util.tree_leaves_with_path(
-        params, is_leaf=lambda node: _has_named_axes(node) or _type(node) is not None
-    )
-    for path, node in nodes:
+
+    def is_told(node: Any) -> bool:
+        return _has_named_axes(node) or _type(node) is not None
+
+    # Other modules tell nothing, and what is inside of them is looked at in turn.
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_told):
         if _has_named_axes(node):
             name = "/".join(trees.names(path))
             raise TypeError(f"{name!r} has axes with names, which nothing reads here. {INSPECT}")
         role = _type(node)
         if role is not None:
             for rest, _ in jax.tree_util.tree_leaves_with_path(node):
-                types["/".join(trees.names((*path, *rest)))] = role
+                names = trees.names((*path, *rest))
+                types["/".join(names)] = role
     return types
 
 

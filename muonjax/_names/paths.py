@@ -22,6 +22,7 @@ def words(path: Path) -> Path:
     """
     names = re.findall(r"[^/.]+", "/".join(path))
     while len(names) > 1 and re.fullmatch(_CONTAINER, names[-1]):
+        # Behind any other name a number is the layer's own, as in layers/0.
         if not re.fullmatch(rf"{WEIGHT}|{VECTOR}|scale", snake(names[-2])):
             break
         names.pop()
@@ -45,8 +46,10 @@ def layer_of(path: Path) -> tuple[Path, str]:
         return (), ""
     while len(named) > 1 and re.fullmatch(f"{WEIGHT}|{VECTOR}", names[named[-1]]):
         named.pop()
+    # Haiku's and AlphaFold's output_w is the weight of the layer `output`.
     layer = named[-1]
-    return path[:layer], re.sub(r"(?<=\w)_(w|weights?|kernel)$", "", names[layer])
+    name = re.sub(r"(?<=\w)_(w|weights?|kernel)$", "", names[layer])
+    return path[:layer], name
 
 
 @functools.cache
@@ -63,7 +66,8 @@ def module(path: Path) -> Path:
         return path
     if re.fullmatch(f"{WEIGHT}|{VECTOR}|scale", snake(path[-1])):
         return path[:-1]
-    return (*path[:-1], re.sub(rf"_({WEIGHT}|bias|b)$", "", path[-1]))
+    name = re.sub(rf"_({WEIGHT}|bias|b)$", "", path[-1])
+    return (*path[:-1], name)
 
 
 @functools.cache

@@ -78,7 +78,8 @@ class Parameter(NamedTuple):
     @property
     def is_weight(self) -> bool:
         """Whether it is called `weight`, as PyTorch, Equinox and axlearn call Flax's `kernel`."""
-        return bool(re.fullmatch("weights?(_v)?", "".join(words(self.path)[-1:])))
+        name = "".join(words(self.path)[-1:])
+        return bool(re.fullmatch("weights?(_v)?", name))
 
     @property
     def is_bare(self) -> bool:
@@ -254,9 +255,12 @@ def read_roles(paths: Sequence[Path]) -> list[Role]:
     for path in paths:
         scope, layer = layer_of(path)
         # A lone `q` is a Q network, and a gated layer's values belong to no attention.
-        if not re.match("q(_|$)", layer) and _first(_PROJECTIONS, layer) not in (None, VALUE):
+        is_lone_query = re.match("q(_|$)", layer)
+        projection = _first(_PROJECTIONS, layer)
+        if not is_lone_query and projection not in (None, VALUE):
             attentions.add(scope)
-        names[words(path)[:-1]].update(words(path)[-1:])
+        *module_path, name = words(path) or ("",)
+        names[tuple(module_path)].add(name)
     tree = _Tree(attentions, names)
     return [_role(words(path) or ("",), tree) for path in paths]
 
@@ -289,7 +293,8 @@ def _role(path: Path, tree: _Tree) -> Role:
     # Haiku and AlphaFold have a bias output_b next to its weight output_w.
     weight = re.sub("_b$", "_w", path[-1])
     if weight != path[-1] and weight in beside:
-        return _bias(path, layer_of((*path[:-1], weight))[1], tree)
+        _, layer_of_weight = layer_of((*path[:-1], weight))
+        return _bias(path, layer_of_weight, tree)
     role = _first(_NOT_MUON, last_two)
     if role is BIAS:
         return _bias(path, re.sub("^b_", "", layer), tree)
@@ -305,7 +310,8 @@ def _role(path: Path, tree: _Tree) -> Role:
 def _bias(path: Path, layer: str, tree: _Tree) -> Role:
     """A bias, with the numbers of axes that it may have in one layer: 1 or 2 of a query [d, heads, size]."""
     if projection := _first(_PROJECTIONS, layer):
-        return BIAS._replace(ranks=(1, 2) if projection.parts == 1 else (1, 2, 3))
+        ranks = (1, 2) if projection.parts == 1 else (1, 2, 3)
+        return BIAS._replace(ranks=ranks)
     # A layer of unknown kind may be a DenseGeneral, whose outputs may have several axes.
     if _matrix(path, layer, tree) is UNKNOWN:
         return BIAS._replace(ranks=(1, 2, 3, 4))

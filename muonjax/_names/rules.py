@@ -27,6 +27,7 @@ def apply_rules(
     names = ["/".join(path) for path in paths]
     ruled: dict[Path, DimensionNumbers | None] = {}
     for pattern, numbers in rules:
+        # A rule with a typo would silently do nothing, so that one without a leaf is refused.
         is_used = False
         for path, name, leaf in zip(paths, names, leaves, strict=True):
             if not re.search(pattern, name):
@@ -45,11 +46,12 @@ def apply_rules(
 def _check(rules: Any) -> None:
     """Raise unless the rules are pairs of a regular expression and dimension numbers or None."""
     for rule in rules if isinstance(rules, Sequence) else [rules]:
-        is_pair = isinstance(rule, Sequence) and len(rule) == 2 and isinstance(rule[0], str)
-        if not (is_pair and isinstance(rule[1], (DimensionNumbers, type(None)))):
-            fix = "give pairs: pattern, numbers"
-            raise TypeError(f"(rules=...) has {rule!r}; {fix}.")
-        check_pattern("rules", rule[0])
+        is_pair = isinstance(rule, Sequence) and len(rule) == 2
+        pattern, numbers = rule if is_pair else (None, None)
+        is_known = numbers is None or isinstance(numbers, DimensionNumbers)
+        if not isinstance(pattern, str) or not is_known:
+            raise TypeError(f"(rules=...) has {rule!r}; give pairs: pattern, numbers.")
+        check_pattern("rules", pattern)
 
 
 def rules_for(chosen: Sequence[Path], paths: Sequence[Path]) -> str:
@@ -64,8 +66,11 @@ def rules_for(chosen: Sequence[Path], paths: Sequence[Path]) -> str:
     others = {_pattern(path) for path in paths if path not in chosen}
     patterns = []
     for path in chosen:
-        exact, pattern = re.escape("/".join(path)), _pattern(path)
-        patterns.append(exact if pattern in others else pattern)
+        pattern = _pattern(path)
+        # A leaf that is not chosen has this pattern too, so that only the path itself will do.
+        if pattern in others:
+            pattern = re.escape("/".join(path))
+        patterns.append(pattern)
     return ", ".join(f"(r'^{pattern}$', None)" for pattern in dict.fromkeys(patterns))
 
 

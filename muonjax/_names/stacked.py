@@ -54,6 +54,7 @@ def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     has_groups = p.role.projection in ("query", "out") and p.rank == 4
     if has_groups and len(keys) == 3:
         return None
+    # The role tells how many axes one layer's parameter may have: (2, 3) for a query.
     ranks = p.role.ranks
     if ranks and p.rank > max(ranks):
         return True
@@ -67,6 +68,7 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
     same size at the same position. Modules inside of others are tried in turn; `depth` is how many names of their paths
     are equal.
     """
+    # Leaves that may or may not be stacks follow the others of their module.
     verdicts = {p.stacked for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)

@@ -113,7 +113,8 @@ def _cells(route: Route) -> tuple[str, ...]:
         sizes.append(f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}")
     shape = "×".join(map(str, route.shape)) or "scalar"
     dtype = str(route.dtype)
-    return route.path, shape, dtype, _optimizer(route), " + ".join(sizes), route.why
+    matrices = " + ".join(sizes)
+    return route.path, shape, dtype, _optimizer(route), matrices, route.why
 
 
 def _optimizer(route: Route) -> str:
@@ -121,7 +122,7 @@ def _optimizer(route: Route) -> str:
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, with rules below its head and at its end."""
+    """The lines of a table, its columns aligned, with rules below its head and at its end."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rule = "  ".join("─" * width for width in widths)
     lines = []
