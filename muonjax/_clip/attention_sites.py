@@ -205,6 +205,7 @@ class _KernelAxes(NamedTuple):
         ]
         outputs = [axis for axis in range(len(letters)) if letters[axis] != "i"]
         order = "".join(letters[axis] for axis in outputs)
+        # One letter i for one axis of the input, and every other axis an output.
         rank = len(letters)
         if order not in orders or rank != len(outputs) + 1:
             wanted = " or ".join(map(" ".join, orders))
@@ -244,5 +245,6 @@ def _check_counts(**counts: int | None) -> None:
 
 def _check_groups(num_heads: int | None, num_kv_heads: int | None) -> None:
     """Raise unless each key head serves the same number of query heads."""
+    # Without num_heads the number of groups can't be checked before the parameters are known.
     if num_kv_heads is not None and (num_heads is None or num_heads % num_kv_heads):
         raise ValueError(f"{num_heads=}, {num_kv_heads=}: heads must be a multiple of key heads.")

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class QKClipState(NamedTuple):
     """The state of `qk_clip` and `signal_clip`; `muonjax.metrics` flattens it for a log.
 
-    The keys of the dictionaries are the paths of the modules, or of the signals where a module has several; their
-    arrays are [*layers, heads].
+    The keys of the dictionaries are the paths of the modules, or those of the signals at the root and where a module
+    has several; their arrays are [*layers, heads].
 
     Attributes:
       count: Number of updates so far, int32 [].
@@ -104,6 +104,7 @@ class ClipByStatistic:
         with errors_of(self.call):
             modules = Modules(params)
             sites, _ = self.find(modules)
+        # One warning for each optimizer: `update` is traced more than once.
         self._warn_of_low_precision(sites, modules)
         state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
         for site in sites:
@@ -126,6 +127,7 @@ class ClipByStatistic:
         **extra_args: Any,
     ) -> tuple[Any, QKClipState]:
         """The updates that take the weights to their clipped values."""
+        # In a chain, Optax hands every member all further arguments by name.
         statistics = extra_args.get(self.argument)
         with errors_of(self.call):
             check_order(updates, state, params)

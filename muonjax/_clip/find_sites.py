@@ -88,11 +88,11 @@ def find_sites(
             f"no attention of the program is trained here: the parameters lack {listed(sorted(not_trained), ', ')}. "
             "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
         )
-    # A module has the name of its path in the state, unless several attentions share it.
+    # A module has the name of its path in the state, unless it has none or several attentions share it.
     signals_of_module = Counter(module.path for module in by_signal.values())
     named = []
     for module in by_signal.values():
-        is_alone = signals_of_module[module.path] == 1
+        is_alone = module.path and signals_of_module[module.path] == 1
         named.append(module._replace(name=module.path if is_alone else module.signal))
     return named, not_trained
 
@@ -124,6 +124,7 @@ def _matched(site: Site, only_path: str | None, modules: Modules) -> list[str]:
             matched.append(path)
     if matched:
         return matched
+    # For the message, what the caller could have meant.
     with_child = [path for path in sorted(modules.inside) if modules.has(below(path, child))]
     if with_child:
         why = "it has to match a whole path, one of"
@@ -144,6 +145,7 @@ def _placed(site: Site, path: str, modules: Modules) -> PlacedSite:
     scan_axis: Any = site.scan_axis  # a tuple after the checks of `Site`
     scales: list[PlacedScale] = []
     for scale, leaf in zip(site.scales, leaves, strict=True):
+        # A layer without a bias has no leaf for it; one whose bias is masked is refused below.
         if not scale.optional or modules.leaves.get(leaf) is not None:
             scales.append(placed(scale, leaf, _shape(path, leaf, modules), scan_axis))
     # A program has proved that nothing else feeds the logits. By hand only names can tell.
@@ -172,6 +174,7 @@ def _check_entries(module: PlacedSite) -> None:
 
     All parameters of one factor, as a kernel and its bias, have the same number.
     """
+    # With as many key heads as query heads both numbers are equal.
     entries_of: dict[str, int] = {}
     fits = module.entries % module.groups == 0
     for scale in module.scales:
@@ -208,6 +211,7 @@ def _refuse_norms(path: str, norms: Sequence[str], modules: Modules) -> None:
     """
     if not norms:
         return
+    # A child called norm may come before the projections, but it is refused too: names do not say where it is.
     patterns = (_ANY_NORM, *norms)
     normalizing = set()
     for leaf in modules.inside.get(path, ()):

@@ -243,6 +243,7 @@ def _check_array(name: str, value: Any, wanted: str) -> None:
 
 def _check_heads(query: tuple[int, ...], key: tuple[int, ...]) -> None:
     """Raise unless the shapes are [*batch, T, heads, D] and [*batch, S, key_heads, D], key_heads dividing heads."""
+    # Sequences may differ in length, everything else is equal or divides.
     fits = len(query) == len(key) >= 3 and query[:-3] == key[:-3]
     fits = fits and query[-1] == key[-1] > 0
     fits = fits and key[-2] > 0 and query[-2] % key[-2] == 0
@@ -257,6 +258,7 @@ def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
     """How many positions a query sees to its left and to its right: 8 -> (8, 8), None -> (T, S), which is all."""
     if local_window_size is None:
         return T, S
+    # As in JAX, a single number is the window on either side.
     is_pair = isinstance(local_window_size, Sequence) and len(local_window_size) == 2
     sides = local_window_size if is_pair else (local_window_size, local_window_size)
     for side in sides:

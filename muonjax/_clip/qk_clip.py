@@ -139,6 +139,7 @@ def apply_qk_clip(
         modules = Modules(params)
         attentions, not_trained = clip.find(modules)
         statistics = match_statistics("max_logits", max_logits, attentions, not_trained)
+    # No state and no schedule: the factors of this one clip.
     gammas = {site.name: clip.gamma(site, statistics[site.name]) for site in attentions}
     factors = parameter_factors(attentions, gammas)
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
@@ -155,6 +156,7 @@ def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
     attentions = []
     scales_of_leaf: dict[str, list[tuple[str, PlacedScale]]] = {}
     for site in sites:
+        # Of two attentions that share a leaf, the later one finds the scales of the earlier one.
         attention = _with_powers(site)
         attentions.append(attention)
         for scale in attention.scales:
@@ -194,6 +196,7 @@ def _check_product(query: PlacedScale, key: PlacedScale) -> None:
 
     8 query heads of 64 features fit 8 or 2 key heads of 64.
     """
+    # Each query head meets one key head, feature by feature.
     heads, features = query.entries, query.features
     if heads >= key.entries and features == key.features:
         return

@@ -77,6 +77,7 @@ class Scale:
         check_text(path=self.path, factor=self.factor)
         for name in ("rank", "start", "gap"):
             whole_number(name, getattr(self, name), 0, ", at least 0.")
+        # One kernel for queries, keys and values, group by group, has gaps between the groups of queries.
         whole_number("groups", self.groups, 1, ", at least 1.")
         for name in ("entries", "size"):
             if getattr(self, name) is not None:
@@ -96,6 +97,7 @@ class Scale:
     def _check_span(self) -> None:
         if not isinstance(self.span, tuple) or len(self.span) != 2:
             raise TypeError(f"(span={shown(self.span)}) must be a pair (first, end), as (0, None).")
+        # An empty span would scale nothing.
         first, end = self.span
         whole_number("span", first, 0, " as its first position, at least 0.")
         if end is not None:
@@ -108,6 +110,7 @@ def run_length(scale: Scale, entries: int, size: int) -> int:
     For 4 entries, 24 positions are runs of 6. In two groups with a gap of 8 they are runs of 4:
     two runs, the gap, two runs.
     """
+    # Gaps lie between groups, so that there is one less than groups.
     without_gaps = size - (scale.groups - 1) * scale.gap
     if entries % scale.groups or without_gaps <= 0 or without_gaps % entries:
         return 0
@@ -122,6 +125,7 @@ def first_positions(
     >>> first_positions(4, run=6), first_positions(4, run=4, groups=2, gap=8)
     (array([ 0,  6, 12, 18]), array([ 0,  4, 16, 20]))
     """
+    # Every group before an entry adds a gap to its position.
     entry = np.arange(entries)
     group = entry // (entries // groups)
     return start + run * entry + gap * group
@@ -134,6 +138,7 @@ def runs_of(scale: Scale, entries: int, size: int) -> np.ndarray:
     array([[1, 2],
            [4, 5]])
     """
+    # `span` is counted from the first position of each run.
     run = run_length(scale, entries, size)
     first = first_positions(entries, run, start=scale.start, groups=scale.groups, gap=scale.gap)
     span = np.arange(run)[slice(*scale.span)]
@@ -242,6 +247,7 @@ def placed(
     size = length - scale.start if scale.size is None else scale.size
     end = scale.start + size
     on_leaf = PlacedScale(leaf, scale, scale.power, shape, stack, entry_axes, entries, size)
+    # Heads of unequal sizes, or more positions than the axes have, would scale what is no head.
     fits = run_length(scale, entries, size) > 0 and end <= length
     if not fits or on_leaf.features == 0:
         raise ValueError(
@@ -261,6 +267,7 @@ def _stack(
 
     They are `scan_axis`, or the leading ones. A parameter of a single layer has none.
     """
+    # A site with `scan_axis` may match modules without a stack, which have no axis of layers.
     rank = len(shape)
     count = rank - scale.rank
     stack = scan_axis

@@ -58,6 +58,7 @@ def signal_clip(
     """
     with errors_of("signal_clip"):
         checked = as_sites("sites", sites)
+        # Powers do not depend on the parameters, so that a mistake raises where the clip is made.
         for site in checked:
             _check_powers(site)
         clip = ClipByStatistic(
@@ -89,6 +90,7 @@ def _check_powers(site: Site) -> None:
     # Without products, each factor alone makes the signal, as a kernel makes the output of its layer.
     products = site.products or [(factor,) for factor in powers]
     for product in products:
+        # The sum of the powers is the power by which the whole product is scaled.
         total = sum(powers[factor] for factor in product)
         if abs(total - 1) > 1e-6:
             raise ValueError(f"{name}: along {product} powers sum to {total}; they must sum to 1.")
@@ -96,6 +98,7 @@ def _check_powers(site: Site) -> None:
 
 def _each_scales_its_own(sites: list[PlacedSite]) -> list[PlacedSite]:
     """The same sites; raises where several entries of a signal share weights, which then have no single factor."""
+    # A shared key head has one weight for several query heads, of which each has its own factor.
     for site in sites:
         for scale in site.scales:
             if scale.power != 0 and scale.entries != site.entries:

@@ -70,6 +70,7 @@ class Site:
 
     @errors_of("Site")
     def __post_init__(self):
+        # A pattern is compiled here, so that a mistake in it has the name of the argument.
         check_pattern("path", self.path)
         check_text(signal=self.signal)
         self._check_scales()
@@ -86,6 +87,7 @@ class Site:
         check_flag(exact=self.exact)
         if self.threshold is not None:
             check_range("threshold", self.threshold, "positive and finite", ".", schedule=True)
+        # Only `signal_clip` reads products: for `qk_clip` they follow from the factors' names.
         if self.products is not None:
             self._check_products(self.products)
 
@@ -116,6 +118,7 @@ def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
 
     Raises TypeError, which names the argument, for anything else.
     """
+    # A `Program` makes its sites anew, and warns of attentions that can't be clipped.
     several = getattr(sites, "sites", sites)
     if isinstance(several, Site):
         several = (several,)
@@ -138,7 +141,8 @@ class PlacedSite(NamedTuple):
       signal: The path of its statistic, "decoder/attention/max_logits".
       scales: What is scaled, without the optional parameters that the module lacks.
       threshold: The largest value allowed for the signal, or a schedule; None: that of the clip.
-      name: Its key in the clip's state and statistics: `path`, or `signal` where several signals share a module.
+      name: Its key in the clip's state and statistics: `path`, or `signal` at the root and where several signals share
+        a module.
     """
 
     path: str

@@ -40,26 +40,27 @@ def match_statistics(
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument}={type(given).__name__}: {form}")
     statistics = {str(path): value for path, value in given.items()}
-    # The module at the root has no name; its statistic has the signal's.
-    by_key = {site.name or site.signal: site for site in sites}
+    by_name = {site.name: site for site in sites}
     # A statistic without a site is a mistake too: its attention would go unclipped.
-    missing = [key for key in by_key if key not in statistics]
-    unclaimed = [key for key in statistics if key not in by_key and key not in ignored]
+    missing = [name for name in by_name if name not in statistics]
+    # The attention of a program whose parameters do not train is measured, and not clipped.
+    unclaimed = statistics.keys() - by_name.keys() - set(ignored)
     if missing or unclaimed:
         raise ValueError(
             f"{argument} and the sites do not fit: sites without statistics [{listed(missing, ', ')}], statistics "
-            f"without a site [{listed(unclaimed, ', ')}]. {form}"
+            f"without a site [{listed(sorted(unclaimed), ', ')}]. {form}"
         )
     matched = {}
-    for key, site in by_key.items():
-        what = f"{argument} of {key!r}"
-        _check_real(what, statistics[key])
-        matched[site.name] = _largest_of_batch(what, statistics[key], site)
+    for name, site in by_name.items():
+        what = f"{argument} of {name!r}"
+        _check_real(what, statistics[name])
+        matched[name] = _largest_of_batch(what, statistics[name], site)
     return matched
 
 
 def _check_real(what: str, value: Any) -> None:
     """Raise unless a statistic is an array of real numbers, or one number of Python."""
+    # Statistics of one head and one layer may come as a number of Python.
     dtype = getattr(value, "dtype", type(value))
     is_real = hasattr(value, "dtype") and any(
         jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
@@ -84,6 +85,7 @@ def _largest_of_batch(
       value: The statistic.
       site: The module, whose parameters say how many layers and entries there are.
     """
+    # The clip is no part of the loss, and its arithmetic is in float32 whatever the model computes in.
     statistic = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
     if site.entries == 1 and statistic.shape == site.layers:
         # A signal with one number for each layer may come without an axis of entries.
@@ -99,6 +101,7 @@ def _largest_of_batch(
             f"{what} has shape {jnp.shape(value)}; the parameters say {site.shape}, layers before heads, and a batch "
             "between them. What value_and_grad returns fits the sites of muonjax.inspect."
         )
+    # An axis of one micro-batch is no mistake in either order.
     batch = {size for size in shape[count:-1] if size > 1}
     if batch.intersection(site.layers):
         raise ValueError(

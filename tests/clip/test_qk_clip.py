@@ -53,7 +53,9 @@ def test_one_clip_is_exact(kind):
     assert (after <= threshold * EXACT).all()
     assert_allclose(after, np.minimum(before, threshold), rtol=3e-6)
     assert muonjax.metrics(state)["qk_clip/num_clipped"] == hot.sum()
-    assert_allclose(state.factors[""], np.where(hot, threshold / before, 1), rtol=1e-6)
+    assert_allclose(
+        state.factors["max_logits"], np.where(hot, threshold / before, 1), rtol=1e-6
+    )
     apply = functools.partial(muonjax.apply_qk_clip, sites=site, threshold=threshold)
     direct = jax.jit(apply)(params, {"max_logits": before})
     jax.tree.map(
@@ -221,14 +223,14 @@ def test_accumulation_takes_the_maximum_of_maxima_not_their_sum():
         assert moved[:, 0].any() == (i == 2)
         assert not moved[:, 1:].any()
         assert muonjax.metrics(state)["qk_clip/num_clipped"] == (i == 2)
-    assert_array_equal(state.running_max[""], -np.inf)
+    assert_array_equal(state.running_max["max_logits"], -np.inf)
     _, state = update(
         params, state, params, max_logits={"max_logits": jnp.full(4, 300.0)}
     )
     # Between two clips the state shows the last one.
-    assert_array_equal(state.maxima[""], [200.0, 60.0, 60.0, 60.0])
-    assert_array_equal(state.factors[""], [0.5, 1.0, 1.0, 1.0])
-    assert_array_equal(state.running_max[""], 300.0)
+    assert_array_equal(state.maxima["max_logits"], [200.0, 60.0, 60.0, 60.0])
+    assert_array_equal(state.factors["max_logits"], [0.5, 1.0, 1.0, 1.0])
+    assert_array_equal(state.running_max["max_logits"], 300.0)
     assert clips_of(state) == (1, 1)
     assert int(state.count) == 4
 
@@ -238,7 +240,7 @@ def test_the_threshold_of_a_site_comes_before_that_of_all():
     site = dataclasses.replace(site, threshold=200.0)
     hot = {"max_logits": jnp.full(4, 400.0)}
     _, state = zero_update(muonjax.qk_clip(100.0, site), params, hot)
-    assert_array_equal(state.factors[""], 0.5)
+    assert_array_equal(state.factors["max_logits"], 0.5)
     clipped = muonjax.apply_qk_clip(params, hot, site, 100.0)
     assert_allclose(
         clipped["key"]["kernel"], np.sqrt(0.5) * params["key"]["kernel"], rtol=1e-6
@@ -257,7 +259,7 @@ def test_every_head_has_a_count_of_its_own():
         _, state = tx.update(
             params, state, params, max_logits={"max_logits": jnp.asarray(hot)}
         )
-    assert_array_equal(state.clips[""], [2, 1, 0, 0])
+    assert_array_equal(state.clips["max_logits"], [2, 1, 0, 0])
     assert clips_of(state) == (0, 3)
 
 
@@ -411,7 +413,7 @@ def test_tug_of_war(kind):
     assert_array_equal(
         history[:, 1:], np.broadcast_to(history[0, 1:], history[:, 1:].shape)
     )
-    assert_array_equal(state.clips[""] > 2900, jnp.arange(before.size) == 0)
+    assert_array_equal(state.clips["max_logits"] > 2900, jnp.arange(before.size) == 0)
     for old, new, pushed in zip(*map(jax.tree.leaves, (start, end, push)), strict=True):
         assert_array_equal(np.where(pushed > 0, 0, new), np.where(pushed > 0, 0, old))
         ratio = np.asarray(new / old)[np.asarray(pushed) > 0]

@@ -22,7 +22,7 @@ def test_numpy_settings():
     )
     tx = muonjax.qk_clip(np.float32(100), sites, every_k=np.int64(1))
     _, state = tx.update(flat, tx.init(flat), flat, max_logits=hot)
-    assert state.maxima[""].shape == (4,)
+    assert state.maxima["max_logits"].shape == (4,)
     query = normal(1, 6, 2, 4)
     np.testing.assert_array_equal(
         muonjax.max_logits(
@@ -38,7 +38,7 @@ def test_numpy_settings():
     for axis in (np.int64(1), [np.int64(1)]):
         assert muonjax.qk_clip(1.0, muonjax.mha_site(scan_axis=axis)).init(
             stacked
-        ).maxima[""].shape == (2, 4)
+        ).maxima["max_logits"].shape == (2, 4)
     muonjax.mla_site(nope=np.int64(2))
     muonjax.fused_qkv_site(num_heads=np.int64(4), head_dim=np.int64(2))
 
