@@ -201,7 +201,7 @@ def _checked_scale(
     scale = jnp.asarray(value)
     # It broadcasts to the batch: aligned at the last axis, each size is 1 or the batch's own.
     sizes = zip(reversed(scale.shape), reversed(batch), strict=False)
-    if scale.ndim > len(batch) or any(size not in (1, own) for size, own in sizes):
+    if scale.ndim > len(batch) or any(size not in (1, matrices) for size, matrices in sizes):
         raise ValueError(
             f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
             f"{tuple(batch)}, got shape {scale.shape}."

@@ -43,6 +43,8 @@ def _folded(launch: Launch, *arguments: jax.Array | None) -> jax.Array:
 
     @run.def_vmap
     def _(size, batched, *arguments):
+        """The result under `vmap`, and True: it has the axis of `vmap` in front."""
+
         def fold(argument, is_batched):
             """[size, batch, ...] -> [size·batch, ...]; an array without the axis of `vmap` is repeated."""
             if argument is None:

@@ -240,7 +240,7 @@ class ClipByStatistic:
             return
         usage = f"tx.update(grads, state, params, {self.argument}={self.argument})"
         missing = "params" if params is None else self.argument
-        # Other signals have no call that measures them for the caller.
+        # Only logits have a call that measures them, which the message shows.
         if missing != "max_logits":
             raise ValueError(f"update needs {missing}: call {usage}.")
         raise ValueError(
@@ -273,8 +273,8 @@ def parameter_factors(
 ) -> dict[str, jax.Array]:
     """What each parameter is multiplied by, in a shape that broadcasts to the parameter.
 
-    With γ = [1, 0.25] for the two heads of "attention" and power 1/2, a kernel [d, heads, head_dim] gets
-    {"attention/query/kernel": [[[1], [0.5]]]}.
+    With γ = [1, 0.25] for two heads and the power 1/2, a kernel "attention/query/kernel" of shape [d, 2, head_dim] gets
+    an array [1, 2, head_dim], which is 1 for the first head and 0.5 for the second.
 
     Args:
       sites: The modules, each with its parameters and their powers of γ.

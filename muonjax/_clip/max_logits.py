@@ -122,6 +122,7 @@ def max_logits(
             precision=precision,
             preferred_element_type=dtype,
         )
+        # [*batch, key_heads, group, block_q, block_k]
         logits = products * factor
         # A window of left = T and right = S hides no pair.
         if left < T or right < S:

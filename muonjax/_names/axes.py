@@ -42,6 +42,7 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
         return _dense(p, neighbors)
     if role.projection:
         return _attention(p, neighbors)
+    # Experts [experts, in, out] have one layout; of other kernels a bias or a window tells the outputs.
     return role.layouts.get(rank) or _kernel(p, neighbors)
 
 

@@ -20,6 +20,7 @@ def patch_embedding(p: Parameter) -> Answer | None:
     It is a convolution with an even window over few channels, [16, 16, 3, 768], in a module with the name of an
     embedding. Without such a name a large window over few channels is open.
     """
+    # PyTorch stores [out, in, *window], Flax [*window, in, out].
     if p.is_weight and is_trailing_window(p.shape):
         outputs, inputs, side = p.shape[:3]
     elif is_window(p.shape):

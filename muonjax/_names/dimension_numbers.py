@@ -169,9 +169,9 @@ def _parameters(paths: Sequence[Path], leaves: Sequence[Any], modules: Any) -> l
     types = types_of_modules(modules)
     parameters = []
     for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
-        # Integers count or are quantized; neither optimizer takes them.
         if trees.is_masked(leaf):
             continue
+        # Integers count or are quantized; neither optimizer takes them.
         if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
         # The type of a module tells what its kernel is, and nothing about its bias.

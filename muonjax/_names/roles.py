@@ -286,8 +286,10 @@ def _role(path: Path, tree: _Tree) -> Role:
     last_two = "/".join(["", *names][-2:])
     layer = layer_of(path)[1]
     beside = tree.names.get(path[:-1], set())
+    # An adapter has its factors in arrays such as lora_a, or as `a` in a module called lora.
     if re.fullmatch(_ADAPTER, layer) or re.fullmatch(_ADAPTER_LEAF, last_two):
         return ADAPTER
+    # A capital letter may be a state space's matrix or an adapter's factor.
     if re.fullmatch(_LETTER, path[-1]):
         return LONE_LETTER
     # Haiku and AlphaFold have a bias output_b next to its weight output_w.

@@ -63,7 +63,7 @@ def channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
     rows = axes_of(numbers.reduction_axis)
     if len(rows) == 1:
         return None
-    # PyTorch's [out, in, *window], or [*window, in, out].
+    # PyTorch's kernels are [out, in, *window], others [*window, in, out]: the channels are the first row, or the last.
     is_outputs_first = axes_of(numbers.output_axis) == (0,)
     axis = rows[0] if is_outputs_first else rows[-1]
     return p.shape[axis]
