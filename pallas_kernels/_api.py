@@ -162,29 +162,20 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
             f"symmetric_product(x) needs one of {', '.join(_DTYPES)}, got {x.dtype.name}; cast it first."
         )
     *batch, m, _ = x.shape
-    _check_operand("y", y, x, x.shape)
-    _check_operand("c", c, x, (*batch, m, m))
+    shapes = {"y": x.shape, "c": (*batch, m, m)}
+    for name, value in (("y", y), ("c", c)):
+        if value is None:
+            continue
+        if value.shape != shapes[name] or value.dtype != x.dtype:
+            raise ValueError(
+                f"symmetric_product({name}=...) needs shape {shapes[name]} and dtype {x.dtype.name} "
+                f"to go with x of shape {x.shape}, got {value.shape} and {value.dtype.name}."
+            )
     # α and β are real also for complex matrices: the product would not be Hermitian otherwise.
     real = jnp.finfo(_xla.accumulator(x.dtype)).dtype
     alpha = _checked_scale("alpha", alpha, batch).astype(real)
     beta = _checked_scale("beta", beta, batch).astype(real)
     return Operands(x, y, c, alpha, beta)
-
-
-def _check_operand(
-    name: str,
-    value: Any,
-    x: jax.Array,
-    shape: tuple[int, ...],
-) -> None:
-    """Raise ValueError unless a second operand is missing, or has this shape and the dtype of x."""
-    if value is None:
-        return
-    if value.shape != shape or value.dtype != x.dtype:
-        raise ValueError(
-            f"symmetric_product({name}=...) needs shape {shape} and dtype {x.dtype.name} "
-            f"to go with x of shape {x.shape}, got {value.shape} and {value.dtype.name}."
-        )
 
 
 def _checked_scale(

@@ -103,7 +103,7 @@ def numbers_from_loop(numbers: Sequence[int], platform: str) -> Sequence[jax.typ
     table = jnp.asarray(numbers, jnp.int32)
     zeros = (jnp.int32(0),) * len(numbers)
 
-    def shift_in(i: jax.Array, last: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def shift_in(i, last):
         """The last numbers of the table after number i: without the first of them, and with number i."""
         return (*last[1:], table[i])
 

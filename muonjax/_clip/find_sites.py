@@ -116,20 +116,19 @@ def _matched(site: Site, only_path: str | None, modules: Modules) -> list[str]:
     """
     first = site.scales[0].path
     child = _parent(first) or first
+
+    def with_child(paths: Iterable[str]) -> list[str]:
+        return [path for path in paths if modules.has(below(path, child))]
+
     # The single path is looked up and not searched, because a program may have sites for a thousand modules.
     candidates = sorted(modules.inside) if only_path is None else [only_path]
-    matched = []
-    for path in candidates:
-        if modules.has(below(path, child)) and re.fullmatch(site.path, path):
-            matched.append(path)
+    matched = [path for path in with_child(candidates) if re.fullmatch(site.path, path)]
     if matched:
         return matched
     # For the message, what the caller could have meant.
-    with_child = [path for path in sorted(modules.inside) if modules.has(below(path, child))]
-    if with_child:
-        why = "it has to match a whole path, one of"
-        known = with_child
-    else:
+    why = "it has to match a whole path, one of"
+    known = with_child(sorted(modules.inside))
+    if not known:
         why = f"none has {child!r} among those of"
         known = sorted({_parent(path) for path in modules.leaves})
     raise ValueError(

@@ -46,17 +46,20 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     return role.layouts.get(rank) or _kernel(p, neighbors)
 
 
-def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
-    """Whether a matrix of two axes is stored (in, out), as Flax does, or (out, in), as PyTorch does."""
+def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
+    """Whether a matrix of two axes is stored (in, out), as Flax does, or (out, in), as PyTorch does.
+
+    None for a router that seems to have more experts than features.
+    """
     first, last = p.shape
     bias = neighbors.bias(p)
     outputs_first = p.is_weight and neighbors.outputs_first
     # A bias is as long as the outputs; for a square matrix it shows nothing.
     if bias and first != last:
         outputs_first = bias == (first,)
-    elif p.role is roles.ROUTER and p.is_weight:
-        # There are fewer experts than features.
-        outputs_first |= 8 * first <= last
+    elif p.role is roles.ROUTER and p.is_weight and not outputs_first and 8 * first <= last:
+        # A router has fewer experts than features, so that this one may be (out, in) although nothing else says so.
+        return None
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
 
 

@@ -23,6 +23,7 @@ class Neighbors:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
+        # A bias belongs to the weight of its module; the projections of an attention are in one scope, or below it.
         self._biases: dict[Path, Shape] = {}
         self._beside: dict[Path, list[Parameter]] = defaultdict(list)
         self._attentions: dict[Path, dict[str, Shape]] = defaultdict(dict)
