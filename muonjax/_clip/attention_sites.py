@@ -227,7 +227,7 @@ class _KernelAxes(NamedTuple):
         kernel = Scale(
             path=f"{projection}/kernel", rank=self.rank, axes=self.outputs, factor=factor, **entries
         )
-        # A bias has the outputs of the kernel as its only axes.
+        # A bias has the outputs of the kernel as its only axes, and the heads lie along them in the same way.
         rank = len(self.outputs)
         axes = tuple(range(-rank, 0))
         bias = dataclasses.replace(

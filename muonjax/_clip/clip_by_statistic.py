@@ -257,6 +257,7 @@ def clip_factor(
 
     It is also 1 if the threshold is not positive, which a schedule may return.
     """
+    # A schedule may return an integer or a half-precision number.
     threshold = jnp.asarray(threshold, jnp.float32)
     # NaN compares as False, so a head with NaN keeps its weights.
     is_hot = (signal > threshold) & jnp.isfinite(signal) & (threshold > 0)

@@ -105,6 +105,7 @@ def max_logits(
         query, key = query.astype(dtype), key.astype(dtype)
     # The heads as two axes: the queries of a group share a key head, which is not repeated for each of them.
     query = query.reshape(*batch, T, key_heads, groups, depth)
+    # In the dtype of the products: a factor in bfloat16 would be off by up to 0.4 %.
     factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
 
     def largest_of_block(start: jax.Array | np.ndarray) -> Float[Array, "*batch key_heads group"]:

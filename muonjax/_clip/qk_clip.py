@@ -95,6 +95,7 @@ def clip_of_logits(
             f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
             f"tx = muonjax.{call}({'100.0' if call == 'qk_clip' else '2e-3'}, program)"
         )
+    # The powers of γ follow from the modules that are found, so `_attentions` sets them there.
     return ClipByStatistic(
         call=call,
         argument="max_logits",
@@ -139,7 +140,7 @@ def apply_qk_clip(
         modules = Modules(params)
         attentions, not_trained = clip.find(modules)
         statistics = match_statistics("max_logits", max_logits, attentions, not_trained)
-    # No state and no schedule: the factors of this one clip.
+    # No step lies between the measurement and this clip, so that the bound is exact.
     gammas = {site.name: clip.gamma(site, statistics[site.name]) for site in attentions}
     factors = parameter_factors(attentions, gammas)
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.

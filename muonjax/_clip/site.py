@@ -154,11 +154,13 @@ class PlacedSite(NamedTuple):
     @property
     def layers(self) -> tuple[int, ...]:
         """Sizes of the axes of stacked layers."""
+        # `_check_layers` has seen that all parameters have the same.
         return self.scales[0].layers
 
     @property
     def entries(self) -> int:
         """Entries of the signal in one layer."""
+        # Query heads, which are as many as key heads or more.
         return max(scale.entries for scale in self.scales)
 
     @property

@@ -39,6 +39,7 @@ def match_statistics(
     form = f"{argument} is a dict {{module path: array [*layers, heads]}}{returned}."
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument}={type(given).__name__}: {form}")
+    # Statistics are looked up by the same text as the state, whatever type their keys have.
     statistics = {str(path): value for path, value in given.items()}
     by_name = {site.name: site for site in sites}
     # A statistic without a site is a mistake too: its attention would go unclipped.
@@ -140,6 +141,7 @@ def largest_of_devices(
     axis_name: str | tuple[str, ...],
 ) -> Float[Array, "*shape"]:
     """The largest among the devices along mesh axes, where finite numbers count more, as in `larger`."""
+    # Where a device has nothing finite, it sends −inf, which loses against every number.
     finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
     # Two calls of pmax would be two all-reduces.
     of_finite, of_all = lax.pmax(jnp.stack([finite, x]), axis_name)
