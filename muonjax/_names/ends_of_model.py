@@ -102,6 +102,7 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
 
     # Each sign is a reason of its own, which the warning prints.
     signs = []
+    # The name counts once in a model, and in each of several ends: the `out` of q1 and of q2.
     by_name = is_end and not is_hidden and (is_in_end or not is_repeated)
     if by_name:
         signs.append("by its name")
@@ -121,11 +122,10 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
 def _table(p: Parameter, widths: Widths) -> Answer | None:
     """Open for a matrix that may be an embedding; None for other leaves.
 
-    It is a bare array [m, n] of two axes and of unknown name, and no other parameter gives m.
+    It is a bare array [m, n] of unknown name, and no other parameter gives m.
     """
     is_unnamed = p.role is roles.UNKNOWN and p.is_bare
-    is_flat = len(p.leaf_shape) == 2
-    if is_unnamed and is_flat and widths.is_ungiven(p):
+    if is_unnamed and widths.is_ungiven(p):
         why = "no other parameter gives its input, so that it may be an embedding"
         return Answer(None, why, is_open=True)
     return None
