@@ -159,7 +159,8 @@ def routes(
             routes_of_leaves.append(leaf)
             continue
         answer = answers.get(path, Answer(None, "not a floating-point leaf"))
-        shape, dtype = jnp.shape(leaf), trees.dtype_of(leaf)
+        shape = jnp.shape(leaf)
+        dtype = trees.dtype_of(leaf)
         routes_of_leaves.append(Route("/".join(path), shape, dtype, *answer))
     return routes_of_leaves, treedef
 
@@ -168,7 +169,8 @@ def _parameters(paths: Sequence[Path], leaves: Sequence[Any], modules: Any) -> l
     """The floating-point leaves, each with its role and with the shape that it has in one layer."""
     types = types_of_modules(modules)
     parameters = []
-    for path, leaf, role in zip(paths, leaves, roles.read_roles(paths), strict=True):
+    roles_of_leaves = roles.read_roles(paths)
+    for path, leaf, role in zip(paths, leaves, roles_of_leaves, strict=True):
         if trees.is_masked(leaf):
             continue
         # Integers count or are quantized; neither optimizer takes them.
@@ -257,7 +259,8 @@ def _warn(
         # A leaf that goes to Adam by its name is no surprise, even if the program could not follow it.
         if answer.is_open:
             open_paths.append(p.path)
-            open_leaves.append(f"{leaf}: {answer.why}" + (f" ({reason})" if reason else ""))
+            why = f"{answer.why} ({reason})" if reason else answer.why
+            open_leaves.append(f"{leaf}: {why}")
         elif reason and answer.numbers is not None:
             unfollowed.append(f"{leaf}: {reason}; by its name {answer.why}")
     if open_leaves:

@@ -88,7 +88,8 @@ def _given(params: Any, dimension_numbers: Any) -> Sequence[Route]:
         if is_masked(leaf):
             continue
         path = "/".join(names)
-        shape, dtype = jnp.shape(leaf), dtype_of(leaf)
+        shape = jnp.shape(leaf)
+        dtype = dtype_of(leaf)
         given.append(Route(path, shape, dtype, next(numbers), why(path), is_open=False))
     return given
 
