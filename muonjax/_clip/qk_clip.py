@@ -157,7 +157,7 @@ def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
     attentions = []
     scales_of_leaf: dict[str, list[tuple[str, PlacedScale]]] = {}
     for site in sites:
-        # Of two attentions that share a leaf, the later one finds the scales of the earlier one.
+        # If two attentions share a leaf, the later one finds the scales of the earlier one.
         attention = _with_powers(site)
         attentions.append(attention)
         for scale in attention.scales:
@@ -174,7 +174,7 @@ def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
 def _with_powers(site: PlacedSite) -> PlacedSite:
     """An attention in which each kernel and bias has its power of γ: 1/2 for query and key, or 1 and 0.
 
-    Raises ValueError for a factor that is none of query, key and rotary, and unless queries and keys fit each other.
+    Raises ValueError for a factor other than query, key and rotary, and for queries and keys that don't fit each other.
     """
     # Fewer key heads than query heads: each key head is shared.
     has_own_keys = site.groups == site.entries

@@ -201,7 +201,7 @@ class PlacedScale(NamedTuple):
         without entries has size one.
         """
         *layers, entries = factors.shape
-        # Of the run of each entry only the span is scaled: [*layers, entries, run].
+        # Only the span is scaled in the run of each entry: [*layers, entries, run].
         is_scaled = np.zeros(run_length(self.scale, entries, self.size), bool)
         is_scaled[slice(*self.scale.span)] = True
         # A `where` and no gather: with the heads sharded, a gather would need an exchange.
