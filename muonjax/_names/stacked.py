@@ -62,11 +62,11 @@ def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
 
 
 def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
-    """One layer of each leaf in a module: without an axis if all of them are stacks, else as it is.
+    """One layer of each leaf in a module: without the axis of layers if the module is a stack, else as it is.
 
-    Stacked is the outermost module in which some leaf must be a stack, none can't be one, and all have an axis of the
-    same size at the same position. Modules inside of others are tried in turn; `depth` is how many names of their paths
-    are equal.
+    A module is a stack if a leaf of it must be one, no leaf can't, and all have an axis of the same size at the same
+    position. If it is none, the modules inside of it are tried in turn. `depth` is how many names of the paths all
+    leaves share.
     """
     # Leaves that may or may not be stacks follow the others of their module.
     verdicts = {p.stacked for p in parameters}
