@@ -17,7 +17,7 @@ from typing import Any
 from optax.contrib import MuonDimensionNumbers
 
 from benchmarks.common import measure
-from muonjax._names.dimension_numbers import Route, routes
+from muonjax._names.dimension_numbers import routes
 from tests.zoo.reader import Leaf, params, read_zoo, same_matrices
 
 OPEN = "Adam, with a warning"
@@ -26,7 +26,7 @@ Answers = Sequence[Any]  # dimension numbers, None or `OPEN`, leaf by leaf
 
 def by_names(tree: Any) -> dict[str, Any]:
     """What `muonjax.muon` does without a program: dimension numbers, None or `OPEN` by path."""
-    found = [route for route in routes(tree, warn=False)[0] if isinstance(route, Route)]
+    found, _ = routes(tree, warn=False)
     return {route.path: OPEN if route.is_open else route.numbers for route in found}
 
 

@@ -86,13 +86,12 @@ def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
     bias = neighbors.bias(p) or ()
     if len(bias) == 1:
         # Where several axes are as long as the bias, the order of axes in the library decides.
-        is_transposed = "transpose" in p.name.lower()
-        if is_outputs_first(p, neighbors):
-            order = (0, rank - 1, rank - 2)
-        elif is_transposed:
-            order = (rank - 2, rank - 1, 0)  # Keras' and Haiku's are [*window, out, in]
-        else:
-            order = (rank - 1, rank - 2, 0)
+        order = [rank - 1, rank - 2]
+        # A transposed convolution is [*window, out, in] in Keras and Haiku.
+        if "transpose" in p.name.lower():
+            order.reverse()
+        # PyTorch has the outputs first, other libraries last.
+        order = [0, *order] if is_outputs_first(p, neighbors) else [*order, 0]
         for axis in order:
             if shape[axis] == bias[0]:
                 return [axis]

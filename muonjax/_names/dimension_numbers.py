@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from muonjax._common import trees
 from muonjax._common.arguments import errors_of, warn_user
@@ -112,12 +111,9 @@ def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
     return numbers_tree(*routes(arrays, rules=rules, layers=params))
 
 
-def numbers_tree(routes_of_leaves: Sequence[Any], treedef: Any) -> Any:
+def numbers_tree(routes_of_leaves: Sequence[Route], treedef: Any) -> Any:
     """The tree of dimension numbers, from what `routes` returns."""
-    numbers = []
-    for route in routes_of_leaves:
-        numbers.append(route.numbers if isinstance(route, Route) else route)
-    return jax.tree.unflatten(treedef, numbers)
+    return treedef.unflatten([route.numbers for route in routes_of_leaves])
 
 
 def routes(
@@ -127,11 +123,10 @@ def routes(
     reasons: Mapping[str, str] = {},
     layers: Any = None,
     warn: bool = True,
-) -> tuple[list[Route | optax.MaskedNode], Any]:
+) -> tuple[list[Route], Any]:
     """Decide by names, shapes and neighbors where each leaf goes; warn of what they leave open.
 
-    Returns the routes of all leaves in the order of the tree, in which masked leaves stay `MaskedNode`s, and the
-    structure of the tree.
+    Returns the routes of all leaves in the order of the tree, and its structure. What is masked is no leaf.
 
     Args:
       params: As in `dimension_numbers`.
@@ -143,7 +138,7 @@ def routes(
     """
     with errors_of("dimension_numbers"):
         check_parameters(params, warn=warn)
-        paths, leaves, treedef = trees.flatten_with_names(params)
+        paths, leaves, _ = trees.flatten_with_names(params)
         ruled = apply_rules(paths, leaves, rules)
     # The modules know more than a tree of their arrays, such as that a layer is an embedding.
     parameters = _parameters(paths, leaves, params if layers is None else layers)
@@ -153,16 +148,15 @@ def routes(
         answers[path] = Answer(numbers, "rule")
     if warn:
         _warn(parameters, answers, paths, reasons)
-    routes_of_leaves: list[Route | optax.MaskedNode] = []
+    routes_of_leaves = []
     for path, leaf in zip(paths, leaves, strict=True):
         if trees.is_masked(leaf):
-            routes_of_leaves.append(leaf)
             continue
         answer = answers.get(path, Answer(None, "not a floating-point leaf"))
         shape = jnp.shape(leaf)
         dtype = trees.dtype_of(leaf)
         routes_of_leaves.append(Route("/".join(path), shape, dtype, *answer))
-    return routes_of_leaves, treedef
+    return routes_of_leaves, jax.tree.structure(params)
 
 
 def _parameters(paths: Sequence[Path], leaves: Sequence[Any], modules: Any) -> list[Parameter]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from muonjax._common.arguments import errors_of
 from muonjax._common.models import parameters_of
-from muonjax._common.trees import dtype_of, flatten_with_names, is_masked
+from muonjax._common.trees import dtype_of, leaf_paths
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
 from muonjax._names.dimension_numbers import Route, routes
 from muonjax._names.parameters import check_parameters
@@ -55,10 +55,9 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     with errors_of("tabulate"):
         check_parameters(params, warn=False)
         if dimension_numbers is None:
-            all_routes, _ = routes(params, layers=modules)
+            leaves, _ = routes(params, layers=modules)
         else:
-            all_routes = _given(params, dimension_numbers)
-    leaves = [route for route in all_routes if isinstance(route, Route)]  # others are masked
+            leaves = _given(params, dimension_numbers)
     dtypes = {str(route.dtype) for route in leaves}
     table = [_HEADER, *map(_cells, leaves)]
     if len(dtypes) == 1:
@@ -78,19 +77,17 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
 
 def _given(params: Any, dimension_numbers: Any) -> Sequence[Route]:
     """The routes of all leaves that are not masked, by dimension numbers of the caller or of a `Program`."""
-    paths, leaves, _ = flatten_with_names(params)
     call = "(params, dimension_numbers)"
-    numbers = iter(resolve_dimension_numbers(dimension_numbers, params, call=call))
+    numbers = resolve_dimension_numbers(dimension_numbers, params, call=call)
     # A `Program` knows the line of code that decided; a tree does not say why.
     why = getattr(dimension_numbers, "why", lambda path: "given")
     given = []
-    for names, leaf in zip(paths, leaves, strict=True):
-        if is_masked(leaf):
-            continue
+    leaves = jax.tree.leaves(params)
+    for names, leaf, entry in zip(leaf_paths(params), leaves, numbers, strict=True):
         path = "/".join(names)
         shape = jnp.shape(leaf)
         dtype = dtype_of(leaf)
-        given.append(Route(path, shape, dtype, next(numbers), why(path), is_open=False))
+        given.append(Route(path, shape, dtype, entry, why(path), is_open=False))
     return given
 
 
