@@ -51,7 +51,10 @@ _HIDDEN = re.compile(
 _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions|proj|projection")
 
 
-def ends(parameters: Sequence[Parameter], answers: Mapping[Path, Answer]) -> dict[Path, Answer]:
+def ends(
+    parameters: Sequence[Parameter],
+    answers: Mapping[Path, Answer],
+) -> dict[Path, Answer]:
     """Adam for matrices that are no hidden layers, by their paths; open where names can't tell.
 
     These are depthwise and grouped convolutions, output heads, and embeddings without a name in

@@ -69,7 +69,10 @@ def channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
     return p.shape[axis]
 
 
-def _widths(p: Parameter, numbers: DimensionNumbers | None) -> tuple[set[int], set[int]]:
+def _widths(
+    p: Parameter,
+    numbers: DimensionNumbers | None,
+) -> tuple[set[int], set[int]]:
     """The widths that a parameter takes and those that it gives.
 
     A kernel [32, 80] takes {32} and gives {80}; an attention's output [4, 16, 64] takes {4, 16, 64} and gives {64}.
