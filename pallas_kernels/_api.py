@@ -261,9 +261,11 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
         tangent += _xla.mirror(scale(beta, dc))
     if dalpha is not None:
         # X Yᴴ alone, without its scale and its addend.
-        one = jnp.ones((), alpha.dtype)
-        zero = jnp.zeros((), beta.dtype)
-        plain = Operands(x, y, None, one, zero)
+        plain = operands._replace(
+            c=None,
+            alpha=jnp.ones((), alpha.dtype),
+            beta=jnp.zeros((), beta.dtype),
+        )
         tangent += scale(dalpha, _product(plain, implementation, axis_name, platform))
     if dbeta is not None and c is not None:
         tangent += _xla.mirror(scale(dbeta, c))

@@ -124,5 +124,5 @@ def materialize(
     if platform != "cpu":
         return f(x)
     # XLA does not know that this number is 1, and so that the branch is always taken.
-    _, one = numbers_from_loop((0, 1), platform)
-    return lax.cond(one == 1, f, lambda x: x, x)
+    _, last_number = numbers_from_loop((0, 1), platform)
+    return lax.cond(last_number == 1, f, lambda x: x, x)
