@@ -65,7 +65,7 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
     """One layer of each leaf in a module: without the axis of layers if the module is a stack, else as it is.
 
     A module is a stack if a leaf of it must be one, no leaf can't, and all have an axis of the same size at the same
-    position. If it is none, the modules inside of it are tried in turn. `depth` is how many names of the paths all
+    position. In any other module, those inside of it are tried in turn. `depth` is how many names of the paths all
     leaves share.
     """
     # Leaves that may or may not be stacks follow the others of their module.
