@@ -257,7 +257,12 @@ def _warn(
             open_leaves.append(f"{leaf}: {why}")
         elif reason and answer.numbers is not None:
             unfollowed.append(f"{leaf}: {reason}; by its name {answer.why}")
-    if open_leaves:
+    if open_leaves and reasons:
+        warn_user(
+            "Neither the program nor names tell what these leaves are, so that Adam takes them: "
+            f"{trees.listed(open_leaves)}. A tree in place of the program decides otherwise."
+        )
+    elif open_leaves:
         warn_user(
             "muonjax can't tell by names alone what these leaves are, and gives them to Adam: "
             f"{trees.listed(open_leaves)}. {INSPECT} By hand: muonjax.dimension_numbers(params, "

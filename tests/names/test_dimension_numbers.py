@@ -257,9 +257,10 @@ def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reaso
         )
     to_adam, to_muon = (str(warning.message) for warning in caught)
     assert (
-        f"gives them to Adam: 'odd/kernel' (3, 4, 5): matrix, axes unknown ({reason})."
+        f"that Adam takes them: 'odd/kernel' (3, 4, 5): matrix, axes unknown ({reason})."
         in to_adam
     )
+    assert "muonjax.inspect(" not in to_adam  # that was done
     assert (
         f"give them to Muon: 'up/kernel' (32, 80): {reason}; by its name dense."
         in to_muon
