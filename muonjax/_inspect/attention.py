@@ -110,7 +110,12 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
             raise Refused(_not_alone(walk, attention.unseen[product]))
     for others, axes in attention.softmaxes[logits.product]:
         if (others._replace(layout=logits.layout), axes) != (logits, normalized):
-            raise Refused("several softmaxes take its logits")
+            line = walk.graph.line(logits.product)
+            if walk.nodes[logits.product].passes:
+                raise Refused(
+                    f"the function takes derivatives of it, which a clip would change too: {line}"
+                )
+            raise Refused(f"several softmaxes take its logits: {line}")
     if logits.is_lost:
         i = walk.graph.producer[logits.lost]
         if len(softmax.products(walk.inputs(walk.nodes[i]))) > 1:

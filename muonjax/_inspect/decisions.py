@@ -16,6 +16,8 @@ from muonjax._inspect.matrix_axes import Contradiction, matrices_of
 from muonjax._inspect.values import OF_PRODUCTS, PARAMETER, PRODUCT_OF_PARAMETERS, Use, grouped
 from muonjax._matrices.matrix_view import DimensionNumbers
 
+_TABLE = "a layer, or a table: it is multiplied by numbers of the program, and by no data"
+
 
 class Decision(NamedTuple):
     """What becomes of one parameter."""
@@ -121,6 +123,8 @@ class _Decider:
         try:
             numbers, per_head, why = matrices_of(self.walk, leaf, matrices)
         except Contradiction as problem:
+            if self._is_table(matrices):
+                return self._adam(_TABLE, first)._replace(doubt=f"{_TABLE}: {problem}")
             return Decision(None, str(problem), problem=str(problem))
         # Where only frozen layers follow, it is a hidden layer before a frozen head, or a head before a transform.
         is_last = self.is_loss and "layer" not in destinations
@@ -144,10 +148,15 @@ class _Decider:
         """Whether a product takes windows of the model's input, and not of features."""
         return use.is_patch and self.walk.values[use.activation].depends_on < OF_PRODUCTS
 
-    def _meets_data(self, use: Use) -> bool:
-        """Whether a product is with an array of data or of parameters, and not with numbers of the program alone."""
-        is_model = bool(self.walk.values[use.activation].depends_on & PARAMETER)
-        return is_model or bool(self.graph.data_before([use.activation]))
+    def _is_table(self, uses: list[Use]) -> bool:
+        """Whether all that the products multiply is numbers of the program.
+
+        So is a table of positions that is resized, or one of coefficients of fixed functions.
+        """
+        activations = [use.activation for use in uses]
+        if any(self.walk.values[x].depends_on & PARAMETER for x in activations):
+            return False
+        return bool(self.graph.arguments) and not self.graph.data_before(activations)
 
     def _doubt(self, matrices: list[Use], is_last: bool) -> str:
         """What else the matrices may be, for a warning."""
@@ -155,9 +164,8 @@ class _Decider:
             numbers = numbers_in(self.graph, use.activation)
             if numbers is not None and set(numbers.tolist()) == {0.0, 1.0}:
                 return "a layer, or a table whose rows zeros and ones choose"
-        # A table of positions that is resized, or of coefficients of fixed functions.
-        if self.graph.arguments and not any(self._meets_data(use) for use in matrices):
-            return "a layer, or a table: it is multiplied by numbers of the program, and by no data"
+        if self._is_table(matrices):
+            return _TABLE
         if any(use.product.is_mixture for use in matrices):
             return "one matrix, or one for each expert: a router's weights multiply its axes"
         if is_last:

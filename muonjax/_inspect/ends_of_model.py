@@ -47,7 +47,9 @@ class Ends:
         is_output = value in self.to_outputs
         if is_output and use.node in self.read_by_labels:  # a cross-entropy follows it
             return "output"
-        if value in self.to_products or value in self.to_frozen_layers:
+        # An actor's head goes to the loss, and into a critic that does not train as well.
+        is_hidden = value in self.to_frozen_layers and not is_output
+        if value in self.to_products or is_hidden:
             return "layer"
         if value in self.to_frozen:
             return "frozen layer"

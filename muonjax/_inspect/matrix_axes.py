@@ -62,6 +62,9 @@ def matrices_of(walk: Walk, leaf: int, uses: Sequence[Use]) -> Matrices:
       Contradiction: They do not agree, or one of them has no such axes.
     """
     shape = walk.shapes[leaf]
+    # The backward pass of an inner gradient multiplies by the same matrix, perhaps part by part.
+    forward = [use for use in uses if walk.nodes[use.node].passes != "backward"]
+    uses = forward or uses
     forms: dict[_Form, Use] = {}
     for use in uses:
         form = _form(walk, leaf, use)

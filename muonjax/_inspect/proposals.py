@@ -250,7 +250,7 @@ class QueriesAndKeys:
         shape = self.shapes[leaf]
         without_heads, heads = layout.split(self._heads(operand, layout).values())
         of_one_head, features = without_heads.split(operand.summed)
-        # Of two runs along one axis, the one with larger steps is the more significant.
+        # The more significant of two runs along one axis has the larger steps.
         heads = sorted(heads, key=lambda run: (run.axis, -run.stride))
         # What is left of one head are further features: mixed ones, and those along axes of the product.
         left = [run for run in of_one_head.runs if run.axis >= 0]

@@ -812,10 +812,10 @@ def complex_matrices_in_a_deep_residual_stream(p, x):
     return sq(x @ p["out"])
 
 
-@program(ROWS, a=((D + 1, D), "0 | 1"), b=((D, D), "0 | 1"), out=((D, 1), "head"))
+@program(ROWS, a=((D + 1, D), "0 | 1"), b=((2 * D, D), "0 | 1"), out=((D, 1), "head"))
 def a_laplacian_of_concatenated_features(p, x):
     def wave(x):
-        h = jnp.concatenate([x, jnp.linalg.norm(x)[None]])
-        return (jnp.tanh(jnp.tanh(h @ p["a"]) @ p["b"]) @ p["out"])[0]
+        h = jnp.tanh(jnp.concatenate([x, jnp.linalg.norm(x)[None]]) @ p["a"])
+        return (jnp.tanh(jnp.concatenate([h, h**2]) @ p["b"]) @ p["out"])[0]
 
     return sq(jax.vmap(lambda x: jnp.trace(jax.hessian(wave)(x)))(x))

@@ -241,6 +241,10 @@ def cross_entropy(logits):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), LABELS, -1))
 
 
+def critic(actions):
+    return jnp.mean((jnp.tanh(actions @ FIXED) @ FIXED.T) ** 2)
+
+
 @pytest.mark.parametrize(
     ("after", "is_doubtful"),
     [
@@ -255,6 +259,8 @@ def cross_entropy(logits):
         (lambda y: cross_entropy(y @ FIXED), False),
         (lambda y: jnp.mean((jnp.tanh(y @ FIXED) @ FIXED.T) ** 2), False),
         (lambda y: jnp.mean(y**2), False),
+        # An actor's loss, of its actions and of what a critic says of them.
+        (lambda y: jnp.mean(y**2 + critic(y)), True),
         # Experts that do not train, or features of each example.
         (lambda y: jnp.mean(jnp.einsum("btd,bdf->btf", y[None], FIXED[None])), True),
         (
@@ -272,6 +278,10 @@ def test_a_matrix_before_an_array_that_may_be_a_transform_of_the_outputs_is_name
     )
     named = ["out (a hidden layer, or an output head: " in text for text in messages]
     assert named == [True] * is_doubtful
+
+
+def resized(table):
+    return jax.image.resize(table.reshape(7, 7, 8), (5, 6, 8), "bicubic").reshape(30, 8)
 
 
 def mixture(mixed):
@@ -304,6 +314,11 @@ def of_outputs(r, x, w):
                 ((x + jax.image.resize(p["w"], (4, 8), "bilinear")) @ p["out"]) ** 2
             ),
             {"w": leaf(7, 8), "out": leaf(8, 4)},
+        ),
+        # Positions of a grid in a flat table.
+        (
+            lambda p, x: jnp.mean((x[:, None] + resized(p["w"]) @ p["out"]) ** 2),
+            {"w": leaf(49, 8), "out": leaf(8, 8)},
         ),
     ],
 )
