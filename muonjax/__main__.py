@@ -62,7 +62,8 @@ RECORDED = np.loadtxt(
 )
 
 
-Check = tuple[str, bool]  # a line for the user, and whether the result is right
+# A line for the user, and whether the result is right
+Check = tuple[str, bool]
 
 
 def checks(quick: bool) -> Iterator[Check]:
@@ -77,7 +78,11 @@ def checks(quick: bool) -> Iterator[Check]:
     yield from times(quick)
 
 
-def hostile(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+def hostile(
+    m: int,
+    n: int,
+    rng: np.random.Generator,
+) -> dict[str, np.ndarray]:
     """Matrices that break factorizations and bounds, by name."""
     normal = rng.standard_normal((m, n))
     matrices = {
@@ -98,7 +103,11 @@ def hostile(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     return matrices
 
 
-def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
+def recorded(
+    m: int,
+    n: int,
+    rng: np.random.Generator,
+) -> np.ndarray:
     """Matrices [count, m, n] with the singular values of recorded momentum, and random singular vectors."""
     count = len(RECORDED)
     u, _ = np.linalg.qr(rng.standard_normal((count, m, m)))
@@ -128,14 +137,9 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     y = jax.jit(lambda x: newton_schulz(x, settings))(x)
     y = np.asarray(y, np.float64)
 
-    # |Y - U V^T|_F / sqrt(m), its mean over recorded momentum
+    # Recorded momentum counts whole.
     count = len(momenta)
-    distances = []
-    for matrix, result in zip(x[:count], y[:count], strict=True):
-        u, _, vh = _svd(matrix)
-        distances.append(np.linalg.norm(result - u @ vh))
-    mean = np.mean(distances) / m**0.5
-
+    mean = np.mean([_error(*pair, 0.0) for pair in zip(x[:count], y[:count], strict=True)])
     errors = {}
     for name, matrix, result in zip(adversaries, x[count:], y[count:], strict=True):
         errors[name] = _error(matrix, result, lower)
@@ -147,16 +151,20 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
         largest = np.linalg.norm(y, ord=2, axis=(-2, -1)).max()
 
     what = f"{preset}, {m} x {n}"
+    stated = _stated(settings, bits, lower, m)
     return [
         _compared(f"{what}, recorded", mean, recorded_bound),
-        _compared(
-            f"{what}, worst hostile, {worst!r}", errors[worst], _stated(settings, bits, lower, m)
-        ),
+        _compared(f"{what}, worst hostile, {worst!r}", errors[worst], stated),
         _compared(f"{what}, largest singular value", largest, LARGEST),
     ]
 
 
-def _stated(settings: NewtonSchulz, bits: int, lower: float, m: int) -> float:
+def _stated(
+    settings: NewtonSchulz,
+    bits: int,
+    lower: float,
+    m: int,
+) -> float:
     """The error of the polynomials on their interval, and what rounding may add."""
     rounding = float(np.finfo(np.float32).eps) / lower
     if settings.deflation:
@@ -169,25 +177,31 @@ def _stated(settings: NewtonSchulz, bits: int, lower: float, m: int) -> float:
     return float(distances.max()) + rounding
 
 
-def _compared(what: str, error: float, stated: float) -> Check:
-    """NaN is not right."""
+def _compared(
+    what: str,
+    error: float,
+    stated: float,
+) -> Check:
+    """The line of a result, which is right if its error is at most what is stated; NaN is not right."""
     return f"{what}: {error:.2g} (at most {stated:.2g})", bool(error <= stated)
 
 
-def _svd(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """U, s and V^T of x over its largest entry, in float64."""
+def _error(
+    x: np.ndarray,
+    y: np.ndarray,
+    lower: float,
+) -> float:
+    """The root mean square of U^T Y V - I, in float64, over the directions of x = U S V^T that count.
+
+    Those are the directions whose singular values are within the interval from `lower` to 1.
+    """
     x = x.astype(np.float64)
+    # Over its largest entry, so that no square overflows
     largest = np.abs(x).max() or 1
-    return np.linalg.svd(x / largest, full_matrices=False)
-
-
-def _error(x: np.ndarray, y: np.ndarray, lower: float) -> float:
-    """The root mean square of U^T Y V - I over the directions whose singular values are in the interval."""
-    u, s, vh = _svd(x)
-    tiny = np.finfo(np.float64).tiny
-    # An upper bound of s_1, which the iteration divides by.
+    u, s, vh = np.linalg.svd(x / largest, full_matrices=False)
+    # An upper bound of s_1, which the iteration divides by
     bound = np.linalg.norm(s, 8)
-    inside = s >= max(lower * bound, tiny)
+    inside = s >= max(lower * bound, np.finfo(np.float64).tiny)
     count = inside.sum()
     if count == 0:
         return float(np.linalg.norm(y))
@@ -205,14 +219,16 @@ def product_error(name: str, dtype: str, m: int) -> Check:
         s = symmetric_product(x, c=c, alpha=1.5, beta=-0.5, implementation=name)
     except NotImplementedError as reason:
         return f"{what}: {reason}", True
-    except Exception as error:  # a kernel that does not compile is what this is to find
+    except Exception as error:
+        # A kernel that does not compile is what this is to find.
         return f"{what}: {type(error).__name__}: {error}"[:300], False
     s, x, c = (np.asarray(matrix, np.float64) for matrix in (s, x, c))
     exact = 1.5 * x @ x.mT - 0.5 * c
     error = np.linalg.norm(s - exact) / np.linalg.norm(exact)
     if not (s == s.mT).all():
+        # Symmetric bit for bit, or wrong
         error = np.nan
-    # Never TF32.
+    # float32 means float32, and never TF32.
     stated = max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps))
     return _compared(what, error, stated)
 

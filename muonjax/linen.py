@@ -193,6 +193,7 @@ def merge(params: Any) -> Any:
       ['bias', 'kernel']
     """
     flat: dict[tuple[str, ...], Any] = flatten_dict(nn.unbox(params))
+    # ("dense", "loha", "hada_w1_a") says that the layer "dense" has an adapter.
     first_factor = (_HOLDER, shared.FACTORS[0])
     layers = sorted(path[:-2] for path in flat if path[-2:] == first_factor)
     if not layers:
@@ -217,6 +218,7 @@ def _merged(
 ) -> jax.Array:
     """kernel + ΔW, of one layer or of a stack of layers along leading axes, as `nn.scan` makes it."""
     shapes = [factor.shape for factor in factors]
+    # A factor of one layer has two axes.
     num_stacked = len(shapes[0]) - 2
     stacks = {leaf.shape[:num_stacked] for leaf in (*factors, kernel)}
     ranks_agree = shapes[0][-1] == shapes[1][-2]
@@ -225,6 +227,7 @@ def _merged(
             f"its factors of shapes {shapes} are stacked along another axis than the first; "
             "scan with variable_axes={'params': 0}."
         )
+    # One layer after the other along each stacked axis
     adapted_kernel = shared.adapted_kernel
     for _ in range(num_stacked):
         adapted_kernel = jax.vmap(adapted_kernel)

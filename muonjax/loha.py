@@ -193,7 +193,10 @@ def factor_shapes(
     inputs: int,
     rank: int,
 ) -> dict[str, tuple[int, int]]:
-    """The shapes of a kernel's factors by name; the first `inputs` axes of the kernel are summed over."""
+    """The shapes of a kernel's factors by name; the first `inputs` axes of the kernel are summed over.
+
+    A convolution (3, 3, 6, 4) has three such axes, and for rank 2 factors [54, 2] and [2, 4], two of each.
+    """
     m = math.prod(kernel[:inputs])
     n = math.prod(kernel[inputs:])
     if rank > min(m, n):
@@ -210,8 +213,11 @@ def initial(
     shape: Sequence[int],
     dtype: Any,
 ) -> jax.Array:
-    """LyCORIS's initialization: normal, with standard deviation 1 on the inputs' side and 0.1 on the outputs'; but
-    the second factor on the outputs' side is zero, so that ΔW = 0 at the start."""
+    """The random factor with this name, as LyCORIS draws it.
+
+    Factors are normal, with standard deviation 1 on the inputs' side and 0.1 on the outputs'; but the second factor on
+    the outputs' side is zero, so that ΔW = 0 at the start.
+    """
     deviation = dict(zip(FACTORS, (1.0, 0.1, 1.0, 0.0), strict=True))[name]
     return deviation * jax.random.normal(key, tuple(shape), dtype)
 
@@ -228,6 +234,7 @@ def apply_adapter(
     """`function(lhs, rhs + ΔW, …)` for `lax.dot_general` or `lax.conv_general_dilated`, as Flax's layers call them."""
     if function is lax.dot_general:
         dimension_numbers = args[0] if args else settings["dimension_numbers"]
+        # The kernel's axes that are summed over, and those that count matrices
         (_, summed), (_, batch) = dimension_numbers
         first_axes = tuple(range(len(summed)))
         if batch or tuple(summed) != first_axes:

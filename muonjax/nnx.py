@@ -15,7 +15,7 @@ from jax import lax
 
 from muonjax import loha as shared
 from muonjax._common.arguments import errors_of
-from muonjax._common.trees import joined, listed
+from muonjax._common.trees import listed
 
 __all__ = ["LoHaConv", "LoHaLinear", "LoHaParam", "add_loha", "merge"]
 
@@ -38,7 +38,13 @@ class LoHaParam(nnx.Param):
 class LoHa(nnx.Module):
     """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`; at the start ΔW = 0."""
 
-    def __init__(self, layer: Layer, rank: int, scale: float, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        layer: Layer,
+        rank: int,
+        scale: float,
+        rngs: nnx.Rngs,
+    ):
         self.scale = scale
         self.is_convolution = isinstance(layer, nnx.Conv)
         _check_layer(layer)
@@ -242,11 +248,13 @@ def _layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
     """Paths and layers that can be adapted, in the model's order."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Linear | nnx.LinearGeneral | nnx.Conv):
-            yield joined(path), module
+            # A name with a slash is quoted, so that no two paths read the same.
+            names = [repr(name) if "/" in str(name) else str(name) for name in path]
+            yield "/".join(names), module
 
 
 def _inputs(layer: Layer) -> int:
-    """The number of the kernel's first axes that are summed over."""
+    """The number of the kernel's first axes that are summed over: of a convolution the window and the channels."""
     if isinstance(layer, nnx.Conv):
         return len(layer.kernel_size) + 1
     return np.size(layer.in_features)
@@ -305,7 +313,12 @@ def as_function_of_parameters(
     """`fun(model, *args)` as a function of (parameters, other state, *args), and these arguments."""
     structure, params, state = nnx.split(model, nnx.Param, ...)
 
-    def of_parameters(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_parameters(
+        params: Any,
+        state: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         return fun(nnx.merge(structure, params, state, copy=True), *args, **kwargs)
 
     of_parameters.__name__ = getattr(fun, "__name__", "loss")
@@ -331,12 +344,12 @@ def value_and_grad_of_model(
     """
 
     def measured(*given: Any) -> tuple[Any, Any]:
-        # All arguments are split together, because they may share random numbers.
+        # All arguments are split together, because they may share random numbers. The last one holds the keywords.
         structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
         of_model = params.get(0, {})  # 0: the first argument
 
         def of_parameters(params: Any, others: Any) -> tuple[Any, Any]:
-            # New variables, which belong to the trace of this function.
+            # New variables, which belong to the trace of this function: NNX refuses to change those of another.
             others_here = jax.tree.map(lambda array: array, others)
             merged = nnx.merge(structure, nnx.State({0: params}), others_here)
             *args, kwargs = merged

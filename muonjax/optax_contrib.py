@@ -28,7 +28,6 @@ from muonjax._common.arguments import (
 )
 from muonjax._common.linalg import (
     MatrixProduct,
-    SymmetricProduct,
     at_least_float32,
     scaled,
     square_norm,
@@ -42,6 +41,7 @@ from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._newton_schulz.full_precision import power_of_two_scale
 from muonjax._optimizers.partition import check_program, partition_by_route
 from muonjax._transforms.orthogonalize import map_matrices, match_rms
+from pallas_kernels._api import SymmetricProduct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
@@ -249,6 +249,7 @@ def scale_by_muon(
 
 
 def _two_axes(params: Any) -> Any:
+    """Optax's own choice: every leaf with two axes is a matrix."""
     return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
 
 
@@ -264,7 +265,7 @@ def _iteration(
     def iterate(
         x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
     ) -> Inexact[Array, "*batch m n"]:
-        # In JAX's own precision, as Optax; only that a CPU has no units for half types.
+        # In the leaf's dtype and JAX's own precision, as Optax; but a CPU has no units for half types.
         dtype = at_least_float32(x.dtype) if policy.is_cpu else x.dtype
         product = MatrixProduct(dtype.name, None)
         symmetric_product = SymmetricProduct(policy.platform, dtype, None)
@@ -276,7 +277,11 @@ def _iteration(
         def gram_of(x: jax.Array) -> jax.Array:
             return sum_over(axis_name, square(x))
 
-        def step(row: jax.Array, x: jax.Array, gram: jax.Array) -> jax.Array:
+        def step(
+            row: jax.Array,
+            x: jax.Array,
+            gram: jax.Array,
+        ) -> jax.Array:
             a, b, c = row
             # (a I + b A + c A^2) X with A = X X^H
             return scaled(x, a) + product(scaled(gram, b) + scaled(square(gram), c), x)

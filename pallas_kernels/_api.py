@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,43 +79,71 @@ def symmetric_product(
       Array([[11., 12.],
              [12., 19.]], dtype=float32)
     """
-    arrays = [a for a in (x, y, c) if a is not None]
-    return symmetric_product_on(
-        platform_of(*arrays), x, y, c, alpha, beta, implementation, axis_name
-    )
-
-
-def symmetric_product_on(
-    platform: str,
-    x: Inexact[Array, "*batch m k"],
-    y: Inexact[Array, "*batch m k"] | None = None,
-    c: Inexact[Array, "*batch m m"] | None = None,
-    alpha: jax.typing.ArrayLike = 1.0,
-    beta: jax.typing.ArrayLike = 0.0,
-    implementation: str | None = None,
-    axis_name: str | tuple[str, ...] = (),
-) -> Inexact[Array, "*batch m m"]:
-    """`symmetric_product` with the platform as an argument: inside a loop it can't be found from the arrays."""
     operands = _checked(x, y, c, alpha, beta)
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
         raise TypeError(
             f"symmetric_product(axis_name={axis_name!r}) must be the name of a mesh axis, or several."
         )
-    axis_name = axes
-    if axis_name and implementation is not None:
+    if axes and implementation is not None:
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}, axis_name={axis_name!r}): the parts that devices "
             "share out are plain products; leave one of the two out."
         )
-    if implementation is None:
-        implementation = _choose(platform, operands.x)
-    elif implementation not in (*IMPLEMENTATIONS, _HOPPER_ON_A_GPU):
+    if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
         )
-    return _traced_once(operands, implementation, axis_name, platform)
+    arrays = [a for a in (x, y, c) if a is not None]
+    platform = platform_of(*arrays)
+    return _traced_once(operands, implementation or _choose(platform, operands.x), axes, platform)
+
+
+class SymmetricProduct(NamedTuple):
+    """`symmetric_product` of operands that need no check, where the platform is known: alpha A Y^H + beta C.
+
+    Inside of a loop the arrays don't show where they are.
+
+    Attributes:
+      platform: The platform of the devices.
+      dtype: The dtype that A, Y and C are rounded to.
+      implementation: As in `symmetric_product`, or what `measured_kernel` returns.
+      together: Mesh axes whose devices share the work.
+    """
+
+    platform: str
+    dtype: jnp.dtype
+    implementation: str | None
+    together: tuple[str, ...] = ()
+
+    def __call__(
+        self,
+        a: jax.Array,
+        y: jax.Array | None = None,
+        c: jax.Array | None = None,
+        alpha: float | jax.Array = 1.0,
+        beta: float | jax.Array = 0.0,
+    ) -> jax.Array:
+        """The product; Y is A, or commutes with it. `alpha` and `beta` are numbers, or [*batch, 1, 1]."""
+        real = jnp.finfo(_xla.accumulator(self.dtype)).dtype
+
+        def rounded(matrix: jax.Array | None) -> jax.Array | None:
+            return None if matrix is None else matrix.astype(self.dtype)
+
+        def one_each(factor: float | jax.Array) -> jax.Array:
+            # The operands hold a factor of each matrix as [*batch].
+            factor = factor[..., 0, 0] if isinstance(factor, jax.Array) else jnp.asarray(factor)
+            return factor.astype(real)
+
+        x = a.astype(self.dtype)
+        operands = Operands(x, rounded(y), rounded(c), one_each(alpha), one_each(beta))
+        implementation = self.implementation or _choose(self.platform, x)
+        return _traced_once(operands, implementation, self.together, self.platform)
+
+    def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:
+        """Each device along these mesh axes makes a part of the product; a named implementation makes whole ones."""
+        return self._replace(together=() if self.implementation else axis_name)
 
 
 def _choose(platform: str, x: jax.Array) -> str:

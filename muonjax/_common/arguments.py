@@ -54,8 +54,10 @@ def check_range(
         return
     if not _is_real(value):
         kind = "a number or a schedule" if schedule else "a number"
-        is_program = hasattr(value, "dimension_numbers")
-        advice = "; the program is the second argument" if is_program else ""
+        advice = ""
+        if hasattr(value, "dimension_numbers"):
+            # muon(program) is a likely first mistake.
+            advice = "; the program is the second argument"
         raise TypeError(f"({name}={shown(value)}) must be {kind}{advice}.")
     if isinstance(value, Tracer):
         return
@@ -86,7 +88,11 @@ def check_flag(**flags: Any) -> None:
             raise TypeError(f"({name}={shown(value)}) must be True or False.")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
+def check_choice(
+    name: str,
+    value: Any,
+    choices: Sequence[str | None],
+) -> None:
     """Raise unless it is one of these words, or None where that is one of them."""
     is_word = isinstance(value, str | None)
     if not is_word or value not in choices:
@@ -97,10 +103,16 @@ def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
 WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
-def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
+def given_dtype(
+    name: str,
+    value: Any,
+    kinds: Sequence[Any],
+    wanted: str,
+) -> np.dtype:
     """`value` as a dtype, one of `kinds`, for which `wanted` has the words. An array, which has a dtype, is refused."""
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    if not is_array and value is not None:  # NumPy takes None for float64.
+    # NumPy takes None for float64.
+    if not is_array and value is not None:
         with contextlib.suppress(TypeError):
             dtype = jnp.dtype(value)
             if any(jnp.issubdtype(dtype, kind) for kind in kinds):
@@ -122,6 +134,7 @@ def check_text(**texts: Any) -> None:
 
 def check_precision(precision: Any) -> None:
     """Raise unless JAX's matrix products take it as their precision."""
+    # Only JAX knows its own list, so a product is tried on shapes.
     matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
         jax.eval_shape(functools.partial(jnp.matmul, precision=precision), matrix, matrix)
@@ -173,6 +186,7 @@ def fitted_mask(name: str, mask: Any) -> Any:
 
     def fitted(params: Any) -> Any:
         try:
+            # This raises unless the mask is a prefix of the parameters' tree.
             jax.tree.map(lambda decays, part: None, mask, params)
         except ValueError as error:
             raise ValueError(
@@ -184,7 +198,12 @@ def fitted_mask(name: str, mask: Any) -> Any:
     return fitted
 
 
-def whole_number(name: str, value: Any, least: int, why: str) -> int:
+def whole_number(
+    name: str,
+    value: Any,
+    least: int,
+    why: str,
+) -> int:
     """`value` as Python's; raises ValueError unless it is a whole number, at least `least`. `why` ends the message."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < least:
@@ -193,7 +212,7 @@ def whole_number(name: str, value: Any, least: int, why: str) -> int:
 
 
 def axis_numbers(name: str, value: Any) -> tuple[int, ...]:
-    """An axis, or several, as a tuple of Python's numbers."""
+    """An axis, or several, as a tuple of Python's numbers: 2 gives (2,)."""
     is_several = isinstance(value, Sequence) and not isinstance(value, str)
     axes = value if is_several else (value,)
     why = " or several, of axes."
@@ -214,14 +233,23 @@ def require_params(params: Any) -> None:
         raise ValueError(" needs params: call tx.update(grads, state, params).")
 
 
-def check_update(updates: Any, state: Any, params: Any, unnamed: tuple[Any, ...]) -> None:
+def check_update(
+    updates: Any,
+    state: Any,
+    params: Any,
+    unnamed: tuple[Any, ...],
+) -> None:
     """Raise where `update` got no parameters, extra positional arguments, or trees in another order."""
     refuse_positional(unnamed)
     require_params(params)
     check_order(updates, state, params)
 
 
-def check_order(updates: Any, state: Any, params: Any) -> None:
+def check_order(
+    updates: Any,
+    state: Any,
+    params: Any,
+) -> None:
     """Raise where the state is exchanged with the gradients or with the parameters."""
     if params is None:
         return
@@ -250,12 +278,14 @@ def other_state(state: Any) -> str:
         )
     nodes = jax.tree.leaves(state, is_leaf=_is_named_tuple)
     kinds = {type(node).__name__ for node in nodes if _is_named_tuple(node)}
+    # These are part of every chain, and say nothing.
     kinds -= {"EmptyState", "MaskedState"}
     kinds_shown = f", with {', '.join(sorted(kinds))}" if kinds else ""
     return f"this is the state of another optimizer{kinds_shown}. Start anew with tx.init(params)."
 
 
 def _is_named_tuple(node: Any) -> bool:
+    """Whether it is a named tuple, as the state of a transformation is."""
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
@@ -264,16 +294,21 @@ def errors_of(call: str) -> Iterator[None]:
     """Begin the message of a TypeError or ValueError that is raised inside with the name of a public call.
 
     A message that begins with "(", ":" or a space continues the name, as "(decay=2) must be in [0, 1)" does. Calls may
-    be nested; the error names only the outermost, which is the one that the user wrote.
+    be nested; the error names only the outermost, which is the one that the user wrote. A `call` that begins with "("
+    is an argument of it: "(rules=...)" inside of "dimension_numbers" gives "dimension_numbers(rules=...): ...".
     """
     try:
         yield
     except (TypeError, ValueError) as error:
-        # A subclass may have other arguments than a message.
+        # A subclass, such as UnicodeError, may have other arguments than a message.
         if type(error) in (TypeError, ValueError):
-            message = vars(error).setdefault("message", str(error))
+            fields = vars(error)
+            message = fields.setdefault("message", str(error))
             separator = "" if message.startswith(("(", ":", " ")) else ": "
-            error.args = (f"{call}{separator}{message}",)
+            named = f"{call}{separator}{message}"
+            if call.startswith("("):
+                fields["message"] = named
+            error.args = (named,)
         raise
 
 
@@ -283,7 +318,7 @@ _LIBRARIES = {
 
 
 def warn_user(message: str) -> None:
-    """Warn, with the file and line of the innermost frame of none of these libraries."""
+    """Warn, with the file and line of the innermost frame that is the user's: of none of `_LIBRARIES`."""
     frame = sys._getframe(1)
     level = 2
     while frame.f_back is not None:
@@ -332,6 +367,7 @@ def explains_keywords(
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        # Python would call an unknown keyword unexpected, and in `**settings` only the function inside would see it.
         signature = _full_signature(function, sources)
         by_name = []
         by_position = []
@@ -365,15 +401,21 @@ def _full_signature(
     function: Callable[..., Any],
     sources: Sequence[Callable[..., Any]],
 ) -> inspect.Signature:
-    """The signature with keywords of `sources` in place of `**settings`."""
+    """The signature with keywords of `sources` in place of `**settings`.
+
+    `muon(learning_rate, *, rms=0.2, **settings: Unpack[MatrixSettings])` gets `decay=0.95` and all other keys of
+    `MatrixSettings`, with the defaults that they have in `sources`.
+    """
     signature = inspect.signature(function)
     *parameters, settings = signature.parameters.values()
     if settings.kind is not inspect.Parameter.VAR_KEYWORD:
         return signature
     keywords: dict[str, inspect.Parameter] = {}
-    for source in reversed(sources):  # The first source counts, so it comes last.
+    # The first source counts, so it comes last.
+    for source in reversed(sources):
         keywords.update(inspect.signature(source).parameters)
-    (group,) = settings.annotation.__args__  # Unpack[group]
+    # The annotation is Unpack[group].
+    (group,) = settings.annotation.__args__
     for key in group.__annotations__:
         parameters.append(keywords[key].replace(kind=inspect.Parameter.KEYWORD_ONLY))
     return signature.replace(parameters=parameters)
@@ -382,6 +424,7 @@ def _full_signature(
 def _meant(keyword: str, known: Sequence[str]) -> str:
     """Ends the message on an unknown keyword: what it is called here, or which arguments there are."""
     is_optimizer = "learning_rate" in known
+    # optax.contrib.muon has adam_b1 and others, which are settings of `adam` here.
     synonym = "b2" if keyword.startswith("adam_") else keyword
     for here, elsewhere in _OTHERS.items():
         if is_optimizer and synonym in elsewhere.split():

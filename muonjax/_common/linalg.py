@@ -1,4 +1,4 @@
-"""Matrix products at a stated precision, symmetric ones at half the work; adjoints, norms, Hermitian parts."""
+"""Matrix products at a stated precision, adjoints, norms, Hermitian parts; entries of a stack inside of a loop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from pallas_kernels._api import symmetric_product_on
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact, Shaped
@@ -69,60 +67,15 @@ class MatrixProduct(NamedTuple):
             return at_least_float32(self.operands)
         return None
 
-    def _rounded(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _rounded(
+        self,
+        a: jax.Array,
+        b: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         """The factors as they are multiplied."""
         if self.operands is None:
             return a, b
         return a.astype(self.operands), b.astype(self.operands)
-
-
-class SymmetricProduct(NamedTuple):
-    """alpha A Y^H + beta C, Hermitian: Y is A, or commutes with it.
-
-    Attributes:
-      platform: The platform of the devices.
-      dtype: The dtype that A, Y and C are rounded to.
-      implementation: See `pallas_kernels.symmetric_product`.
-      together: Mesh axes whose devices share the work.
-    """
-
-    platform: str
-    dtype: jnp.dtype
-    implementation: str | None
-    together: tuple[str, ...] = ()
-
-    def __call__(
-        self,
-        a: jax.Array,
-        y: jax.Array | None = None,
-        c: jax.Array | None = None,
-        alpha: Any = 1.0,
-        beta: Any = 0.0,
-    ) -> jax.Array:
-        """`alpha` and `beta` are numbers, or [*batch, 1, 1]."""
-
-        def rounded(matrix):
-            return None if matrix is None else matrix.astype(self.dtype)
-
-        def one_each(factor):
-            # The product takes a factor of each matrix as [*batch].
-            return factor[..., 0, 0] if isinstance(factor, jax.Array) else factor
-
-        return symmetric_product_on(
-            self.platform,
-            a.astype(self.dtype),
-            rounded(y),
-            rounded(c),
-            one_each(alpha),
-            one_each(beta),
-            self.implementation,
-            self.together,
-        )
-
-    def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:
-        """Each device along these mesh axes makes a part of the product; a named implementation makes whole ones."""
-        together = axis_name if self.implementation is None else ()
-        return self._replace(together=together)
 
 
 def at_least_float32(*dtypes: Any) -> jnp.dtype:
@@ -146,6 +99,31 @@ def sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
     """m and n of x [*batch, m, n], n counted over `axis_name`."""
     m, n = x.shape[-2:]
     return m, n * math.prod(map(jax.lax.axis_size, axis_name))
+
+
+def entry(stack: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
+    """stack[number] inside of a loop, where XLA need not test whether the number is negative."""
+    return jax.lax.dynamic_index_in_dim(
+        stack,
+        number,
+        keepdims=False,
+        allow_negative_indices=False,
+    )
+
+
+def with_entry(
+    stack: jax.Array,
+    number: jax.typing.ArrayLike,
+    value: jax.Array,
+) -> jax.Array:
+    """The stack with `value` in the place of `entry(stack, number)`."""
+    return jax.lax.dynamic_update_index_in_dim(
+        stack,
+        value,
+        number,
+        axis=0,
+        allow_negative_indices=False,
+    )
 
 
 def sum_over(axis_name: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -208,6 +186,27 @@ def square_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
     """|A|_F^2 of each matrix, in float32 or wider."""
     a = a.astype(at_least_float32(a.dtype))
     return jnp.sum(jnp.abs(a) ** 2, axis=(-2, -1), keepdims=True)
+
+
+def square_of_any_size(
+    x: jax.Array,
+    sum_of_squares: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """A power of two c for each matrix, and `sum_of_squares(c x)`, where that of x may be no number of float32.
+
+    The sums at three scales together are one pass over x, and one all-reduce. One of them is between 2^-84 and 2^114.
+    """
+    # Behind a barrier, or XLA would multiply by the square of a scale, which is no number of float32.
+    scales = jnp.float32(2.0**-84), jnp.float32(2.0**84)
+    small, large = jax.lax.optimization_barrier(scales)
+    square = sum_of_squares(x)
+    square_of_lowered = sum_of_squares(scaled(x, small))
+    square_of_lifted = sum_of_squares(scaled(x, large))
+    is_small = square < small.astype(square.dtype)
+    is_large = square > large.astype(square.dtype)
+    c = jnp.where(is_small, large, jnp.where(is_large, small, jnp.ones_like(small)))
+    square = jnp.where(is_small, square_of_lifted, jnp.where(is_large, square_of_lowered, square))
+    return c.astype(square.dtype), square
 
 
 def inverse_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:

@@ -47,7 +47,9 @@ class Policy:
         return self.platform == "cpu"
 
     def compute_dtype(
-        self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
+        self,
+        dtype: jax.typing.DTypeLike,
+        asked: jax.typing.DTypeLike | None = None,
     ) -> jnp.dtype:
         """The dtype of the operands of products of arrays of `dtype`; `asked` decides for real types up to float32.
 
@@ -61,7 +63,9 @@ class Policy:
         return jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)
 
     def exchange_dtype(
-        self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
+        self,
+        dtype: jax.typing.DTypeLike,
+        asked: jax.typing.DTypeLike | None = None,
     ) -> jnp.dtype:
         """What a mesh exchanges: bfloat16 where products round to a half type anyway (it has float32's range)."""
         rounds = jnp.finfo(self.compute_dtype(dtype, asked)).bits == 16 < jnp.finfo(dtype).bits
@@ -72,7 +76,11 @@ class Policy:
         """Half precision with the most digits: float16 has three bits more, but no unit of a TPU."""
         return jnp.dtype(jnp.bfloat16 if self.platform == "tpu" else jnp.float16)
 
-    def shares_products(self, m: int, dtype: jnp.dtype) -> bool:
+    def shares_products(
+        self,
+        m: int,
+        dtype: jnp.dtype,
+    ) -> bool:
         """Whether of a symmetric product of m x m matrices that several devices hold each makes a part.
 
         Each of p devices saves (1 - 1/p) m^3 flops at least (where "reference" makes both triangles, m^3 more), and
@@ -109,7 +117,12 @@ class Policy:
         """
         return self.platform == "gpu" and m * columns <= 8 << 20
 
-    def goes_in_blocks(self, m: int, shapes: int, batched: int) -> bool:
+    def goes_in_blocks(
+        self,
+        m: int,
+        shapes: int,
+        batched: int,
+    ) -> bool:
         """Whether matrices of m rows and so many shapes share a program, one by one and in blocks of columns.
 
         Measured on a CPU: a step takes about as long as with a program for each shape, and each of these takes a second
@@ -130,7 +143,11 @@ class Policy:
         """
         return self.platform == "gpu"
 
-    def chunk_size(self, count: int, shape: tuple[int, int]) -> int:
+    def chunk_size(
+        self,
+        count: int,
+        shape: tuple[int, int],
+    ) -> int:
         """How many of `count` matrices of `shape` run as one batch: the largest divisor whose batch is small enough.
 
         On a CPU a batched product is slower than the same products one after the other as soon as one matrix
@@ -139,12 +156,18 @@ class Policy:
         % less time in one batch than in two, and less than half of the memory, 128 experts of 2048 x 768 a quarter less
         than in eight. Four of 4096 x 14336 would take twice the memory.
         """
-        if self.platform == "gpu":
-            elements = (256 if math.prod(shape) < 4 << 20 else 64) << 20
-        else:
-            elements = 1 << 18 if self.is_cpu else self.stack_elements
-        largest = max(1, int(elements // math.prod(shape)))
-        return max(size for size in range(1, count + 1) if count % size == 0 and size <= largest)
+        size_of_one = math.prod(shape)
+        # What a batch may hold, in elements
+        bound = self.stack_elements
+        if self.is_cpu:
+            bound = 1 << 18
+        elif self.platform == "gpu":
+            bound = (256 if size_of_one < 4 << 20 else 64) << 20
+        # One matrix is a batch, of whatever size.
+        size = max(1, min(count, int(bound // size_of_one)))
+        while count % size != 0:
+            size -= 1
+        return size
 
 
 def policy_of(*arrays: Any, mesh: Any = None) -> Policy:
@@ -162,16 +185,25 @@ def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:
     return jax.sharding.reshard(x, jax.typeof(other).sharding) if is_explicit(other) else x
 
 
-def whole_along(x: Shaped[Array, "*x"], axis: int, step: int | None = None) -> Shaped[Array, "*x"]:
-    """x, gathered along `axis`; with `step` not where cuts at its multiples can leave the parts sharded."""
+def whole_along(
+    x: Shaped[Array, "*x"],
+    axis: int,
+    step: int | None = None,
+) -> Shaped[Array, "*x"]:
+    """x, gathered along `axis` where it is on a mesh with explicit axis types: its parts need not end where shards do.
+
+    With `step`, x stays as it is if a part of so many entries can be sharded as well.
+    """
     if not is_explicit(x):
         return x
-    mesh, spec = jax.typeof(x).sharding.mesh, [*jax.typeof(x).sharding.spec]
-    axes = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
-    if step and step % math.prod(mesh.shape[name] for name in axes if name is not None) == 0:
+    sharding = jax.typeof(x).sharding
+    spec = [*sharding.spec]
+    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
+    num_shards = math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+    if step and step % num_shards == 0:
         return x
     spec[axis] = None
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"]:
@@ -184,9 +216,10 @@ def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"
       x: An array.
       axes: Zeros with these axes of size 1, sharded as x is along the others; None: a scalar.
     """
-    # Not of zeros_like(x): jit would not see that x, and with it the mesh, is needed.
     if isinstance(x, jax.Array) and is_explicit(x):
+        # Not of zeros_like(x): jit would not see that x, and with it the mesh, is needed.
         return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
-    return jnp.zeros(
-        [1 if i in axes else size for i, size in enumerate(x.shape)] if axes else [], int
-    )
+    if axes is None:
+        return jnp.zeros([], int)
+    shape = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
+    return jnp.zeros(shape, int)

@@ -1,7 +1,7 @@
 """Flatten parameter trees by path, broadcast prefix trees, and read the dtype of any leaf."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ def without_box(node: Any) -> Any:
     """What is in a box of Flax; any other node as it is."""
     if not is_boxed(node):
         return node
+    # Linen and NNX have other methods for it, but both are nodes with one child.
     (content,), _ = jax.tree_util.default_registry.flatten_one_level(node)
     return content
 
@@ -45,6 +46,8 @@ def names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
     """Names of the path of each leaf, the leaves, and the structure. Masked leaves are kept, None has no leaf.
+
+    {"dense": {"kernel": x, "bias": y}} gives [("dense", "bias"), ("dense", "kernel")], [y, x] and the structure.
 
     Two leaves or modules never have the same "/"-joined names: {"a/b": x, "a": {"b": y}} is refused. An attribute
     called `value` among others, as an attention module of dataclasses has it, is a name and not a box.
@@ -73,6 +76,7 @@ def _refuse_equal_names(paths: list[tuple[str, ...]]) -> None:
     """Raises where two leaves or modules have the same "/"-joined names."""
     if not any("/" in name for path in paths for name in path):
         return
+    # Each module or leaf by its joined names
     path_of: dict[str, tuple[str, ...]] = {}
     for path in paths:
         for length in range(1, len(path) + 1):
@@ -88,14 +92,6 @@ def flatten_paths(tree: Any) -> dict[str, Any]:
     """Leaves by "/"-joined path, in the order of the tree; masked leaves are kept (see `flatten_with_names`)."""
     paths, leaves, _ = flatten_with_names(tree)
     return dict(zip(map("/".join, paths), leaves, strict=True))
-
-
-def joined(path: Iterable[Any]) -> str:
-    """Names joined by "/"; a name that contains a slash is quoted, so that no two paths read the same."""
-    texts = []
-    for name in map(str, path):
-        texts.append(repr(name) if "/" in name else name)
-    return "/".join(texts)
 
 
 def dtype_of(leaf: Any) -> Any:
@@ -159,10 +155,10 @@ def broadcast_prefix(
         ) from None
 
 
-def listed(items: Sequence[str], separator: str = "; ", most: int = 8) -> str:
-    """The first items for an error message, each at most 200 characters long, and how many more there are."""
-    shown = [item if len(item) <= 200 else f"{item[:200]}…" for item in items[:most]]
-    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+def listed(items: Sequence[str], separator: str = "; ") -> str:
+    """The first eight items for an error message, each at most 200 characters long, and how many more there are."""
+    shown = [item if len(item) <= 200 else f"{item[:200]}…" for item in items[:8]]
+    more = f" and {len(items) - 8:,} more" if len(items) > 8 else ""
     return separator.join(shown) + more
 
 
@@ -171,7 +167,7 @@ def _difference(
     tree: Any,
     is_leaf: Callable[[Any], bool] | None,
 ) -> str:
-    """The first leaf without an entry, or entry without a leaf; nothing where the paths agree."""
+    """The first leaf without an entry, or entry without a leaf, in words; "" where the paths agree."""
     with_paths = jax.tree_util.tree_leaves_with_path
     entries = [names(path) for path, _ in with_paths(prefix, is_leaf=is_leaf)]
     leaves = [names(path) for path, _ in with_paths(tree)]
@@ -185,7 +181,10 @@ def _difference(
 
 
 def _with_flat_state_path(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
-    """The key path, with the path that an `nnx.FlatState` keeps for its arrays in place of their index."""
+    """The key path, with the path that an `nnx.FlatState` keeps for its arrays in place of their index.
+
+    (0,) becomes (("dense", "kernel"),) if `tree.paths[0]` is that. Any other tree has its own keys.
+    """
     is_flat_state = hasattr(tree, "paths") and not hasattr(tree, "dtype")
     if not path or not is_flat_state:
         return path

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._common.linalg import at_least_float32
+from muonjax._common.linalg import at_least_float32, entry, with_entry
 from muonjax._common.platform import Policy
 from muonjax._matrices.columns import Blocks, block_size
 from muonjax._matrices.matrix_view import MatrixView
@@ -38,13 +38,19 @@ class Function:
       whole: [*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype.
       in_blocks: f of a matrix by its transposed blocks of columns; None: f has no such form.
       form: (m, n) -> the form of f for m x n matrices; only those of one form share a program.
+      exchange_dtype: The dtype of a matrix -> the dtype in which a mesh sends it to its owner and back.
     """
 
     whole: Callable[..., jax.Array]
     in_blocks: Callable[[Blocks], Blocks] | None = None
     form: Callable[[int, int], Hashable] = lambda m, n: None
+    exchange_dtype: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
 
-    def __call__(self, x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        axis_name: tuple[str, ...] = (),
+    ) -> jax.Array:
         """f(x), alone."""
         return self.whole(x, axis_name)
 
@@ -77,57 +83,52 @@ def map_groups(
       One array for each input, of the same shape and dtype.
     """
     results: list[Any] = [None] * len(matrices)
-    if not policy.is_cpu:  # there each shape has one stack
+    if not policy.is_cpu:
+        # An accelerator has several stacks of one shape, which share a trace.
         f = dataclasses.replace(f, whole=jax.jit(f.whole))
-    previous = None
     stacks = []
     for group in _groups(f, matrices, policy):
         stacks += _stacks(group, matrices, policy)
+    previous = None
     for indices in stacks:
         parts = [matrices[i] for i in indices]
         if policy.one_stack_at_a_time and previous is not None:
             # XLA keeps the previous stack in memory until its result is cut and cast: that comes first.
             waiting = parts, results[previous]
             parts, results[previous] = jax.lax.optimization_barrier(waiting)
-        outputs = _map_parts(f, parts, policy)
+        outputs = _map_stack(f, parts, policy)
         for i, output in zip(indices, outputs, strict=True):
             results[i] = output
         previous = indices[-1]
     return results
 
 
-def _map_parts(
+def _map_stack(
     f: Function,
     parts: list[jax.Array],
     policy: Policy,
 ) -> list[jax.Array]:
-    """f of each of the arrays that share a program."""
+    """f of each of the arrays [count, m, n] or [count, n, m] that share a program: of one dtype and m, and any n."""
     shapes = [_sides(x) for x in parts]
     m, n = max(shapes)
     if f.in_blocks is not None and min(shapes) < (m, n):
         return _map_in_blocks(f, parts, policy.platform)
     counts = [len(x) for x in parts]
-    chunk_size = policy.chunk_size(sum(counts), (m, n))
-    if policy.is_cpu and chunk_size == 1 and any(map(_is_tall, parts)):
+    size = policy.chunk_size(sum(counts), (m, n))
+    if policy.is_cpu and size == 1 and any(map(_is_tall, parts)):
         return _map_and_transpose_each(f, parts, policy.platform)
+
     stack = _stacked(parts, n)
-    stack = _map_chunks(lambda chunk, _: f.whole(chunk), stack, chunk_size)
-    outputs = _unstacked(stack, counts, policy.platform)
+    # One matrix goes without a batch axis: XLA for CPUs multiplies batches of one in a slower way.
+    chunks = stack if size == 1 else stack.reshape(-1, size, m, n)
+    chunks = _map_entries(lambda _, chunk: f.whole(chunk), chunks)
+    outputs = _unstacked(chunks.reshape(stack.shape), counts, policy.platform)
     results = []
     for x, y in zip(parts, outputs, strict=True):
         _, columns = _sides(x)
         y = y[..., :columns]
         results.append(y.mT if _is_tall(x) else y)
     return results
-
-
-def _group_by_shape(matrices: Sequence[Inexact[Array, "_batch _m _n"]]) -> list[list[int]]:
-    """Indices of the arrays with one (short side, long side, dtype), in first-seen order."""
-    groups: dict[tuple, list[int]] = {}
-    for i, x in enumerate(matrices):
-        key = _sides(x), x.dtype
-        groups.setdefault(key, []).append(i)
-    return list(groups.values())
 
 
 def _groups(
@@ -137,34 +138,35 @@ def _groups(
 ) -> list[list[int]]:
     """Indices of the arrays that share a program: those of one shape, and their neighbors.
 
-    Neighbors have the same short side and share a program in blocks, or where columns of zeros cost little.
+    Neighbors have the same short side, and share a program in blocks or where columns of zeros cost little. Matrices
+    [768, 768], [768, 3072], [3072, 768] and [768, 2304] make [[0], [1, 2, 3]] where the Gram form is for n > 1.5 m.
     """
     sides = [_sides(x) for x in matrices]
-    neighbors: dict[tuple, list[list[int]]] = {}
-    # The fewest columns first: a group is padded to the columns of the next.
-    for group in sorted(_group_by_shape(matrices), key=lambda group: sides[group[0]]):
-        m, n = sides[group[0]]
-        key = m, f.form(m, n), matrices[group[0]].dtype
-        neighbors.setdefault(key, []).append(group)
+    # What neighbors have in common -> the long side -> indices
+    neighbors: dict[tuple, dict[int, list[int]]] = {}
+    for i, (m, n) in enumerate(sides):
+        in_common = m, f.form(m, n), matrices[i].dtype
+        neighbors.setdefault(in_common, {}).setdefault(n, []).append(i)
 
     merged: list[list[int]] = []
-    for (m, *_), groups in neighbors.items():
+    for (m, *_), indices_of_columns in neighbors.items():
         batched = 0
-        for i in itertools.chain(*groups):
-            if policy.chunk_size(2, sides[i]) > 1:
-                batched += len(matrices[i])
+        for n, indices in indices_of_columns.items():
+            if policy.chunk_size(2, (m, n)) > 1:
+                batched += sum(len(matrices[i]) for i in indices)
         in_blocks = f.in_blocks is not None
-        in_blocks = in_blocks and policy.goes_in_blocks(m, len(groups), batched)
-        merged.append(groups[0])
-        for group in groups[1:]:
-            _, n = sides[group[0]]
+        in_blocks = in_blocks and policy.goes_in_blocks(m, len(indices_of_columns), batched)
+        groups: list[list[int]] = [[]]
+        # The fewest columns first: a group is padded to the columns of the next.
+        for n, indices in sorted(indices_of_columns.items()):
             columns_of_zeros = 0
-            for i in merged[-1]:
+            for i in groups[-1]:
                 columns_of_zeros += len(matrices[i]) * (n - sides[i][1])
             if in_blocks or policy.pads(m, columns_of_zeros):
-                merged[-1] = sorted(merged[-1] + group)
+                groups[-1] += indices
             else:
-                merged.append(group)
+                groups.append(indices)
+        merged += [sorted(group) for group in groups if group]
     return sorted(merged)
 
 
@@ -173,12 +175,15 @@ def _stacks(
     matrices: Sequence[jax.Array],
     policy: Policy,
 ) -> list[list[int]]:
-    """A group in parts, each a single array or within the policy's bound; about equal, if the arrays allow it."""
+    """A group in parts, each a single array or within the policy's bound; about equal, if the arrays allow it.
+
+    With a bound of three matrices, four arrays of one matrix each make stacks of two and two; arrays of four, one and
+    one make stacks of four and two.
+    """
     m, n = max(_sides(matrices[i]) for i in group)
     bound = policy.stack_elements
-    elements = {}
-    for i in group:
-        elements[i] = len(matrices[i]) * m * n
+    elements = {i: len(matrices[i]) * m * n for i in group}
+    # The fewest stacks: each is filled up to the bound.
     full: list[list[int]] = []
     filled = 0
     for i, size in elements.items():
@@ -215,10 +220,15 @@ def _stacked(parts: Sequence[jax.Array], n: int) -> Inexact[Array, "count m n"]:
     return jnp.concatenate(wide) if len(wide) > 1 else wide[0]
 
 
-def _unstacked(stack: jax.Array, counts: Sequence[int], platform: str) -> list[jax.Array]:
-    """A stack in parts of so many entries."""
+def _unstacked(
+    stack: jax.Array,
+    counts: Sequence[int],
+    platform: str,
+) -> list[jax.Array]:
+    """A stack in parts of so many entries: the inverse of a concatenation."""
     if len(counts) == 1:
         return [stack]
+    # Every slice would be a kernel of its own to compile, if XLA knew where it starts.
     starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], platform)
     parts = []
     for start, count in zip(starts, counts, strict=True):
@@ -226,34 +236,15 @@ def _unstacked(stack: jax.Array, counts: Sequence[int], platform: str) -> list[j
     return parts
 
 
-def _map_chunks(
-    f: Callable[[jax.Array, Any], jax.Array],
-    stack: jax.Array,
-    size: int,
-) -> jax.Array:
-    """f of each chunk of so many matrices and its number, in the chunk's place."""
-    # One matrix goes without a batch axis: XLA for CPUs multiplies batches of one in a slower way.
-    chunks = stack if size == 1 else stack.reshape(-1, size, *stack.shape[1:])
-    if len(chunks) == 1:
-        return f(chunks[0], 0).reshape(stack.shape)
+def _map_entries(f: Callable[[Any, jax.Array], jax.Array], stack: jax.Array) -> jax.Array:
+    """f(number, entry) in the place of each entry of the stack, one after the other."""
+    if len(stack) == 1:
+        return f(0, stack[0])[None]
 
-    def body(step: jax.Array, chunks: jax.Array) -> jax.Array:
-        chunk = jax.lax.dynamic_index_in_dim(
-            chunks,
-            step,
-            keepdims=False,
-            allow_negative_indices=False,
-        )
-        return jax.lax.dynamic_update_index_in_dim(
-            chunks,
-            f(chunk, step),
-            step,
-            axis=0,
-            allow_negative_indices=False,
-        )
+    def body(i: jax.Array, stack: jax.Array) -> jax.Array:
+        return with_entry(stack, i, f(i, entry(stack, i)))
 
-    chunks = jax.lax.fori_loop(0, len(chunks), body, chunks)
-    return chunks.reshape(stack.shape)
+    return jax.lax.fori_loop(0, len(stack), body, stack)
 
 
 def _map_and_transpose_each(
@@ -268,14 +259,14 @@ def _map_and_transpose_each(
     would choose a layout.
     """
     m, n = _sides(parts[0])
-    # Tall ones first.
+    # Tall ones first, so that a matrix is tall if its number is below that of the first wide one.
     order = sorted(range(len(parts)), key=lambda i: not _is_tall(parts[i]))
     counts = [len(parts[i]) for i in order]
-    tall = sum(len(x) for x in parts if _is_tall(x))
-    _, first_wide = numbers_from_loop((0, tall), platform)
+    num_tall = sum(len(x) for x in parts if _is_tall(x))
+    _, first_wide = numbers_from_loop((0, num_tall), platform)
 
-    def map_one(flat: jax.Array, step: jax.Array) -> jax.Array:
-        is_tall = step < first_wide
+    def map_flat(number: Any, flat: jax.Array) -> jax.Array:
+        is_tall = number < first_wide
         x = jax.lax.cond(
             is_tall,
             lambda flat: flat.reshape(1, n, m).mT.reshape(m, n),
@@ -290,9 +281,9 @@ def _map_and_transpose_each(
         )
 
     stack = jnp.concatenate([parts[i].reshape(-1, m * n) for i in order])
-    stack = _map_chunks(map_one, stack, 1)
+    outputs = _unstacked(_map_entries(map_flat, stack), counts, platform)
     results: list[Any] = [None] * len(parts)
-    for i, y in zip(order, _unstacked(stack, counts, platform), strict=True):
+    for i, y in zip(order, outputs, strict=True):
         results[i] = y.reshape(parts[i].shape)
     return results
 
@@ -307,14 +298,16 @@ def _map_in_blocks(
     Derivatives are those of whole matrices: a loop whose length is not known has none in reverse mode.
     """
     in_blocks: Any = f.in_blocks
+    # A block is some rows of a tall matrix, which follow each other in memory.
     tall = [x if _is_tall(x) else x.mT for x in parts]
     m = tall[0].shape[2]
     size = block_size([(len(x), x.shape[1]) for x in tall], m)
-    blocks_of_each = []  # matrix
+    # Matrix number i has the blocks starts[i] to stops[i].
+    num_blocks = []
     for x in tall:
-        blocks_of_each += [-(-x.shape[1] // size)] * len(x)
-    stops = np.cumsum(blocks_of_each, dtype=np.int32)
-    starts = stops - np.array(blocks_of_each, np.int32)
+        num_blocks += [-(-x.shape[1] // size)] * len(x)
+    stops = np.cumsum(num_blocks, dtype=np.int32)
+    starts = stops - np.array(num_blocks, np.int32)
     columns = max(x.shape[1] for x in tall)
 
     def blockwise(*tall: jax.Array) -> list[jax.Array]:
@@ -325,9 +318,10 @@ def _map_in_blocks(
             blocks.append(x.reshape(-1, size * m))
         counts = [len(x) for x in blocks]
 
-        def body(i: jax.Array, all_blocks: jax.Array) -> jax.Array:
-            start, stop = jnp.asarray(starts)[i], jnp.asarray(stops)[i]
-            return in_blocks(Blocks(all_blocks, (size, m), columns, start, stop)).blocks
+        def body(i: jax.Array, stack: jax.Array) -> jax.Array:
+            start = jnp.asarray(starts)[i]
+            stop = jnp.asarray(stops)[i]
+            return in_blocks(Blocks(stack, (size, m), columns, start, stop)).blocks
 
         stack = jnp.concatenate(blocks).astype(at_least_float32(tall[0].dtype))
         stack = jax.lax.fori_loop(0, len(stops), body, stack)
@@ -347,6 +341,7 @@ def _map_in_blocks(
 
 
 def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:
+    """Whether the matrix has more rows than columns."""
     return x.shape[-2] > x.shape[-1]
 
 

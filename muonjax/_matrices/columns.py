@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from muonjax._common.linalg import entry, with_entry
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact, Int
 
@@ -20,6 +22,9 @@ Function = Callable[[jax.Array], jax.Array]
 
 class Blocks(NamedTuple):
     """X in blocks of columns.
+
+    With m = 2 and blocks of 4 columns, [2, 8] and [2, 12] are two and three of five blocks [5, 2 * 4]: the first has
+    `start` 0 and `stop` 2, the second 2 and 5.
 
     Attributes:
       blocks: X's, among those of other matrices [all, m * size].
@@ -35,28 +40,16 @@ class Blocks(NamedTuple):
     start: Int[Array, ""]
     stop: Int[Array, ""]
 
-    def block(self, j: jax.typing.ArrayLike) -> Inexact[Array, "m size"]:
-        """Block number j of all."""
-        block = jax.lax.dynamic_index_in_dim(
-            self.blocks,
-            j,
-            keepdims=False,
-            allow_negative_indices=False,
-        )
-        return block.reshape(self.shape)
+    def block(self, number: jax.typing.ArrayLike) -> Inexact[Array, "m size"]:
+        """The block with this number, of all."""
+        return entry(self.blocks, number).reshape(self.shape)
 
     def map(self, f: Function) -> Blocks:
         """f of each block of X, in its place."""
 
         def body(j: jax.Array, blocks: jax.Array) -> jax.Array:
             block = self._replace(blocks=blocks).block(j)
-            return jax.lax.dynamic_update_index_in_dim(
-                blocks,
-                f(block).reshape(-1),
-                j,
-                axis=0,
-                allow_negative_indices=False,
-            )
+            return with_entry(blocks, j, f(block).reshape(-1))
 
         blocks = jax.lax.fori_loop(self.start, self.stop, body, self.blocks)
         return self._replace(blocks=blocks)
@@ -89,14 +82,20 @@ class Blocks(NamedTuple):
 
 
 def block_size(matrices: Sequence[tuple[int, int]], m: int) -> int:
-    """The columns of a block, for `matrices` as (how many, n).
+    """The columns of a block, for `matrices` of m rows as (how many, n).
 
-    Zeros fill the last block of each matrix. The size has the least cost, in columns, if a block costs 32 of them.
+    Zeros fill the last block of each matrix. The size has the least cost, in columns, if a block costs 32 of them: two
+    matrices of 1536 columns and four of 4608 get blocks of 1536.
     """
 
     def cost(size: int) -> int:
-        return sum(count * -(-n // size) * (size + 32) for count, n in matrices)
+        columns = 0
+        for count, n in matrices:
+            num_blocks = -(-n // size)
+            columns += count * num_blocks * (size + 32)
+        return columns
 
+    # Each n in equal parts of about m columns or more
     sizes = set()
     for _, n in matrices:
         for parts in range(1, -(-n // m) + 1):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._common.arguments import errors_of
 from muonjax._common.platform import sharded_like, whole_along
 from muonjax._common.trees import broadcast_prefix, is_boxed, is_masked, tree_of, without_box
 
@@ -88,9 +89,12 @@ def resolve_dimension_numbers(
     numbers: DimensionNumbersTree,
     tree: Any,
     *,
-    call: str,
+    call: str = "",
 ) -> list[DimensionNumbers | None]:
     """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
+
+    {"attention": MuonDimensionNumbers(), "bias": None} for a tree of two kernels below "attention" and a bias gives
+    [MuonDimensionNumbers(), MuonDimensionNumbers(), None].
 
     None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out). A tree without leaves, which
     Optax gives to `init` to find the parts of a state that are like parameters, fits all.
@@ -119,77 +123,85 @@ def _is_entry(x: Any) -> bool:
     return x is None or isinstance(x, entries)
 
 
-def matrix_pieces(numbers: DimensionNumbersTree, tree: Any, *, call: str) -> Pieces:
+def matrix_pieces(
+    numbers: DimensionNumbersTree,
+    tree: Any,
+    *,
+    call: str = "",
+) -> Pieces:
     """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order.
 
-    `Pieces` as the numbers are those that an optimizer has found for such trees already.
+    `numbers` may be `Pieces`, which an optimizer has found for such trees already. Errors begin with `call`.
     """
     if isinstance(numbers, Pieces):
         return numbers
-    entries = resolve_dimension_numbers(numbers, tree, call=call)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    pieces = Pieces(treedef)
-    for i, entry in enumerate(entries):
-        if entry is None:
-            continue
-        path, leaf = leaves[i]
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        named = f"the leaf {name!r}" if name else "the leaf"
-        _check_dtype(call, named, leaf)
-        pieces += _pieces(call, named, i, tuple(leaf.shape), entry)
-    return pieces
+    with errors_of(call):
+        entries = resolve_dimension_numbers(numbers, tree)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        pieces = Pieces(treedef)
+        for i, (path, leaf) in enumerate(leaves):
+            if entries[i] is None:
+                continue
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            named = f"the leaf {name!r}" if name else "the leaf"
+            _check_leaf(named, leaf)
+            pieces += _pieces(named, i, tuple(leaf.shape), entries[i])
+        return pieces
 
 
-def _check_dtype(call: str, named: str, leaf: Any) -> None:
+def _check_leaf(named: str, leaf: Any) -> None:
+    """Raise unless the leaf can hold matrices of floating-point numbers."""
     if len(leaf.shape) < 2:
         raise ValueError(
-            f"{call} needs matrices, but {named} has shape {tuple(leaf.shape)}; "
-            "give it to Adam, by None."
+            f" needs matrices, but {named} has shape {tuple(leaf.shape)}; give it to Adam, by None."
         )
     dtype = leaf.dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
-            f"{call} needs float or complex leaves, but {named} is {dtype}; see optax.masked."
+            f" needs float or complex leaves, but {named} is {dtype}; see optax.masked."
         )
     if jnp.finfo(dtype).bits < 16:
-        raise TypeError(
-            f"{call}: {named} is {dtype}, whose few bits round steps away; train in float32."
-        )
+        raise TypeError(f"{named} is {dtype}, whose few bits round steps away; train in float32.")
 
 
 def _pieces(
-    call: str,
     named: str,
     i: int,
     shape: Axes,
     numbers: DimensionNumbers,
 ) -> list[Piece]:
-    """The pieces of the i-th leaf, after all checks of its axes."""
-    reduction = _checked_axes(call, named, "reduction_axis", numbers.reduction_axis, shape)
-    output = _checked_axes(call, named, "output_axis", numbers.output_axis, shape)
+    """The pieces of the i-th leaf, after all checks of its axes.
+
+    There is one, or one for each part if a fused axis has unequal parts or repeats them. `parts=(2, 1, 3)` along the
+    second axis of [5, 24] with `repeats=4` are three pieces: [5, 8], [5, 4] and [5, 12].
+    """
+    reduction = _checked_axes(named, "reduction_axis", numbers.reduction_axis, shape)
+    output = _checked_axes(named, "output_axis", numbers.output_axis, shape)
     sides = reduction + output
-    why = None
+    problem = ""
     if 0 in shape:
-        why = "has an empty dimension"
+        problem = "has an empty dimension"
     elif not reduction or not output or len(set(sides)) < len(sides):
-        why = "needs disjoint axes for its sides, none twice"
-    if why:
-        raise ValueError(f"{call}: {named} of shape {shape} {why}, got {numbers}.")
+        problem = "needs disjoint axes for its sides, none twice"
+    if problem:
+        raise ValueError(f"{named} of shape {shape} {problem}, got {numbers}.")
     if not isinstance(numbers, FusedDimensionNumbers):
         return [Piece(i, view_of(shape, reduction, output))]
 
-    (axis,) = _checked_axes(call, named, "axis", numbers.axis, shape)
-    parts, repeats = numbers.parts, numbers.repeats
+    (axis,) = _checked_axes(named, "axis", numbers.axis, shape)
+    parts = numbers.parts
+    repeats = numbers.repeats
+    # One stretch has all parts once.
     stretch = shape[axis] // max(1, repeats)
-    equal_sizes = isinstance(parts, int)
-    part_sizes = (stretch // max(1, parts),) * parts if equal_sizes else parts
+    are_equal = isinstance(parts, int)
+    part_sizes = (stretch // max(1, parts),) * parts if are_equal else parts
     fill = min(part_sizes, default=0) >= 1 and sum(part_sizes) * repeats == shape[axis]
     if axis not in sides or not fill:
         raise ValueError(
-            f"{call}: {numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or output "
-            f"axes, and the sizes in `parts`, or as many equal ones, fill its {shape[axis]} entries `repeats` times."
+            f"{numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or output axes, "
+            f"and the sizes in `parts`, or as many equal ones, fill its {shape[axis]} entries `repeats` times."
         )
-    if equal_sizes and repeats == 1:
+    if are_equal and repeats == 1:
         return [Piece(i, view_of(shape, reduction, output, axis, parts))]
     pieces = []
     start = 0
@@ -201,18 +213,23 @@ def _pieces(
     return pieces
 
 
-def _checked_axes(call: str, leaf: str, name: str, value: Any, shape: Axes) -> Axes:
-    """The axes of a leaf that dimension numbers name, from 0 on."""
+def _checked_axes(
+    named: str,
+    argument: str,
+    value: Any,
+    shape: Axes,
+) -> Axes:
+    """The axes of a leaf that an argument names, counted from 0: -1 of three axes is (2,)."""
     try:
         axes = tuple(map(operator.index, value if isinstance(value, Sequence) else (value,)))
     except TypeError:
         raise TypeError(
-            f"{call}: {name}={value!r} must be an axis, a whole number, or several."
+            f"{argument}={value!r} must be an axis, a whole number, or several."
         ) from None
     for axis in axes:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
-                f"{call}: {name}={value!r} names axis {axis}, but {leaf} has shape {shape}."
+                f"{argument}={value!r} names axis {axis}, but {named} has shape {shape}."
             )
     return tuple(axis % len(shape) for axis in axes)
 
@@ -224,11 +241,14 @@ def view_of(
     cut: int | None = None,
     parts: int = 1,
 ) -> MatrixView:
-    """The view of a leaf of this shape by checked axes, one of which may be cut into equal parts."""
+    """The view of a leaf of this shape by checked axes, one of which may be cut into equal parts.
+
+    With reduction (0,), output (1,), cut 1 and three parts, [8, 24] is seen as [8, 3, 8], where axis 1 counts matrices.
+    """
     cut_shape = shape
     if cut is not None:
-        # (..., parts * size, ...) -> (..., parts, size, ...): the parts become a batch axis.
         cut_shape = (*shape[:cut], parts, shape[cut] // parts, *shape[cut + 1 :])
+        # An axis after the cut is one further, and of the two axes of the cut the second is the side.
         reduction = tuple(axis + (axis >= cut) for axis in reduction)
         output = tuple(axis + (axis >= cut) for axis in output)
     batch = tuple(axis for axis in range(len(cut_shape)) if axis not in reduction + output)
@@ -236,7 +256,10 @@ def view_of(
 
 
 class Piece(NamedTuple):
-    """A leaf with its view, or one of the unequal parts that a leaf is cut into.
+    """A leaf with its view, or one of the parts that a leaf is cut into, and that no view can show as batch axis.
+
+    Parts of 2, 1 and 3 columns that repeat four times along an axis of 24: a stretch is six columns, and the second
+    piece, with `start` 2 and `repeats` 4, is made of the columns 2, 8, 14 and 20.
 
     Attributes:
       leaf: The leaf's index among the leaves.
@@ -264,29 +287,22 @@ class Piece(NamedTuple):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
         # With several stretches, a piece is nowhere one part of the axis.
         leaf = whole_along(leaf, self.axis, self.step if self.repeats == 1 else None)
-        size = shape[self.axis] // self.repeats
-        part = jax.lax.slice_in_dim(
-            self.in_stretches(leaf),
-            self.start,
-            self.start + size,
-            axis=self.axis_in_stretches,
-        )
+        stop = self.start + shape[self.axis] // self.repeats
+        stretches = self.in_stretches(leaf)
+        part = jax.lax.slice_in_dim(stretches, self.start, stop, axis=self.axis + 1)
         return part.reshape(shape)
 
     def in_stretches(self, x: Any) -> Any:
-        """x with the cut axis as two, if there are several stretches: their number, and what is in each."""
-        if self.axis is None or self.repeats == 1:
-            return x
-        return x.reshape(*x.shape[: self.axis], self.repeats, -1, *x.shape[self.axis + 1 :])
-
-    @property
-    def axis_in_stretches(self) -> Any:
-        """The axis of `in_stretches` along which the pieces of a leaf lie."""
-        return self.axis if self.axis is None else self.axis + (self.repeats > 1)
+        """x with the cut axis as two: [5, 24] with four stretches as [5, 4, 6], whose last axis has the pieces."""
+        axis: Any = self.axis
+        return x.reshape(*x.shape[:axis], self.repeats, -1, *x.shape[axis + 1 :])
 
 
 class MatrixView(NamedTuple):
     """How one leaf becomes matrices: which axes are rows, which are columns, which only count.
+
+    A kernel [d, 3 * d] of queries, keys and values has `shape` [d, 3, d], in which axis 1 counts matrices, axis 0 is
+    their rows and axis 2 their columns; `cut` is 1.
 
     Attributes:
       leaf_shape: The shape of the leaf, or of the piece of it that is viewed.
@@ -305,6 +321,7 @@ class MatrixView(NamedTuple):
     cut: int | None = None
 
     def _sizes(self, axes: Axes) -> Axes:
+        """The sizes of these axes of `shape`."""
         return tuple(self.shape[axis] for axis in axes)
 
     @property
@@ -341,6 +358,7 @@ class MatrixView(NamedTuple):
 
     @property
     def _order(self) -> Axes:
+        """The axes of `shape` as a stack of matrices has them: what counts, rows, columns."""
         return self.batch_axes + self.reduction_axes + self.output_axes
 
     def split(self, leaf: jax.Array) -> jax.Array:
@@ -366,6 +384,7 @@ class MatrixView(NamedTuple):
     def to_leaf(self, matrices: Inexact[Array, "batch fan_in fan_out"]) -> jax.Array:
         """The inverse of `to_matrices`."""
         ordered = matrices.reshape(self._sizes(self._order))
+        # Where each axis of `shape` is among the ordered ones
         inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
         return ordered.transpose(inverse).reshape(self.leaf_shape)
 
@@ -389,14 +408,19 @@ class Pieces(list[Piece]):
             by_leaf.setdefault(piece.leaf, []).append((piece, value))
         return by_leaf
 
-    def replaced(self, tree: Any, results: Sequence[Any]) -> Any:
-        """The tree with the pieces' results in their places."""
+    def replaced(
+        self,
+        tree: Any,
+        results: Sequence[Any],
+    ) -> Any:
+        """The tree with the pieces' results in their places; what is no matrix stays."""
         leaves = self.treedef.flatten_up_to(tree)
         for i, pairs in self._by_leaf(results).items():
             piece, result = pairs[0]
             if piece.axis is not None:
+                # The leaf was cut: its pieces are put side by side again.
                 parts = [piece.in_stretches(part) for piece, part in pairs]
-                whole = jnp.concatenate(parts, axis=piece.axis_in_stretches)
+                whole = jnp.concatenate(parts, axis=piece.axis + 1)
                 result = sharded_like(whole.reshape(leaves[i].shape), leaves[i])
             leaves[i] = result
         return self.treedef.unflatten(leaves)
@@ -411,7 +435,11 @@ class Pieces(list[Piece]):
         # A box of Flax has the sharding of the parameter, which is of another shape.
         return jax.tree.map(without_box, state, is_leaf=is_boxed)
 
-    def of_state(self, state: Any, shapes: Sequence[Axes]) -> list[Any]:
+    def of_state(
+        self,
+        state: Any,
+        shapes: Sequence[Axes],
+    ) -> list[Any]:
         """The inverse of `as_state`; raises unless the arrays have these shapes."""
         arrays = jax.tree.leaves(state)
         state_shapes = [jnp.shape(array) for array in arrays]

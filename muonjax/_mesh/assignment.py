@@ -104,31 +104,22 @@ class Round(NamedTuple):
         return elements * self.group.dtype.itemsize
 
 
-class Assignment(NamedTuple):
-    """Which owner orthogonalizes which matrices.
-
-    Attributes:
-      rounds: The rounds of all groups.
-      seconds: The predicted time of the busiest device and of what it sends, on H100s and the links inside of a node.
-    """
-
-    rounds: list[Round]
-    seconds: float
-
-
 def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[Round]:
     """Assign an owner to every matrix.
 
     Leaves that are sharded over the same mesh axes decide together along which of these their matrices stay cut.
     """
-    sharding_of = [unit_kind(leaf, mesh_shape).group.exchange_axes for leaf in leaves]
-    fastest: dict[Axes, Axes] = {}
+    shardings = [unit_kind(leaf, mesh_shape).group.exchange_axes for leaf in leaves]
+    leaves_of: dict[Axes, list[ShardedLeaf]] = {}
+    for sharding, leaf in zip(shardings, leaves, strict=True):
+        leaves_of.setdefault(sharding, []).append(leaf)
     # Whole matrices and cut ones need all-to-alls of their own, so leaves of one sharding are not divided.
-    for sharding in dict.fromkeys(sharding_of):
-        together = [leaves[i] for i, other in enumerate(sharding_of) if other == sharding]
+    fastest: dict[Axes, Axes] = {}
+    for sharding, together in leaves_of.items():
         fastest[sharding] = _fastest_column_axes(sharding, together, mesh_shape)
-    column_axes = [fastest[sharding] for sharding in sharding_of]
-    return _assign(leaves, column_axes, mesh_shape).rounds
+    column_axes = [fastest[sharding] for sharding in shardings]
+    rounds, _ = _assign(leaves, column_axes, mesh_shape)
+    return rounds
 
 
 def _fastest_column_axes(
@@ -142,8 +133,7 @@ def _fastest_column_axes(
     """
     seconds = {}
     for column_axes in _column_choices(sharding, leaves, mesh_shape):
-        assignment = _assign(leaves, [column_axes] * len(leaves), mesh_shape)
-        seconds[column_axes] = assignment.seconds
+        _, seconds[column_axes] = _assign(leaves, [column_axes] * len(leaves), mesh_shape)
     # On a tie the first choice is taken, which is to gather whole matrices.
     return min(seconds, key=seconds.__getitem__)
 
@@ -153,7 +143,10 @@ def _column_choices(
     leaves: Sequence[ShardedLeaf],
     mesh_shape: MeshShape,
 ) -> list[Axes]:
-    """No mesh axis, and each one that shards the longer side of all matrices."""
+    """No mesh axis, and each one that shards the longer side of all matrices.
+
+    For kernels [64, 256] with P("fsdp", "tensor") these are () and ("tensor",).
+    """
     choices: list[Axes] = [()]
     for name in sharding:
         kinds = [unit_kind(leaf, mesh_shape, (name,)) for leaf in leaves]
@@ -189,11 +182,15 @@ def _assign(
     leaves: Sequence[ShardedLeaf],
     column_axes: Sequence[Axes],
     mesh_shape: MeshShape,
-) -> Assignment:
-    """The assignment if the matrices of each leaf stay cut along its `column_axes`."""
+) -> tuple[list[Round], float]:
+    """The rounds of all groups if the matrices of each leaf stay cut along its `column_axes`, and how long they take.
+
+    That is the predicted time of the busiest device and of what it sends, on H100s and the links inside of a node.
+    """
     queues = _queues(leaves, column_axes, mesh_shape)
 
     def longest_first(kind: UnitKind) -> tuple:
+        # Ties are broken by sizes, and not by the order of the leaves.
         seconds = seconds_of_unit(kind, mesh_shape)
         return -seconds, -kind.layout.block_size, kind.layout.stack_shape
 
@@ -210,7 +207,7 @@ def _assign(
         device_seconds[devices] += seconds * counts[:, None]
     rounds = [_round(group, owners, mesh_shape) for group, owners in owners_of.items()]
     sent = sum(round_.bytes_sent for round_ in rounds)
-    return Assignment(rounds, device_seconds.max() + sent / BYTES_A_SECOND)
+    return rounds, device_seconds.max() + sent / BYTES_A_SECOND
 
 
 def _queues(
@@ -218,7 +215,7 @@ def _queues(
     column_axes: Sequence[Axes],
     mesh_shape: MeshShape,
 ) -> dict[UnitKind, list[Units]]:
-    """The units of each kind, leaf by leaf."""
+    """The units of each kind that wait for an owner, leaf by leaf."""
     queues: dict[UnitKind, list[Units]] = {}
     for i, leaf in enumerate(leaves):
         kind = unit_kind(leaf, mesh_shape, column_axes[i])
@@ -229,6 +226,8 @@ def _queues(
 
 def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
     """The numbers of each owner's devices, [owners, devices of an owner].
+
+    On a mesh {"fsdp": 2, "tensor": 2} with the owner axes ("tensor",) they are [[0, 2], [1, 3]].
 
     An owner has several devices if they share its matrices. It also has several if a mesh axis cuts an axis that counts
     matrices: each of them then does the same for its own matrices.
@@ -257,7 +256,7 @@ def _give(
     Returns:
       How many units each owner gets.
     """
-    # The least busy owner is the first of the heap; each unit makes it busier by one.
+    # The least busy owner is the first of the heap; each unit makes it busier by one, and stores a block more there.
     heap = []
     for i, owner in enumerate(owners):
         # Rounded, so that sums of the same numbers in different orders are equal.
@@ -280,25 +279,30 @@ def _take(queue: list[Units], count: int) -> list[Units]:
     taken = []
     while count > 0:
         units = queue.pop(0)
-        # The next owner begins with what is left of these.
-        number = min(count, units.count)
-        taken.append(units._replace(count=number))
-        if number < units.count:
-            rest = units._replace(start=units.start + number, count=units.count - number)
+        if units.count > count:
+            # The next owner begins with the rest of these.
+            rest = units._replace(start=units.start + count, count=units.count - count)
             queue.insert(0, rest)
-        count -= number
+            units = units._replace(count=count)
+        taken.append(units)
+        count -= units.count
     return taken
 
 
-def _round(group: ExchangeGroup, owners: Owners, mesh_shape: MeshShape) -> Round:
-    """The round of a group, in which units of equal shape follow each other."""
+def _round(
+    group: ExchangeGroup,
+    owners: Owners,
+    mesh_shape: MeshShape,
+) -> Round:
+    """The round of a group, in which units of equal shape follow each other: one loop then serves them all."""
     for owner in owners:
         owner.sort(key=lambda units: units.layout.stack_shape)
     per_replica = devices_along(mesh_shape, group.exchange_axes)
     # The replica is the first of an owner's coordinates, so consecutive owners belong to one replica.
     firsts = range(0, len(owners), per_replica)
     round_ = Round(group, [owners[first : first + per_replica] for first in firsts])
-    if round_.row_size >= 2**31:  # the largest index of 32 bits
-        row_size = round_.row_size
+    row_size = round_.row_size
+    if row_size >= 2**31:
+        # XLA's indices have 32 bits.
         raise ValueError(f"one device would get {row_size} numbers from another; use more devices.")
     return round_

@@ -81,7 +81,11 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, (PartitionSpec, NamedSharding))
 
 
-def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
+def _check_spec(
+    spec: Any,
+    where: str,
+    axis_names: Axes,
+) -> None:
     """Raise unless `spec` shards by axes of the mesh alone."""
     entries = getattr(spec, "spec", spec) if _is_spec(spec) else None
     if not _is_spec(spec) or PartitionSpec.UNCONSTRAINED in (entries or ()):
@@ -96,8 +100,10 @@ def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
 
 
 def _mesh_axes(spec: PartitionSpec | NamedSharding | None, ndim: int = 0) -> tuple[Axes, ...]:
-    """For each axis of an array, the mesh axes that `spec` names for it."""
-    # P("fsdp", None, ("data", "tensor")) -> (("fsdp",), (), ("data", "tensor"))
+    """For each axis of an array, the mesh axes that `spec` names for it.
+
+    P("fsdp", None, ("data", "tensor")) gives (("fsdp",), (), ("data", "tensor")).
+    """
     if isinstance(spec, NamedSharding):
         spec = spec.spec
     sharding: list[Axes] = []
@@ -125,7 +131,8 @@ def even_sharding(
 ) -> tuple[Axes, ...]:
     """For each axis of an array of `shape`, the mesh axes that shard it.
 
-    An axis that they don't divide evenly counts as not sharded: such an array can't enter or leave `jit` sharded.
+    An axis that they don't divide evenly counts as not sharded: such an array can't enter or leave `jit` sharded. On a
+    mesh {"fsdp": 4, "tensor": 2} an array [6, 8] with P("fsdp", "tensor") gives ((), ("tensor",)).
     """
     sharding = list(_mesh_axes(spec, len(shape)))
     for axis, size in enumerate(shape):
@@ -152,7 +159,10 @@ def spread_specs(specs: Any, tree: Any) -> list[Any]:
 
 
 def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[int]:
-    """Into how many shards the last axis of each leaf is cut, as far as that is known."""
+    """Into how many shards the last axis of each leaf is cut, as far as that is known.
+
+    The `distribution` says it, or else the types of the arrays.
+    """
     leaves = jax.tree.leaves(tree)
     # On an Auto mesh an array inside of `jit` does not show its sharding, and counts as one shard.
     shardings: list[Any] = [jax.typeof(leaf).sharding for leaf in leaves]
@@ -223,6 +233,7 @@ def find_mesh(
 
 @functools.cache
 def _warn_of(mesh: AbstractMesh) -> None:
+    """Warn once of a mesh on which nothing says how arrays are sharded."""
     warn_user(
         f"muonjax: pass distribution=muonjax.Distribution(mesh, param_specs). The arrays' mesh "
         f"{dict(mesh.shape)} has no explicit axis types (its axis types are Auto), so XLA gathers "

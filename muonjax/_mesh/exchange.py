@@ -40,7 +40,6 @@ def map_on_mesh(
     f: Function,
     leaves: Arrays,
     views: Sequence[MatrixView],
-    dtypes: Sequence[jnp.dtype],
     policy: Policy,
 ) -> list[jax.Array]:
     """f on each matrix of the leaves, once; the results are sharded as the leaves are.
@@ -50,16 +49,15 @@ def map_on_mesh(
       f: [*batch, m, n] with m <= n, and the mesh axes that shard the columns -> the same shape and dtype.
       leaves: Arrays.
       views: The view of each leaf.
-      dtypes: In which each leaf is exchanged.
       policy: For the mesh's devices.
     """
     mesh = on_mesh.mesh
     mesh_shape = dict(mesh.shape)
     _check_mesh(mesh, leaves)
     sharded_leaves = []
-    for leaf, view, spec, dtype in zip(leaves, views, on_mesh.specs, dtypes, strict=True):
+    for leaf, view, spec in zip(leaves, views, on_mesh.specs, strict=True):
         sharding = even_sharding(leaf.shape, spec, mesh_shape)
-        sharded_leaves.append(ShardedLeaf(view, sharding, jnp.dtype(dtype)))
+        sharded_leaves.append(ShardedLeaf(view, sharding, f.exchange_dtype(leaf.dtype)))
     specs = tuple(partition_spec(leaf.sharding) for leaf in sharded_leaves)
 
     def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
@@ -119,30 +117,40 @@ def exchange(
     for round_ in rounds:
         results.update(_run_round(f, round_, stacks, policy))
     # The units of a leaf had several owners, so its result arrives in parts, by the number of the first unit.
-    parts: list[Any] = [[] for _ in blocks]
+    parts_of_leaves: list[Any] = [[] for _ in blocks]
     for leaf, start in sorted(results):
-        parts[leaf].append(results[leaf, start])
-    stacks = [jnp.concatenate(part) for part in parts]
+        parts_of_leaves[leaf].append(results[leaf, start])
+    stacks = map(jnp.concatenate, parts_of_leaves)
     return list(map(_block_of_stack, stacks, views, blocks))
 
 
 def _stack_of_units(block: jax.Array, view: MatrixView) -> jax.Array:
-    """A device's block of a leaf as [units, *axes of a unit]."""
+    """A device's block of a leaf as [units, *axes of a unit]: what counts units comes first, and is one axis."""
     batch_axes, unit_axes = view.unit_axes
     unit_shape = [block.shape[axis] for axis in unit_axes]
     return block.transpose(batch_axes + unit_axes).reshape(-1, *unit_shape)
 
 
-def _block_of_stack(stack: jax.Array, view: MatrixView, block: jax.Array) -> jax.Array:
+def _block_of_stack(
+    stack: jax.Array,
+    view: MatrixView,
+    block: jax.Array,
+) -> jax.Array:
     """The inverse of `_stack_of_units`, in the shape and dtype of `block`."""
     order = sum(view.unit_axes, ())
     stack = stack.reshape([block.shape[axis] for axis in order])
     return stack.transpose(np.argsort(order)).astype(block.dtype)
 
 
-def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Results:
+def _run_round(
+    f: Function,
+    round_: Round,
+    stacks: Arrays,
+    policy: Policy,
+) -> Results:
     """Exchange the blocks of a group, apply f, and exchange the results."""
-    # The replicas store the same blocks, and each sends those of its own owners.
+    # The replicas store the same blocks, and each sends those of its own owners. All devices run one program, so the
+    # replica's number chooses a branch of it.
     packs = [functools.partial(_pack, round_, owners, stacks) for owners in round_.replicas]
     replica = jax.lax.axis_index(round_.group.replica_axes) if len(packs) > 1 else 0
     buffer = jax.lax.switch(replica, packs)
@@ -154,7 +162,11 @@ def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Re
     return _unpack(_share_with_replicas(buffer, round_), round_)
 
 
-def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
+def _pack(
+    round_: Round,
+    owners: Owners,
+    stacks: Arrays,
+) -> jax.Array:
     """[owners, row_size]: a row for each owner, with the blocks that it gets from this device."""
     dtype, row_size = round_.group.dtype, round_.row_size
     parts = []

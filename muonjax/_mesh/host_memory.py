@@ -82,16 +82,17 @@ def leaf_by_leaf(
     results: list[tuple[Any, ...]] = []
     copies_to_host: Any = None
     for update, state in zip(leaves, states_of_leaves, strict=True):
-        offloaded = any(map(_is_on_host, state))
-        if offloaded and copies_to_host is not None:
+        is_offloaded = any(map(_is_on_host, state))
+        if is_offloaded and copies_to_host is not None:
             # No step begins before the last step's copies have ended. A scheduler that overlaps copies with the
             # products that follow would keep the state of all leaves on the device.
             update, _ = jax.lax.optimization_barrier((update, copies_to_host))
         update, *new_state = step(update, *map(_to_device, state))
         new_state = list(map(_to_place_of, state, new_state))
-        if offloaded:
+        if is_offloaded:
             copies_to_host = new_state
         results.append((update, *new_state))
+    # A tree of the updates, and one of each part of the state, also where there is no leaf.
     trees = []
     for i in range(1 + len(states)):
         trees.append(treedef.unflatten(result[i] for result in results))
@@ -99,6 +100,7 @@ def leaf_by_leaf(
 
 
 def _is_on_host(x: Any) -> bool:
+    """Whether it is an array, or a traced one, in the host's memory."""
     return isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

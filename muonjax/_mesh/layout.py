@@ -95,8 +95,16 @@ class UnitKind(NamedTuple):
     layout: UnitLayout
 
 
-def unit_kind(leaf: ShardedLeaf, mesh_shape: MeshShape, column_axes: Axes = ()) -> UnitKind:
-    """The kind of a leaf's units.
+def unit_kind(
+    leaf: ShardedLeaf,
+    mesh_shape: MeshShape,
+    column_axes: Axes = (),
+) -> UnitKind:
+    """Along which mesh axes the matrices of a leaf go to their owners, and which block of each a device stores.
+
+    On a mesh {"data": 2, "fsdp": 4} the matrix [64, 16] with P("fsdp") has blocks [16, 16]. They are exchanged along
+    "fsdp", so that its owner, one of four devices, gathers [64, 16]. Devices along "data" are replicas, which own other
+    matrices each.
 
     Args:
       leaf: Its view and its sharding.
@@ -127,7 +135,7 @@ def unit_kind(leaf: ShardedLeaf, mesh_shape: MeshShape, column_axes: Axes = ()) 
 
 
 def _among(names: Sequence[str], others: Collection[str]) -> Axes:
-    """Those of the names that are among the others, in the order of `names`."""
+    """Those of the names that are among the others, in the order of `names`: the order of a mesh or of a spec."""
     return tuple(name for name in names if name in others)
 
 

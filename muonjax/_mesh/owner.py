@@ -29,7 +29,10 @@ def apply_to_owned(
     round_: Round,
     policy: Policy,
 ) -> jax.Array:
-    """Apply f to each matrix whose blocks are in the columns of the buffer; the results take their place."""
+    """Apply f to each matrix whose blocks are in the columns of the buffer; the results take their place.
+
+    The buffer [devices, columns] has a row from each device along the exchange axes of the round.
+    """
     group = round_.group
 
     def apply(x: jax.Array) -> jax.Array:
@@ -125,9 +128,10 @@ Columns = list[dict[UnitLayout, list[int]]]
 
 
 def _loops(round_: Round, policy: Policy) -> list[Loop]:
-    """One loop for each shape of matrices."""
+    """One loop for each shape of matrices, with the places of its units in the rows of all owners."""
     owners = list(itertools.chain(*round_.replicas))
-    # The row for an owner has its units one after the other: a block of each takes `block_size` columns.
+    # The row for an owner has its units one after the other: two with blocks of 256 numbers and one with 512 begin in
+    # the columns 0, 256 and 512.
     columns_of: dict[tuple[int, ...], Columns] = {}
     for i, owner in enumerate(owners):
         column = 0
@@ -140,8 +144,12 @@ def _loops(round_: Round, policy: Policy) -> list[Loop]:
     return [_loop(columns, round_, policy) for columns in columns_of.values()]
 
 
-def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
-    """The loop over units of one shape."""
+def _loop(
+    columns: Columns,
+    round_: Round,
+    policy: Policy,
+) -> Loop:
+    """The loop over units of one shape, a batch of equally many units in each step."""
     # One shape can have several layouts: leaves that are sharded along other axes, or transposed.
     layouts = list(dict.fromkeys(itertools.chain(*columns)))
     units = 1
@@ -154,6 +162,7 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
     exchanged = {name: jax.lax.axis_size(name) for name in round_.group.exchange_axes}
     batches = [Batch(layout, units, exchanged) for layout in layouts]
 
+    # For each owner the place of each step's batch
     rows: list[list[tuple[int, int]]] = []
     for owner in columns:
         row = []
@@ -207,7 +216,7 @@ def _run_loop(
 
 
 def _row_of(owner: Any, table: np.ndarray) -> Any:
-    """This owner's row of a table: a constant if all rows are equal."""
+    """This owner's row of a table: a constant if all rows are equal, so that XLA knows it."""
     if (table == table[0]).all():
         return table[0]
     return jnp.asarray(table)[owner]

@@ -71,7 +71,7 @@ def state_shardings(
         else:
             mesh, specs = distribution.mesh, distribution.param_specs
         spread = spread_specs(specs, params)
-    # By path: the parameters, and how they are sharded.
+    # By path: the parameters, and their specs.
     leaves = dict(jax.tree.leaves_with_path(params))
     spec_of = dict(zip(leaves, spread, strict=True))
 
@@ -113,8 +113,12 @@ def _parameter_like(
 
 def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
     """The mesh and the shardings of arrays, or of `jax.ShapeDtypeStruct`s with a sharding."""
-    shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), params)
-    shardings = jax.tree.map(lambda x: x if isinstance(x, NamedSharding) else None, shardings)
+
+    def named_sharding(leaf: Any) -> NamedSharding | None:
+        sharding = getattr(leaf, "sharding", None)
+        return sharding if isinstance(sharding, NamedSharding) else None
+
+    shardings = jax.tree.map(named_sharding, params)
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
         raise ValueError(f"(params) finds {len(meshes)} meshes; give it the distribution.")

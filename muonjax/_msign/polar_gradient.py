@@ -68,7 +68,10 @@ def _range(rows: Coefficients) -> tuple[float, float]:
 
 @functools.lru_cache
 def _polishing(rows: Coefficients, num_steps: int) -> Coefficients:
-    """The minimax steps on the interval to which `rows` take [1e-3, 1]; none where the interval is no positive one."""
+    """The best `num_steps` steps for singular values in the interval to which `rows` take [1e-3, 1].
+
+    None where these are no positive numbers.
+    """
     low, high = _range(rows)
     if num_steps == 0 or not 0 < low <= high < np.inf:
         return ()
@@ -144,7 +147,10 @@ def _tangent(
     rows: Float[Array, "steps 3"],
     dot: MatrixProduct,
 ) -> Float[Array, "*batch m n"]:
-    """The polar factor's tangent, by symmetric linear solves, which JAX can transpose and differentiate."""
+    """The tangent dO of the polar factor O of M, which is x: dO = Z O + Y with P Z + Z P = K and P Y = dM (I - O^T O).
+
+    The solves are symmetric linear ones, which JAX can transpose and differentiate.
+    """
     # P = M O^T
     p = hermitian_part(dot.with_adjoint(x, factor))
     # K = dM O^T - O dM^T

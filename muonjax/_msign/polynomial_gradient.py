@@ -104,11 +104,12 @@ def directional_derivative(
 ) -> Float[Array, "*batch m n"]:
     """The derivative of `iterate` at x in `direction`; symmetric as a map of `direction`.
 
-    A rolled loop over segments of `_segment_length` steps, which keeps nothing. A segment takes five products
-    of m^2 n however long it is, and of m^3 two for one step, twelve for two.
+    A rolled loop over segments of one or two steps (`_segment_length`), which keeps nothing. A segment takes five
+    products of m^2 n however long it is, and of m^3 two for one step, twelve for two.
     """
 
     def segment(x, dx, rows):
+        """The segment at x as the map X -> share X + R X, and its derivative in the direction dx."""
         # A = X X^T,  dA = dX X^T + X dX^T
         gram = dot.with_adjoint(x, x)
         dgram = plus_transpose(dot.with_adjoint(dx, x))
@@ -124,6 +125,7 @@ def directional_derivative(
     num_steps = len(rows)
     length = min(_segment_length(x, dot), num_steps)
     carry = (x, direction)
+    # An odd step comes first, then segments of equal length.
     odd = num_steps % length
     if odd:
         carry, _ = advance(carry, rows[:odd])
@@ -135,8 +137,11 @@ def directional_derivative(
 
 
 def _segment_length(x: Float[Array, "*batch m n"], dot: MatrixProduct) -> int:
-    """Two steps where that is less work; but one in half precision, where the rounding of a Gram matrix that is
-    carried over a step can be far larger than its small eigenvalues."""
+    """How many steps of a derivative share the Gram matrix of x: two where that is less work, else one.
+
+    One in half precision, where the rounding of a Gram matrix that is carried over a step can be far larger than its
+    small eigenvalues.
+    """
     m, n = x.shape[-2:]
     # Products of m^2 n and m^3 for two steps, in units of m^2.
     work_together = 5 * n + 12 * m

@@ -47,12 +47,16 @@ Source: modded-nanogpt and Dion's code, 2025."""
 # with the classical polynomial, of degree five to double precision and of degree three to 2e-11.
 _CONVERGED = 1 - 5e-6
 
+# The value of Amsel et al.
+_CUSHION = 0.02407327424182761
 
-_CUSHION = 0.02407327424182761  # that of Amsel et al.
 
-
-def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float]:
-    """The coefficients of s, s^3, ... of the odd polynomial closest to 1 on [lower, upper], and its error.
+def _minimax(
+    degree: int,
+    lower: float,
+    upper: float,
+) -> tuple[np.ndarray, float]:
+    """The odd polynomial closest to 1 on [lower, upper]: its coefficients of s, s^3, ..., and its largest error.
 
     By a Remez exchange (Amsel et al., 2025, Algorithm 1; J. Su, kexue.fm/archives/10996).
     """
@@ -60,18 +64,21 @@ def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float
     if lower / upper > _CONVERGED:
         classical = {3: (3 / 2, -1 / 2), 5: (15 / 8, -10 / 8, 3 / 8)}[degree]
         return np.array(classical) / upper**powers, 0.0
+    # The best polynomial misses 1 by the same error at all nodes, by turns above and below.
     signs = (-1.0) ** np.arange(len(powers) + 1)
-    # Extrema of Chebyshev's polynomial: exact in the limit lower -> upper.
-    nodes = (lower + upper) / 2 - (upper - lower) / 2 * np.cos(
-        np.pi * np.arange(len(signs)) / len(powers)
-    )
-    row, error, previous = [], math.inf, math.nan
+    # The first nodes are the extrema of Chebyshev's polynomial: exact in the limit lower -> upper.
+    angles = np.pi * np.arange(len(signs)) / len(powers)
+    nodes = (lower + upper) / 2 - (upper - lower) / 2 * np.cos(angles)
+    row = []
+    error = math.inf
+    previous = math.nan
     while not abs(error - previous) <= 1e-15:
         previous = error
-        *row, error = np.linalg.solve(
-            np.column_stack([nodes[:, None] ** powers, signs]), np.ones(len(signs))
-        )
-        squares = np.polynomial.polynomial.polyroots(powers * row)  # where the derivative is zero
+        # p(s) + sign error = 1 at every node s, for the coefficients of p and the error
+        system = np.column_stack([nodes[:, None] ** powers, signs])
+        *row, error = np.linalg.solve(system, np.ones(len(signs)))
+        # The next nodes are the extrema of p: both ends, and where p'(s), a polynomial of s^2, is zero.
+        squares = np.polynomial.polynomial.polyroots(powers * row)
         nodes = np.array([lower, *np.sqrt(np.sort(squares.real)), upper])
     return np.array(row), error
 
@@ -122,23 +129,22 @@ def polar_express(
         check_range("lower", lower, "in (0, 1)", ": the largest singular value is 1.")
         check_range("cushion", cushion, "in [0, 1)", "; 0 turns it off.")
         check_range("safety", safety, "in [1.005, 2]", ": rounding must not leave the interval.")
-    given = (
-        (5,) * num_steps
-        if degrees is None
-        else tuple(degrees)
-        if isinstance(degrees, Sequence)
-        else ()
-    )
-    if len(given) != num_steps or any(degree not in (3, 5) for degree in given):
+    if degrees is None:
+        degrees = (5,) * num_steps
+    is_one_each = isinstance(degrees, Sequence) and len(degrees) == num_steps
+    if not is_one_each or any(degree not in (3, 5) for degree in degrees):
         raise ValueError(
             f"polar_express(degrees={degrees!r}) needs a 3 or a 5 for each of {num_steps} steps."
         )
-    return polar_express_rows(given, float(lower), float(cushion), float(safety))
+    return polar_express_rows(tuple(degrees), float(lower), float(cushion), float(safety))
 
 
 @functools.lru_cache
 def polar_express_rows(
-    degrees: tuple[int, ...], lower: float, cushion: float = _CUSHION, safety: float = 1.01
+    degrees: tuple[int, ...],
+    lower: float,
+    cushion: float = _CUSHION,
+    safety: float = 1.01,
 ) -> Coefficients:
     """`polar_express` of checked arguments."""
     rows = []
@@ -146,12 +152,17 @@ def polar_express_rows(
     for step, degree in enumerate(degrees):
         row, error = _minimax(degree, max(lower, cushion * upper), upper)
         powers = np.arange(1, degree + 1, 2)
+        # p takes [lower, upper] to [p(lower), 1 + error]; `recenter` makes that symmetric about 1.
         at_lower = float(row @ lower**powers)
         recenter = 2 / (at_lower + 1 + error)
         lower = recenter * at_lower
         upper = 2 - lower
-        scaled = recenter * row / (safety if step < len(degrees) - 1 else 1.0) ** powers
-        a, b, c = *scaled.tolist(), *[0.0] * (3 - len(row))
+        # p(s / divisor): nothing follows the last step, so it needs no safety.
+        is_last = step == len(degrees) - 1
+        divisor = 1.0 if is_last else safety
+        scaled = recenter * row / divisor**powers
+        # A cubic has c = 0.
+        a, b, c = [*scaled.tolist(), 0.0][:3]
         rows.append((a, b, c))
     return tuple(rows)
 
@@ -178,22 +189,26 @@ def checked_rows(coefficients: Any) -> Coefficients:
 
 def evaluate(coefficients: Coefficients, s):
     """The composition at the singular values `s` (NumPy or JAX; any shape)."""
-    for row in coefficients:
-        s = s * functools.reduce(lambda p, c: p * (s * s) + c, reversed(row))
+    for a, b, c in coefficients:
+        square = s * s
+        # a s + b s^3 + c s^5
+        s = s * ((c * square + b) * square + a)
     return s
 
 
 def restarts_of(rows: Coefficients, largest_growth: float) -> tuple[int, ...]:
-    """The steps before which the Gram matrix R is made anew, so that errors grow by at most `largest_growth`.
+    """The steps before which the Gram matrix R = X X^H is made anew from X, so that errors of R stay small.
 
-    An update of R multiplies an error in it, on a direction where R is next to nothing, by p'(0)^2 = a^2.
+    A step X <- p(X) also updates R. That multiplies an error of R, in a direction where R is next to nothing, by
+    p'(0)^2 = a^2. For steps with a = 8, 4 and 3 and a largest growth of 200 the result is (2,), since 64 · 16 > 200.
     """
     restarts = []
     growth = 1.0
-    for t, (a, _, _) in enumerate(rows[:-1], 1):
+    # The last step needs no R after it.
+    for next_step, (a, _, _) in enumerate(rows[:-1], 1):
         growth *= a**2
         if growth > largest_growth:
-            restarts.append(t)
+            restarts.append(next_step)
             growth = 1.0
     return tuple(restarts)
 

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from muonjax._common.linalg import (
     adjoint,
     dot,
+    entry,
     hermitian_part,
     identity_like,
     inverse_norm,
@@ -44,7 +45,7 @@ from muonjax._common.linalg import (
 )
 from muonjax._matrices.columns import Blocks
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
-from pallas_kernels._api import symmetric_product_on
+from pallas_kernels._api import SymmetricProduct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Inexact
@@ -75,11 +76,13 @@ _POLYNOMIALS = never_above_one(polar_express(5, lower=1e-2))
 
 
 class Deflation(NamedTuple):
-    """The map W = I - P V^H, and W A W.
+    """The map W = I - P V^H that shrinks k dominant directions of A = X X^H, and what it makes of A.
 
     Attributes:
-      gram: W A W.
-      dominant: V^H W A W V.
+      p: V D, where D says by how much each direction is shrunk.
+      v: The directions, nearly orthonormal columns.
+      gram: W A W, the Gram matrix of W X.
+      dominant: V^H W A W V, what is left of the k directions.
     """
 
     p: Inexact[Array, "*batch m k"]
@@ -92,20 +95,25 @@ class Deflation(NamedTuple):
         return q - dot(dot(q, self.p), adjoint(self.v))
 
 
-def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
+def pre_deflate(
+    x: Any,
+    rank: int,
+    axis_name: tuple[str, ...] = (),
+) -> Any:
     """x with a few of its `rank` dominant directions shrunk, roughly, before its Gram matrix is made.
 
     x is an array or `Blocks`. The mesh axes `axis_name` shard the columns.
     """
 
-    def multiply(v):
-        """X X^H V. Not X (X^H V) as a whole: it would transpose X, which takes longer than the rest."""
+    def multiply(v: jax.Array) -> jax.Array:
+        # X X^H V as X (V^H X)^H: X^H V would transpose X, which takes longer than the rest.
         return sum_columns(lambda x: dot.with_adjoint(x, dot(adjoint(v), x)), x, axis_name)
 
     column = (x.block(0) if isinstance(x, Blocks) else x)[..., :1]
     start = _like(column, random_start(column.shape[-2], min(rank, _PRE_DEFLATED)))
     v = _dominant_subspace(multiply, start, num_steps=1)
     _, d = _map_to_one_target(v, multiply(v))
+    # X <- X - V D V^H X
     return map_columns(lambda x: x - dot(dot(v, d), dot(adjoint(v), x)), x)
 
 
@@ -116,13 +124,14 @@ def shrink_dominant(
     rank: int,
     platform: str,
 ) -> Deflation:
-    """The map W that shrinks the `rank` dominant directions of A to about the size of the rank-th.
+    """The map W that shrinks the k = `rank` dominant directions of A to about the size of the k-th.
 
     Args:
       gram: A = X X^H, in float32 or wider, with entries of moderate size.
       rank: k, in 1..m.
       platform: The platform of the device.
     """
+    # V spans the dominant directions.
     start = _like(gram[..., :rank], random_start(gram.shape[-1], rank))
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
     av = dot(gram, v)
@@ -133,7 +142,7 @@ def shrink_dominant(
     s = av - dot(p, h) / 2
     ps = jnp.concatenate([p, s], axis=-1)
     sp = jnp.concatenate([s, p], axis=-1)
-    removed = symmetric_product_on(platform, ps, y=sp)
+    removed = SymmetricProduct(platform, gram.dtype, None)(ps, sp)
     shrunk = _above_rounding(gram) - removed
 
     # V^H W = w V^H with w = I - V^H V D.
@@ -145,7 +154,10 @@ def _map_to_one_target(
     v: Inexact[Array, "*batch m k"],
     av: Inexact[Array, "*batch m k"],
 ) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
-    """H = V^H A V and D, from V and A V."""
+    """H = V^H A V, and D with W = I - V D V^H, from V and A V.
+
+    W shrinks all directions in V to one target, but less where V is not the dominant subspace.
+    """
     h = dot(adjoint(v), av)
     inverse_sqrt = inverse_root(h)
     inverse = dot(inverse_sqrt, inverse_sqrt)
@@ -157,6 +169,7 @@ def _map_to_one_target(
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
     # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, off its diagonal.
     residual = dot(av - dot(v, h), dot(d, inverse))
+    # The root mean square over m directions is sqrt(2 / m) |residual|_F.
     limit = _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)
     return h, scaled(d, jnp.minimum(1, limit))
 
@@ -186,16 +199,21 @@ def _dominant_subspace(
     start: Inexact[Array, "*batch m k"],
     num_steps: int,
 ) -> Inexact[Array, "*batch m k"]:
-    """Nearly orthonormal columns V, no combination of them longer than 1.
+    """Columns V that nearly span the dominant directions of A, by steps of V <- orthonormalized A V.
+
+    They are nearly orthonormal, and no combination of them is longer than its coefficients.
 
     Args:
       multiply: v -> A v.
+      start: V before the first step.
+      num_steps: How many steps.
     """
 
-    def orthonormalize(_, y):
+    def orthonormalize(_, y: jax.Array) -> jax.Array:
+        # Y (Y^H Y)^(-1/2)
         return dot(y, inverse_root(dot(adjoint(y), y)))
 
-    def subspace_step(_, v):
+    def subspace_step(_, v: jax.Array) -> jax.Array:
         # Sums over mesh axes no longer vary over them, and the carry must stay as it was.
         y = _like(v, multiply(v))
         return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, y)
@@ -206,16 +224,18 @@ def _dominant_subspace(
 # One trace for its three uses.
 @jax.jit
 def inverse_root(h: jax.Array) -> jax.Array:
-    """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products, where h is well conditioned."""
+    """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products alone.
+
+    Eigenvalues of h below `_RIDGE` of its norm count as about that. No eigenvalue of Q is too large.
+    """
     eye = identity_like(h, small=True)
     inverse_bound = inverse_norm(h)
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 
-    def step(t, carry):
+    def step(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         r, q = carry
-        a, b, c = jax.lax.dynamic_index_in_dim(
-            rows, t, keepdims=False, allow_negative_indices=False
-        )
+        a, b, c = entry(rows, t)
+        # R tends to I and Q to h^(-1/2):
         # P = a I + b R + c R^2, R <- P R P, Q <- Q P
         p = a * eye + b * r + c * dot(r, r)
         r = hermitian_part(dot(dot(p, r), p))
@@ -233,11 +253,12 @@ def random_start(m: int, k: int) -> Float32[Array, "m k"]:
     Not signs: with few columns two rows of these can be equal, and what lies in both can't be told apart.
     """
     # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest.
-    h = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    h = jax.lax.bitcast_convert_type(h ^ (h >> 16), jnp.int32)
-    return (h.astype(jnp.float32) * jnp.float32(2.0**-31)).reshape(m, k)
+    bits = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    # As signed integers the bits are evenly spread over [-2^31, 2^31).
+    integers = jax.lax.bitcast_convert_type(bits ^ (bits >> 16), jnp.int32)
+    return (integers.astype(jnp.float32) * jnp.float32(2.0**-31)).reshape(m, k)
 
 
 def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:

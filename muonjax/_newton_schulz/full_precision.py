@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,7 +25,6 @@ import jax.numpy as jnp
 
 from muonjax._common.linalg import (
     MatrixProduct,
-    SymmetricProduct,
     map_columns,
     on_diagonal,
     or_one,
@@ -44,6 +44,7 @@ from muonjax._newton_schulz.deflation import (
     shrink_dominant,
 )
 from muonjax._newton_schulz.settings import NewtonSchulz, Normalization
+from pallas_kernels._api import SymmetricProduct
 from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
@@ -61,13 +62,19 @@ def iterate(
     dtype: jnp.dtype,
     axis_name: tuple[str, ...] = (),
 ) -> Any:
-    """X with m <= n, n counted over `axis_name` -> its orthogonalization, in `dtype`: float32 or wider.
+    """The polar factor of X, nearly, with products in `dtype`: float32 or wider.
 
-    X is an array [*batch, m, n], or `Blocks` [size, m] in `dtype`, of columns of one device.
+    Args:
+      x: An array [*batch, m, n] with m <= n, or `Blocks` [size, m] in `dtype`.
+      settings: The polynomials and their form.
+      policy: For the device.
+      dtype: Of the products.
+      axis_name: Mesh axes that shard the columns of an array; n counts over all of them.
     """
     m, n = (x.shape[1], x.columns) if isinstance(x, Blocks) else sizes(x, axis_name)
     rows, rank = settings.in_full_precision(m)
-    restarts = range(1, len(rows))
+    # The standard form makes R = X X^H anew before each step, the Gram form before few of them.
+    restarts: Sequence[int] = range(1, len(rows))
     if settings.takes_gram_form(m, n):
         restarts = gram_restarts(rows, dtype)
     multiply = MatrixProduct(dtype.name, "highest")
@@ -75,22 +82,28 @@ def iterate(
     product = gram_of.shared_by(axis_name if policy.shares_products(m, dtype) else ())
 
     x, nonzero = below_one(x, dtype, axis_name)
-    if rank and 1 not in restarts:  # the Gram form won't look at X again before its end
+    if rank and 1 not in restarts:
+        # The second step takes R from the first, so the rounding of R must be small already.
         shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
         x = shrink(x) if isinstance(x, Blocks) else materialize(shrink, x, policy.platform)
     gram = sum_columns(gram_of, x, axis_name)
     deflation = None
-    if rank:  # W X has the polar factor of X
+    if rank:
+        # W X has the polar factor of X, and W A W is its Gram matrix.
         deflation = shrink_dominant(gram, rank, policy.platform)
         gram = deflation.gram
     r, r2, scale = normalize(gram, deflation, settings.normalization, product)
+    # A zero matrix, which `below_one` made the identity, gets a zero result.
     scale = jnp.where(nonzero, scale, 0)
 
+    # X <- Q X for each stretch of steps that share one Gram matrix
     for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
         if start > 0:
-            r, r2 = sum_columns(gram_of, x, axis_name), None
+            r = sum_columns(gram_of, x, axis_name)
+            r2 = None
         q = _composed(rows[start:stop], r, r2, product)
         if start == 0:
+            # R is that of s W X, so Q is multiplied by s W.
             q = scaled(q, scale)
             q = q if deflation is None else deflation.apply_right(q)
         x = map_columns(functools.partial(multiply, q), x)
@@ -103,14 +116,16 @@ def _composed(
     r2: Inexact[Array, "*batch m m"] | None,
     product: SymmetricProduct,
 ) -> Inexact[Array, "*batch m m"]:
-    """Q with p_k(..p_1(X)) = Q X, from R = X X^H, and R^2 if that is already made."""
+    """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from R = X X^H, and R^2 if that is already made."""
     # I is a mask, since XLA would keep a I for each a, computed before a loop.
     diagonal = on_diagonal(r)
-    q = p = None
+    q: Any = None
+    p: Any = None
     for a, b, c in rows:
         if p is not None:
-            # R <- P R P
-            r, r2 = product(product(r, p), p), None
+            # R <- P R P, the Gram matrix of P X
+            r = product(product(r, p), p)
+            r2 = None
         # P = a I + b R + c R^2
         p = b * r
         if c != 0:
@@ -118,7 +133,7 @@ def _composed(
         p = jnp.where(diagonal, p + a, p)
         # Q <- Q P
         q = p if q is None else product(q, p)
-    return q  # pyright: ignore[reportReturnType]  # there is at least one row
+    return q
 
 
 def gram_restarts(rows: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:
@@ -131,7 +146,9 @@ def below_one(
     dtype: jnp.dtype,
     axis_name: tuple[str, ...] = (),
 ) -> tuple[Any, Bool[Array, "*batch 1 1"]]:
-    """x in `dtype` with entries below 1, and whether it is not zero; `Blocks` are transposed.
+    """x in `dtype`, times the power of two that brings its entries below 1; and whether it is not zero.
+
+    `Blocks` [size, m] are transposed on the way, which makes them blocks [m, size] of a wide matrix.
 
     A zero matrix becomes the identity, as its result is to be multiplied by zero: derivatives at zero overflow. It is
     added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
@@ -145,11 +162,13 @@ def below_one(
     nonzero = largest != 0
     identity = jnp.eye(*x.shape[-2:], dtype=dtype)
     identity = jnp.expand_dims(identity, tuple(range(x.ndim - 2)))
-    return jnp.where(nonzero, scaled(x, _scale_of_largest(largest)), x + identity), nonzero
+    below = scaled(x, _scale_of_largest(largest))
+    return jnp.where(nonzero, below, x + identity), nonzero
 
 
 def power_of_two_scale(
-    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+    x: Inexact[Array, "*batch m n"],
+    axis_name: tuple[str, ...] = (),
 ) -> Float[Array, "*batch 1 1"]:
     """The power of two that brings the largest entry of each matrix into [0.5, 1).
 
@@ -167,23 +186,27 @@ def power_of_two_scale(
 def _scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*batch 1 1"]:
     """The power of two that brings a matrix's largest entry into [0.5, 1); see `power_of_two_scale`."""
     info = jnp.finfo(largest.dtype)
-    largest = jnp.where(
-        (largest >= info.tiny) & (largest < jnp.inf), largest, jnp.ones_like(largest)
-    )
-    bits = jax.lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
+    is_normal = (largest >= info.tiny) & (largest < jnp.inf)
+    largest = jnp.where(is_normal, largest, jnp.ones_like(largest))
     # By bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
+    # A number in [2^(e - bias), 2^(e - bias + 1)) has the bits of e before its `nmant` bits of fraction. The result
+    # 2^(bias - 1 - e) has 2 bias - 1 - e there, and no fraction.
     bias = info.maxexp - 1
     exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
     return jax.lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
 
 
 def _largest_entry(
-    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+    x: Inexact[Array, "*batch m n"],
+    axis_name: tuple[str, ...] = (),
 ) -> Float[Array, "*batch 1 1"]:
     """The largest absolute value of each matrix (complex: of real and imaginary parts); a constant to derivatives."""
     x = jax.lax.stop_gradient(x)
-    # The larger part of a complex entry, because its absolute value can overflow.
-    entries = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else jnp.abs(x)
+    entries = jnp.abs(x.real)
+    if jnp.iscomplexobj(x):
+        # The larger part of a complex entry, because its absolute value can overflow.
+        entries = jnp.maximum(entries, jnp.abs(x.imag))
     largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
     return jax.lax.pmax(largest, axis_name) if axis_name else largest
 
@@ -194,12 +217,12 @@ def normalize(
     normalization: Normalization,
     product: SymmetricProduct,
 ) -> tuple[jax.Array, jax.Array | None, Float[Array, "*batch 1 1"]]:
-    """R, R^2 and s for the Gram matrix A: R = s^2 A, by an upper bound of its largest eigenvalue.
+    """R, R^2 and s for the Gram matrix A: R = s^2 A has no eigenvalue above 1, and s X no singular value.
 
-    The bound is A's trace or Schatten-4 norm: with B = A / ||A||_F, no eigenvalue of B is above ||B^2||_F^(1/2).
-    ||B^2||_F^2 is the sum of the fourth powers of B's eigenvalues. After a deflation, a part of the sum is known that
-    comes from others than the largest, and is subtracted. What is left is that of the largest at least, and 1/m of the
-    sum.
+    1 / s^2 is an upper bound of A's largest eigenvalue: its trace ("frobenius", which leaves R^2 to be made), or its
+    Schatten-4 norm. With B = A / ||A||_F, no eigenvalue of B is above ||B^2||_F^(1/2), and ||B^2||_F^2 is the sum of
+    the fourth powers of B's eigenvalues. After a deflation, a part of the sum is known to come from others than the
+    largest, and is subtracted; at least 1/m of the sum belongs to the largest.
     """
     if normalization == "frobenius":
         trace = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
@@ -213,6 +236,7 @@ def normalize(
     if deflation is not None:
         others = other_fourth_powers(scaled(deflation.dominant, inverse_norm))
         fourth_powers = jnp.maximum(fourth_powers - others, fourth_powers / b.shape[-1])
+    # R = B / bound with bound^4 = fourth_powers
     inverse_square = jax.lax.rsqrt(or_one(fourth_powers))
     inverse = jnp.sqrt(inverse_square)
     return scaled(b, inverse), scaled(b2, inverse_square), jnp.sqrt(inverse_norm * inverse)

@@ -16,6 +16,7 @@ relative to Q and T, and a step multiplies them no more than it multiplies X.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -23,18 +24,18 @@ import jax.numpy as jnp
 
 from muonjax._common.linalg import (
     MatrixProduct,
-    SymmetricProduct,
     hermitian_part,
     on_diagonal,
     or_one,
     sizes,
     square_norm,
+    square_of_any_size,
     sum_over,
 )
 from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import restarts_of
 from muonjax._newton_schulz.settings import NewtonSchulz
-from pallas_kernels._api import measured_kernel
+from pallas_kernels._api import SymmetricProduct, measured_kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
@@ -59,7 +60,11 @@ def iterate(
     policy: Policy,
     axis_name: tuple[str, ...] = (),
 ) -> Float32[Array, "*batch m n"]:
-    """The orthogonalization of x with m <= n, where the mesh axes `axis_name` may shard the columns."""
+    """The polar factor of x with m <= n, nearly; the mesh axes `axis_name` may shard the columns.
+
+    X is sqrt(u) z and its Gram matrix R is u r, with z and r in half precision and a number u. A step maps X to
+    a X + (b R + c R^2) X = a (1 + Q) X. Then z, or r alone, becomes that of the new X (see the top of this file).
+    """
     rows = settings.steps.half
     if any(a == 0 for a, _, _ in rows):
         raise ValueError(
@@ -68,18 +73,19 @@ def iterate(
         )
     barrier = jax.lax.optimization_barrier
     products = _Products.of(x, settings, policy, axis_name)
-    updates = settings.takes_gram_form(*sizes(x, axis_name)) and products.dtype == jnp.float16
-    restarts = range(1, len(rows))
-    if updates:
+    # Before the other steps r is updated, for which bfloat16 has too few digits.
+    restarts: Sequence[int] = range(1, len(rows))
+    if products.dtype == jnp.float16 and settings.takes_gram_form(*sizes(x, axis_name)):
         restarts = restarts_of(rows, LARGEST_GROWTH)
 
     z = _scaled_to_norm(x.astype(jnp.float32), axis_name).astype(products.dtype)
     z = barrier(z)
     # An r that is not exactly symmetric is amplified by the first steps, whose factors are the largest.
     r = hermitian_part(products.gram(z))
-    r2 = products.symmetric(r)
+    r2: jax.Array | None = products.symmetric(r)
     u = 1 / _bound(r2, settings)
 
+    # The steps since the last restart map z to gain (1 + T) z, where `total` is T, None for 0.
     total: Any = None
     gain = 1.0
     for t, (a, b, c) in enumerate(rows):
@@ -88,8 +94,10 @@ def iterate(
             z = (gain * (_wide(z) + _wide(products.rounded(total, z)))).astype(z.dtype)
             # Or XLA would keep all that z is made of for its later uses.
             z = barrier(z)
-            r, r2 = products.gram(z), None
-            total, gain = None, 1.0
+            r = products.gram(z)
+            r2 = None
+            total = None
+            gain = 1.0
 
         # Q = (b / a) u r + (c / a) u^2 r^2
         if r2 is not None:
@@ -102,7 +110,7 @@ def iterate(
         q = barrier(q)
 
         if t + 1 < len(rows) and t + 1 not in restarts:
-            # r <- a^2 (1 + Q) r (1 + Q)
+            # r <- a^2 (1 + Q) r (1 + Q), where `once` is (1 + Q) r
             once = products.symmetric(q, r, c=r)
             r = products.symmetric(once, q, c=once, alpha=a**2, beta=a**2)
             r2 = None
@@ -112,34 +120,28 @@ def iterate(
 
     # No step multiplies the error of the last map, so this is rounded as gain sqrt(u) (1 + T).
     total = _wide(total)
-    last = (gain * jnp.sqrt(u) * jnp.where(on_diagonal(total), total + 1, total)).astype(z.dtype)
+    total = jnp.where(on_diagonal(total), total + 1, total)
+    last = (gain * jnp.sqrt(u) * total).astype(z.dtype)
+    if x.ndim == 2:
+        return products.summed(last, z)
     # A stack's result is cut into leaves, and in half precision that moves half as much.
-    return products.summed(last, z) if x.ndim == 2 else _wide(products.rounded(last, z))
+    return _wide(products.rounded(last, z))
 
 
 def _scaled_to_norm(
-    x: Float32[Array, "*batch m n"], axis_name: tuple[str, ...]
+    x: Float32[Array, "*batch m n"],
+    axis_name: tuple[str, ...],
 ) -> Float32[Array, "*batch m n"]:
-    """x times a number, of the norm `_NORM`; of any size, in one pass over x before the one that multiplies.
-
-    Squares overflow and underflow in float32, so three sums of squares are made, one of which is
-    between 2^-84 and 2^114.
-    """
-    # Behind a barrier, or XLA would multiply by the square of a factor, which is no number of float32.
-    small, large = jax.lax.optimization_barrier((jnp.float32(2.0**-84), jnp.float32(2.0**84)))
-    square = sum_over(axis_name, square_norm(x))
-    square_of_lowered = sum_over(axis_name, square_norm(small * x))
-    square_of_lifted = sum_over(axis_name, square_norm(large * x))
-    is_small, is_large = square < small, square > large
-    factor = jnp.where(is_small, large, jnp.where(is_large, small, jnp.ones_like(small)))
-    square = jnp.where(is_small, square_of_lifted, jnp.where(is_large, square_of_lowered, square))
+    """Each matrix of any size times a number, so that its Frobenius norm is `_NORM`; zeros stay."""
+    factor, square = square_of_any_size(x, lambda x: sum_over(axis_name, square_norm(x)))
     return factor * x * (_NORM * jax.lax.rsqrt(or_one(square)))
 
 
 def _bound(r2: Float[Array, "*batch m m"], settings: NewtonSchulz) -> Float32[Array, "*batch 1 1"]:
-    """At least the largest eigenvalue of r: its Schatten-4 norm, or its trace."""
+    """At least the largest eigenvalue of r: its Schatten-4 norm |r^2|_F^(1/2), or its trace."""
     fourth_powers = or_one(square_norm(r2))
     if settings.normalization == "frobenius":
+        # The trace of r is |z|_F^2, which is known.
         fourth_powers = jnp.full_like(fourth_powers, _NORM**8)
     return (ABOVE_ROUNDING * fourth_powers) ** 0.25
 
@@ -164,7 +166,11 @@ class _Products(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: jax.Array, settings: NewtonSchulz, policy: Policy, axis_name: tuple[str, ...]
+        cls,
+        x: jax.Array,
+        settings: NewtonSchulz,
+        policy: Policy,
+        axis_name: tuple[str, ...],
     ) -> _Products:
         """The products for matrices like x."""
         dtype = policy.half_dtype
@@ -179,6 +185,7 @@ class _Products(NamedTuple):
 
     @property
     def rounded(self) -> MatrixProduct:
+        """Products that are rounded to half precision."""
         return MatrixProduct(self.dtype.name, None, self.dtype.name)
 
     @property
@@ -188,6 +195,7 @@ class _Products(NamedTuple):
 
     def gram(self, z: jax.Array) -> jax.Array:
         """z z^H. A plain product is not mirrored: it is asymmetric by less than the rounding of its entries."""
+        # With `together`, `by_kernel` divides products whose operands all devices hold; each has other columns of z.
         if self.by_kernel is not None and not self.by_kernel.together:
             return sum_over(self.axis_name, self.by_kernel(z))
         product = self.summed if self.axis_name else self.rounded

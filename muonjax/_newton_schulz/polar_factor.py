@@ -76,26 +76,34 @@ def polar_factor(
     settings: NewtonSchulz,
     policy: Policy,
 ) -> Inexact[Array, "*batch m n"]:
-    """`newton_schulz` of checked arguments."""
+    """`newton_schulz` of checked arguments, in the precision that the platform and the settings say."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    tall = not axis_name and x.shape[-2] > x.shape[-1]
-    wide = x.mT if tall else x
-    if dtype == jnp.bfloat16:
+    is_half = dtype == jnp.bfloat16
+    # The columns of a matrix that a mesh cuts are its longer side.
+    is_tall = not axis_name and x.shape[-2] > x.shape[-1]
+    wide = x.mT if is_tall else x
+    if is_half:
         y = half_precision.iterate(wide, settings, policy, axis_name)
     else:
         y = full_precision.iterate(wide, settings, policy, dtype, axis_name)
-    if tall and policy.is_cpu and dtype == jnp.bfloat16:
-        # XLA makes the transposition a part of the last product, and has none of half types with float32 sums.
-        y = jax.lax.optimization_barrier(y)
-    return (y.mT if tall else y).astype(x.dtype)
+    if is_tall:
+        if policy.is_cpu and is_half:
+            # XLA makes the transposition a part of the last product, and has none of half types with float32 sums.
+            y = jax.lax.optimization_barrier(y)
+        y = y.mT
+    return y.astype(x.dtype)
 
 
 def polar_function(settings: NewtonSchulz, policy: Policy) -> Function:
-    """x -> its polar factor, for batching."""
+    """x -> its polar factor, as `batching` and a mesh apply it to the matrices of a tree."""
 
     def in_blocks(x: Blocks) -> Blocks:
         return full_precision.iterate(x, settings, policy, x.blocks.dtype)
 
-    whole = functools.partial(polar_factor, settings=settings, policy=policy)
     is_full = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
-    return Function(whole, in_blocks if is_full else None, settings.takes_gram_form)
+    return Function(
+        whole=functools.partial(polar_factor, settings=settings, policy=policy),
+        in_blocks=in_blocks if is_full else None,
+        form=settings.takes_gram_form,
+        exchange_dtype=lambda dtype: policy.exchange_dtype(dtype, settings.compute_dtype),
+    )

@@ -17,8 +17,6 @@ from pallas_kernels._api import IMPLEMENTATIONS
 Form = Literal["auto", "standard", "gram"]
 Normalization = Literal["schatten", "frobenius"]
 
-_COMPUTE_DTYPES = (jnp.bfloat16, jnp.float32, jnp.float64)
-
 
 class Steps(NamedTuple):
     """The polynomials of a preset: which ones depends on the precision and on the size of a matrix.
@@ -99,30 +97,26 @@ class NewtonSchulz(metaclass=_Presets):
 
     def __post_init__(self):
         def keep(name: str, value: Any) -> None:
+            # The fields of a frozen dataclass can't be assigned.
             object.__setattr__(self, name, value)
 
         if not isinstance(self.coefficients, Steps):
             keep("coefficients", checked_rows(self.coefficients))
         directions = whole_number("deflation", self.deflation, 0, " of directions; 0 turns it off.")
         keep("deflation", directions)
-        for name, known in (
-            ("form", get_args(Form)),
-            ("normalization", get_args(Normalization)),
-            ("implementation", (None, *IMPLEMENTATIONS)),
-        ):
-            check_choice(name, getattr(self, name), known)
+        check_choice("form", self.form, get_args(Form))
+        check_choice("normalization", self.normalization, get_args(Normalization))
+        check_choice("implementation", self.implementation, (None, *IMPLEMENTATIONS))
         if self.compute_dtype is not None:
+            kinds = (jnp.bfloat16, jnp.float32, jnp.float64)
             wanted = (
                 "one of bfloat16, float32, float64: others lack the range for products of products"
             )
-            keep(
-                "compute_dtype",
-                given_dtype("compute_dtype", self.compute_dtype, _COMPUTE_DTYPES, wanted),
-            )
+            keep("compute_dtype", given_dtype("compute_dtype", self.compute_dtype, kinds, wanted))
 
     @property
     def steps(self) -> Steps:
-        """Your own rows serve in full and in half precision."""
+        """The polynomials for each precision; your own rows serve in full and in half precision."""
         rows = self.coefficients
         return rows if isinstance(rows, Steps) else Steps(full=rows, half=rows)
 

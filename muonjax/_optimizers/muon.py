@@ -274,7 +274,8 @@ class _WeightDecay(NamedTuple):
 
     learning_rate: optax.ScalarOrSchedule
     weight_decay: float
-    mask: Any = None  # None: all but vectors, as the program says
+    # None: all but vectors, as the program says
+    mask: Any = None
 
 
 def _decayed(
@@ -305,7 +306,7 @@ def _adamw(
     mu_dtype: jax.typing.DTypeLike | None,
     tree: Any,
 ) -> optax.GradientTransformation:
-    """AdamW for the leaves of a tree that are no matrices."""
+    """AdamW for the leaves of a tree that are no matrices; a program knows more vectors than names do."""
     decaying = decays(tree, getattr(program, "vectors", ()))
     # A function, for Optax would call a tree that is callable, as an Equinox module is.
     mask = (lambda _: decaying) if decay.mask is None else decay.mask
@@ -323,9 +324,12 @@ def _adamw(
 
 def _adam_eps(tree: Any) -> float:
     """Adam's usual eps, or the smallest normal number of the narrowest float: 1e-8 is 0 in float16."""
-    dtypes = {dtype_of(leaf) for leaf in jax.tree.leaves(tree)}
-    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
-    return max([1e-8, *(float(jnp.finfo(dtype).tiny) for dtype in floats)])
+    eps = 1e-8
+    for leaf in jax.tree.leaves(tree):
+        dtype = dtype_of(leaf)
+        if jnp.issubdtype(dtype, jnp.floating):
+            eps = max(eps, float(jnp.finfo(dtype).tiny))
+    return eps
 
 
 class AdamWSettings(TypedDict, total=False):
@@ -428,6 +432,7 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
+    # Optax checks none of its arguments.
     adam: dict[str, Any] = dict(settings)
     adam["mask"] = fitted_mask("mask", settings.get("mask"))
     check_flag(nesterov=settings.get("nesterov", False))
@@ -450,10 +455,17 @@ def _clipped(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer and its clip as a chain, which knows the state of another optimizer."""
     chain = optax.chain(optimizer, clip.transformation())
+    # The number of states tells this optimizer from another one: `muon` has one, AdamW one for each of its members.
     num_states = len(optimizer.init({}))  # pyright: ignore[reportArgumentType]
 
     @errors_of(clip.call)
-    def update(updates, state, params=None, *unnamed, **extra_args):
+    def update(
+        updates,
+        state,
+        params=None,
+        *unnamed,
+        **extra_args,
+    ):
         check_update(updates, state, params, unnamed)
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
         if not is_pair or not hasattr(state[1], "factors") or len(state[0]) != num_states:

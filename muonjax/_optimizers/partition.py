@@ -49,7 +49,7 @@ def partition_by_route(
         looks = _looks(tree, params)
         # Another tree is routed anew, and so is each tree of `init`, which warns.
         if looks != last[0] or warn:
-            # For the whole tree: routing looks at the neighbors of a leaf, which a partition hides.
+            # The whole tree is routed: a decision looks at the neighbors of a leaf, which a partition hides.
             route = _route(dimension_numbers, tree, params, warn=warn)
             inner: dict[Hashable, optax.GradientTransformation] = {
                 "muon": matrices(route.pieces),
@@ -66,7 +66,13 @@ def partition_by_route(
         return partition_of(params, params, warn=True).init(params)
 
     @errors_of(call)
-    def update(updates, state, params=None, *unnamed, **extra_args):
+    def update(
+        updates,
+        state,
+        params=None,
+        *unnamed,
+        **extra_args,
+    ):
         check_update(updates, state, params, unnamed)
         params = _with_gradients(updates, params)
         partition = partition_of(updates, params)
@@ -108,6 +114,7 @@ def check_program(argument: str, given: Any) -> None:
 
 
 def _is_numbers(node: Any) -> bool:
+    """Whether it is a `MuonDimensionNumbers` or `FusedDimensionNumbers`, which are trees for JAX."""
     return hasattr(node, "reduction_axis")
 
 
@@ -132,14 +139,20 @@ class _Route(NamedTuple):
     labels: Any
 
 
-def _route(given: DimensionNumbersTree, tree: Any, params: Any, *, warn: bool) -> _Route:
+def _route(
+    given: DimensionNumbersTree,
+    tree: Any,
+    params: Any,
+    *,
+    warn: bool,
+) -> _Route:
     """The route of parameters, or of their gradients."""
     leaves, treedef = jax.tree.flatten(tree)
     if given is None:
         numbers = treedef.flatten_up_to(numbers_tree(*routes(tree, warn=warn)))
     else:
         check_parameters(tree, warn=warn)
-        numbers = resolve_dimension_numbers(given, tree, call="")
+        numbers = resolve_dimension_numbers(given, tree)
     if warn and leaves and not any(numbers):
         arguments = "params" if given is None else "params, program"
         warn_user(
@@ -147,35 +160,35 @@ def _route(given: DimensionNumbersTree, tree: Any, params: Any, *, warn: bool) -
         )
     labels = []
     for entry, param in zip(numbers, jax.tree.leaves(params), strict=True):
-        label = "adam" if _is_trainable(param) else "fixed"
-        labels.append(label if entry is None else "muon")
-    # As `optax.partition` masks it.
-    masked = [
-        leaf if label == "muon" else optax.MaskedNode()
-        for leaf, label in zip(leaves, labels, strict=True)
-    ]
-    pieces = matrix_pieces(treedef.unflatten(numbers), treedef.unflatten(masked), call="")
+        if entry is not None:
+            labels.append("muon")
+        else:
+            labels.append("adam" if _is_trainable(param) else "fixed")
+    # `matrices` gets a tree that `optax.partition` masks in this way.
+    masked = []
+    for leaf, label in zip(leaves, labels, strict=True):
+        masked.append(leaf if label == "muon" else optax.MaskedNode())
+    pieces = matrix_pieces(treedef.unflatten(numbers), treedef.unflatten(masked))
     return _Route(pieces, treedef.unflatten(labels))
 
 
 def _with_gradients(updates: Any, params: Any) -> Any:
     """The parameters, each of which has a gradient of its shape; without what can't be trained and has none.
 
-    In an Equinox module these are numbers and functions.
+    In an Equinox module these are numbers and functions: `eqx.filter_grad` has None in their places.
     """
     gradients = flatten_paths(updates)
     leaves = flatten_paths(params)
-    untrained = {
-        path for path in leaves if path not in gradients and not _is_trainable(leaves[path])
-    }
+    without_gradient = [path for path in leaves if path not in gradients]
+    untrained = {path for path in without_gradient if not _is_trainable(leaves[path])}
     if untrained and leaves.keys() - untrained == gradients.keys():
-        params = jax.tree.structure(updates, is_leaf=is_masked).unflatten(
-            leaves[path] for path in gradients
-        )
+        structure = jax.tree.structure(updates, is_leaf=is_masked)
+        params = structure.unflatten(leaves[path] for path in gradients)
     else:
-        for path in (*leaves, *gradients):
-            if path not in gradients:
-                raise ValueError(f"{path!r} is a parameter without a gradient; {_EQUAL_TREES}")
+        if without_gradient:
+            path = without_gradient[0]
+            raise ValueError(f"{path!r} is a parameter without a gradient; {_EQUAL_TREES}")
+        for path in gradients:
             if path not in leaves:
                 raise ValueError(f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}")
     for path, gradient in gradients.items():
@@ -203,6 +216,7 @@ def _check_state(state: Any, expected: Any) -> None:
     entries = jax.tree.leaves_with_path(expected)
     if shapes == [leaf.shape for _, leaf in entries]:
         return
+    # The first array of another shape tells most.
     difference = f"{len(shapes)} arrays"
     for (path, leaf), shape in zip(entries, shapes, strict=False):
         if leaf.shape != shape:

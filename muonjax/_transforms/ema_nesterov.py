@@ -103,11 +103,13 @@ def ema_nesterov(
         return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
     def update(updates, state, params=None, **extra_args):
+        # `params` are y, so u = A(y) - y.
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         count = jnp.asarray(optax.safe_increment(state.count))
         next_beta = beta_at(count)
 
         def step(u: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """y' - y and the new m of one leaf."""
             u = jnp.asarray(u)  # a parameter may be a Python number
             wide = u.astype(m.dtype)
             # θ' - θ = (θ' - y) + (y - θ) = u + beta m
@@ -124,6 +126,7 @@ def ema_nesterov(
 
 
 def _is_clip_or_accumulation(node: Any) -> bool:
+    """Whether a node is the state of a clip or of `optax.MultiSteps`: they tell by their fields and their class."""
     return hasattr(node, "maxima") or isinstance(node, optax.MultiStepsState)
 
 
@@ -169,4 +172,5 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
 
 def _nodes(state: Any, fits: Callable[[Any], bool]) -> list[Any]:
     """The outermost nodes of a state that fit."""
-    return list(filter(fits, jax.tree.leaves(state, is_leaf=fits)))
+    leaves = jax.tree.leaves(state, is_leaf=fits)
+    return list(filter(fits, leaves))

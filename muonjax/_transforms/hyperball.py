@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 
 from muonjax._common.arguments import check_rates, errors_of, fitted_mask, require_params
-from muonjax._common.linalg import at_least_float32, or_one
+from muonjax._common.linalg import at_least_float32, or_one, square_of_any_size
 from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
 from muonjax._transforms.learning_rate import scale_by_learning_rate
 
@@ -78,8 +78,6 @@ def cautious_weight_decay(
 
 # A norm that differs by less, or by less than the last bit of the weight or the update, is the one that was kept.
 _SAME = 1e-5
-# Mean squares below this, and above its inverse, are taken from entries at another scale.
-_SMALL = 2.0**-80
 
 
 class HyperballState(NamedTuple):
@@ -152,7 +150,7 @@ def hyperball(
 
     @errors_of("hyperball")
     def init(params) -> HyperballState:
-        pieces = matrix_pieces(dimension_numbers, params, call="")
+        pieces = matrix_pieces(dimension_numbers, params)
         names_and_leaves = jax.tree.leaves_with_path(params)
         radii = []
         for piece, weight in zip(pieces, pieces.of(params), strict=True):
@@ -174,7 +172,7 @@ def hyperball(
         require_params(params)
         eta: Any
         eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
-        pieces = matrix_pieces(dimension_numbers, updates, call="")
+        pieces = matrix_pieces(dimension_numbers, updates)
         shapes = [piece.view.summed_over(_matrix_axes(piece.view)) for piece in pieces]
         radii = pieces.of_state(state.rms, shapes)
         steps = []
@@ -184,7 +182,7 @@ def hyperball(
             step, radius = _step(u, w, radius, piece.view, eta)
             steps.append(step)
             new_radii.append(radius)
-        # Every leaf takes the step -eta O, and then the matrices are replaced.
+        # A leaf that is no matrix takes the step -eta O.
         plain_steps = jax.tree.map(lambda u: -eta.astype(u.dtype) * u, updates)
         updates = pieces.replaced(plain_steps, steps)
         return updates, HyperballState(rate_state, pieces.as_state(new_radii))
@@ -193,10 +191,12 @@ def hyperball(
 
 
 def _matrix_axes(view: MatrixView) -> tuple[int, ...]:
+    """The axes of a split leaf that are rows and columns."""
     return (*view.reduction_axes, *view.output_axes)
 
 
 def _wide(leaf: Any, view: MatrixView) -> Inexact[Array, "*split"]:
+    """The leaf split as its view has it, in float32 or wider."""
     x = view.split(jnp.asarray(leaf))
     return x.astype(at_least_float32(x.dtype))
 
@@ -207,19 +207,9 @@ def _mean(x: Float[Array, "*split"], view: MatrixView) -> Float[Array, "*#split"
 
 
 def _rms(x: Inexact[Array, "*split"], view: MatrixView) -> Float[Array, "*#split"]:
-    """The root mean square of each matrix, 1e-37 to 1e37, though float32 has no squares beyond 1e-19 and 1e19.
-
-    Sums of three scales together are one pass, and one all-reduce; the largest entry would have to be known before.
-    """
-    # Powers of two, so that scaling does not round.
-    square = _mean(jnp.abs(x) ** 2, view)
-    square_of_large = _mean(jnp.abs(_SMALL * x) ** 2, view)
-    square_of_small = _mean(jnp.abs(x / _SMALL) ** 2, view)
-    is_large = square > 1 / _SMALL
-    is_small = square < _SMALL
-    square = jnp.where(is_large, square_of_large, jnp.where(is_small, square_of_small, square))
-    scale = jnp.where(is_large, 1 / _SMALL, jnp.where(is_small, _SMALL, 1.0))
-    return jnp.sqrt(square) * scale
+    """The root mean square of each matrix, 1e-37 to 1e37, though float32 has no squares beyond 1e-19 and 1e19."""
+    factor, square = square_of_any_size(x, lambda x: _mean(jnp.abs(x) ** 2, view))
+    return jnp.sqrt(square) / factor
 
 
 def _step(
@@ -229,7 +219,10 @@ def _step(
     view: MatrixView,
     eta: Float[Array, ""],
 ) -> tuple[Inexact[Array, "*leaf"], Float[Array, "*sphere"]]:
-    """What to add to W, and the root mean square that it keeps."""
+    """What to add to the weight W of one leaf, and the root mean square of W that the state keeps.
+
+    The norms in the formulas are root mean squares; m n, which all of them lack, cancels.
+    """
     w = _wide(weight, view)
     u = _wide(update, view)
     # A checkpoint may have been restored in another dtype.

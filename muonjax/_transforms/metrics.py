@@ -56,16 +56,11 @@ def metrics(state: Any) -> dict[str, Any]:
     values = _count_and_rates(state)
     num_parts = Counter[str]()
     for part in _parts(state):
-        if "maxima" in part:
-            kind = "qk_clip"
-            measured = _of_clip(part)
-        else:
-            kind = "monitor"
-            measured = _of_monitor(part)
+        is_clip = "maxima" in part
+        kind = "qk_clip" if is_clip else "monitor"
+        measured = _of_clip(part) if is_clip else _of_monitor(part)
         # The first is monitor/…, the second monitor_1/….
-        prefix = kind
-        if num_parts[kind]:
-            prefix = f"{kind}_{num_parts[kind]}"
+        prefix = f"{kind}_{num_parts[kind]}" if num_parts[kind] else kind
         num_parts[kind] += 1
         for name, value in measured.items():
             values[f"{prefix}/{name}"] = value
@@ -81,34 +76,36 @@ def metrics(state: Any) -> dict[str, Any]:
 
 def _count_and_rates(state: Any) -> dict[str, Any]:
     """The largest count, and the rates that `optax.inject_hyperparams` and a `LearningRateState` keep."""
-    # By the path of the node that has them.
+    # By the path of the state that holds the number: ("inner_states", "adam", "1").
     counts = {}
     rates = {}
     for path, leaf in jax.tree.leaves_with_path(state):
-        *place, name = names(path) or ("",)
-        if name == "learning_rate" and jnp.ndim(leaf) == 0:
-            rates[tuple(place)] = leaf
+        *holder, name = names(path) or ("",)
+        if name not in ("learning_rate", "count") or jnp.ndim(leaf) > 0:
+            continue
+        if name == "learning_rate":
+            rates[tuple(holder)] = leaf
         # A parameter may have such a name too, but none is an integer.
-        if name == "count" and jnp.ndim(leaf) == 0 and jnp.issubdtype(dtype_of(leaf), jnp.integer):
-            counts[tuple(place)] = leaf
+        if name == "count" and jnp.issubdtype(dtype_of(leaf), jnp.integer):
+            counts[tuple(holder)] = leaf
     values: dict[str, Any] = {}
     if counts:
         values["count"] = functools.reduce(jnp.maximum, counts.values())
-    # A `LearningRateState` has a count next to its rate; `optax.inject_hyperparams` keeps its rates together.
-    for place, rate in rates.items():
-        if place[-1:] == ("hyperparams",) or place in counts:
-            values["adam_learning_rate" if _is_of_adam(place) else "learning_rate"] = rate
+    for holder, rate in rates.items():
+        # A `LearningRateState` has a count next to its rate; `optax.inject_hyperparams` keeps its rates together.
+        if holder in counts or holder[-1:] == ("hyperparams",):
+            values["adam_learning_rate" if _is_of_adam(holder) else "learning_rate"] = rate
     return values
 
 
-def _is_of_adam(place: tuple[str, ...]) -> bool:
-    """Whether the innermost partition around this entry gives it to the part for all but matrices."""
-    labels = [label for name, label in itertools.pairwise(place) if name == "inner_states"]
+def _is_of_adam(holder: tuple[str, ...]) -> bool:
+    """Whether the innermost partition around a state gives it to the part for all but matrices."""
+    labels = [label for name, label in itertools.pairwise(holder) if name == "inner_states"]
     return labels[-1:] == ["adam"]
 
 
 def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
-    """The fields of each clip and monitor in a state, the outer ones first."""
+    """The fields of each clip and monitor in a state, the outer ones first: a monitor may be around another one."""
     for node in jax.tree.leaves(state, is_leaf=lambda node: bool(_fields(node))):
         fields = _fields(node)
         if fields:
@@ -128,6 +125,7 @@ def _fields(node: Any) -> Mapping[str, Any]:
 
 
 def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The statistics of a clip over all of its modules, and the largest signal of each module."""
     largest = -jnp.inf
     smallest = 1.0
     num_heads = 0
@@ -135,6 +133,7 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
     total_clipped = 0
     measured = {}
     for path in state["factors"]:
+        # [*layers, heads]
         signal = unboxed(state["maxima"][path]).max()
         factor = unboxed(state["factors"][path])
         largest = jnp.maximum(largest, signal)
@@ -153,6 +152,7 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_monitor(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The statistics of each group as "<group>/<statistic>"."""
     measured = {}
     for group, statistics in state["statistics"].items():
         for name, value in statistics.items():

@@ -114,7 +114,12 @@ def trace(
     is_int8 = dtype == jnp.int8
     schedule = decay if callable(decay) else None
 
-    def step(g: jax.Array, *stored: jax.Array, decay: Any) -> tuple[jax.Array, ...]:
+    def step(
+        g: jax.Array,
+        *stored: jax.Array,
+        decay: Any,
+    ) -> tuple[jax.Array, ...]:
+        """The update of a leaf and its new momentum, which is stored as an array, or as integers and scales."""
         m = dequantize(*stored) if is_int8 else stored[0]
         # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
         wide = at_least_float32(g.dtype, m.dtype)
@@ -126,6 +131,7 @@ def trace(
         # The update is that of M before it is rounded.
         if is_int8:
             return update.astype(g.dtype), *quantize(momentum)
+        # The dtype that `optax.trace` returns, also in JAX's strict mode of promotion.
         with jax.numpy_dtype_promotion("standard"):
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
@@ -139,7 +145,11 @@ def trace(
         scales = jax.tree.map(lambda v: jnp.zeros_like(_in_blocks(v)[..., 0], jnp.float32), values)
         return Int8TraceState(values, scales)
 
-    def update_momentum(updates: optax.Updates, momentum: Any, decay: Any) -> tuple[Any, Any]:
+    def update_momentum(
+        updates: optax.Updates,
+        momentum: Any,
+        decay: Any,
+    ) -> tuple[Any, Any]:
         check_kind(momentum, is_int8)
         if is_int8:
             _check_blocks(updates, distribution)
@@ -168,8 +178,12 @@ def trace(
     return optax.GradientTransformation(init, update)
 
 
-def _evaluate(schedule: optax.Schedule, _: Any, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The schedule's value at the count, and the next count."""
+def _evaluate(
+    schedule: optax.Schedule,
+    _: Any,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The schedule's value at the count, and the next count: a step of `leaf_by_leaf`, with no update to read."""
     value = jnp.asarray(schedule(count), jnp.result_type(float))
     return value, jnp.asarray(optax.safe_increment(count))
 
@@ -188,7 +202,10 @@ def momentum_dtype(name: str, given: Any) -> Any:
 
 
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
-    """Raise for complex leaves, and for blocks that would cross a shard, as far as that is known."""
+    """Raise for complex leaves, and for blocks that would cross a shard, as far as the shards are known.
+
+    An axis of 768 has blocks of 128: two shards have three each, and four shards of 192 entries would cut the second.
+    """
     _check_real(tree)
     shards_of_leaves = shards_of_last_axis(tree, distribution)
     for (path, leaf), shards in zip(jax.tree.leaves_with_path(tree), shards_of_leaves, strict=True):
@@ -219,7 +236,10 @@ def _in_blocks(x: jax.Array) -> jax.Array:
 
 
 def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
-    """The nearest integers in units of a 127th of each block's largest entry. NaN and inf make their block NaN."""
+    """The nearest integers in units of a 127th of each block's largest entry, and these units.
+
+    A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make their block NaN.
+    """
     blocks = _in_blocks(x)
     # The bits of |x| as an integer are in the order of |x|, with NaN above inf; a maximum of floats may ignore NaN.
     bits = jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
@@ -234,12 +254,13 @@ def dequantize(
     values: Int8[Array, "*leaf"],
     scale: Float32[Array, "*blocks"],
 ) -> Float32[Array, "*leaf"]:
-    """The inverse of `quantize`, up to its rounding."""
+    """The inverse of `quantize`, up to its rounding: each integer times the scale of its block."""
     blocks = _in_blocks(values).astype(jnp.float32)
     return (blocks * scale[..., None]).reshape(values.shape)
 
 
 def _is_momentum(node: Any) -> bool:
+    """Whether a node of a state is the momentum of `trace` or `optax.trace`."""
     return isinstance(node, (optax.TraceState, Int8TraceState))
 
 
@@ -274,14 +295,16 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
                 return node
             is_int8 = isinstance(node, Int8TraceState)
             if is_int8 and dtype == jnp.int8:
+                # Rounding twice would lose digits.
                 return node
             momentum = jax.tree.map(dequantize, node.trace, node.scale) if is_int8 else node.trace
             if dtype != jnp.int8:
-                return optax.TraceState(jax.tree.map(lambda m: m.astype(dtype), momentum))
+                return optax.TraceState(optax.tree.cast(momentum, dtype))
             _check_real(momentum)
             # `quantize` computes in the dtype of its argument.
             wide = jax.tree.map(lambda m: m.astype(at_least_float32(m.dtype)), momentum)
             pairs = jax.tree.map(quantize, wide)
+            # A tree of (integers, scale) -> a tree of integers and one of scales
             return Int8TraceState(*jax.tree.transpose(jax.tree.structure(wide), None, pairs))
 
         return jax.tree.map(cast, state, is_leaf=_is_momentum)

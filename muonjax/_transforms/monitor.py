@@ -120,7 +120,7 @@ def monitor(
     def init(params) -> MonitorState:
         inner_state = inner.init(params)
         with errors_of("monitor"):
-            pieces = matrix_pieces(numbers, params, call="")
+            pieces = matrix_pieces(numbers, params)
             _check_program(inner_state, params, pieces)
         statistics: Any = {}
         for group in _leaves_of_groups(groups, params, pieces):
@@ -138,7 +138,7 @@ def monitor(
             require_params(params)
         updates, inner_state = inner.update(gradients, state.inner, params, **extra_args)
         with errors_of("monitor"):
-            pieces = matrix_pieces(numbers, params, call="")
+            pieces = matrix_pieces(numbers, params)
             leaves_of_groups = _leaves_of_groups(groups, params, pieces)
             if set(leaves_of_groups) != set(state.statistics):
                 raise ValueError(
@@ -160,8 +160,15 @@ def monitor(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_program(state: Any, params: Any, pieces: Pieces) -> None:
-    """Raise where the optimizer inside gives other leaves to Muon than those that are measured as matrices."""
+def _check_program(
+    state: Any,
+    params: Any,
+    pieces: Pieces,
+) -> None:
+    """Raise where the optimizer inside gives other leaves to Muon than those that are measured as matrices.
+
+    Such as `monitor(muon(1e-3, program))`, which reads the matrices off names, and the program finds others.
+    """
     matrices = {piece.leaf for piece in pieces}
     # `optax.partition` keeps the states of its parts by their labels; muonjax calls the part for matrices "muon".
     for node in jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "inner_states")):
@@ -172,8 +179,12 @@ def _check_program(state: Any, params: Any, pieces: Pieces) -> None:
             )
 
 
-def _leaves_of_groups(groups: Groups | None, params: Any, pieces: Pieces) -> dict[str, list[int]]:
-    """The indices of the leaves of each group."""
+def _leaves_of_groups(
+    groups: Groups | None,
+    params: Any,
+    pieces: Pieces,
+) -> dict[str, list[int]]:
+    """The indices of the leaves of each group: {"muon": [0, 2], "adam": [1]} where `groups` is None."""
     matrices = {piece.leaf for piece in pieces}
     leaves: dict[str, list[int]] = {}
     for index, path in enumerate(leaf_paths(params)):
@@ -186,7 +197,10 @@ def _leaves_of_groups(groups: Groups | None, params: Any, pieces: Pieces) -> dic
 
 
 def _momenta(state: Any, params: Any) -> dict[int, list[jax.Array]]:
-    """First moments in an optimizer's state by the index of their parameter: what is under `trace` or `mu`."""
+    """First moments in an optimizer's state by the index of their parameter: what is under `trace` or `mu`.
+
+    A chain may have several of one parameter.
+    """
     index_of = {path: index for index, path in enumerate(leaf_paths(params))}
     momenta: dict[int, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -203,7 +217,14 @@ def _momenta(state: Any, params: Any) -> dict[int, list[jax.Array]]:
 class _Step:
     """One step of the optimizer, to measure."""
 
-    def __init__(self, pieces: Pieces, gradients: Any, updates: Any, params: Any, state: Any):
+    def __init__(
+        self,
+        pieces: Pieces,
+        gradients: Any,
+        updates: Any,
+        params: Any,
+        state: Any,
+    ):
         self.pieces = pieces
         self.gradients = jax.tree.leaves(gradients)
         self.updates = jax.tree.leaves(updates)
@@ -223,7 +244,7 @@ class _Step:
         momenta = []
         num_non_finite = jnp.float32(0)
         for i in leaves:
-            momenta.extend(self.momenta.get(i, ()))
+            momenta += self.momenta.get(i, [])
             is_non_finite = jnp.any(~jnp.isfinite(self.gradients[i]))
             num_non_finite += is_non_finite.astype(jnp.float32)
         return {
@@ -236,6 +257,7 @@ class _Step:
         }
 
     def _orthogonality(self, leaves: list[int]) -> Float32[Array, ""]:
+        """The root mean square deviation from orthogonality of the updates of all matrices in these leaves."""
         deviations = []
         for piece in self.pieces:
             if piece.leaf in leaves:
@@ -246,14 +268,14 @@ class _Step:
 
 
 def _root(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
-    """The root of the sum of squares over `count`, of entries of any size."""
-    sizes = [jnp.abs(x).astype(jnp.float32) for x in arrays]
-    largest = functools.reduce(jnp.maximum, map(jnp.max, sizes), jnp.float32(0))
+    """sqrt(sum x^2 / count) over all entries x of the arrays, which may be of any size."""
+    magnitudes = [jnp.abs(x).astype(jnp.float32) for x in arrays]
+    largest = functools.reduce(jnp.maximum, map(jnp.max, magnitudes), jnp.float32(0))
     is_normal = (largest >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(largest)
     scale = jnp.where(is_normal, largest, 1)
     # sqrt(sum x^2 / count) = scale sqrt(sum (x / scale)^2 / count), whose squares don't overflow.
     square = jnp.float32(0)
-    for x in sizes:
+    for x in magnitudes:
         square += jnp.sum((x / scale) ** 2)
     return scale * jnp.sqrt(square / count)
 
@@ -269,7 +291,12 @@ def _deviation(update: jax.Array, view: MatrixView) -> Float32[Array, " batch"]:
     return in_auto_axes(update)
 
 
-def _local_deviation(update: jax.Array, *, view: MatrixView) -> Float32[Array, " batch"]:
+def _local_deviation(
+    update: jax.Array,
+    *,
+    view: MatrixView,
+) -> Float32[Array, " batch"]:
+    """`_deviation` of an array whose sharding, if any, XLA decides."""
     u = view.to_matrices(update)
     # m <= n, so that the Gram matrix is the smaller one.
     u = u.mT if u.shape[-2] > u.shape[-1] else u
@@ -278,6 +305,7 @@ def _local_deviation(update: jax.Array, *, view: MatrixView) -> Float32[Array, "
     largest = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
     u = u / jnp.maximum(largest, float(jnp.finfo(jnp.float32).tiny))
     # With A = U U^T the least |c A - I|^2 / m is 1 - tr(A)^2 / (m |A|^2), at c = tr(A) / |A|^2.
+    # tr(A) is |U|^2.
     gram = dot.with_adjoint(u, u)
     trace = jnp.sum(jnp.abs(u) ** 2, (-2, -1))
     m_square = square_norm(gram)[..., 0, 0] * gram.shape[-1]

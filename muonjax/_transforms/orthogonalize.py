@@ -64,14 +64,11 @@ def orthogonalize(
         settings = settings_of(newton_schulz)
         check_distribution(distribution)
 
-    def exchange_dtype(x: jax.Array, policy: Policy) -> jnp.dtype:
-        return policy.exchange_dtype(x.dtype, settings.compute_dtype)
-
     @errors_of("orthogonalize")
     def update(updates, state, params=None):
         del params
         polar = functools.partial(polar_function, settings)
-        return map_matrices(polar, updates, dimension_numbers, distribution, exchange_dtype), state
+        return map_matrices(polar, updates, dimension_numbers, distribution), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -81,7 +78,6 @@ def map_matrices(
     tree: Any,
     dimension_numbers: DimensionNumbersTree | None,
     distribution: Distribution | None,
-    exchange_dtype: Callable[[jax.Array, Policy], Any] = lambda x, policy: x.dtype,
 ) -> Any:
     """A function of each matrix of a tree: equal shapes share a loop, and on a mesh each matrix has one owner.
 
@@ -90,24 +86,23 @@ def map_matrices(
       tree: The leaves; those without dimension numbers stay.
       dimension_numbers: As in `orthogonalize`.
       distribution: As in `orthogonalize`.
-      exchange_dtype: The dtype in which a mesh exchanges a leaf.
     """
-    pieces = matrix_pieces(dimension_numbers, tree, call="")
+    pieces = matrix_pieces(dimension_numbers, tree)
     inputs = pieces.of(tree)
     views = [piece.view for piece in pieces]
-    places = [piece.leaf for piece in pieces]
+    indices = [piece.leaf for piece in pieces]
     leaves = jax.tree.leaves(tree)
     # The platform of the matrices decides how they are stacked, and in which dtype they are multiplied.
     mesh = None if distribution is None else distribution.mesh
-    policy = policy_of(*(leaves[place] for place in places), mesh=mesh)
+    policy = policy_of(*(leaves[i] for i in indices), mesh=mesh)
     f = function(policy)
-    on_mesh = find_mesh(distribution, tree, places)
+    on_mesh = find_mesh(distribution, tree, indices)
     if on_mesh is None:
         results = map_leaves(f, inputs, views, policy)
     else:
         # Each matrix goes to its owner and comes back.
-        dtypes = [exchange_dtype(x, policy) for x in inputs]
-        results = map_on_mesh(on_mesh, f, inputs, views, dtypes, policy)
+        results = map_on_mesh(on_mesh, f, inputs, views, policy)
+    # Leaves that are no matrices stay.
     return pieces.replaced(tree, results)
 
 
@@ -157,11 +152,13 @@ def match_rms(
         check_choice("rule", rule, get_args(Rule))
 
     def factor(view: MatrixView) -> float:
+        """What an orthogonalized matrix with this view is multiplied by."""
         ratio = view.fan_out / view.fan_in
         if rule == "spectral":
             # This norm maps inputs of RMS 1 to outputs of RMS 1 at most.
             return math.sqrt(ratio)
         if rule == "width":
+            # A layer that narrows keeps the norm 1.
             return math.sqrt(max(1.0, ratio))
         # An orthogonal m x n matrix has the RMS 1 / sqrt(max(m, n)).
         return rms * math.sqrt(max(view.fan_in, view.fan_out))
@@ -169,7 +166,7 @@ def match_rms(
     @errors_of("match_rms")
     def update(updates, state, params=None):
         del params
-        pieces = matrix_pieces(dimension_numbers, updates, call="")
+        pieces = matrix_pieces(dimension_numbers, updates)
         scaled = []
         for piece, x in zip(pieces, pieces.of(updates), strict=True):
             scaled.append(x * factor(piece.view))
@@ -243,11 +240,13 @@ def normalize_neurons(
 
     @errors_of("normalize_neurons")
     def init(params) -> NormalizeNeuronsState:
-        pieces = matrix_pieces(dimension_numbers, params, call="")
-        # This works for a `jax.ShapeDtypeStruct` too.
-        arrays = jax.tree.map(
-            lambda x: x if isinstance(x, jax.Array) else jnp.zeros_like(x), params
-        )
+        pieces = matrix_pieces(dimension_numbers, params)
+
+        # `params` may be shapes, which have no entries to sum.
+        def as_array(leaf: Any) -> jax.Array:
+            return leaf if isinstance(leaf, jax.Array) else jnp.zeros_like(leaf)
+
+        arrays = jax.tree.map(as_array, params)
         moments = []
         for piece, array in zip(pieces, pieces.of(arrays), strict=True):
             # By a sum like that of `update`, so that with explicit axis types it is sharded as it returns it.
@@ -258,7 +257,7 @@ def normalize_neurons(
     @errors_of("normalize_neurons")
     def update(updates, state, params=None):
         del params
-        pieces = matrix_pieces(dimension_numbers, updates, call="")
+        pieces = matrix_pieces(dimension_numbers, updates)
         shapes = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
         moments = pieces.of_state(state.second_moment, shapes)
         normalized = []
@@ -280,9 +279,9 @@ def _normalize(
     decay: Any,
     eps: Any,
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
-    """The normalized update and its new second moment."""
+    """The normalized update of one leaf and the new second moment of its neurons, as `normalize_neurons` has them."""
     o = view.split(update).astype(at_least_float32(update.dtype))
-    # |O_j|^2 of each neuron
+    # |O_j|^2 of each neuron, which is a column
     squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
     # v <- decay v + (1 - decay) |O_j|^2 / fan_in
     moment = decay * moment.astype(squares.dtype) + (1 - decay) * squares / view.fan_in

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import NewtonSchulz
-from muonjax._common.linalg import SymmetricProduct
 from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.full_precision import gram_restarts
+from pallas_kernels._api import SymmetricProduct
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, nightly, quick, thorough
 

@@ -13,7 +13,7 @@ from muonjax import NewtonSchulz
 from muonjax._common.platform import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
 from pallas_kernels import _mosaic_gpu, symmetric_product
-from pallas_kernels._api import IMPLEMENTATIONS, _choose, symmetric_product_on
+from pallas_kernels._api import IMPLEMENTATIONS, SymmetricProduct, _choose
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
     draw,
@@ -184,7 +184,7 @@ def test_half_precision_takes_the_kernel_from_4096_rows_on():
 def test_a_chosen_kernel_is_left_out_where_the_arrays_are_on_a_cpu():
     x = draw((4096, 16), jnp.bfloat16)
     with one_h100(), mock.patch.object(jax, "device_count", return_value=1):
-        out = jax.jit(lambda x: symmetric_product_on("gpu", x))(x)
+        out = jax.jit(SymmetricProduct("gpu", x.dtype, None))(x)
     np.testing.assert_array_equal(out, symmetric_product(x, implementation="reference"))
 
 
