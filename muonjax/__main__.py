@@ -110,6 +110,7 @@ def recorded(
 ) -> np.ndarray:
     """Matrices [count, m, n] with the singular values of recorded momentum, and random singular vectors."""
     count = len(RECORDED)
+    # Random singular vectors, and the recorded spectra stretched to m values
     u, _ = np.linalg.qr(rng.standard_normal((count, m, m)))
     v, _ = np.linalg.qr(rng.standard_normal((count, n, m)))
     places = np.linspace(0, PLACES[-1], m)
@@ -146,6 +147,7 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     # A NaN is the worst error, and `max` would skip it.
     worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
 
+    # NumPy's SVD refuses a NaN.
     largest = np.nan
     if np.isfinite(y).all():
         largest = np.linalg.norm(y, ord=2, axis=(-2, -1)).max()
@@ -169,6 +171,7 @@ def _stated(
     rounding = float(np.finfo(np.float32).eps) / lower
     if settings.deflation:
         rounding = ROUNDING[bits]
+    # Full precision has other polynomials than half precision.
     rows = settings.steps.half
     if bits == 32:
         rows, _ = settings.in_full_precision(m)
@@ -196,14 +199,15 @@ def _error(
     Those are the directions whose singular values are within the interval from `lower` to 1.
     """
     x = x.astype(np.float64)
-    # Over its largest entry, so that no square overflows
+    # The largest entry becomes 1, so that no square overflows.
     largest = np.abs(x).max() or 1
     u, s, vh = np.linalg.svd(x / largest, full_matrices=False)
-    # An upper bound of s_1, which the iteration divides by
+    # The iteration divides by an upper bound of s_1, its Schatten-8 norm.
     bound = np.linalg.norm(s, 8)
     inside = s >= max(lower * bound, np.finfo(np.float64).tiny)
     count = inside.sum()
     if count == 0:
+        # A zero matrix has a zero result.
         return float(np.linalg.norm(y))
     difference = u[:, inside].T @ y @ vh[inside].T - np.eye(count)
     return float(np.linalg.norm(difference) / count**0.5)
@@ -226,15 +230,16 @@ def product_error(name: str, dtype: str, m: int) -> Check:
     exact = 1.5 * x @ x.mT - 0.5 * c
     error = np.linalg.norm(s - exact) / np.linalg.norm(exact)
     if not (s == s.mT).all():
-        # Symmetric bit for bit, or wrong
+        # The result has to be symmetric bit for bit.
         error = np.nan
-    # float32 means float32, and never TF32.
+    # A product in TF32 would be off by more than this.
     stated = max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps))
     return _compared(what, error, stated)
 
 
 def times(quick: bool) -> Iterator[Check]:
-    """Times of an update of GPT-2-small's matrices, and of Optax's, in turn: medians."""
+    """The median time of an update of GPT-2-small's matrices by each preset, and by Optax."""
+    # A CPU takes seconds for all layers.
     width = 64 if quick else 768
     on_cpu = jax.default_backend() == "cpu"
     layers = 1 if quick or on_cpu else 12
@@ -269,6 +274,7 @@ def times(quick: bool) -> Iterator[Check]:
             jax.block_until_ready(step())
             seconds[name].append(time.perf_counter() - start)
 
+    # The methods took turns, so that what slows the device down slows all of them down.
     medians = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
     cells = []
     for name, milliseconds in medians.items():

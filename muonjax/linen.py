@@ -169,6 +169,7 @@ def LoHaConv(
         raise ValueError("LoHaConv(mask=…): ΔW is not masked; remove the mask.")
     with errors_of("LoHaConv"):
         adapter = loha(rank, alpha=alpha, param_dtype=conv.get("param_dtype", jnp.float32))
+    # It is one module for both kinds of layers.
     adapter = functools.partial(adapter, function=lax.conv_general_dilated)
     return nn.Conv(features, kernel_size, conv_general_dilated_cls=adapter, **conv)
 
@@ -198,6 +199,7 @@ def merge(params: Any) -> Any:
     layers = sorted(path[:-2] for path in flat if path[-2:] == first_factor)
     if not layers:
         raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")
+    # The scale does not train, so it is lost where only trained parameters are kept.
     without_scale = [layer for layer in layers if (*layer, _HOLDER, shared.SCALE) not in flat]
     if without_scale:
         paths = listed(["/".join(layer) for layer in without_scale], ", ")
@@ -269,6 +271,7 @@ class TrainState(train_state.TrainState):
         **kwargs: Any,
     ) -> Any:
         """Flax's `apply_gradients`, with `max_logits` for `tx.update` if they are given."""
+        # An optimizer without QK-Clip takes none.
         if max_logits is None:
             return super().apply_gradients(grads=grads, **kwargs)
         # Flax calls `tx.update` without further arguments, so these logits are bound to it for this one step.

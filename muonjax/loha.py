@@ -74,6 +74,7 @@ def hadamard_linear(
     Learning" (2022), proposition 1; Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning
     to Model Evaluation" (2024), as LoHa.
     """
+    # Layers call `multiply` themselves, and need no checks.
     factors = (w1a, w1b, w2a, w2b)
     with errors_of("hadamard_linear"):
         _check(x, w, factors)
@@ -150,6 +151,7 @@ def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
         if not hasattr(array, "shape"):
             raise TypeError(f"{name}={shown(array)} must be an array.")
 
+    # A shape that does not fit could broadcast.
     w1a, w1b, w2a, w2b = (factor.shape for factor in factors)
     are_matrices = len(w1a) == len(w1b) == 2 and 0 not in w1a + w1b
     are_pairs = (w2a, w2b) == (w1a, w1b)
@@ -197,6 +199,7 @@ def factor_shapes(
 
     A convolution (3, 3, 6, 4) has three such axes, and for rank 2 factors [54, 2] and [2, 4], two of each.
     """
+    # The kernel is a matrix m × n for the factors.
     m = math.prod(kernel[:inputs])
     n = math.prod(kernel[inputs:])
     if rank > min(m, n):
@@ -232,6 +235,7 @@ def apply_adapter(
     **settings: Any,
 ) -> jax.Array:
     """`function(lhs, rhs + ΔW, …)` for `lax.dot_general` or `lax.conv_general_dilated`, as Flax's layers call them."""
+    # A convolution's kernel has its inputs first, always.
     if function is lax.dot_general:
         dimension_numbers = args[0] if args else settings["dimension_numbers"]
         # The kernel's axes that are summed over, and those that count matrices

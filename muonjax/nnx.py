@@ -67,6 +67,7 @@ class LoHa(nnx.Module):
         **settings: Any,
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
+        # What the layer would have called
         function = lax.conv_general_dilated if self.is_convolution else lax.dot_general
         factors = self.factors()
         return shared.apply_adapter(function, factors, self.scale, lhs, rhs, *args, **settings)
@@ -186,6 +187,7 @@ def add_loha(
     """
     with errors_of("add_loha"):
         scale = shared.scale_of(rank, alpha)
+    # A rule is a function of a path.
     matches = re.compile(path_rule).search if isinstance(path_rule, str) else path_rule
     if not callable(matches):
         raise TypeError(
@@ -237,6 +239,7 @@ def merge(model: nnx.Module) -> None:
         if not isinstance(adapter, LoHa):
             continue
         has_adapter = True
+        # In place: the variable belongs to the layer, and an optimizer may refer to it.
         kernel = layer.kernel
         kernel[...] = shared.adapted_kernel(kernel[...], adapter.factors(), adapter.scale)
         setattr(layer, function, nnx.static(_plain_function(layer)))
@@ -286,6 +289,7 @@ def _check_layer(layer: Layer) -> None:
             f"the layer multiplies by its own {_function(layer)}, which an adapter would replace; "
             "leave it out."
         )
+    # A stack of layers, as `nnx.vmap` makes it, has an axis more.
     if layer.kernel.ndim != _inputs(layer) + np.size(layer.out_features):
         raise ValueError(
             "the layer has a batch of matrices or a stack of layers; leave it out, or adapt inside nnx.vmap."
@@ -311,6 +315,7 @@ def as_function_of_parameters(
     args: tuple[Any, ...],
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
     """`fun(model, *args)` as a function of (parameters, other state, *args), and these arguments."""
+    # `state` has what does not train, such as running means and counts of random numbers.
     structure, params, state = nnx.split(model, nnx.Param, ...)
 
     def of_parameters(

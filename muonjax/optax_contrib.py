@@ -122,6 +122,7 @@ def muon(
             check_choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
             ns_coeffs = _PRESETS[ns_coeffs]
     numbers = _two_axes if muon_weight_dimension_numbers is None else muon_weight_dimension_numbers
+    # Optax's two rules are two of `match_rms`.
     rule = "width" if consistent_rms is None else "rms"
     rms = 1.0 if consistent_rms is None else consistent_rms
 
@@ -144,8 +145,9 @@ def muon(
             optax.scale_by_learning_rate(learning_rate),
         )
 
+    # The members check their settings.
     with errors_of(call):
-        matrices(None)  # The members check their settings.
+        matrices(None)
     adam = optax.adamw(
         adam_rate,
         adam_b1,
@@ -240,8 +242,10 @@ def scale_by_muon(
             weight_dimension_numbers,
             distribution,
         )
-        if adaptive:  # of all matrices of a leaf together, as in Optax
+        if adaptive:
+            # <X, Y> Y over all matrices of a leaf together, as in Optax
             updates = jax.tree.map(lambda x, y: jnp.sum(x.conj() * y) * y, direction, updates)
+        # `update_moment` promotes to the gradient's dtype.
         mu = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
         return updates, MuonState(count, mu, state.ns_coeffs)
 
@@ -327,5 +331,6 @@ def _row_factors(
     if preconditioning == "frobenius":
         square = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
     else:
+        # "spectral": the largest singular value
         square = jnp.linalg.eigvalsh(gram)[..., -1:, None]
     return 1 / (jnp.sqrt(square) + jnp.asarray(eps, scale.dtype) * scale)

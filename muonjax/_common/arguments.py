@@ -77,6 +77,7 @@ def _is_real(value: Any) -> bool:
     is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
     if not is_number or np.ndim(value) > 0:
         return False
+    # Python's True is an int, and its type is none of JAX's integers.
     dtype = getattr(value, "dtype", type(value))
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 
@@ -253,6 +254,7 @@ def check_order(
     """Raise where the state is exchanged with the gradients or with the parameters."""
     if params is None:
         return
+    # Gradients are a tree like the parameters, and a state is another one.
     updates, state, params = map(jax.tree.structure, (updates, state, params))
     advice = "are exchanged; call tx.update(grads, state, params)"
     if updates == state != params:
@@ -271,6 +273,7 @@ def refuse_positional(unnamed: tuple[Any, ...]) -> None:
 
 def other_state(state: Any) -> str:
     """The message for a state that another optimizer made, or whose tuples a checkpoint has lost."""
+    # Serialization of a named tuple without its class makes a dictionary of it.
     if isinstance(state, Mapping):
         return (
             f"this state is a {type(state).__name__}, no tuple: a checkpoint that was restored "
@@ -319,6 +322,7 @@ _LIBRARIES = {
 
 def warn_user(message: str) -> None:
     """Warn, with the file and line of the innermost frame that is the user's: of none of `_LIBRARIES`."""
+    # `warnings` counts frames from here on: 1 is this function, 2 its caller.
     frame = sys._getframe(1)
     level = 2
     while frame.f_back is not None:
@@ -390,6 +394,7 @@ def explains_keywords(
                     raise TypeError(f" has no argument {keyword!r}{_meant(keyword, known)}.")
             return function(*args, **kwargs)
 
+        # `help` and editors read it here.
         public: Any = checked
         public.__signature__ = signature
         return checked

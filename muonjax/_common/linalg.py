@@ -35,13 +35,7 @@ class MatrixProduct(NamedTuple):
         b: Inexact[Array, "*batch k n"],
     ) -> Inexact[Array, "*batch m n"]:
         """A B."""
-        a, b = self._rounded(a, b)
-        return jnp.matmul(
-            a,
-            b,
-            precision=self.precision,
-            preferred_element_type=self._sums,
-        )
+        return self._contracted("...ik,...kj->...ij", a, b)
 
     def with_adjoint(
         self,
@@ -49,33 +43,28 @@ class MatrixProduct(NamedTuple):
         b: Inexact[Array, "*batch n k"],
     ) -> Inexact[Array, "*batch m n"]:
         """A B^H by contracting the last axes: a product with an adjoint would first copy a batch transposed."""
-        a, b = self._rounded(a, b.conj())
+        return self._contracted("...ik,...jk->...ij", a, b.conj())
+
+    def _contracted(
+        self,
+        axes: str,
+        a: jax.Array,
+        b: jax.Array,
+    ) -> jax.Array:
+        """The product of the rounded factors along these axes."""
+        sums = None
+        if self.operands is not None:
+            a = a.astype(self.operands)
+            b = b.astype(self.operands)
+            # XLA multiplies half types and sums in float32, if it is asked for the sums.
+            sums = self.result or at_least_float32(self.operands)
         return jnp.einsum(
-            "...ik,...jk->...ij",
+            axes,
             a,
             b,
             precision=self.precision,
-            preferred_element_type=self._sums,
+            preferred_element_type=sums,
         )
-
-    @property
-    def _sums(self) -> jnp.dtype | None:
-        """The dtype of sums; None is the factors' own."""
-        if self.result is not None:
-            return jnp.dtype(self.result)
-        if self.operands is not None:
-            return at_least_float32(self.operands)
-        return None
-
-    def _rounded(
-        self,
-        a: jax.Array,
-        b: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The factors as they are multiplied."""
-        if self.operands is None:
-            return a, b
-        return a.astype(self.operands), b.astype(self.operands)
 
 
 def at_least_float32(*dtypes: Any) -> jnp.dtype:
@@ -170,6 +159,7 @@ def identity_like(
     all the rest of a small kernel. Forward derivatives inside of `shard_map` don't take such a constant.
     """
     k = a.shape[-1]
+    # NumPy's matrix is a constant of the program.
     library = np if small and k <= 64 else jnp
     identity = library.eye(k, dtype=a.dtype)
     batch_axes = tuple(range(a.ndim - 2))
@@ -178,6 +168,7 @@ def identity_like(
 
 def on_diagonal(a: Inexact[Array, "*batch k k"]) -> Bool[Array, "*batch k k"]:
     """The mask of the diagonal of A, with A's sharding."""
+    # `eye` alone would be on no mesh.
     mask = jnp.zeros_like(a, bool)
     return mask | identity_like(mask)
 
@@ -212,6 +203,7 @@ def square_of_any_size(
 def inverse_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
     """1 / |A|_F; of a zero matrix a large number whose square and cube are finite."""
     square = square_norm(a)
+    # This is too small to count, unless the matrix is zero.
     return jax.lax.rsqrt(square + jnp.finfo(square.dtype).eps ** 3)
 
 

@@ -24,6 +24,7 @@ def register(library: str, module: str) -> None:
 
 def functions_for(tree: Any) -> Any:
     """The module that treats this model; None for a tree, which needs none."""
+    # A user's model is a class of their own module, below one of the library.
     for base in type(tree).__mro__:
         for library, module in _MODULES.items():
             if f"{base.__module__}.".startswith(f"{library}."):

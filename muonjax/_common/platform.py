@@ -56,6 +56,7 @@ class Policy:
         A CPU has no matrix units for half types; on accelerators these are 8 times faster or more.
         """
         dtype = jnp.dtype(dtype)
+        # Half types have no complex products, and float64 is asked for by its arrays.
         if jnp.issubdtype(dtype, jnp.complexfloating) or dtype == jnp.float64:
             return dtype
         if asked is not None:
@@ -163,7 +164,7 @@ class Policy:
             bound = 1 << 18
         elif self.platform == "gpu":
             bound = (256 if size_of_one < 4 << 20 else 64) << 20
-        # One matrix is a batch, of whatever size.
+        # One matrix is a batch, of whatever size. All batches have one size, so that they share a program.
         size = max(1, min(count, int(bound // size_of_one)))
         while count % size != 0:
             size -= 1

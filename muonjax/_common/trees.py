@@ -38,6 +38,7 @@ def names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
     NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read the same.
     """
+    # Boxes of Linen and variables of NNX are nodes whose one child is the attribute `value`.
     last: Any = path[-1] if path else None
     is_attribute = isinstance(last, jax.tree_util.GetAttrKey)
     is_box = is_attribute and last.name in ("value", "raw_value")
@@ -143,6 +144,7 @@ def broadcast_prefix(
       ValueError: `prefix` is no prefix of `tree`; names the first leaf without an entry, or entry without a leaf.
     """
     try:
+        # JAX says which node differs, but not by the names of the leaves.
         entries = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
         # Only down to the leaves of `tree`: an entry may be a tree itself, such as a named tuple or None.
         return jax.tree.structure(tree).flatten_up_to(entries)
@@ -171,6 +173,7 @@ def _difference(
     with_paths = jax.tree_util.tree_leaves_with_path
     entries = [names(path) for path, _ in with_paths(prefix, is_leaf=is_leaf)]
     leaves = [names(path) for path, _ in with_paths(tree)]
+    # An entry is for all leaves whose path begins with its own.
     for leaf in leaves:
         if not any(leaf[: len(entry)] == entry for entry in entries):
             return f"the leaf {'/'.join(leaf)!r} has no entry"

@@ -112,7 +112,9 @@ def _map_stack(
     shapes = [_sides(x) for x in parts]
     m, n = max(shapes)
     if f.in_blocks is not None and min(shapes) < (m, n):
+        # `_groups` puts several long sides together only where blocks or zeros make them one.
         return _map_in_blocks(f, parts, policy.platform)
+    # Small matrices run in batches of `size`, large ones one after the other.
     counts = [len(x) for x in parts]
     size = policy.chunk_size(sum(counts), (m, n))
     if policy.is_cpu and size == 1 and any(map(_is_tall, parts)):
@@ -125,6 +127,7 @@ def _map_stack(
     outputs = _unstacked(chunks.reshape(stack.shape), counts, policy.platform)
     results = []
     for x, y in zip(parts, outputs, strict=True):
+        # The columns of zeros go, and a tall matrix becomes tall again.
         _, columns = _sides(x)
         y = y[..., :columns]
         results.append(y.mT if _is_tall(x) else y)
@@ -142,7 +145,7 @@ def _groups(
     [768, 768], [768, 3072], [3072, 768] and [768, 2304] make [[0], [1, 2, 3]] where the Gram form is for n > 1.5 m.
     """
     sides = [_sides(x) for x in matrices]
-    # What neighbors have in common -> the long side -> indices
+    # For what neighbors have in common, the indices by the long side.
     neighbors: dict[tuple, dict[int, list[int]]] = {}
     for i, (m, n) in enumerate(sides):
         in_common = m, f.form(m, n), matrices[i].dtype
@@ -150,6 +153,7 @@ def _groups(
 
     merged: list[list[int]] = []
     for (m, *_), indices_of_columns in neighbors.items():
+        # So many matrices would go in batches otherwise, and blocks take them one by one.
         batched = 0
         for n, indices in indices_of_columns.items():
             if policy.chunk_size(2, (m, n)) > 1:
@@ -201,6 +205,7 @@ def _stacks(
         stop += size
         number = (stop - 1) * len(full) // total
         even[number].append(i)
+    # Large arrays can overfill an even stack.
     for stack in even:
         size = sum(elements[i] for i in stack)
         if len(stack) > 1 and size > bound:
@@ -308,6 +313,7 @@ def _map_in_blocks(
         num_blocks += [-(-x.shape[1] // size)] * len(x)
     stops = np.cumsum(num_blocks, dtype=np.int32)
     starts = stops - np.array(num_blocks, np.int32)
+    # All have the form of the longest one.
     columns = max(x.shape[1] for x in tall)
 
     def blockwise(*tall: jax.Array) -> list[jax.Array]:
@@ -318,6 +324,7 @@ def _map_in_blocks(
             blocks.append(x.reshape(-1, size * m))
         counts = [len(x) for x in blocks]
 
+        # f of matrix number i, whose results replace its blocks
         def body(i: jax.Array, stack: jax.Array) -> jax.Array:
             start = jnp.asarray(starts)[i]
             stop = jnp.asarray(stops)[i]
@@ -327,6 +334,7 @@ def _map_in_blocks(
         stack = jax.lax.fori_loop(0, len(stops), body, stack)
         results = []
         for x, y in zip(tall, _unstacked(stack, counts, platform), strict=True):
+            # The zeros of the last block go.
             y = y.reshape(len(x), -1, m)[:, : x.shape[1]]
             results.append(y.astype(x.dtype))
         return results

@@ -103,6 +103,7 @@ def resolve_dimension_numbers(
         return []
     if numbers is None:
         numbers = MuonDimensionNumbers()
+    # An entry is a tuple, which JAX would take for a part of the tree.
     entries = broadcast_prefix(
         tree_of(numbers, tree),
         tree,
@@ -119,6 +120,7 @@ def resolve_dimension_numbers(
 
 
 def _is_entry(x: Any) -> bool:
+    """Whether it is an entry of a tree of dimension numbers; Optax masks those of leaves that it masks."""
     entries = (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode)
     return x is None or isinstance(x, entries)
 
@@ -142,6 +144,7 @@ def matrix_pieces(
         for i, (path, leaf) in enumerate(leaves):
             if entries[i] is None:
                 continue
+            # The leaf as errors name it; a tree may be one array.
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             named = f"the leaf {name!r}" if name else "the leaf"
             _check_leaf(named, leaf)
@@ -202,10 +205,12 @@ def _pieces(
             f"and the sizes in `parts`, or as many equal ones, fill its {shape[axis]} entries `repeats` times."
         )
     if are_equal and repeats == 1:
+        # One axis of the view counts the parts, and nothing has to be cut.
         return [Piece(i, view_of(shape, reduction, output, axis, parts))]
     pieces = []
     start = 0
     for size in part_sizes:
+        # All stretches of a part are one matrix.
         part_shape = (*shape[:axis], repeats * size, *shape[axis + 1 :])
         view = view_of(part_shape, reduction, output)
         pieces.append(Piece(i, view, axis, start, math.gcd(*part_sizes), repeats))
@@ -384,7 +389,7 @@ class MatrixView(NamedTuple):
     def to_leaf(self, matrices: Inexact[Array, "batch fan_in fan_out"]) -> jax.Array:
         """The inverse of `to_matrices`."""
         ordered = matrices.reshape(self._sizes(self._order))
-        # Where each axis of `shape` is among the ordered ones
+        # inverse[axis] is the place of this axis of `shape` among the ordered ones.
         inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
         return ordered.transpose(inverse).reshape(self.leaf_shape)
 
@@ -403,6 +408,7 @@ class Pieces(list[Piece]):
 
     def _by_leaf(self, values: Sequence[Any]) -> dict[int, list[tuple[Piece, Any]]]:
         """The pieces of each leaf, each with its value."""
+        # Pieces of one leaf follow each other, in the order in which they lie in it.
         by_leaf: dict[int, list[tuple[Piece, Any]]] = {}
         for piece, value in zip(self, values, strict=True):
             by_leaf.setdefault(piece.leaf, []).append((piece, value))
@@ -441,6 +447,7 @@ class Pieces(list[Piece]):
         shapes: Sequence[Axes],
     ) -> list[Any]:
         """The inverse of `as_state`; raises unless the arrays have these shapes."""
+        # Masked nodes have no leaves.
         arrays = jax.tree.leaves(state)
         state_shapes = [jnp.shape(array) for array in arrays]
         if state_shapes != list(shapes):

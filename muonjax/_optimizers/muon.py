@@ -104,7 +104,8 @@ def _orthogonalized(
         )
         return optax.chain(momentum, polar, *map(offload, members(numbers)))
 
-    matrices(None)  # The members check their settings.
+    # The members check their settings, and a mistake shall be seen before the first step.
+    matrices(None)
     return partition_by_route(call, matrices, others if adam is None else lambda _: adam, program)
 
 
@@ -162,6 +163,7 @@ def muon(
     """
 
     def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
+        # Follows `orthogonalize`; decay and rate come after it.
         if rms is None:
             return [match_rms(rule="width", dimension_numbers=numbers)]
         return [match_rms(rms, dimension_numbers=numbers)]
@@ -260,6 +262,7 @@ def muonh(
         raise ValueError(
             "(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3."
         )
+    # With `adam` no rate is needed.
     adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
     others = partial(_adamw, _WeightDecay(adam_rate, 0.0), None, settings.get("mu_dtype"))
 
@@ -287,6 +290,7 @@ def _decayed(
 ) -> optax.GradientTransformationExtraArgs:
     """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
     check_rates(learning_rate=decay.learning_rate, weight_decay=decay.weight_decay)
+    # A mask that does not fit would be Optax's error, about trees.
     decay = decay._replace(mask=fitted_mask("weight_decay_mask", decay.mask))
 
     def decayed(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
@@ -324,6 +328,7 @@ def _adamw(
 
 def _adam_eps(tree: Any) -> float:
     """Adam's usual eps, or the smallest normal number of the narrowest float: 1e-8 is 0 in float16."""
+    # 1e-8 is below float16's smallest normal number, 6e-5.
     eps = 1e-8
     for leaf in jax.tree.leaves(tree):
         dtype = dtype_of(leaf)
@@ -391,6 +396,7 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
+    # A program says which leaves are matrices too, and sites by hand don't.
     if dimension_numbers is None and isinstance(program, Program):
         dimension_numbers = program
     check_program("dimension_numbers", dimension_numbers)
@@ -438,6 +444,7 @@ def adamclip(
     check_flag(nesterov=settings.get("nesterov", False))
     if settings.get("mu_dtype") is not None:
         given_dtype("mu_dtype", adam["mu_dtype"], WIDE_FLOATS, "a float type of 16 bits or more")
+    # All numbers but the two decays are rates, or added to something: finite and not negative.
     rates = {"learning_rate": learning_rate}
     for name in settings.keys() - {"mask", "nesterov", "mu_dtype"}:
         if name in ("b1", "b2"):
@@ -467,6 +474,7 @@ def _clipped(
         **extra_args,
     ):
         check_update(updates, state, params, unnamed)
+        # A restored state may have lists in place of tuples.
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
         if not is_pair or not hasattr(state[1], "factors") or len(state[0]) != num_states:
             raise ValueError(other_state(state))

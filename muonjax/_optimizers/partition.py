@@ -74,6 +74,7 @@ def partition_by_route(
         **extra_args,
     ):
         check_update(updates, state, params, unnamed)
+        # Parameters without gradient are left out, as the gradients leave them out.
         params = _with_gradients(updates, params)
         partition = partition_of(updates, params)
         # Shapes alone: nothing is allocated.
@@ -101,10 +102,12 @@ def _looks(*trees: Any) -> list[Any]:
 
 def check_program(argument: str, given: Any) -> None:
     """Raise for a setting without its name, or parameters, in place of a program or a tree."""
+    # A program and a function are leaves for JAX.
     for leaf in jax.tree.leaves(given, is_leaf=_is_numbers):
         if _is_numbers(leaf) or hasattr(leaf, "dimension_numbers") or callable(leaf):
             continue
         advice = ""
+        # It makes arrays of arguments that it takes for numbers.
         if isinstance(given, jax.Array):
             advice = f" optax.inject_hyperparams takes a function for a schedule: give it static_args={argument!r}."
         raise TypeError(
@@ -148,6 +151,7 @@ def _route(
 ) -> _Route:
     """The route of parameters, or of their gradients."""
     leaves, treedef = jax.tree.flatten(tree)
+    # Dimension numbers, or None, for each leaf
     if given is None:
         numbers = treedef.flatten_up_to(numbers_tree(*routes(tree, warn=warn)))
     else:
@@ -177,6 +181,7 @@ def _with_gradients(updates: Any, params: Any) -> Any:
 
     In an Equinox module these are numbers and functions: `eqx.filter_grad` has None in their places.
     """
+    # By path, because the structures differ where None has no leaf.
     gradients = flatten_paths(updates)
     leaves = flatten_paths(params)
     without_gradient = [path for path in leaves if path not in gradients]

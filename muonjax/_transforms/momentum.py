@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -111,14 +111,23 @@ def trace(
         check_flag(nesterov=nesterov)
         check_distribution(distribution)
         dtype = momentum_dtype("accumulator_dtype", accumulator_dtype)
-    is_int8 = dtype == jnp.int8
-    schedule = decay if callable(decay) else None
 
-    def step(
-        g: jax.Array,
-        *stored: jax.Array,
-        decay: Any,
-    ) -> tuple[jax.Array, ...]:
+    def at(decay: Any) -> optax.GradientTransformation:
+        return _trace(decay, nesterov, dtype, distribution)
+
+    return _scheduled(decay, at) if callable(decay) else at(decay)
+
+
+def _trace(
+    decay: Any,
+    nesterov: bool,
+    dtype: Any,
+    distribution: Distribution | None,
+) -> optax.GradientTransformation:
+    """`trace` of checked arguments with one decay, a number that may be traced."""
+    is_int8 = dtype == jnp.int8
+
+    def step(g: jax.Array, *stored: jax.Array) -> tuple[jax.Array, ...]:
         """The update of a leaf and its new momentum, which is stored as an array, or as integers and scales."""
         m = dequantize(*stored) if is_int8 else stored[0]
         # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
@@ -136,7 +145,8 @@ def trace(
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
 
-    def init_momentum(params: optax.Params) -> Any:
+    @errors_of("trace")
+    def init(params) -> Any:
         if not is_int8:
             return optax.trace(0.0, accumulator_dtype=dtype).init(params)
         _check_blocks(params, distribution)
@@ -145,47 +155,41 @@ def trace(
         scales = jax.tree.map(lambda v: jnp.zeros_like(_in_blocks(v)[..., 0], jnp.float32), values)
         return Int8TraceState(values, scales)
 
-    def update_momentum(
-        updates: optax.Updates,
-        momentum: Any,
-        decay: Any,
-    ) -> tuple[Any, Any]:
-        check_kind(momentum, is_int8)
-        if is_int8:
-            _check_blocks(updates, distribution)
-        updates, *arrays = leaf_by_leaf(functools.partial(step, decay=decay), updates, *momentum)
-        return updates, Int8TraceState(*arrays) if is_int8 else optax.TraceState(*arrays)
-
-    @errors_of("trace")
-    def init(params) -> Any:
-        momentum = init_momentum(params)
-        if schedule is None:
-            return momentum
-        return ScheduledTraceState(jnp.zeros([], jnp.int32), momentum)
-
     @errors_of("trace")
     def update(updates, state, params=None):
         del params
-        if schedule is None:
-            return update_momentum(updates, state, decay)
-        if not hasattr(state, "momentum"):
-            raise ValueError(other_state(state))
-        # The count may be in host memory, as the momentum.
-        value, count = leaf_by_leaf(functools.partial(_evaluate, schedule), 0.0, state.count)
-        updates, momentum = update_momentum(updates, state.momentum, value)
-        return updates, ScheduledTraceState(count, momentum)
+        check_kind(state, is_int8)
+        if is_int8:
+            _check_blocks(updates, distribution)
+        updates, *arrays = leaf_by_leaf(step, updates, *state)
+        return updates, Int8TraceState(*arrays) if is_int8 else optax.TraceState(*arrays)
 
     return optax.GradientTransformation(init, update)
 
 
-def _evaluate(
+def _scheduled(
     schedule: optax.Schedule,
-    _: Any,
-    count: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The schedule's value at the count, and the next count: a step of `leaf_by_leaf`, with no update to read."""
-    value = jnp.asarray(schedule(count), jnp.result_type(float))
-    return value, jnp.asarray(optax.safe_increment(count))
+    trace_of: Callable[[Any], optax.GradientTransformation],
+) -> optax.GradientTransformation:
+    """`trace_of(decay)` with the decay that a schedule gives at each update, which the state counts."""
+
+    def evaluate(_, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        decay = jnp.asarray(schedule(count), jnp.result_type(float))
+        return decay, jnp.asarray(optax.safe_increment(count))
+
+    def init(params) -> ScheduledTraceState:
+        return ScheduledTraceState(jnp.zeros([], jnp.int32), trace_of(0.0).init(params))
+
+    @errors_of("trace")
+    def update(updates, state, params=None):
+        if not hasattr(state, "momentum"):
+            raise ValueError(other_state(state))
+        # The count may be in host memory, as the momentum is: a tree with one leaf, whose update is not read.
+        decay, count = leaf_by_leaf(evaluate, 0.0, state.count)
+        updates, momentum = trace_of(decay).update(updates, state.momentum, params)
+        return updates, ScheduledTraceState(count, momentum)
+
+    return optax.GradientTransformation(init, update)
 
 
 _MOMENTUM = (
