@@ -110,7 +110,7 @@ def recorded(
 ) -> np.ndarray:
     """Matrices [count, m, n] with the singular values of recorded momentum, and random singular vectors."""
     count = len(RECORDED)
-    # Random singular vectors, and the recorded spectra stretched to m values
+    # The singular vectors are random, and each spectrum is stretched to m values.
     u, _ = np.linalg.qr(rng.standard_normal((count, m, m)))
     v, _ = np.linalg.qr(rng.standard_normal((count, n, m)))
     places = np.linspace(0, PLACES[-1], m)
@@ -138,12 +138,15 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     y = jax.jit(lambda x: newton_schulz(x, settings))(x)
     y = np.asarray(y, np.float64)
 
-    # Recorded momentum counts whole.
-    count = len(momenta)
-    mean = np.mean([_error(*pair, 0.0) for pair in zip(x[:count], y[:count], strict=True)])
     errors = {}
-    for name, matrix, result in zip(adversaries, x[count:], y[count:], strict=True):
-        errors[name] = _error(matrix, result, lower)
+    recorded_errors = []
+    names = [None] * len(momenta) + [*adversaries]
+    for name, matrix, result in zip(names, x, y, strict=True):
+        if name is None:
+            # Of recorded momentum, all directions count.
+            recorded_errors.append(_error(matrix, result, 0.0))
+        else:
+            errors[name] = _error(matrix, result, lower)
     # A NaN is the worst error, and `max` would skip it.
     worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
 
@@ -155,7 +158,7 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     what = f"{preset}, {m} x {n}"
     stated = _stated(settings, bits, lower, m)
     return [
-        _compared(f"{what}, recorded", mean, recorded_bound),
+        _compared(f"{what}, recorded", float(np.mean(recorded_errors)), recorded_bound),
         _compared(f"{what}, worst hostile, {worst!r}", errors[worst], stated),
         _compared(f"{what}, largest singular value", largest, LARGEST),
     ]
@@ -226,14 +229,16 @@ def product_error(name: str, dtype: str, m: int) -> Check:
     except Exception as error:
         # A kernel that does not compile is what this is to find.
         return f"{what}: {type(error).__name__}: {error}"[:300], False
-    s, x, c = (np.asarray(matrix, np.float64) for matrix in (s, x, c))
-    exact = 1.5 * x @ x.mT - 0.5 * c
+    s = np.asarray(s, np.float64)
+    x = np.asarray(x, np.float64)
+    exact = 1.5 * x @ x.mT - 0.5 * np.asarray(c, np.float64)
     error = np.linalg.norm(s - exact) / np.linalg.norm(exact)
     if not (s == s.mT).all():
         # The result has to be symmetric bit for bit.
         error = np.nan
     # A product in TF32 would be off by more than this.
-    stated = max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps))
+    float32_eps = float(jnp.finfo(jnp.float32).eps)
+    stated = max(float(jnp.finfo(dtype).eps), 16 * float32_eps)
     return _compared(what, error, stated)
 
 
@@ -275,10 +280,10 @@ def times(quick: bool) -> Iterator[Check]:
             seconds[name].append(time.perf_counter() - start)
 
     # The methods took turns, so that what slows the device down slows all of them down.
-    medians = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     cells = []
-    for name, milliseconds in medians.items():
-        cells.append(f"{name} {milliseconds:.1f} ({milliseconds / medians['Optax']:.2f})")
+    for name, median in medians.items():
+        cells.append(f"{name} {1e3 * median:.1f} ({median / medians['Optax']:.2f})")
     what = f"an update of {layers} of 12 layers of width {width}, float32"
     yield f"{what}: {', '.join(cells)}", finite
 

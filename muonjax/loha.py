@@ -238,7 +238,7 @@ def apply_adapter(
     # A convolution's kernel has its inputs first, always.
     if function is lax.dot_general:
         dimension_numbers = args[0] if args else settings["dimension_numbers"]
-        # The kernel's axes that are summed over, and those that count matrices
+        # These are the kernel's axes that are summed over, and those that count matrices.
         (_, summed), (_, batch) = dimension_numbers
         first_axes = tuple(range(len(summed)))
         if batch or tuple(summed) != first_axes:

@@ -67,7 +67,7 @@ class LoHa(nnx.Module):
         **settings: Any,
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        # What the layer would have called
+        # This is what the layer would have called.
         function = lax.conv_general_dilated if self.is_convolution else lax.dot_general
         factors = self.factors()
         return shared.apply_adapter(function, factors, self.scale, lhs, rhs, *args, **settings)

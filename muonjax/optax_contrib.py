@@ -320,7 +320,11 @@ def _row_factors(
     eps: jax.typing.ArrayLike,
     scale: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch _m 1"]:
-    """What Optax multiplies the rows by before its first step. `eps` counts at the scale of the unscaled matrix."""
+    """What Optax multiplies the rows of X by before its first step, from A = X X^H, where `scale` has multiplied X.
+
+    That is one over a bound of the largest singular value; "aol" has a bound for each row. `eps` is meant for
+    the unscaled matrix.
+    """
     # Optax 0.2.8 doesn't pass `eps` on to the first two.
     smallest = jnp.asarray(1e-8, scale.dtype) * scale * scale
     if preconditioning == "aol":
@@ -331,6 +335,6 @@ def _row_factors(
     if preconditioning == "frobenius":
         square = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
     else:
-        # "spectral": the largest singular value
+        # "spectral" is the largest singular value itself.
         square = jnp.linalg.eigvalsh(gram)[..., -1:, None]
     return 1 / (jnp.sqrt(square) + jnp.asarray(eps, scale.dtype) * scale)

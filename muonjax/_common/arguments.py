@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-shown = reprlib.repr  # a tree or an array in a message would take pages
+# A tree or an array in a message would take pages.
+shown = reprlib.repr
 
 _RANGES: dict[str, Callable[[float], bool]] = {
     "in [0, 1)": lambda value: 0 <= value < 1,
@@ -50,6 +51,7 @@ def check_range(
       why: Ends the message of a number out of it.
       schedule: Whether a schedule may be given.
     """
+    # The values of a schedule are known only in training.
     if schedule and callable(value):
         return
     if not _is_real(value):
@@ -59,6 +61,7 @@ def check_range(
             # muon(program) is a likely first mistake.
             advice = "; the program is the second argument"
         raise TypeError(f"({name}={shown(value)}) must be {kind}{advice}.")
+    # `optax.inject_hyperparams` traces the numbers that it injects.
     if isinstance(value, Tracer):
         return
     # Inside of `jit` a comparison of a known array would be traced, a comparison of Python's number is not.
@@ -85,6 +88,7 @@ def _is_real(value: Any) -> bool:
 def check_flag(**flags: Any) -> None:
     """Raise unless each is True or False."""
     for name, value in flags.items():
+        # A comparison of arrays gives NumPy's boolean.
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"({name}={shown(value)}) must be True or False.")
 
@@ -172,6 +176,7 @@ def check_mask(name: str, mask: Any) -> None:
     """Raise unless it is a tree of booleans or a function; None is a tree without leaves."""
     if callable(mask):
         return
+    # Optax would take any number for a boolean.
     for leaf in jax.tree.leaves(mask):
         if np.asarray(leaf).dtype.kind != "b":
             raise TypeError(
@@ -182,6 +187,7 @@ def check_mask(name: str, mask: Any) -> None:
 def fitted_mask(name: str, mask: Any) -> Any:
     """`mask` after its check; a tree becomes a function that raises where the tree does not fit the parameters."""
     check_mask(name, mask)
+    # Optax calls a function with the parameters, and takes what it returns.
     if mask is None or callable(mask):
         return mask
 
@@ -206,6 +212,7 @@ def whole_number(
     why: str,
 ) -> int:
     """`value` as Python's; raises ValueError unless it is a whole number, at least `least`. `why` ends the message."""
+    # NumPy's integers are whole numbers too, and True is no number of steps.
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < least:
         raise ValueError(f"({name}={shown(value)}) needs a whole number{why}")
@@ -222,6 +229,7 @@ def axis_numbers(name: str, value: Any) -> tuple[int, ...]:
 
 def check_transformation(name: str, given: Any) -> None:
     """Raise unless it is an Optax transformation."""
+    # A transformation need not be of Optax's own class.
     if not (hasattr(given, "init") and hasattr(given, "update")):
         raise TypeError(
             f"({name}={shown(given)}) must be an Optax transformation: optax.adamw(1e-3)."
@@ -380,6 +388,7 @@ def explains_keywords(
                 by_name.append(key)
             elif key != "self":
                 by_position.append(key)
+        # `__init__` of a dataclass gets the object as its first argument.
         known = by_position + by_name
         is_method = "self" in signature.parameters
 
@@ -434,6 +443,7 @@ def _meant(keyword: str, known: Sequence[str]) -> str:
     for here, elsewhere in _OTHERS.items():
         if is_optimizer and synonym in elsewhere.split():
             return f": in muonjax it is {here}"
+    # A slip of the pen is more likely than a name that nobody uses.
     similar = difflib.get_close_matches(keyword, known, 1)
     if similar:
         return f". Did you mean {similar[0]}"

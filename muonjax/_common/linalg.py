@@ -78,6 +78,7 @@ def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:
 
     In float32 or wider; a Python number keeps A's dtype.
     """
+    # A Python number has no dtype to promote to.
     if not isinstance(number, jax.Array):
         return number * a
     dtype = at_least_float32(a.dtype)
@@ -136,7 +137,8 @@ def sum_columns(
     return x.sum(f)
 
 
-dot = MatrixProduct()  # in the arrays' own dtype, where float32 means true float32
+# Products in the arrays' own dtype, where float32 means true float32.
+dot = MatrixProduct()
 
 
 def adjoint(a: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch n m"]:

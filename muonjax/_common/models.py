@@ -28,6 +28,7 @@ def functions_for(tree: Any) -> Any:
     for base in type(tree).__mro__:
         for library, module in _MODULES.items():
             if f"{base.__module__}.".startswith(f"{library}."):
+                # The library is loaded already, for its object is here.
                 functions = importlib.import_module(module)
                 return functions if functions.is_model(tree) else None
     return None

@@ -69,8 +69,10 @@ class Policy:
         asked: jax.typing.DTypeLike | None = None,
     ) -> jnp.dtype:
         """What a mesh exchanges: bfloat16 where products round to a half type anyway (it has float32's range)."""
-        rounds = jnp.finfo(self.compute_dtype(dtype, asked)).bits == 16 < jnp.finfo(dtype).bits
-        return jnp.dtype(jnp.bfloat16 if rounds else dtype)
+        # bfloat16 halves the bytes, and the results are no more exact than it.
+        compute_bits = jnp.finfo(self.compute_dtype(dtype, asked)).bits
+        is_rounded = compute_bits == 16 and jnp.finfo(dtype).bits > 16
+        return jnp.dtype(jnp.bfloat16 if is_rounded else dtype)
 
     @property
     def half_dtype(self) -> jnp.dtype:
@@ -158,7 +160,7 @@ class Policy:
         than in eight. Four of 4096 x 14336 would take twice the memory.
         """
         size_of_one = math.prod(shape)
-        # What a batch may hold, in elements
+        # A batch may hold so many elements.
         bound = self.stack_elements
         if self.is_cpu:
             bound = 1 << 18

@@ -77,7 +77,7 @@ def _refuse_equal_names(paths: list[tuple[str, ...]]) -> None:
     """Raises where two leaves or modules have the same "/"-joined names."""
     if not any("/" in name for path in paths for name in path):
         return
-    # Each module or leaf by its joined names
+    # A second path with the same joined names is another module or leaf.
     path_of: dict[str, tuple[str, ...]] = {}
     for path in paths:
         for length in range(1, len(path) + 1):

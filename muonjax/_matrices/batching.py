@@ -62,9 +62,9 @@ def map_leaves(
     policy: Policy,
 ) -> list[jax.Array]:
     """f of each matrix that `views` show in these leaves, as in `map_groups`."""
-    matrices = [view.to_matrices(leaf) for view, leaf in zip(views, leaves, strict=True)]
+    matrices = list(map(MatrixView.to_matrices, views, leaves))
     results = map_groups(f, matrices, policy)
-    return [view.to_leaf(y) for view, y in zip(views, results, strict=True)]
+    return list(map(MatrixView.to_leaf, views, results))
 
 
 def map_groups(
@@ -109,13 +109,13 @@ def _map_stack(
     policy: Policy,
 ) -> list[jax.Array]:
     """f of each of the arrays [count, m, n] or [count, n, m] that share a program: of one dtype and m, and any n."""
-    shapes = [_sides(x) for x in parts]
+    shapes = list(map(_sides, parts))
     m, n = max(shapes)
     if f.in_blocks is not None and min(shapes) < (m, n):
         # `_groups` puts several long sides together only where blocks or zeros make them one.
         return _map_in_blocks(f, parts, policy.platform)
     # Small matrices run in batches of `size`, large ones one after the other.
-    counts = [len(x) for x in parts]
+    counts = list(map(len, parts))
     size = policy.chunk_size(sum(counts), (m, n))
     if policy.is_cpu and size == 1 and any(map(_is_tall, parts)):
         return _map_and_transpose_each(f, parts, policy.platform)
@@ -144,13 +144,14 @@ def _groups(
     Neighbors have the same short side, and share a program in blocks or where columns of zeros cost little. Matrices
     [768, 768], [768, 3072], [3072, 768] and [768, 2304] make [[0], [1, 2, 3]] where the Gram form is for n > 1.5 m.
     """
-    sides = [_sides(x) for x in matrices]
+    sides = list(map(_sides, matrices))
     # For what neighbors have in common, the indices by the long side.
     neighbors: dict[tuple, dict[int, list[int]]] = {}
     for i, (m, n) in enumerate(sides):
         in_common = m, f.form(m, n), matrices[i].dtype
         neighbors.setdefault(in_common, {}).setdefault(n, []).append(i)
 
+    # Groups of one short side become fewer where a program for several costs less than one more program.
     merged: list[list[int]] = []
     for (m, *_), indices_of_columns in neighbors.items():
         # So many matrices would go in batches otherwise, and blocks take them one by one.
@@ -170,7 +171,8 @@ def _groups(
                 groups[-1] += indices
             else:
                 groups.append(indices)
-        merged += [sorted(group) for group in groups if group]
+        # The first group may have got nothing.
+        merged += map(sorted, filter(None, groups))
     return sorted(merged)
 
 
@@ -210,7 +212,7 @@ def _stacks(
         size = sum(elements[i] for i in stack)
         if len(stack) > 1 and size > bound:
             return full
-    return [stack for stack in even if stack]
+    return list(filter(None, even))
 
 
 def _stacked(parts: Sequence[jax.Array], n: int) -> Inexact[Array, "count m n"]:
@@ -222,6 +224,7 @@ def _stacked(parts: Sequence[jax.Array], n: int) -> Inexact[Array, "count m n"]:
         if missing:
             x = jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
         wide.append(x)
+    # A single array is not copied.
     return jnp.concatenate(wide) if len(wide) > 1 else wide[0]
 
 
@@ -243,6 +246,7 @@ def _unstacked(
 
 def _map_entries(f: Callable[[Any, jax.Array], jax.Array], stack: jax.Array) -> jax.Array:
     """f(number, entry) in the place of each entry of the stack, one after the other."""
+    # A loop of one step would still be compiled as a loop.
     if len(stack) == 1:
         return f(0, stack[0])[None]
 
@@ -264,10 +268,12 @@ def _map_and_transpose_each(
     would choose a layout.
     """
     m, n = _sides(parts[0])
-    # Tall ones first, so that a matrix is tall if its number is below that of the first wide one.
-    order = sorted(range(len(parts)), key=lambda i: not _is_tall(parts[i]))
-    counts = [len(parts[i]) for i in order]
-    num_tall = sum(len(x) for x in parts if _is_tall(x))
+    # The tall ones come first, so that a matrix is tall if its number is below that of the first wide one.
+    tall = [i for i, x in enumerate(parts) if _is_tall(x)]
+    order = tall + [i for i in range(len(parts)) if i not in tall]
+    ordered = [parts[i] for i in order]
+    counts = list(map(len, ordered))
+    num_tall = sum(len(parts[i]) for i in tall)
     _, first_wide = numbers_from_loop((0, num_tall), platform)
 
     def map_flat(number: Any, flat: jax.Array) -> jax.Array:
@@ -285,7 +291,7 @@ def _map_and_transpose_each(
             f.whole(x),
         )
 
-    stack = jnp.concatenate([parts[i].reshape(-1, m * n) for i in order])
+    stack = jnp.concatenate([x.reshape(-1, m * n) for x in ordered])
     outputs = _unstacked(_map_entries(map_flat, stack), counts, platform)
     results: list[Any] = [None] * len(parts)
     for i, y in zip(order, outputs, strict=True):
@@ -300,13 +306,17 @@ def _map_in_blocks(
 ) -> list[jax.Array]:
     """f of each matrix by blocks of columns, in float32 or wider; the matrices have one m and any n.
 
+    The blocks of all matrices are one array [blocks, size * m], over which a loop goes matrix by matrix. So one program
+    serves matrices of any n, which have different numbers of blocks.
+
     Derivatives are those of whole matrices: a loop whose length is not known has none in reverse mode.
     """
     in_blocks: Any = f.in_blocks
     # A block is some rows of a tall matrix, which follow each other in memory.
     tall = [x if _is_tall(x) else x.mT for x in parts]
     m = tall[0].shape[2]
-    size = block_size([(len(x), x.shape[1]) for x in tall], m)
+    counts_and_columns = [x.shape[:2] for x in tall]
+    size = block_size(counts_and_columns, m)
     # Matrix number i has the blocks starts[i] to stops[i].
     num_blocks = []
     for x in tall:
@@ -320,12 +330,13 @@ def _map_in_blocks(
         blocks = []
         for x in tall:
             # Zeros fill the last block.
-            x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0)))
+            missing = -x.shape[1] % size
+            x = jnp.pad(x, ((0, 0), (0, missing), (0, 0)))
             blocks.append(x.reshape(-1, size * m))
-        counts = [len(x) for x in blocks]
+        counts = list(map(len, blocks))
 
-        # f of matrix number i, whose results replace its blocks
         def body(i: jax.Array, stack: jax.Array) -> jax.Array:
+            # The results of matrix number i replace its blocks.
             start = jnp.asarray(starts)[i]
             stop = jnp.asarray(stops)[i]
             return in_blocks(Blocks(stack, (size, m), columns, start, stop)).blocks
@@ -342,10 +353,14 @@ def _map_in_blocks(
     def each_whole(*tall: jax.Array) -> list[jax.Array]:
         return [f.whole(x) for x in tall]
 
+    # In reverse mode JAX transposes this derivative.
     function = jax.custom_jvp(blockwise)
     function.defjvp(lambda x, dx: jax.jvp(each_whole, x, dx))
     results = function(*tall)
-    return [y if _is_tall(x) else y.mT for x, y in zip(parts, results, strict=True)]
+    outputs = []
+    for x, y in zip(parts, results, strict=True):
+        outputs.append(y if _is_tall(x) else y.mT)
+    return outputs
 
 
 def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:

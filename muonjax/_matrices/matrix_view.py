@@ -285,6 +285,7 @@ class Piece(NamedTuple):
     def take(self, leaves: Sequence[Any]) -> Any:
         """The piece of its leaf; of a `jax.ShapeDtypeStruct`, its shape."""
         leaf = leaves[self.leaf]
+        # Most pieces are leaves, which are taken as they are.
         if self.axis is None:
             return leaf
         shape = self.view.leaf_shape
@@ -353,6 +354,7 @@ class MatrixView(NamedTuple):
     @property
     def unit_axes(self) -> tuple[Axes, Axes]:
         """The leaf's axes that count units, and those of one unit: a matrix, or several that are fused."""
+        # Parts that are fused along a side count as one unit: a mesh may shard their axis anywhere.
         unit = self.leaf_axes(self.reduction_axes + self.output_axes)
         batch = tuple(axis for axis in range(len(self.leaf_shape)) if axis not in unit)
         return batch, tuple(sorted(unit))
@@ -379,6 +381,7 @@ class MatrixView(NamedTuple):
     ) -> Inexact[Array, "*leaf"]:
         """The inverse of `split`, sharded as `like`."""
         leaf = split.reshape(self.leaf_shape)
+        # Only the split of a fused axis has gathered it.
         return leaf if self.cut is None else sharded_like(leaf, like)
 
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
@@ -433,6 +436,7 @@ class Pieces(list[Piece]):
 
     def as_state(self, arrays: Sequence[jax.Array]) -> Any:
         """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
+        # `optax.MaskedNode` marks what is no matrix, as Optax's own states do.
         entries: list[Any] = [optax.MaskedNode()] * self.treedef.num_leaves
         for i, pairs in self._by_leaf(arrays).items():
             parts = [array for _, array in pairs]
@@ -449,7 +453,7 @@ class Pieces(list[Piece]):
         """The inverse of `as_state`; raises unless the arrays have these shapes."""
         # Masked nodes have no leaves.
         arrays = jax.tree.leaves(state)
-        state_shapes = [jnp.shape(array) for array in arrays]
+        state_shapes = list(map(jnp.shape, arrays))
         if state_shapes != list(shapes):
             raise ValueError(
                 f"the state has shapes {state_shapes[:9]}, these updates need {list(shapes)[:9]}."

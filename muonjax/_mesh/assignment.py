@@ -88,6 +88,7 @@ class Round(NamedTuple):
     @property
     def bytes_sent(self) -> float:
         """Bytes that one device sends in an update: to the owners, back, and to the other replicas."""
+        # A device sends nothing to itself.
         replicas = len(self.replicas)
         owners = len(self.replicas[0])
         # Two all-to-alls send row_size elements to each other owner:
@@ -183,9 +184,14 @@ def _assign(
     column_axes: Sequence[Axes],
     mesh_shape: MeshShape,
 ) -> tuple[list[Round], float]:
-    """The rounds of all groups if the matrices of each leaf stay cut along its `column_axes`, and how long they take.
+    """Give each matrix to an owner, where the matrices of each leaf stay cut along its `column_axes`.
 
-    That is the predicted time of the busiest device and of what it sends, on H100s and the links inside of a node.
+    Matrices of one kind, which have equal shapes and shardings, take equally long. The kinds that take longest come
+    first, and each matrix goes to the owner that is least busy then.
+
+    Returns:
+      The rounds, an all-to-all for each group of leaves that are sharded over the same mesh axes; and the predicted
+      time of the busiest device and of what it sends, on H100s and the links inside of a node.
     """
     queues = _queues(leaves, column_axes, mesh_shape)
 
@@ -201,7 +207,7 @@ def _assign(
         devices = _owner_devices(kind.group, mesh_shape)
         owners = owners_of.setdefault(kind.group, [[] for _ in devices])
         seconds = seconds_of_unit(kind, mesh_shape)
-        # An owner of several devices is as busy as the busiest of them.
+        # An owner of several devices is as busy as the busiest of them. One more unit makes it busier by 1.
         busy = device_seconds[devices].max(axis=1) / seconds
         counts = _give(queues[kind], owners, busy)
         device_seconds[devices] += seconds * counts[:, None]
@@ -236,7 +242,7 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
     sizes = list(mesh_shape.values())
     devices = np.arange(math.prod(sizes)).reshape(sizes)
     # The coordinates along the owner's axes come first, and the others are put together.
-    owner_axes = [names.index(name) for name in group.owner_axes]
+    owner_axes = list(map(names.index, group.owner_axes))
     devices = np.moveaxis(devices, owner_axes, range(len(owner_axes)))
     return devices.reshape(devices_along(mesh_shape, group.owner_axes), -1)
 

@@ -87,6 +87,7 @@ def _check_spec(
     axis_names: Axes,
 ) -> None:
     """Raise unless `spec` shards by axes of the mesh alone."""
+    # A sharding with unconstrained axes leaves them to XLA, so that nobody knows the shards.
     entries = getattr(spec, "spec", spec) if _is_spec(spec) else None
     if not _is_spec(spec) or PartitionSpec.UNCONSTRAINED in (entries or ()):
         raise TypeError(
@@ -150,6 +151,7 @@ def spread_specs(specs: Any, tree: Any) -> list[Any]:
     """One spec per leaf of `tree`, from a tree or a prefix of it. Masked nodes are not leaves."""
     what = "the Distribution's param_specs (of an NNX model, nnx.as_pure(specs))"
     entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, call="", what=what)
+    # JAX would raise only where the array is used.
     leaves = jax.tree.leaves_with_path(tree)
     for spec, (path, leaf) in zip(entries, leaves, strict=True):
         if len(_mesh_axes(spec)) > leaf.ndim:
@@ -161,7 +163,8 @@ def spread_specs(specs: Any, tree: Any) -> list[Any]:
 def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[int]:
     """Into how many shards the last axis of each leaf is cut, as far as that is known.
 
-    The `distribution` says it, or else the types of the arrays.
+    The `distribution` says it, or else the types of the arrays. A kernel with P(None, "tensor") on a mesh {"fsdp": 4,
+    "tensor": 2} has two.
     """
     leaves = jax.tree.leaves(tree)
     # On an Auto mesh an array inside of `jit` does not show its sharding, and counts as one shard.

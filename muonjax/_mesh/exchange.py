@@ -51,14 +51,17 @@ def map_on_mesh(
       views: The view of each leaf.
       policy: For the mesh's devices.
     """
+    # Everything about the exchange follows from shapes and shardings.
     mesh = on_mesh.mesh
     mesh_shape = dict(mesh.shape)
     _check_mesh(mesh, leaves)
     sharded_leaves = []
+    specs = []
     for leaf, view, spec in zip(leaves, views, on_mesh.specs, strict=True):
         sharding = even_sharding(leaf.shape, spec, mesh_shape)
         sharded_leaves.append(ShardedLeaf(view, sharding, f.exchange_dtype(leaf.dtype)))
-    specs = tuple(partition_spec(leaf.sharding) for leaf in sharded_leaves)
+        # A mesh axis that does not divide its axis of the leaf evenly is left out.
+        specs.append(partition_spec(sharding))
 
     def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         if on_mesh.explicit and mesh.size == 1:
@@ -68,7 +71,14 @@ def map_on_mesh(
         return tuple(exchange(f, blocks, views, rounds, policy))
 
     # The checker of varying axes can't see that an all-gather makes replicas.
-    run = jax.shard_map(on_blocks, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+    in_specs = tuple(specs)
+    run = jax.shard_map(
+        on_blocks,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=in_specs,
+        check_vma=False,
+    )
     if AxisType.Explicit not in mesh.axis_types:
         return list(run(*leaves))
     # The types of the arrays may differ from the specs of a Distribution.
@@ -137,6 +147,7 @@ def _block_of_stack(
     block: jax.Array,
 ) -> jax.Array:
     """The inverse of `_stack_of_units`, in the shape and dtype of `block`."""
+    # What counts units comes first, and then the axes of a unit.
     order = sum(view.unit_axes, ())
     stack = stack.reshape([block.shape[axis] for axis in order])
     return stack.transpose(np.argsort(order)).astype(block.dtype)
@@ -182,6 +193,7 @@ def _pack(
 
 def _unpack(buffers: Arrays, round_: Round) -> Results:
     """The inverse of `_pack`, of the buffers of all replicas."""
+    # An owner's row has its units in the order of `_pack`.
     results = {}
     for buffer, owners in zip(buffers, round_.replicas, strict=True):
         flat = buffer.reshape(-1)
@@ -197,19 +209,25 @@ def _unpack(buffers: Arrays, round_: Round) -> Results:
 
 def _all_to_all(buffer: jax.Array, round_: Round) -> jax.Array:
     """Row i of the buffer goes to owner i, and the row from owner i takes its place."""
+    # A device that is the only owner has all blocks.
     if len(buffer) == 1:
         return buffer
     return jax.lax.all_to_all(buffer, round_.group.exchange_axes, 0, 0)
 
 
 def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
-    """The buffers of all replicas, on each of them."""
+    """The buffers of all replicas, on each of them.
+
+    Replicas store the same blocks, and each has worked on a part of the matrices: `buffer` [owners, row_size] has the
+    results of its own owners.
+    """
     replica_axes = round_.group.replica_axes
     if len(round_.replicas) == 1:
         return [buffer]
     if not round_.by_all_reduce:
         return list(jax.lax.all_gather(buffer, replica_axes))
-    # Each replica writes its columns between zeros; the sum has the columns of all:
+    # Where few replicas have results, a sum is cheaper than an all-gather, which pads all of them to the largest. Each
+    # replica writes its columns between zeros; the sum has the columns of all:
     #   [A 0 0] + [0 B 0] + [0 0 C] = [A B C]
     sizes = round_.replica_sizes
     *starts, end = itertools.accumulate(sizes, initial=0)
@@ -219,4 +237,7 @@ def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
     # The buffer is padded with zeros to `row_size`, so it may reach into the columns of the next replica.
     columns = jax.lax.dynamic_update_slice(columns, buffer, (0, start))
     columns = jax.lax.psum(columns[:, :end], replica_axes)
-    return [columns[:, start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    buffers = []
+    for start, size in zip(starts, sizes, strict=True):
+        buffers.append(columns[:, start : start + size])
+    return buffers

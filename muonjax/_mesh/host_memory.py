@@ -57,6 +57,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         **extra_args: Any,
     ):
         refuse_positional(unnamed)
+        # Without host memory the program stays as it is.
         if not any(map(_is_on_host, jax.tree.leaves(state))):
             return inner_update(updates, state, params, **extra_args)
         on_device = jax.tree.map(_to_device, state)

@@ -141,6 +141,7 @@ def _among(names: Sequence[str], others: Collection[str]) -> Axes:
 
 def units_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
     """The number of the leaf's units of which one device stores a block."""
+    # Every device along a mesh axis that cuts such an axis has units of its own.
     batch_axes, _ = leaf.view.unit_axes
     units = 1
     for axis in batch_axes:

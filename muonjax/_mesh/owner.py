@@ -81,7 +81,7 @@ class Batch(NamedTuple):
         units_axis = len(names)
         order = [units_axis]
         for axis, gathered in enumerate(self.layout.gathered):
-            order += [names.index(name) for name in gathered]
+            order += map(names.index, gathered)
             order.append(units_axis + 1 + axis)
         return order
 
@@ -96,6 +96,7 @@ class Batch(NamedTuple):
         view = self.layout.view
         units = rows.reshape(self._shape).transpose(self._order)
         units = units.reshape(self.units, *view.leaf_shape)
+        # A unit is one matrix, or several that are fused.
         matrices = jax.vmap(view.to_matrices)(units)
         return matrices.reshape(-1, *matrices.shape[2:])
 
@@ -156,13 +157,15 @@ def _loop(
     if not policy.is_cpu:
         # Batches have one size for all layouts and owners, because all devices run one program: a divisor of the
         # number of units that any owner has of any layout.
-        counts = [len(firsts) for owner in columns for firsts in owner.values()]
+        counts: list[int] = []
+        for owner in columns:
+            counts += map(len, owner.values())
         _, m, n = layouts[0].stack_shape
         units = policy.chunk_size(math.gcd(*counts), (m, n))
     exchanged = {name: jax.lax.axis_size(name) for name in round_.group.exchange_axes}
     batches = [Batch(layout, units, exchanged) for layout in layouts]
 
-    # For each owner the place of each step's batch
+    # Each owner has a row, with the place of each step's batch.
     rows: list[list[tuple[int, int]]] = []
     for owner in columns:
         row = []
@@ -211,6 +214,7 @@ def _run_loop(
         rows = jax.lax.switch(layout, divide, y)
         return jax.lax.dynamic_update_slice(buffer, rows, (0, column))
 
+    # Owners have unequal numbers of matrices.
     steps = _row_of(owner, loop.steps)
     return jax.lax.fori_loop(0, steps, step, buffer)
 

@@ -119,6 +119,7 @@ def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
         return sharding if isinstance(sharding, NamedSharding) else None
 
     shardings = jax.tree.map(named_sharding, params)
+    # Replicated arrays need the mesh too, and there is one for the whole state.
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
         raise ValueError(f"(params) finds {len(meshes)} meshes; give it the distribution.")

@@ -109,7 +109,8 @@ def polynomial_mcsgn(
 def _polynomial_mcsgn_jvp(dot, primals, tangents):
     def derivative(x, direction, rows):
         # Nine products a step, in a rolled loop that keeps nothing.
-        return jax.jvp(lambda x: _iterate(x, rows, dot), (x,), (direction,))[1]
+        _, tangent = jax.jvp(lambda x: _iterate(x, rows, dot), (x,), (direction,))
+        return tangent
 
     tangent = tangent_by_normalization(_unit, adjoint, derivative, primals, tangents)
     return polynomial_mcsgn(*primals, dot), tangent
@@ -158,6 +159,7 @@ def sylvester(
         a = matrices(a, "a")
         b = matrices(b, "b")
         c = matrices(c, "c")
+    # A is m x m, B n x n, and C and X are m x n.
     m, n = c.shape[-2:]
     shapes = f"{a.shape}, {b.shape}, {c.shape}"
     if a.shape[-2:] != (m, m) or b.shape[-2:] != (n, n):
@@ -169,10 +171,13 @@ def sylvester(
     dtype = jnp.result_type(a, b, c)
     wide = at_least_float32(dtype)
     # Inside `jax.shard_map` all three vary over the mesh axes of any: `lax.custom_linear_solve` needs that.
-    varying_zero = sum(jnp.zeros_like(x, wide, shape=()) for x in (a, b, c))
+    varying_zero = jnp.zeros((), wide)
+    for x in (a, b, c):
+        varying_zero += jnp.zeros_like(x, wide, shape=())
 
     def like_the_others(x):
-        return jnp.broadcast_to(x.astype(wide) + varying_zero, batch + x.shape[-2:])
+        x = x.astype(wide) + varying_zero
+        return jnp.broadcast_to(x, batch + x.shape[-2:])
 
     a, b, c = like_the_others(a), like_the_others(b), like_the_others(c)
     with errors_of("sylvester"):
@@ -183,9 +188,11 @@ def sylvester(
         # The solution is linear in c: bring c to the size of a, or a large c would set the scale of the block.
         size = power_of_two_scale(c) / power_of_two_scale(a)
         # mcsgn [[A, -C], [0, -B]] = [[I, -2 X], [0, -I]]
+        zeros = jnp.zeros_like(adjoint(c))
         upper = jnp.concatenate([a, -size * c], axis=-1)
-        lower = jnp.concatenate([jnp.zeros_like(adjoint(c)), -b], axis=-1)
-        sign = polynomial_mcsgn(jnp.concatenate([upper, lower], axis=-2), rows, dot)
+        lower = jnp.concatenate([zeros, -b], axis=-1)
+        matrix = jnp.concatenate([upper, lower], axis=-2)
+        sign = polynomial_mcsgn(matrix, rows, dot)
         return -0.5 * sign[..., :m, m:] / size
 
     x = lax.custom_linear_solve(

@@ -75,8 +75,9 @@ def _polishing(rows: Coefficients, num_steps: int) -> Coefficients:
     low, high = _range(rows)
     if num_steps == 0 or not 0 < low <= high < np.inf:
         return ()
-    first, *others = polar_express_rows((5,) * num_steps, min(low / high, 1 - 1e-6), safety=1.0)
     # These steps are for singular values in [low / high, 1], so the first one divides them by `high`.
+    lower = min(low / high, 1 - 1e-6)
+    first, *others = polar_express_rows((5,) * num_steps, lower, safety=1.0)
     a, b, c = first
     return ((a / high, b / high**3, c / high**5), *others)
 
@@ -129,14 +130,17 @@ def lyapunov(
         w = 2 * _skew(dot(p, f))
         # E <- skew(E (alpha I + R) + b/2 W + c S W), and b/2 W + c S W = beta/2 W + c D W; E and W are skew already.
         c = row[2]
-        e = alpha * e + 0.5 * beta * w + _skew(dot(e, rest) + c * dot(distance, w))
+        products = dot(e, rest) + c * dot(distance, w)
+        e = alpha * e + 0.5 * beta * w + _skew(products)
         # P <- P (alpha I + R), and Q <- Q (alpha I + R) is P^-1 in the end, where P is I.
         q = alpha * q + dot(q, rest) if with_inverse else None
         p = alpha * p + hermitian_part(dot(p, rest))
         return (p, e, q), None
 
+    # Inside of `jax.shard_map` the identity has to vary over the mesh axes of P.
     start = jnp.zeros_like(p) + identity_like(p) if with_inverse else None
     (_, e, q), _ = lax.scan(step, (p, k, start), rows)
+    # E tends to 2 Z.
     return 0.5 * e, q
 
 
@@ -161,14 +165,16 @@ def _tangent(
     outside = None if is_square else dx - dot(along, factor)
 
     def systems(unknowns):
-        # P Z + Z P and P Y
+        # P Z + Z P and P Y, where Y is None for a square matrix
         z, y = unknowns
-        return dot(p, z) + dot(z, p), None if y is None else dot(p, y)
+        p_y = None if y is None else dot(p, y)
+        return dot(p, z) + dot(z, p), p_y
 
     def solve(_, right_hand_side):
         k, outside = right_hand_side
-        z, inverse = lyapunov(p, _skew(k), rows, dot, with_inverse=outside is not None)
-        return z, None if inverse is None else dot(inverse, outside)
+        with_inverse = outside is not None
+        z, inverse = lyapunov(p, _skew(k), rows, dot, with_inverse=with_inverse)
+        return z, dot(inverse, outside) if with_inverse else None
 
     z, y = lax.custom_linear_solve(systems, (k, outside), solve, symmetric=True)
     # dO = Z O + Y

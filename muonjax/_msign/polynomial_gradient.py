@@ -66,7 +66,8 @@ def about_mean(
     # alpha = a + b tau + c tau^2,  beta = b + 2 c tau
     slope = b + 2 * c * tau
     share = a + tau * (b + c * tau)
-    return AboutMean(share, slope * distance + c * dot(distance, distance), slope, distance)
+    rest = slope * distance + c * dot(distance, distance)
+    return AboutMean(share, rest, slope, distance)
 
 
 def iterate(
@@ -115,7 +116,8 @@ def directional_derivative(
         dgram = plus_transpose(dot.with_adjoint(dx, x))
         # The segment is X -> share X + R X, so dX -> share dX + dR X + R dX: the share is a constant.
         share, rest, drest = _composition(gram, dgram, rows, dot)
-        return share, rest, share * dx + dot(drest, x) + dot(rest, dx)
+        dx = share * dx + dot(drest, x) + dot(rest, dx)
+        return share, rest, dx
 
     def advance(carry, rows):
         x, dx = carry
@@ -146,8 +148,8 @@ def _segment_length(x: Float[Array, "*batch m n"], dot: MatrixProduct) -> int:
     # Products of m^2 n and m^3 for two steps, in units of m^2.
     work_together = 5 * n + 12 * m
     work_singly = 2 * (5 * n + 2 * m)
-    exact_enough = jnp.finfo(dot.operands).eps <= jnp.finfo(jnp.float32).eps
-    return 2 if work_together < work_singly and exact_enough else 1
+    is_half = jnp.finfo(dot.operands).bits < 32
+    return 1 if is_half or work_together >= work_singly else 2
 
 
 def _composition(

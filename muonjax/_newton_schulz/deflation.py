@@ -169,7 +169,8 @@ def _map_to_one_target(
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
     # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, off its diagonal.
     residual = dot(av - dot(v, h), dot(d, inverse))
-    # The root mean square over m directions is sqrt(2 / m) |residual|_F.
+    # So the polar error, as a root mean square over m directions, is sqrt(2 / m) |residual|_F. D shrinks until it is
+    # `_TOLERANCE` at most.
     limit = _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)
     return h, scaled(d, jnp.minimum(1, limit))
 

@@ -100,6 +100,7 @@ def polar_function(settings: NewtonSchulz, policy: Policy) -> Function:
     def in_blocks(x: Blocks) -> Blocks:
         return full_precision.iterate(x, settings, policy, x.blocks.dtype)
 
+    # Blocks save compiling, which takes long on a CPU, and are in float32 at least.
     is_full = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
     return Function(
         whole=functools.partial(polar_factor, settings=settings, policy=policy),

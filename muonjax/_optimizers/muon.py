@@ -98,6 +98,7 @@ def _orthogonalized(
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         # `trace` moves its own state to the host and back, and `orthogonalize` has none.
+        # What else keeps a state, such as `normalize_neurons`, copies it as a whole.
         momentum = trace(decay, nesterov, mu_dtype, distribution=distribution)
         polar = orthogonalize(
             dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution
@@ -206,6 +207,7 @@ def normuon(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
+    # `normalize_neurons` has another name for it.
     check_range("neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
 
     def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
@@ -289,6 +291,7 @@ def _decayed(
     settings: MatrixSettings,
 ) -> optax.GradientTransformationExtraArgs:
     """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
+    # `optax.add_decayed_weights` checks nothing.
     check_rates(learning_rate=decay.learning_rate, weight_decay=decay.weight_decay)
     # A mask that does not fit would be Optax's error, about trees.
     decay = decay._replace(mask=fitted_mask("weight_decay_mask", decay.mask))

@@ -79,6 +79,7 @@ def partition_by_route(
         partition = partition_of(updates, params)
         # Shapes alone: nothing is allocated.
         _check_state(state, jax.eval_shape(partition.init, updates))
+        # Optax gives each part a tree in which the leaves of the others are masked.
         updates, state = partition.update(updates, state, params, **extra_args)
         return sharded_as(params, updates), state
 
@@ -124,10 +125,10 @@ def _is_numbers(node: Any) -> bool:
 def _fixed() -> optax.GradientTransformation:
     """Leave integers as they are: with AdamW's float update, weight decay would count them down."""
 
-    def update(updates, state, params=None):
-        return jax.tree.map(jnp.zeros_like, updates if params is None else params), state
+    def no_step(updates, params):
+        return optax.tree.zeros_like(updates if params is None else params)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(no_step)
 
 
 class _Route(NamedTuple):
@@ -149,9 +150,18 @@ def _route(
     *,
     warn: bool,
 ) -> _Route:
-    """The route of parameters, or of their gradients."""
+    """Which leaves are Muon's, AdamW's or fixed, and the matrices of Muon's.
+
+    A kernel, a bias and an integer that counts steps get the labels "muon", "adam" and "fixed".
+
+    Args:
+      given: What says which leaves are matrices: a program, dimension numbers, or None for names.
+      tree: The parameters, or their gradients.
+      params: The parameters.
+      warn: Whether to warn of doubts, once for an optimizer.
+    """
     leaves, treedef = jax.tree.flatten(tree)
-    # Dimension numbers, or None, for each leaf
+    # There is an entry for each leaf: dimension numbers, or None.
     if given is None:
         numbers = treedef.flatten_up_to(numbers_tree(*routes(tree, warn=warn)))
     else:
@@ -196,6 +206,7 @@ def _with_gradients(updates: Any, params: Any) -> Any:
         for path in gradients:
             if path not in leaves:
                 raise ValueError(f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}")
+    # A gradient of another shape could broadcast.
     for path, gradient in gradients.items():
         if is_masked(gradient) or is_masked(leaves[path]):
             continue
@@ -217,7 +228,7 @@ def _check_state(state: Any, expected: Any) -> None:
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
         raise ValueError(other_state(state))
     check_kind(state, has_int8(expected))
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(state)]
+    shapes = list(map(jnp.shape, jax.tree.leaves(state)))
     entries = jax.tree.leaves_with_path(expected)
     if shapes == [leaf.shape for _, leaf in entries]:
         return

@@ -99,7 +99,12 @@ def ema_nesterov(
                 "optax.chain(ema_nesterov(...), qk_clip(...)), and optax.MultiSteps around it."
             )
         count = jnp.zeros([], jnp.int32)
-        ema = jax.tree.map(lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params)
+
+        # In bfloat16 a mean would not change any more once it is large.
+        def zero_mean(p: Any) -> jax.Array:
+            return jnp.zeros_like(p, at_least_float32(dtype_of(p)))
+
+        ema = jax.tree.map(zero_mean, params)
         return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
     def update(updates, state, params=None, **extra_args):

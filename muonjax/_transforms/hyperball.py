@@ -61,8 +61,8 @@ def cautious_weight_decay(
         if u is None:
             return None
         # Signs, because a product of two small numbers underflows.
-        agree = (jnp.sign(u).conj() * jnp.sign(w)).real >= 0
-        return jnp.where(agree, w, jnp.zeros_like(w))
+        product = jnp.sign(u).conj() * jnp.sign(w)
+        return jnp.where(product.real >= 0, w, jnp.zeros_like(w))
 
     @errors_of("cautious_weight_decay")
     def update(updates, state, params=None):
@@ -177,8 +177,9 @@ def hyperball(
         radii = pieces.of_state(state.rms, shapes)
         steps = []
         new_radii = []
-        leaves = zip(pieces, pieces.of(updates), pieces.of(params), radii, strict=True)
-        for piece, u, w, radius in leaves:
+        us = pieces.of(updates)
+        ws = pieces.of(params)
+        for piece, u, w, radius in zip(pieces, us, ws, radii, strict=True):
             step, radius = _step(u, w, radius, piece.view, eta)
             steps.append(step)
             new_radii.append(radius)
@@ -236,7 +237,9 @@ def _step(
     update_rms = _rms(u, view)
 
     # R follows what has changed the norm from outside, by more than rounding does.
-    rounding = max(_SAME, float(jnp.finfo(update.dtype).eps), float(jnp.finfo(weight.dtype).eps))
+    rounding = _SAME
+    for dtype in (update.dtype, weight.dtype):
+        rounding = max(rounding, float(jnp.finfo(dtype).eps))
     radius = jnp.where(jnp.abs(weight_rms - kept_rms) <= rounding, kept_rms, weight_rms)
 
     # V = W + c U with c = -eta R / |U|
@@ -248,5 +251,6 @@ def _step(
     is_still = (update_rms == 0) | (moved_square <= 1e-4 * weight_rms**2)
     # W' - W = (R / |V| - 1) W + R / |V| c U
     back = radius / jnp.sqrt(jnp.where(is_still, 1, moved_square))
-    step = jnp.where(is_still, 0, unit * ((back - 1) * w + back * c * u))
+    step = (back - 1) * w + back * c * u
+    step = jnp.where(is_still, 0, unit * step)
     return view.join(step.astype(update.dtype), like=update), radius * unit

@@ -66,12 +66,16 @@ def metrics(state: Any) -> dict[str, Any]:
             values[f"{prefix}/{name}"] = value
 
     # The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured.
+    log = {}
     if any(isinstance(value, Tracer) for value in values.values()):
-        arrays = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
-        return {name: jnp.where(x == -jnp.inf, jnp.nan, x) for name, x in arrays.items()}
-    # One wait for the device, and not one for each value.
-    numbers = jax.device_get(values)
-    return {name: math.nan if x == -math.inf else float(x) for name, x in numbers.items()}
+        for name, value in values.items():
+            x = jnp.asarray(value, jnp.float32)
+            log[name] = jnp.where(x == -jnp.inf, jnp.nan, x)
+        return log
+    # There is one wait for the device, and not one for each value.
+    for name, number in jax.device_get(values).items():
+        log[name] = math.nan if number == -math.inf else float(number)
+    return log
 
 
 def _count_and_rates(state: Any) -> dict[str, Any]:
@@ -106,7 +110,8 @@ def _is_of_adam(holder: tuple[str, ...]) -> bool:
 
 def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
     """The fields of each clip and monitor in a state, the outer ones first: a monitor may be around another one."""
-    for node in jax.tree.leaves(state, is_leaf=lambda node: bool(_fields(node))):
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: bool(_fields(node)))
+    for node in nodes:
         fields = _fields(node)
         if fields:
             yield fields

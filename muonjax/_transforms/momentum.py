@@ -150,10 +150,14 @@ def _trace(
         if not is_int8:
             return optax.trace(0.0, accumulator_dtype=dtype).init(params)
         _check_blocks(params, distribution)
+
         # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
-        values = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.int8), params)
-        scales = jax.tree.map(lambda v: jnp.zeros_like(_in_blocks(v)[..., 0], jnp.float32), values)
-        return Int8TraceState(values, scales)
+        def zero_scales(values: jax.Array) -> jax.Array:
+            first_of_blocks = _in_blocks(values)[..., 0]
+            return jnp.zeros_like(first_of_blocks, jnp.float32)
+
+        values = optax.tree.zeros_like(params, dtype=jnp.int8)
+        return Int8TraceState(values, jax.tree.map(zero_scales, values))
 
     @errors_of("trace")
     def update(updates, state, params=None):
@@ -212,7 +216,9 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
     """
     _check_real(tree)
     shards_of_leaves = shards_of_last_axis(tree, distribution)
-    for (path, leaf), shards in zip(jax.tree.leaves_with_path(tree), shards_of_leaves, strict=True):
+    leaves = jax.tree.leaves_with_path(tree)
+    for (path, leaf), shards in zip(leaves, shards_of_leaves, strict=True):
+        # A number is a block of its own.
         length = leaf.shape[-1] if leaf.shape else 1
         block = block_size(length)
         entries = length // shards
@@ -239,7 +245,9 @@ def _in_blocks(x: jax.Array) -> jax.Array:
     return x.reshape(*leading, -1, block_size(length))
 
 
-def quantize(x: Float[Array, "*leaf"]) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
+def quantize(
+    x: Float[Array, "*leaf"],
+) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
     """The nearest integers in units of a 127th of each block's largest entry, and these units.
 
     A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make their block NaN.
@@ -305,11 +313,14 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
             if dtype != jnp.int8:
                 return optax.TraceState(optax.tree.cast(momentum, dtype))
             _check_real(momentum)
-            # `quantize` computes in the dtype of its argument.
-            wide = jax.tree.map(lambda m: m.astype(at_least_float32(m.dtype)), momentum)
-            pairs = jax.tree.map(quantize, wide)
-            # A tree of (integers, scale) -> a tree of integers and one of scales
-            return Int8TraceState(*jax.tree.transpose(jax.tree.structure(wide), None, pairs))
+
+            def quantized(m: jax.Array) -> tuple[jax.Array, jax.Array]:
+                # `quantize` computes in the dtype of its argument.
+                return quantize(m.astype(at_least_float32(m.dtype)))
+
+            # A tree of pairs becomes a tree of integers and one of scales.
+            pairs = jax.tree.map(quantized, momentum)
+            return Int8TraceState(*jax.tree.transpose(jax.tree.structure(momentum), None, pairs))
 
         return jax.tree.map(cast, state, is_leaf=_is_momentum)
 

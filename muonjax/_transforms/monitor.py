@@ -145,13 +145,13 @@ def monitor(
                     f"the state has groups {[*state.statistics]}, not {[*leaves_of_groups]}."
                 )
 
-        # `cond` runs this at the steps that are measured.
+        # `cond` computes this only at the steps that are measured.
         def measured() -> dict[str, dict[str, jax.Array]]:
             step = _Step(pieces, gradients, updates, params, inner_state)
             return {group: step.measure(leaves) for group, leaves in leaves_of_groups.items()}
 
         # A checkpoint may have been restored in another dtype.
-        last = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), state.statistics)
+        last = optax.tree.cast(state.statistics, jnp.float32)
         is_due = state.count % every_k == 0
         statistics = jax.lax.cond(is_due, measured, lambda: last)
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -270,7 +270,10 @@ class _Step:
 def _root(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
     """sqrt(sum x^2 / count) over all entries x of the arrays, which may be of any size."""
     magnitudes = [jnp.abs(x).astype(jnp.float32) for x in arrays]
-    largest = functools.reduce(jnp.maximum, map(jnp.max, magnitudes), jnp.float32(0))
+    largest = jnp.float32(0)
+    for x in magnitudes:
+        largest = jnp.maximum(largest, jnp.max(x))
+    # Zeros, NaN and infinities stay as they are.
     is_normal = (largest >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(largest)
     scale = jnp.where(is_normal, largest, 1)
     # sqrt(sum x^2 / count) = scale sqrt(sum (x / scale)^2 / count), whose squares don't overflow.
@@ -310,4 +313,6 @@ def _local_deviation(
     trace = jnp.sum(jnp.abs(u) ** 2, (-2, -1))
     m_square = square_norm(gram)[..., 0, 0] * gram.shape[-1]
     share = trace**2 / or_one(m_square)
-    return jnp.where(m_square == 0, 0, jnp.maximum(1 - share, 0)).astype(jnp.float32)
+    # A matrix of zeros counts as orthogonal, and rounding may make a share larger than 1.
+    deviation = jnp.where(m_square == 0, 0, jnp.maximum(1 - share, 0))
+    return deviation.astype(jnp.float32)

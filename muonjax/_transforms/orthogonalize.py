@@ -65,12 +65,12 @@ def orthogonalize(
         check_distribution(distribution)
 
     @errors_of("orthogonalize")
-    def update(updates, state, params=None):
+    def update(updates, params):
         del params
         polar = functools.partial(polar_function, settings)
-        return map_matrices(polar, updates, dimension_numbers, distribution), state
+        return map_matrices(polar, updates, dimension_numbers, distribution)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(update)
 
 
 def map_matrices(
@@ -102,7 +102,6 @@ def map_matrices(
     else:
         # Each matrix goes to its owner and comes back.
         results = map_on_mesh(on_mesh, f, inputs, views, policy)
-    # Leaves that are no matrices stay.
     return pieces.replaced(tree, results)
 
 
@@ -164,15 +163,15 @@ def match_rms(
         return rms * math.sqrt(max(view.fan_in, view.fan_out))
 
     @errors_of("match_rms")
-    def update(updates, state, params=None):
+    def update(updates, params):
         del params
         pieces = matrix_pieces(dimension_numbers, updates)
         scaled = []
         for piece, x in zip(pieces, pieces.of(updates), strict=True):
             scaled.append(x * factor(piece.view))
-        return pieces.replaced(updates, scaled), state
+        return pieces.replaced(updates, scaled)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(update)
 
 
 class NormalizeNeuronsState(NamedTuple):
