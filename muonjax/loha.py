@@ -172,13 +172,13 @@ def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
 
 # What the layers of Linen and NNX share.
 
-FACTORS: tuple[str, str, str, str] = (
+FACTORS = (
     "hada_w1_a",
     "hada_w1_b",
     "hada_w2_a",
     "hada_w2_b",
 )
-SCALE: str = "hada_scale"
+SCALE = "hada_scale"
 
 
 def scale_of(rank: int, alpha: float | None) -> float:

@@ -6,7 +6,7 @@ that replaces this function: the layer, its kernel and the kernel's path stay wh
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from muonjax._common.trees import listed
 
 __all__ = ["LoHaConv", "LoHaLinear", "LoHaParam", "add_loha", "merge"]
 
-Layer: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Conv
+Layer = nnx.Linear | nnx.LinearGeneral | nnx.Conv
 
 
 class LoHaParam(nnx.Param):
@@ -46,7 +46,7 @@ class LoHa(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.scale = scale
-        self.is_convolution = isinstance(layer, nnx.Conv)
+        self.function = _function(layer)
         _check_layer(layer)
         kernel = layer.kernel
         shapes = shared.factor_shapes(kernel.shape, _inputs(layer), rank)
@@ -68,7 +68,7 @@ class LoHa(nnx.Module):
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         # This is what the layer would have called.
-        function = lax.conv_general_dilated if self.is_convolution else lax.dot_general
+        function = getattr(lax, self.function)
         factors = self.factors()
         return shared.apply_adapter(function, factors, self.scale, lhs, rhs, *args, **settings)
 

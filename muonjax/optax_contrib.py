@@ -19,10 +19,10 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 from muonjax._common.arguments import (
     check_choice,
     check_flag,
-    check_mask,
     check_range,
     check_rates,
     errors_of,
+    fitted_mask,
     given_dtype,
     shown,
 )
@@ -114,7 +114,7 @@ def muon(
         )
         check_range("adam_b1", adam_b1, "in [0, 1)", ".")
         check_range("adam_b2", adam_b2, "in [0, 1)", ".")
-        check_mask("weight_decay_mask", weight_decay_mask)
+        weight_decay_mask = fitted_mask("weight_decay_mask", weight_decay_mask)
         check_program("muon_weight_dimension_numbers", muon_weight_dimension_numbers)
         if consistent_rms is not None:
             check_range("consistent_rms", consistent_rms, "positive and finite", "; 0.2 is usual.")

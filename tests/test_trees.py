@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import muonjax
+from muonjax._common.arguments import errors_of
 from muonjax._common.trees import (
     broadcast_prefix,
     dtype_of,
@@ -64,9 +65,8 @@ def is_leaf(x):
 
 
 def broadcast(prefix, tree):
-    return broadcast_prefix(
-        prefix, tree, is_leaf=is_leaf, call="f(x=...)", what="the labels"
-    )
+    with errors_of("f(x=...)"):
+        return broadcast_prefix(prefix, tree, is_leaf=is_leaf, what="the labels")
 
 
 def test_prefix_broadcasting():

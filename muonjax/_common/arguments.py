@@ -172,24 +172,17 @@ def mesh_axes(name: str, value: Any) -> tuple[str, ...]:
     return axes
 
 
-def check_mask(name: str, mask: Any) -> None:
-    """Raise unless it is a tree of booleans or a function; None is a tree without leaves."""
-    if callable(mask):
-        return
+def fitted_mask(name: str, mask: Any) -> Any:
+    """A mask of leaves after its check; a tree becomes a function that raises where it does not fit the parameters."""
+    # Optax calls a function with the parameters, and takes what it returns.
+    if mask is None or callable(mask):
+        return mask
     # Optax would take any number for a boolean.
     for leaf in jax.tree.leaves(mask):
         if np.asarray(leaf).dtype.kind != "b":
             raise TypeError(
                 f"({name}={shown(mask)}) must be a tree or prefix of booleans, or a function."
             )
-
-
-def fitted_mask(name: str, mask: Any) -> Any:
-    """`mask` after its check; a tree becomes a function that raises where the tree does not fit the parameters."""
-    check_mask(name, mask)
-    # Optax calls a function with the parameters, and takes what it returns.
-    if mask is None or callable(mask):
-        return mask
 
     def fitted(params: Any) -> Any:
         try:

@@ -127,8 +127,7 @@ def broadcast_prefix(
     prefix: Any,
     tree: Any,
     *,
-    is_leaf: Callable[[Any], bool] | None = None,
-    call: str,
+    is_leaf: Callable[[Any], bool],
     what: str,
 ) -> list[Any]:
     """One entry of `prefix`, the tree or a prefix of it, for each leaf of `tree` (a masked leaf does not count).
@@ -137,7 +136,6 @@ def broadcast_prefix(
       prefix: The tree of entries.
       tree: The tree that it is for.
       is_leaf: What counts as an entry, as in `jax.tree.map`; None, for instance.
-      call: Names the caller in the error.
       what: Names the entries in the error, "the dimension numbers".
 
     Raises:
@@ -153,7 +151,7 @@ def broadcast_prefix(
         if not difference:
             difference = f"the containers differ. {' '.join(str(error).split())}"
         raise ValueError(
-            f"{call}: {what} are neither the tree of the parameters nor a prefix of it: {difference}."
+            f"{what} are neither the tree of the parameters nor a prefix of it: {difference}."
         ) from None
 
 
@@ -167,7 +165,7 @@ def listed(items: Sequence[str], separator: str = "; ") -> str:
 def _difference(
     prefix: Any,
     tree: Any,
-    is_leaf: Callable[[Any], bool] | None,
+    is_leaf: Callable[[Any], bool],
 ) -> str:
     """The first leaf without an entry, or entry without a leaf, in words; "" where the paths agree."""
     with_paths = jax.tree_util.tree_leaves_with_path

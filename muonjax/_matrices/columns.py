@@ -95,7 +95,7 @@ def block_size(matrices: Sequence[tuple[int, int]], m: int) -> int:
             columns += count * num_blocks * (size + 32)
         return columns
 
-    # Each n in equal parts of about m columns or more
+    # The candidates cut each n into equal parts of about m columns or more.
     sizes = set()
     for _, n in matrices:
         for parts in range(1, -(-n // m) + 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,13 +64,13 @@ class FusedDimensionNumbers(NamedTuple):
     repeats: int = 1
 
 
-DimensionNumbers: TypeAlias = MuonDimensionNumbers | FusedDimensionNumbers
-DimensionNumbersTree: TypeAlias = Any
+DimensionNumbers = MuonDimensionNumbers | FusedDimensionNumbers
+DimensionNumbersTree = Any
 """A tree of `DimensionNumbers` or None, a prefix of the parameters' tree, or a function of the
 parameters that returns one. None marks a leaf that is no matrix."""
 
 
-Axes: TypeAlias = tuple[int, ...]
+Axes = tuple[int, ...]
 
 
 def axes_of(axes: int | Sequence[int]) -> Axes:
@@ -103,19 +103,19 @@ def resolve_dimension_numbers(
         return []
     if numbers is None:
         numbers = MuonDimensionNumbers()
-    # An entry is a tuple, which JAX would take for a part of the tree.
-    entries = broadcast_prefix(
-        tree_of(numbers, tree),
-        tree,
-        is_leaf=_is_entry,
-        call=call,
-        what="the dimension numbers",
-    )
-    for entry in entries:
-        if not _is_entry(entry):
-            raise TypeError(
-                f"{call}: dimension numbers hold {entry!r}, not MuonDimensionNumbers or None."
-            )
+    with errors_of(call):
+        # An entry is a tuple, which JAX would take for a part of the tree.
+        entries = broadcast_prefix(
+            tree_of(numbers, tree),
+            tree,
+            is_leaf=_is_entry,
+            what="the dimension numbers",
+        )
+        for entry in entries:
+            if not _is_entry(entry):
+                raise TypeError(
+                    f"dimension numbers hold {entry!r}, not MuonDimensionNumbers or None."
+                )
     return [None if is_masked(entry) else entry for entry in entries]
 
 

@@ -193,7 +193,12 @@ def _assign(
       The rounds, an all-to-all for each group of leaves that are sharded over the same mesh axes; and the predicted
       time of the busiest device and of what it sends, on H100s and the links inside of a node.
     """
-    queues = _queues(leaves, column_axes, mesh_shape)
+    # The units of each kind that wait for an owner, leaf by leaf.
+    queues: dict[UnitKind, list[Units]] = {}
+    for i, leaf in enumerate(leaves):
+        kind = unit_kind(leaf, mesh_shape, column_axes[i])
+        units = Units(kind.layout, i, 0, units_on_device(leaf, mesh_shape))
+        queues.setdefault(kind, []).append(units)
 
     def longest_first(kind: UnitKind) -> tuple:
         # Ties are broken by sizes, and not by the order of the leaves.
@@ -214,20 +219,6 @@ def _assign(
     rounds = [_round(group, owners, mesh_shape) for group, owners in owners_of.items()]
     sent = sum(round_.bytes_sent for round_ in rounds)
     return rounds, device_seconds.max() + sent / BYTES_A_SECOND
-
-
-def _queues(
-    leaves: Sequence[ShardedLeaf],
-    column_axes: Sequence[Axes],
-    mesh_shape: MeshShape,
-) -> dict[UnitKind, list[Units]]:
-    """The units of each kind that wait for an owner, leaf by leaf."""
-    queues: dict[UnitKind, list[Units]] = {}
-    for i, leaf in enumerate(leaves):
-        kind = unit_kind(leaf, mesh_shape, column_axes[i])
-        queue = queues.setdefault(kind, [])
-        queue.append(Units(kind.layout, i, 0, units_on_device(leaf, mesh_shape)))
-    return queues
 
 
 def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:

@@ -56,8 +56,9 @@ class Distribution:
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh):
-            call = f"Distribution(mesh={self.mesh!r})"
-            raise TypeError(f"{call} needs a jax.sharding.Mesh; see jax.make_mesh.")
+            raise TypeError(
+                f"Distribution(mesh={self.mesh!r}) needs a jax.sharding.Mesh; see jax.make_mesh."
+            )
         specs = jax.tree.leaves_with_path(self.param_specs, is_leaf=_is_spec)
         for path, spec in specs:
             where = jax.tree_util.keystr(path) or "its root"
@@ -96,8 +97,9 @@ def _check_spec(
         )
     for name in itertools.chain(*_mesh_axes(spec)):
         if name not in axis_names:
-            named = f"{where} names the axis {name!r}"
-            raise ValueError(f"{named}, but the mesh has only {tuple(axis_names)}.")
+            raise ValueError(
+                f"{where} names the axis {name!r}, but the mesh has only {tuple(axis_names)}."
+            )
 
 
 def _mesh_axes(spec: PartitionSpec | NamedSharding | None, ndim: int = 0) -> tuple[Axes, ...]:
@@ -150,13 +152,14 @@ def partition_spec(sharding: tuple[Axes, ...]) -> PartitionSpec:
 def spread_specs(specs: Any, tree: Any) -> list[Any]:
     """One spec per leaf of `tree`, from a tree or a prefix of it. Masked nodes are not leaves."""
     what = "the Distribution's param_specs (of an NNX model, nnx.as_pure(specs))"
-    entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, call="", what=what)
+    entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, what=what)
     # JAX would raise only where the array is used.
     leaves = jax.tree.leaves_with_path(tree)
     for spec, (path, leaf) in zip(entries, leaves, strict=True):
         if len(_mesh_axes(spec)) > leaf.ndim:
-            where = f"{spec} at {jax.tree_util.keystr(path)}"
-            raise ValueError(f"{where} shards more axes than the leaf of shape {leaf.shape}.")
+            raise ValueError(
+                f"{spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf of shape {leaf.shape}."
+            )
     return entries
 
 

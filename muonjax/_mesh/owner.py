@@ -201,7 +201,8 @@ def _run_loop(
     # A branch for each layout: only how blocks become matrices differs, and `apply` is compiled once.
     assemble = [batch.assemble for batch in loop.batches]
     divide = [batch.divide for batch in loop.batches]
-    width = loop.batches[0].width  # all have one shape, so one width
+    # All have one shape, so one width.
+    width = loop.batches[0].width
 
     def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
         column, layout = places[i]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from muonjax._common.arguments import check_choice, errors_of, whole_number
 from muonjax._msign.inputs import (
@@ -20,7 +20,7 @@ from muonjax._newton_schulz.coefficients import Coefficients, checked_rows
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
-Gradient: TypeAlias = Literal["polynomial", "polar", "autodiff"]
+Gradient = Literal["polynomial", "polar", "autodiff"]
 
 
 def msign(

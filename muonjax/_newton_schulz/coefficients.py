@@ -8,13 +8,13 @@ close to 1 on all of ``(0, 1]``.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from muonjax._common.arguments import check_range, errors_of, whole_number
 
-Coefficients: TypeAlias = tuple[tuple[float, float, float], ...]
+Coefficients = tuple[tuple[float, float, float], ...]
 
 JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),)
 """Keller Jordan's one quintic, repeated: the original Muon's, and Optax's default. It never converges

@@ -102,7 +102,7 @@ def _looks(*trees: Any) -> list[Any]:
 
 
 def check_program(argument: str, given: Any) -> None:
-    """Raise for a setting without its name, or parameters, in place of a program or a tree."""
+    """Raise unless it is a program, dimension numbers or a function: `muon(1e-3, params)` is a likely mistake."""
     # A program and a function are leaves for JAX.
     for leaf in jax.tree.leaves(given, is_leaf=_is_numbers):
         if _is_numbers(leaf) or hasattr(leaf, "dimension_numbers") or callable(leaf):
@@ -220,9 +220,10 @@ _EQUAL_TREES = "update(grads, state, params) needs equal trees."
 
 
 def _check_state(state: Any, expected: Any) -> None:
-    """A restored state may have other dtypes, and meet other settings, but its arrays are those of these parameters.
+    """Raise unless the state's arrays have the shapes of those that these parameters need, which `expected` has.
 
-    Otherwise momentum of another shape would broadcast, or Optax would speak of trees.
+    Otherwise momentum of another shape would broadcast, or Optax would speak of trees. A restored state may have other
+    dtypes, and may meet other settings.
     """
     # A restored state may be of another class, with the same fields.
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):

@@ -115,7 +115,8 @@ def ema_nesterov(
 
         def step(u: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array]:
             """y' - y and the new m of one leaf."""
-            u = jnp.asarray(u)  # a parameter may be a Python number
+            # A parameter may be a Python number.
+            u = jnp.asarray(u)
             wide = u.astype(m.dtype)
             # θ' - θ = (θ' - y) + (y - θ) = u + beta m
             change = wide + scaled(m, state.beta)

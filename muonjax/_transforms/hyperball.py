@@ -146,7 +146,7 @@ def hyperball(
     """
     with errors_of("hyperball"):
         check_rates(learning_rate=learning_rate)
-    rate = scale_by_learning_rate(learning_rate, flip_sign=False)
+    rate = scale_by_learning_rate(learning_rate)
 
     @errors_of("hyperball")
     def init(params) -> HyperballState:
@@ -170,8 +170,9 @@ def hyperball(
     @errors_of("hyperball")
     def update(updates, state, params=None):
         require_params(params)
-        eta: Any
-        eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
+        # It multiplies by minus the rate.
+        minus_eta: Any
+        minus_eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
         pieces = matrix_pieces(dimension_numbers, updates)
         shapes = [piece.view.summed_over(_matrix_axes(piece.view)) for piece in pieces]
         radii = pieces.of_state(state.rms, shapes)
@@ -180,11 +181,11 @@ def hyperball(
         us = pieces.of(updates)
         ws = pieces.of(params)
         for piece, u, w, radius in zip(pieces, us, ws, radii, strict=True):
-            step, radius = _step(u, w, radius, piece.view, eta)
+            step, radius = _step(u, w, radius, piece.view, minus_eta)
             steps.append(step)
             new_radii.append(radius)
         # A leaf that is no matrix takes the step -eta O.
-        plain_steps = jax.tree.map(lambda u: -eta.astype(u.dtype) * u, updates)
+        plain_steps = jax.tree.map(lambda u: minus_eta.astype(u.dtype) * u, updates)
         updates = pieces.replaced(plain_steps, steps)
         return updates, HyperballState(rate_state, pieces.as_state(new_radii))
 
@@ -218,7 +219,7 @@ def _step(
     weight: Inexact[Array, "*leaf"],
     kept_rms: Float[Array, "*sphere"],
     view: MatrixView,
-    eta: Float[Array, ""],
+    minus_eta: Float[Array, ""],
 ) -> tuple[Inexact[Array, "*leaf"], Float[Array, "*sphere"]]:
     """What to add to the weight W of one leaf, and the root mean square of W that the state keeps.
 
@@ -243,7 +244,7 @@ def _step(
     radius = jnp.where(jnp.abs(weight_rms - kept_rms) <= rounding, kept_rms, weight_rms)
 
     # V = W + c U with c = -eta R / |U|
-    c = -eta.astype(w.dtype) * radius * (1 / or_one(update_rms))
+    c = minus_eta.astype(w.dtype) * radius * (1 / or_one(update_rms))
     # |V|^2 = |W|^2 + 2 c <W, U> + c^2 |U|^2 from sums that are there: no second reduction.
     inner = _mean((w * u.conj()).real, view)
     moved_square = weight_rms**2 + 2 * c * inner + (c * update_rms) ** 2

@@ -27,14 +27,10 @@ class LearningRateState(NamedTuple):
     learning_rate: jax.Array
 
 
-def scale_by_learning_rate(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    flip_sign: bool = True,
-) -> optax.GradientTransformation:
+def scale_by_learning_rate(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """`optax.scale_by_learning_rate`, with the same updates; for a schedule the state is a `LearningRateState`."""
     if not callable(learning_rate):
-        return optax.scale_by_learning_rate(learning_rate, flip_sign=flip_sign)
+        return optax.scale_by_learning_rate(learning_rate)
     schedule = learning_rate
 
     def rate_at(count: jax.Array) -> jax.Array:
@@ -49,9 +45,8 @@ def scale_by_learning_rate(
     def update(updates, state, params=None):
         del params
         rate = rate_at(state.count)
-        factor = -rate if flip_sign else rate
         # In the update's dtype, as Optax multiplies.
-        updates = jax.tree.map(lambda u: factor.astype(u.dtype) * u, updates)
+        updates = jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
         return updates, LearningRateState(count, rate)
 
