@@ -143,7 +143,7 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     names = [None] * len(momenta) + [*adversaries]
     for name, matrix, result in zip(names, x, y, strict=True):
         if name is None:
-            # Of recorded momentum, all directions count.
+            # All directions of recorded momentum count.
             recorded_errors.append(_error(matrix, result, 0.0))
         else:
             errors[name] = _error(matrix, result, lower)

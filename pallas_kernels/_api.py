@@ -87,7 +87,7 @@ def symmetric_product(
         )
     if axes and implementation is not None:
         raise ValueError(
-            f"symmetric_product(implementation={implementation!r}, axis_name={axis_name!r}): the parts that devices "
+            f"symmetric_product(implementation={implementation!r}, axis_name={axes!r}): the parts that devices "
             "share out are plain products; leave one of the two out."
         )
     if implementation not in (None, *IMPLEMENTATIONS):

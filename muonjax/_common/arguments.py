@@ -80,7 +80,7 @@ def _is_real(value: Any) -> bool:
     is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
     if not is_number or np.ndim(value) > 0:
         return False
-    # Python's True is an int, and its type is none of JAX's integers.
+    # Python's True is an int for `isinstance`, and a boolean for JAX.
     dtype = getattr(value, "dtype", type(value))
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
 

@@ -126,17 +126,6 @@ def map_columns(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
     return f(x) if isinstance(x, jax.Array) else x.map(f)
 
 
-def sum_columns(
-    f: Callable[[jax.Array], jax.Array],
-    x: Any,
-    axis_name: tuple[str, ...] = (),
-) -> jax.Array:
-    """f(X), a sum over X's columns: an array's, over which mesh axes may shard it, or those of `Blocks`."""
-    if isinstance(x, jax.Array):
-        return sum_over(axis_name, f(x))
-    return x.sum(f)
-
-
 # Products in the arrays' own dtype, where float32 means true float32.
 dot = MatrixProduct()
 

@@ -123,7 +123,16 @@ def _map_stack(
     stack = _stacked(parts, n)
     # One matrix goes without a batch axis: XLA for CPUs multiplies batches of one in a slower way.
     chunks = stack if size == 1 else stack.reshape(-1, size, m, n)
-    chunks = _map_entries(lambda _, chunk: f.whole(chunk), chunks)
+
+    if len(chunks) == 1:
+        # A loop of one step would still be compiled as a loop.
+        chunks = f.whole(chunks[0])
+    else:
+
+        def body(i: jax.Array, chunks: jax.Array) -> jax.Array:
+            return with_entry(chunks, i, f.whole(entry(chunks, i)))
+
+        chunks = jax.lax.fori_loop(0, len(chunks), body, chunks)
     outputs = _unstacked(chunks.reshape(stack.shape), counts, policy.platform)
     results = []
     for x, y in zip(parts, outputs, strict=True):
@@ -244,18 +253,6 @@ def _unstacked(
     return parts
 
 
-def _map_entries(f: Callable[[Any, jax.Array], jax.Array], stack: jax.Array) -> jax.Array:
-    """f(number, entry) in the place of each entry of the stack, one after the other."""
-    # A loop of one step would still be compiled as a loop.
-    if len(stack) == 1:
-        return f(0, stack[0])[None]
-
-    def body(i: jax.Array, stack: jax.Array) -> jax.Array:
-        return with_entry(stack, i, f(i, entry(stack, i)))
-
-    return jax.lax.fori_loop(0, len(stack), body, stack)
-
-
 def _map_and_transpose_each(
     f: Function,
     parts: Sequence[jax.Array],
@@ -292,7 +289,15 @@ def _map_and_transpose_each(
         )
 
     stack = jnp.concatenate([x.reshape(-1, m * n) for x in ordered])
-    outputs = _unstacked(_map_entries(map_flat, stack), counts, platform)
+    if len(stack) == 1:
+        stack = map_flat(0, stack[0])[None]
+    else:
+
+        def body(i: jax.Array, stack: jax.Array) -> jax.Array:
+            return with_entry(stack, i, map_flat(i, entry(stack, i)))
+
+        stack = jax.lax.fori_loop(0, len(stack), body, stack)
+    outputs = _unstacked(stack, counts, platform)
     results: list[Any] = [None] * len(parts)
     for i, y in zip(order, outputs, strict=True):
         results[i] = y.reshape(parts[i].shape)

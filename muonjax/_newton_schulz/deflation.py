@@ -41,7 +41,7 @@ from muonjax._common.linalg import (
     on_diagonal,
     scaled,
     square_norm,
-    sum_columns,
+    sum_over,
 )
 from muonjax._matrices.columns import Blocks
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
@@ -107,7 +107,10 @@ def pre_deflate(
 
     def multiply(v: jax.Array) -> jax.Array:
         # X X^H V as X (V^H X)^H: X^H V would transpose X, which takes longer than the rest.
-        return sum_columns(lambda x: dot.with_adjoint(x, dot(adjoint(v), x)), x, axis_name)
+        def of_columns(x: jax.Array) -> jax.Array:
+            return dot.with_adjoint(x, dot(adjoint(v), x))
+
+        return x.sum(of_columns) if isinstance(x, Blocks) else sum_over(axis_name, of_columns(x))
 
     column = (x.block(0) if isinstance(x, Blocks) else x)[..., :1]
     start = _like(column, random_start(column.shape[-2], min(rank, _PRE_DEFLATED)))

@@ -31,7 +31,7 @@ from muonjax._common.linalg import (
     scaled,
     sizes,
     square_norm,
-    sum_columns,
+    sum_over,
 )
 from muonjax._common.platform import Policy
 from muonjax._matrices.columns import Blocks
@@ -67,8 +67,8 @@ def iterate(
     Args:
       x: An array [*batch, m, n] with m <= n, or `Blocks` [size, m] in `dtype`.
       settings: The polynomials and their form.
-      policy: For the device.
-      dtype: Of the products.
+      policy: The policy for the device.
+      dtype: The dtype of the products.
       axis_name: Mesh axes that shard the columns of an array; n counts over all of them.
     """
     m, n = (x.shape[1], x.columns) if isinstance(x, Blocks) else sizes(x, axis_name)
@@ -86,26 +86,25 @@ def iterate(
         # The second step takes R from the first, so the rounding of R must be small already.
         shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
         x = shrink(x) if isinstance(x, Blocks) else materialize(shrink, x, policy.platform)
-    gram = sum_columns(gram_of, x, axis_name)
-    deflation = None
-    if rank:
-        # W X has the polar factor of X, and W A W is its Gram matrix.
-        deflation = shrink_dominant(gram, rank, policy.platform)
-        gram = deflation.gram
-    r, r2, scale = normalize(gram, deflation, settings.normalization, product)
-    # A zero matrix, which `below_one` made the identity, gets a zero result.
-    scale = jnp.where(nonzero, scale, 0)
 
-    # X <- Q X for each stretch of steps that share one Gram matrix
+    # X <- Q X for each stretch of steps that share one Gram matrix R
     for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
+        r = x.sum(gram_of) if isinstance(x, Blocks) else sum_over(axis_name, gram_of(x))
         if start > 0:
-            r = sum_columns(gram_of, x, axis_name)
-            r2 = None
-        q = _composed(rows[start:stop], r, r2, product)
-        if start == 0:
-            # R is that of s W X, so Q is multiplied by s W.
-            q = scaled(q, scale)
-            q = q if deflation is None else deflation.apply_right(q)
+            q = _composed(rows[start:stop], r, None, product)
+        else:
+            deflation = None
+            if rank:
+                # W X has the polar factor of X, and W R W is its Gram matrix.
+                deflation = shrink_dominant(r, rank, policy.platform)
+                r = deflation.gram
+            r, r2, scale = normalize(r, deflation, settings.normalization, product)
+            q = _composed(rows[:stop], r, r2, product)
+            # R is now that of s W X, so Q is multiplied by s W. A zero matrix, which `below_one` made the identity,
+            # gets a zero result.
+            q = scaled(q, jnp.where(nonzero, scale, 0))
+            if deflation is not None:
+                q = deflation.apply_right(q)
         x = map_columns(functools.partial(multiply, q), x)
     return x.transposed() if isinstance(x, Blocks) else x
 
