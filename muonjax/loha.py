@@ -147,6 +147,7 @@ def common_dtype(*arrays: jax.Array) -> jnp.dtype:
 def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
     """Raises unless x, w and the factors are arrays that fit each other."""
     arguments = ("x", "w", "w1a", "w1b", "w2a", "w2b")
+    # JAX would not say which of the arguments it can't take.
     for name, array in zip(arguments, (x, w, *factors), strict=True):
         if not hasattr(array, "shape"):
             raise TypeError(f"{name}={shown(array)} must be an array.")
@@ -160,6 +161,7 @@ def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
             "the factors must be w1a and w2a [m, r], w1b and w2b [r, n], none of them empty, "
             f"got {w1a}, {w1b}, {w2a}, {w2b}; are w1a and w1b exchanged? Use jax.vmap for a stack."
         )
+    # ΔW is small, so that integers would be zeros.
     dtype = common_dtype(*factors)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"the factors must be floating-point, got {dtype}.")

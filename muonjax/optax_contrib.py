@@ -121,12 +121,14 @@ def muon(
         if isinstance(ns_coeffs, str):
             check_choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
             ns_coeffs = _PRESETS[ns_coeffs]
+    # Optax looks at the parameters when it gets them, too.
     numbers = _two_axes if muon_weight_dimension_numbers is None else muon_weight_dimension_numbers
     # Optax's two rules are two of `match_rms`.
     rule = "width" if consistent_rms is None else "rms"
     rms = 1.0 if consistent_rms is None else consistent_rms
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
+        # The order is Optax's, and so is the state.
         return optax.chain(
             scale_by_muon(
                 ns_coeffs,
@@ -148,6 +150,7 @@ def muon(
     # The members check their settings.
     with errors_of(call):
         matrices(None)
+    # All leaves without dimension numbers are AdamW's.
     adam = optax.adamw(
         adam_rate,
         adam_b1,
@@ -198,6 +201,7 @@ def scale_by_muon(
 
     Source: `optax.contrib.scale_by_muon`, Optax 0.2.8.
     """
+    # There is a row for each step, or one row for all of them.
     shape = np.shape(ns_coeffs)
     with errors_of("scale_by_muon"):
         check_range("beta", beta, "in [0, 1)", "; 0.95 is usual.")
