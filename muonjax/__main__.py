@@ -232,7 +232,7 @@ def product_error(name: str, dtype: str, m: int) -> Check:
     s = np.asarray(s, np.float64)
     x = np.asarray(x, np.float64)
     exact = 1.5 * x @ x.mT - 0.5 * np.asarray(c, np.float64)
-    error = np.linalg.norm(s - exact) / np.linalg.norm(exact)
+    error = float(np.linalg.norm(s - exact) / np.linalg.norm(exact))
     if not (s == s.mT).all():
         # The result has to be symmetric bit for bit.
         error = np.nan

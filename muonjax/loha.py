@@ -174,7 +174,7 @@ def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
 
 # What the layers of Linen and NNX share.
 
-FACTORS = (
+FACTORS: tuple[str, str, str, str] = (
     "hada_w1_a",
     "hada_w1_b",
     "hada_w2_a",

@@ -320,7 +320,7 @@ def _map_in_blocks(
     # A block is some rows of a tall matrix, which follow each other in memory.
     tall = [x if _is_tall(x) else x.mT for x in parts]
     m = tall[0].shape[2]
-    counts_and_columns = [x.shape[:2] for x in tall]
+    counts_and_columns = [(len(x), x.shape[1]) for x in tall]
     size = block_size(counts_and_columns, m)
     # Matrix number i has the blocks starts[i] to stops[i].
     num_blocks = []

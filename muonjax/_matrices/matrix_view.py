@@ -142,13 +142,14 @@ def matrix_pieces(
         leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
         pieces = Pieces(treedef)
         for i, (path, leaf) in enumerate(leaves):
-            if entries[i] is None:
+            entry = entries[i]
+            if entry is None:
                 continue
             # The leaf as errors name it; a tree may be one array.
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             named = f"the leaf {name!r}" if name else "the leaf"
             _check_leaf(named, leaf)
-            pieces += _pieces(named, i, tuple(leaf.shape), entries[i])
+            pieces += _pieces(named, i, tuple(leaf.shape), entry)
         return pieces
 
 
@@ -426,10 +427,11 @@ class Pieces(list[Piece]):
         leaves = self.treedef.flatten_up_to(tree)
         for i, pairs in self._by_leaf(results).items():
             piece, result = pairs[0]
-            if piece.axis is not None:
+            axis = piece.axis
+            if axis is not None:
                 # The leaf was cut: its pieces are put side by side again.
                 parts = [piece.in_stretches(part) for piece, part in pairs]
-                whole = jnp.concatenate(parts, axis=piece.axis + 1)
+                whole = jnp.concatenate(parts, axis=axis + 1)
                 result = sharded_like(whole.reshape(leaves[i].shape), leaves[i])
             leaves[i] = result
         return self.treedef.unflatten(leaves)

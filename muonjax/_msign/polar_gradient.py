@@ -172,9 +172,8 @@ def _tangent(
 
     def solve(_, right_hand_side):
         k, outside = right_hand_side
-        with_inverse = outside is not None
-        z, inverse = lyapunov(p, _skew(k), rows, dot, with_inverse=with_inverse)
-        return z, dot(inverse, outside) if with_inverse else None
+        z, inverse = lyapunov(p, _skew(k), rows, dot, with_inverse=outside is not None)
+        return z, None if inverse is None else dot(inverse, outside)
 
     z, y = lax.custom_linear_solve(systems, (k, outside), solve, symmetric=True)
     # dO = Z O + Y
