@@ -276,7 +276,7 @@ def _iteration(
         # In the leaf's dtype and JAX's own precision, as Optax; but a CPU has no units for half types.
         dtype = at_least_float32(x.dtype) if policy.is_cpu else x.dtype
         product = MatrixProduct(dtype.name, None)
-        symmetric_product = SymmetricProduct(policy.platform, dtype, None)
+        symmetric_product = SymmetricProduct(policy.platform)
 
         def square(a: jax.Array) -> jax.Array:
             """A A^H."""

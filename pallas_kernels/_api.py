@@ -107,14 +107,12 @@ class SymmetricProduct(NamedTuple):
 
     Attributes:
       platform: The platform of the devices.
-      dtype: The dtype that A, Y and C are rounded to.
       implementation: As in `symmetric_product`, or what `measured_kernel` returns.
       together: Mesh axes whose devices share the work.
     """
 
     platform: str
-    dtype: jnp.dtype
-    implementation: str | None
+    implementation: str | None = None
     together: tuple[str, ...] = ()
 
     def __call__(
@@ -125,20 +123,19 @@ class SymmetricProduct(NamedTuple):
         alpha: float | jax.Array = 1.0,
         beta: float | jax.Array = 0.0,
     ) -> jax.Array:
-        """The product; Y is A, or commutes with it. `alpha` and `beta` are numbers, or [*batch, 1, 1]."""
-        real = jnp.finfo(_xla.accumulator(self.dtype)).dtype
+        """The product of arrays of one dtype; Y is A, or commutes with it.
 
-        def rounded(matrix: jax.Array | None) -> jax.Array | None:
-            return None if matrix is None else matrix.astype(self.dtype)
+        `alpha` and `beta` are numbers, or [*batch, 1, 1].
+        """
+        real = jnp.finfo(_xla.accumulator(a.dtype)).dtype
 
         def one_each(factor: float | jax.Array) -> jax.Array:
             # The operands hold a factor of each matrix as [*batch].
             factor = factor[..., 0, 0] if isinstance(factor, jax.Array) else jnp.asarray(factor)
             return factor.astype(real)
 
-        x = a.astype(self.dtype)
-        operands = Operands(x, rounded(y), rounded(c), one_each(alpha), one_each(beta))
-        implementation = self.implementation or _choose(self.platform, x)
+        operands = Operands(a, y, c, one_each(alpha), one_each(beta))
+        implementation = self.implementation or _choose(self.platform, a)
         return _traced_once(operands, implementation, self.together, self.platform)
 
     def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:

@@ -145,7 +145,7 @@ def shrink_dominant(
     s = av - dot(p, h) / 2
     ps = jnp.concatenate([p, s], axis=-1)
     sp = jnp.concatenate([s, p], axis=-1)
-    removed = SymmetricProduct(platform, gram.dtype, None)(ps, sp)
+    removed = SymmetricProduct(platform)(ps, sp)
     shrunk = _above_rounding(gram) - removed
 
     # V^H W = w V^H with w = I - V^H V D.

@@ -78,7 +78,7 @@ def iterate(
     if settings.takes_gram_form(m, n):
         restarts = gram_restarts(rows, dtype)
     multiply = MatrixProduct(dtype.name, "highest")
-    gram_of = SymmetricProduct(policy.platform, dtype, settings.implementation)
+    gram_of = SymmetricProduct(policy.platform, settings.implementation)
     product = gram_of.shared_by(axis_name if policy.shares_products(m, dtype) else ())
 
     x, nonzero = below_one(x, dtype, axis_name)

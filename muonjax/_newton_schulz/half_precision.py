@@ -177,7 +177,7 @@ class _Products(NamedTuple):
         implementation = settings.implementation
         if implementation is None and not axis_name:
             implementation = measured_kernel(policy.platform, x, dtype)
-        product = SymmetricProduct(policy.platform, dtype, implementation)
+        product = SymmetricProduct(policy.platform, implementation)
         if policy.shares_products(x.shape[-2], dtype):
             product = product.shared_by(axis_name)
         is_plain = product.implementation is None and not product.together

@@ -458,7 +458,7 @@ def test_devices_share_products_only_where_that_saves_more_than_it_sends(
     m, dtype, worth
 ):
     assert Policy("gpu").shares_products(m, jnp.dtype(dtype)) == worth
-    product = SymmetricProduct("gpu", jnp.dtype(dtype), None)
+    product = SymmetricProduct("gpu")
     assert product.shared_by(("tensor",)).together == ("tensor",)
     # A named implementation computes whole products on each device.
     assert (
