@@ -28,6 +28,7 @@ from muonjax._common.arguments import (
 )
 from muonjax._common.linalg import (
     MatrixProduct,
+    SymmetricProduct,
     at_least_float32,
     scaled,
     square_norm,
@@ -41,7 +42,6 @@ from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._newton_schulz.full_precision import power_of_two_scale
 from muonjax._optimizers.partition import check_program, partition_by_route
 from muonjax._transforms.orthogonalize import map_matrices, match_rms
-from pallas_kernels._api import SymmetricProduct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact

@@ -1,4 +1,4 @@
-"""Matrix products at a stated precision, adjoints, norms, Hermitian parts; entries of a stack inside of a loop."""
+"""Matrix products, symmetric ones at half the work; adjoints, norms, Hermitian parts; entries of a stack in a loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels._api import SymmetricProduct as SymmetricProduct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact, Shaped
