@@ -1,1 +1,0 @@
-"""LoHa adapters: time, memory, and a fine-tuning run."""

@@ -1,1 +1,0 @@
-"""QK-Clip: what it holds, and what it costs."""

@@ -1,1 +1,0 @@
-"""The matrix sign function and its derivatives."""

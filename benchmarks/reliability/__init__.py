@@ -1,1 +1,0 @@
-"""Adversarial inputs, killed processes, long runs."""
