@@ -24,22 +24,22 @@ CONTENT = {
             "ratio_low": 0.25,
             "ratio_high": 0.75,
             "shape": [8, 16],
-            "key.1": {"1": 2},
+            "nested": {"key": 2},
         },
         "c": {
             "ratio": 1.0,
             "ratio_low": 1.0,
             "ratio_high": 1.0,
             "shape": [4],
-            "key.1": {"1": None},
+            "nested": {"key": None},
         },
     },
 }
-TABLE = """{{ rows|table(" | size | time | dots", "{name} | {shape} | {row:quartiles} | {key.1[1]:.1f}") }}
+TABLE = """{{ rows|table(" | size | time | dots", "{name} | {shape} | {row:quartiles} | {nested[key]:.1f}") }}
 In units of {{ seconds|f(".1f") }} s, {{ rows|length }} rows. {{ machine }}
 """
 LOOP = """|  | large | dots |
-{% for name, row in rows.items() %}| {{ name }} | {{ row.ratio > 0.7 }} | {{ row["key.1"]["1"]|f(".1f") }} |
+{% for name, row in rows.items() %}| {{ name }} | {{ row.ratio > 0.7 }} | {{ row.nested.key|f(".1f") }} |
 {% endfor %}
 """
 
