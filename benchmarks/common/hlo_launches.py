@@ -14,16 +14,16 @@ from benchmarks.common.hlo_text import Instruction, commas, parse, shapes, size
 
 # Names and views cost nothing, nor do the ends of what is asynchronous.
 _FREE = {
-    *(
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "iota",
-        "partition-id",
-    ),
-    *("after-all", "opt-barrier", "async-update"),
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "iota",
+    "partition-id",
+    "after-all",
+    "opt-barrier",
+    "async-update",
 }
 
 # The bytes that one of g devices sends, in units of its operand's bytes.
@@ -37,16 +37,11 @@ _SENT = {
     "collective-broadcast": lambda g: 1,
 }
 
-# Which products, and how many, a product of float32 operands takes if its algorithm is given.
-_ALGORITHMS = {
-    "bf16_bf16_f32": ("bf16", 1),
-    "bf16_bf16_f32_x3": ("bf16", 3),
-    "bf16_bf16_f32_x6": ("bf16", 6),
-    "bf16_bf16_f32_x9": ("bf16", 9),
-    "tf32_tf32_f32": ("f32 default", 1),
-    "tf32_tf32_f32_x3": ("f32 default", 3),
-    "f32_f32_f32": ("f32 highest", 1),
-}
+# The type in which a product multiplies whose algorithm is given, by the first word of the algorithm.
+_MULTIPLIED_IN = {"bf16": "bf16", "tf32": "f32 default", "f32": "f32 highest"}
+
+_SLICES = ("slice", "dynamic-slice")
+_ASYNCHRONOUS = ("copy-start", "slice-start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +100,8 @@ def launches(
 class _Program:
     def __init__(self, text: str, devices: int, unknown_trips: int | None):
         self.computations, self.entry = parse(text)
-        self.devices, self.unknown_trips = devices, unknown_trips
+        self.devices = devices
+        self.unknown_trips = unknown_trips
 
     def visit(self, name: str, times: int) -> list[Launch]:
         """The launches of a computation that runs so often."""
@@ -124,11 +120,12 @@ class _Program:
         if i.op == "async-start" and i.called("calls"):
             return self.visit(i.called("calls"), times)
         if i.op == "conditional":
-            listed = i.attribute(r"branch_computations=\{([^}]*)\}")
-            either = re.findall(
-                r"(?:true|false)_computation=%?([\w.\-]+)", i.attributes
-            )
-            names = re.findall(r"[\w.\-]+", listed) if listed else either
+            branches = i.attribute(r"branch_computations=\{([^}]*)\}")
+            names = re.findall(r"[\w.\-]+", branches or "")
+            names = names or [
+                i.called("true_computation"),
+                i.called("false_computation"),
+            ]
             return max((self.visit(name, times) for name in names), key=_cost)
         if i.op in _FREE or i.op.endswith("-done"):
             return []
@@ -137,17 +134,14 @@ class _Program:
     def _loop(self, i: Instruction, times: int) -> list[Launch]:
         trips = i.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self.unknown_trips
         if trips is None:
-            limits = self._constants(i.called("condition"))
-            trips = max(limits, default=None)
+            trips = max(self._constants(i.called("condition")), default=None)
         if trips is not None:
             return self.visit(i.called("body"), times * int(trips))
-        if any(
-            launch.flops or launch.is_collective
-            for launch in self.visit(i.called("body"), 1)
-        ):
-            raise ValueError(
-                f"The length of the loop {i.name} is not known; give unknown_trips."
-            )
+        for launch in self.visit(i.called("body"), 1):
+            if launch.flops or launch.is_collective:
+                raise ValueError(
+                    f"The length of the loop {i.name} is not known; give unknown_trips."
+                )
         return []
 
     def _constants(self, name: str) -> list[int]:
@@ -177,12 +171,13 @@ class _Program:
             result=products[0][2] if products else None,
             moved=self._moved(i, operands),
             sent=share * sum(map(size, operands)),
-            asynchronous=i.op in ("copy-start", "slice-start"),
+            asynchronous=i.op in _ASYNCHRONOUS,
             cycles=int(cycles) if cycles else None,
             kernel=self._kernel(i, computation),
         )
 
     def _operand_shapes(self, i: Instruction, computation: str) -> list[str]:
+        """The shape of each operand; "" where it is no instruction, but a number or a value."""
         instructions = self.computations[computation]
         return [
             instructions[name].shape if name in instructions else ""
@@ -191,50 +186,41 @@ class _Program:
 
     def _kernel(self, i: Instruction, computation: str) -> str:
         """The instruction, and what it calls, without names and origins."""
-        attributes = re.sub(
-            r"(, )?(metadata=\{[^}]*\}|control-predecessors=\{[^}]*\})",
-            "",
-            i.attributes,
-        )
-        shapes_or_values = [
-            shape or name
-            for shape, name in zip(
-                self._operand_shapes(i, computation), i.operands, strict=True
-            )
-        ]
+        origins = r"(, )?(metadata|control-predecessors)=\{[^}]*\}"
+        attributes = re.sub(origins, "", i.attributes)
+        operands = []
+        operand_shapes = self._operand_shapes(i, computation)
+        for shape, value in zip(operand_shapes, i.operands, strict=True):
+            operands.append(shape or value)
         inside = []
         for name in re.findall(r"=%([\w.\-]+)", attributes):
             for k in self.computations.get(name, {}).values():
                 inside.append(self._kernel(k, name))
         attributes = re.sub(r"=%[\w.\-]+", "", attributes)
-        return str((i.op, i.shape, shapes_or_values, attributes, inside))
+        return str((i.op, i.shape, operands, attributes, inside))
 
     def _products(
         self, i: Instruction, computation: str
     ) -> list[tuple[str, float, tuple[int, ...]]]:
         """The matrix products of an instruction, those of a fusion too: type, flops and the result's sizes."""
         if i.op == "fusion":
-            inner, products = i.called("calls"), []
+            inner = i.called("calls")
+            products = []
             for k in self.computations[inner].values():
                 products += self._products(k, inner)
             return products
-        operands = [
-            array
-            for text in self._operand_shapes(i, computation)
-            for array in shapes(text)
-        ]
-        if i.op == "custom-call" and "mosaic_gpu" in (
-            i.attribute('target="([^"]*)"') or ""
-        ):
+        operands = []
+        for text in self._operand_shapes(i, computation):
+            operands += shapes(text)
+        target = i.attribute('custom_call_target="([^"]*)"') or ""
+        if "mosaic_gpu" in target:
             # The first operand with three axes is [batch, m, k]. A kernel that says what it costs is believed.
             batch, m, k = next(sizes for _, sizes, _ in operands if len(sizes) == 3)
             cost = i.attribute(r'"cost_estimate":\{"flops":"?(\d+)')
-            return [
-                ("symmetric", float(cost or batch * m * (m + 128) * k), (batch, m, m))
-            ]
-        if not (
-            i.op in ("dot", "convolution") or "gemm_backend_config" in i.attributes
-        ):
+            flops = float(cost or batch * m * (m + 128) * k)
+            return [("symmetric", flops, (batch, m, m))]
+        is_library = "gemm_backend_config" in i.attributes
+        if not (is_library or i.op in ("dot", "convolution")):
             return []
         dtype, left, _ = operands[0]
         result = shapes(i.shape)[0][1]
@@ -249,58 +235,62 @@ class _Program:
     def _moved(self, i: Instruction, operands: list[str]) -> float:
         """Bytes from and to main memory."""
         results = commas(i.shape.removeprefix("(").removesuffix(")"))
-        if i.op in ("copy-start", "slice-start"):  # (destination, source, semaphore)
-            ends = results[0], operands[0]
-            return size(results[0]) * sum(
-                bool(size(end, main_memory=True)) for end in ends
-            )
-        # A library's scratch space is no traffic that every byte of it makes.
-        results = [
-            r for r in results if not (i.op == "custom-call" and r.startswith("s8["))
-        ]
-        written = sum(size(result, main_memory=True) for result in results)
-        if i.op in ("slice", "dynamic-slice"):
-            return written + min(size(i.shape), size(operands[0], main_memory=True))
+        if i.op in _ASYNCHRONOUS:
+            # The result is (destination, source, semaphore), and one end may be on the chip.
+            ends = _in_main_memory(results[0]), _in_main_memory(operands[0])
+            return size(results[0]) * sum(map(bool, ends))
+        if i.op == "custom-call":
+            # A library's scratch space is no traffic that every byte of it makes.
+            results = [result for result in results if not result.startswith("s8[")]
+        written = sum(map(_in_main_memory, results))
+        if i.op in _SLICES:
+            return written + min(size(i.shape), _in_main_memory(operands[0]))
         if i.op == "dynamic-update-slice":
             return 2 * size(operands[1]) if written else 0
         if i.op == "fusion":
-            return self._fusion_moved(
-                self.computations[i.called("calls")], operands, results
-            )
-        return written + sum(size(operand, main_memory=True) for operand in operands)
+            body = self.computations[i.called("calls")]
+            return _fusion_moved(body, operands, results)
+        return written + sum(map(_in_main_memory, operands))
 
-    def _fusion_moved(
-        self, body: dict[str, Instruction], operands: list[str], results: list[str]
-    ) -> float:
-        """As `_moved`; what a fusion only slices, or updates in place, counts by the slices."""
-        moved = 0.0
-        users = collections.defaultdict(list)
-        for k in body.values():
-            for position, name in enumerate(k.operands):
-                users[name].append((k, position))
-        for k in body.values():
-            if k.op != "parameter":
-                continue
-            read = size(operands[int(k.operands[0])], main_memory=True)
-            uses = users[k.name]
-            if uses and all(user.op in ("slice", "dynamic-slice") for user, _ in uses):
-                read = min(read, sum(size(user.shape) for user, _ in uses))
-            elif uses and all(
-                (user.op, at) == ("dynamic-update-slice", 0) for user, at in uses
-            ):
-                read = 0
-            moved += read
-        root = next(k for k in body.values() if k.root)
-        made = [body[name] for name in root.operands] if root.op == "tuple" else [root]
-        for shape, k in zip(results, made, strict=False):
-            updated = (
-                body[k.operands[1]].shape if k.op == "dynamic-update-slice" else shape
-            )
-            moved += size(updated) if size(shape, main_memory=True) else 0
-        return moved
+
+def _in_main_memory(shape: str) -> int:
+    return size(shape, main_memory=True)
+
+
+def _fusion_moved(
+    body: dict[str, Instruction], operands: list[str], results: list[str]
+) -> float:
+    """Bytes from and to main memory; what a fusion only slices, or updates in place, counts by the slices."""
+    moved = 0.0
+    users = collections.defaultdict(list)
+    for k in body.values():
+        for position, name in enumerate(k.operands):
+            users[name].append((k, position))
+    for k in body.values():
+        if k.op != "parameter":
+            continue
+        read = _in_main_memory(operands[int(k.operands[0])])
+        uses = users[k.name]
+        if uses and all(user.op in _SLICES for user, _ in uses):
+            read = min(read, sum(size(user.shape) for user, _ in uses))
+        elif uses and all(
+            (user.op, position) == ("dynamic-update-slice", 0)
+            for user, position in uses
+        ):
+            read = 0
+        moved += read
+    root = next(k for k in body.values() if k.root)
+    made = [body[name] for name in root.operands] if root.op == "tuple" else [root]
+    for shape, k in zip(results, made, strict=False):
+        in_place = k.op == "dynamic-update-slice"
+        written = body[k.operands[1]].shape if in_place else shape
+        if _in_main_memory(shape):
+            moved += size(written)
+    return moved
 
 
 def _cost(branch: list[Launch]) -> tuple[float, float]:
+    """Flops and bytes, to compare branches."""
     flops = sum(launch.count * sum(launch.flops.values()) for launch in branch)
     return flops, sum(launch.count * launch.moved for launch in branch)
 
@@ -311,22 +301,20 @@ def _group(i: Instruction, devices: int) -> int:
         return len(listed)
     if iota := i.numbers(r"replica_groups=\[\d+,(\d+)\]<="):
         return iota[0]
-    if mesh := re.search(
-        r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", i.attributes
-    ):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
-    return devices
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", i.attributes)
+    if mesh is None:
+        return devices
+    sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+    return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
 
 
 def _multiplied_in(dtype: str, attributes: str) -> tuple[str, int]:
     """The type in which a product multiplies, and how many such products it takes."""
     algorithm = re.search(
-        r'algorithm=dot_(\w+)|"algorithm":"ALG_DOT_(\w+)"', attributes
+        r"(?:algorithm=dot|ALG_DOT)_([a-z\d]+)\w*?(?:_x(\d))?\b", attributes, re.I
     )
-    name = (algorithm[1] or algorithm[2]).lower() if algorithm else ""
-    if name in _ALGORITHMS:
-        return _ALGORITHMS[name]
+    if algorithm and algorithm[1].lower() in _MULTIPLIED_IN:
+        return _MULTIPLIED_IN[algorithm[1].lower()], int(algorithm[2] or 1)
     if dtype != "f32":
         return dtype, 1
     highest = "highest" in attributes or '"HIGHEST"' in attributes

@@ -35,9 +35,8 @@ class Instruction(NamedTuple):
 
     def numbers(self, pattern: str) -> list[int]:
         """The whole numbers in what the first group of a pattern matches."""
-        return [
-            int(number) for number in re.findall(r"\d+", self.attribute(pattern) or "")
-        ]
+        text = self.attribute(pattern) or ""
+        return [int(number) for number in re.findall(r"\d+", text)]
 
     def called(self, key: str) -> str:
         """The name of the computation that the attribute `key` names; "" if there is no such attribute."""
@@ -58,9 +57,13 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
             if op := re.match(r"([\w\-]+)\(", rest):
                 inside, attributes = _close(rest, op.end())
                 operands = [part.split(" ")[-1].lstrip("%") for part in commas(inside)]
-                root = body[1] is not None
                 current[body[2]] = Instruction(
-                    body[2], shape, op[1], operands, attributes, root
+                    name=body[2],
+                    shape=shape,
+                    op=op[1],
+                    operands=operands,
+                    attributes=attributes,
+                    root=body[1] is not None,
                 )
     return computations, entry
 
@@ -85,7 +88,8 @@ def _close(text: str, start: int) -> tuple[str, str]:
 
 def commas(text: str) -> list[str]:
     """The parts between the commas outside of brackets."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for letter in text:
         depth += _nesting(letter)
         if letter == "," and depth == 0:
@@ -101,11 +105,12 @@ def _nesting(letter: str) -> int:
 
 def shapes(text: str) -> list[tuple[str, tuple[int, ...], str]]:
     """The dtype, the sizes and the layout of each array in a shape."""
-    arrays = re.findall(r"\b([a-z]+\d+|pred)\[([\d,]*)\](\{[^}]*\})?", text)
-    return [
-        (dtype, tuple(int(size) for size in sizes.split(",") if size), layout)
-        for dtype, sizes, layout in arrays
-    ]
+    arrays = []
+    pattern = r"\b([a-z]+\d+|pred)\[([\d,]*)\](\{[^}]*\})?"
+    for dtype, listed, layout in re.findall(pattern, text):
+        sizes = tuple(map(int, re.findall(r"\d+", listed)))
+        arrays.append((dtype, sizes, layout))
+    return arrays
 
 
 def size(text: str, *, main_memory: bool = False) -> int:

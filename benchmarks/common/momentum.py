@@ -17,27 +17,9 @@ def spectra() -> list[np.ndarray]:
 
 def interpolated(spectrum: np.ndarray, m: int) -> np.ndarray:
     """A spectrum, interpolated to m values."""
-    at, given = np.linspace(0, 1, m), np.linspace(0, 1, len(spectrum))
+    at = np.linspace(0, 1, m)
+    given = np.linspace(0, 1, len(spectrum))
     return np.exp(np.interp(at, given, np.log(spectrum + 1e-12)))
-
-
-def adversarial(m: int) -> dict[str, np.ndarray]:
-    """Spectra of m values that are hard to normalize or to deflate, by name; m / 8 directions are shrunk at most."""
-    few, more, tenth = m // 16, 5 * m // 24, m // 10
-    return {
-        "rank one": np.r_[1, np.zeros(m - 1)],
-        "low rank": np.r_[np.ones(more), np.zeros(m - more)],
-        "flat": np.ones(m),
-        "log to 1e-4": np.geomspace(1, 1e-4, m),
-        "plateau of fewer than are shrunk": np.r_[np.ones(few), np.full(m - few, 0.3)],
-        "plateau of more than are shrunk": np.r_[np.ones(more), np.full(m - more, 0.3)],
-        "two levels": np.r_[np.ones(m // 2), np.full(m - m // 2, 0.05)],
-        "three levels": np.r_[
-            np.ones(3), np.full(tenth, 1e-2), np.full(m - 3 - tenth, 1e-4)
-        ],
-        "one dominant": np.r_[1, np.full(m - 1, 1e-3)],
-        "slow decay": np.linspace(1, 0.3, m),
-    }
 
 
 def matrix(
@@ -48,32 +30,43 @@ def matrix(
     s = interpolated(spectrum, short)
     u = np.linalg.qr(rng.standard_normal((short, short)))[0]
     v = np.linalg.qr(rng.standard_normal((long, short)))[0]
-    x, polar = ((u * s) @ v.T).astype(np.float32), u @ v.T
+    x = ((u * s) @ v.T).astype(np.float32)
+    polar = u @ v.T
     return (x, polar) if m <= n else (x.T, polar.T)
+
+
+def recorded(m: int, n: int, every: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Matrices [m, n] with one in `every` of the recorded spectra, and their polar factors."""
+    rng = np.random.default_rng(0)
+    matrices = []
+    polars = []
+    for spectrum in spectra()[::every]:
+        x, polar = matrix(spectrum, m, n, rng)
+        matrices.append(x)
+        polars.append(polar)
+    return matrices, polars
 
 
 def polar_error(y: np.ndarray, polar: np.ndarray) -> float:
     """Root mean square error of the polar factor: ||Y - U V^T||_F / sqrt(min(m, n))."""
-    return float(
-        np.linalg.norm(np.asarray(y, np.float64) - polar) / np.sqrt(min(polar.shape))
-    )
-
-
-def cosine(y: np.ndarray, polar: np.ndarray) -> float:
-    """Cosine between the update and the polar factor."""
-    y = np.asarray(y, np.float64)
-    return float(np.sum(y * polar) / (np.linalg.norm(y) * np.linalg.norm(polar)))
+    distance = np.linalg.norm(np.asarray(y, np.float64) - polar)
+    return float(distance / np.sqrt(min(polar.shape)))
 
 
 def errors(results: Sequence[Any], polars: Sequence[np.ndarray]) -> dict[str, float]:
-    """Mean and worst polar error, the worst cosine, and the largest singular value of any result."""
-    pairs = [
-        (np.asarray(y, np.float64), polar)
-        for y, polar in zip(results, polars, strict=True)
-    ]
+    """Mean and worst polar error, the worst cosine to the factor, and the largest singular value of any result."""
+    distances = []
+    cosines = []
+    largest = []
+    for result, polar in zip(results, polars, strict=True):
+        y = np.asarray(result, np.float64)
+        norms = np.linalg.norm(y) * np.linalg.norm(polar)
+        distances.append(polar_error(y, polar))
+        cosines.append(float(np.sum(y * polar) / norms))
+        largest.append(float(np.linalg.norm(y, 2)))
     return {
-        "mean": float(np.mean([polar_error(*pair) for pair in pairs])),
-        "worst": max(polar_error(*pair) for pair in pairs),
-        "worst_cosine": min(cosine(*pair) for pair in pairs),
-        "largest": max(float(np.linalg.norm(y, 2)) for y, _ in pairs),
+        "mean": float(np.mean(distances)),
+        "worst": max(distances),
+        "worst_cosine": min(cosines),
+        "largest": max(largest),
     }

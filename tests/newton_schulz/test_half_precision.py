@@ -18,6 +18,7 @@ from muonjax._common.platform import Policy
 from muonjax._newton_schulz import deflation, half_precision
 from muonjax._newton_schulz.coefficients import evaluate, restarts_of
 from muonjax._newton_schulz.polar_factor import polar_factor
+from tests.tools import spectra
 from tests.tools.oracles import normal
 from tests.tools.tiers import nightly, quick, thorough
 
@@ -41,7 +42,7 @@ def with_spectrum(s, n=M, seed=0):
     return jnp.asarray((u * s) @ v.T, jnp.float32), u @ v.T
 
 
-ADVERSARIAL = {"zero": np.zeros(M), **momentum.adversarial(M)}
+ADVERSARIAL = {"zero": np.zeros(M), **spectra.adversarial(M)}
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
