@@ -3,6 +3,6 @@
 import pathlib
 import sys
 
-sys.path.append(
-    str(pathlib.Path(__file__).parents[1] / "examples")
-)  # the benchmarks run the examples
+# The benchmarks run the examples.
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+sys.path.append(str(EXAMPLES))

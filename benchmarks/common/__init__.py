@@ -1,1 +1,1 @@
-"""Code that several benchmarks share: timing, provenance, result blocks, HLO counts, recorded momentum."""
+"""Code that several benchmarks share: timing, provenance, tables, HLO counts, recorded momentum."""

@@ -6,7 +6,9 @@ soon as it is known; a program whose result is already there is not compiled aga
 
 import argparse
 import collections
-import re
+import dataclasses
+import itertools
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
@@ -20,10 +22,10 @@ from benchmarks.common import ahead_of_time, hlo_launches, measure, roofline
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz import half_precision
 
-# The shapes [fan_in, fan_out] of a model's matrices and how many there are of each, by a name. The leaves are in the
-# order of the names. The order matters: with Optax on GPT-2-small's matrices, XLA keeps between 9 and 51 MB, depending
-# on it.
+# The shapes [fan_in, fan_out] of a model's matrices and how many there are of each, by a name. The names order the
+# leaves, which matters: with Optax on GPT-2-small's matrices, XLA keeps between 9 and 51 MB, depending on their order.
 Shapes = dict[str, tuple[tuple[int, int], int]]
+Leaves = dict[str, tuple[int, int]]  # the shape of each matrix
 
 
 def _llama(width: int, hidden: int) -> Shapes:
@@ -98,11 +100,11 @@ def optax_update(tree: Tree) -> Tree:
     return jax.tree.map(optax_matrix, tree)
 
 
-def methods(kernels: Iterable[str] = ()) -> dict[str, Method]:
+def methods(kernel: str | None = None) -> dict[str, Method]:
     """The updates to compare and the dtypes of their gradients, by their names in the tables.
 
     Args:
-      kernels: Implementations of symmetric products, which each preset takes in more rows.
+      kernel: An implementation of symmetric products, which each preset takes in one more row.
     """
     rows: dict[str, Method] = {
         "Optax, float32": (optax_update, jnp.float32),
@@ -111,16 +113,14 @@ def methods(kernels: Iterable[str] = ()) -> dict[str, Method]:
     }
     for name, preset in PRESETS.items():
         rows[name] = ours(preset), jnp.float32
-        rows[f"{name}, no kernel"] = _without_kernels(ours(preset)), jnp.float32
-        for kernel in kernels:
-            settings = NewtonSchulz(
-                coefficients=preset.coefficients, implementation=kernel
-            )
+        rows[f"{name}, no kernel"] = _without_kernel(ours(preset)), jnp.float32
+        if kernel:
+            settings = dataclasses.replace(preset, implementation=kernel)
             rows[f'{name}, "{kernel}"'] = ours(settings), jnp.float32
     return rows
 
 
-def _without_kernels(update: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
+def _without_kernel(update: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
     """The update as it is where no kernel was measured to be faster."""
 
     def plain(tree: Tree) -> Tree:
@@ -130,22 +130,30 @@ def _without_kernels(update: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
     return plain
 
 
-def parts(
-    tree: str, method: str, platform: str
-) -> list[tuple[dict[str, tuple[int, int]], int]]:
+def leaves(tree: str) -> Leaves:
+    """The shape of every matrix of a tree."""
+    shapes = {}
+    for name, (shape, count) in TREES[tree].items():
+        for i in range(count):
+            shapes[f"{name}{i:02}"] = shape
+    return shapes
+
+
+def parts(tree: str, method: str, platform: str) -> list[tuple[Leaves, int]]:
     """The programs that make up one update of a tree, and how often each counts.
 
     On a GPU one program has all matrices. The TPU's compiler would take minutes for that, so there are several
     programs: one for each group of matrices that share their loops, or, for Optax, which has a loop per parameter, one
     for each shape.
     """
-    if platform == "tpu" and method.startswith("Optax"):
+    if platform == "gpu":
+        return [(leaves(tree), 1)]
+    if method.startswith("Optax"):
         return [({name: shape}, count) for name, (shape, count) in TREES[tree].items()]
-    programs: dict[Any, dict[str, tuple[int, int]]] = collections.defaultdict(dict)
-    for name, (shape, count) in TREES[tree].items():
-        group = None if platform == "gpu" else tuple(sorted(shape))
-        programs[group] |= {f"{name}{i:02}": shape for i in range(count)}
-    return [(shapes, 1) for shapes in programs.values()]
+    groups = collections.defaultdict(dict)
+    for name, shape in leaves(tree).items():
+        groups[tuple(sorted(shape))][name] = shape
+    return [(shapes, 1) for shapes in groups.values()]
 
 
 def product_kinds(launches: Iterable[hlo_launches.Launch]) -> int:
@@ -153,28 +161,40 @@ def product_kinds(launches: Iterable[hlo_launches.Launch]) -> int:
     kinds = set()
     for launch in launches:
         if launch.flops and "symmetric" not in launch.flops:
-            kinds.add(re.sub(r"metadata=\{[^}]*\}", "", launch.kernel))
+            kinds.add(launch.kernel)
     return len(kinds)
 
 
-def model(chip: ahead_of_time.Chip, tree: str, name: str) -> dict[str, Any]:
+def structs(shapes: Leaves, dtype: jax.typing.DTypeLike) -> Tree:
+    """Gradients without values."""
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+
+
+def seconds_to_compile(tree: str, name: str) -> float:
+    """Seconds on the clock until an update of the tree is traced and compiled, in a process that did nothing before."""
+    update, dtype = methods()[name]
+    grads = structs(leaves(tree), dtype)
+    jax.jit(jnp.sin)(1.0)  # This starts the device.
+    start = time.perf_counter()
+    jax.jit(update).lower(grads).compile()
+    return time.perf_counter() - start
+
+
+def model(chip: ahead_of_time.Chip, tree: str, name: str) -> measure.Row:
     """One row of the table: one update of a tree, by one method, on one chip."""
     update, dtype = methods()[name]
-    launches, temporary = [], 0
+    launches = []
+    temporary = 0
     for shapes, count in parts(tree, name, chip.platform):
-        arguments = {
-            key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in shapes.items()
-        }
-        compiled = ahead_of_time.compile_for(chip, update, arguments)
+        compiled = ahead_of_time.compile_for(chip, update, structs(shapes, dtype))
         launches += hlo_launches.launches(compiled.as_text()) * count
         temporary = max(temporary, compiled.memory_analysis().temp_size_in_bytes)
+    ends = roofline.total_seconds(chip.name, launches)
     return {
         "chip": chip.name,
         "tree": tree,
         "method": name,
-        "milliseconds": [
-            1e3 * end for end in roofline.total_seconds(chip.name, launches)
-        ],
+        "milliseconds": [1e3 * end for end in ends],
         "launches": sum(launch.count for launch in launches),
         "kernels": len({launch.kernel for launch in launches}),
         "product_kinds": product_kinds(launches),
@@ -185,11 +205,10 @@ def model(chip: ahead_of_time.Chip, tree: str, name: str) -> dict[str, Any]:
 
 def main(platform: str, document: str) -> None:
     """The command line of benchmarks/gpu/model.py and benchmarks/tpu/model.py."""
-    chips = {
-        name: chip
-        for name, chip in ahead_of_time.CHIPS.items()
-        if chip.platform == platform
-    }
+    chips = {}
+    for chip in ahead_of_time.CHIPS.values():
+        if chip.platform == platform:
+            chips[chip.name] = chip
     parser = argparse.ArgumentParser(
         description=document, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -197,35 +216,21 @@ def main(platform: str, document: str) -> None:
     add("--chips", nargs="+", choices=chips, default=list(chips))
     add("--trees", nargs="+", choices=TREES, default=DEFAULT_TREES[platform])
     add("--methods", nargs="+", choices=methods(), default=list(methods()))
-    add("--again", action="store_true", help="compile what stands in the JSON too")
+    add("--again", action="store_true", help="compile what the JSON has already")
     args = parser.parse_args()
     if reason := ahead_of_time.missing(platform):
         parser.error(reason)
-    name = f"{platform}_model"
-    rows = measure.read(name).get("results", [])
-    for chip in args.chips:
-        for tree in args.trees:
-            for method in args.methods:
-                key = {"chip": chip, "tree": tree, "method": method}
-                same = [row for row in rows if key.items() <= row.items()]
-                if same and not args.again:
-                    continue
-                try:
-                    row = model(chips[chip], tree, method)
-                except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-                    row = key | measure.failure(error)
-                rows = [other for other in rows if other not in same]
-                rows.append(row | {"commit": measure.provenance()["commit"]})
-                rows.sort(key=_place)
-                measure.write(
-                    name, {"results": rows}, [row], device=ahead_of_time.NO_DEVICE
-                )
-
-
-def _place(row: dict[str, Any]) -> tuple[int, int, bool]:
-    """Where a row comes in the table: by chip, by tree, Optax first."""
-    chip, tree = (
-        list(ahead_of_time.CHIPS).index(row["chip"]),
-        list(TREES).index(row["tree"]),
-    )
-    return chip, tree, not row["method"].startswith("Optax")
+    file = f"{platform}_model"
+    rows = measure.read(file).get("results", [])
+    for name, tree, method in itertools.product(args.chips, args.trees, args.methods):
+        key = {"chip": name, "tree": tree, "method": method}
+        if measure.matching(rows, **key) and not args.again:
+            continue
+        try:
+            row = model(chips[name], tree, method)
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            row = key | measure.failure(error)
+        row["commit"] = measure.provenance()["commit"]
+        rows = measure.replaced(rows, key, row)
+        measure.write(file, {"results": rows}, device=ahead_of_time.NO_DEVICE)
+        print(row)

@@ -156,3 +156,12 @@ def on_device(chip: Chip) -> NamedSharding:
     return NamedSharding(
         Mesh(np.array(devices(chip)[:1]), ("device",)), PartitionSpec()
     )
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes that lie where the shardings say."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )

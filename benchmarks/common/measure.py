@@ -1,6 +1,5 @@
-"""Read numbers from a command line, time calls in turn, record device and versions, print tables, write a JSON file."""
+"""Time calls in turn, record device and versions, and read and write the JSON files of results."""
 
-import argparse
 import functools
 import json
 import os
@@ -19,8 +18,10 @@ import optax
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 IMAGES = RESULTS.parents[1] / "docs" / "images"
 
+Row = dict[str, Any]  # of a table of results, or a whole file of them
 
-def provenance() -> dict[str, Any]:
+
+def provenance() -> Row:
     """Device, commit, date and versions of a measurement."""
     device = jax.devices()[0]
     cores = os.cpu_count() or 1
@@ -51,43 +52,14 @@ def _commit() -> str:
         return done.stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)*.py")
-    return (
-        git("describe", "--always", "--exclude=*") + "-dirty" * bool(changed)
-        or "unknown"
-    )
-
-
-def options(document: str | None, **defaults: float | str) -> argparse.Namespace:
-    """The command line of a benchmark: `--compiled-layers` for `compiled_layers`, of its default's type."""
-    parser = argparse.ArgumentParser(description=(document or "").split("\n\n")[0])
-    for name, default in defaults.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(default), default=default
-        )
-    return parser.parse_args()
-
-
-def run_parts(
-    document: str | None,
-    name: str,
-    parts: Mapping[str, Callable[[], list[dict[str, Any]]]],
-) -> None:
-    """The command line of a benchmark of several parts: write those that it names, or all, and keep the others."""
-    parser = argparse.ArgumentParser(
-        description=document, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", choices=[*parts, []], default=[])
-    chosen = parser.parse_args().parts or parts
-    known = read(name)
-    for part in chosen:
-        known[part] = parts[part]()
-        write(name, {part: known[part] for part in parts if part in known}, known[part])
+    commit = git("describe", "--always", "--exclude=*")
+    return commit + "-dirty" * bool(changed) or "unknown"
 
 
 def interleave(
     calls: Mapping[str, Callable[[], Any]],
     *,
-    rounds: int = 9,
+    rounds: int = 7,
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[], Any] | None = None,
 ) -> dict[str, list[float]]:
@@ -108,28 +80,6 @@ def interleave(
     return seconds
 
 
-def compilations(
-    calls: Mapping[str, tuple[Any, ...]], **settings: Any
-) -> dict[str, list[float]]:
-    """Seconds to trace and compile functions for their arguments, without what JAX has in its caches.
-
-    Args:
-      calls: For each name the function and its arguments.
-      settings: For `interleave`.
-    """
-
-    def compiled(f: Callable[..., Any], *arguments: Any) -> Any:
-        return jax.jit(f).lower(*arguments).compile()
-
-    every = {name: functools.partial(compiled, *call) for name, call in calls.items()}
-    return interleave(every, before=jax.clear_caches, **settings)
-
-
-def failure(error: Exception) -> dict[str, str]:
-    """The result of what raised, where others are still worth knowing."""
-    return {"error": f"{type(error).__name__}: {error}"[:1000]}
-
-
 def summary(seconds: list[float], baseline: list[float]) -> dict[str, float]:
     """Median seconds; median and quartiles of the ratios to the baseline of the same round."""
     ratios = sorted(s / b for s, b in zip(seconds, baseline, strict=True))
@@ -142,51 +92,84 @@ def summary(seconds: list[float], baseline: list[float]) -> dict[str, float]:
     }
 
 
-def table(rows: list[dict[str, Any]] | dict[str, dict[str, Any]]) -> str:
-    """Rows as aligned columns, floats to three significant digits; a mapping's keys come first."""
-    if isinstance(rows, dict):
-        rows = [{"": name, **row} for name, row in rows.items()]
-    heads = list(rows[0])
-    lines = [heads]
-    for row in rows:
-        values = [row.get(head, "") for head in heads]
-        lines.append([f"{x:.3g}" if isinstance(x, float) else str(x) for x in values])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [map(str.ljust, line, widths) for line in lines]
-    return "\n".join("  ".join(line) for line in aligned)
+def summaries(seconds: Mapping[str, list[float]]) -> dict[str, Row]:
+    """The summary of each call that `interleave` timed; the first is the baseline."""
+    baseline = next(iter(seconds.values()))
+    return {name: summary(times, baseline) for name, times in seconds.items()}
+
+
+def compare(
+    functions: Mapping[str, Callable[..., Any]], *arguments: Any, rounds: int = 7
+) -> dict[str, Row]:
+    """The time of functions of the same arguments, each compiled before; the first is the baseline."""
+    calls = {}
+    for name, f in functions.items():
+        calls[name] = functools.partial(jax.jit(f), *arguments)
+    return summaries(interleave(calls, rounds=rounds))
+
+
+def compare_compilation(
+    functions: Mapping[str, Callable[..., Any]], *arguments: Any
+) -> dict[str, Row]:
+    """The time to trace and compile functions of the same arguments, without what JAX has in its caches."""
+
+    def compiled(f: Callable[..., Any]) -> Any:
+        return jax.jit(f).lower(*arguments).compile()
+
+    calls = {name: functools.partial(compiled, f) for name, f in functions.items()}
+    return summaries(interleave(calls, before=jax.clear_caches))
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """The result of what raised, where others are still worth knowing."""
+    return {"error": f"{type(error).__name__}: {error}"[:1000]}
 
 
 def write(
     name: str,
-    content: dict[str, Any],
-    *shown: Any,
+    content: Row,
+    *,
     device: str | None = None,
-    **versions: str,
+    folder: pathlib.Path | None = None,
 ) -> None:
-    """Write `content` and its provenance to benchmarks/results/<name>.json, and print what is `shown` as tables.
+    """Write `content` and its provenance to <name>.json.
 
     Args:
       device: What the provenance says; None: the device that is here.
-      versions: Of more tools.
+      folder: Of the file; None: benchmarks/results.
     """
-    path = RESULTS / f"{name}.json"
     made = provenance()
     made["device"] = device or made["device"]
-    made["versions"] |= versions
-    save(path, {"provenance": made, **content})
-    for rows in shown:
-        print(f"{table(rows)}\nin {path}")
+    path = (folder or RESULTS) / f"{name}.json"
+    text = json.dumps({"provenance": made, **content}, indent=1) + "\n"
+    replace(path, text.encode())
+    print(path, flush=True)
 
 
-def save(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Write a JSON file under another name first, so that a killed process leaves the file before."""
+def replace(path: pathlib.Path, content: bytes) -> None:
+    """Write a file under another name first, so that a killed process leaves the file before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.write_bytes(content)
     os.replace(unfinished, path)
 
 
-def read(name: str) -> dict[str, Any]:
-    """What benchmarks/results/<name>.json holds; nothing if there is no such file."""
-    path = RESULTS / f"{name}.json"
+def read(name: str, folder: pathlib.Path | None = None) -> Row:
+    """What <name>.json in `folder` or benchmarks/results holds; nothing if there is no such file."""
+    path = (folder or RESULTS) / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def matching(rows: list[Row], **key: Any) -> list[Row]:
+    """The rows with these values."""
+    return [row for row in rows if key.items() <= row.items()]
+
+
+def replaced(rows: list[Row], key: Row, row: Row) -> list[Row]:
+    """The rows, with `row` in the place of the one that has this key, or at the end."""
+    rows = list(rows)
+    for place, other in enumerate(rows):
+        if key.items() <= other.items():
+            rows[place] = key | row
+            return rows
+    return [*rows, key | row]

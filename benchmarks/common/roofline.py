@@ -58,7 +58,8 @@ class Gpu:
         )
         if launch.result:
             *batch, rows, columns = launch.result
-            across, down = math.ceil(columns / 128), math.ceil(rows / 128)
+            across = math.ceil(columns / 128)
+            down = math.ceil(rows / 128)
             if "symmetric" in launch.flops:
                 across = (down + 1) / 2
             tiles = math.prod(batch) * down * across

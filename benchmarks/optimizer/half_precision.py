@@ -1,11 +1,10 @@
-"""Polar error of the accelerators' half precision, emulated on a CPU, on recorded spectra and hostile matrices.
+"""Polar error of the accelerators' half precision, emulated on a CPU, on recorded spectra.
 
-    python -m benchmarks.optimizer.half_precision [rows] [hostile]
+    python -m benchmarks.optimizer.half_precision
 
 The program is the one that runs on a GPU or a TPU: operands rounded to half precision, sums in float32. It is compared
-with Optax's default on bfloat16 matrices, and with the same presets in float32. "hostile" counts what is finite of
-matrices of low rank, repeated, sparse, constant and of extreme size (`benchmarks/common/hostile.py`), at short sides on
-both sides of each switch. Nothing here has run on an accelerator: order and rounding of a device's own sums differ.
+with Optax's default on bfloat16 matrices, and with the same presets in float32. Nothing here has run on an accelerator:
+order and rounding of a device's own sums differ.
 """
 
 import functools
@@ -14,9 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.common import hostile, measure, momentum
+from benchmarks.common import measure, momentum
 from benchmarks.common.accelerator_model import optax_matrix
 from muonjax import NewtonSchulz
 from muonjax._common.platform import Policy
@@ -26,32 +24,7 @@ PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}
 PLATFORMS = {"gpu": "gpu", "tpu": "tpu", "float32": "cpu"}
 # XLA would leave some of the roundings to bfloat16 out, on a CPU.
 EMULATED = {"xla_allow_excess_precision": False}
-SHAPES = ((192, 192), (192, 768), (384, 384))
-
-# Short sides of hostile matrices, square and twice as wide.
-SIDES = (
-    1,
-    2,
-    3,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    24,
-    48,
-    63,
-    64,
-    72,
-    96,
-    128,
-    136,
-    160,
-    200,
-    256,
-    320,
-)
+SHAPE = (384, 384)
 
 
 def optax_bfloat16(x: jax.Array) -> jax.Array:
@@ -70,39 +43,16 @@ def methods() -> dict[str, Any]:
     return functions
 
 
-def recorded() -> list[dict[str, Any]]:
-    """A row for each shape and method, on recorded spectra."""
-    rows = []
-    for shape in SHAPES:
-        rng = np.random.default_rng(0)
-        matrices = [momentum.matrix(s, *shape, rng) for s in momentum.spectra()[::3]]
-        for name, method in methods().items():
-            f = jax.jit(method, compiler_options=EMULATED)
-            results = [f(jnp.asarray(x)) for x, _ in matrices]
-            errors = momentum.errors(results, [polar for _, polar in matrices])
-            rows.append({"shape": shape, "method": name, **errors})
-    return rows
-
-
-def hostile_rows() -> list[dict[str, Any]]:
-    """For each preset and platform: the hostile matrices, the finite results, the largest singular value of any."""
+def recorded() -> list[measure.Row]:
+    """A row for each method, on recorded spectra."""
+    matrices, polars = momentum.recorded(*SHAPE, every=3)
     rows = []
     for name, method in methods().items():
-        if not name.endswith(("gpu", "tpu")):
-            continue
-        f = jax.jit(functools.partial(jax.lax.map, method), compiler_options=EMULATED)
-        finite, largest = [], []
-        for m, width in itertools.product(SIDES, (1, 2)):
-            matrices = hostile.matrices(m, width * m, np.random.default_rng(m))
-            y = np.asarray(f(jnp.stack(list(matrices.values()))), np.float64)
-            finite += list(np.isfinite(y).all((-2, -1)))
-            largest += list(np.linalg.norm(np.nan_to_num(y), 2, (-2, -1)))
-        row = {"method": name, "count": len(finite), "finite": int(sum(finite))}
-        rows.append(row | {"largest": float(max(largest))})
+        f = jax.jit(method, compiler_options=EMULATED)
+        errors = momentum.errors([f(jnp.asarray(x)) for x in matrices], polars)
+        rows.append({"shape": SHAPE, "method": name, **errors})
     return rows
 
 
 if __name__ == "__main__":
-    measure.run_parts(
-        __doc__, "half_precision", {"rows": recorded, "hostile": hostile_rows}
-    )
+    measure.write("half_precision", {"rows": recorded()})

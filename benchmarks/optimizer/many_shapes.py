@@ -1,7 +1,6 @@
 """Orthogonalize the matrices of a convolutional network, which have many shapes: compile time and step on a CPU."""
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,52 +43,45 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return kernels
 
 
-def updates(
-    most: int | None = None,
-) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Callable[[Any], Any]]]:
-    """The shapes of the gradients, all or the first few, and both orthogonalizations of them."""
-    kernel, dense = (
-        muonjax.MuonDimensionNumbers((0, 1, 2), 3),
-        muonjax.MuonDimensionNumbers(),
-    )
-    tree, numbers = {}, {}
-    for name, shape in list(shapes().items())[:most]:
+def updates() -> tuple[
+    dict[str, jax.ShapeDtypeStruct], dict[str, Callable[[Any], Any]]
+]:
+    """The shapes of the gradients, and both orthogonalizations of them."""
+    tree = {}
+    numbers = {}
+    for name, shape in shapes().items():
         tree[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        numbers[name] = kernel if len(shape) == 4 else dense
-    ours = muonjax.orthogonalize(dimension_numbers=numbers)
-    theirs = optax.contrib.scale_by_muon(
-        weight_dimension_numbers=numbers, nesterov=False
-    )
+        # A convolution's output channels are the columns of its matrix, all other axes the rows.
+        rows = tuple(range(len(shape) - 1))
+        numbers[name] = muonjax.MuonDimensionNumbers(rows, len(shape) - 1)
+    transformations = {
+        "optax": optax.contrib.scale_by_muon(
+            weight_dimension_numbers=numbers, nesterov=False
+        ),
+        "balanced": muonjax.orthogonalize(dimension_numbers=numbers),
+    }
 
     def update(tx: optax.GradientTransformation, grads: Any) -> Any:
         return tx.update(grads, tx.init(grads))[0]
 
-    both = {"optax": theirs, "balanced": ours}
-    return tree, {name: functools.partial(update, tx) for name, tx in both.items()}
+    functions = {}
+    for name, tx in transformations.items():
+        functions[name] = functools.partial(update, tx)
+    return tree, functions
 
 
 def main() -> None:
-    args = measure.options(__doc__, rounds=5)
     tree, functions = updates()
     rng = np.random.default_rng(0)
-    grads = {
-        name: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
-        for name, x in tree.items()
-    }
-    calls = {name: (f, tree) for name, f in functions.items()}
-    seconds = measure.compilations(calls, rounds=args.rounds, clock=time.process_time)
-    steps = {n: functools.partial(jax.jit(f), grads) for n, f in functions.items()}
-    content: dict[str, Any] = {
+    grads = {}
+    for name, leaf in tree.items():
+        grads[name] = jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
+    content = {
         "leaves": len(tree),
         "shapes": len(set(shapes().values())),
+        "compile": measure.compare_compilation(functions, tree),
+        "step": measure.compare(functions, grads, rounds=20),
     }
-    for what, times in (
-        ("compile", seconds),
-        ("step", measure.interleave(steps, rounds=4 * args.rounds)),
-    ):
-        content[what] = {
-            n: measure.summary(s, times["optax"]) for n, s in times.items()
-        }
     measure.write("many_shapes", content)
 
 

@@ -18,88 +18,104 @@ import muonjax
 from benchmarks.common import measure, momentum
 from benchmarks.common.accelerator_model import PRESETS
 
+LAYERS = 12
+WIDTH = 768
+HEADS = 12
+VOCABULARY = 50_304
+RATE = 1e-3
+RMS = 0.2
+SHAPES = {
+    "query": (WIDTH, HEADS, 64),
+    "key": (WIDTH, HEADS, 64),
+    "value": (WIDTH, HEADS, 64),
+    "out": (HEADS, 64, WIDTH),
+    "up": (WIDTH, 4 * WIDTH),
+    "down": (4 * WIDTH, WIDTH),
+}
 
-def gpt2(
-    layers: int, width: int, vocabulary: int, rng: np.random.Generator
-) -> tuple[dict, dict]:
+
+def gradients(rng: np.random.Generator) -> tuple[dict, dict]:
     """Gradients with recorded spectra, and the exact polar factors of the first layer's matrices."""
-    spectra, heads = momentum.spectra(), width // 64
-    embedding = rng.standard_normal((vocabulary, width), np.float32)
-    tree, polar, first = {"wte": {"embedding": embedding}}, {}, {}
-    shapes = {
-        "query": (width, heads, 64),
-        "key": (width, heads, 64),
-        "value": (width, heads, 64),
-        "out": (heads, 64, width),
-        "up": (width, 4 * width),
-        "down": (4 * width, width),
-    }
-    for index, (name, shape) in enumerate(shapes.items()):
-        m = width if name == "out" else shape[0]
+    spectra = momentum.spectra()
+    embedding = rng.standard_normal((VOCABULARY, WIDTH), np.float32)
+    tree: dict[str, Any] = {"wte": {"embedding": embedding}}
+    matrices = {}
+    polars = {}
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        m = WIDTH if name == "out" else shape[0]
         n = math.prod(shape) // m
-        first[name], polar[name] = momentum.matrix(spectra[11 * index + 5], m, n, rng)
-    for layer in range(layers):
-        block = {"norm": {"scale": rng.standard_normal(width).astype(np.float32)}}
-        for name, shape in shapes.items():
-            x = first[name]
-            if (
-                layer
-            ):  # the same spectra, permuted: saves the factorization of 72 matrices
+        spectrum = spectra[11 * index + 5]
+        matrices[name], polars[name] = momentum.matrix(spectrum, m, n, rng)
+    for layer in range(LAYERS):
+        block = {"norm": {"scale": rng.standard_normal(WIDTH).astype(np.float32)}}
+        for name, shape in SHAPES.items():
+            x = matrices[name]
+            if layer > 0:
+                # The same spectra, permuted: this saves the factorization of 72 matrices.
                 x = rng.permutation(rng.permutation(x, axis=0), axis=1)
             block[name] = {"kernel": x.reshape(shape)}
         tree[f"block_{layer}"] = block
-    return jax.tree.map(jnp.asarray, tree), polar
+    return jax.tree.map(jnp.asarray, tree), polars
 
 
 def optimizers(numbers: Any) -> dict[str, optax.GradientTransformation]:
     """Optax's and ours by preset, with one routing."""
-    adam = optax.adamw(1e-3)
-    rows: dict[str, optax.GradientTransformation] = {
-        "optax": optax.contrib.muon(
-            1e-3, consistent_rms=0.2, muon_weight_dimension_numbers=numbers
-        )
-    }
+    theirs = optax.contrib.muon(
+        RATE, consistent_rms=RMS, muon_weight_dimension_numbers=numbers
+    )
+    rows: dict[str, optax.GradientTransformation] = {"optax": theirs}
     for name in ("fast", "balanced"):
-        settings = {"newton_schulz": PRESETS[name], "adam": adam, "weight_decay": 0.0}
-        rows[name] = muonjax.muon(1e-3, numbers, **settings)
+        rows[name] = muonjax.muon(
+            RATE,
+            numbers,
+            newton_schulz=PRESETS[name],
+            adam=optax.adamw(RATE),
+            weight_decay=0.0,
+        )
     return rows
 
 
+def errors(block: Any, polars: dict[str, np.ndarray]) -> dict[str, float]:
+    """Polar error and cosine of the updates of a layer."""
+    factors = []
+    for name, polar in polars.items():
+        update = np.asarray(block[name]["kernel"], np.float64).reshape(polar.shape)
+        # update = -rate * rms * sqrt(max(m, n)) * U V^T
+        factors.append(-update / (RATE * RMS * max(polar.shape) ** 0.5))
+    result = momentum.errors(factors, list(polars.values()))
+    return {
+        "polar_error_mean": result["mean"],
+        "cosine_worst": result["worst_cosine"],
+    }
+
+
+def compiled(update: Any, arguments: tuple[Any, ...]) -> Any:
+    """The program of an update."""
+    return jax.jit(update).lower(*arguments).compile()
+
+
 def main() -> None:
-    args = measure.options(__doc__, layers=12, width=768, vocabulary=50_304, rounds=7)
-    grads, polar = gpt2(
-        args.layers, args.width, args.vocabulary, np.random.default_rng(0)
-    )
-    rows: dict[str, Any] = {}
-    calls, compilations = {}, {}
+    grads, polars = gradients(np.random.default_rng(0))
+    steps = {}
+    compilations = {}
+    rows = {}
     for name, tx in optimizers(muonjax.dimension_numbers(grads)).items():
-        state = jax.jit(tx.init)(grads)
-        arguments = grads, state, grads
-        compilations[name] = (tx.update, *arguments)
-        compiled = jax.jit(tx.update).lower(*arguments).compile()
-        calls[name] = functools.partial(compiled, *arguments)
-        updates = calls[name]()[0]["block_0"]
-        results = [
-            -np.asarray(updates[leaf]["kernel"], np.float64).reshape(exact.shape)
-            / (1e-3 * 0.2 * max(exact.shape) ** 0.5)
-            for leaf, exact in polar.items()
-        ]
-        errors = momentum.errors(results, list(polar.values()))
-        rows[name] = {
-            "temporary_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
-            "state_mib": sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20,
-            "polar_error_mean": errors["mean"],
-            "cosine_worst": errors["worst_cosine"],
-        }
-    compiling = measure.compilations(compilations, rounds=args.rounds)
-    seconds = measure.interleave(calls, rounds=args.rounds)
+        arguments = grads, jax.jit(tx.init)(grads), grads
+        compilations[name] = functools.partial(compiled, tx.update, arguments)
+        program = compilations[name]()
+        steps[name] = functools.partial(program, *arguments)
+        updates, _ = steps[name]()
+        rows[name] = errors(updates["block_0"], polars)
+        rows[name]["temporary"] = program.memory_analysis().temp_size_in_bytes
+    compiling = measure.summaries(
+        measure.interleave(compilations, before=jax.clear_caches)
+    )
+    times = measure.summaries(measure.interleave(steps))
     for name, row in rows.items():
-        row |= measure.summary(seconds[name], seconds["optax"])
-        row["compile_ratio"] = measure.summary(compiling[name], compiling["optax"])[
-            "ratio"
-        ]
-        row["temporary_ratio"] = row["temporary_mib"] / rows["optax"]["temporary_mib"]
-    measure.write("muon_step", {**vars(args), "optimizers": rows}, rows)
+        row |= times[name]
+        row["compile_ratio"] = compiling[name]["ratio"]
+        row["temporary_ratio"] = row["temporary"] / rows["optax"]["temporary"]
+    measure.write("muon_step", {"optimizers": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Count what an optimizer's state costs an accelerator: bytes of momentum's pass, memory and copies from the host.
+"""Count what an optimizer's state in host memory costs an accelerator: memory, and copies from the host.
 
     python -m benchmarks.optimizer.state_memory
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 import muonjax
-from benchmarks.common import ahead_of_time, hlo_launches, measure
+from benchmarks.common import ahead_of_time, measure
 
 
 class Case(NamedTuple):
@@ -48,16 +48,14 @@ CASES = [
 
 def compiled(case: Case, memory_kind: str | None) -> Any:
     """The update of a case."""
-    chip, tx = ahead_of_time.CHIPS[case.chip], OPTIMIZERS[case.optimizer]()
+    chip = ahead_of_time.CHIPS[case.chip]
+    tx = OPTIMIZERS[case.optimizer]()
     here = ahead_of_time.on_device(chip)
     matrix = jax.ShapeDtypeStruct((case.size, case.size), jnp.float32, sharding=here)
     params = {f"layer_{i}": {"kernel": matrix} for i in range(case.count)}
     shardings = muonjax.state_shardings(tx, params, memory_kind=memory_kind)
-    state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(tx.init, params),
-        shardings,
-    )
+    state = jax.eval_shape(tx.init, params)
+    state = ahead_of_time.with_shardings(state, shardings)
     # The description of a GPU has no memories, and shardings lose their kind.
     to_host = memory_kind and chip.platform == "gpu"
 
@@ -65,25 +63,28 @@ def compiled(case: Case, memory_kind: str | None) -> Any:
         return jax.device_put(x, jax.memory.Space.Host) if x.ndim else x
 
     def update(grads: Any, state: Any, params: Any) -> Any:
-        return tx.update(
-            grads, jax.tree.map(on_host, state) if to_host else state, params
-        )
+        if to_host:
+            state = jax.tree.map(on_host, state)
+        return tx.update(grads, state, params)
 
-    options = {
-        "donate_argnums": (0, 1),
-        "out_shardings": None if to_host else (here, shardings),
-    }
-    return ahead_of_time.compile_for(chip, update, params, state, params, **options)
+    return ahead_of_time.compile_for(
+        chip,
+        update,
+        *(params, state, params),
+        donate_argnums=(0, 1),
+        out_shardings=None if to_host else (here, shardings),
+    )
 
 
-def count(case: Case) -> dict[str, Any]:
+def count(case: Case) -> measure.Row:
     """The figures of a case."""
     program = compiled(case, "pinned_host")
     memory = program.memory_analysis()
     # The device's arguments without state: gradients, and the parameters where they are read.
     trees = 1 if case.optimizer.startswith("trace") else 2
     others = trees * case.count * 4 * case.size**2
-    state, temporary = None, 0
+    state = None
+    temporary = 0
     if case.fits:
         without = compiled(case, None).memory_analysis()
         state = (without.argument_size_in_bytes - others) / 2**20
@@ -102,33 +103,12 @@ def count(case: Case) -> dict[str, Any]:
     }
 
 
-def moved(gradients: str, nesterov: bool, size: int = 4096) -> dict[str, Any]:
-    """Bytes that a GPU reads and writes to update the momentum of one matrix, for momentum in int8 and in float32."""
-    row: dict[str, Any] = {"gradients": gradients, "nesterov": nesterov}
-    for dtype in ("float32", "int8"):
-        tx = muonjax.trace(0.95, nesterov, jnp.dtype(dtype))
-        matrix = {"w": jax.ShapeDtypeStruct((size, size), jnp.dtype(gradients))}
-        program = ahead_of_time.compile_for(
-            ahead_of_time.CHIPS["H100"],
-            tx.update,
-            matrix,
-            jax.eval_shape(tx.init, matrix),
-        )
-        launches = hlo_launches.launches(program.as_text())
-        row[dtype] = sum(launch.count * launch.moved for launch in launches) / size**2
-    return {**row, "ratio": row["int8"] / row["float32"]}
-
-
 def main() -> None:
     for platform in ("gpu", "tpu"):
         if reason := ahead_of_time.missing(platform):
             raise SystemExit(reason)
-    passes = []
-    for dtype in ("float32", "bfloat16"):
-        passes += [moved(dtype, nesterov) for nesterov in (True, False)]
-    cases = [count(case) for case in CASES]
-    content = {"passes": passes, "cases": cases}
-    measure.write("state_memory", content, cases, device=ahead_of_time.NO_DEVICE)
+    content = {"cases": [count(case) for case in CASES]}
+    measure.write("state_memory", content, device=ahead_of_time.NO_DEVICE)
 
 
 if __name__ == "__main__":

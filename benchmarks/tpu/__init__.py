@@ -1,1 +1,1 @@
-"""TPUs: compiled for one without it, and ready to run on one."""
+"""TPUs: compiled for one without it."""

@@ -9,7 +9,6 @@ run that is cut goes on from its checkpoint in the working folder, or starts aga
 """
 
 import argparse
-import dataclasses
 import os
 import pathlib
 import subprocess
@@ -21,6 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".92")
+# The tokenizer's threads leave cores for the compiler.
+os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, (os.cpu_count() or 2) // 2)))
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,14 @@ from benchmarks.common import measure
 from benchmarks.training import source_text, trainer
 from benchmarks.training.decoder import SIZES, attention
 from benchmarks.training.methods import METHODS
-from benchmarks.training.pretrain_results import Piece, Results, Row, draw, losses
+from benchmarks.training.pretrain_results import (
+    Piece,
+    Results,
+    Row,
+    draw,
+    losses,
+    piece_of,
+)
 
 ROOT = measure.RESULTS.parents[1]
 # What is most wanted comes first. "step" times a step; "rates" is a run at each of three rates, and at more until the
@@ -81,7 +89,8 @@ BUDGETS = {
 
 def rates(rows: list[Row], size: str, method: str) -> tuple[float, ...]:
     """The rates to run: the usual three, then the next one beyond the best where that is at an end."""
-    by_rate, usual = losses(rows, size, method), RATES[method]
+    by_rate = losses(rows, size, method)
+    usual = RATES[method]
     if not by_rate.keys() >= set(usual) or len(by_rate) >= MOST_RATES:
         return usual
     beyond = {min(by_rate): min(by_rate) / 2, max(by_rate): max(by_rate) * 2}
@@ -93,34 +102,37 @@ def pieces(rows: list[Row], sizes: tuple[str, ...], fastest: str) -> Iterator[Pi
     """All of `ORDER` for these sizes, as far as the rows tell the best rates."""
     for what, size, methods in ORDER:
         for method in methods if size in sizes else ():
-            piece = Piece("run", size, method, fastest)
-            if what.startswith("step"):
-                yield piece._replace(
-                    kind="step", attention="xla" if "visible" in what else fastest
-                )
+            run = Piece("run", size, method, fastest)
+            if what == "step":
+                yield run._replace(kind="step")
+            elif what == "step, visible softmax":
+                yield run._replace(kind="step", attention="xla")
             elif what == "rates":
                 for rate in rates(rows, size, method):
-                    yield piece._replace(rate=rate)
+                    yield run._replace(rate=rate)
             elif by_rate := losses(rows, BUDGETS[size].tuned_at, method):
-                best = piece._replace(rate=min(by_rate, key=by_rate.__getitem__))
-                yield best._replace(
-                    seed=int("seed" in what), fraction=0.5 if what == "half" else 1.0
-                )
+                run = run._replace(rate=min(by_rate, key=by_rate.__getitem__))
+                if what == "half":
+                    run = run._replace(fraction=0.5)
+                if what == "second seed":
+                    run = run._replace(seed=1)
+                yield run
 
 
 def expected(piece: Piece) -> float:
     """Seconds, at a guess."""
     budget = BUDGETS[piece.size]
-    return budget.to_begin + (
-        budget.step if piece.kind == "step" else 1.2 * piece.fraction * budget.run
-    )
+    if piece.kind == "step":
+        return budget.to_begin + budget.step
+    return budget.to_begin + 1.2 * piece.fraction * budget.run
 
 
 class Session:
     """One call: the time that it has, the data, and the programs that are compiled."""
 
     def __init__(self, args: argparse.Namespace, left: Callable[[], float]):
-        self.args, self.left = args, left
+        self.args = args
+        self.left = left
         self.fastest = "cudnn" if cudnn_runs() else "xla"
         self.results = Results(args.out, measure.provenance()["device"])
         self.failed: set[Piece] = set()
@@ -128,68 +140,55 @@ class Session:
         # The tokens are made in a process of their own, while steps are timed on random ones.
         module = "benchmarks.training.source_text"
         command = [sys.executable, "-m", module, str(self.texts), self.texts.name]
-        threads = str(max(1, (os.cpu_count() or 2) // 2))
-        environment = os.environ | {"RAYON_NUM_THREADS": threads}
-        self.preparing = subprocess.Popen(command, cwd=ROOT, env=environment)
+        self.preparing = subprocess.Popen(command, cwd=ROOT)
 
     def next(self) -> Piece | None:
-        """The first piece that fits into the time; if none does, the first run that can at least begin."""
+        """The first piece that fits into the time; if none does, the first run of which a part can be kept."""
         rows = self.results.rows
-        keys = [{key: row[key] for key in Piece._fields} for row in rows]
-        wanted = [
-            piece
-            for piece in pieces(rows, self.args.sizes, self.fastest)
-            if piece._asdict() not in keys and piece not in self.failed
-        ]
-        if self.preparing.poll() is None:  # steps are timed while the tokens are made
+        over = self.failed | {piece_of(row) for row in rows}
+        every = pieces(rows, self.args.sizes, self.fastest)
+        wanted = [piece for piece in every if piece not in over]
+        if self.preparing.poll() is None:
+            # Steps are timed while the tokens are made.
             wanted.sort(key=lambda piece: piece.kind == "run")
         for piece in wanted:
             if expected(piece) < self.left():
                 return piece
-        runs = [piece for piece in wanted if piece.kind == "run"]
-        return (
-            runs[0] if runs and BUDGETS[runs[0].size].to_begin < self.left() else None
-        )
+        for piece in wanted:
+            budget = BUDGETS[piece.size]
+            # The first checkpoint comes after an evaluation, and takes a while to write.
+            to_keep = budget.to_begin + 2 * budget.run / trainer.EVALUATIONS
+            if piece.kind == "run" and to_keep < self.left():
+                return piece
+        return None
 
-    def steps(self, size: str) -> int:
-        """Of a whole run: the same for all methods, so that all see the same tokens."""
-        if self.args.steps:
-            return self.args.steps
-        rows = [
-            row
-            for row in self.results.content["rows"]
-            if row["device"] == self.results.device
-        ]
-        for row in rows:
-            if row["size"] == size and "whole_steps" in row:
+    def whole_steps(self, size: str) -> int:
+        """The steps of a whole run: the same for all methods, so that all see the same tokens."""
+        results = self.results
+        rows = results.content["rows"]
+        for row in measure.matching(rows, device=results.device, size=size):
+            if "whole_steps" in row:
                 return row["whole_steps"]
-        key = {"kind": "step", "size": size, "method": "adamw"}
-        timed = next(row for row in self.results.rows if key.items() <= row.items())
+        timed = measure.matching(results.rows, kind="step", size=size, method="adamw")
         unit = 2 * trainer.EVALUATIONS
-        return max(1, int(BUDGETS[size].run / timed["seconds"]) // unit) * unit
+        return max(1, int(BUDGETS[size].run / timed[0]["seconds"]) // unit) * unit
 
     def do(self, piece: Piece) -> bool:
         """Measure a piece; False if the time is up."""
         print(f"{self.left():.0f} s left:", *piece, flush=True)
-        path = self.args.work / f"{'_'.join(map(str, piece))}.npz"
-        size = SIZES[piece.size]
-        if self.args.batch:
-            size = dataclasses.replace(size, batch=self.args.batch)
-        chosen = trainer.fitting(size, piece.attention, piece.method)
+        chosen = trainer.fitting(SIZES[piece.size], piece.attention, piece.method)
         common = {"parts": chosen.task.parts, "statistic": chosen.statistic}
         if piece.kind == "step":
-            timed = trainer.time_step(
-                chosen, calls=1 if self.args.steps else trainer.EVERY
-            )
+            timed = trainer.time_step(chosen)
             self.results.add(piece, common | timed | {"complete": True})
             return True
         self.preparing.wait(max(1.0, self.left()))
         text = source_text.Text(self.texts)
         self.results.content["data"][text.record["hash"]] = text.record
-        common["whole_steps"] = self.steps(piece.size)
-        run = trainer.Run(
-            piece.rate, piece.seed, int(piece.fraction * common["whole_steps"])
-        )
+        whole_steps = self.whole_steps(piece.size)
+        common["whole_steps"] = whole_steps
+        run = trainer.Run(piece.rate, piece.seed, int(piece.fraction * whole_steps))
+        path = self.args.work / f"{'_'.join(map(str, piece))}.npz"
         for row in trainer.train(chosen, text, run, path, self.left):
             self.results.add(piece, common | row)
         return row["complete"]
@@ -231,46 +230,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--minutes", type=float, default=9, help="this process takes no longer")
     add("--size", choices=SIZES, help="None: 124M and 30M")
-    add(
-        "--out",
-        type=pathlib.Path,
-        help="folder of pretrain.json; benchmarks/results on a GPU",
-    )
+    add("--out", type=pathlib.Path, default=measure.RESULTS)
     runs = ROOT / "runs" / "pretrain"
     add("--work", type=pathlib.Path, default=runs, help="tokens and checkpoints")
-    add(
-        "--draw",
-        action="store_true",
-        help="draw docs/images/pretrain.png, and measure nothing",
-    )
-    add("--steps", type=int, help="of a whole run, for a dry run")
-    add("--batch", type=int, help="for a dry run")
+    add("--draw", action="store_true", help="draw the picture, and measure nothing")
     args = parser.parse_args(argv)
     args.sizes = (args.size,) if args.size else ("124M", "30M")
-    dry = args.steps or args.batch or args.size == "tiny"
-    if not (dry or args.draw) and jax.default_backend() != "gpu":
-        parser.error(
-            "there is no GPU. --size tiny runs anywhere, and so does --steps 10 --batch 1."
-        )
-    args.out = args.out or (args.work if dry else measure.RESULTS)
+    if args.size == "tiny":
+        args.out = args.work
+    elif not args.draw and jax.default_backend() != "gpu":
+        parser.error("there is no GPU. --size tiny runs anywhere.")
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     if args.draw:
-        device = measure.read("pretrain")["provenance"]["device"]
-        draw(
-            Results(measure.RESULTS, device).rows,
-            ROOT / "docs" / "images" / "pretrain.png",
-        )
+        device = measure.read("pretrain", args.out)["provenance"]["device"]
+        draw(Results(args.out, device).rows, measure.IMAGES / "pretrain.png")
         return
     end = time.monotonic() + 60 * args.minutes - TO_IMPORT
     if args.size == "tiny":  # nobody wants its times
         jax.config.update("jax_disable_most_optimizations", True)
-    watch = threading.Timer(
-        end - time.monotonic(), os._exit, [3]
-    )  # nothing else stops a compiler
+    # Nothing else stops a compiler.
+    watch = threading.Timer(end - time.monotonic(), os._exit, [3])
     watch.daemon = True
     watch.start()
     session = Session(args, lambda: end - 3 - time.monotonic())
