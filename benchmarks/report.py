@@ -62,7 +62,9 @@ def pages() -> list[pathlib.Path]:
 
 
 def main() -> None:
-    check, templates, stale = "--check" in sys.argv, find_templates(), []
+    check = "--check" in sys.argv
+    templates = find_templates()
+    stale = []
     for path in pages():
         text = path.read_text()
         if (new := render(text, templates)) != text:

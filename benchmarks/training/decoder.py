@@ -5,6 +5,7 @@ whose softmax `muonjax.inspect` can read, and with cuDNN's, whose softmax is hid
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -14,8 +15,10 @@ from jax import lax
 
 import muonjax
 
-# Of queries, keys and values [batch, time, heads, depth]: the output, and the largest logit of each head or None.
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]
+# An output [batch, time, ...], and the largest logit of each head or None.
+Attended = tuple[jax.Array, jax.Array | None]
+# Of queries, keys and values [batch, time, heads, depth].
+Attend = Callable[[jax.Array, jax.Array, jax.Array], Attended]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +46,36 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(1, 32, 4, 2, 64, vocabulary=256, context=32, batch=4),
-    "30M": Size(8, 384, 6, 2, 1536, vocabulary=16384, context=1024, batch=64),
-    "124M": Size(12, 768, 12, 4, 2880, vocabulary=16384, context=1024, batch=64),
+    "tiny": Size(
+        layers=1,
+        width=32,
+        heads=4,
+        key_heads=2,
+        hidden=64,
+        vocabulary=256,
+        context=32,
+        batch=4,
+    ),
+    "30M": Size(
+        layers=8,
+        width=384,
+        heads=6,
+        key_heads=2,
+        hidden=1536,
+        vocabulary=16384,
+        context=1024,
+        batch=64,
+    ),
+    "124M": Size(
+        layers=12,
+        width=768,
+        heads=12,
+        key_heads=4,
+        hidden=2880,
+        vocabulary=16384,
+        context=1024,
+        batch=64,
+    ),
 }
 
 
@@ -59,27 +89,25 @@ def attention(
       statistic: "bound" takes the log-sum-exp, "exact" computes the logits again, None measures nothing.
       measure: Where it is False, "exact" computes nothing and returns -inf, which no clip acts on.
     """
+    causal = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+    )
 
     def attend(query, key, value):
+        if statistic == "bound":
+            y, log_sum_exp = causal(query, key, value, return_residual=True)
+            return y, muonjax.max_logits_bound(log_sum_exp)
+        y = causal(query, key, value)
+        if statistic is None:
+            return y, None
+
         def exact():
             return muonjax.max_logits(query, key, is_causal=True)
 
         def nothing():
             return jnp.full(query.shape[-2], -jnp.inf)
 
-        bound = statistic == "bound"
-        y = jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            implementation=implementation,
-            return_residual=bound,
-        )
-        if bound:
-            y, log_sum_exp = y
-            return y, muonjax.max_logits_bound(log_sum_exp)
-        return y, lax.cond(measure, exact, nothing) if statistic == "exact" else None
+        return y, lax.cond(measure, exact, nothing)
 
     return attend
 
@@ -90,11 +118,10 @@ def rotate(x: jax.Array) -> jax.Array:
     frequency = 10_000.0 ** (-jnp.arange(half) / half)
     angle = jnp.arange(x.shape[1])[:, None, None] * frequency
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [
-        a * jnp.cos(angle) - b * jnp.sin(angle),
-        a * jnp.sin(angle) + b * jnp.cos(angle),
-    ]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return turned.astype(x.dtype)
 
 
 def linear(
@@ -118,14 +145,12 @@ class Attention(nnx.Module):
         self.value = linear(size.width, size.key_heads * size.depth, rngs)
         self.out = linear(size.width, size.width, rngs, 0.5 / size.layers)
 
-    def __call__(
-        self, x: jax.Array, attend: Attend
-    ) -> tuple[jax.Array, jax.Array | None]:
-        query, key, value = (
-            layer(x).reshape(*x.shape[:-1], -1, self.depth)
-            for layer in (self.query, self.key, self.value)
-        )
-        y, largest = attend(rotate(query), rotate(key), value)
+    def __call__(self, x: jax.Array, attend: Attend) -> Attended:
+        heads = *x.shape[:-1], -1, self.depth
+        query = rotate(self.query(x).reshape(heads))
+        key = rotate(self.key(x).reshape(heads))
+        value = self.value(x).reshape(heads)
+        y, largest = attend(query, key, value)
         return self.out(y.reshape(x.shape)), largest
 
 
@@ -138,9 +163,7 @@ class Block(nnx.Module):
         self.up = linear(size.width, size.hidden, rngs)
         self.down = linear(size.hidden, size.width, rngs, 0.5 / size.layers)
 
-    def __call__(
-        self, x: jax.Array, attend: Attend
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(self, x: jax.Array, attend: Attend) -> Attended:
         y, largest = self.attention(self.attention_norm(x), attend)
         x = x + y
         y = self.mlp_norm(x)

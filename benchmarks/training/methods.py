@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from optax import GradientTransformation as Transformation
+from optax import Schedule
 
 import muonjax
+from muonjax import Program
 
 THRESHOLD = 30.0  # of the clips; such small models never reach Kimi K2's 100
 
@@ -21,22 +24,18 @@ class Method(NamedTuple):
         measured in every tenth step.
     """
 
-    make: Callable[[optax.Schedule, muonjax.Program], optax.GradientTransformation]
+    make: Callable[[Schedule, Program], Transformation]
     statistic: str | None = None
 
 
-def adamw(
-    rate: optax.Schedule, program: muonjax.Program
-) -> optax.GradientTransformation:
+def adamw(rate: Schedule, program: Program) -> Transformation:
     def matrices(params: Any) -> Any:
         return jax.tree.map(lambda x: x.ndim > 1, params)
 
     return optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=matrices)
 
 
-def optax_muon(
-    rate: optax.Schedule, program: muonjax.Program
-) -> optax.GradientTransformation:
+def optax_muon(rate: Schedule, program: Program) -> Transformation:
     return optax.contrib.muon(
         rate,
         weight_decay=0.1,
@@ -47,21 +46,15 @@ def optax_muon(
     )
 
 
-def fast(
-    rate: optax.Schedule, program: muonjax.Program
-) -> optax.GradientTransformation:
+def fast(rate: Schedule, program: Program) -> Transformation:
     return muonjax.muon(rate, program, newton_schulz=muonjax.NewtonSchulz.fast())
 
 
-def muonclip(
-    rate: optax.Schedule, program: muonjax.Program
-) -> optax.GradientTransformation:
+def muonclip(rate: Schedule, program: Program) -> Transformation:
     return muonjax.muonclip(rate, program, threshold=THRESHOLD)
 
 
-def muonh(
-    rate: optax.Schedule, program: muonjax.Program
-) -> optax.GradientTransformation:
+def muonh(rate: Schedule, program: Program) -> Transformation:
     return muonjax.muonh(
         rate, program, adam_learning_rate=lambda count: 0.2 * rate(count)
     )
@@ -78,7 +71,7 @@ METHODS = {
 }
 
 
-def schedule(rate: jax.Array, steps: jax.Array) -> optax.Schedule:
+def schedule(rate: jax.Array, steps: jax.Array) -> Schedule:
     """Linear warm-up over a tenth of the steps, then a cosine to a tenth of the rate; both may be traced."""
 
     def at(count: jax.Array) -> jax.Array:

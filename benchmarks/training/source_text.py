@@ -33,16 +33,12 @@ def sources(corpus: str) -> Iterator[tuple[str, str, pathlib.Path]]:
             yield "python", platform.python_version(), path
     if corpus == "library":
         return
-    for package in sorted(
-        importlib.metadata.distributions(), key=lambda package: package.name
-    ):
+    packages = importlib.metadata.distributions()
+    for package in sorted(packages, key=lambda package: package.name):
         for path in package.files or ():
             if path.suffix == ".py":
-                yield (
-                    package.name,
-                    package.version,
-                    pathlib.Path(str(package.locate_file(path))),
-                )
+                place = pathlib.Path(str(package.locate_file(path)))
+                yield package.name, package.version, place
 
 
 def read(corpus: str) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
@@ -55,9 +51,8 @@ def read(corpus: str) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
         if key in contents or not 0 < len(content) <= LARGEST:
             continue
         contents[key] = content
-        row = packages.setdefault(
-            (name, version), {"name": name, "version": version, "files": 0, "bytes": 0}
-        )
+        empty = {"name": name, "version": version, "files": 0, "bytes": 0}
+        row = packages.setdefault((name, version), empty)
         row["files"] += 1
         row["bytes"] += len(content)
     return dict(sorted(contents.items())), list(packages.values())
@@ -86,18 +81,18 @@ def byte_pairs(contents: dict[str, bytes]) -> Any:
     return tokenizer
 
 
-def encode(tokenizer: Any, files: list[bytes]) -> Iterator[np.ndarray]:
-    """The tokens of each file and one for its end; without a tokenizer bytes, which end with 0."""
+def encode(tokenizer: Any, files: list[bytes]) -> np.ndarray:
+    """The tokens of all files, each with one for its end; without a tokenizer bytes, which end with 0."""
     if tokenizer is None:
-        for content in files:
-            yield np.frombuffer(content + b"\0", np.uint8).astype(np.uint16)
-        return
+        text = b"".join(content + b"\0" for content in files)
+        return np.frombuffer(text, np.uint8).astype(np.uint16)
+    tokens = []
     for start in range(0, len(files), 500):
-        texts = [
-            content.decode(errors="replace") for content in files[start : start + 500]
-        ]
+        some = files[start : start + 500]
+        texts = [content.decode(errors="replace") for content in some]
         for encoding in tokenizer.encode_batch(texts):
-            yield np.array([*encoding.ids, 0], np.uint16)
+            tokens.append(np.array([*encoding.ids, 0], np.uint16))
+    return np.concatenate(tokens)
 
 
 def prepare(folder: pathlib.Path, corpus: str) -> dict[str, Any]:
@@ -115,12 +110,11 @@ def prepare(folder: pathlib.Path, corpus: str) -> dict[str, Any]:
         "files": len(contents),
         "bytes": sum(map(len, contents.values())),
     }
-    for part in ("train", "held_out"):
-        wanted = part == "held_out"
-        files = [
-            content for key, content in contents.items() if is_held_out(key) == wanted
-        ]
-        tokens = np.concatenate(list(encode(tokenizer, files)))
+    parts: dict[str, list[bytes]] = {"train": [], "held_out": []}
+    for key, content in contents.items():
+        parts["held_out" if is_held_out(key) else "train"].append(content)
+    for part, files in parts.items():
+        tokens = encode(tokenizer, files)
         tokens.tofile(folder / f"{part}.bin")
         row[part] = {
             "files": len(files),
@@ -132,15 +126,19 @@ def prepare(folder: pathlib.Path, corpus: str) -> dict[str, Any]:
     return row
 
 
+def windows(tokens: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    """The context + 1 tokens from each start on: [starts] -> [starts, context + 1]."""
+    places = starts[:, None] + np.arange(context + 1)
+    return tokens[places].astype(np.int32)
+
+
 class Text:
     """Windows of the tokens of a folder that `prepare` wrote."""
 
     def __init__(self, folder: pathlib.Path):
         self.record = json.loads((folder / "record.json").read_text())
-        self.train, self.held_out = (
-            np.memmap(folder / f"{part}.bin", np.uint16, "r")
-            for part in ("train", "held_out")
-        )
+        self.train = np.memmap(folder / "train.bin", np.uint16, "r")
+        self.held_out = np.memmap(folder / "held_out.bin", np.uint16, "r")
 
     def batch(self, seed: int, step: int, size: int, context: int) -> np.ndarray:
         """Windows [size, context + 1]; an epoch has each once, in an order that depends on the seed only."""
@@ -150,18 +148,14 @@ class Text:
         for epoch in np.unique(epochs):
             shuffled = np.random.default_rng((seed, epoch)).permutation(count)
             order[epochs == epoch] = shuffled[places[epochs == epoch]]
-        return self.train[order[:, None] * context + np.arange(context + 1)].astype(
-            np.int32
-        )
+        return windows(self.train, order * context, context)
 
     def held_out_batches(self, most: int, size: int, context: int) -> np.ndarray:
         """The first `most` or fewer batches [n, size, context + 1] of the held-out tokens."""
         count = min(most, (len(self.held_out) - 1) // (context * size))
         starts = np.arange(count * size) * context
-        windows = self.held_out[starts[:, None] + np.arange(context + 1)].astype(
-            np.int32
-        )
-        return windows.reshape(count, size, context + 1)
+        batches = windows(self.held_out, starts, context)
+        return batches.reshape(count, size, context + 1)
 
 
 if __name__ == "__main__":

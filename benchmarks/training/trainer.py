@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import pathlib
 import pickle
 import time
@@ -26,12 +25,7 @@ EVERY = 10  # steps between two measurements of "muonclip, exact"
 EVALUATIONS = 12  # in a run
 HELD_OUT = 8  # batches
 Tree = Any
-
-
-def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Mean loss in nats per token of predicting tokens[:, 1:]."""
-    logits = logits.astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+Row = measure.Row
 
 
 class Task:
@@ -43,14 +37,16 @@ class Task:
     """
 
     def __init__(self, size: Size, implementation: str, parts: int):
-        self.size, self.implementation, self.parts = size, implementation, parts
+        self.size = size
+        self.implementation = implementation
+        self.parts = parts
         self.graph, self.params = self._split(nnx.eval_shape(lambda: self._model(0)))
         self.tokens = jax.ShapeDtypeStruct((size.batch, size.context + 1), jnp.int32)
         # XLA's softmax is visible, and both attentions have the same weights.
         self.program = muonjax.inspect(self.visible_loss, self.params, self.tokens)
         self.init = jax.jit(lambda seed: self._split(self._model(seed))[1])
 
-    def _model(self, seed: jax.typing.ArrayLike) -> Decoder:
+    def _model(self, seed: Any) -> Decoder:
         return Decoder(self.size, rngs=nnx.Rngs(jax.random.key(seed)))
 
     def _split(self, model: Decoder) -> tuple[Any, Tree]:
@@ -60,11 +56,13 @@ class Task:
     def loss(
         self, params: Tree, tokens: jax.Array, attend: Attend
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss in nats per token, and the largest logits that `attend` measures."""
-        logits, max_logits = nnx.merge(self.graph, nnx.State(params))(
-            tokens[:, :-1], attend
+        """Mean loss in nats per token of predicting tokens[:, 1:], and the largest logits that `attend` measures."""
+        model = nnx.merge(self.graph, nnx.State(params))
+        logits, max_logits = model(tokens[:, :-1], attend)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), tokens[:, 1:]
         )
-        return cross_entropy(logits, tokens), max_logits
+        return losses.mean(), max_logits
 
     def visible_loss(self, params: Tree, tokens: jax.Array) -> jax.Array:
         return self.loss(params, tokens, attention("xla"))[0]
@@ -94,28 +92,26 @@ class Task:
         return jax.jit(functools.partial(self.gradients, None))
 
     @functools.cached_property
-    def evaluate(
-        self,
-    ) -> Callable[[Tree, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]:
-        """Of parameters and a held-out batch: the loss, and the largest logits, exact whatever the optimizer."""
-        loss = functools.partial(
-            self.loss, attend=attention(self.implementation, "exact")
-        )
-        return jax.jit(loss).lower(self.params, self.tokens).compile()
+    def evaluate(self) -> Any:
+        """(params, held-out tokens) -> the loss, and the largest logits, exact whatever the optimizer."""
+        attend = attention(self.implementation, "exact")
+        return jax.jit(functools.partial(self.loss, attend=attend))
+
+
+task_of = functools.cache(Task)
 
 
 class Trainer:
     """A task with an optimizer. Rate and number of steps are arguments of its step: all runs share one program."""
 
     def __init__(self, task: Task, name: str):
-        self.task, self.method = task, METHODS[name]
+        self.task = task
+        self.method = METHODS[name]
         self.statistic = self.method.statistic
         if self.statistic == "free":
             self.statistic = "program" if task.implementation == "xla" else "bound"
 
-    def _optimizer(
-        self, rate: jax.typing.ArrayLike, steps: jax.typing.ArrayLike
-    ) -> Any:
+    def _optimizer(self, rate: Any, steps: Any) -> Any:
         return self.method.make(schedule(rate, steps), self.task.program)
 
     def _step(
@@ -126,54 +122,45 @@ class Trainer:
             self.statistic, params, tokens, count
         )
         clip = {"max_logits": max_logits} if self.statistic else {}
-        updates, opt_state = self._optimizer(rate, steps).update(
-            grads, state["opt_state"], params, **clip
-        )
-        return {
-            "params": optax.apply_updates(params, updates),
-            "opt_state": opt_state,
-        }, loss
+        tx = self._optimizer(rate, steps)
+        updates, opt_state = tx.update(grads, state["opt_state"], params, **clip)
+        params = optax.apply_updates(params, updates)
+        return {"params": params, "opt_state": opt_state}, loss
 
     def init(self, seed: int) -> Tree:
         """The state before the first step."""
         params = self.task.init(seed)
-        return {
-            "params": params,
-            "opt_state": jax.jit(self._optimizer(0.0, 1.0).init)(params),
-        }
+        opt_state = jax.jit(self._optimizer(0.0, 1.0).init)(params)
+        return {"params": params, "opt_state": opt_state}
 
     @functools.cached_property
     def step(self) -> Any:
         """The whole step, compiled: (state, tokens, rate, steps, count) -> (state, loss). The state is donated."""
+        state = jax.eval_shape(self.init, 0)
         start = time.perf_counter()
         step = jax.jit(self._step, donate_argnums=0)
-        lowered = step.lower(
-            jax.eval_shape(self.init, 0), self.task.tokens, *numbers(0, 1, 0)
-        )
+        lowered = step.lower(state, self.task.tokens, *numbers(0, 1, 0))
         traced = time.perf_counter()
         compiled = lowered.compile()
-        self.seconds = {
-            "trace": traced - start,
-            "compile": time.perf_counter() - traced,
-        }
+        end = time.perf_counter()
+        self.seconds = {"trace": traced - start, "compile": end - traced}
         return compiled
 
 
 @functools.cache
 def fitting(size: Size, implementation: str, name: str) -> Trainer:
     """The trainer that cuts a batch into the fewest parts with which its step fits into the device's memory."""
-    parts, tokens = 1, random_tokens(size)
+    parts = 1
+    tokens = random_tokens(size)
     while True:
         task = task_of(size, implementation, parts)
         trainer = Trainer(task, name)
+        rate, steps, count = numbers(0, 1, 0)
         try:
             # First without the optimizer, so that what all methods share is tuned before the compiler is timed.
-            jax.block_until_ready(
-                task.without_optimizer(task.init(0), tokens, np.int32(0))
-            )
-            jax.block_until_ready(
-                trainer.step(trainer.init(0), tokens, *numbers(0, 1, 0))
-            )
+            jax.block_until_ready(task.without_optimizer(task.init(0), tokens, count))
+            state = trainer.init(0)
+            jax.block_until_ready(trainer.step(state, tokens, rate, steps, count))
             return trainer
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) or parts == size.batch:
@@ -181,54 +168,46 @@ def fitting(size: Size, implementation: str, name: str) -> Trainer:
         parts *= 2
 
 
-task_of = functools.cache(Task)
-
-
-def numbers(
-    rate: float, steps: int, count: int
-) -> tuple[np.float32, np.float32, np.int32]:
+def numbers(rate: float, steps: int, count: int) -> tuple[Any, Any, Any]:
     """The last arguments of a step."""
     return np.float32(rate), np.float32(steps), np.int32(count)
 
 
 def random_tokens(size: Size) -> jax.Array:
-    return jax.random.randint(
-        jax.random.key(0), (size.batch, size.context + 1), 0, size.vocabulary
-    )
+    shape = size.batch, size.context + 1
+    return jax.random.randint(jax.random.key(0), shape, 0, size.vocabulary)
 
 
-def time_step(trainer: Trainer, calls: int = EVERY, rounds: int = 4) -> dict[str, Any]:
+def time_step(trainer: Trainer, rounds: int = 4) -> Row:
     """What a whole step takes, what it takes without the optimizer, and what it takes to compile.
 
-    The device has `calls` steps in its queue, and one of them measures logits where every tenth does.
+    The device has `EVERY` steps in its queue, one of which measures logits where every tenth does.
     """
     size = trainer.task.size
-    state, tokens = trainer.init(0), random_tokens(size)
+    state = trainer.init(0)
+    tokens = random_tokens(size)
 
     def whole() -> Any:
         nonlocal state
-        for count in range(calls):
+        for count in range(EVERY):
             state, loss = trainer.step(state, tokens, *numbers(1e-4, 100, count))
         return loss
 
     def without() -> Any:
-        for count in range(calls):
-            result = trainer.task.without_optimizer(
-                state["params"], tokens, np.int32(count)
-            )
+        gradients = trainer.task.without_optimizer
+        for count in range(EVERY):
+            result = gradients(state["params"], tokens, np.int32(count))
         return result
 
     seconds = measure.interleave({"whole": whole, "without": without}, rounds=rounds)
     timed = measure.summary(seconds["whole"], seconds["without"])
-    memory = jax.devices()[0].memory_stats() or {}
     return timed | {
-        "seconds": timed["seconds"] / calls,
+        "seconds": timed["seconds"] / EVERY,
         "optimizer_share": 1 - 1 / timed["ratio"],
         "tokens": size.tokens,
         "compile_seconds": trainer.seconds,
         "state_bytes": bytes_of(state),
         "temporary_bytes": trainer.step.memory_analysis().temp_size_in_bytes,
-        "peak_bytes": memory.get("peak_bytes_in_use"),
     }
 
 
@@ -250,7 +229,7 @@ def train(
     run: Run,
     checkpoint: pathlib.Path,
     left: Callable[[], float],
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Train from the checkpoint, or from the start where there is none, as far as the time allows.
 
     Args:
@@ -260,7 +239,8 @@ def train(
     Yields:
       The results up to now, after each evaluation.
     """
-    size, every = trainer.task.size, max(5, run.steps // EVALUATIONS)
+    size = trainer.task.size
+    every = max(5, run.steps // EVALUATIONS)
     identity = run._asdict() | {"data": text.record["hash"], "tokens": size.tokens}
     names = ("step", "seconds", "held_out", "largest_logit")
     curve: dict[str, list[float | None]] = {name: [] for name in names}
@@ -268,48 +248,51 @@ def train(
     state = trainer.init(run.seed)
     state, row = restore(checkpoint, identity) or (state, row)
     held_out = text.held_out_batches(HELD_OUT, size.batch, size.context)
-    to_evaluate = 5.0 if row["done"] else add_evaluation(row, trainer, state, held_out)
-    to_save = 2 + bytes_of(state) / 2e8  # seconds
+    if not row["done"]:
+        add_evaluation(row, trainer, state, held_out)
     yield row
-    previous, first = jnp.zeros(()), row["done"]
-    began = saved = time.perf_counter()
-    for step in range(first, run.steps):
-        # One step stays in flight, during which the next batch is read.
+    saved = time.perf_counter()
+    while not row["complete"]:
+        began = time.perf_counter()
+        last = min(row["done"] + every, run.steps)
+        state = advance(trainer, text, run, state, range(row["done"], last))
+        row["seconds"] += time.perf_counter() - began
+        row["done"] = last
+        add_evaluation(row, trainer, state, held_out)
+        diverged = row["curve"]["held_out"][-1] is None
+        row["complete"] = diverged or last == run.steps
+        yield row
+        if row["complete"]:
+            checkpoint.unlink(missing_ok=True)
+            return
+        # The next evaluation comes after as many steps, and then there is a checkpoint to write.
+        to_go_on = 1.2 * (time.perf_counter() - began) + 2 + bytes_of(state) / 2e8
+        stop = left() < to_go_on
+        if stop or time.perf_counter() - saved > 60:
+            content = pickle.dumps((jax.device_get(state), row))
+            measure.replace(checkpoint, content)
+            saved = time.perf_counter()
+        if stop:
+            return
+
+
+def advance(trainer: Trainer, text: Text, run: Run, state: Tree, steps: range) -> Tree:
+    """The state after these steps. One step stays in flight, during which the next batch is read."""
+    size = trainer.task.size
+    previous = jnp.zeros(())
+    for step in steps:
         tokens = jax.device_put(text.batch(run.seed, step, size.batch, size.context))
         state, loss = trainer.step(state, tokens, *numbers(run.rate, run.steps, step))
         jax.block_until_ready(previous)
         previous = loss
-        row["done"] = step + 1
-        a_step = (time.perf_counter() - began) / (row["done"] - first)
-        stop = left() < 3 * a_step + to_evaluate + to_save
-        evaluates = row["done"] % every == 0 or row["done"] == run.steps
-        if not (stop or evaluates):
-            continue
-        jax.block_until_ready(loss)
-        row["seconds"] += time.perf_counter() - began
-        if evaluates:
-            to_evaluate = add_evaluation(row, trainer, state, held_out)
-            row["complete"] = (
-                row["done"] == run.steps or row["curve"]["held_out"][-1] is None
-            )
-            yield row
-        if row["complete"]:
-            checkpoint.unlink(missing_ok=True)
-            return
-        if stop or time.perf_counter() - saved > 60:
-            save(checkpoint, state, row)
-            saved = time.perf_counter()
-        if stop:
-            return
-        began, first = time.perf_counter(), row["done"]
+    return jax.block_until_ready(state)
 
 
 def add_evaluation(
-    row: dict[str, Any], trainer: Trainer, state: Tree, held_out: np.ndarray
-) -> float:
-    """Add the held-out loss and the largest logit to the results; returns how many seconds it took."""
+    row: Row, trainer: Trainer, state: Tree, held_out: np.ndarray
+) -> None:
+    """Add the held-out loss and the largest logit to the results."""
     evaluate = trainer.task.evaluate
-    began = time.perf_counter()
     results = [evaluate(state["params"], batch) for batch in held_out]
     losses, max_logits = zip(*jax.device_get(results), strict=True)
     point = {
@@ -322,22 +305,11 @@ def add_evaluation(
         # None: the run diverged.
         row["curve"][name].append(round(value, 5) if math.isfinite(value) else None)
     if trainer.statistic:
-        row["clipped"] = int(
-            muonjax.metrics(state["opt_state"])["qk_clip/total_clipped"]
-        )
-    return time.perf_counter() - began
+        clipped = muonjax.metrics(state["opt_state"])["qk_clip/total_clipped"]
+        row["clipped"] = int(clipped)
 
 
-def save(path: pathlib.Path, state: Tree, row: dict[str, Any]) -> None:
-    """Write a checkpoint under another name first, so that a killed process leaves the one before."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(pickle.dumps((jax.device_get(state), row)))
-    os.replace(unfinished, path)
-
-
-def restore(
-    path: pathlib.Path, identity: dict[str, Any]
-) -> tuple[Tree, dict[str, Any]] | None:
+def restore(path: pathlib.Path, identity: Row) -> tuple[Tree, Row] | None:
     """The state and the results of a checkpoint; None without one, or if it is damaged or another run's."""
     try:
         state, row = pickle.loads(path.read_bytes())
