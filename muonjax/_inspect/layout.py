@@ -3,23 +3,45 @@
 The positions along an axis of the origin are an array of NumPy's, with one entry along each axis on which they don't
 depend. So an operation that moves entries moves the positions as it moves the array. An axis that is added up, mixed or
 visited by a loop is gone; the positions along it stay known as a set.
+
+A kernel [16, 64], cut into four heads by a reshape to [16, 4, 16], has the layout
+
+    run along axis 0 of the kernel, positions [16, 1, 1]: 0, 1, ..., 15
+    run along axis 1 of the kernel, positions [1, 4, 16]: 0, 1, ..., 63
+
+and its third head, [16, 16], has the positions 32, ..., 47 along axis 1.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-HOLE = 1 << 30  # in place of a position: the entry is not of the origin
-MOST = 1 << 22  # entries of an array of positions
-OTHER = -1  # in place of an axis of the origin, where nothing but holes is known
-
+# Positions, with one entry along each axis of the array on which they don't depend.
+Positions: TypeAlias = np.ndarray
 # For each axis of which only a part is left, whether each position is there, up to where that repeats.
 Region: TypeAlias = frozenset[tuple[int, bytes]]
+
+# In place of a position: the entry is not of the origin. It is larger than any position.
+HOLE = 1 << 30
+# The most entries of an array of positions. Arrays that would need more are not followed.
+MOST = 1 << 22
+# In place of an axis of the origin, where nothing but holes is known.
+OTHER = -1
+
+
+def other_axes(
+    rank: int,
+    axes: Collection[int | None],
+) -> list[int]:
+    """The axes of an array of this rank besides these."""
+    return [axis for axis in range(rank) if axis not in axes]
 
 
 class Unmoved(Exception):
@@ -27,15 +49,19 @@ class Unmoved(Exception):
 
 
 class Run(NamedTuple):
-    """Positions along one axis of the origin: of each entry of an array, or a set of them."""
+    """Positions along one axis of the origin: one for each entry of an array, or a set of them.
+
+    The positions of an array [4, 16] have the shape [4, 16], or [1, 16] if they are the same in all four rows. A set is
+    sorted and has one axis.
+    """
 
     axis: int
     shape: tuple[int, ...]
-    at: bytes
+    packed: bytes  # the positions as bytes, so that runs can be compared and be keys
 
     @property
-    def positions(self) -> np.ndarray:
-        return np.frombuffer(self.at, np.int32).reshape(self.shape)
+    def positions(self) -> Positions:
+        return np.frombuffer(self.packed, np.int32).reshape(self.shape)
 
     @property
     def varying(self) -> frozenset[int]:
@@ -44,157 +70,221 @@ class Run(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """The distance of the positions of a set; 1 if there are several."""
+        """The distance between neighbors in a set: 16 for {0, 16, 32}, and 1 if there are several distances."""
         steps = np.diff(self.positions)
-        return int(steps[0]) if len(steps) and (steps == steps[0]).all() else 1
+        if len(steps) == 0 or (steps != steps[0]).any():
+            return 1
+        return int(steps[0])
 
     @property
     def is_known(self) -> bool:
-        return self.axis >= 0 or self.positions.max() == HOLE
+        """Whether it says anything: positions of the origin, or at least where there are none."""
+        return self.axis != OTHER or self.positions.max() == HOLE
 
 
 class Layout(NamedTuple):
-    """Which entry of the origin each entry of an array is.
+    """Which entry of the origin each entry of an array is."""
 
-    Attributes:
-      shape: The shape of the array.
-      origin: The shape of the origin.
-      runs: Positions along axes of the origin, of each axis once.
-      taken: Positions that are added up or mixed: sets that add to the runs.
-      loops: Positions that a loop, a lookup or a batch axis visits: sets. `UNORDERED` among them says that entries are
-        in an order that is not followed, or that the loop visits others too.
-    """
-
-    shape: tuple[int, ...]
-    origin: tuple[int, ...]
+    shape: tuple[int, ...]  # of the array
+    origin: tuple[int, ...]  # the shape of the origin
+    # Positions along axes of the origin, of each axis once. A run along `OTHER` has only holes.
     runs: tuple[Run, ...]
+    # Positions that are added up or mixed: sets. The array is made of all sums of one of them and one of the run.
     taken: tuple[Run, ...] = ()
+    # Positions that a loop, a lookup or a batch axis visits: sets. `UNORDERED` among them says that entries are in an
+    # order that is not followed, or that the loop visits others too.
     loops: tuple[Run, ...] = ()
 
     @property
     def region(self) -> Region:
-        """Which part of the origin this is; nothing if it is all of it."""
+        """Which part of the origin this is: nothing if it is all of it.
+
+        In a kernel [16, 24] with columns q, k, v, q, k, v, ..., the queries have {(1, bytes of [True, False, False])}.
+        """
         return _region(self)
-
-    def runs_along(self, axes: Iterable[int]) -> tuple[Run, ...]:
-        """The positions of the origin along each of these axes."""
-        along = []
-        for k in axes:
-            along += [_split(run, k)[0] for run in self._known if run.shape[k] > 1]
-        return tuple(along)
-
-    @property
-    def _known(self) -> list[Run]:
-        return [run for run in self.runs if run.axis >= 0]
 
     @property
     def varying(self) -> frozenset[int]:
-        """The axes along which it is another part of the origin."""
-        return frozenset().union(*(run.varying for run in self._known))
+        """The axes of the array along which it is another part of the origin."""
+        axes: set[int] = set()
+        for run in self.runs:
+            if run.axis != OTHER:
+                axes |= run.varying
+        return frozenset(axes)
+
+    @property
+    def holes(self) -> Positions:
+        """Which entries of the array are not of the origin, with one entry along axes on which that doesn't depend."""
+        holes = np.zeros([1] * len(self.shape), bool)
+        for run in self.runs:
+            holes = holes | (run.positions == HOLE)
+        return holes
 
     @property
     def is_all(self) -> bool:
         """Whether all positions of the origin are there, those along one axis with all along another."""
-        pairs = itertools.combinations(self.runs, 2)
-        return not self.region and all(_is_product(a, b) for a, b in pairs if a.axis != b.axis)
+        if self.region:
+            return False
+        return all(itertools.starmap(_is_product, itertools.combinations(self.runs, 2)))
 
-    def runs_not_along(self, axes: Iterable[int]) -> tuple[Run, ...]:
-        """Those along all others."""
+    def runs_along(self, axes: Collection[int]) -> tuple[Run, ...]:
+        """The positions of the origin along each of these axes of the array, as sets.
+
+        A kernel [16, 64] as [16, 4, 16] has {0, 16, 32, 48} of its axis 1 along axis 1, and {0, ..., 15} along axis 2.
+        """
+        return self.split(axes)[1]
+
+    def runs_not_along(self, axes: Collection[int]) -> tuple[Run, ...]:
+        """The positions of the origin along all other axes of the array, as sets."""
         return self.runs_along(self.varying.difference(axes))
 
-    def split(self, axes: Iterable[int]) -> tuple[Layout, tuple[Run, ...]]:
-        """One entry along these axes, and the positions along them, which add to those that are left."""
-        runs, removed = list(self.runs), []
-        for k in axes:
-            for run in [run for run in runs if run.shape[k] > 1]:
-                along, rest = _split(run, k)
-                runs.remove(run)
-                runs += rest
-                if run.axis >= 0:
-                    removed.append(along)
-        shape = tuple(1 if k in axes else n for k, n in enumerate(self.shape))
-        return self._replace(shape=shape, runs=tuple(sorted(runs))), tuple(removed)
+    def split(self, axes: Collection[int]) -> tuple[Layout, tuple[Run, ...]]:
+        """The first entry along these axes of the array, and as sets how far the others are from it.
 
-    def add_up(self, axes: Iterable[int]) -> Layout:
+        A kernel [16, 64] as [16, 4, 16], split along axis 1, leaves its first head [16, 1, 16], whose positions are
+        0, ..., 15, and the set {0, 16, 32, 48}. Positions that are no such sum are all in the set, and none are left.
+        """
+        runs, removed = list(self.runs), []
+        shape = list(self.shape)
+        for axis in axes:
+            shape[axis] = 1
+            kept = []
+            for run in runs:
+                if run.shape[axis] == 1:
+                    kept.append(run)
+                    continue
+                along, rest = _split(run, axis)
+                if rest is not None:
+                    kept.append(rest)
+                if run.axis != OTHER:  # holes are no positions
+                    removed.append(along)
+            runs = kept
+        rest = self._replace(shape=tuple(shape), runs=tuple(sorted(runs)))
+        return rest, tuple(removed)
+
+    def add_up(self, axes: Collection[int]) -> Layout:
         """The sum over these axes, of which one entry is left."""
         rest, summed = self.split(axes)
         return rest._replace(taken=rest.taken + summed)
 
-    def visit(self, axes: Sequence[int]) -> Layout:
+    def visit(self, axes: Collection[int]) -> Layout:
         """One entry along axes that a loop, a lookup or a batch goes over."""
         rest, visited = self.split(axes)
+        # The first iteration stands for all of them if the others are as far from it everywhere, with the same holes.
         if not self.is_separable(axes) or self.placed(axes):
             visited = (*visited, UNORDERED)
         return rest._replace(loops=rest.loops + visited)
 
     def is_separable(self, axes: Iterable[int]) -> bool:
-        """Whether an entry of one of these axes adds as much to all positions."""
+        """Whether each entry along one of these axes is equally far from the first, wherever on the other axes it is.
+
+        Positions 0, ..., 63 of shape [4, 16] are: each row adds 16. After `jnp.roll(x, 1, axis=1)` of the second row
+        alone they are not.
+        """
         for run in self.runs:
-            for k in run.varying.intersection(axes):
-                _, rest = _split(run, k)
-                if not rest and run.positions.size > run.shape[k]:
+            for axis in run.varying.intersection(axes):
+                _, rest = _split(run, axis)
+                varies_along_others = run.positions.size > run.shape[axis]
+                if rest is None and varies_along_others:
                     return False
         return True
 
     @functools.lru_cache(4096)  # noqa: B019
-    def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
-        """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries."""
-        kept = [k for k in sources if k is not None]
-        gone = [k for k in range(len(self.shape)) if k not in kept]
-        new = [i for i, k in enumerate(sources) if k is None]
+    def pick(
+        self,
+        sources: tuple[int | None, ...],
+        shape: tuple[int, ...],
+    ) -> Layout:
+        """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries.
 
-        def move(x: np.ndarray) -> np.ndarray:
-            return np.expand_dims(
-                x.transpose(*kept, *gone).reshape([x.shape[k] for k in kept]), new
-            )
+        Of an axis that is no source the first entry is left: (2, None) of an array x [3, 4, 5] gives x[0, 0, :, None].
+        """
+        kept, new = [], []
+        for axis, source in enumerate(sources):
+            if source is None:
+                new.append(axis)
+            else:
+                kept.append(source)
+        gone = other_axes(len(self.shape), kept)
 
-        return self.split(gone)[0].moved(shape, move) or self
+        def move(positions: Positions) -> Positions:
+            # The axes that are gone have one entry each.
+            in_order = positions.transpose(*gone, *kept)
+            without = in_order.reshape(in_order.shape[len(gone) :])
+            return np.expand_dims(without, new)
+
+        rest, _ = self.split(gone)
+        return rest.moved(shape, move) or self  # never None: no run has holes alone
 
     def moved(
-        self, shape: Sequence[int], move: Callable[[np.ndarray], np.ndarray]
+        self,
+        shape: Sequence[int],
+        move: Callable[[Positions], Positions],
     ) -> Layout | None:
-        """After an operation that moves entries; None if it leaves none of the origin."""
+        """The layout after an operation that moves entries as `move` moves positions; None if it leaves only holes."""
+        # What was taken or visited before is so wherever the entries go.
         runs, taken, loops = [], self.taken, self.loops
         for run in self.runs:
             try:
-                runs.append(_run(run.axis, move(run.positions)))
+                moved = _run_of(run.axis, move(run.positions))
             except Unmoved:
-                taken, loops = (*taken, _set(run.axis, run.positions)), (*loops, UNORDERED)
-        if any(run.positions.min(initial=HOLE) == HOLE for run in runs):
-            return None
-        return Layout(
-            tuple(shape), self.origin, tuple(run for run in runs if run.is_known), taken, loops
-        )
+                # The result may have any of these positions, in any order.
+                taken = (*taken, _set_of(run.axis, run.positions))
+                loops = (*loops, UNORDERED)
+                continue
+            if moved.positions.min(initial=HOLE) == HOLE:  # as of a slice of the padding
+                return None
+            runs.append(moved)
+        return Layout(tuple(shape), self.origin, _known(runs), taken, loops)
 
     def placed(self, axes: Iterable[int]) -> list[Run]:
-        """Runs that have holes at other places for each entry of one of these axes."""
+        """The runs whose holes differ along one of these axes: there it was put together with other arrays."""
         runs = []
         for run in self.runs:
             holes = run.positions == HOLE
-            runs += [run for k in axes if (holes != holes.take([0], k)).any()]
+            for axis in axes:
+                if (holes != holes.take([0], axis)).any():
+                    runs.append(run)
         return runs
 
-    def place(self, axis: int, start: int, size: int, zeros: bool = False) -> Layout:
-        """From `start` on in a longer axis of `size`, whose other entries come from elsewhere, or are zeros."""
-        n, rank = self.shape[axis], len(self.shape)
+    def place(
+        self,
+        axis: int,
+        start: int,
+        size: int,
+        zeros: bool = False,
+    ) -> Layout:
+        """The layout as a part of a concatenation: from `start` on in an axis of `size` entries.
+
+        Positions 7, 8 at start 1 of 4 become HOLE, 7, 8, HOLE. If the other entries are `zeros` and the positions don't
+        depend on the axis, they stay as they are: zeros count as entries of the origin.
+        """
+        length, rank = self.shape[axis], len(self.shape)
         width = [(0, 0)] * rank
-        width[axis] = (start, size - start - n)
-        along = [run for run in self.runs if run.shape[axis] > 1]
-        runs = [run for run in self.runs if run not in along]
-        if not along and not zeros:
-            line = [1] * rank
-            line[axis] = n
-            along = [Run(OTHER, tuple(line), bytes(4 * n))]
-        for run in along:
-            runs.append(_run(run.axis, np.pad(run.positions, width, constant_values=HOLE)))
+        width[axis] = (start, size - start - length)
+        runs: list[Run] = []
+        for run in self.runs:
+            if run.shape[axis] > 1:
+                padded = np.pad(run.positions, width, constant_values=HOLE)
+                run = _run_of(run.axis, padded)
+            runs.append(run)
+        if runs == list(self.runs) and not zeros:
+            # No run has a place for the holes, so that one without positions gets them.
+            holes = np.full(size, HOLE)
+            holes[start : start + length] = 0
+            runs.append(_run_of(OTHER, _line(holes, axis, rank)))
         shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
-        return self._replace(shape=shape, runs=tuple(sorted(run for run in runs if run.is_known)))
+        return self._replace(shape=shape, runs=_known(runs))
 
     def resize(self, shape: Sequence[int]) -> Layout:
         """Another number of entries, on one device of several or on all of them."""
-        changed = [k for k, n in enumerate(shape) if n != self.shape[k]]
+        # A device has some of the positions along these axes, as an iteration of a loop has.
+        changed = [axis for axis, n in enumerate(shape) if n != self.shape[axis]]
         rest = self.visit(changed)._replace(shape=tuple(shape))
-        return rest if rest.loops == self.loops else rest._replace(loops=(*rest.loops, UNORDERED))
+        # Which of them it has is not followed.
+        if rest.loops != self.loops:
+            rest = rest._replace(loops=(*rest.loops, UNORDERED))
+        return rest
 
 
 UNORDERED = Run(OTHER, (1,), np.int32(HOLE).tobytes())
@@ -202,158 +292,243 @@ UNORDERED = Run(OTHER, (1,), np.int32(HOLE).tobytes())
 
 @functools.lru_cache(4096)
 def whole(shape: tuple[int, ...]) -> Layout:
-    """All of an array."""
+    """All of an array, which is its own origin: of shape [3, 4] the runs 0, 1, 2 and 0, 1, 2, 3."""
     runs = []
     for axis, n in enumerate(shape):
+        # An axis of one entry needs no run: all entries are at 0.
         if n > 1:
-            line = [1] * len(shape)
-            line[axis] = n
-            runs.append(_run(axis, np.arange(n).reshape(line)))
+            runs.append(_run_of(axis, _line(np.arange(n), axis, len(shape))))
     return Layout(shape, shape, tuple(runs))
 
 
 @functools.lru_cache(4096)
 def merged(layouts: tuple[Layout, ...]) -> Layout:
-    """The layout of a sum of parts of one origin. Where they differ, all of their positions are taken."""
-    first, *others = layouts
-    if all(x == first for x in others):
+    """The layout of a sum of parts of one origin, or of a concatenation, whose parts have holes for each other.
+
+    Along each axis of the origin it has one run where the parts say which; otherwise all of their positions are taken.
+    The halves 0, 1, HOLE, HOLE and HOLE, HOLE, 2, 3 give the run 0, 1, 2, 3. The sum of the halves 0, 1 and 2, 3 has
+    the run 0, 1, and {0, 2} are taken.
+    """
+    first = layouts[0]
+    if len(set(layouts)) == 1:
         return first
-    taken = tuple(t for t in first.taken if all(t in x.taken for x in others))
-    loops = tuple(dict.fromkeys(run for x in layouts for run in x.loops))
-    holes = _holes_beside_others(layouts)
+    # What is taken in each of them is taken in their sum.
+    taken = first.taken
+    loops: dict[Run, None] = {}
+    for layout in layouts:
+        taken = tuple(run for run in taken if run in layout.taken)
+        loops |= dict.fromkeys(layout.loops)
+    holes = _holes_of_parts(layouts)
     runs: list[Run] = []
     mixed: list[Run] = []
-    for axis in _axes_of(layouts, taken):
-        along = [[run for run in x.runs if run.axis == axis] for x in layouts]
-        added = [[t for t in x.taken if t.axis == axis and t not in taken] for x in layouts]
-        if not any(added) and all(x == along[0] for x in along):
-            runs += along[0]
+    along = [_by_axis(layout, taken) for layout in layouts]
+    for axis in dict.fromkeys(itertools.chain(*along)):
+        parts = [by_axis[axis] for by_axis in along]
+        # As along the rows of a kernel, where only its columns were cut.
+        if parts.count(parts[0]) == len(parts):
+            runs += parts[0].runs
             continue
-        if all(len(x) == 1 for x in along):
-            positions = [x[0].positions for x in along]
-            if holes is not None:
-                there = [
-                    np.where(hole, HOLE, at) for hole, at in zip(holes, positions, strict=True)
-                ]
-                runs.append(_run(axis, functools.reduce(np.minimum, there)))
-                continue
-            shared = _shared(np.stack(np.broadcast_arrays(*positions)))
-            if shared is not None:
-                run, starts = shared
-                runs.append(_run(axis, run))
-                along = [[_set(axis, start)] for start in starts]
-        if axis >= 0:
-            sets = [sums([*x, *y]) for x, y in zip(along, added, strict=True)]
-            mixed.append(_set(axis, *sets))
-    known = tuple(sorted(run for run in runs if run.is_known))
-    return Layout(first.shape, first.origin, known, (*taken, *mixed), loops)
+        positions = _stacked(parts)
+        if positions is not None and holes is not None:
+            # A concatenation: of each entry all parts but one have HOLE, the largest number.
+            union = np.where(holes, HOLE, positions).min(0)
+            runs.append(_run_of(axis, union))
+            continue
+        # A sum: what the parts have in common stays a run, as the features of heads that are added up do.
+        if positions is not None:
+            common, starts = _common_run(positions)
+            runs.append(_run_of(axis, common))
+            for k, start in enumerate(starts):
+                parts[k] = parts[k]._replace(runs=[_set_of(axis, start)])
+        # Each entry is made of all of these. Where there are only holes, nothing can be taken.
+        if axis != OTHER:
+            mixed.append(_set_of(axis, *map(_AlongAxis.sums, parts)))
+    return Layout(first.shape, first.origin, _known(runs), (*taken, *mixed), tuple(loops))
 
 
-def _axes_of(layouts: Sequence[Layout], taken: Sequence[Run]) -> list[int]:
-    """Axes of the origin along which some have positions besides those that all have taken."""
-    axes: dict[int, None] = {}
-    for layout in layouts:
-        for run in (*layout.runs, *layout.taken):
-            if run not in taken:
-                axes[run.axis] = None
-    return list(axes)
+def _known(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """Those that say something, sorted, so that equal layouts are equal."""
+    return tuple(sorted(run for run in runs if run.is_known))
 
 
-def _holes_beside_others(layouts: Sequence[Layout]) -> list[np.ndarray] | None:
-    """Where each has holes, if in all places but one of them has: so are parts put together. None otherwise."""
+class _AlongAxis(NamedTuple):
+    """What a layout has along one axis of its origin."""
+
+    runs: list[Run]
+    taken: list[Run]
+
+    def sums(self) -> Positions:
+        return sums([*self.runs, *self.taken])
+
+
+def _by_axis(
+    layout: Layout,
+    others: Sequence[Run],
+) -> dict[int, _AlongAxis]:
+    """What a layout has along each axis of its origin, without `others` among what is taken."""
+    along: dict[int, _AlongAxis] = defaultdict(lambda: _AlongAxis([], []))
+    for run in layout.runs:
+        along[run.axis].runs.append(run)
+    for run in layout.taken:
+        if run not in others:
+            along[run.axis].taken.append(run)
+    return along
+
+
+def _of_axis(
+    runs: Iterable[Run],
+    axis: int,
+) -> list[Run]:
+    """The runs along an axis of the origin."""
+    return [run for run in runs if run.axis == axis]
+
+
+def _stacked(parts: Sequence[_AlongAxis]) -> Positions | None:
+    """The positions [parts, *array], if each part has one run."""
+    positions = []
+    for part in parts:
+        # In one part the axis may be added up, or visited by a loop, and in another not.
+        if len(part.runs) != 1:
+            return None
+        positions.append(part.runs[0].positions)
+    return np.stack(np.broadcast_arrays(*positions))
+
+
+def _holes_of_parts(layouts: Sequence[Layout]) -> Positions | None:
+    """Where each of these has holes, [layouts, *array], if they are the parts of a concatenation; None otherwise.
+
+    They are if no entry comes from two of them.
+    """
     first = layouts[0]
-    if any((x.taken, x.loops) != (first.taken, first.loops) for x in layouts):
-        return None
-    holes = []
-    for x in layouts:
-        of_runs = [run.positions == HOLE for run in x.runs]
-        holes.append(np.any(np.broadcast_arrays(False, *of_runs), 0))
-    there = sum(np.asarray(~hole, int) for hole in holes)
-    return holes if np.all(there <= 1) else None
+    for layout in layouts:
+        # Sums of other columns, or of other iterations, are not parts of one array.
+        if (layout.taken, layout.loops) != (first.taken, first.loops):
+            return None
+    holes = np.stack(np.broadcast_arrays(*(layout.holes for layout in layouts)))
+    is_of_two = (~holes).sum(0) > 1
+    return None if is_of_two.any() else holes
 
 
-def _shared(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """A run in which positions [layouts, ...] agree but for where it starts, and what is left of each."""
+def _common_run(positions: Positions) -> tuple[Positions, Positions]:
+    """A run in which positions [layouts, *array] agree but for where it starts, and what is left of each.
+
+    (4, 5, 6) and (0, 1, 2) have the run (0, 1, 2), and 4 and 0 are left. Without such a run it is 0, and all are left.
+    """
     axes = tuple(range(1, positions.ndim))
-    for k in axes:
-        run = positions.min(k, keepdims=True)
-        run = _less(run, run.min(axes, keepdims=True))
+    for axis in axes:
+        # Without what differs along this axis, and counted from its own start.
+        run = positions.min(axis, keepdims=True)
+        run = _minus(run, run.min(axes, keepdims=True))
         if (run == run[0]).all():
-            return run[0], _less(positions, run)
-    return None
+            return run[0], _minus(positions, run)
+    return np.zeros_like(positions[0]), positions
 
 
 @functools.lru_cache(4096)
 def _region(layout: Layout) -> Region:
+    """`Layout.region`: for each axis of the origin which positions are there, if some are not."""
     region = []
     for axis, n in enumerate(layout.origin):
-        along = [run for run in (*layout.runs, *layout.taken) if run.axis == axis]
-        visited = [run for run in layout.loops if run.axis == axis and run.positions.size > 1]
-        is_there = np.isin(np.arange(n), sums([*along, *visited]))
-        if along and not is_there.all() and _is_product_of(layout, axis, along):
+        runs, taken = _of_axis(layout.runs, axis), _of_axis(layout.taken, axis)
+        # A loop visits its positions one by one, so that all of them are there.
+        visited = _of_axis(layout.loops, axis)
+        positions = sums([*runs, *taken, *visited])
+        is_there = np.isin(np.arange(n), positions)
+        if is_there.all() or not (runs or taken):
+            continue
+        # Where other positions are there for each position of another axis, nothing is a part by this axis alone.
+        if all(_is_product(run, other) for run in runs for other in layout.runs):
             region.append((axis, is_there[: _period(is_there)].tobytes()))
     return frozenset(region)
 
 
-def _is_product_of(layout: Layout, axis: int, along: Sequence[Run]) -> bool:
-    """Whether all positions along this axis come with all along the others."""
-    others = [run for run in layout.runs if run.axis not in (axis, OTHER)]
-    return all(_is_product(a, b) for a in along for b in others)
-
-
-def _period(pattern: np.ndarray) -> int:
-    """After how many entries the pattern repeats."""
+def _period(pattern: Positions) -> int:
+    """After how many entries a pattern repeats: 3 for 100100100100, and 4 for 1000."""
     n = len(pattern)
-    periods = (p for p in range(1, n + 1) if n % p == 0)
-    return next(p for p in periods if (pattern[p:] == pattern[:-p]).all())
+    for period in range(1, n):
+        is_repeated = (pattern[period:] == pattern[:-period]).all()
+        if n % period == 0 and is_repeated:
+            return period
+    return n
 
 
-def _is_product(a: Run, b: Run) -> bool:
-    """Whether all positions of one come with all of the other."""
-    if len(a.shape) != len(b.shape) or a.varying.isdisjoint(b.varying):
+def _is_product(first: Run, second: Run) -> bool:
+    """Whether all positions of one come with all of the other, as they do not on the diagonal of a matrix."""
+    if OTHER in (first.axis, second.axis) or first.axis == second.axis:
         return True
-    x, y = np.broadcast_arrays(a.positions.astype(np.int64), b.positions)
-    there = (x < HOLE) & (y < HOLE)
-    pairs, first, second = (np.unique(z[there]) for z in (x * HOLE + y, x, y))
-    return len(pairs) == len(first) * len(second)
+    # Along different axes of the array all combinations are there.
+    if first.varying.isdisjoint(second.varying):
+        return True
+    x, y = np.broadcast_arrays(first.positions.astype(np.int64), second.positions)
+    is_there = (x < HOLE) & (y < HOLE)
+    x, y = x[is_there], y[is_there]
+    # Each pair as one number.
+    pairs = np.unique(x * HOLE + y)
+    counts = len(np.unique(x)), len(np.unique(y))
+    return len(pairs) == math.prod(counts)
 
 
 @functools.lru_cache(4096)
-def _split(run: Run, axis: int) -> tuple[Run, tuple[Run, ...]]:
-    """The positions along an axis, and those of its first entry, where that differs along others."""
-    at, start = run.positions, run.positions.min(axis, keepdims=True)
-    others = tuple(k for k in range(at.ndim) if k != axis)
-    along = _less(at, start).min(others, keepdims=True)
-    # at[i, j] = start[j] + along[i]
-    if start.size > 1 and np.array_equal(np.where(at == HOLE, HOLE, start + along), at):
-        return _set(run.axis, along), (_run(run.axis, start),)
-    return _set(run.axis, at), ()
+def _split(
+    run: Run,
+    axis: int,
+) -> tuple[Run, Run | None]:
+    """The positions along an axis of the array as a set, and the run of its first entry.
+
+    Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape
+    [1, 16]. Where the positions are no such sum, they are all in the set, and there is no rest.
+    """
+    positions = run.positions
+    others = tuple(other_axes(positions.ndim, [axis]))
+    # positions[i, j] = start[j] + step[i]
+    start = positions.min(axis, keepdims=True)
+    step = _minus(positions, start).min(others, keepdims=True)
+    total = np.where(positions == HOLE, HOLE, start + step)
+    is_sum = np.array_equal(total, positions)
+    if start.size > 1 and is_sum:
+        return _set_of(run.axis, step), _run_of(run.axis, start)
+    return _set_of(run.axis, positions), None
 
 
-def sums(sets: Iterable[Run]) -> np.ndarray:
-    """All sums of one position of each; where there are too many, all that lie between the first and the last."""
+def sums(sets: Iterable[Run]) -> Positions:
+    """All sums of one position of each, sorted: of {0, 16} and {0, 1, 2} 0, 1, 2, 16, 17, 18."""
+    # Sums that are equal count once.
     total = np.zeros(1, int)
     for run in sets:
-        at = run.positions[run.positions < HOLE]
-        if total.size * at.size > MOST:
-            total = np.arange(total.min() + at.min(), total.max() + at.max() + 1)
+        positions = run.positions[run.positions < HOLE]
+        if total.size * positions.size > MOST:  # all that lie between the first and the last
+            first = total.min() + positions.min()
+            last = total.max() + positions.max()
+            total = np.arange(first, last + 1)
         else:
-            total = np.unique(total[:, None] + at)
+            total = np.unique(total[:, None] + positions)
     return total
 
 
-def _less(positions: np.ndarray, start: np.ndarray) -> np.ndarray:
+def _line(positions: Positions, axis: int, rank: int) -> Positions:
+    """Positions along one axis of an array of this rank, of shape [1, n, 1] along axis 1 of three."""
+    shape = [1] * rank
+    shape[axis] = -1
+    return positions.reshape(shape)
+
+
+def _minus(positions: Positions, start: Positions) -> Positions:
+    """positions - start, and holes where there are holes."""
     return np.where(positions == HOLE, HOLE, positions - start)
 
 
-def _run(axis: int, positions: np.ndarray) -> Run:
-    """With one entry along each axis on which the positions don't depend."""
+def _run_of(axis: int, positions: Positions) -> Run:
+    """These positions, with one entry along each axis of the array on which they don't depend."""
+    # So runs are small, and equal where the positions are.
     for k, n in enumerate(positions.shape):
-        if n > 1 and (positions == (first := positions.take([0], k))).all():
-            positions = first
+        if n > 1:
+            first = positions.take([0], k)
+            positions = first if (positions == first).all() else positions
     return Run(axis, positions.shape, positions.astype(np.int32).tobytes())
 
 
-def _set(axis: int, *positions: np.ndarray) -> Run:
-    union = np.unique(np.concatenate([x[x < HOLE] for x in positions]))
+def _set_of(axis: int, *positions: Positions) -> Run:
+    """All of these positions as a set, without holes."""
+    union = np.unique(np.concatenate([x.reshape(-1) for x in positions]))
+    union = union[union < HOLE]
     return Run(axis, union.shape, union.astype(np.int32).tobytes())

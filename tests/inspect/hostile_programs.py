@@ -764,6 +764,16 @@ def a_state_that_begins_with_a_parameter(p, x):
     return sq(lax.scan(step, start, jnp.moveaxis(x, 1, 0))[1] @ p["out"])
 
 
+@program(
+    jax.ShapeDtypeStruct((D,), "float32"),
+    w=((D, 3, 4), "0 | 1, 2"),
+    out=((3, 5), "head"),
+)
+def sums_of_some_columns_of_one_example(p, x):
+    y = jnp.einsum("d,dab->ab", x, p["w"])
+    return sq(jnp.tanh(y[:, :2].sum(1)) @ p["out"])
+
+
 # In which order an einsum multiplies its operands depends on their sizes, and here on `order`; the answer does not.
 
 
