@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -45,32 +45,78 @@ _COLLECTIVES = {
 _ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "custom_lin"}
 
 
-def _without(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    return lax.reshape(x, [n for axis, n in enumerate(x.shape) if axis not in axes])
+def _without(
+    x: jax.Array,
+    axes: Sequence[int],
+) -> jax.Array:
+    """`squeeze`, as a reshape."""
+    shape = np.delete(x.shape, axes)
+    return lax.reshape(x, shape.tolist())
 
 
-def _split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
-    ends = zip(sizes, itertools.accumulate(sizes), strict=True)
-    return [lax.slice_in_dim(x, end - size, end, axis=axis) for size, end in ends]
+def _split(
+    x: jax.Array,
+    sizes: Sequence[int],
+    axis: int,
+) -> list[jax.Array]:
+    """`split`, as slices."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(lax.slice_in_dim(x, start, start + size, axis=axis))
+        start += size
+    return parts
 
 
-def _tiled(x: jax.Array, reps: Sequence[int]) -> jax.Array:
-    shape = [n for pair in zip(reps, x.shape, strict=True) for n in pair]
+def _stacked(*arrays: jax.Array, axis: int) -> jax.Array:
+    """`stack`, as a concatenation."""
+    expanded = [lax.expand_dims(x, (axis,)) for x in arrays]
+    return lax.concatenate(expanded, axis)
+
+
+def _unstacked(
+    x: jax.Array,
+    axis: int,
+) -> list[jax.Array]:
+    """`unstack`, as slices."""
+    parts = _split(x, [1] * x.shape[axis], axis)
+    return [_without(part, (axis,)) for part in parts]
+
+
+def _tiled(
+    x: jax.Array,
+    reps: Sequence[int],
+) -> jax.Array:
+    """`tile`, as a broadcast and a reshape: of an array [3, 4] repeated [2, 1] times [2, 3, 1, 4] and [6, 4]."""
+    shape, result = [], []
+    for n, size in zip(reps, x.shape, strict=True):
+        shape += [n, size]
+        result.append(n * size)
     repeated = lax.broadcast_in_dim(x, shape, range(1, 2 * x.ndim, 2))
-    return lax.reshape(repeated, [n * size for n, size in zip(reps, x.shape, strict=True)])
+    return lax.reshape(repeated, result)
 
 
 def _padded(
-    x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
+    x: jax.Array,
+    value: jax.Array,
+    padding_config: Sequence[tuple[int, int, int]],
 ) -> jax.Array:
-    every = zip(x.shape, padding_config, strict=True)
-    if any(inside or n + min(low, 0) + min(high, 0) < 0 for n, (low, high, inside) in every):
-        return lax.pad(x, value, padding_config)  # not followed
+    """`pad`, as a slice where the padding is negative and a concatenation where it is not."""
+    # Zeros between the entries, as of a strided convolution's gradient, or nothing left of the array.
+    for n, (low, high, inside) in zip(x.shape, padding_config, strict=True):
+        if inside or n + min(low, 0) + min(high, 0) < 0:
+            return lax.pad(x, value, padding_config)  # not followed
+    # One axis after the other: what a negative padding leaves, between what a positive one adds.
     for axis, (low, high, _) in enumerate(padding_config):
-        x = lax.slice_in_dim(x, max(-low, 0), x.shape[axis] - max(-high, 0), axis=axis)
-        sizes = [[*x.shape[:axis], max(n, 0), *x.shape[axis + 1 :]] for n in (low, high)]
-        before, after = (lax.broadcast_in_dim(value, size, ()) for size in sizes)
-        x = lax.concatenate([y for y in (before, x, after) if y.shape[axis]], axis)
+        start, stop = max(-low, 0), x.shape[axis] - max(-high, 0)
+        parts = [lax.slice_in_dim(x, start, stop, axis=axis)]
+        shape = list(parts[0].shape)
+        if low > 0:
+            shape[axis] = low
+            parts.insert(0, lax.broadcast_in_dim(value, shape, ()))
+        if high > 0:
+            shape[axis] = high
+            parts.append(lax.broadcast_in_dim(value, shape, ()))
+        x = lax.concatenate(parts, axis)
     return x
 
 
@@ -80,15 +126,21 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "pad": _padded,
     "split": _split,
     "squeeze": lambda x, dimensions: _without(x, dimensions),
-    "stack": lambda *xs, axis: lax.concatenate([lax.expand_dims(x, (axis,)) for x in xs], axis),
+    "stack": _stacked,
     "tile": _tiled,
-    "unstack": lambda x, axis: [_without(y, (axis,)) for y in _split(x, [1] * x.shape[axis], axis)],
+    "unstack": _unstacked,
 }
 
 
 @functools.lru_cache(4096)
-def _rewritten(name: str, arrays: Sequence[Any], params: Sequence[tuple[str, Any]]) -> ClosedJaxpr:
-    return jax.make_jaxpr(functools.partial(_REWRITTEN[name], **dict(params)))(*arrays)
+def _rewritten(
+    name: str,
+    arrays: Sequence[Any],
+    params: Sequence[tuple[str, Any]],
+) -> ClosedJaxpr:
+    """The operation as others, for arrays of these shapes."""
+    rewriting = functools.partial(_REWRITTEN[name], **dict(params))
+    return jax.make_jaxpr(rewriting)(*arrays)
 
 
 class Step(NamedTuple):
@@ -97,12 +149,12 @@ class Step(NamedTuple):
     equation: int  # its index in the enclosing jaxpr
     body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
     kind: str = ""  # the primitive
-    # Where logits are reported:
-    layer: bool = (
-        False  # of a scan: its iterations are layers, and a leading axis; otherwise maximized over
-    )
+    # Where logits are reported, of a scan: whether its iterations are layers, and a leading axis. Otherwise logits are
+    # maximized over them.
+    layer: bool = False
 
 
+# The way to a body from the outermost jaxpr, which has the place ().
 Place: TypeAlias = tuple[Step, ...]
 
 
@@ -115,22 +167,29 @@ class Node:
     params: dict[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    equation: JaxprEqn | None
+    equation: JaxprEqn  # of a "carry" and the like that of the loop, of a rewritten operation the one of the program
     place: Place
     passes: str  # of a gradient that the function takes by itself: "forward" or "backward"
 
 
 @functools.lru_cache(1024)
 def _pass(name_stack: Any) -> str:
-    # And no scope of a user's.
-    transforms = [x.name for x in name_stack.stack if type(x).__name__ == "Transform"]
-    return "backward" if "transpose" in transforms else "forward" if "jvp" in transforms else ""
+    """Which pass of a gradient an operation belongs to, by the transformations that JAX notes; "" if there is none."""
+    # A user's scope of the same name is no `Transform`.
+    transforms = set()
+    for scope in name_stack.stack:
+        if type(scope).__name__ == "Transform":
+            transforms.add(scope.name)
+    if "transpose" in transforms:
+        return "backward"
+    return "forward" if "jvp" in transforms else ""
 
 
 @functools.lru_cache(1024)
 def _is_long_einsum(name_stack: Any) -> bool:
     """Whether operations in these scopes are those of a `jnp.einsum` that sums over axes of three or more operands."""
     for scope in name_stack.stack:
+        # `jnp.einsum` names its scope by its subscripts: "bqd, dhk, bkd -> bhq".
         operands, arrow, result = scope.name.replace(" ", "").partition("->")
         if arrow and operands.count(",") > 1 and not set(operands) <= {",", *result}:
             return True
@@ -145,86 +204,111 @@ class Loop(NamedTuple):
 
 
 class Graph:
-    """The operations of a function in an order in which they can run."""
+    """The operations of a function in an order in which they can run.
 
-    def __init__(self, closed: Body, parameters: range, given: Sequence[Any] = ()):
+    `jnp.tanh(x @ w)` with w, a parameter, as value 0 and x as value 1 has the nodes dot_general with inputs (1, 0) and
+    outputs (2,), and tanh with inputs (2,) and outputs (3,).
+    """
+
+    def __init__(
+        self,
+        closed: Body,
+        parameters: range,
+        given: Sequence[Any] = (),
+    ):
         """The operations of `closed`.
 
         Args:
           closed: The jaxpr.
           parameters: Which of its inputs are parameters.
-          given: Arrays that the function was called with and that are not inputs of the jaxpr. The
-            jaxpr has them as constants, whose numbers are no part of the program.
+          given: Arrays that the function was called with and that are not inputs of the jaxpr. The jaxpr has them as
+            constants, whose numbers are no part of the program.
         """
         jaxpr = opened(closed)
         self._given = given
         self.nodes: list[Node] = []
-        self.loops: dict[int, Loop] = {}  # by its first operation
+        # By value: its shape and dtype, and its variable in the body where it is first seen.
         self.avals: list[Any] = []
-        # The values of literals, of constant numbers and of constant indices.
-        self.known: dict[int, Any] = {}
-        # The variable of each value, in the body where it is first seen.
         self.variables: list[Any] = []
-        self.callers: dict[Place, JaxprEqn] = {}  # of each body, by its place
+        # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
+        self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
+        # All that the function is given: parameters and data.
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
-        self.constants: list[int] = []  # arrays that the function closes over, or one inside of it
-        self.closed_over: dict[int, Any] = {}  # the values of those that the program contains
-        self.numbers: dict[int, Any] = {}  # what `constants.numbers_in` found
-        # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
-        self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
+        # The arrays that the function closes over, or one inside of it; and those of them that the program contains.
+        self.constants: list[int] = []
+        self.closed_over: dict[int, Any] = {}
+        # The numbers of literals, of constant numbers and of constant indices.
+        self.known: dict[int, Any] = {}
+        # What `constants.numbers_in` says of a value.
+        self.numbers: dict[int, Any] = {}
+        # By the index of its first operation.
+        self.loops: dict[int, Loop] = {}
+        # By the place of a body: the equation that has it.
+        self.callers: dict[Place, JaxprEqn] = {}
         self.outputs = self._walk(jaxpr, self._constants(closed), inputs, ())
-        self.producer = {out: i for i, node in enumerate(self.nodes) for out in node.outputs}
+        # By value: the index of the operation that makes it.
+        self.producer: dict[int, int] = {}
+        for node in self.nodes:
+            self.producer |= dict.fromkeys(node.outputs, node.index)
         # Operations that an output of the function depends on, or a gradient that the function takes.
         self.live = self._before_outputs(lambda i: self.nodes[i].inputs)
         # Those that a gradient of the outputs comes back to.
-        self.trained = {
-            i
-            for i in self._before_outputs(self._inputs_with_gradient)
-            if not self._stops_gradient(i)
-        }
-
-    def _stops_gradient(self, operation: int) -> bool:
-        return self.nodes[operation].name == "stop_gradient"
+        trained = self._before_outputs(self._inputs_with_gradient)
+        self.trained = {i for i in trained if self.nodes[i].name != "stop_gradient"}
 
     def _inputs_with_gradient(self, operation: int) -> tuple[int, ...]:
-        return () if self._stops_gradient(operation) else self.nodes[operation].inputs
+        """The inputs that a gradient of the operation's results comes back to."""
+        node = self.nodes[operation]
+        return () if node.name == "stop_gradient" else node.inputs
 
     def _before_outputs(self, inputs: Callable[[int], Iterable[int]]) -> set[int]:
         """The operations before the outputs; `inputs` says which inputs of an operation are followed."""
-        values = self.upstream(self.outputs, inputs)
-        operations = {self.producer[x] for x in values if x in self.producer}
-        if any(self.nodes[i].passes == "backward" for i in operations):
-            # The backward pass need not use what the forward pass returns.
-            ends = [x for node in self.nodes if node.passes == "forward" for x in node.outputs]
-            values |= self.upstream(ends, inputs)
+        operations = self._producers(self.upstream(self.outputs, inputs))
+        # A backward pass need not use what the forward pass returns.
+        passes = {self.nodes[i].passes for i in operations}
+        if "backward" in passes:
+            ends: list[int] = []
+            for node in self.nodes:
+                if node.passes == "forward":
+                    ends += node.outputs
+            operations |= self._producers(self.upstream(ends, inputs))
+        return operations
+
+    def _producers(self, values: Iterable[int]) -> set[int]:
+        """The operations that make these values; arguments and constants have none."""
         return {self.producer[x] for x in values if x in self.producer}
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
-        """The operations that take a value."""
-        readers: dict[int, list[int]] = {x: [] for x in range(len(self.avals))}
+        """By value, the operations that take it."""
+        readers: dict[int, list[int]] = defaultdict(list)
         for i, node in enumerate(self.nodes):
             for x in node.inputs:
                 readers[x].append(i)
         return readers
 
+    # How the list is made.
+
     def _new(self, variable: Any) -> int:
+        """A new value for a variable."""
         self.avals.append(variable.aval)
         self.variables.append(variable)
         return len(self.avals) - 1
 
     def _constants(self, body: Body) -> list[int]:
-        """The arrays that a body closes over."""
-        numbers = [self._new(v) for v in opened(body).constvars]
-        self.constants += numbers
-        for x, array in zip(numbers, constants(body), strict=False):
-            if _is_readable(array) and not any(_is_same(array, given) for given in self._given):
+        """The values of the arrays that a body closes over."""
+        values = [self._new(v) for v in opened(body).constvars]
+        self.constants += values
+        # A plain jaxpr has variables for its constants and not their values.
+        for x, array in zip(values, constants(body), strict=False):
+            is_given = any(_is_same(array, given) for given in self._given)
+            if _is_readable(array) and not is_given:
                 self.closed_over[x] = array
                 if _is_index(array):
                     self.known[x] = np.asarray(array)
-        return numbers
+        return values
 
     def _add(
         self,
@@ -232,25 +316,21 @@ class Graph:
         params: dict[str, Any],
         inputs: Sequence[int],
         variables: Sequence[Any],
-        equation: JaxprEqn | None,
+        equation: JaxprEqn,
         place: Place,
     ) -> list[int]:
         """Appends an operation of the body at `place`; returns the values of its `variables`, which are new."""
         outputs = [self._new(v) for v in variables]
-        passes = ""
-        if equation is not None:
-            scopes = equation.source_info.name_stack
-            passes = _pass(scopes)
-            name = LONG_EINSUM if _is_long_einsum(scopes) else name
+        scopes = equation.source_info.name_stack
         node = Node(
             index=len(self.nodes),
-            name=name,
+            name=LONG_EINSUM if _is_long_einsum(scopes) else name,
             params=params,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             equation=equation,
             place=place,
-            passes=passes,
+            passes=_pass(scopes),
         )
         self.nodes.append(node)
         return outputs
@@ -260,7 +340,7 @@ class Graph:
         name: str,
         operands: Sequence[Sequence[int]],
         variables: Sequence[Any],
-        equation: JaxprEqn | None,
+        equation: JaxprEqn,
         place: Place,
         **params: Any,
     ) -> list[int]:
@@ -281,155 +361,232 @@ class Graph:
         consts: Sequence[int],
         args: Sequence[int],
         place: Place,
-        source: Any = None,
+        source: JaxprEqn | None = None,
     ) -> list[int]:
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        """Appends the operations of a jaxpr on these values; returns the values of its results.
+
+        If the jaxpr says in other operations what one equation does, that is its `source`.
+        """
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        values = dict(zip(variables, [*consts, *args], strict=True))
 
         def read(atom: Any) -> int:
             if not isinstance(atom, Literal):
-                return env[atom]
-            self.known[number := self._new(atom)] = atom.val
-            return number
+                return values[atom]
+            # A number that stands in the equation, as 2.0 in x * 2.0.
+            value = self._new(atom)
+            self.known[value] = atom.val
+            return value
 
         for position, eqn in enumerate(jaxpr.eqns):
             inputs = [read(atom) for atom in eqn.invars]
-            inside = bodies(eqn) if eqn.primitive.name in _ENTERED else []
-            if inside:
-                outputs = self._enclosing(
-                    eqn, position, [body for _, body in inside], inputs, place
-                )
+            # A `jit` or a loop is entered; a kernel, which may have a body too, is an operation.
+            if eqn.primitive.name in _ENTERED and bodies(eqn):
+                outputs = self._enclosing(eqn, position, inputs, place)
             else:
                 outputs = self._single(eqn, inputs, place, source)
-            env.update(zip(eqn.outvars, outputs, strict=True))
+            values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _single(
-        self, eqn: JaxprEqn, inputs: list[int], place: Place, source: JaxprEqn | None
+        self,
+        eqn: JaxprEqn,
+        inputs: list[int],
+        place: Place,
+        source: JaxprEqn | None,
     ) -> list[int]:
-        """An equation without a body; it rewrites `source`, if that is given."""
-        name = eqn.primitive.name
+        """Appends an equation without a body, perhaps in other words; it rewrites `source`, if that is given."""
+        name, variables = eqn.primitive.name, eqn.outvars
         if name in _COLLECTIVES:
+            # The axis of a `vmap` is a number by now, that of a mesh a name.
             axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
             if axes:
-                return self._add_for_each(
-                    _COLLECTIVES[name], [inputs], eqn.outvars, eqn, place, axes=axes
-                )
+                reduction = _COLLECTIVES[name]
+                return self._add_for_each(reduction, [inputs], variables, eqn, place, axes=axes)
+        # What a rewriting gives is not rewritten again: `pad` may stay a `pad`.
         if name not in _REWRITTEN or source is not None:
-            return self._add(name, eqn.params, inputs, eqn.outvars, source or eqn, place)
-        avals: list[Any] = [v.aval for v in eqn.invars]
-        arrays = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
-        other = _rewritten(name, arrays, tuple(eqn.params.items()))
+            return self._add(name, eqn.params, inputs, variables, source or eqn, place)
+        arrays = []
+        for x in inputs:
+            aval = self.avals[x]
+            arrays.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        other = _rewritten(name, tuple(arrays), tuple(eqn.params.items()))
         outputs = self._walk(other.jaxpr, (), inputs, place, eqn)
-        self._also_in(outputs, eqn.outvars, place)
+        self._also_in(outputs, variables, place)
         return outputs
 
     def _enclosing(
         self,
         eqn: JaxprEqn,
         position: int,
-        inside: Sequence[Body],
         inputs: list[int],
         place: Place,
     ) -> list[int]:
-        """An equation with bodies, number `position` in its own body."""
+        """Appends the bodies of an equation, number `position` in its own body, and what joins them."""
         name = eqn.primitive.name
-        places = [(*place, Step(position, i, name)) for i in range(len(inside))]
-        self.callers |= dict.fromkeys(places, eqn)
-        if name == "scan":
-            constants, carried = scan_counts(eqn)
-            return self._loop(eqn, inside[0], places[0], inputs, constants, carried)
-        if name == "while":
-            conditions, constants = while_counts(eqn)
-            inputs, carried = inputs[conditions:], len(eqn.outvars)
-            return self._loop(eqn, inside[0], places[0], inputs, constants, carried)
+        places = []
+        for i in range(len(bodies(eqn))):
+            places.append((*place, Step(position, i, name)))
+            self.callers[places[i]] = eqn
+        # The first body is the one that counts, but for the branches of a `cond`.
+        if name in ("scan", "while"):
+            return self._loop(places[0], inputs)
         if name == "cond":
+            # Its index comes first; each branch takes all other inputs.
             which, *operands = inputs
-            branches = [
-                self._enter(body, operands, inner)
-                for body, inner in zip(inside, places, strict=True)
-            ]
+            branches = [self._enter(inner, operands) for inner in places]
             indices = [which] * len(eqn.outvars)
             return self._add_for_each("join", [indices, *branches], eqn.outvars, eqn, place)
-        return self._call(eqn, inside[0], places[0], inputs)
+        outputs = self._call(places[0], inputs)
+        self._also_in(outputs, eqn.outvars, place)
+        return outputs
 
-    def _also_in(self, values: Sequence[int], variables: Sequence[Any], place: Place) -> None:
-        """These values have these variables in this body too."""
+    def _also_in(
+        self,
+        values: Sequence[int],
+        variables: Sequence[Any],
+        place: Place,
+    ) -> None:
+        """Notes that these values have these variables in this body too."""
         for x, v in zip(values, variables, strict=True):
             self.elsewhere.setdefault(x, []).append((place, v))
 
-    def _call(self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int]) -> list[int]:
-        is_divided = eqn.primitive.name == "shard_map"
-        if is_divided:
-            inputs = self._add_for_each("shard", [inputs], opened(body).invars, eqn, inner)
-        outputs = self._enter(body, inputs, inner)
-        if is_divided:
-            outputs = self._add_for_each("unshard", [outputs], eqn.outvars, eqn, inner[:-1])
-        self._also_in(outputs, eqn.outvars, inner[:-1])
-        return outputs
+    def _body(self, place: Place) -> Body:
+        """The jaxpr of a body."""
+        _, body = bodies(self.callers[place])[place[-1].body]
+        return body
 
-    def _enter(self, body: Body, inputs: Sequence[int], place: Place) -> list[int]:
-        jaxpr = opened(body)
-        self._also_in(inputs, jaxpr.invars, place)
-        return self._walk(jaxpr, self._constants(body), inputs, place)
+    def _call(
+        self,
+        inner: Place,
+        inputs: list[int],
+    ) -> list[int]:
+        """Appends the body of a call, such as a `jit`, or a `shard_map`, which divides arrays among devices."""
+        eqn = self.callers[inner]
+        if eqn.primitive.name != "shard_map":
+            return self._enter(inner, inputs)
+        # A device has a shard of each array, with fewer entries along some axes.
+        variables = opened(self._body(inner)).invars
+        # What the body takes and gives are other arrays than those outside.
+        shards = self._add_for_each("shard", [inputs], variables, eqn, inner)
+        outputs = self._enter(inner, shards)
+        return self._add_for_each("unshard", [outputs], eqn.outvars, eqn, inner[:-1])
+
+    def _enter(
+        self,
+        inner: Place,
+        inputs: Sequence[int],
+    ) -> list[int]:
+        """Appends the operations of a body."""
+        # Inside, the inputs of the call have the variables of the body.
+        body = self._body(inner)
+        self._also_in(inputs, opened(body).invars, inner)
+        return self._walk(opened(body), self._constants(body), inputs, inner)
 
     def _loop(
-        self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int], consts: int, carried: int
+        self,
+        inner: Place,
+        inputs: list[int],
     ) -> list[int]:
-        """A scan or a while: its inputs are constants, then what is carried, then what is sliced."""
-        first, after = len(self.nodes), consts + carried
-        variables = opened(body).invars
-        carry = self._add_for_each(
-            "carry", [inputs[consts:after]], variables[consts:after], None, inner
-        )
-        sliced = self._add_for_each(
-            "scan_slice", [inputs[after:]], variables[after:], eqn, inner, scan=inner
-        )
-        outs = self._enter(body, [*inputs[:consts], *carry, *sliced], inner)
-        for i, out in enumerate(outs[:carried]):  # its second source is the end of the body
-            self.nodes[first + i].inputs += (out,)
-        if carry:
-            self.loops[first] = Loop(range(first, first + carried), len(self.nodes))
-        stacked = self._add_for_each(
-            "scan_stack", [outs[carried:]], eqn.outvars[carried:], eqn, inner[:-1]
-        )
-        return [*outs[:carried], *stacked]
+        """Appends the body of a scan or a while, once.
 
-    def upstream(self, values: Iterable[int], inputs: Callable[[int], Iterable[int]]) -> set[int]:
+        Its inputs are constants, then what is carried, then what a scan slices.
+        """
+        eqn = self.callers[inner]
+        # What is carried is inputs[start:stop]; those of a while's condition come first of all and are left out.
+        if eqn.primitive.name == "scan":
+            start, carried = scan_counts(eqn)
+        else:
+            conditions, start = while_counts(eqn)
+            inputs, carried = inputs[conditions:], len(eqn.outvars)
+        stop = start + carried
+        variables = opened(self._body(inner)).invars
+        # The carry operations, one for each array, come directly before the operations of the body.
+        first = len(self.nodes)
+        carry = self._add_for_each("carry", [inputs[start:stop]], variables[start:stop], eqn, inner)
+        slices = self._add_for_each(
+            "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
+        )
+        outputs = self._enter(inner, [*inputs[:start], *carry, *slices])
+        # The second source of what is carried is the end of the body.
+        for k, end in enumerate(outputs[:carried], start=first):
+            self.nodes[k].inputs += (end,)
+        # `follow` repeats the body until what is known of the carried arrays stays the same.
+        if carry:
+            carries = range(first, first + carried)
+            self.loops[first] = Loop(carries, len(self.nodes))
+        # What a scan collects of each iteration is an array [iterations, ...] outside of it.
+        stacked = self._add_for_each(
+            "scan_stack", [outputs[carried:]], eqn.outvars[carried:], eqn, inner[:-1]
+        )
+        return [*outputs[:carried], *stacked]
+
+    # What is asked of it.
+
+    def upstream(
+        self,
+        values: Iterable[int],
+        inputs: Callable[[int], Iterable[int]],
+    ) -> set[int]:
         """These values and all that they depend on; `inputs` says which inputs of an operation are followed."""
-        found, pending = set(), list(values)
+        # From the values backward through the operations that make them.
+        upstream, pending = set(), list(values)
         while pending:
-            if (value := pending.pop()) not in found:
-                found.add(value)
-                pending += inputs(self.producer[value]) if value in self.producer else ()
-        return found
+            value = pending.pop()
+            if value in upstream:
+                continue
+            upstream.add(value)
+            if value in self.producer:
+                pending += inputs(self.producer[value])
+        return upstream
 
     def data_before(self, values: Iterable[int]) -> set[int]:
         """The arrays that these values depend on and whose numbers are no part of the program."""
         upstream = self.upstream(values, lambda i: self.nodes[i].inputs)
-        return upstream.intersection((*self.arguments, *self.constants)) - self.closed_over.keys()
+        arrays = upstream.intersection([*self.arguments, *self.constants])
+        return arrays - self.closed_over.keys()
 
     def variables_of(self, value: int) -> dict[Place, Any]:
         """The variable that a value has in each body where it has one."""
-        made = self.producer.get(value)
-        found = {} if made is None else {self.nodes[made].place: self.variables[value]}
-        return found | dict(self.elsewhere.get(value, ()))
+        variables = {}
+        node = self.maker(value)
+        if node is not None:
+            variables[node.place] = self.variables[value]
+        variables.update(self.elsewhere.get(value, ()))
+        return variables
 
     def line(self, operation: int) -> str:
         """File and line of the user's code that an operation comes from, or a call of the library's that has it."""
         node = self.nodes[operation]
-        around = [self.callers[node.place[:depth]] for depth in range(len(node.place), 0, -1)]
-        return next(filter(None, map(_line_of, [node.equation, *around])), "")
+        # From the inside to the outside: a library's function may be traced once, with no line of the user's.
+        equations = [node.equation]
+        for depth in range(len(node.place), 0, -1):
+            equations.append(self.callers[node.place[:depth]])
+        lines = map(_line_of, equations)
+        return next(filter(None, lines), "")
 
     def is_stack_of_scalars(self, value: int) -> bool:
-        made = [self.nodes[self.producer[value]]] if value in self.producer else []
-        inputs = [x for node in made if node.name == "concatenate" for x in node.inputs]
-        singles = [self.nodes[self.producer[x]].inputs for x in inputs if x in self.producer]
-        return 0 < len(inputs) == len(singles) and all(
-            xs and self.shape(xs[0]) == () for xs in singles
-        )
+        """Whether it is made by `jnp.stack` of scalars, as several losses are."""
+        node = self.maker(value)
+        if node is None or node.name != "concatenate":
+            return False
+        for x in node.inputs:
+            # Each has become an array of one entry.
+            reshape = self.maker(x)
+            if reshape is None or not reshape.inputs or self.shape(reshape.inputs[0]) != ():
+                return False
+        return True
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.avals[value].shape
+
+    def shapes(self, node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of an operation's first operand and of its first result."""
+        return self.shape(node.inputs[0]), self.shape(node.outputs[0])
+
+    def maker(self, value: int) -> Node | None:
+        """The operation that makes a value; None for arguments and constants."""
+        return self.nodes[self.producer[value]] if value in self.producer else None
 
     def is_float(self, value: int) -> bool:
         return _is_float(getattr(self.avals[value], "dtype", None))
@@ -438,8 +595,10 @@ class Graph:
         """Whether it is a number, perhaps a quantized one or a sum of those, and no index, as of an argmax."""
         if self.is_float(value):
             return True
-        made = self.nodes[self.producer[value]].name if value in self.producer else ""
-        return made in PRODUCTS or getattr(self.avals[value], "dtype", None) in _QUANTIZED
+        # A product of int8 gives int32, and a quantized weight is int8 or int4.
+        node = self.maker(value)
+        is_product = node is not None and node.name in PRODUCTS
+        return is_product or getattr(self.avals[value], "dtype", None) in _QUANTIZED
 
 
 @functools.cache
@@ -449,6 +608,7 @@ def _is_float(dtype: Any) -> bool:
 
 def _is_readable(array: Any) -> bool:
     """Whether the program contains the numbers of this array."""
+    # Under an enclosing transformation a constant may be a tracer, or a key of random numbers.
     if isinstance(array, Tracer) or not hasattr(array, "dtype"):
         return False
     return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
@@ -456,7 +616,9 @@ def _is_readable(array: Any) -> bool:
 
 def _is_same(constant: Any, given: Any) -> bool:
     """Whether this constant of a jaxpr is an array that the function was called with, or a view of it."""
-    if constant is given or isinstance(constant, jax.Array) or not isinstance(given, np.ndarray):
+    # A constant that is an array of JAX's was not copied.
+    is_kept = isinstance(constant, jax.Array) or not isinstance(given, np.ndarray)
+    if constant is given or is_kept:
         return constant is given
     numbers = np.asarray(constant)
     if np.may_share_memory(numbers, given):
@@ -471,7 +633,8 @@ def _is_same(constant: Any, given: Any) -> bool:
 
 def _is_index(array: Any) -> bool:
     """Whether it is a number, as of a mask that the function closes over, or the indices of one axis."""
-    return array.ndim == 0 or (array.ndim == 1 and not jnp.issubdtype(array.dtype, jnp.inexact))
+    is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
+    return array.ndim == 0 or (array.ndim == 1 and is_integer)
 
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -479,20 +642,20 @@ _QUANTIZED = tuple(map(jnp.dtype, (jnp.int4, jnp.int8, jnp.uint4, jnp.uint8)))
 _LIBRARIES = ("site-packages", "dist-packages", "/muonjax/_inspect/", "<frozen", "/lib/python3")
 
 
-def _line_of(equation: JaxprEqn | None) -> str:
+def _line_of(equation: JaxprEqn) -> str:
     """File and line of the user's code that made an equation: "model.py:41"; "" where a library traced it once."""
-    if equation is None:
-        return ""
-    frames: Iterator[Any] = iter(getattr(equation.source_info.traceback, "frames", ()))
-    for frame in frames:
+    for frame in getattr(equation.source_info.traceback, "frames", ()):
         if not any(part in frame.file_name for part in _LIBRARIES):
             return f"{_shown(frame.file_name)}:{frame.line_num}"
+    # JAX's own choice of a frame: "/site-packages/flax/linear.py:93:12 (Dense)" becomes "linear.py:93".
     where = source_info_util.summarize(equation.source_info).split(" ")[0]
-    return ":".join(where.rpartition("/")[2].split(":")[:2])
+    _, _, name = where.rpartition("/")
+    return ":".join(name.split(":")[:2])
 
 
 def _shown(file: str) -> str:
     """The name of a file, or `In[3]` of a notebook's cell, whose file has a number for a name."""
+    # IPython knows which cell has a file's name, such as "/tmp/ipykernel_12/345.py".
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     cell = shell.compile.format_code_name(file) if shell is not None else None
     return cell[1] if cell else file.rpartition("/")[2]
