@@ -35,10 +35,11 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 
 
 def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
-    """The numbers that an array may hold; None if data say which.
+    """The numbers that an array may hold, sorted; None if data say which.
 
-    Positions and tables of more than a few numbers are NaN. Where data are multiplied by a number as large as those of
-    a mask, they are taken for 0, 1 or -1.
+    `jnp.where(mask, 0.0, -1e9)` holds -1e9 and 0. Positions and tables of more than a few numbers are NaN. Where data
+    are multiplied by a number as large as those of a mask, they are taken for 0, 1 or -1: `(1 - mask) * -1e9` holds
+    -1e9, 0 and 1e9.
     """
     if value not in graph.numbers:
         graph.numbers[value] = _numbers_in(graph, value)
@@ -46,50 +47,55 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
 
 
 def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
+    """`numbers_in`, from the operation that makes the array."""
     constant = graph.known.get(value, graph.closed_over.get(value))
     if constant is not None:
         return _in_table(np.asarray(constant))
-    aval = graph.avals[value]
-    if aval.dtype == bool:
+    if graph.avals[value].dtype == bool:
         return np.array([0.0, 1.0])
-    if value not in graph.producer:
-        return None
-    node = graph.nodes[graph.producer[value]]
-    numbers = _made_by(graph, node)
+    node = graph.maker(value)
+    numbers = None if node is None else _made_by(graph, node)
     if numbers is None:
         return None
-    if jnp.issubdtype(aval.dtype, jnp.floating):
-        with np.errstate(all="ignore"):
-            numbers = numbers.astype(aval.dtype)
     numbers = np.unique(numbers.astype(float))
     return numbers if len(numbers) <= _MOST else _MANY
 
 
 def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
-    """The numbers that an operation makes."""
-    if node.name in _HELD:
-        operands = [numbers_in(graph, x) for x in node.inputs[_HELD[node.name]]]
-    elif node.name in _ARITHMETIC:
-        operands = [numbers_in(graph, x) for x in node.inputs]
-    else:
+    """The numbers that an operation makes of those of its operands; None if data say which."""
+    is_move, is_arithmetic = node.name in _HELD, node.name in _ARITHMETIC
+    if not is_move and not is_arithmetic:
         return None if _depends_on_data(graph, node) else _MANY
-    known = [numbers for numbers in operands if numbers is not None]
-    if len(known) == len(operands):
-        if node.name in _HELD:
-            return np.concatenate(known)
-        with np.errstate(all="ignore"):
-            return _ARITHMETIC[node.name](*np.meshgrid(*known)).reshape(-1)
-    if node.name == "mul" and known and (np.abs(known[0]) >= -MASKED).all():
+    inputs = node.inputs[_HELD[node.name]] if is_move else node.inputs
+    # The operands that hold few numbers, or the same unknown ones.
+    known = []
+    for value in inputs:
+        numbers = numbers_in(graph, value)
+        if numbers is not None:
+            known.append(numbers)
+    if len(known) < len(inputs):
+        # Data times -1e9: a mask of 0 and 1 that is an argument of the function.
+        is_large = node.name == "mul" and known and (np.abs(known[0]) >= -MASKED).all()
+        if not is_large:
+            return None
         return np.concatenate([-known[0], [0.0], known[0]])
-    return None
+    if is_move:
+        return np.concatenate(known)
+    # Each number of one operand with each of the other: more than there are, but few.
+    with np.errstate(all="ignore"):
+        combined = _ARITHMETIC[node.name](*np.meshgrid(*known))
+    return combined.reshape(-1)
 
 
 def _in_table(table: np.ndarray) -> np.ndarray:
     """The numbers in an array, without sorting one that may be large."""
-    numbers: list[float] = []
     rest = table.reshape(-1)
-    if np.iscomplexobj(table) or len(np.unique(rest[:1000].astype(float))) > _MOST:
+    # Most tables, as of positions, show in their first numbers that they hold many.
+    if np.iscomplexobj(table):
         return _MANY
+    if len(np.unique(rest[:1000].astype(float))) > _MOST:
+        return _MANY
+    numbers: list[float] = []
     while rest.size:
         if len(numbers) == _MOST:
             return _MANY
@@ -100,5 +106,7 @@ def _in_table(table: np.ndarray) -> np.ndarray:
 
 def _depends_on_data(graph: Graph, node: Node) -> bool:
     """Whether an operation depends on an argument, other than a key of random numbers."""
-    dtypes = [graph.avals[x].dtype for x in graph.data_before(node.inputs)]
-    return not all(jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes)
+    for value in graph.data_before(node.inputs):
+        if not jnp.issubdtype(graph.avals[value].dtype, jax.dtypes.prng_key):
+            return True
+    return False

@@ -25,15 +25,15 @@ def bodies(eqn: JaxprEqn) -> list[tuple[str | int, Body]]:
 
     A `while`'s body comes before its condition.
     """
-    found: list[tuple[str | int, Body]] = []
+    entries: list[tuple[str | int, Body]] = []
     for name, value in eqn.params.items():
         if isinstance(value, Jaxpr | ClosedJaxpr):
-            found.append((name, value))
+            entries.append((name, value))
         elif isinstance(value, tuple):
-            found += [
-                (i, body) for i, body in enumerate(value) if isinstance(body, Jaxpr | ClosedJaxpr)
-            ]
-    return sorted(found, key=lambda entry: entry[0] == "cond_jaxpr")
+            for branch, body in enumerate(value):
+                if isinstance(body, Jaxpr | ClosedJaxpr):
+                    entries.append((branch, body))
+    return sorted(entries, key=lambda entry: entry[0] == "cond_jaxpr")
 
 
 def opened(body: Body) -> Jaxpr:
@@ -71,41 +71,52 @@ def inlined() -> Any:
     return True if kinds is None else kinds.JAX_EARLY
 
 
-def with_bodies(eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int) -> dict[str, Any]:
-    """An equation's parameters with `new` in place of its body or branches; each returns `count` values more."""
+def with_bodies(
+    eqn: JaxprEqn,
+    new: Sequence[ClosedJaxpr],
+    count: int,
+) -> dict[str, Any]:
+    """An equation's parameters with `new` in place of its body or branches; each returns `count` values more.
+
+    What the parameters say of each output, such as its sharding, is extended by what JAX says of any.
+    """
+    # A jaxpr stays of the type that the equation had, with its constants or without.
     old = bodies(eqn)
-    kept = tuple(
-        x if isinstance(body, ClosedJaxpr) else x.jaxpr
-        for x, (_, body) in zip(new, old, strict=True)
-    )
+    replaced = []
+    for jaxpr, (_, body) in zip(new, old, strict=True):
+        replaced.append(jaxpr if isinstance(body, ClosedJaxpr) else jaxpr.jaxpr)
     if eqn.primitive.name == "cond":
-        return eqn.params | {"branches": kept}
+        return eqn.params | {"branches": tuple(replaced)}
     ((name, _),) = old
-    params: dict[str, Any] = eqn.params | {str(name): kept[0]}
-    if "ft_out" in params:
+    params: dict[str, Any] = eqn.params | {str(name): replaced[0]}
+    if "ft_out" in params:  # a scan, since JAX 0.12
         carry, ys = params["ft_out"].unpack()
         tree = type(params["ft_out"])  # a tuple of trees
         params["ft_out"] = tree(carry, tree(ys, *[_one_sliced_output()] * count))
-    for name in ("out_shardings", "out_layouts"):
-        if name in params:
-            params[name] = (*params[name], *[_unspecified()[name]] * count)
-    if "out_memory_spaces" in params:
-        params["out_memory_spaces"] = (
-            *params["out_memory_spaces"],
-            *[jax.memory.Space.Device] * count,
-        )
+    for setting, of_one in _unspecified().items():
+        if setting in params:
+            params[setting] = (*params[setting], *[of_one] * count)
     return params
 
 
 @functools.cache
 def _unspecified() -> dict[str, Any]:
-    """What `jit` has for an output about which nothing is said."""
+    """What `jit` and `checkpoint` have for an output about which nothing is said."""
     (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
-    return {name: eqn.params[name][0] for name in ("out_shardings", "out_layouts")}
+    return {
+        "out_shardings": eqn.params["out_shardings"][0],
+        "out_layouts": eqn.params["out_layouts"][0],
+        "out_memory_spaces": jax.memory.Space.Device,
+    }
 
 
 @functools.cache
 def _one_sliced_output() -> Any:
     """The tree of a scan's sliced outputs where there is one (JAX 0.12)."""
-    (eqn,) = jax.make_jaxpr(lambda: jax.lax.scan(lambda c, _: (c, c), 0.0, length=1)[1])().eqns
+
+    def one_output() -> Any:
+        _, ys = jax.lax.scan(lambda carry, _: (carry, carry), 0.0, length=1)
+        return ys
+
+    (eqn,) = jax.make_jaxpr(one_output)().eqns
     return eqn.params["ft_out"].unpack()[1]
