@@ -272,7 +272,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     elif operation.is_sum:
         _record_meeting_parts(walk, values)
     projections = _projections(operation)
-    logits = softmax.after(walk.graph, node, operation.chooser, values, operation.arrays)
+    logits = softmax.after(operation)
     if operation.is_exponential:
         result = result._replace(exponential_of=result.scores)
         _record_unseen(operation, logits, result.scores)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from muonjax._inspect.constants import MASKED, numbers_in
 from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.layout import Layout
-from muonjax._inspect.values import CHOICES, FROZEN, PARAMETER, SUMS, Addend, Logits, Summand, Value
+from muonjax._inspect.values import FROZEN, PARAMETER, Addend, Logits, Summand, Value
+
+if TYPE_CHECKING:
+    from muonjax._inspect.entrywise import Operation
 
 # Softmax gives e^-20, 2e-9, of a share to what so much is added to; a larger number hides nothing.
 _HIDES = -20.0
@@ -27,106 +30,121 @@ _POWERS = (*EXPONENTIALS, *_ROOTS, "pow", "integer_pow", "square", "one_minus_sq
 _STAGES = ("logits", "weights", "largest")
 
 
-def after(
-    graph: Graph, node: Node, which: Value, values: Sequence[Value], operands: Sequence[int]
-) -> tuple[Logits, ...]:
+def after(operation: Operation) -> tuple[Logits, ...]:
     """What an operation entry by entry makes of logits, of their maximum, or of softmax's weights.
 
-    Args:
-      graph: The operations of the function.
-      node: The operation.
-      which: What a choice chooses by.
-      values: The operands, without that.
-      operands: Their numbers.
+    `exp(x - largest)` of logits x makes weights, and x plus the logits of another product are lost.
     """
-    held = [v for v in values if v.logits]
-    held.sort(key=lambda v: (_STAGES.index(v.logits[0].stage), -v.logits[0].product))
-    if not held:
+    # Logits count before the weights of an earlier softmax that they are added to; of several those computed last.
+    with_logits = [v for v in operation.values if v.logits]
+    with_logits.sort(key=lambda v: (_STAGES.index(v.logits[0].stage), -v.logits[0].product))
+    if not with_logits:
         return ()
-    if held[0].logits[0].stage != "logits":
-        return _of_weights(node, held, values)
+    value, node = with_logits[0], operation.node
+    first = value.logits[0]
+    if first.stage != "logits":
+        return _of_weights(operation, with_logits)
     if node.name in EXPONENTIALS:
-        return tuple(_exponential(node, x) for x in held[0].logits)
-    at = next(k for k, v in enumerate(values) if v is held[0])
-    if (factor := _factor(graph, node, operands, at)) is not None and held[0].logits[0].raw >= 0:
-        return tuple(_in_other_units(node, x, factor) for x in held[0].logits)
-    return _of_sum(node, which, values, operands, at)
+        return tuple(_exponential(node, x) for x in value.logits)
+    at = next(k for k, v in enumerate(operation.values) if v is value)
+    factor = _factor(operation, at)
+    if factor is not None and first.raw >= 0:
+        # Logits and a mask, scaled together: they are measured before, in these units.
+        return tuple(x._replace(unit=x.unit * factor) for x in value.logits)
+    # Two products may have been concatenated, of which each is refused.
+    if not operation.is_sum or first.lost >= 0:
+        return scaled(node, value)
+    return (_chosen(operation, at) if operation.is_choice else _added(operation, at),)
 
 
 def scaled(node: Node, v: Value) -> tuple[Logits, ...]:
-    """Logits times a number, or moved."""
-    if not v.logits or v.logits[0].stage != "logits":
-        return v.logits
-    return tuple(
-        x._replace(value=node.outputs[0]) if x.raw < 0 and x.shifted is None else lost(node, x)
-        for x in v.logits
-    )
+    """Logits after an operation on nothing else, lost where a mask was added or a maximum subtracted before.
+
+    Whether it scales them, moves them or makes something else of them is for the certificate to say.
+    """
+    logits = []
+    for x in v.logits:
+        if v.logits[0].stage != "logits":
+            logits.append(x)
+        elif x.raw < 0 and x.shifted is None:
+            logits.append(x._replace(value=node.outputs[0]))
+        else:
+            logits.append(lost(node, x))
+    return tuple(logits)
 
 
 def lost(node: Node, x: Logits) -> Logits:
     """Logits that are something else after this operation."""
-    return x._replace(value=node.outputs[0], lost=node.outputs[0] if x.lost < 0 else x.lost)
+    (result,) = node.outputs
+    first = result if x.lost < 0 else x.lost
+    return x._replace(value=result, lost=first)
 
 
-def _of_weights(node: Node, held: Sequence[Value], values: Sequence[Value]) -> tuple[Logits, ...]:
-    """Several softmaxes may be subtracted. A power of weights, or a product of two, belongs to other logits."""
-    stage = held[0].logits[0].stage
-    found = dict.fromkeys(x for v in held for x in v.logits if x.stage == stage)
-    same = [{x.product for x in v.logits if x.stage == "weights"} for v in values]
-    is_power = node.name in _POWERS or (node.name == "mul" and set.intersection(*same))
-    return tuple(lost(node, x) if stage == "weights" and is_power else x for x in found)
+def _of_weights(
+    operation: Operation,
+    with_logits: Sequence[Value],
+) -> tuple[Logits, ...]:
+    """Softmax's weights, or a maximum, after an operation.
+
+    Several softmaxes may be subtracted, as in differential attention. A power of weights, or a product of two, is the
+    softmax of other logits: softmax(x)² is proportional to softmax(2 x).
+    """
+    name, stage = operation.node.name, with_logits[0].logits[0].stage
+    of_stage = [v for v in with_logits if v.logits[0].stage == stage]
+    logits: dict[Logits, None] = {}
+    for value in of_stage:
+        logits |= dict.fromkeys(value.logits)
+    is_product = name == "mul" and len(of_stage) > 1
+    if stage == "weights" and (is_product or name in _POWERS):
+        return tuple(lost(operation.node, x) for x in logits)
+    return tuple(logits)
 
 
 def _exponential(node: Node, x: Logits) -> Logits:
     """An exponential takes all logits, and a sigmoid takes them without their maximum subtracted."""
-    if not x.layout.is_all or (node.name == "logistic" and x.shifted is not None):
+    # softmax(x - c) = softmax(x), and no such thing is true of a sigmoid.
+    is_shifted = node.name == "logistic" and x.shifted is not None
+    if is_shifted or not x.layout.is_all:
         x = lost(node, x)
-    return x._replace(stage="weights", unit=x.unit * (math.log(2) if node.name == "exp2" else 1.0))
+    # 2^x = exp(x ln 2)
+    unit = math.log(2) if node.name == "exp2" else 1.0
+    return x._replace(stage="weights", unit=x.unit * unit)
 
 
-def _factor(graph: Graph, node: Node, operands: Sequence[int], at: int) -> float | None:
-    """The number above zero that operand number `at` is multiplied by."""
-    number = graph.known.get(operands[1 - at]) if len(operands) == 2 else None
-    if number is None or node.name not in ("mul", "div") or np.ndim(number) or not number > 0:
+def _factor(operation: Operation, at: int) -> float | None:
+    """The number above zero by which the program multiplies operand number `at`: 0.125 for `x / 8` and `at` = 0."""
+    if not operation.is_scale:
         return None
-    if node.name == "mul":
+    # It has to stand in the program: with a learned temperature the logits are lost.
+    number = operation.walk.known(operation.arrays[1 - at])
+    if number is None or np.ndim(number) or not number > 0:
+        return None
+    if operation.node.name == "mul":
         return float(number)
     return 1 / float(number) if at == 0 else None
 
 
-def _in_other_units(node: Node, x: Logits, factor: float) -> Logits:
-    """Logits and their mask, scaled together: they are measured before."""
-    return lost(node, x) if x.shifted is not None else x._replace(unit=x.unit * factor)
-
-
-def _of_sum(
-    node: Node, which: Value, values: Sequence[Value], operands: Sequence[int], at: int
-) -> tuple[Logits, ...]:
-    """Logits, operand number `at`, of which a choice keeps some, or to which something is added."""
-    v, others = values[at], [v for k, v in enumerate(values) if k != at]
-    logits = v.logits[0]
-    if node.name not in SUMS or (node.name in CHOICES and logits.lost >= 0):
-        return scaled(node, v)
-    if node.name in CHOICES:
-        return (_chosen(node, logits, which, others),)
-    if products(others) - products([v]):
-        return (_sum_of_products(node, logits, others[0].logits[0]),)
-    is_subtracted = node.name == "sub" and at == 1
-    maxima = [x for x in others[0].logits if x.stage == "largest" and x.product == logits.product]
-    if logits.lost >= 0 or (is_subtracted and not maxima):
-        return scaled(node, v)
-    if is_subtracted:
-        return (lost(node, logits),)
-    if maxima:
-        axes = {run.axis for run in logits.layout.runs_not_along(others[0].axes("repeats"))}
-        return (logits._replace(shifted=(logits.shifted or frozenset()) | axes),)
-    if _is_scaled(logits) or _may_change(others):
-        return (lost(node, logits),)
-    addend = Addend(operands[1 - at], node.index, -1 if node.name == "sub" else 1)
-    # The logits as they are here, not where they were scaled.
-    raw = operands[at] if logits.raw < 0 else logits.raw
-    added = (*logits.added, addend)
-    return (logits._replace(value=node.outputs[0], raw=raw, added=added),)
+def _added(operation: Operation, at: int) -> Logits:
+    """Logits, operand number `at`, plus or minus the other operand: a mask, a bias, their maximum."""
+    node, arrays = operation.node, operation.arrays
+    logits, other = operation.values[at].logits[0], operation.values[1 - at]
+    if products([other]) - products([operation.values[at]]):
+        return _sum_of_products(node, logits, other.logits[0])
+    if node.name == "sub" and at == 1:
+        return lost(node, logits)
+    if any(x.stage == "largest" and x.product == logits.product for x in other.logits):
+        # Softmax may subtract any number that is the same for all keys.
+        axes = {run.axis for run in logits.layout.runs_not_along(other.axes("repeats"))}
+        return logits._replace(shifted=(logits.shifted or frozenset()) | axes)
+    if _is_scaled(logits) or _may_change([other]):
+        return lost(node, logits)
+    sign = -1 if node.name == "sub" else 1
+    return logits._replace(
+        value=node.outputs[0],
+        # The logits as they are here, not where they were scaled.
+        raw=arrays[at] if logits.raw < 0 else logits.raw,
+        added=(*logits.added, Addend(arrays[1 - at], node.index, sign)),
+    )
 
 
 def _sum_of_products(node: Node, first: Logits, second: Logits) -> Logits:
@@ -157,17 +175,26 @@ def _axes_between(first: Layout, second: Layout) -> tuple[tuple[int, int], ...] 
     return tuple(pairs) if first.is_all and second.is_all else None
 
 
-def _chosen(node: Node, logits: Logits, which: Value, others: Sequence[Value]) -> Logits:
-    """Logits where a mask chooses them, with something that a clip does not change in place of the others."""
+def _chosen(operation: Operation, at: int) -> Logits:
+    """Logits, operand number `at`, where a mask chooses them, with something that a clip does not change elsewhere."""
+    logits = operation.values[at].logits[0]
+    others = [v for k, v in enumerate(operation.values) if k != at]
     if logits.raw < 0:
-        same = logits.product, logits.raw, logits.stage
-        others = [v for v in others if same not in [(x.product, x.raw, x.stage) for x in v.logits]]
+        others = [v for v in others if not _has_unmasked(v, logits.product)]
     else:
         # Once a mask is added, what is hidden is told by what it adds: a clip may not choose.
-        others = [*others, which]
+        others.append(operation.chooser)
     if _is_scaled(logits) or _may_change(others):
-        return lost(node, logits)
-    return logits._replace(value=node.outputs[0])
+        return lost(operation.node, logits)
+    return logits._replace(value=operation.node.outputs[0])
+
+
+def _has_unmasked(v: Value, product: int) -> bool:
+    """Whether these are logits of this product before a mask is added, as another branch of a `cond` may give them."""
+    for x in v.logits:
+        if x.product == product and x.raw < 0 and x.stage == "logits":
+            return True
+    return False
 
 
 def _is_scaled(logits: Logits) -> bool:
@@ -181,25 +208,28 @@ def _may_change(values: Iterable[Value]) -> bool:
 
 
 def products(values: Iterable[Value]) -> set[int]:
-    """Those whose logits these are."""
-    return {x.product for v in values for x in v.logits if x.stage == "logits"}
+    """The products of queries and keys whose logits these are."""
+    numbers = set()
+    for v in values:
+        numbers.update(x.product for x in v.logits if x.stage == "logits")
+    return numbers
 
 
 class Masks(NamedTuple):
     """What is known of the masks and the biases of an attention."""
 
     hidden: float = MASKED  # what adds this or less to a logit hides it
-    problem: str = ""
-    doubt: str = ""
+    problem: str = ""  # why masks can't be told from biases
+    doubt: str = ""  # the line of an array that may be either
 
 
 def masks_in(graph: Graph, added: Sequence[Addend]) -> Masks:
     """Which of the arrays that are added to logits are masks, and how they are told from biases.
 
-    Args:
-      graph: The operations of the function.
-      added: These arrays.
+    For a mask of 0 and -1e9 alone, half of that tells a hidden logit from one that is shown. Next to a bias, whose
+    numbers may be anything, `MASKED` has to do so.
     """
+    # What masks add to what they hide; biases; and arrays that data give, which may be either.
     masks: list[float] = []
     biases: list[Addend] = []
     doubts: list[Addend] = []
@@ -222,18 +252,22 @@ def masks_in(graph: Graph, added: Sequence[Addend]) -> Masks:
 
 
 def _effect(graph: Graph, addend: Addend) -> float | None:
-    """The largest number below zero that a mask adds; 0 for a bias; None for what may be either."""
+    """What a mask adds to what it hides, at most; 0 for a bias; None for what may be either.
+
+    An array of 0 and -1e9 gives -1e9, an ALiBi bias 0, and an array that data give None.
+    """
     numbers = numbers_in(graph, addend.value)
     if numbers is None:
         return None
     numbers = addend.sign * numbers
-    has_many = bool(np.isnan(numbers).any())
+    # Unknown numbers, as of positions, are NaN, which is neither.
+    has_unknown = bool(np.isnan(numbers).any())
     hiding, others = numbers[numbers <= _HIDES], numbers[numbers > _HIDES]
-    if not hiding.size or not (others.size or has_many):
+    if not hiding.size or not (others.size or has_unknown):
         return 0.0
     largest = float(hiding.max())
-    if not has_many and others.min() > -_ROUNDING:
+    if not has_unknown and others.min() > -_ROUNDING:
         return largest
     # Its small numbers are a bias; those below `MASKED` are told from them where they are measured.
-    is_bias = largest <= MASKED or (len(others) > _MOST_ABOVE and not has_many)
+    is_bias = largest <= MASKED or (len(others) > _MOST_ABOVE and not has_unknown)
     return 0.0 if is_bias else None
