@@ -5,15 +5,23 @@ the last position of the parameters that the entry is made of. Along an axis on 
 entry. Heads get factors drawn at random, so that no two sums of logarithms are equal by accident. Logits of several
 heads that were taken for one have different positions. What is zero has the logarithm NaN, for it fits every factor.
 An operation that has no rule here, or whose operands do not fit, refuses the clip.
+
+A clip of two heads, in a query kernel [16, 64], by factors with the logarithms a and b begins with the table [3, 1, 64]
+
+    logarithms       a  a  ...  a   b        b  ...
+    first positions  0  1  ...  31  2^20     2^20 + 1  ...
+    last positions   the same
+
+and at the logits [batch, head, query, key] it has to be [3, 1, 2, 1, 1] with the logarithms a, b, if the keys are not
+scaled, and the positions 0 to 31 and 2^20 to 2^20 + 31: the sum over features took the least and the largest.
 """
 
 from __future__ import annotations
 
 import functools
-import heapq
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,58 +29,79 @@ from muonjax._clip.scale import runs_of
 from muonjax._inspect.constants import MASKED
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import MOST, Unmoved
+from muonjax._inspect.layout import MOST, Unmoved, other_axes
 from muonjax._inspect.measure import Probe
-from muonjax._inspect.moves import RESIZED, SAME, moved_by, reshaped, rounds_coarsely
+from muonjax._inspect.moves import (
+    RESIZED,
+    SAME,
+    axes_after,
+    moved_by,
+    reshaped,
+    rounds_coarsely,
+)
+from muonjax._inspect.values import CHOICES
 
-_UNTOUCHED, _ZERO = [0.0, np.inf, -np.inf], [np.nan, np.inf, -np.inf]
+# [3, *loops, *axes of the array]: logarithms, first positions and last positions.
+Table: TypeAlias = np.ndarray
+# The three of an entry that no clip changes, and of one that is zero.
+_UNTOUCHED = [0.0, np.inf, -np.inf]
+_ZERO = [np.nan, np.inf, -np.inf]
 # Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.
 _SAME = frozenset(f"{SAME} {RESIZED}".split())
 _OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate"
 _SEVERAL = frozenset(_OF_SEVERAL.split())
 
 
-def _product(a: np.ndarray, b: np.ndarray, sign: int = 1) -> np.ndarray:
-    """The product of two arrays entry by entry, or the quotient."""
+def _product(
+    a: Table,
+    b: Table,
+    sign: int = 1,
+) -> Table:
+    """The table of a product of two arrays entry by entry; of the quotient, with the sign -1.
+
+    log(a b^±1) = log(a) ± log(b), made of the positions of both
+    """
     if math.prod(np.broadcast_shapes(a.shape, b.shape)) > MOST:
         raise Unmoved
-    logarithm = a[0] + sign * b[0]
-    return np.stack([logarithm, np.minimum(a[1], b[1]), np.maximum(a[2], b[2])])
+    logarithms = a[0] + sign * b[0]
+    first, last = np.minimum(a[1], b[1]), np.maximum(a[2], b[2])
+    return np.stack([logarithms, first, last])
 
 
-def _total(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
+def _total(table: Table, axes: Collection[int]) -> Table:
     """The largest logarithm over these axes, of which one entry is left, and all positions."""
-    axes = tuple(axis - 1 for axis in axes)
+    along = tuple(axis - 1 for axis in axes)
     logarithms, first, last = table
     return np.stack(
         [
-            np.fmax.reduce(logarithms, axes, keepdims=True),  # it skips NaN
-            np.minimum.reduce(first, axes, keepdims=True),
-            np.maximum.reduce(last, axes, keepdims=True),
+            np.fmax.reduce(logarithms, along, keepdims=True),  # it skips NaN
+            np.minimum.reduce(first, along, keepdims=True),
+            np.maximum.reduce(last, along, keepdims=True),
         ]
     )
 
 
-def _filled(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
+def _filled(table: Table, axes: Iterable[int]) -> Table:
     """With the others' factor for entries that are zero, along axes where all others are equal: padding."""
     for axis in axes:
         total = _total(table, [axis])
-        if (np.isnan(table[0]) | (table == total).all(0)).all():
+        is_zero = np.isnan(table[0])
+        if (is_zero | (table == total).all(0)).all():
             table = total
     return table
 
 
-def _reduced(table: np.ndarray, axes: Iterable[int]) -> np.ndarray:
-    """The sum over these axes, along which all have equal factors."""
-    axes = tuple(axes)
+def _reduced(table: Table, axes: Collection[int]) -> Table:
+    """The table of a sum or a maximum over these axes, along which all entries but zeros must have equal factors."""
     total = _total(table, axes)
+    # A sum of entries with different factors is no multiple of the sum. Zeros, NaN here, compare as false.
     if (table[0] < total[0]).any():
         raise Unmoved
-    return total.squeeze(axes)
+    return total.squeeze(tuple(axes))
 
 
-def _smallest(table: np.ndarray | None) -> np.ndarray | None:
-    """One entry along each axis where all are equal; None where nothing is touched."""
+def _smallest(table: Table | None) -> Table | None:
+    """With one entry along each axis where all are equal; None where nothing is touched."""
     if table is None or not table.size:
         return None
     for axis in range(1, table.ndim):
@@ -85,186 +114,275 @@ def _smallest(table: np.ndarray | None) -> np.ndarray | None:
 class Certificate:
     """One pass over the operations that a clip changes, up to the logits."""
 
-    def __init__(self, walk: Walk, probes: Sequence[Probe], logits: Sequence[int]):
+    def __init__(
+        self,
+        walk: Walk,
+        probes: Sequence[Probe],
+        logits: Sequence[int],
+    ):
         """`logits` are the values where softmax takes over, as the `probes` measure them."""
         self.walk, self.graph, self.logits = walk, walk.graph, logits
-        places = (probe.path[: n + 1] for probe in probes for n in range(len(probe.path)))
-        # The first axes of every table: iterations of scans, by the place of their body.
-        self.loops = list(dict.fromkeys(place for place in places if place[-1].kind == "scan"))
+        # The first axes of every table are iterations of scans. An array inside of a scan over four layers has a table
+        # [3, 4, *axes], which says what the clip does to it in each of them. Here are the places of the scans' bodies.
+        self.loops: list[Any] = []
+        for probe in probes:
+            for depth, step in enumerate(probe.path, start=1):
+                place = probe.path[:depth]
+                if step.kind == "scan" and place not in self.loops:
+                    self.loops.append(place)
+        # Axis k of an array is axis first + k of its table.
         self.first = 1 + len(self.loops)
-        self.tables: dict[int, np.ndarray] = {}
-        self.at: dict[int, np.ndarray] = {}  # those that arrive at the logits
+        # By the number of an array that a clip changes its table.
+        self.tables: dict[int, Table] = {}
+        # The tables that arrive at the logits, which are not followed further.
+        self.at: dict[int, Table] = {}
 
     def touch(
-        self, leaf: int, stack: tuple[int, ...], spans: Sequence[tuple[Any, np.ndarray]]
+        self,
+        leaf: int,
+        stack: tuple[int, ...],
+        spans: Sequence[tuple[Any, np.ndarray]],
     ) -> None:
-        """A clip scales these parts of a parameter by logarithms [*layers, entries]; axes of `stack` count layers."""
-        shape = self.walk.shapes[leaf]
+        """Says that a clip scales these parts of a parameter.
+
+        Args:
+          leaf: The number of the parameter.
+          stack: Its axes that count layers.
+          spans: What is scaled, each a `Scale` and the logarithms of its factors, [*layers, entries].
+        """
         tables = []
         for span, logs in spans:
             # Kernels of which each gives other keys may have their heads at other positions.
-            part = sorted({s.start for s, _ in spans if s.factor == span.factor}).index(span.start)
-            table = self._touched(shape, stack, span, logs)
+            starts = {other.start for other, _ in spans if other.factor == span.factor}
+            part = sorted(starts).index(span.start)
+            table = self._touched(leaf, stack, span, logs)
             table[1:] += part << 40
             tables.append(table)
         table = functools.reduce(_product, tables)  # an entry of two spans is scaled twice
         table = _smallest(np.expand_dims(table, tuple(range(1, self.first))))
+        # It is None where all factors are 1.
         if table is not None:
             self.tables[self.graph.parameters[leaf]] = table
 
     def _touched(
-        self, shape: Sequence[int], stack: tuple[int, ...], span: Any, logs: np.ndarray
-    ) -> np.ndarray:
-        """The table of a parameter of which one span is scaled."""
-        inner = [axis for axis in range(len(shape)) if axis not in stack]
-        held = [inner[axis] for axis in span.axes]
-        order = [*stack, *held]
-        positions = runs_of(span, span.entries, span.size)  # [entries, features]
-        size = math.prod(shape[axis] for axis in held)
-        table = np.stack([np.full((*logs.shape[:-1], size), x) for x in _UNTOUCHED])
-        table[0][..., positions] = logs[..., None]
-        entry, feature = np.indices(positions.shape)
-        table[1:, ..., positions] = (entry << 20) + feature
-        table = table.reshape(3, *(shape[axis] for axis in order))
+        self,
+        leaf: int,
+        stack: tuple[int, ...],
+        span: Any,
+        logs: np.ndarray,
+    ) -> Table:
+        """The table [3, *axes] of a parameter of which one span is scaled, as the example above shows it."""
+        shape = self.walk.shapes[leaf]
+        of_a_layer = np.array(other_axes(len(shape), stack))
+        entry_axes = of_a_layer[list(span.axes)]
+        order = [*stack, *entry_axes]
+        sizes = np.array(shape)[order]
+        # [3, *layers, positions on the flattened entry_axes]
+        size = math.prod(sizes[len(stack) :])
+        table = np.empty((3, *logs.shape[:-1], size))
+        table.T[:] = _UNTOUCHED
+        scaled = runs_of(span, span.entries, span.size)  # [entries, features]
+        table[0][..., scaled] = logs[..., None]
+        # An entry's features have positions of their own, so that a sum over them can be told from one over others.
+        entry, feature = np.indices(scaled.shape)
+        table[1:, ..., scaled] = (entry << 20) + feature
+        # To the axes of the parameter in their order, of which it has some.
+        table = table.reshape(3, *sizes)
         table = table.transpose(0, *(1 + np.argsort(order)))
-        return np.expand_dims(table, [1 + k for k in range(len(shape)) if k not in order])
+        return np.expand_dims(table, axes_after(1, other_axes(len(shape), order)))
 
     def failure(self) -> int | None:
         """The first operation that is not followed; None if a clip changes the logits and no loss besides."""
         graph = self.graph
-        done, seen = -1, set()
-        pending = [i for x in self.tables for i in graph.readers[x]]
-        heapq.heapify(pending)  # in the order of the program, so each once
+        pending: set[int] = set()
+        for value in self.tables:
+            pending.update(graph.readers[value])
         while pending:
-            i = heapq.heappop(pending)
-            if i == done or i not in graph.live:
+            operation = min(pending)  # in the order of the program: its operands are known
+            pending.remove(operation)
+            if operation not in graph.live:  # its results are thrown away
                 continue
-            done, node = i, graph.nodes[i]
+            node = graph.nodes[operation]
             try:
-                tables = [_smallest(table) for table in self._followed(node)]
+                tables = self._followed(node)
             except Unmoved:
-                return i
-            for x, table in zip(node.outputs, tables, strict=True):
+                return operation
+            for value, table in zip(node.outputs, map(_smallest, tables), strict=True):
                 if table is None:
                     continue
-                if x in self.logits:
-                    self.at[x] = table
-                elif x not in seen:
-                    seen.add(x)
-                    self.tables[x] = table
-                    for reader in graph.readers[x]:
-                        heapq.heappush(pending, reader)
+                # Softmax and all that follows change as the clip wants it.
+                if value in self.logits:
+                    self.at[value] = table
+                    continue
+                self.tables[value] = table
+                pending.update(graph.readers[value])
         # Other arrays may be returned, as a model's parameters are; the loss may not change.
-        changed = [x for x in graph.outputs if x in self.tables and self.walk.shape(x) == ()]
-        return graph.producer.get(changed[0], 0) if changed else None
+        for value in graph.outputs:
+            if value in self.tables and self.walk.shape(value) == ():
+                return graph.producer.get(value, 0)
+        return None
 
-    def _table(self, value: int, rank: int, least: float = -np.inf) -> np.ndarray:
-        """That of a value, with as many axes as a result has; a known `least` or less is as good as zero."""
+    def _table(
+        self,
+        value: int,
+        rank: int,
+        least: float = -np.inf,
+    ) -> Table:
+        """The table of an operand, with `rank` axes if it is a scalar.
+
+        A known number of `least` or less is as good as zero.
+        """
         if value in self.tables:
             table = self.tables[value]
-            return table if table.ndim > self.first else table.reshape(*table.shape, *[1] * rank)
+            is_scalar = table.ndim == self.first
+            return table.reshape(*table.shape, *[1] * rank) if is_scalar else table
         known = self.walk.known(value)
-        table = _UNTOUCHED
-        if known is not None and np.ndim(known) == 0 and (known == 0 or known <= least):
-            table = _ZERO
+        is_zero = False
+        if known is not None and np.ndim(known) == 0:
+            is_zero = known == 0 or known <= least
         rank = len(self.walk.shape(value)) or rank
-        return np.reshape(table, (3, *[1] * (len(self.loops) + rank)))
+        shape = (3, *[1] * (len(self.loops) + rank))
+        return np.reshape(_ZERO if is_zero else _UNTOUCHED, shape)
 
-    def _followed(self, node: Node) -> Sequence[np.ndarray | None]:
+    def _followed(self, node: Node) -> Sequence[Table | None]:
         """The tables of the results of an operation, None where nothing changes."""
         walk, name = self.walk, node.name
         touched = [x for x in node.inputs if x in self.tables]
-        for k, place in enumerate(self.loops):
-            is_inside = place == node.place[: len(place)]
-            if not is_inside and any(self.tables[x].shape[1 + k] > 1 for x in touched):
-                raise Unmoved  # a loop's last iteration, or an iteration of another loop
-        is_largest = any(x.stage == "largest" for x in walk.values[node.inputs[-1]].logits)
-        if name == "sub" and node.inputs[0] in self.logits and is_largest:
-            return [None]  # what softmax subtracts
+        self._check_loops(node, touched)
+        stages = [x.stage for x in walk.values[node.inputs[-1]].logits]
+        # The logits less their maximum: what softmax makes of it, it makes of the logits.
+        if name == "sub" and node.inputs[0] in self.logits and "largest" in stages:
+            return [None]
         if name == "dot_general":
             return [self._dot(node)]
         if name in _SEVERAL:
             return [self._of_several(node)]
-        if len(touched) > 1 or node.inputs.index(touched[0]) != (name == "conv_general_dilated"):
+        # Queries of an autoencoder may be a convolution by a kernel, its second operand.
+        operand = node.inputs[1 if name == "conv_general_dilated" else 0]
+        if touched != [operand]:
             raise Unmoved
-        old, new = walk.shape(touched[0]), walk.shape(node.outputs[0])
-        return [self._moved(node, self.tables[touched[0]], old, new)]
+        return [self._moved(node, self.tables[operand])]
 
-    def _of_several(self, node: Node) -> np.ndarray:
-        walk, inputs, out = self.walk, node.inputs, node.outputs[0]
-        if node.name in ("select_n", "join"):
-            which, *inputs = inputs
-            if which in self.tables:
+    def _check_loops(self, node: Node, touched: Sequence[int]) -> None:
+        """Refuses an operation outside of a scan on what differs between the scan's iterations.
+
+        It takes the last iteration of the loop, or an iteration of another loop.
+        """
+        for axis, place in enumerate(self.loops, start=1):
+            if place == node.place[: len(place)]:
+                continue
+            for x in touched:
+                if self.tables[x].shape[axis] > 1:
+                    raise Unmoved
+
+    def _of_several(self, node: Node) -> Table:
+        """Products, sums, choices and concatenations."""
+        inputs, (out,) = node.inputs, node.outputs
+        if node.name in CHOICES:
+            condition, *inputs = inputs
+            if condition in self.tables:  # a clip would choose other entries
                 raise Unmoved
-        masks = node.name == "select_n" and walk.values[out].logits
-        rank = len(walk.shape(out))
-        tables = [self._table(x, rank, MASKED if masks else -np.inf) for x in inputs]
+        # What a mask puts in the place of logits may be a number far below them.
+        is_mask = node.name == "select_n" and self.walk.values[out].logits
+        least = MASKED if is_mask else -np.inf
+        rank = len(self.walk.shape(out))
+        tables = [self._table(x, rank, least) for x in inputs]
         if node.name in ("mul", "div"):
-            return _product(*tables, sign=1 if node.name == "mul" else -1)
-        if node.name != "concatenate":
-            return _reduced(np.stack(np.broadcast_arrays(*tables), 1), [1])
-        return self._concatenated(tables, inputs, node.params["dimension"])
+            left, right = tables
+            return _product(left, right, sign=1 if node.name == "mul" else -1)
+        if node.name == "concatenate":
+            return self._concatenated(node, tables)
+        return _reduced(np.stack(np.broadcast_arrays(*tables), 1), [1])
 
-    def _concatenated(
-        self, tables: Sequence[np.ndarray], inputs: Sequence[int], dimension: int
-    ) -> np.ndarray:
+    def _concatenated(self, node: Node, tables: Sequence[Table]) -> Table:
+        """The tables one after the other, each with as many entries along this axis as its array has."""
+        dimension = node.params["dimension"]
         axis = self.first + dimension
-        shape = list(np.broadcast_shapes(*(table.take([0], axis).shape for table in tables)))
+        firsts = [table.take([0], axis).shape for table in tables]
+        shape = list(np.broadcast_shapes(*firsts))
         full = []
-        for table, x in zip(tables, inputs, strict=True):
+        for table, x in zip(tables, node.inputs, strict=True):
             shape[axis] = self.walk.shape(x)[dimension]
             full.append(np.broadcast_to(table, shape))
         return np.concatenate(full, axis)
 
-    def _dot(self, node: Node) -> np.ndarray:
-        """Factors are equal along the axes that are summed over."""
+    def _dot(self, node: Node) -> Table:
+        """A product of arrays: the factors of what it multiplies are equal along the axes that it sums over."""
         sums, batches = node.params["dimension_numbers"]
-        lined, counts = [], []
-        for x, summed, batch in zip(node.inputs, sums, batches, strict=True):
-            rank = len(self.walk.shape(x))
-            free = [axis for axis in range(rank) if axis not in (*summed, *batch)]
-            order = [self.first + axis for axis in (*batch, *free, *summed)]
-            along = (*range(1, self.first), *(self.first + axis for axis in free))
-            table = _filled(self._table(x, 0), along)
-            lined.append(table.transpose(*range(self.first), *order))
-            counts.append(len(free))
-        at, (left, right) = self.first + len(batches[0]), lined
-        left = np.expand_dims(left, [at + counts[0] + k for k in range(counts[1])])
-        right = np.expand_dims(right, [at + k for k in range(counts[0])])
-        product = _product(left, right)  # [*loops, *batch, *free, *free, *summed]
-        return _reduced(product, range(product.ndim - len(sums[0]), product.ndim))
+        left = self._operand_of_dot(node.inputs[0], batches[0], sums[0])
+        right = self._operand_of_dot(node.inputs[1], batches[1], sums[1])
+        # Both become [3, *loops, *batch, *free of the left, *free of the right, *summed].
+        start, count = self.first + len(batches[0]), len(sums[0])
+        middle = left.ndim - count
+        stop = middle + right.ndim - count - start
+        left = np.expand_dims(left, tuple(range(middle, stop)))
+        right = np.expand_dims(right, tuple(range(start, middle)))
+        return _reduced(_product(left, right), range(stop, stop + count))
 
-    def _moved(
-        self, node: Node, table: np.ndarray, old: Sequence[int], new: Sequence[int]
-    ) -> np.ndarray:
-        """Operations on one array."""
-        p, first, name = node.params, self.first, node.name
+    def _operand_of_dot(
+        self,
+        value: int,
+        batch: Sequence[int],
+        summed: Sequence[int],
+    ) -> Table:
+        """The table of an operand with its axes in another order, [3, *loops, *batch, *free, *summed]."""
+        free = other_axes(len(self.walk.shape(value)), (*summed, *batch))
+        table = self._table(value, 0)
+        # Zeros, as of padded queries or of a further key, take the factor of the other entries.
+        free_axes = axes_after(self.first, free)
+        table = _filled(table, (*range(1, self.first), *free_axes))
+        order = axes_after(self.first, (*batch, *free, *summed))
+        return table.transpose(*range(self.first), *order)
+
+    def _moved(self, node: Node, table: Table) -> Table:
+        """The table of the result of an operation on one array."""
+        params, name = node.params, node.name
         if name in ("reduce_sum", "reduce_max", "reduce_min"):
-            return _reduced(table, [first + axis for axis in p["axes"]])
+            return _reduced(table, axes_after(self.first, params["axes"]))
         if name == "scan_slice":
-            if table.shape[first] > 1:  # this axis becomes that of the loop
-                if p["scan"] not in self.loops:
-                    raise Unmoved
-                loop = 1 + self.loops.index(p["scan"])
-                if table.shape[loop] > 1:
-                    raise Unmoved
-                table = np.swapaxes(table, loop, first)
-            return table.squeeze(first)
-        if name == "conv_general_dilated":  # of a kernel: queries of an autoencoder, 1 x 1
-            numbers = p["dimension_numbers"]
-            table = _reduced(table, [first + axis for axis in numbers.rhs_spec[1:]])
-            shape = [1] * len(new)
-            shape[numbers.out_spec[1]] = -1
-            return table.reshape((*table.shape[:first], *shape))
-        if name in _SAME and self.graph.is_float(node.outputs[0]):
-            resized = [k for k in range(len(old)) if old[k] != new[k]]
-            if rounds_coarsely(self.walk, node) or any(table.shape[first + k] > 1 for k in resized):
-                raise Unmoved
-            return table
-        return moved_by(node, table, old, new, self.walk.known(node.inputs[-1]))
+            return self._slice_of_scan(node, table)
+        if name == "conv_general_dilated":
+            return self._by_kernel(node, table)
+        # A cast to whole numbers rounds, which `moved_by` refuses.
+        if name not in _SAME or not self.graph.is_float(node.outputs[0]):
+            return moved_by(self.walk, node, table)
+        if rounds_coarsely(self.walk, node):
+            raise Unmoved
+        old, new = self.graph.shapes(node)
+        if len(old) != len(new):  # as of an untiled `all_gather`
+            raise Unmoved
+        for axis, n in enumerate(old):
+            if n != new[axis] and table.shape[self.first + axis] > 1:
+                raise Unmoved  # some of the heads, on one device of several
+        return table
 
-    def located(self, probe: Probe, value: int, seen: int, expected: np.ndarray) -> Probe | None:
-        """The probe with the axes of its layers and heads, or None if the logits got other factors than `expected`.
+    def _by_kernel(self, node: Node, table: Table) -> Table:
+        """The table of a convolution by a kernel with this table, in which only output features differ."""
+        numbers = node.params["dimension_numbers"]
+        of_features = _reduced(table, axes_after(self.first, numbers.rhs_spec[1:]))
+        sizes = [1] * len(numbers.out_spec)
+        sizes[numbers.out_spec[1]] = -1
+        return of_features.reshape((*table.shape[: self.first], *sizes))
+
+    def _slice_of_scan(self, node: Node, table: Table) -> Table:
+        """What the iterations of a scan take of an array [iterations, ...]: its first axis becomes that of the loop."""
+        if table.shape[self.first] > 1:
+            if node.params["scan"] not in self.loops:
+                raise Unmoved  # the logits are in no iteration of this scan
+            loop = 1 + self.loops.index(node.params["scan"])
+            if table.shape[loop] > 1:
+                raise Unmoved
+            table = np.swapaxes(table, loop, self.first)
+        return table.squeeze(self.first)
+
+    def located(
+        self,
+        probe: Probe,
+        value: int,
+        seen: int,
+        expected: np.ndarray,
+    ) -> Probe | None:
+        """The probe with the axes of its layers and heads; None if the logits got other factors than `expected`.
 
         Args:
           probe: Where the logits are measured.
@@ -275,30 +393,35 @@ class Certificate:
         if value not in self.at:
             return None
         try:
-            table = reshaped(self.at[value], self.walk.shape(value), self.walk.shape(seen))
+            old, new = self.walk.shape(value), self.walk.shape(seen)
+            table = reshaped(self.at[value], old, new)
         except Unmoved:
             return None
-        layers = [k for k in range(1, self.first) if table.shape[k] > 1]
-        axes = [k for k in range(self.first, table.ndim) if table.shape[k] > 1]
-        others = [k for k in range(1, table.ndim) if k not in (*layers, *axes)]
+        # Along all other axes the table has one entry.
+        varying = 1 + np.flatnonzero(np.array(table.shape[1:]) > 1)
+        layer_axes, head_axes = varying[varying < self.first], varying[varying >= self.first]
         heads = expected.reshape(-1, expected.shape[-1])  # [layers, heads]
-        if math.prod(table.shape[k] for k in layers) != len(heads):
+        if math.prod(table.shape[1 : self.first]) != len(heads):
             return None
-        table = table.transpose(0, *layers, *axes, *others).reshape(3, len(heads), -1)
-        # The head of each entry along the axes, and the first entry of each head.
-        head_of = (heads[:, :, None] == table[0, :, None]).argmax(1)[0]
-        first = np.array([(head_of == head).argmax() for head in range(heads.shape[1])])
+        table = table.reshape(3, len(heads), -1)  # [3, layers, entries of the logits]
+        # The head of each entry, and the first entry of each head.
+        is_head = heads[:, :, None] == table[0, :, None]  # [layers, heads, entries]
+        head_of = is_head.argmax(1)[0]
+        _, first = np.unique(head_of, return_index=True)
         if not np.array_equal(table[0][:, first], heads):
             return None
+        # All entries of one head have its factor, and are made of the same positions.
         if (table[..., first[head_of]] != table).any():
             return None
-        loops = {self.loops[k - 1] for k in layers}
-        path = tuple(
-            step._replace(layer=probe.path[: n + 1] in loops) for n, step in enumerate(probe.path)
-        )
-        in_order = (np.diff(head_of) == 1).all()
+        path = list(probe.path)
+        for axis in layer_axes:
+            depth = len(self.loops[axis - 1])
+            if probe.path[:depth] == self.loops[axis - 1]:
+                path[depth - 1] = path[depth - 1]._replace(layer=True)
+        # Otherwise the probe has to say which entries are of which head.
+        is_in_order = (np.diff(head_of) == 1).all()
         return probe._replace(
-            path=path,
-            heads=tuple(axis - self.first for axis in axes),
-            entries=() if in_order else tuple(head_of),
+            path=tuple(path),
+            heads=axes_after(-self.first, head_axes.tolist()),
+            entries=() if is_in_order else tuple(head_of),
         )

@@ -14,292 +14,419 @@ from muonjax._inspect import softmax
 from muonjax._inspect.entrywise import is_zero, last_projections
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged
+from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged, other_axes
 from muonjax._inspect.rules import rule, unknown
 from muonjax._inspect.values import (
     DATA,
     MULTIPLIED,
+    Logits,
     Move,
     ParameterView,
     Value,
     all_projections,
     dependent,
-    grouped,
     move_each,
 )
 
+# They leave every entry where it is: casts, annotations, and what devices exchange with each other.
 SAME = """
     convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
     mesh_cast pvary pcast to_varying psum psum2 pmax psum_invariant ppermute device_put name real imag conj
     stop_gradient
 """
-Shape: TypeAlias = Sequence[int]
+# They cut an array into a shard for each device, or put shards together: some axes have another size.
 RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all"
+# Sums over devices, and the imaginary part, give other logits where the operand has some.
+_OTHER_LOGITS = ("psum", "psum2", "psum_invariant", "imag")
+
+Shape: TypeAlias = Sequence[int]
+# Positions in an origin, or a table of the certificate: [*any, *axes of an array], with one entry along each axis on
+# which they don't depend.
+Facts: TypeAlias = np.ndarray
 
 
 @rule(SAME)
 def _same(walk: Walk, node: Node) -> Sequence[Value]:
+    """Operations that leave every entry where it is, such as a cast to bfloat16."""
     values = walk.inputs(node)
     if node.name == "stop_gradient":
         return [v.without_gradient for v in values]
-    if node.name in ("psum", "psum2", "psum_invariant", "imag") or rounds_coarsely(walk, node):
+    if node.name in _OTHER_LOGITS or rounds_coarsely(walk, node):
         return [v._replace(logits=softmax.scaled(node, v)) for v in values]
     return values
 
 
 def rounds_coarsely(walk: Walk, node: Node) -> bool:
-    """Whether it keeps fewer than eight significant bits: a factor changes what is rounded off."""
+    """Whether it keeps fewer than eight significant bits, as a cast to int8 or float8 does.
+
+    Then logits times a factor are rounded to others than the logits: a factor changes what is rounded off.
+    """
     if node.name not in ("convert_element_type", "reduce_precision"):
         return False
+    # bfloat16, of two bytes, has seven bits of mantissa besides the leading one.
     size = walk.graph.avals[node.outputs[0]].dtype.itemsize
     return size < 2 or node.params.get("mantissa_bits", 7) < 7
 
 
-def moved_by(node: Node, x: np.ndarray, old: Shape, new: Shape, start: Any = None) -> np.ndarray:
-    """Facts about the entries of an array, after an operation that moves the entries.
+def axes_after(
+    first: int,
+    axes: Iterable[int],
+) -> tuple[int, ...]:
+    """Axes of an array as axes of facts about it, after the `first` ones: (2, 3) for the axes (0, 1) after two."""
+    return tuple(first + axis for axis in axes)
+
+
+def moved_by(walk: Walk, node: Node, x: Facts) -> Facts:
+    """Facts about each entry of an operation's operand, as its result has them after the operation moves the entries.
+
+    For `array.T` of an array [3, 4], facts [2, 3, 1], two for each row, become facts [2, 1, 3].
 
     Args:
+      walk: Where the shapes of arrays are known, and numbers such as the index of `array[:, 2]`.
       node: The operation.
-      x: The facts: like the array they have its axes as the last ones, each with one entry where nothing depends on it.
-      old: The shape of the array.
-      new: Its shape after the operation.
-      start: A known index of a `gather`.
+      x: The facts [*any, *axes of the operand], with one entry along each axis on which they don't depend.
 
     Raises:
       Unmoved: There is no rule for the operation, or there would be too many facts.
     """
-    params, first = node.params, x.ndim - len(old)
+    old, new = walk.graph.shapes(node)
+    params = node.params
+    first = x.ndim - len(old)  # axis k of the operand is axis first + k of the facts
     if node.name == "transpose":
-        return x.transpose(*range(first), *(first + axis for axis in params["permutation"]))
+        return x.transpose(*range(first), *axes_after(first, params["permutation"]))
+    # `lax.reshape` may transpose first, for which there is no rule.
     if node.name == "reshape" and params["dimensions"] is None:
         return reshaped(x, old, new)
     if node.name == "broadcast_in_dim":
-        return _placed(x, first, params["broadcast_dimensions"], range(len(old)), len(new))
+        return _spread(x, first, params["broadcast_dimensions"], len(new))
     if node.name == "rev":
-        return np.flip(x, tuple(first + axis for axis in params["dimensions"]))
-    if node.name == "scan_stack":
+        return np.flip(x, axes_after(first, params["dimensions"]))
+    if node.name == "scan_stack":  # the same facts for each iteration
         return np.expand_dims(x, first)
     if node.name == "slice":
+        # [start, stop, stride] for each axis, as in x[2:8:3].
         strides = params["strides"] or [1] * len(old)
         bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-        for axis, bound in enumerate(bounds):
-            x = _cut(x, first + axis, *bound)
+        for axis, (start, stop, stride) in enumerate(bounds, start=first):
+            x = _sliced(x, axis, range(start, stop, stride))
         return x
     if node.name == "gather":
-        return _gathered(x, params, old, len(new), start)
+        return _gathered(walk, node, x)
     raise Unmoved
 
 
-def _cut(x: np.ndarray, axis: int, *bounds: int) -> np.ndarray:
-    """x[..., start:stop:stride, ...] along an axis, where something depends on it."""
-    if x.shape[axis] == 1:
-        return x
-    return x[(slice(None),) * axis + (slice(*bounds),)]
+def _sliced(x: Facts, axis: int, indices: range) -> Facts:
+    """Facts of the entries at these indices, if facts depend on the axis."""
+    return x if x.shape[axis] == 1 else x.take(indices, axis)
 
 
-def _placed(
-    x: np.ndarray, first: int, where: Sequence[int], kept: Iterable[int], rank: int
-) -> np.ndarray:
-    """Axis `kept[i]` becomes axis `where[i]` of `rank`, after the `first`; nothing depends on the others."""
+def _spread(
+    x: Facts,
+    first: int,
+    axes: Sequence[int],
+    rank: int,
+) -> Facts:
+    """The axes of `x` after the `first` ones become these of `rank` axes; nothing depends on the others."""
+    # Along a new axis all facts are the same.
     sizes = [1] * rank
-    for axis, source in zip(where, kept, strict=True):
-        sizes[axis] = x.shape[first + source]
+    for axis, n in zip(axes, x.shape[first:], strict=True):
+        sizes[axis] = n
     return x.reshape([*x.shape[:first], *sizes])
 
 
-def _gathered(
-    x: np.ndarray, params: dict[str, Any], old: Shape, rank: int, start: Any
-) -> np.ndarray:
-    numbers, sizes, first = params["dimension_numbers"], params["slice_sizes"], x.ndim - len(old)
-    if start is not None and np.size(start) == 1:
-        (axis,), position = numbers.start_index_map, int(np.reshape(start, ()))
-        position = min(max(position, 0), old[axis] - sizes[axis])
-        x = _cut(x, first + axis, position, position + sizes[axis])
-    if any(n > size for n, size in zip(x.shape[first:], sizes, strict=True)):
-        raise Unmoved  # at an index that is not known
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [axis for axis in range(len(old)) if axis not in gone]
-    return _placed(x, first, numbers.offset_dims, kept, rank)
+def _gathered(walk: Walk, node: Node, x: Facts) -> Facts:
+    """Facts after a `gather`: of one slice at an index that the program contains, or of slices that are all alike."""
+    old, new = walk.graph.shapes(node)
+    index = walk.known(node.inputs[1])
+    numbers = node.params["dimension_numbers"]
+    sizes = node.params["slice_sizes"]
+    first = x.ndim - len(old)
+    if index is not None and np.size(index) == 1:
+        (axis,) = numbers.start_index_map
+        # XLA clamps the start, so that the slice lies in the array.
+        last = old[axis] - sizes[axis]
+        start = min(max(int(np.reshape(index, ())), 0), last)
+        x = _sliced(x, first + axis, range(start, start + sizes[axis]))
+    for n, size in zip(x.shape[first:], sizes, strict=True):
+        if n > size:
+            raise Unmoved  # the index is not known, and the facts depend on it
+    x = x.squeeze(axes_after(first, _gone(numbers)))
+    return _spread(x, first, numbers.offset_dims, len(new))
 
 
-def reshaped(x: np.ndarray, old: Shape, new: Shape) -> np.ndarray:
-    """After a reshape: of axes that become others together, all are there if something depends on one."""
+def _gone(numbers: Any) -> tuple[int, ...]:
+    """Axes of the operand of a `gather` that the result does not have."""
+    return (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+
+
+def reshaped(x: Facts, old: Shape, new: Shape) -> Facts:
+    """Facts [*any, *old] of an array after its reshape to `new`.
+
+    Positions [4, 1] of an array [4, 16], which depend on the row alone, become [64] for the shape [64], each 16 times,
+    and [2, 2, 1] for the shape [2, 2, 16].
+    """
+    # The array may have been cut or repeated in between, as logits may before they are measured.
     if math.prod(old) != math.prod(new) or 0 in old:
         raise Unmoved
     first = x.ndim - len(old)
-    full, result = list(x.shape[:first]), list(x.shape[:first])
+    # The shape with an entry for each fact that may differ after the reshape, and what becomes of it.
+    full = list(x.shape[:first])
+    result = list(full)
     for before, after in _regrouped(old, new):
-        varies = math.prod(x.shape[first + axis] for axis in before) > 1
-        full += [old[axis] if varies else 1 for axis in before]
-        result += [new[axis] if varies else 1 for axis in after]
+        # Of axes that become others together, all need an entry for each fact if facts depend on one.
+        is_varying = any(x.shape[first + axis] > 1 for axis in before)
+        full += [old[axis] if is_varying else 1 for axis in before]
+        result += [new[axis] if is_varying else 1 for axis in after]
     if math.prod(full) > MOST:
         raise Unmoved
     return np.broadcast_to(x, full).reshape(result)
 
 
-def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
+def _regrouped(
+    old: Shape,
+    new: Shape,
+) -> Iterator[tuple[range, range]]:
     """The axes of a reshape that become others: [4, 6, 5] -> [24, 5] gives ((0, 1), (0,)) and ((2,), (1,))."""
-    i_end = j_end = 0
-    while i_end < len(old) or j_end < len(new):
-        i, j = i_end, j_end
-        i_end, j_end = i + 1, j + 1
-        while (m := math.prod(old[i:i_end])) != (n := math.prod(new[j:j_end])):
-            if m < n:
-                i_end += 1
-            else:
-                j_end += 1
-        # One of them may be at its end already: then the other has axes of one entry left.
-        yield range(i, min(i_end, len(old))), range(j, min(j_end, len(new)))
+    # How many entries the first k axes have together, for each k: 1, 4, 24, 120 and 1, 24, 120.
+    old_sizes = np.cumprod([1, *old])
+    new_sizes = np.cumprod([1, *new])
+    old_start = new_start = 0
+    for size in np.intersect1d(old_sizes, new_sizes):
+        old_stop = int(np.searchsorted(old_sizes, size, "right")) - 1
+        new_stop = int(np.searchsorted(new_sizes, size, "right")) - 1
+        yield range(old_start, old_stop), range(new_start, new_stop)
+        old_start, new_start = old_stop, new_stop
 
 
 @rule("transpose reshape rev slice scan_stack broadcast_in_dim")
 def _one_operand(walk: Walk, node: Node) -> Sequence[Value]:
+    """Operations that move the entries of their operand, as `moved_by` says."""
     (x,) = walk.inputs(node)
+    # A gain that is broadcast to an activation repeats along the other axes.
     if node.name == "broadcast_in_dim":
         x = x.repeating(walk.shape(node.inputs[0]))
     return _rearranged(walk, node, x)
 
 
-def _rearranged(walk: Walk, node: Node, x: Value, start: Any = None) -> Sequence[Value]:
-    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    move = functools.partial(moved_by, node, old=old, new=new, start=start)
-    return _mapped(walk, node, x, lambda layout: layout.moved(new, move))
+def _rearranged(
+    walk: Walk,
+    node: Node,
+    x: Value,
+) -> Sequence[Value]:
+    """The first operand `x` after `moved_by`, unless that loses the order of entries of parameters."""
+    shape = walk.shape(node.outputs[0])
+    move = functools.partial(moved_by, walk, node)
+    return _in_known_order(walk, node, x, lambda layout: layout.moved(shape, move))
 
 
-def _mapped(walk: Walk, node: Node, x: Value, move: Move) -> Sequence[Value]:
-    """The value with other layouts, unless it is not followed any more where entries of parameters go."""
+def _in_known_order(
+    walk: Walk,
+    node: Node,
+    x: Value,
+    move: Move,
+) -> Sequence[Value]:
+    """The operand `x` with other layouts; unknown if `move` loses the order of entries of parameters."""
     result = x.map(move)
+    # What was without order before, such as the weights of a loop's layer, stays so.
     if not _is_unordered(x) and _is_unordered(result):
         return unknown(walk, node)
     return [result]
 
 
 def _is_unordered(x: Value) -> bool:
-    return any(UNORDERED in held.layout.loops for held in (*x.views, *x.projections))
+    """Whether it has entries of a parameter, or columns of a product, in an order that is not followed."""
+    for part in (*x.views, *x.projections):
+        if UNORDERED in part.layout.loops:
+            return True
+    return False
 
 
 @rule("concatenate")
 def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
+    """Arrays one after the other: each keeps its positions, with holes where the others are."""
     axis = node.params["dimension"]
-    inputs = [x for x in node.inputs if walk.shape(x)[axis]]
-    values = [walk.values[x] for x in inputs]
-    sizes = [walk.shape(x)[axis] for x in inputs]
-    joined = dependent(values)
-    if not joined.is_weight:
-        walk.record_views(node, "joined with data", [v for v in values if v.is_weight])
+    size = walk.shape(node.outputs[0])[axis]
+    inputs = [x for x in node.inputs if walk.shape(x)[axis]]  # `x[:, 64:]` may be empty
+    result = dependent(walk.values[x] for x in inputs)
     # A single array between zeros is padded. A clip scales zeros by any factor, so they count as its own.
     zeros = sum(not is_zero(walk, x) for x in node.inputs) == 1
-    placed = []
-    for start, value in zip(itertools.accumulate(sizes, initial=0), values, strict=False):
-        place = functools.partial(
-            Layout.place, axis=axis, start=start, size=sum(sizes), zeros=zeros
-        )
-        placed.append(value.map(place))
-    projections = last_projections(walk, node, all_projections(placed))
-    logits = tuple(x for v in placed for x in v.logits)
+    parts, start = [], 0
+    for x in inputs:
+        value = walk.values[x]
+        if value.is_weight and not result.is_weight:
+            walk.record_views(node, "joined with data", [value])
+        place = functools.partial(Layout.place, axis=axis, start=start, size=size, zeros=zeros)
+        parts.append(value.map(place))
+        start += walk.shape(x)[axis]
+    projections = last_projections(walk, node, all_projections(parts))
+    views = _reassembled(parts, axis) if result.is_weight else ()
+    return [
+        result._replace(views=views, projections=projections, logits=_joined_logits(node, parts))
+    ]
+
+
+def _joined_logits(
+    node: Node,
+    parts: Sequence[Value],
+) -> tuple[Logits, ...]:
+    """The logits in a concatenation; those of several products are lost, as one softmax takes them all."""
+    logits = list(itertools.chain(*(part.logits for part in parts)))
     if len(logits) > 1:
-        logits = tuple(softmax.lost(node, x) if x.stage == "logits" else x for x in logits)
-    views = _reassembled(placed, axis) if joined.is_weight else ()
-    return [joined._replace(views=views, projections=projections, logits=logits)]
+        for k, x in enumerate(logits):
+            if x.stage == "logits":
+                logits[k] = softmax.lost(node, x)
+    return tuple(logits)
 
 
-def _reassembled(values: Sequence[Value], axis: int) -> tuple[ParameterView, ...]:
-    """The views in a concatenation; parts of one parameter become one view, where that can be told."""
-    parts = grouped(((t.leaf, t.inner, t.noisy), t) for v in values for t in v.views)
+def _reassembled(
+    parts: Sequence[Value],
+    axis: int,
+) -> tuple[ParameterView, ...]:
+    """The views in a concatenation of parameters along an axis.
+
+    Parts of one parameter become one view where that can be told, as after `jnp.roll`: positions 3, HOLE, HOLE, HOLE
+    and HOLE, 0, 1, 2 give 3, 0, 1, 2.
+    """
     views: list[ParameterView] = []
-    for group in parts.values():
-        layout = merged(tuple(t.layout for t in group))
-        if layout.taken == group[0].layout.taken and layout.is_separable([axis]):
-            views.append(group[0]._replace(layout=layout))
+    by_leaf: dict[Any, list[ParameterView]] = {}
+    for part in parts:
+        for view in part.views:
+            key = view.leaf, view.inner, view.noisy
+            by_leaf.setdefault(key, []).append(view)
+    for same in by_leaf.values():
+        first = same[0]
+        # Parts that overlap, or are added up, don't merge into one view: each is used on its own.
+        layout = merged(tuple(view.layout for view in same))
+        if layout.taken == first.layout.taken and layout.is_separable([axis]):
+            views.append(first._replace(layout=layout))
         else:
-            views += group
+            views += same
     return tuple(views)
 
 
 @rule("gather")
 def _gather(walk: Walk, node: Node) -> Sequence[Value]:
-    values = x, indices = walk.inputs(node)
-    numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
-    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    start = walk.known(node.inputs[1])
-    if start is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
-        return _rearranged(walk, node, x, start)
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [axis for axis in range(len(old)) if axis not in gone]
-    sources: list[int | None] = [None] * len(new)
-    for at, axis in zip(numbers.offset_dims, kept, strict=True):
-        if sizes[axis] == old[axis]:
-            sources[at] = axis
-    picked = [axis for axis in range(len(old)) if axis not in sources and old[axis] > 1]
-    depends = any(held.layout.runs_along(picked) for held in (*x.views, *x.projections))
-    if depends and len(picked) == 1 and start is not None:
+    """Slices of an array at indices: `x[:, 2]`, a look-up `table[tokens]`, or the logits that labels choose."""
+    x, indices = walk.inputs(node)
+    # An index that the program contains as a number.
+    known = walk.known(node.inputs[1])
+    if known is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
+        return _rearranged(walk, node, x)
+    sources = _sources_of_gather(walk, node)
+    old, _ = walk.graph.shapes(node)
+    # The axes along which the indices choose, and whether that chooses parts of a parameter or columns of a product.
+    picked = [axis for axis, n in enumerate(old) if axis not in sources and n > 1]
+    is_part = _differs_along(x, picked)
+    if is_part and len(picked) == 1 and known is not None:
         every = np.arange(old[picked[0]])
-        if np.array_equal(np.sort(start, None), every):  # all positions in another order
+        # All positions in another order, such as columns permuted by a constant index, are no look-up.
+        if np.array_equal(np.sort(known, None), every):
             return unknown(walk, node)
+    # A cross-entropy takes the logit of the label: the product's columns are classes.
     if not x.views:
         walk.record_read(x, picked, indices)
-        if depends:
+        if is_part:
             walk.record_parts(x.projections)
-            return [dependent(values)]
-    return [looked_up(walk, node, values, picked, sources, new)]
+            return [dependent([x, indices])]
+    return [looked_up(walk, node, [x, indices], sources)]
+
+
+def _sources_of_gather(walk: Walk, node: Node) -> list[int | None]:
+    """For each axis of the result the axis of the operand that it has all of, if it is one.
+
+    `table[tokens]` of a table [256, 64] and tokens [2, 8] gives [None, None, 1].
+    """
+    numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
+    old, new = walk.graph.shapes(node)
+    sources: list[int | None] = [None] * len(new)
+    kept = other_axes(len(old), _gone(numbers))
+    for axis, source in zip(numbers.offset_dims, kept, strict=True):
+        if sizes[source] == old[source]:
+            sources[axis] = source
+    return sources
+
+
+def _differs_along(x: Value, axes: Sequence[int]) -> bool:
+    """Whether entries along these axes come from different entries of a parameter, or columns of a product."""
+    for part in (*x.views, *x.projections):
+        if part.layout.runs_along(axes):
+            return True
+    return False
 
 
 def looked_up(
     walk: Walk,
     node: Node,
     values: Sequence[Value],
-    picked: Sequence[int],
     sources: Sequence[int | None],
-    shape: tuple[int, ...],
 ) -> Value:
-    """Entries of `picked` axes at indices that are known only when it runs."""
+    """Entries of an array, the first of the values, at indices that are known only when it runs: the other values.
+
+    Args:
+      walk: Gets a record of each parameter that data look up.
+      node: The operation.
+      values: The array and its indices.
+      sources: For each axis of the result the axis of the array that it has all of, if it is one. So [None, None, 1] of
+        a table [256, 64] are its rows at indices [2, 8]. Along all other axes of the array one entry is taken.
+    """
     x, *indices = values
-    by_data = any(v.depends_on & DATA for v in indices)
+    # The axes of the result, and where each comes from.
+    shape, order = walk.shape(node.outputs[0]), tuple(sources)
+    # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
+    by_data = bool(dependent(indices).depends_on & DATA)
     views = []
     for k, t in enumerate(x.views):
+        picked = other_axes(len(t.layout.shape), order)
         rows = t.layout.runs_along(picked)
-        if by_data and t.inner and not rows:  # a table times a matrix: rows of the product
+        # Rows of a table times a matrix, as of a factored embedding: the matrix is used as one.
+        if by_data and t.inner and not rows:
             columns = t.layout.runs_along(range(len(t.layout.shape)))
-            walk.record(node, "product", t, MULTIPLIED, k=k, rows=t.inner[0], columns=columns)
+            rows = t.inner[0]
+            walk.record(node, "product", t, MULTIPLIED, k=k, rows=rows, columns=columns)
             continue
         if by_data and rows:
             walk.record(node, "looked up", t, "looked up", rows=rows)
-        layout = t.layout.visit(picked).pick(tuple(sources), shape)
+        layout = t.layout.visit(picked).pick(order, shape)
         views.append(t._replace(layout=layout))
+    # Of an array that holds parameters only these are followed.
     projections: tuple[Any, ...] = ()
     if not x.views:
-        projections = move_each(x.projections, lambda layout: layout.pick(tuple(sources), shape))
+        projections = move_each(x.projections, lambda layout: layout.pick(order, shape))
     return dependent(values)._replace(views=tuple(views), projections=projections)
 
 
 @rule("dynamic_slice")
 def _dynamic_slice(walk: Walk, node: Node) -> Sequence[Value]:
+    """One entry along some axes, at an index that is known only when it runs, as a loop takes its layer's weights."""
     values = walk.inputs(node)
-    old, new = walk.shape(node.inputs[0]), walk.shape(node.outputs[0])
-    sources = [axis if old[axis] == new[axis] else None for axis in range(len(old))]
-    picked = [axis for axis in range(len(old)) if old[axis] != new[axis]]
-    stretches = [axis for axis in picked if new[axis] > 1]  # their entries are not followed
-    if any(
-        held.layout.runs_along(stretches) for held in (*values[0].views, *values[0].projections)
-    ):
+    old, new = walk.graph.shapes(node)
+    sources: list[int | None] = list(range(len(old)))
+    for axis, n in enumerate(new):
+        if n != old[axis]:
+            sources[axis] = None
+    # Of a stretch of an axis, such as a block of columns, it is not known which entries are taken.
+    stretches = [axis for axis, n in enumerate(new) if 1 < n < old[axis]]
+    if _differs_along(values[0], stretches):
         return unknown(walk, node)
-    return [looked_up(walk, node, values, picked, sources, new)]
+    return [looked_up(walk, node, values, sources)]
 
 
 @rule("scan_slice")
 def _scan_slice(walk: Walk, node: Node) -> Sequence[Value]:
-    (value, *_), shape = walk.inputs(node), walk.shape(node.outputs[0])
+    """What an iteration of a scan takes of an array [iterations, ...]."""
+    value = walk.inputs(node)[0]
+    # Its first axis is gone, and visited: of weights [layers, ...] it is a batch of matrices.
+    shape = walk.shape(node.outputs[0])
     rest = tuple(range(1, 1 + len(shape)))
     return [value.map(lambda layout: layout.visit([0]).pick(rest, shape))]
 
 
 @rule(RESIZED)
 def _resize(walk: Walk, node: Node) -> Sequence[Value]:
-    (value,), old, new = (
-        walk.inputs(node),
-        walk.shape(node.inputs[0]),
-        walk.shape(node.outputs[0]),
-    )
+    """Into or out of the shards of a `shard_map`, where axes have fewer entries."""
+    (value,) = walk.inputs(node)
+    old, new = walk.graph.shapes(node)
+    # An untiled `all_gather` adds an axis that counts devices.
     if len(old) != len(new):
         return unknown(walk, node)
-    return _mapped(walk, node, value, lambda layout: layout.resize(new))
+    return _in_known_order(walk, node, value, lambda layout: layout.resize(new))

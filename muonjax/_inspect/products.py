@@ -61,7 +61,7 @@ def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
         chosen = _chosen_by_one_hot(operand, other)
         if chosen and operand.is_parameter and operand.value.views:
             values = [operand.value, other.value]
-            return looked_up(walk, node, values, operand.summed, operand.sources, operand.shape)
+            return looked_up(walk, node, values, operand.sources)
         walk.record_read(operand.value, chosen, other.value)
         # One hot along experts: the product takes the columns of one of them.
         for projection in operand.value.projections:

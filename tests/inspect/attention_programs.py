@@ -1114,6 +1114,17 @@ def on_two_devices(local, w_specs, x_spec, out):
     return jax.shard_map(local, mesh=mesh, in_specs=(w_specs, x_spec), out_specs=out)
 
 
+@program(jax.ShapeDtypeStruct((B, D, D), "float32"), sites=ELSE, **QKVO)
+def queries_of_each_device_in_a_penalty(p, x):
+    """An untiled `all_gather` adds an axis, here in front of axes of equal sizes."""
+    q, k, v = (x @ p[name] for name in "qkv")
+    gather = on_two_devices(lambda _, q: lax.all_gather(q, "m"), P(), P("m"), P("m"))
+    gathered = gather(x, q)
+    penalty = jnp.mean(jnp.einsum("nbtd,nbtd->nbt", gathered, gathered))
+    shares = jax.nn.softmax(logits_of(heads(q), heads(k)))
+    return loss_of(p, mixed(shares, heads(v))) + penalty
+
+
 def divided(name, local, w_specs, x_spec=P(), **parameters):
     """`local(w, x)` -> queries, keys and values of one device."""
 
