@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import re
 import reprlib
 from collections import Counter
@@ -72,14 +71,21 @@ class Program:
     """
 
     def __init__(
-        self, decisions: dict[str, Decision], attentions: Sequence[Attention], params: Any, fun: Any
+        self,
+        decisions: dict[str, Decision],
+        attentions: Sequence[Attention],
+        params: Any,
+        fun: Any,
     ):
         self.attentions = tuple(attentions)
         self._decisions, self._params, self._fun = decisions, params, fun
         self._call = _name(fun)
 
     def dimension_numbers(
-        self, params: Any = None, *, attention: Literal["whole", "heads"] = "whole"
+        self,
+        params: Any = None,
+        *,
+        attention: Literal["whole", "heads"] = "whole",
     ) -> DimensionNumbersTree:
         """The tree that optimizers take in place of the program: for each parameter its axes as a matrix, or None.
 
@@ -97,38 +103,44 @@ class Program:
             parameter that was not inspected.
         """
         paths, leaves, structure = flatten_with_names(self._params if params is None else params)
-        named = {"/".join(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
-        trained = [name for name, leaf in named.items() if not is_masked(leaf)]
-        if missing := [name for name in trained if name not in self._decisions]:
+        leaf_of = {"/".join(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+        trained = [name for name, leaf in leaf_of.items() if not is_masked(leaf)]
+        decisions = self._decisions_on(trained)
+        by_names = _numbers_by_names(structure, leaf_of, decisions)
+        numbers = []
+        for name, leaf in leaf_of.items():
+            if name not in decisions:  # masked, as by `optax.masked`
+                numbers.append(leaf)
+            elif name in by_names:
+                numbers.append(by_names[name])
+            elif attention == "heads":
+                numbers.append(decisions[name].per_head)
+            else:
+                numbers.append(decisions[name].numbers)
+        return structure.unflatten(numbers)
+
+    def _decisions_on(self, paths: Sequence[str]) -> dict[str, Decision]:
+        """The decisions on these parameters, by path.
+
+        Raises:
+          ValueError: as `dimension_numbers`.
+        """
+        # Sizes may be others, but each parameter needs a decision.
+        missing = [path for path in paths if path not in self._decisions]
+        if missing:
             raise ValueError(
                 f"{self._call} was inspected without the parameters {listed(missing, ', ')}; inspect it with the tree "
                 "that the optimizer gets."
             )
-        found = {name: self._decisions[name] for name in trained}
-        if wrong := [f"{name!r}: {d.problem}" for name, d in found.items() if d.problem]:
+        decisions = {path: self._decisions[path] for path in paths}
+        # Two uses that contradict each other: neither is taken silently.
+        problems = [f"{path!r}: {d.problem}" for path, d in decisions.items() if d.problem]
+        if problems:
             raise ValueError(
-                f"{self._call} uses a parameter in two ways: {listed(wrong)}. Say which one counts, with a tree in "
+                f"{self._call} uses a parameter in two ways: {listed(problems)}. Say which one counts, with a tree in "
                 "place of the program: program.dimension_numbers(others) | {name: MuonDimensionNumbers(...)}."
             )
-        by_name = dict.fromkeys(named)
-        if any(d.by_names for d in found.values()):
-            # Names are asked about these alone, and warn of what they decide or leave open.
-            rules = [
-                (f"^{re.escape(name)}$", d.numbers) for name, d in found.items() if not d.by_names
-            ]
-            reasons = {name: d.why for name, d in found.items() if d.by_names}
-            tree = numbers_tree(*routes(structure.unflatten(leaves), rules=rules, reasons=reasons))
-            by_name = dict(zip(named, structure.flatten_up_to(tree), strict=True))
-
-        def numbers(name: str) -> Any:
-            if name not in found:
-                return named[name]
-            d = found[name]
-            return (
-                by_name[name] if d.by_names else d.per_head if attention == "heads" else d.numbers
-            )
-
-        return structure.unflatten(map(numbers, named))
+        return decisions
 
     @property
     def vectors(self) -> set[str]:
@@ -136,23 +148,32 @@ class Program:
 
         Weight decay is not for them by default.
         """
-        return {path for path, d in self._decisions.items() if d.is_vector or not d.trains}
+        paths = set()
+        for path, decision in self._decisions.items():
+            if decision.is_vector or not decision.trains:
+                paths.add(path)
+        return paths
 
     def skipped(self, params: Any) -> str:
         """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
-        trained = {name for name, leaf in flatten_paths(params).items() if not is_masked(leaf)}
-        if not (left := [name for name in self._decisions if name not in trained]):
+        leaves = flatten_paths(params)
+        missing = []
+        for path in self._decisions:
+            if path not in leaves or is_masked(leaves[path]):
+                missing.append(path)
+        if not missing:
             return ""
-        sites = [
-            (a.name, a.site, f"{a.name}/" if a.site.path else "") for a in self.attentions if a.site
-        ]
-        calm = [
-            name
-            for name, site, root in sites
-            if any(root + scale.path in left for scale in site.scales)
-        ]
+        calm = []
+        for attention in self.attentions:
+            if attention.site is not None:
+                # The paths of a site begin below its module, or at the root. Without one of its parameters an
+                # attention is not clipped.
+                root = f"{attention.name}/" if attention.site.path else ""
+                scaled = {root + scale.path for scale in attention.site.scales}
+                if not scaled.isdisjoint(missing):
+                    calm.append(attention.name)
         clips = f"; not clipped: {listed(calm, ', ')}" if calm else ""
-        return f"Not among these parameters: {listed(left, ', ')}{clips}."
+        return f"Not among these parameters: {listed(missing, ', ')}{clips}."
 
     def why(self, path: str) -> str:
         """The reason for the decision on one parameter, with the file and line of its use.
@@ -185,14 +206,20 @@ class Program:
         Warns:
           UserWarning: Some attentions can't be clipped.
         """
-        found = tuple(a.site for a in self.attentions if a.site is not None)
-        if not found:
+        sites = tuple(a.site for a in self.attentions if a.site is not None)
+        # A `muonclip` that clips nothing would be a plain `muon` without a word.
+        if not sites:
             raise _no_site(self._call, self.attentions, "muon instead of muonclip")
-        if len(found) < len(self.attentions):
+        if len(sites) < len(self.attentions):
             warn_user(f"{self._call}: not clipped are {_refused(self.attentions)}.")
-        return found
+        return sites
 
-    def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def check_clip(
+        self,
+        params: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, float]:
         """Clips each attention by another factor for each head, between 1 and 1/2, and measures what changes.
 
         Use it to verify a clip: it runs the function twice for each attention, vectorized, with the parameters as they
@@ -207,26 +234,34 @@ class Program:
           For each attention the largest relative deviation: of a head's largest logit from its factor times what it
           was, and of what the function returns from what it returned. Some 1e-6 in float32.
         """
+        # One factor for each head, so that heads that are taken for each other show.
         fun, params, args = as_function_of_parameters(self._fun, params, args)
-        deviations, sites = {}, self.sites
+        sites = self.sites
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
         given = jax.tree.leaves((args, kwargs))
 
-        def run_both(both: Any) -> Any:
-            return find_maxima(closed, [both], self._call, given, shared=True)
+        # Under `vmap`, softmax gets the logits of the first example in both, so that what a clip changes besides the
+        # logits shows in the results.
+        def results_and_maxima(params: Any) -> Any:
+            return find_maxima(closed, [params], self._call, given, shared=True)
 
-        shapes = jax.eval_shape(run_both, params)[1]
-        nothing = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
+        shapes = jax.eval_shape(results_and_maxima, params)[1]
+        # No logits of an attention are calm ones: its factors are 1.
+        calm = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
+        deviations = {}
         for name, shape in shapes.items():
+            # Largest logits of 1/factor make a clip at 1.0 scale the logits by the factor.
             factors = jnp.linspace(0.5, 1.0, shape.size).reshape(shape.shape)
-            clipped = apply_qk_clip(params, nothing | {name: 1 / factors}, sites, 1.0)
-            results, maxima = jax.vmap(run_both)(
-                jax.tree.map(lambda *x: jnp.stack(x), params, clipped)
-            )
-            logits, after = maxima[name]
-            found = [_deviation(factors * logits, after, each=True)]
-            found += [_deviation(*x) for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
-            deviations[name] = float(np.max(found))
+            clipped = apply_qk_clip(params, calm | {name: 1 / factors}, sites, 1.0)
+            # Both sets of parameters in one call, with the first axis for `vmap`.
+            pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, clipped)
+            results, maxima = jax.vmap(results_and_maxima)(pair)
+            before, after = maxima[name]
+            parts = [_deviation(factors * before, after, each=True)]
+            for result in results:
+                if jnp.issubdtype(result.dtype, jnp.inexact):
+                    parts.append(_deviation(*result))
+            deviations[name] = float(np.max(parts))  # NaN if one is
         return deviations
 
     def __repr__(self) -> str:
@@ -234,7 +269,12 @@ class Program:
         return f"<Program of {self._call}: matrices {matrices}, attentions {len(self.attentions)}>"
 
 
-def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Program:
+def inspect(
+    fun: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Program:
     """Reads what a function does with its parameters: which are matrices, where attention is, how to clip it.
 
     Nothing is computed, and no name matters: the jaxpr of `fun` says which axes of a parameter are summed over, which
@@ -273,69 +313,139 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         raise TypeError(
             f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
         )
-    call, whole, given = _name(fun), fun, ", ".join(type(x).__name__ for x in (params, *args))
+    # For errors: what the user gave, before a model becomes parameters and state.
+    call, whole = _name(fun), fun
+    types = ", ".join(type(x).__name__ for x in (params, *args))
     fun, params, args = as_function_of_parameters(fun, params, args)
-    leaves, structure = jax.tree.flatten(params)
     check_arrays(call, params)
-
-    def traced(leaves: list[Any], arrays: list[Any]) -> Any:
-        given = iter(arrays)
-        filled = [next(given) if _is_array(x) else x for x in rest]
-        more, keywords = jax.tree.unflatten(rest_structure, filled)
-        return fun(jax.tree.unflatten(structure, leaves), *more, **keywords)
-
-    rest, rest_structure = jax.tree.flatten((args, kwargs))
-    shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
     try:
-        closed, outputs = jax.make_jaxpr(traced, return_shape=True)(
-            shapes, [x for x in rest if _is_array(x)]
-        )
+        # Only shapes are traced: arrays of any size cost nothing.
+        closed, is_loss = _traced(fun, params, args, kwargs)
     except Exception as error:
-        if type(error).__name__ == "TraceContextError":  # Flax's
+        # Flax's, for a model that `fun` closes over.
+        if type(error).__name__ == "TraceContextError":
             error.add_note(
                 f"{call}: fun changes a module that is not one of its arguments. Give the model itself, "
                 "muonjax.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
             )
         error.add_note(
-            f"{call} called your function with ({given}): first the parameters, then the batch."
+            f"{call} called your function with ({types}): first the parameters, then the batch."
         )
         raise
-    first = next(iter(jax.tree.leaves(outputs)), None)
-    is_loss = first is not None and first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
+    # Leaves and decisions come in the order of the tree.
     paths = list(flatten_paths(params))
     with no_collection():
-        walk = follow(closed, range(len(leaves)))
+        walk = follow(closed, range(len(jax.tree.leaves(params))))
         decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
         attentions = _attentions(walk, paths)
-    unused = [name for name, decision in decisions.items() if not decision.trains]
-    if leaves and len(unused) == len(paths):
+    _check_uses(call, decisions)
+    _warn_of_masks(call, attentions)
+    shapes = jax.tree.map(_shape, params)
+    return Program(decisions, [attention for attention, _ in attentions], shapes, whole)
+
+
+def _traced(
+    fun: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[ClosedJaxpr, bool]:
+    """The jaxpr of `fun`, whose inputs are the leaves of `params` and then the arrays in the arguments.
+
+    The second result says whether `fun` is a loss: whether the first thing that it returns is a scalar.
+    """
+    # What is no array, such as a flag, a string or a function, is given to `fun` as it is.
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
+
+    def call(params: Any, arrays: dict[int, Any]) -> Any:
+        filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return fun(params, *args, **kwargs)
+
+    shapes = jax.tree.map(_shape, params)
+    closed, outputs = jax.make_jaxpr(call, return_shape=True)(shapes, arrays)
+    # A loss may come with other results, as with `has_aux`.
+    first = next(iter(jax.tree.leaves(outputs)), None)
+    if first is None:
+        return closed, False
+    return closed, first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
+
+
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
+    """Raise if the function uses no parameter; warn of those that it does not use, and of those that can't be told."""
+    unused = [f"{name} ({d.why})" for name, d in decisions.items() if not d.trains]
+    # Most likely the tree of another model, or a function that closes over its parameters.
+    if decisions and len(unused) == len(decisions):
         raise ValueError(
             f"{call}: nothing that it returns comes from these parameters by a product, a look-up or a sum; give your "
             "loss and the tree that it takes."
         )
     if unused:
-        names = listed([f"{name} ({decisions[name].why})" for name in unused], ", ")
+        names = listed(unused, ", ")
         warn_user(
             f"{call}: parameters that meet no data, or have no gradient, go to Adam: {names}."
         )
+    # Decided, but on what may be a coincidence of the program.
     doubts = [f"{name} ({d.doubt})" for name, d in decisions.items() if d.doubt]
     if doubts:
         warn_user(
             f"{call} can't tell what these are: {listed(doubts, ', ')}. "
             "See program.why(name); to decide otherwise, change the tree program.dimension_numbers()."
         )
-    clipped = [(a.name, calls[0]) for a, calls in attentions if a.site is not None]
-    masks = [f"{name!r} ({call.doubt})" for name, call in clipped if call.doubt]
+
+
+def _warn_of_masks(
+    call: str,
+    attentions: Iterable[tuple[Attention, list[Call]]],
+) -> None:
+    """Warn of attentions with something added to their logits that may be a mask or a bias."""
+    # What an argument of the function adds may be either, and decides which logits count as masked.
+    masks = []
+    for attention, calls in attentions:
+        if attention.site is not None and calls[0].doubt:
+            masks.append(f"{attention.name!r} ({calls[0].doubt})")
     if masks:
         warn_user(
             f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "
             f"{MASKED:.0f} count as a mask; give masks as booleans, jnp.where(mask, logits, -jnp.inf)."
         )
-    return Program(decisions, [a for a, _ in attentions], structure.unflatten(shapes), whole)
+
+
+def _numbers_by_names(
+    structure: Any,
+    leaf_of: dict[str, Any],
+    decisions: dict[str, Decision],
+) -> dict[str, Any]:
+    """The dimension numbers of those parameters that the program leaves to names, with the warnings that names give.
+
+    Args:
+      structure: Of the tree of parameters.
+      leaf_of: Its leaves by path.
+      decisions: What the program says of those that are not masked, by path.
+    """
+    # What the program decides becomes a rule, so that names decide, and warn of, the other parameters alone.
+    rules, reasons = [], {}
+    for path, decision in decisions.items():
+        if decision.by_names:
+            reasons[path] = decision.why
+        else:
+            rules.append((f"^{re.escape(path)}$", decision.numbers))
+    if not reasons:
+        return {}
+    params = structure.unflatten(leaf_of.values())
+    tree = numbers_tree(*routes(params, rules=rules, reasons=reasons))
+    numbers = dict(zip(leaf_of, structure.flatten_up_to(tree), strict=True))
+    return {path: numbers[path] for path in reasons}
 
 
 def check_arrays(call: str, params: Any) -> None:
     """Raise for a parameter that is a function, by its path; JAX names its type alone."""
+    # An Equinox model has functions among its leaves, such as its activation.
     for path, leaf in flatten_paths(params).items():
         if callable(leaf):
             raise TypeError(
@@ -348,10 +458,17 @@ def _name(fun: Callable[..., Any]) -> str:
     return f"inspect({getattr(fun, '__name__', type(fun).__name__)})"
 
 
-def _deviation(x: jax.Array, y: jax.Array, each: bool = False) -> float:
+def _deviation(
+    x: jax.Array,
+    y: jax.Array,
+    each: bool = False,
+) -> float:
     """How far `y` is from `x`, in units of the largest entry or of `each`; two that are -inf are equal."""
+    # Each head's logit has a size of its own; entries of a result are as exact as the largest of them.
     unit = jnp.abs(x) if each else jnp.max(jnp.abs(x), initial=0)
-    return float(jnp.max(jnp.where(x == y, 0.0, jnp.abs(y - x) / unit), initial=0))
+    # 0 / 0, and -inf - -inf of a head whose logits are all masked, are no deviation.
+    relative = jnp.where(x == y, 0.0, jnp.abs(y - x) / unit)
+    return float(jnp.max(relative, initial=0))
 
 
 def find_maxima(
@@ -371,80 +488,123 @@ def find_maxima(
       given: The leaves of its other arguments, which are constants of `closed`.
       shared: As in `Probe`.
     """
+    # Each trace reads the program anew: its jaxpr, and so the places of the logits, are new.
     with no_collection():
-        sites = _clippable(closed, arguments, given, call)
-    probes = [one.probe._replace(shared=shared) for _, calls in sites for one in calls if one.probe]
+        clippable = _clippable(closed, arguments, given, call)
+    probes = []
+    for _, calls in clippable:
+        for attention in calls:
+            if attention.probe is not None:
+                probes.append(attention.probe._replace(shared=shared))
+    # What the function returns comes first, then one array for each probe.
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
-    maxima = iter(results[count:])
-    found = {
-        name: functools.reduce(
-            larger, [next(maxima).reshape(*one.layers, one.heads) for one in calls]
-        )
-        for name, calls in sites
-    }
-    return results[:count], found
+    logits = iter(results[count:])
+    maxima = {}
+    for name, calls in clippable:
+        # An attention that is called several times has the largest logits of all its calls.
+        shaped = [next(logits).reshape(*call.layers, call.heads) for call in calls]
+        maxima[name] = functools.reduce(larger, shaped)
+    return results[:count], maxima
 
 
 def _clippable(
-    closed: ClosedJaxpr, arguments: Sequence[Any], given: Sequence[Any], call: str
+    closed: ClosedJaxpr,
+    arguments: Sequence[Any],
+    given: Sequence[Any],
+    call: str,
 ) -> list[tuple[str, list[Call]]]:
-    """Name and calls of each attention that can be clipped."""
-    trees = [arguments, *arguments] if len(arguments) > 1 else arguments
-    ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in arguments), initial=0)
-    found, used = [], False
-    for tree, start in zip(trees, [0, *ends], strict=False):
-        walk = follow(closed, range(start, start + len(jax.tree.leaves(tree))), given)
-        found, used = _attentions(walk, list(flatten_paths(tree))), used or bool(walk.uses.records)
-        if clippable := [(a.name, calls) for a, calls in found if a.site is not None]:
+    """Name and calls of each attention that can be clipped; what goes in is that of `find_maxima`."""
+    # All of the arguments may be parameters, or one of them alone, where a loss is differentiated by its input too.
+    choices: list[tuple[int, Any]] = [(0, arguments)] if len(arguments) > 1 else []
+    first = 0
+    for argument in arguments:
+        choices.append((first, argument))
+        first += len(jax.tree.leaves(argument))
+    # The first choice with an attention that can be clipped.
+    named, is_used = [], False
+    for start, tree in choices:
+        count = len(jax.tree.leaves(tree))
+        walk = follow(closed, range(start, start + count), given)
+        named = _attentions(walk, list(flatten_paths(tree)))
+        is_used = is_used or bool(walk.uses.records)
+        clippable = [(a.name, calls) for a, calls in named if a.site is not None]
+        if clippable:
             return clippable
-    if not used:
+    if not is_used:
         raise ValueError(
             f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
             "that fun uses as an argument, do not close over them."
         )
-    raise _no_site(call, [a for a, _ in found], "jax.value_and_grad and muon")
+    raise _no_site(call, [a for a, _ in named], "jax.value_and_grad and muon")
 
 
 def _refused(attentions: Iterable[Attention]) -> str:
+    """The attentions that can't be clipped, with the reasons."""
     return listed([f"{a.name!r} ({a.line}): {a.problem}" for a in attentions if a.site is None])
 
 
-def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueError:
+def _no_site(
+    call: str,
+    attentions: Sequence[Attention],
+    instead: str,
+) -> ValueError:
+    """The error where no attention can be clipped."""
     why = f": no attention can be clipped. {_refused(attentions)}"
+    # Without any, what counts as attention helps more than a list of nothing.
     if not attentions:
         why = " has no attention that trains: no softmax of a product of two activations, multiplied by a third"
     return ValueError(f"{call}{why}. Use {instead}.")
 
 
-def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
-    """Named attentions with their calls; one that is called several times is one."""
+def _attentions(
+    walk: Walk,
+    paths: Sequence[str],
+) -> list[tuple[Attention, list[Call]]]:
+    """Named attentions with their calls; one that is called several times is one.
+
+    `paths` are those of the parameters. An attention with its queries in "block_0/attn/q" and its keys in
+    "block_0/attn/k" is named "block_0/attn", if it is the only one there, and else by its queries.
+    """
     groups = attentions(walk)
-    roots = [
-        module_of([paths[x.leaf] for x in (*group[0].spans, *group[0].views)]) for group in groups
-    ]
-    found, named = [], Counter()
-    for group, root in zip(groups, roots, strict=True):
-        first = group[0]
-        if not first.spans:
-            found.append((Attention(root, first.line, None, first.problem), group))
+    # For each attention the smallest module that has the parameters of its queries and keys.
+    modules = []
+    for calls in groups:
+        parts = (*calls[0].spans, *calls[0].views)
+        modules.append(module_of([paths[part.leaf] for part in parts]))
+    named: list[tuple[Attention, list[Call]]] = []
+    count_of: Counter[str] = Counter()
+    for calls, module in zip(groups, modules, strict=True):
+        first = calls[0]
+        if not first.spans:  # it can't be clipped
+            named.append((Attention(module, first.line, None, first.problem), calls))
             continue
-        is_alone = roots.count(root) == 1
-        name = (root or "max_logits") if is_alone else paths[first.spans[0].leaf]
-        named[name] += 1
-        if named[name] > 1:  # heads of one projection, written one by one
-            name = f"{name}:{named[name]}"
-        below = [
-            paths[s.leaf].removeprefix(f"{root}/" if root and is_alone else "") for s in first.spans
-        ]
-        scales = tuple(
-            dataclasses.replace(s.scale, path=x) for s, x in zip(first.spans, below, strict=True)
+        leaves = [paths[span.leaf] for span in first.spans]
+        # Several attentions of one module are told by their queries, and their sites have the paths from the root.
+        is_alone = modules.count(module) == 1
+        name = (module or "max_logits") if is_alone else leaves[0]
+        # Heads of one projection, written one by one, have the same queries.
+        count_of[name] += 1
+        if count_of[name] > 1:
+            name = f"{name}:{count_of[name]}"
+        # The key of its statistic: below its module, or the whole name.
+        path, signal = "", name
+        if is_alone:
+            path, signal = re.escape(module), "max_logits"
+            leaves = [leaf.removeprefix(f"{module}/" if module else "") for leaf in leaves]
+        # What `proposals` found, with the paths of the parameters.
+        scales = []
+        for span, leaf in zip(first.spans, leaves, strict=True):
+            scales.append(dataclasses.replace(span.scale, path=leaf))
+        site = Site(
+            path=path,
+            scales=tuple(scales),
+            signal=signal,
+            scan_axis=first.spans[0].stack or None,
+            exact=True,
         )
-        stack = first.spans[0].stack
-        path, signal = (re.escape(root), "max_logits") if is_alone else ("", name)
-        public = Site(path=path, scales=scales, signal=signal, scan_axis=stack or None, exact=True)
-        found.append((Attention(name, first.line, public, ""), group))
-    return found
+        named.append((Attention(name, first.line, site, ""), calls))
+    return named
 
 
 def _is_array(x: Any) -> bool:

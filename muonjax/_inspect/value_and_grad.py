@@ -17,7 +17,9 @@ from muonjax._inspect.program import check_arrays, find_maxima
 
 
 def value_and_grad(
-    fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    argnums: Any = 0,
+    has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` that also returns the largest attention logits of each head, for any JAX function.
 
@@ -60,11 +62,13 @@ def value_and_grad(
             f"value_and_grad(fun, has_aux={reprlib.repr(has_aux)}) must be True or False; the arguments of fun come "
             "later: value_and_grad(fun)(params, batch)."
         )
+    # `value_and_grad(loss(params))`, say: a number is no function.
     if not callable(fun):
         raise TypeError(f"value_and_grad(fun={reprlib.repr(fun)}) must be a function.")
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
+        # A model of a library's, such as Flax NNX, whose own transformation separates its parameters from its state.
         library = functions_for(args[0]) if args else None
         if library is not None:
             differentiated = library.value_and_grad_of_model(
@@ -73,6 +77,7 @@ def value_and_grad(
             return differentiated(*args, **kwargs)
         for argument in (args[i] for i in _chosen(argnums) if i < len(args)):
             _check_differentiable(_call(fun), argument)
+        # The largest logits are a result besides the loss, as `aux` is.
         measured = _with_max_logits(fun, argnums, has_aux)
         return jax.value_and_grad(measured, argnums, has_aux=True)(*args, **kwargs)
 
@@ -80,52 +85,77 @@ def value_and_grad(
 
 
 def _with_max_logits(
-    fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
 ) -> Callable[..., tuple[Any, Any]]:
     """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)): what is differentiated."""
+    call = _call(fun)
 
     @functools.wraps(fun)
-    def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def measured(
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
         chosen = _chosen(argnums)
         arguments = [args[i] for i in chosen]
-        others = [x for i, x in enumerate(args) if i not in {j % len(args) for j in chosen}]
+        # The leaves of all others become constants of the jaxpr, which the reader must not take for a program's own.
+        from_front = [i % len(args) for i in chosen]
+        others = [x for i, x in enumerate(args) if i not in from_front]
         aux_leaves: list[Any] = []
         aux_structure: Any = None
-        call = _call(fun)
 
         def traced(*arguments: Any) -> list[Any]:
+            """The loss and the arrays of `aux`; what else is in `aux` is no output of a jaxpr, and is set aside."""
             nonlocal aux_leaves, aux_structure
+            # All other arguments are what they were: flags, strings, tracers of enclosing transformations.
             given = list(args)
             for i, argument in zip(chosen, arguments, strict=True):
                 given[i] = argument
-            result = fun(*given, **kwargs)
-            if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
-                raise TypeError(
-                    f"value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got {reprlib.repr(result)}."
-                )
-            loss, aux = result if has_aux else (result, None)
-            if not jax.tree_util.all_leaves([loss]):
-                raise TypeError(
-                    f"{call} needs one scalar from fun, got a {type(loss).__name__}; return the sum of several losses, "
-                    "or call value_and_grad(fun, has_aux=True) if fun returns (loss, aux)."
-                )
+            loss, aux = _loss_and_aux(call, fun(*given, **kwargs), has_aux)
             aux_leaves, aux_structure = jax.tree.flatten(aux)
             return [loss, *filter(_is_traced, aux_leaves)]
 
+        # Only the chosen arguments are inputs; JAX's derivative follows the run of the jaxpr on them.
         closed = jax.make_jaxpr(traced)(*arguments)
         given = jax.tree.leaves((others, kwargs))
         (loss, *results), max_logits = find_maxima(closed, arguments, call, given)
+        if not has_aux:
+            return loss, max_logits
+        # What was traced is now among the results, in the same order.
         arrays = iter(results)
         aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]
-        return loss, (
-            jax.tree.unflatten(aux_structure, aux_leaves),
-            max_logits,
-        ) if has_aux else max_logits
+        return loss, (jax.tree.unflatten(aux_structure, aux_leaves), max_logits)
 
     return measured
 
 
+def _loss_and_aux(
+    call: str,
+    result: Any,
+    has_aux: bool,
+) -> tuple[Any, Any]:
+    """What the function returned, as a loss and what comes with it, or None.
+
+    Raises:
+      TypeError: as `value_and_grad`.
+    """
+    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+        raise TypeError(
+            f"value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got {reprlib.repr(result)}."
+        )
+    loss, aux = result if has_aux else (result, None)
+    # A pair without `has_aux` is the usual mistake.
+    if not jax.tree_util.all_leaves([loss]):
+        raise TypeError(
+            f"{call} needs one scalar from fun, got a {type(loss).__name__}; return the sum of several losses, "
+            "or call value_and_grad(fun, has_aux=True) if fun returns (loss, aux)."
+        )
+    return loss, aux
+
+
 def _chosen(argnums: int | Sequence[int]) -> list[int]:
+    """The arguments to differentiate by, as a list: 0 and [0] are the same."""
     return [argnums] if isinstance(argnums, int) else list(argnums)
 
 
@@ -135,6 +165,7 @@ def _call(fun: Callable[..., Any]) -> str:
 
 def _check_differentiable(call: str, params: Any) -> None:
     """Raise for a leaf that has no derivative, by its path; JAX names its type alone."""
+    # A second model, such as a teacher, has no gradient of Flax's.
     if is_model(params):
         raise TypeError(f"{call}: an NNX model must be the first argument of fun.")
     check_arrays(call, params)
