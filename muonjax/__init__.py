@@ -59,7 +59,10 @@ def __getattr__(name: str):
     from difflib import get_close_matches
     from importlib import import_module
 
-    if name in ("linen", "nnx"):  # They import Flax, which need not be loaded without them.
+    if name in (
+        "linen",
+        "nnx",
+    ):  # They import Flax, which need not be loaded without them.
         return import_module(f"muonjax.{name}")
     near = get_close_matches(name.lower(), [n for n in globals() if n[0] != "_"], 1)
     raise AttributeError(

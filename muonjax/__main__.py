@@ -78,11 +78,7 @@ def checks(quick: bool) -> Iterator[Check]:
     yield from times(quick)
 
 
-def hostile(
-    m: int,
-    n: int,
-    rng: np.random.Generator,
-) -> dict[str, np.ndarray]:
+def hostile(m: int, n: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Matrices that break factorizations and bounds, by name."""
     normal = rng.standard_normal((m, n))
     matrices = {
@@ -103,11 +99,7 @@ def hostile(
     return matrices
 
 
-def recorded(
-    m: int,
-    n: int,
-    rng: np.random.Generator,
-) -> np.ndarray:
+def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
     """Matrices [count, m, n] with the singular values of recorded momentum, and random singular vectors."""
     count = len(RECORDED)
     # The singular vectors are random, and each spectrum is stretched to m values.
@@ -164,12 +156,7 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     ]
 
 
-def _stated(
-    settings: NewtonSchulz,
-    bits: int,
-    lower: float,
-    m: int,
-) -> float:
+def _stated(settings: NewtonSchulz, bits: int, lower: float, m: int) -> float:
     """The error of the polynomials on their interval, and what rounding may add."""
     rounding = float(np.finfo(np.float32).eps) / lower
     if settings.deflation:
@@ -183,20 +170,12 @@ def _stated(
     return float(distances.max()) + rounding
 
 
-def _compared(
-    what: str,
-    error: float,
-    stated: float,
-) -> Check:
+def _compared(what: str, error: float, stated: float) -> Check:
     """The line of a result, which is right if its error is at most what is stated; NaN is not right."""
     return f"{what}: {error:.2g} (at most {stated:.2g})", bool(error <= stated)
 
 
-def _error(
-    x: np.ndarray,
-    y: np.ndarray,
-    lower: float,
-) -> float:
+def _error(x: np.ndarray, y: np.ndarray, lower: float) -> float:
     """The root mean square of U^T Y V - I, in float64, over the directions of x = U S V^T that count.
 
     Those are the directions whose singular values are within the interval from `lower` to 1.
@@ -251,7 +230,9 @@ def times(quick: bool) -> Iterator[Check]:
     methods = {"Optax": optax.contrib.muon(1e-3)}
     for name in ("fast", "balanced"):
         settings = PRESETS[name]
-        methods[name] = muon(1e-3, newton_schulz=settings, program=MuonDimensionNumbers())
+        methods[name] = muon(
+            1e-3, newton_schulz=settings, program=MuonDimensionNumbers()
+        )
 
     shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
     shapes |= dict.fromkeys(("query", "key", "value", "out"), (width, width))
@@ -296,9 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="small matrices, whose times mean nothing",
+        "--quick", action="store_true", help="small matrices, whose times mean nothing"
     )
     quick = parser.parse_args(arguments).quick
 
@@ -318,7 +297,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_checks += 1
         num_wrong += not is_right
     if num_wrong:
-        print(f"{num_wrong} of {num_checks} checks FAILED: please open an issue with these lines.")
+        print(
+            f"{num_wrong} of {num_checks} checks FAILED: please open an issue with these lines."
+        )
         return 1
     print("Everything is right.")
     return 0

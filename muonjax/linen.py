@@ -40,11 +40,7 @@ class LoHa(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        *args: Any,
-        **settings: Any,
+        self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         # The first axes of a kernel are its inputs: of a convolution all but the last, of a dense layer those that
@@ -63,14 +59,13 @@ class LoHa(nn.Module):
         # A parameter, so that a checkpoint of the adapter is complete.
         scale = self.param(shared.SCALE, lambda _: jnp.float32(self.scale))
         scale = lax.stop_gradient(scale)
-        return shared.apply_adapter(self.function, factors, scale, lhs, rhs, *args, **settings)
+        return shared.apply_adapter(
+            self.function, factors, scale, lhs, rhs, *args, **settings
+        )
 
 
 def loha(
-    rank: int,
-    *,
-    alpha: float | None = None,
-    param_dtype: Any = jnp.float32,
+    rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float32
 ) -> functools.partial[LoHa]:
     """Makes LoHa adapters, for `dot_general_cls` of a dense layer or `qkv_dot_general_cls` of an attention.
 
@@ -99,11 +94,7 @@ def loha(
 
 
 def LoHaDense(
-    features: int,
-    *,
-    rank: int,
-    alpha: float | None = None,
-    **dense: Any,
+    features: int, *, rank: int, alpha: float | None = None, **dense: Any
 ) -> nn.Dense:
     """`nn.Dense` with a LoHa adapter: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
 
@@ -129,7 +120,9 @@ def LoHaDense(
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
     with errors_of("LoHaDense"):
-        adapter = loha(rank, alpha=alpha, param_dtype=dense.get("param_dtype", jnp.float32))
+        adapter = loha(
+            rank, alpha=alpha, param_dtype=dense.get("param_dtype", jnp.float32)
+        )
     return nn.Dense(features, dot_general_cls=adapter, **dense)
 
 
@@ -168,7 +161,9 @@ def LoHaConv(
     if conv.get("mask") is not None:
         raise ValueError("LoHaConv(mask=…): ΔW is not masked; remove the mask.")
     with errors_of("LoHaConv"):
-        adapter = loha(rank, alpha=alpha, param_dtype=conv.get("param_dtype", jnp.float32))
+        adapter = loha(
+            rank, alpha=alpha, param_dtype=conv.get("param_dtype", jnp.float32)
+        )
     # It is one module for both kinds of layers.
     adapter = functools.partial(adapter, function=lax.conv_general_dilated)
     return nn.Conv(features, kernel_size, conv_general_dilated_cls=adapter, **conv)
@@ -200,10 +195,14 @@ def merge(params: Any) -> Any:
     if not layers:
         raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")
     # The scale does not train, so it is lost where only trained parameters are kept.
-    without_scale = [layer for layer in layers if (*layer, _HOLDER, shared.SCALE) not in flat]
+    without_scale = [
+        layer for layer in layers if (*layer, _HOLDER, shared.SCALE) not in flat
+    ]
     if without_scale:
         paths = listed(["/".join(layer) for layer in without_scale], ", ")
-        raise ValueError(f"merge: no {shared.SCALE} at {paths}; give frozen parameters too.")
+        raise ValueError(
+            f"merge: no {shared.SCALE} at {paths}; give frozen parameters too."
+        )
     for layer in layers:
         factors = [flat.pop((*layer, _HOLDER, name)) for name in shared.FACTORS]
         scale = flat.pop((*layer, _HOLDER, shared.SCALE))
@@ -214,9 +213,7 @@ def merge(params: Any) -> Any:
 
 
 def _merged(
-    kernel: jax.Array,
-    factors: Sequence[jax.Array],
-    scale: jax.Array,
+    kernel: jax.Array, factors: Sequence[jax.Array], scale: jax.Array
 ) -> jax.Array:
     """kernel + ΔW, of one layer or of a stack of layers along leading axes, as `nn.scan` makes it."""
     shapes = [factor.shape for factor in factors]
@@ -264,11 +261,7 @@ class TrainState(train_state.TrainState):
     """
 
     def apply_gradients(
-        self,
-        *,
-        grads: Any,
-        max_logits: Any = None,
-        **kwargs: Any,
+        self, *, grads: Any, max_logits: Any = None, **kwargs: Any
     ) -> Any:
         """Flax's `apply_gradients`, with `max_logits` for `tx.update` if they are given."""
         # An optimizer without QK-Clip takes none.

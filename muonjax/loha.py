@@ -105,12 +105,7 @@ def multiply(
     """
 
     @jax.checkpoint
-    def call(
-        x: jax.Array,
-        kernel: jax.Array,
-        factors: Any,
-        scale: Any,
-    ) -> jax.Array:
+    def call(x: jax.Array, kernel: jax.Array, factors: Any, scale: Any) -> jax.Array:
         x, factors = lax.optimization_barrier((x, factors))
         return product(x, adapted_kernel(kernel, factors, scale, precision))
 
@@ -126,7 +121,9 @@ def adapted_kernel(
     """kernel + ΔW in the kernel's shape and dtype, computed in float32 at least and rounded once."""
     w1a, w1b, w2a, w2b = factors
     dtype = at_least_float32(common_dtype(kernel, *factors))
-    product = functools.partial(jnp.matmul, precision=precision, preferred_element_type=dtype)
+    product = functools.partial(
+        jnp.matmul, precision=precision, preferred_element_type=dtype
+    )
     # ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
     first = product(w1a, w1b)
     second = product(w2a, w2b)
@@ -193,9 +190,7 @@ def scale_of(rank: int, alpha: float | None) -> float:
 
 
 def factor_shapes(
-    kernel: Sequence[int],
-    inputs: int,
-    rank: int,
+    kernel: Sequence[int], inputs: int, rank: int
 ) -> dict[str, tuple[int, int]]:
     """The shapes of a kernel's factors by name; the first `inputs` axes of the kernel are summed over.
 
@@ -212,12 +207,7 @@ def factor_shapes(
     return dict(zip(FACTORS, pair * 2, strict=True))
 
 
-def initial(
-    name: str,
-    key: jax.Array,
-    shape: Sequence[int],
-    dtype: Any,
-) -> jax.Array:
+def initial(name: str, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
     """The random factor with this name, as LyCORIS draws it.
 
     Factors are normal, with standard deviation 1 on the inputs' side and 0.1 on the outputs'; but the second factor on

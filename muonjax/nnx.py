@@ -38,13 +38,7 @@ class LoHaParam(nnx.Param):
 class LoHa(nnx.Module):
     """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`; at the start ΔW = 0."""
 
-    def __init__(
-        self,
-        layer: Layer,
-        rank: int,
-        scale: float,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, layer: Layer, rank: int, scale: float, rngs: nnx.Rngs):
         self.scale = scale
         self.function = _function(layer)
         _check_layer(layer)
@@ -60,17 +54,15 @@ class LoHa(nnx.Module):
         return [getattr(self, name)[...] for name in shared.FACTORS]
 
     def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        *args: Any,
-        **settings: Any,
+        self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         # This is what the layer would have called.
         function = getattr(lax, self.function)
         factors = self.factors()
-        return shared.apply_adapter(function, factors, self.scale, lhs, rhs, *args, **settings)
+        return shared.apply_adapter(
+            function, factors, self.scale, lhs, rhs, *args, **settings
+        )
 
 
 class LoHaLinear(nnx.Linear):
@@ -241,7 +233,9 @@ def merge(model: nnx.Module) -> None:
         has_adapter = True
         # In place: the variable belongs to the layer, and an optimizer may refer to it.
         kernel = layer.kernel
-        kernel[...] = shared.adapted_kernel(kernel[...], adapter.factors(), adapter.scale)
+        kernel[...] = shared.adapted_kernel(
+            kernel[...], adapter.factors(), adapter.scale
+        )
         setattr(layer, function, nnx.static(_plain_function(layer)))
     if not has_adapter:
         raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
@@ -270,7 +264,9 @@ def _function(layer: Layer) -> str:
 
 def _plain_function(layer: Layer) -> Any:
     """Flax's own value of this attribute; an `nnx.LinearGeneral` takes lax.dot_general when it is called."""
-    return None if isinstance(layer, nnx.LinearGeneral) else getattr(lax, _function(layer))
+    return (
+        None if isinstance(layer, nnx.LinearGeneral) else getattr(lax, _function(layer))
+    )
 
 
 def _check_layer(layer: Layer) -> None:
@@ -310,20 +306,13 @@ def parameters_of(model: nnx.Module) -> Any:
 
 
 def as_function_of_parameters(
-    fun: Callable[..., Any],
-    model: nnx.Module,
-    args: tuple[Any, ...],
+    fun: Callable[..., Any], model: nnx.Module, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
     """`fun(model, *args)` as a function of (parameters, other state, *args), and these arguments."""
     # `state` has what does not train, such as running means and counts of random numbers.
     structure, params, state = nnx.split(model, nnx.Param, ...)
 
-    def of_parameters(
-        params: Any,
-        state: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def of_parameters(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         return fun(nnx.merge(structure, params, state, copy=True), *args, **kwargs)
 
     of_parameters.__name__ = getattr(fun, "__name__", "loss")

@@ -117,12 +117,21 @@ def muon(
         weight_decay_mask = fitted_mask("weight_decay_mask", weight_decay_mask)
         check_program("muon_weight_dimension_numbers", muon_weight_dimension_numbers)
         if consistent_rms is not None:
-            check_range("consistent_rms", consistent_rms, "positive and finite", "; 0.2 is usual.")
+            check_range(
+                "consistent_rms",
+                consistent_rms,
+                "positive and finite",
+                "; 0.2 is usual.",
+            )
         if isinstance(ns_coeffs, str):
             check_choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
             ns_coeffs = _PRESETS[ns_coeffs]
     # Optax looks at the parameters when it gets them, too.
-    numbers = _two_axes if muon_weight_dimension_numbers is None else muon_weight_dimension_numbers
+    numbers = (
+        _two_axes
+        if muon_weight_dimension_numbers is None
+        else muon_weight_dimension_numbers
+    )
     # Optax's two rules are two of `match_rms`.
     rule = "width" if consistent_rms is None else "rms"
     rms = 1.0 if consistent_rms is None else consistent_rms
@@ -207,7 +216,12 @@ def scale_by_muon(
         check_range("beta", beta, "in [0, 1)", "; 0.95 is usual.")
         check_rates(eps=eps)
         if mu_dtype is not None:
-            given_dtype("mu_dtype", mu_dtype, (jnp.inexact,), "a float type, such as jnp.bfloat16")
+            given_dtype(
+                "mu_dtype",
+                mu_dtype,
+                (jnp.inexact,),
+                "a float type, such as jnp.bfloat16",
+            )
         check_flag(nesterov=nesterov, adaptive=adaptive)
         check_choice("preconditioning", preconditioning, get_args(_Preconditioning))
         check_distribution(distribution)
@@ -235,20 +249,28 @@ def scale_by_muon(
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
             # beta mu + (1 - beta) G, each without the bias of a mean that began at zero
-            unbiased_mu = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            unbiased_mu = optax.tree.bias_correction(
+                mu, beta, optax.safe_increment(count)
+            )
             gradient = optax.tree.bias_correction(updates, beta, count)
-            direction = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, unbiased_mu, gradient)
+            direction = jax.tree.map(
+                lambda m, g: beta * m + (1 - beta) * g, unbiased_mu, gradient
+            )
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
         updates = map_matrices(
-            lambda policy: _iteration(state.ns_coeffs, ns_steps, preconditioning, eps, policy),
+            lambda policy: _iteration(
+                state.ns_coeffs, ns_steps, preconditioning, eps, policy
+            ),
             direction,
             weight_dimension_numbers,
             distribution,
         )
         if adaptive:
             # <X, Y> Y over all matrices of a leaf together, as in Optax
-            updates = jax.tree.map(lambda x, y: jnp.sum(x.conj() * y) * y, direction, updates)
+            updates = jax.tree.map(
+                lambda x, y: jnp.sum(x.conj() * y) * y, direction, updates
+            )
         # `update_moment` promotes to the gradient's dtype.
         mu = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
         return updates, MuonState(count, mu, state.ns_coeffs)
@@ -258,7 +280,9 @@ def scale_by_muon(
 
 def _two_axes(params: Any) -> Any:
     """Optax's own choice: every leaf with two axes is a matrix."""
-    return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
+    return jax.tree.map(
+        lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params
+    )
 
 
 def _iteration(
@@ -285,11 +309,7 @@ def _iteration(
         def gram_of(x: jax.Array) -> jax.Array:
             return sum_over(axis_name, square(x))
 
-        def step(
-            row: jax.Array,
-            x: jax.Array,
-            gram: jax.Array,
-        ) -> jax.Array:
+        def step(row: jax.Array, x: jax.Array, gram: jax.Array) -> jax.Array:
             a, b, c = row
             # (a I + b A + c A^2) X with A = X X^H
             return scaled(x, a) + product(scaled(gram, b) + scaled(square(gram), c), x)

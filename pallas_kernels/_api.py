@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
 
 # Each name and the module, which is imported when the implementation first runs.
-IMPLEMENTATIONS = {
-    "reference": "_xla",
-    "blocked": "_xla",
-    "hopper": "_mosaic_gpu",
-}
+IMPLEMENTATIONS = {"reference": "_xla", "blocked": "_xla", "hopper": "_mosaic_gpu"}
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 
@@ -81,7 +77,9 @@ def symmetric_product(
     """
     operands = _checked(x, y, c, alpha, beta)
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, tuple) or not all(isinstance(axis, str) and axis for axis in axes):
+    if not isinstance(axes, tuple) or not all(
+        isinstance(axis, str) and axis for axis in axes
+    ):
         raise TypeError(
             f"symmetric_product(axis_name={axis_name!r}) must be the name of a mesh axis, or several."
         )
@@ -97,7 +95,9 @@ def symmetric_product(
         )
     arrays = [a for a in (x, y, c) if a is not None]
     platform = platform_of(*arrays)
-    return _traced_once(operands, implementation or _choose(platform, operands.x), axes, platform)
+    return _traced_once(
+        operands, implementation or _choose(platform, operands.x), axes, platform
+    )
 
 
 class SymmetricProduct(NamedTuple):
@@ -131,7 +131,11 @@ class SymmetricProduct(NamedTuple):
 
         def one_each(factor: float | jax.Array) -> jax.Array:
             # The operands hold a factor of each matrix as [*batch].
-            factor = factor[..., 0, 0] if isinstance(factor, jax.Array) else jnp.asarray(factor)
+            factor = (
+                factor[..., 0, 0]
+                if isinstance(factor, jax.Array)
+                else jnp.asarray(factor)
+            )
             return factor.astype(real)
 
         operands = Operands(a, y, c, one_each(alpha), one_each(beta))
@@ -159,11 +163,7 @@ def _choose(platform: str, x: jax.Array) -> str:
 _HOPPER_ON_A_GPU = "hopper on a GPU"
 
 
-def measured_kernel(
-    platform: str,
-    x: jax.Array,
-    dtype: jnp.dtype,
-) -> str | None:
+def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None:
     """The kernel that takes a tenth or more off an update with products of x [*batch, m, k] in `dtype`.
 
     On an H100 "hopper" takes 12 to 15 percent off for m = 4096, measured (benchmarks/results/gpu_nvidia_*.json). For
@@ -203,11 +203,7 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
     return Operands(x, y, c, alpha, beta)
 
 
-def _checked_scale(
-    name: str,
-    value: Any,
-    batch: list[int],
-) -> jax.Array:
+def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
     """A real number, or one for each matrix of the batch, as an array."""
     # A boolean or a complex number converts without an error, and would be a mistake.
     dtype = np.dtype(getattr(value, "dtype", type(value)))
@@ -217,7 +213,9 @@ def _checked_scale(
     scale = jnp.asarray(value)
     # It broadcasts to the batch: aligned at the last axis, each size is 1 or the batch's own.
     sizes = zip(reversed(scale.shape), reversed(batch), strict=False)
-    if scale.ndim > len(batch) or any(size not in (1, matrices) for size, matrices in sizes):
+    if scale.ndim > len(batch) or any(
+        size not in (1, matrices) for size, matrices in sizes
+    ):
         raise ValueError(
             f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
             f"{tuple(batch)}, got shape {scale.shape}."
@@ -226,10 +224,7 @@ def _checked_scale(
 
 
 def _run(
-    operands: Operands,
-    implementation: str,
-    axis_name: tuple[str, ...],
-    platform: str,
+    operands: Operands, implementation: str, axis_name: tuple[str, ...], platform: str
 ) -> Inexact[Array, "*batch m m"]:
     """The product by the implementation of this name, or in parts shared along mesh axes."""
     if axis_name:
@@ -240,7 +235,9 @@ def _run(
         on_a_gpu, elsewhere = _mosaic_gpu.symmetric_product, _xla.symmetric_product
         return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
     # Imported when it first runs, because not every JAX has what a kernel imports.
-    module = importlib.import_module(f"pallas_kernels.{IMPLEMENTATIONS[implementation]}")
+    module = importlib.import_module(
+        f"pallas_kernels.{IMPLEMENTATIONS[implementation]}"
+    )
     return module.symmetric_product(operands)
 
 
@@ -259,7 +256,8 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
     (operands,), (tangents_of_operands,) = primals, tangents
     x, y, c, alpha, beta = operands
     dx, dy, dc, dalpha, dbeta = (
-        None if isinstance(tangent, SymbolicZero) else tangent for tangent in tangents_of_operands
+        None if isinstance(tangent, SymbolicZero) else tangent
+        for tangent in tangents_of_operands
     )
     wide = _xla.accumulator(x.dtype)
 
@@ -287,9 +285,7 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
     if dalpha is not None:
         # X Yᴴ alone, without its scale and its addend.
         plain = operands._replace(
-            c=None,
-            alpha=jnp.ones((), alpha.dtype),
-            beta=jnp.zeros((), beta.dtype),
+            c=None, alpha=jnp.ones((), alpha.dtype), beta=jnp.zeros((), beta.dtype)
         )
         tangent += scale(dalpha, _product(plain, implementation, axis_name, platform))
     if dbeta is not None and c is not None:

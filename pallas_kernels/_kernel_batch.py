@@ -75,11 +75,7 @@ def rectangle(t: int) -> tuple[int, int]:
     return t + 1, t // 2
 
 
-def unfold(
-    row: Index,
-    column: Index,
-    t: int,
-) -> tuple[jax.Array, jax.Array]:
+def unfold(row: Index, column: Index, t: int) -> tuple[jax.Array, jax.Array]:
     """The block (i, j), ``0 <= j <= i < t``, of the lower triangle that lies at a place of the folded rectangle.
 
     For t = 3 the rectangle has the blocks (0, 0) (2, 2) / (1, 0) (1, 1) / (2, 0) (2, 1). Only block (2, 2), the corner

@@ -22,11 +22,7 @@ def symmetric_product(o: Operands) -> jax.Array:
 
 
 def launched(
-    cores: int,
-    x: jax.Array,
-    y: jax.Array | None,
-    c: jax.Array | None,
-    scale: jax.Array,
+    cores: int, x: jax.Array, y: jax.Array | None, c: jax.Array | None, scale: jax.Array
 ) -> jax.Array:
     """One launch for operands [batch, m, k] of any sizes: padded with zeros, and the result cut to [batch, m, m].
 
@@ -77,7 +73,9 @@ def require(x: jax.Array, dtype: jnp.dtype) -> int:
 def is_chosen(x: jax.Array, dtype: jnp.dtype) -> bool:
     """Whether the kernel can run and was measured."""
     # Other cards of this generation differ in clocks and memory; nobody has timed the kernel there.
-    return _device().device_kind == "NVIDIA H100 80GB HBM3" and not _unsuitable(x, dtype)
+    return _device().device_kind == "NVIDIA H100 80GB HBM3" and not _unsuitable(
+        x, dtype
+    )
 
 
 def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
@@ -90,7 +88,9 @@ def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
         return f"got the empty shape {x.shape}"
     # Instructions such as wgmma exist on compute capability 9.0 alone.
     device = _device()
-    if device.platform != "gpu" or not any(name in device.device_kind for name in _HOPPER):
+    if device.platform != "gpu" or not any(
+        name in device.device_kind for name in _HOPPER
+    ):
         return (
             "needs a GPU of compute capability 9.0 (H100, H200), "
             f"the device is {device.device_kind!r}"
@@ -119,4 +119,6 @@ def _has_whole_matrices(x: jax.Array) -> bool:
 
 def _device() -> Any:
     """The device, or its description where a program is lowered for a machine that isn't here."""
-    return jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
+    return (
+        jax.sharding.get_abstract_mesh().abstract_device or backend.get_default_device()
+    )

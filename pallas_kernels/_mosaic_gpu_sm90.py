@@ -24,11 +24,7 @@ LOAD_REGISTERS = 40
 MULTIPLY_REGISTERS = 232
 
 
-def triangle(
-    step: jax.Array,
-    t: int,
-    group: int,
-) -> tuple[jax.Array, jax.Array]:
+def triangle(step: jax.Array, t: int, group: int) -> tuple[jax.Array, jax.Array]:
     """The `step`-th block (i, j) with ``0 <= j <= i < t``, in an order that reuses what the L2 cache holds.
 
     `planar_snake` runs through the rectangle that the triangle folds into in stripes of `group` columns, back and
@@ -91,7 +87,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
             """Calls ``stage = body(b, i, j, stage)`` for each tile of this CTA; the stages go round."""
             count = tiles.count(m)
 
-            @plgpu.nd_loop((batch * count,), collective_axes="cta", init_carry=jnp.int32(0))
+            @plgpu.nd_loop(
+                (batch * count,), collective_axes="cta", init_carry=jnp.int32(0)
+            )
             def _(loop, carry):
                 # Tiles are numbered matrix after matrix and square after square; a square has `rows` tiles.
                 (number,) = loop.index
@@ -158,7 +156,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                         rows = pl.ds(row, SQUARE)
                         columns = pl.ds(column, SQUARE)
                         source = c_gmem[0].at[b, rows, columns]
-                        plgpu.copy_gmem_to_smem(source, c_smem.at[slot], c_full.at[slot])
+                        plgpu.copy_gmem_to_smem(
+                            source, c_smem.at[slot], c_full.at[slot]
+                        )
 
                 def store(square, value):
                     """Store a 64-square of the product, with its scale and addend, at its place and mirrored."""
@@ -194,7 +194,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                             direct[...] = result
                             plgpu.commit_smem()
                             plgpu.copy_smem_to_gmem(
-                                mirror, out_gmem.at[b, columns, rows], commit_group=False
+                                mirror,
+                                out_gmem.at[b, columns, rows],
+                                commit_group=False,
                             )
 
                         @pl.when(column == row)
@@ -204,7 +206,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                             shape = (SQUARE, SQUARE)
                             row_of = lax.broadcasted_iota(jnp.int32, shape, 0)
                             column_of = lax.broadcasted_iota(jnp.int32, shape, 1)
-                            direct[...] = jnp.where(row_of >= column_of, result, mirror[...])
+                            direct[...] = jnp.where(
+                                row_of >= column_of, result, mirror[...]
+                            )
                             plgpu.commit_smem()
 
                         plgpu.copy_smem_to_gmem(direct, out_gmem.at[b, rows, columns])
@@ -219,7 +223,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                         load_c(square)
 
                 @functools.partial(
-                    pl.run_scoped, accumulator=plgpu.WGMMAAccumulatorRef((part, block), jnp.float32)
+                    pl.run_scoped,
+                    accumulator=plgpu.WGMMAAccumulatorRef((part, block), jnp.float32),
                 )
                 def product(accumulator):
                     """X Yᵀ of this warpgroup's part of the tile, slice by slice of k."""
@@ -249,7 +254,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                     row, column = divmod(square, block // SQUARE)
                     down = SQUARE * row
                     across = SQUARE * column
-                    store(square, product[down : down + SQUARE, across : across + SQUARE])
+                    store(
+                        square, product[down : down + SQUARE, across : across + SQUARE]
+                    )
                 return lax.rem(stage + steps, jnp.int32(stages))
 
             plgpu.wait_smem_to_gmem(0)
@@ -276,7 +283,9 @@ def launch(x, y, c, scale, *, tiles: Tiles, cores: int) -> jax.Array:
         grid_names=("cta",),
         num_threads=3,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
     )
     if y is None:
         y = x

@@ -90,7 +90,9 @@ def _of_device(array: Any) -> Any:
     return next(iter(array.devices())) if concrete else None
 
 
-def numbers_from_loop(numbers: Sequence[int], platform: str) -> Sequence[jax.typing.ArrayLike]:
+def numbers_from_loop(
+    numbers: Sequence[int], platform: str
+) -> Sequence[jax.typing.ArrayLike]:
     """The same numbers, on a CPU as int32 results of a loop, so that XLA does not know them.
 
     Slices at numbers that XLA does not know are one kernel; at constants each is a kernel of its own. With 96 layers of
@@ -111,9 +113,7 @@ def numbers_from_loop(numbers: Sequence[int], platform: str) -> Sequence[jax.typ
 
 
 def materialize(
-    f: Callable[[jax.Array], jax.Array],
-    x: jax.Array,
-    platform: str,
+    f: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str
 ) -> jax.Array:
     """f(x), of the shape and dtype of x, as an array that XLA keeps in memory and does not compute again.
 

@@ -124,8 +124,7 @@ def epilogue(
 
 
 def scaled(
-    number: jax.Array,
-    p: Inexact[Array, "*batch m n"],
+    number: jax.Array, p: Inexact[Array, "*batch m n"]
 ) -> Inexact[Array, "*batch m n"]:
     """``number·P`` in P's dtype: a scalar times all, or [batch] numbers times [..., batch, m, n] matrices."""
     if number.ndim:
@@ -185,7 +184,9 @@ def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m
     return lax.map(product_of_one, operands).reshape(*batch, m, m)
 
 
-def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*batch m m"]:
+def _in_blocks(
+    o: Operands, *, rows: int, platform: str
+) -> Inexact[Array, "*batch m m"]:
     """The product from blocks: S_ij = alpha·X_i Y_jᴴ + beta·C_ij for i >= j, and S_ji = S_ijᴴ."""
     x, _, c, alpha, beta = o
     # Block i takes the rows from bounds[i] to bounds[i + 1].
@@ -196,7 +197,9 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
     starts = numbers_from_loop(bounds[:-1], platform)
 
     def cut(a: jax.Array, i: int, axis: int = -2) -> jax.Array:
-        return lax.dynamic_slice_in_dim(a, starts[i], sizes[i], axis, allow_negative_indices=False)
+        return lax.dynamic_slice_in_dim(
+            a, starts[i], sizes[i], axis, allow_negative_indices=False
+        )
 
     # Each block below the diagonal is used twice, each on it is mirrored.
     blocks = {}
@@ -228,9 +231,7 @@ def _in_blocks(o: Operands, *, rows: int, platform: str) -> Inexact[Array, "*bat
 
 
 def shared_product(
-    o: Operands,
-    *,
-    axis_name: tuple[str, ...],
+    o: Operands, *, axis_name: tuple[str, ...]
 ) -> Inexact[Array, "*batch m m"]:
     """The product, of which each device along the mesh axes `axis_name` computes some blocks.
 
@@ -258,19 +259,13 @@ def shared_product(
         return jnp.pad(a, widths)
 
     def cut(a: jax.Array, i: jax.Array, axis: int) -> jax.Array:
-        return lax.dynamic_slice_in_dim(a, i * size, size, axis, allow_negative_indices=False)
+        return lax.dynamic_slice_in_dim(
+            a, i * size, size, axis, allow_negative_indices=False
+        )
 
     # The blocks of a device, [*batch, blocks, size, ...]: rows of one array, or columns of as many.
-    cut_rows = jax.vmap(
-        lambda a, i: cut(a, i, -2),
-        in_axes=(None, 0),
-        out_axes=-3,
-    )
-    cut_columns = jax.vmap(
-        lambda a, j: cut(a, j, -1),
-        in_axes=(-3, 0),
-        out_axes=-3,
-    )
+    cut_rows = jax.vmap(lambda a, i: cut(a, i, -2), in_axes=(None, 0), out_axes=-3)
+    cut_columns = jax.vmap(lambda a, j: cut(a, j, -1), in_axes=(-3, 0), out_axes=-3)
 
     x = padded(o.x, -2)
     y = x if o.y is None else padded(o.y, -2)

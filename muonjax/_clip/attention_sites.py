@@ -114,7 +114,12 @@ def mla_site(
         rotary = kernel.scales(query, "rotary", entries=num_heads, span=(nope, None))
         keys = kernel.scales(key_value, "key", entries=num_heads, span=(0, nope))
         # Norms of the latents (q_norm, q_layernorm, kv_norm) come before these projections: they undo nothing.
-        return Site(path=path, scales=queries + rotary + keys, scan_axis=scan_axis, norms=KEY_NORMS)
+        return Site(
+            path=path,
+            scales=queries + rotary + keys,
+            scan_axis=scan_axis,
+            norms=KEY_NORMS,
+        )
 
 
 def fused_qkv_site(
@@ -170,8 +175,12 @@ def fused_qkv_site(
             )
         # The values take the rest of the kernel, and nothing scales them.
         if by_head:
-            queries = kernel.scales(name, "query", entries=num_heads, span=(0, head_dim))
-            keys = kernel.scales(name, "key", entries=num_heads, span=(head_dim, 2 * head_dim))
+            queries = kernel.scales(
+                name, "query", entries=num_heads, span=(0, head_dim)
+            )
+            keys = kernel.scales(
+                name, "key", entries=num_heads, span=(head_dim, 2 * head_dim)
+            )
         else:
             width = num_heads * head_dim
             queries = kernel.scales(name, "query", entries=num_heads, size=width)
@@ -193,7 +202,9 @@ class _KernelAxes(NamedTuple):
     outputs: tuple[int, ...]
 
     @classmethod
-    def of_layout(cls, layout: str, orders: Sequence[str], num_heads: int | None) -> Self:
+    def of_layout(
+        cls, layout: str, orders: Sequence[str], num_heads: int | None
+    ) -> Self:
         """Read the axes of a kernel off a layout: "i (h d)" has rank 2 and outputs (-1,).
 
         Raises ValueError unless the letters of the outputs have one of `orders`, such as "hd", and
@@ -201,7 +212,8 @@ class _KernelAxes(NamedTuple):
         """
         # The letters of each axis: ["i", "hd"] of "i (h d)".
         letters = [
-            (merged or single).replace(" ", "") for merged, single in re.findall(_AXIS, layout)
+            (merged or single).replace(" ", "")
+            for merged, single in re.findall(_AXIS, layout)
         ]
         outputs = [axis for axis in range(len(letters)) if letters[axis] != "i"]
         order = "".join(letters[axis] for axis in outputs)
@@ -213,10 +225,14 @@ class _KernelAxes(NamedTuple):
                 f"{layout=} can't be read: write i for the input and {wanted}, merged axes in brackets: 'i (h d)'."
             )
         if num_heads is None and "h" not in letters:
-            raise ValueError(f"{layout=} has its heads in a merged axis: give num_heads.")
+            raise ValueError(
+                f"{layout=} has its heads in a merged axis: give num_heads."
+            )
         return cls(rank, tuple(axis - rank for axis in outputs))
 
-    def scales(self, projection: str, factor: str, **entries: Any) -> tuple[Scale, Scale]:
+    def scales(
+        self, projection: str, factor: str, **entries: Any
+    ) -> tuple[Scale, Scale]:
         """A `Scale` of the projection's kernel and one of its bias, which may be missing.
 
         Args:
@@ -225,7 +241,11 @@ class _KernelAxes(NamedTuple):
           **entries: Where the heads lie along the outputs, as fields of `Scale`.
         """
         kernel = Scale(
-            path=f"{projection}/kernel", rank=self.rank, axes=self.outputs, factor=factor, **entries
+            path=f"{projection}/kernel",
+            rank=self.rank,
+            axes=self.outputs,
+            factor=factor,
+            **entries,
         )
         # A bias has the outputs of the kernel as its only axes, and the heads lie along them in the same way.
         rank = len(self.outputs)
@@ -247,4 +267,6 @@ def _check_groups(num_heads: int | None, num_kv_heads: int | None) -> None:
     """Raise unless each key head serves the same number of query heads."""
     # Without num_heads the number of groups can't be checked before the parameters are known.
     if num_kv_heads is not None and (num_heads is None or num_heads % num_kv_heads):
-        raise ValueError(f"{num_heads=}, {num_kv_heads=}: heads must be a multiple of key heads.")
+        raise ValueError(
+            f"{num_heads=}, {num_kv_heads=}: heads must be a multiple of key heads."
+        )

@@ -100,7 +100,9 @@ class ClipByStatistic:
         # Optax finds the parts of a state that mirror the parameters by calling `init` with a placeholder that has no
         # leaves. One array in place of each dictionary tells Optax that no part of this state does.
         if not jax.tree.leaves(params, is_leaf=is_masked):
-            return QKClipState(jnp.zeros([], jnp.int32), *(jnp.zeros([]) for _ in range(4)))  # pyright: ignore
+            return QKClipState(
+                jnp.zeros([], jnp.int32), *(jnp.zeros([]) for _ in range(4))
+            )  # pyright: ignore
         with errors_of(self.call):
             modules = Modules(params)
             sites, _ = self.find(modules)
@@ -120,11 +122,7 @@ class ClipByStatistic:
         return state
 
     def update(
-        self,
-        updates: Any,
-        state: Any,
-        params: Any = None,
-        **extra_args: Any,
+        self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, QKClipState]:
         """The updates that take the weights to their clipped values."""
         # In a chain, Optax hands every member all further arguments by name.
@@ -143,7 +141,10 @@ class ClipByStatistic:
             maxima = match_statistics(self.argument, statistics, sites, not_trained)
             if self.axis_name:
                 # Replicas that clip by their own maxima would diverge.
-                maxima = {name: largest_of_devices(x, self.axis_name) for name, x in maxima.items()}
+                maxima = {
+                    name: largest_of_devices(x, self.axis_name)
+                    for name, x in maxima.items()
+                }
             state, gammas = self._clip_of_update(state, maxima, sites)
             factors = parameter_factors(sites, gammas)
             return scaled_leaves(updates, modules.leaves, factors), state
@@ -192,10 +193,7 @@ class ClipByStatistic:
         return after, gammas
 
     def gamma(
-        self,
-        site: PlacedSite,
-        maximum: jax.Array,
-        clips_so_far: Any = 0,
+        self, site: PlacedSite, maximum: jax.Array, clips_so_far: Any = 0
     ) -> jax.Array:
         """γ of each head of a module, from its largest logits: by the threshold of its site, or by the common one.
 
@@ -219,9 +217,7 @@ class ClipByStatistic:
             )
 
     def _warn_of_low_precision(
-        self,
-        sites: Sequence[PlacedSite],
-        modules: Modules,
+        self, sites: Sequence[PlacedSite], modules: Modules
     ) -> None:
         """Warn of the first weights with fewer than 32 bits, in which a factor near 1 is lost."""
         for site in sites:
@@ -250,8 +246,7 @@ class ClipByStatistic:
 
 
 def clip_factor(
-    signal: Float[Array, "*layers entries"],
-    threshold: Any,
+    signal: Float[Array, "*layers entries"], threshold: Any
 ) -> Float[Array, "*layers entries"]:
     """γ = min(1, threshold / S); exactly 1 unless S is finite and above the threshold.
 
@@ -269,8 +264,7 @@ def clip_factor(
 
 
 def parameter_factors(
-    sites: Sequence[PlacedSite],
-    gammas: dict[str, jax.Array],
+    sites: Sequence[PlacedSite], gammas: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
     """What each parameter is multiplied by, in a shape that broadcasts to the parameter.
 
@@ -305,16 +299,16 @@ def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
 
 
 def scaled_leaves(
-    updates: Any,
-    params: Mapping[str, jax.Array],
-    factors: Mapping[str, jax.Array],
+    updates: Any, params: Mapping[str, jax.Array], factors: Mapping[str, jax.Array]
 ) -> Any:
     """The updates after which each parameter is its factor times what it would be otherwise."""
     leaves = flatten_paths(updates)
     for path, factor in factors.items():
         # Optax masks frozen parameters. Without an update there is nothing by which the clip could change them.
         if path not in leaves or is_masked(leaves[path]):
-            raise ValueError(f"the updates have no leaf {path!r}; if frozen, leave out its site.")
+            raise ValueError(
+                f"the updates have no leaf {path!r}; if frozen, leave out its site."
+            )
         leaves[path] = scaled_update(leaves[path], params[path], factor)
     return jax.tree.structure(updates, is_leaf=is_masked).unflatten(leaves.values())
 

@@ -57,8 +57,7 @@ class Modules:
 
 
 def find_sites(
-    modules: Modules,
-    sites: Iterable[Site],
+    modules: Modules, sites: Iterable[Site]
 ) -> tuple[list[PlacedSite], set[str]]:
     """Every module that the sites match, checked against the parameters.
 
@@ -178,7 +177,11 @@ def _check_entries(module: PlacedSite) -> None:
     fits = module.entries % module.groups == 0
     for scale in module.scales:
         entries = entries_of.setdefault(scale.factor, scale.entries)
-        fits = fits and entries == scale.entries and entries in (module.entries, module.groups)
+        fits = (
+            fits
+            and entries == scale.entries
+            and entries in (module.entries, module.groups)
+        )
     if not fits:
         entries = {scale.leaf: scale.entries for scale in module.scales}
         raise ValueError(
@@ -197,7 +200,9 @@ def _refuse_adapters(path: str, leaves: Sequence[str], modules: Modules) -> None
     for projection in projections:
         inside.update(modules.inside.get(projection, ()))
     if others := sorted(inside.difference(leaves)):
-        raise ValueError(f"{others} feed the queries or keys too. Merge them into the kernels.")
+        raise ValueError(
+            f"{others} feed the queries or keys too. Merge them into the kernels."
+        )
 
 
 _ANY_NORM = r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*"

@@ -108,7 +108,9 @@ def max_logits(
     # In the dtype of the products: a factor in bfloat16 would be off by up to 0.4 %.
     factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
 
-    def largest_of_block(start: jax.Array | np.ndarray) -> Float[Array, "*batch key_heads group"]:
+    def largest_of_block(
+        start: jax.Array | np.ndarray,
+    ) -> Float[Array, "*batch key_heads group"]:
         """The largest visible logit of each head in one block of queries and keys.
 
         `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys.
@@ -215,9 +217,13 @@ def max_logits_bound(
     with errors_of("max_logits_bound"):
         _check_array("lse", lse, "of floats, [*batch, T, heads]")
         if lse.ndim < 2 or not jnp.issubdtype(lse.dtype, jnp.floating):
-            raise ValueError(f" needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}.")
+            raise ValueError(
+                f" needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}."
+            )
         if dtype is not None:
-            dtype = given_dtype("dtype", dtype, (jnp.floating,), "a floating-point dtype")
+            dtype = given_dtype(
+                "dtype", dtype, (jnp.floating,), "a floating-point dtype"
+            )
     # lse went through a rounding to its dtype, by at most half a unit in the last place.
     cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
     # The float32 sum and logarithm have an error too, an absolute one where lse is near 0.
@@ -264,7 +270,9 @@ def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
     is_pair = isinstance(local_window_size, Sequence) and len(local_window_size) == 2
     sides = local_window_size if is_pair else (local_window_size, local_window_size)
     for side in sides:
-        whole_number("local_window_size", side, 0, " or two, (left, right), none negative.")
+        whole_number(
+            "local_window_size", side, 0, " or two, (left, right), none negative."
+        )
     return tuple(sides)
 
 

@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clip.clip_by_statistic import ClipByStatistic, parameter_factors, scaled_leaves
+from muonjax._clip.clip_by_statistic import (
+    ClipByStatistic,
+    parameter_factors,
+    scaled_leaves,
+)
 from muonjax._clip.find_sites import Modules
 from muonjax._clip.scale import PlacedScale
 from muonjax._clip.site import PlacedSite, Sites, as_sites
@@ -77,15 +81,13 @@ def qk_clip(
     translation in circulation prints Q·γ and K·γ: that clips twice).
     """
     with errors_of("qk_clip"):
-        return clip_of_logits("qk_clip", threshold, sites, every_k, axis_name).transformation()
+        return clip_of_logits(
+            "qk_clip", threshold, sites, every_k, axis_name
+        ).transformation()
 
 
 def clip_of_logits(
-    call: str,
-    threshold: Any,
-    sites: Any,
-    every_k: Any,
-    axis_name: Any,
+    call: str, threshold: Any, sites: Any, every_k: Any, axis_name: Any
 ) -> ClipByStatistic:
     """The clip that goes by attention logits, with checked settings; errors name the public function `call`."""
     check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
@@ -108,7 +110,10 @@ def clip_of_logits(
 
 
 def apply_qk_clip(
-    params: optax.Params, max_logits: Any, sites: Sites, threshold: jax.typing.ArrayLike = 100.0
+    params: optax.Params,
+    max_logits: Any,
+    sites: Sites,
+    threshold: jax.typing.ArrayLike = 100.0,
 ) -> optax.Params:
     """Clips parameters by the largest logits of these same parameters: exact, layer by layer.
 
@@ -136,7 +141,9 @@ def apply_qk_clip(
     """
     with errors_of("apply_qk_clip"):
         check_range("threshold", threshold, "positive and finite", _USUAL)
-        clip = clip_of_logits("apply_qk_clip", threshold, as_sites("sites", sites), None, None)
+        clip = clip_of_logits(
+            "apply_qk_clip", threshold, as_sites("sites", sites), None, None
+        )
         modules = Modules(params)
         attentions, not_trained = clip.find(modules)
         statistics = match_statistics("max_logits", max_logits, attentions, not_trained)
@@ -184,7 +191,9 @@ def _with_powers(site: PlacedSite) -> PlacedSite:
     for scale in site.scales:
         factor = scale.factor
         if factor not in powers:
-            raise ValueError(f"{site.path!r} has a factor {factor!r}, not query, key or rotary.")
+            raise ValueError(
+                f"{site.path!r} has a factor {factor!r}, not query, key or rotary."
+            )
         kernels.setdefault(factor, scale)  # a kernel comes before its bias
         scales.append(scale._replace(power=powers[factor]))
     if "query" in kernels and "key" in kernels:

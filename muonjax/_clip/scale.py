@@ -85,23 +85,33 @@ class Scale:
         axes = axis_numbers("axes", self.axes)
         object.__setattr__(self, "axes", axes)
         # As counted from the front, 1 and -1 of two axes are the same.
-        different = {axis % self.rank for axis in axes if -self.rank <= axis < self.rank}
+        different = {
+            axis % self.rank for axis in axes if -self.rank <= axis < self.rank
+        }
         if len(different) < len(axes):
-            raise ValueError(f"({axes=}) must be different axes of the {self.rank} of one layer.")
+            raise ValueError(
+                f"({axes=}) must be different axes of the {self.rank} of one layer."
+            )
         if not axes and self.entries is None:
-            raise ValueError("(axes=()) has no axis that counts entries: give entries=1.")
+            raise ValueError(
+                "(axes=()) has no axis that counts entries: give entries=1."
+            )
         self._check_span()
         check_range("power", self.power, "finite", ".")
         check_flag(optional=self.optional)
 
     def _check_span(self) -> None:
         if not isinstance(self.span, tuple) or len(self.span) != 2:
-            raise TypeError(f"(span={shown(self.span)}) must be a pair (first, end), as (0, None).")
+            raise TypeError(
+                f"(span={shown(self.span)}) must be a pair (first, end), as (0, None)."
+            )
         # An empty span would scale nothing.
         first, end = self.span
         whole_number("span", first, 0, " as its first position, at least 0.")
         if end is not None:
-            whole_number("span", end, first + 1, f" as its end, above {first}, or None.")
+            whole_number(
+                "span", end, first + 1, f" as its end, above {first}, or None."
+            )
 
 
 def run_length(scale: Scale, entries: int, size: int) -> int:
@@ -140,7 +150,9 @@ def runs_of(scale: Scale, entries: int, size: int) -> np.ndarray:
     """
     # `span` is counted from the first position of each run.
     run = run_length(scale, entries, size)
-    first = first_positions(entries, run, start=scale.start, groups=scale.groups, gap=scale.gap)
+    first = first_positions(
+        entries, run, start=scale.start, groups=scale.groups, gap=scale.gap
+    )
     span = np.arange(run)[slice(*scale.span)]
     return first[:, None] + span
 
@@ -194,7 +206,9 @@ class PlacedScale(NamedTuple):
             return True
         return np.intersect1d(self.positions(), other.positions()).size > 0
 
-    def spread(self, factors: Float[Array, "*layers entries"]) -> Float[Array, "*#parameter"]:
+    def spread(
+        self, factors: Float[Array, "*layers entries"]
+    ) -> Float[Array, "*#parameter"]:
         """The factors of the entries, in the parameter's axes; 1 where it holds no entry.
 
         For the first four of six columns and two entries, [a, b] -> [[a, a, b, b, 1, 1]]. An axis
@@ -229,10 +243,7 @@ class PlacedScale(NamedTuple):
 
 
 def placed(
-    scale: Scale,
-    leaf: str,
-    shape: tuple[int, ...],
-    scan_axis: tuple[int, ...] | None,
+    scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
 ) -> PlacedScale:
     """Place a scale on the parameter `leaf` of this shape; raise ValueError where it does not fit."""
     stack = _stack(scale, leaf, shape, scan_axis)
@@ -246,7 +257,9 @@ def placed(
     entries = shape[entry_axes[0]] if scale.entries is None else scale.entries
     size = length - scale.start if scale.size is None else scale.size
     end = scale.start + size
-    on_leaf = PlacedScale(leaf, scale, scale.power, shape, stack, entry_axes, entries, size)
+    on_leaf = PlacedScale(
+        leaf, scale, scale.power, shape, stack, entry_axes, entries, size
+    )
     # Heads of unequal sizes, or more positions than the axes have, would scale what is no head.
     fits = run_length(scale, entries, size) > 0 and end <= length
     if not fits or on_leaf.features == 0:
@@ -258,10 +271,7 @@ def placed(
 
 
 def _stack(
-    scale: Scale,
-    leaf: str,
-    shape: tuple[int, ...],
-    scan_axis: tuple[int, ...] | None,
+    scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
 ) -> tuple[int, ...]:
     """The axes of a parameter that count layers: as many as it has more than one layer's.
 

@@ -93,7 +93,9 @@ def _check_powers(site: Site) -> None:
         # The sum of the powers is the power by which the whole product is scaled.
         total = sum(powers[factor] for factor in product)
         if abs(total - 1) > 1e-6:
-            raise ValueError(f"{name}: along {product} powers sum to {total}; they must sum to 1.")
+            raise ValueError(
+                f"{name}: along {product} powers sum to {total}; they must sum to 1."
+            )
 
 
 def _each_scales_its_own(sites: list[PlacedSite]) -> list[PlacedSite]:

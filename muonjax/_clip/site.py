@@ -86,7 +86,9 @@ class Site:
             check_pattern("norms", pattern)
         check_flag(exact=self.exact)
         if self.threshold is not None:
-            check_range("threshold", self.threshold, "positive and finite", ".", schedule=True)
+            check_range(
+                "threshold", self.threshold, "positive and finite", ".", schedule=True
+            )
         # Only `signal_clip` reads products: for `qk_clip` they follow from the factors' names.
         if self.products is not None:
             self._check_products(self.products)
@@ -94,9 +96,13 @@ class Site:
     def _check_scales(self) -> None:
         is_several = isinstance(self.scales, (tuple, list))
         if not is_several or not all(isinstance(scale, Scale) for scale in self.scales):
-            raise TypeError(f"(scales={shown(self.scales)}) must be a tuple of muonjax.Scale.")
+            raise TypeError(
+                f"(scales={shown(self.scales)}) must be a tuple of muonjax.Scale."
+            )
         if not self.scales:
-            raise ValueError(f"(path={self.path!r}, scales=()) scales nothing; name a parameter.")
+            raise ValueError(
+                f"(path={self.path!r}, scales=()) scales nothing; name a parameter."
+            )
 
     def _check_products(self, products: Any) -> None:
         # Every factor has to be in a product, or its power would go unchecked.

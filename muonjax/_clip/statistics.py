@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def match_statistics(
-    argument: str,
-    given: Any,
-    sites: Sequence[PlacedSite],
-    ignored: Collection[str],
+    argument: str, given: Any, sites: Sequence[PlacedSite], ignored: Collection[str]
 ) -> dict[str, Float32[Array, "*layers entries"]]:
     """The statistic of each module, [*layers, heads], by its name: the largest over the axes of a batch.
 
@@ -35,7 +32,9 @@ def match_statistics(
       ignored: Keys that may be in the dictionary without a module.
     """
     # value_and_grad measures logits and no other signal.
-    returned = ", as muonjax.value_and_grad returns it" if argument == "max_logits" else ""
+    returned = (
+        ", as muonjax.value_and_grad returns it" if argument == "max_logits" else ""
+    )
     form = f"{argument} is a dict {{module path: array [*layers, heads]}}{returned}."
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument}={type(given).__name__}: {form}")
@@ -68,13 +67,13 @@ def _check_real(what: str, value: Any) -> None:
     )
     if not is_real and dtype not in (int, float):
         kind = getattr(dtype, "__name__", dtype)
-        raise TypeError(f"{what} is {kind}; give an array of real numbers, [*layers, heads].")
+        raise TypeError(
+            f"{what} is {kind}; give an array of real numbers, [*layers, heads]."
+        )
 
 
 def _largest_of_batch(
-    what: str,
-    value: Any,
-    site: PlacedSite,
+    what: str, value: Any, site: PlacedSite
 ) -> Float32[Array, "*layers entries"]:
     """The largest over the axes of a batch: [*layers, *batch, entries] -> [*layers, entries].
 
@@ -113,8 +112,7 @@ def _largest_of_batch(
 
 
 def larger(
-    a: Float[Array, "*shape"],
-    b: Float[Array, "*shape"],
+    a: Float[Array, "*shape"], b: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """The larger of two, entry by entry, where a finite number counts more than one that is not.
 
@@ -137,8 +135,7 @@ def largest(x: Float[Array, " ..."], axes: tuple[int, ...]) -> Float[Array, " ..
 
 
 def largest_of_devices(
-    x: Float[Array, "*shape"],
-    axis_name: str | tuple[str, ...],
+    x: Float[Array, "*shape"], axis_name: str | tuple[str, ...]
 ) -> Float[Array, "*shape"]:
     """The largest among the devices along mesh axes, where finite numbers count more, as in `larger`."""
     # Where a device has nothing finite, it sends −inf, which loses against every number.

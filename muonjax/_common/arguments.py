@@ -35,12 +35,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def check_range(
-    name: str,
-    value: Any,
-    wanted: str,
-    why: str,
-    *,
-    schedule: bool = False,
+    name: str, value: Any, wanted: str, why: str, *, schedule: bool = False
 ) -> None:
     """Raise unless it is one real number, known or traced, or an allowed schedule; and, if known, in its range.
 
@@ -93,27 +88,20 @@ def check_flag(**flags: Any) -> None:
             raise TypeError(f"({name}={shown(value)}) must be True or False.")
 
 
-def check_choice(
-    name: str,
-    value: Any,
-    choices: Sequence[str | None],
-) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
     """Raise unless it is one of these words, or None where that is one of them."""
     is_word = isinstance(value, str | None)
     if not is_word or value not in choices:
-        raise ValueError(f"({name}={shown(value)}) is unknown; choose one of {tuple(choices)}.")
+        raise ValueError(
+            f"({name}={shown(value)}) is unknown; choose one of {tuple(choices)}."
+        )
 
 
 # What momentum may be in: float8 keeps half of a constant gradient's momentum, and none of a small one's.
 WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
-def given_dtype(
-    name: str,
-    value: Any,
-    kinds: Sequence[Any],
-    wanted: str,
-) -> np.dtype:
+def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
     """`value` as a dtype, one of `kinds`, for which `wanted` has the words. An array, which has a dtype, is refused."""
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     # NumPy takes None for float64.
@@ -124,9 +112,7 @@ def given_dtype(
                 return dtype
     advice = ""
     if is_array:
-        advice = (
-            f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
-        )
+        advice = f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
     raise TypeError(f"({name}={shown(value)}) must be {wanted}.{advice}")
 
 
@@ -142,7 +128,9 @@ def check_precision(precision: Any) -> None:
     # Only JAX knows its own list, so a product is tried on shapes.
     matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
-        jax.eval_shape(functools.partial(jnp.matmul, precision=precision), matrix, matrix)
+        jax.eval_shape(
+            functools.partial(jnp.matmul, precision=precision), matrix, matrix
+        )
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"(precision={shown(precision)}) is unknown; choose 'highest', 'high', 'default', None "
@@ -156,7 +144,9 @@ def check_pattern(name: str, value: Any) -> None:
     try:
         re.compile(value)
     except re.error as error:
-        raise ValueError(f"({name}={value!r}) is no regular expression: {error}.") from None
+        raise ValueError(
+            f"({name}={value!r}) is no regular expression: {error}."
+        ) from None
 
 
 def mesh_axes(name: str, value: Any) -> tuple[str, ...]:
@@ -198,12 +188,7 @@ def fitted_mask(name: str, mask: Any) -> Any:
     return fitted
 
 
-def whole_number(
-    name: str,
-    value: Any,
-    least: int,
-    why: str,
-) -> int:
+def whole_number(name: str, value: Any, least: int, why: str) -> int:
     """`value` as Python's; raises ValueError unless it is a whole number, at least `least`. `why` ends the message."""
     # NumPy's integers are whole numbers too, and True is no number of steps.
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -236,10 +221,7 @@ def require_params(params: Any) -> None:
 
 
 def check_update(
-    updates: Any,
-    state: Any,
-    params: Any,
-    unnamed: tuple[Any, ...],
+    updates: Any, state: Any, params: Any, unnamed: tuple[Any, ...]
 ) -> None:
     """Raise where `update` got no parameters, extra positional arguments, or trees in another order."""
     refuse_positional(unnamed)
@@ -247,11 +229,7 @@ def check_update(
     check_order(updates, state, params)
 
 
-def check_order(
-    updates: Any,
-    state: Any,
-    params: Any,
-) -> None:
+def check_order(updates: Any, state: Any, params: Any) -> None:
     """Raise where the state is exchanged with the gradients or with the parameters."""
     if params is None:
         return
@@ -360,8 +338,7 @@ _OTHERS = {
 
 
 def explains_keywords(
-    name: str,
-    *sources: Callable[..., Any],
+    name: str, *sources: Callable[..., Any]
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A decorator whose function shows its whole signature, and names what an unknown keyword means here.
 
@@ -390,10 +367,14 @@ def explains_keywords(
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             if len(args) > len(by_position) + is_method:
                 settings = "=, ".join(by_name)
-                raise TypeError(f"({', '.join(by_position)}) takes settings by name: {settings}=.")
+                raise TypeError(
+                    f"({', '.join(by_position)}) takes settings by name: {settings}=."
+                )
             for keyword in kwargs:
                 if keyword not in known:
-                    raise TypeError(f" has no argument {keyword!r}{_meant(keyword, known)}.")
+                    raise TypeError(
+                        f" has no argument {keyword!r}{_meant(keyword, known)}."
+                    )
             return function(*args, **kwargs)
 
         # `help` and editors read it here.
@@ -405,8 +386,7 @@ def explains_keywords(
 
 
 def _full_signature(
-    function: Callable[..., Any],
-    sources: Sequence[Callable[..., Any]],
+    function: Callable[..., Any], sources: Sequence[Callable[..., Any]]
 ) -> inspect.Signature:
     """The signature with keywords of `sources` in place of `**settings`.
 

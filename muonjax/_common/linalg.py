@@ -32,27 +32,18 @@ class MatrixProduct(NamedTuple):
     result: str | None = None
 
     def __call__(
-        self,
-        a: Inexact[Array, "*batch m k"],
-        b: Inexact[Array, "*batch k n"],
+        self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch k n"]
     ) -> Inexact[Array, "*batch m n"]:
         """A B."""
         return self._contracted("...ik,...kj->...ij", a, b)
 
     def with_adjoint(
-        self,
-        a: Inexact[Array, "*batch m k"],
-        b: Inexact[Array, "*batch n k"],
+        self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch n k"]
     ) -> Inexact[Array, "*batch m n"]:
         """A B^H by contracting the last axes: a product with an adjoint would first copy a batch transposed."""
         return self._contracted("...ik,...jk->...ij", a, b.conj())
 
-    def _contracted(
-        self,
-        axes: str,
-        a: jax.Array,
-        b: jax.Array,
-    ) -> jax.Array:
+    def _contracted(self, axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
         """The product of the rounded factors along these axes."""
         sums = None
         if self.operands is not None:
@@ -61,11 +52,7 @@ class MatrixProduct(NamedTuple):
             # XLA multiplies half types and sums in float32, if it is asked for the sums.
             sums = self.result or at_least_float32(self.operands)
         return jnp.einsum(
-            axes,
-            a,
-            b,
-            precision=self.precision,
-            preferred_element_type=sums,
+            axes, a, b, precision=self.precision, preferred_element_type=sums
         )
 
 
@@ -96,25 +83,16 @@ def sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
 def entry(stack: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
     """stack[number] inside of a loop, where XLA need not test whether the number is negative."""
     return jax.lax.dynamic_index_in_dim(
-        stack,
-        number,
-        keepdims=False,
-        allow_negative_indices=False,
+        stack, number, keepdims=False, allow_negative_indices=False
     )
 
 
 def with_entry(
-    stack: jax.Array,
-    number: jax.typing.ArrayLike,
-    value: jax.Array,
+    stack: jax.Array, number: jax.typing.ArrayLike, value: jax.Array
 ) -> jax.Array:
     """The stack with `value` in the place of `entry(stack, number)`."""
     return jax.lax.dynamic_update_index_in_dim(
-        stack,
-        value,
-        number,
-        axis=0,
-        allow_negative_indices=False,
+        stack, value, number, axis=0, allow_negative_indices=False
     )
 
 
@@ -143,8 +121,7 @@ def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m 
 
 
 def identity_like(
-    a: Shaped[Array, "*batch k k"],
-    small: bool = False,
+    a: Shaped[Array, "*batch k k"], small: bool = False
 ) -> Shaped[Array, "*#batch k k"]:
     """I in the dtype of A; of A's rank, for JAX's strict mode of promotion.
 
@@ -173,8 +150,7 @@ def square_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
 
 
 def square_of_any_size(
-    x: jax.Array,
-    sum_of_squares: Callable[[jax.Array], jax.Array],
+    x: jax.Array, sum_of_squares: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """A power of two c for each matrix, and `sum_of_squares(c x)`, where that of x may be no number of float32.
 
@@ -189,7 +165,9 @@ def square_of_any_size(
     is_small = square < small.astype(square.dtype)
     is_large = square > large.astype(square.dtype)
     c = jnp.where(is_small, large, jnp.where(is_large, small, jnp.ones_like(small)))
-    square = jnp.where(is_small, square_of_lifted, jnp.where(is_large, square_of_lowered, square))
+    square = jnp.where(
+        is_small, square_of_lifted, jnp.where(is_large, square_of_lowered, square)
+    )
     return c.astype(square.dtype), square
 
 

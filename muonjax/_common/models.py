@@ -46,9 +46,7 @@ def parameters_of(tree: Any) -> Any:
 
 
 def as_function_of_parameters(
-    fun: Callable[..., Any],
-    params: Any,
-    args: tuple[Any, ...],
+    fun: Callable[..., Any], params: Any, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
     """A function of a model as one of its parameters and its other state; any other function as it is.
 

@@ -47,9 +47,7 @@ class Policy:
         return self.platform == "cpu"
 
     def compute_dtype(
-        self,
-        dtype: jax.typing.DTypeLike,
-        asked: jax.typing.DTypeLike | None = None,
+        self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
     ) -> jnp.dtype:
         """The dtype of the operands of products of arrays of `dtype`; `asked` decides for real types up to float32.
 
@@ -64,9 +62,7 @@ class Policy:
         return jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)
 
     def exchange_dtype(
-        self,
-        dtype: jax.typing.DTypeLike,
-        asked: jax.typing.DTypeLike | None = None,
+        self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
     ) -> jnp.dtype:
         """What a mesh exchanges: bfloat16 where products round to a half type anyway (it has float32's range)."""
         # bfloat16 halves the bytes, and the results are no more exact than it.
@@ -79,11 +75,7 @@ class Policy:
         """Half precision with the most digits: float16 has three bits more, but no unit of a TPU."""
         return jnp.dtype(jnp.bfloat16 if self.platform == "tpu" else jnp.float16)
 
-    def shares_products(
-        self,
-        m: int,
-        dtype: jnp.dtype,
-    ) -> bool:
+    def shares_products(self, m: int, dtype: jnp.dtype) -> bool:
         """Whether of a symmetric product of m x m matrices that several devices hold each makes a part.
 
         Each of p devices saves (1 - 1/p) m^3 flops at least (where "reference" makes both triangles, m^3 more), and
@@ -120,12 +112,7 @@ class Policy:
         """
         return self.platform == "gpu" and m * columns <= 8 << 20
 
-    def goes_in_blocks(
-        self,
-        m: int,
-        shapes: int,
-        batched: int,
-    ) -> bool:
+    def goes_in_blocks(self, m: int, shapes: int, batched: int) -> bool:
         """Whether matrices of m rows and so many shapes share a program, one by one and in blocks of columns.
 
         Measured on a CPU: a step takes about as long as with a program for each shape, and each of these takes a second
@@ -146,11 +133,7 @@ class Policy:
         """
         return self.platform == "gpu"
 
-    def chunk_size(
-        self,
-        count: int,
-        shape: tuple[int, int],
-    ) -> int:
+    def chunk_size(self, count: int, shape: tuple[int, int]) -> int:
         """How many of `count` matrices of `shape` run as one batch: the largest divisor whose batch is small enough.
 
         On a CPU a batched product is slower than the same products one after the other as soon as one matrix
@@ -185,13 +168,13 @@ def is_explicit(x: Any) -> bool:
 
 def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:
     """x, sharded as `other`, of equal rank; as it is where `other` is not on a mesh with explicit axis types."""
-    return jax.sharding.reshard(x, jax.typeof(other).sharding) if is_explicit(other) else x
+    return (
+        jax.sharding.reshard(x, jax.typeof(other).sharding) if is_explicit(other) else x
+    )
 
 
 def whole_along(
-    x: Shaped[Array, "*x"],
-    axis: int,
-    step: int | None = None,
+    x: Shaped[Array, "*x"], axis: int, step: int | None = None
 ) -> Shaped[Array, "*x"]:
     """x, gathered along `axis` where it is on a mesh with explicit axis types: its parts need not end where shards do.
 
@@ -202,7 +185,9 @@ def whole_along(
     sharding = jax.typeof(x).sharding
     spec = [*sharding.spec]
     names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
-    num_shards = math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+    num_shards = math.prod(
+        sharding.mesh.shape[name] for name in names if name is not None
+    )
     if step and step % num_shards == 0:
         return x
     spec[axis] = None

@@ -70,7 +70,9 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
 def leaf_paths(tree: Any) -> list[tuple[str, ...]]:
     """Names of the path of each leaf that is not masked, in the order of `jax.tree.leaves`."""
     paths, leaves, _ = flatten_with_names(tree)
-    return [path for path, leaf in zip(paths, leaves, strict=True) if not is_masked(leaf)]
+    return [
+        path for path, leaf in zip(paths, leaves, strict=True) if not is_masked(leaf)
+    ]
 
 
 def _refuse_equal_names(paths: list[tuple[str, ...]]) -> None:
@@ -124,11 +126,7 @@ def tree_of(tree_or_function: Any, params: Any) -> Any:
 
 
 def broadcast_prefix(
-    prefix: Any,
-    tree: Any,
-    *,
-    is_leaf: Callable[[Any], bool],
-    what: str,
+    prefix: Any, tree: Any, *, is_leaf: Callable[[Any], bool], what: str
 ) -> list[Any]:
     """One entry of `prefix`, the tree or a prefix of it, for each leaf of `tree` (a masked leaf does not count).
 
@@ -162,11 +160,7 @@ def listed(items: Sequence[str], separator: str = "; ") -> str:
     return separator.join(shown) + more
 
 
-def _difference(
-    prefix: Any,
-    tree: Any,
-    is_leaf: Callable[[Any], bool],
-) -> str:
+def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> str:
     """The first leaf without an entry, or entry without a leaf, in words; "" where the paths agree."""
     with_paths = jax.tree_util.tree_leaves_with_path
     entries = [names(path) for path, _ in with_paths(prefix, is_leaf=is_leaf)]

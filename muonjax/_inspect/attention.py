@@ -58,7 +58,9 @@ def _opaque_call(walk: Walk, operation: int, projections: Iterable[Projection]) 
     node = walk.nodes[operation]
     name = str(node.params.get("name") or node.name)
     why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-    return Call(walk.graph.line(operation), operation, problem=why, views=_views(projections))
+    return Call(
+        walk.graph.line(operation), operation, problem=why, views=_views(projections)
+    )
 
 
 def _not_followed(walk: Walk, product: int, reader: int) -> Call:
@@ -99,7 +101,9 @@ def _call(walk: Walk, product: int) -> Call:
         keys_of_one_head, _ = pair.split_keys()
         projections += (*pair.query.value.projections, *keys_of_one_head)
     views = _views(projections)
-    return call._replace(probe=probe, views=views, proposals=proposals, doubt=masks.doubt)
+    return call._replace(
+        probe=probe, views=views, proposals=proposals, doubt=masks.doubt
+    )
 
 
 def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> None:
@@ -119,10 +123,14 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
     if logits.is_lost:
         i = walk.graph.producer[logits.lost]
         if len(softmax.products(walk.inputs(walk.nodes[i]))) > 1:
-            raise Refused(f"its logits are made of several products: {walk.graph.line(i)}")
+            raise Refused(
+                f"its logits are made of several products: {walk.graph.line(i)}"
+            )
         raise Refused(_not_alone(walk, i))
     if logits.shifted and logits.shifted & normalized:
-        raise Refused("the maximum subtracted from its logits is not taken over its keys")
+        raise Refused(
+            "the maximum subtracted from its logits is not taken over its keys"
+        )
 
 
 def _not_alone(walk: Walk, operation: int) -> str:
@@ -183,14 +191,18 @@ def _proved(walk: Walk, calls: Sequence[Call]) -> list[Call]:
     return result
 
 
-def _with_proof(walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]) -> list[Call]:
+def _with_proof(
+    walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]
+) -> list[Call]:
     """The calls with these spans, or why a clip of them would not scale the logits of each head alone."""
     layers = tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
     heads = spans[0].heads
     logs = _random_logarithms(spans, layers)
     logits = [walk.attention.softmaxes[call.operation][0][0] for call in calls]
     values = [x.raw if x.has_raw else x.value for x in logits]
-    certificate = Certificate(walk, [call.probe for call in calls if call.probe], values)
+    certificate = Certificate(
+        walk, [call.probe for call in calls if call.probe], values
+    )
     for leaf, touched in grouped((span.leaf, span) for span in spans).items():
         scales = [(span.scale, logs[span.scale.factor]) for span in touched]
         certificate.touch(leaf, touched[0].stack, scales)
@@ -202,7 +214,9 @@ def _with_proof(walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]) -> l
         probe = call.probe and certificate.located(call.probe, value, x.value, expected)
         if not probe and not why:
             why = _why_not_located(certificate)
-        result.append(call._replace(spans=spans, probe=probe, layers=layers, heads=heads))
+        result.append(
+            call._replace(spans=spans, probe=probe, layers=layers, heads=heads)
+        )
     if why:
         return [call._replace(problem=why) for call in calls]
     return result
@@ -215,7 +229,9 @@ def _why_not_located(certificate: Certificate) -> str:
     return "the heads of its logits are not those of its projections"
 
 
-def _random_logarithms(spans: Sequence[Span], layers: tuple[int, ...]) -> dict[str, np.ndarray]:
+def _random_logarithms(
+    spans: Sequence[Span], layers: tuple[int, ...]
+) -> dict[str, np.ndarray]:
     """Logarithms [*layers, heads] of what a clip multiplies by, one array for each factor.
 
     Queries and keys of one head give the logarithm of its logits together,
@@ -226,7 +242,9 @@ def _random_logarithms(spans: Sequence[Span], layers: tuple[int, ...]) -> dict[s
     """
     heads = spans[0].heads
     logits = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
-    keys_heads = next((span.heads for span in spans if span.scale.factor == "key"), heads)
+    keys_heads = next(
+        (span.heads for span in spans if span.scale.factor == "key"), heads
+    )
     keys = logits.reshape(*layers, keys_heads, -1).min(-1) / 2
     queries = logits - np.repeat(keys, heads // keys_heads, -1)
     return {"rotary": logits, "key": keys, "query": queries}

@@ -52,11 +52,7 @@ _OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate"
 _SEVERAL = frozenset(_OF_SEVERAL.split())
 
 
-def _product(
-    a: Table,
-    b: Table,
-    sign: int = 1,
-) -> Table:
+def _product(a: Table, b: Table, sign: int = 1) -> Table:
     """The table of a product of two arrays entry by entry; of the quotient, with the sign -1.
 
     log(a b^±1) = log(a) ± log(b), made of the positions of both
@@ -114,12 +110,7 @@ def _smallest(table: Table | None) -> Table | None:
 class Certificate:
     """One pass over the operations that a clip changes, up to the logits."""
 
-    def __init__(
-        self,
-        walk: Walk,
-        probes: Sequence[Probe],
-        logits: Sequence[int],
-    ):
+    def __init__(self, walk: Walk, probes: Sequence[Probe], logits: Sequence[int]):
         """`logits` are the values where softmax takes over, as the `probes` measure them."""
         self.walk, self.graph, self.logits = walk, walk.graph, logits
         # The first axes of every table are iterations of scans. An array inside of a scan over four layers has a table
@@ -138,10 +129,7 @@ class Certificate:
         self.at: dict[int, Table] = {}
 
     def touch(
-        self,
-        leaf: int,
-        stack: tuple[int, ...],
-        spans: Sequence[tuple[Any, np.ndarray]],
+        self, leaf: int, stack: tuple[int, ...], spans: Sequence[tuple[Any, np.ndarray]]
     ) -> None:
         """Says that a clip scales these parts of a parameter.
 
@@ -158,18 +146,15 @@ class Certificate:
             table = self._touched(leaf, stack, span, logs)
             table[1:] += part << 40
             tables.append(table)
-        table = functools.reduce(_product, tables)  # an entry of two spans is scaled twice
+        # An entry of two spans is scaled twice.
+        table = functools.reduce(_product, tables)
         table = _smallest(np.expand_dims(table, tuple(range(1, self.first))))
         # It is None where all factors are 1.
         if table is not None:
             self.tables[self.graph.parameters[leaf]] = table
 
     def _touched(
-        self,
-        leaf: int,
-        stack: tuple[int, ...],
-        span: Any,
-        logs: np.ndarray,
+        self, leaf: int, stack: tuple[int, ...], span: Any, logs: np.ndarray
     ) -> Table:
         """The table [3, *axes] of a parameter of which one span is scaled, as the example above shows it."""
         shape = self.walk.shapes[leaf]
@@ -198,7 +183,8 @@ class Certificate:
         for value in self.tables:
             pending.update(graph.readers[value])
         while pending:
-            operation = min(pending)  # in the order of the program: its operands are known
+            # In the order of the program its operands are known.
+            operation = min(pending)
             pending.remove(operation)
             if operation not in graph.live:  # its results are thrown away
                 continue
@@ -222,12 +208,7 @@ class Certificate:
                 return graph.producer.get(value, 0)
         return None
 
-    def _table(
-        self,
-        value: int,
-        rank: int,
-        least: float = -np.inf,
-    ) -> Table:
+    def _table(self, value: int, rank: int, least: float = -np.inf) -> Table:
         """The table of an operand, with `rank` axes if it is a scalar.
 
         A known number of `least` or less is as good as zero.
@@ -320,10 +301,7 @@ class Certificate:
         return _reduced(_product(left, right), range(stop, stop + count))
 
     def _operand_of_dot(
-        self,
-        value: int,
-        batch: Sequence[int],
-        summed: Sequence[int],
+        self, value: int, batch: Sequence[int], summed: Sequence[int]
     ) -> Table:
         """The table of an operand with its axes in another order, [3, *loops, *batch, *free, *summed]."""
         free = other_axes(len(self.walk.shape(value)), (*summed, *batch))
@@ -376,11 +354,7 @@ class Certificate:
         return table.squeeze(self.first)
 
     def located(
-        self,
-        probe: Probe,
-        value: int,
-        seen: int,
-        expected: np.ndarray,
+        self, probe: Probe, value: int, seen: int, expected: np.ndarray
     ) -> Probe | None:
         """The probe with the axes of its layers and heads; None if the logits got other factors than `expected`.
 
@@ -399,7 +373,10 @@ class Certificate:
             return None
         # Along all other axes the table has one entry.
         varying = 1 + np.flatnonzero(np.array(table.shape[1:]) > 1)
-        layer_axes, head_axes = varying[varying < self.first], varying[varying >= self.first]
+        layer_axes, head_axes = (
+            varying[varying < self.first],
+            varying[varying >= self.first],
+        )
         heads = expected.reshape(-1, expected.shape[-1])  # [layers, heads]
         if math.prod(table.shape[1 : self.first]) != len(heads):
             return None

@@ -22,7 +22,11 @@ _MOVES = """
     broadcast_in_dim convert_element_type copy copy_p dynamic_slice gather pcast pvary reshape reshard rev scan_slice
     shard sharding_constraint slice stop_gradient transpose unshard
 """
-_UNIONS = {"concatenate": slice(None), "join": slice(1, None), "select_n": slice(1, None)}
+_UNIONS = {
+    "concatenate": slice(None),
+    "join": slice(1, None),
+    "select_n": slice(1, None),
+}
 _HELD = dict.fromkeys(_MOVES.split(), slice(1)) | _UNIONS
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,

@@ -13,10 +13,18 @@ from muonjax._inspect.constants import numbers_in
 from muonjax._inspect.ends_of_model import Ends
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.matrix_axes import Contradiction, matrices_of
-from muonjax._inspect.values import OF_PRODUCTS, PARAMETER, PRODUCT_OF_PARAMETERS, Use, grouped
+from muonjax._inspect.values import (
+    OF_PRODUCTS,
+    PARAMETER,
+    PRODUCT_OF_PARAMETERS,
+    Use,
+    grouped,
+)
 from muonjax._matrices.matrix_view import DimensionNumbers
 
-_TABLE = "a layer, or a table: it is multiplied by numbers of the program, and by no data"
+_TABLE = (
+    "a layer, or a table: it is multiplied by numbers of the program, and by no data"
+)
 
 
 class Decision(NamedTuple):
@@ -38,7 +46,9 @@ def decide(walk: Walk, is_loss: bool) -> list[Decision]:
     decider = _Decider(walk, is_loss)
     uses = [use for use in walk.uses.records.values() if use.node in walk.graph.trained]
     by_leaf = grouped((use.view.leaf, use) for use in uses)
-    return [decider.decide(leaf, by_leaf.get(leaf, [])) for leaf in range(len(walk.shapes))]
+    return [
+        decider.decide(leaf, by_leaf.get(leaf, [])) for leaf in range(len(walk.shapes))
+    ]
 
 
 class _Decider:
@@ -57,15 +67,25 @@ class _Decider:
         uses = self._without_scales(leaf, uses)
         for use in uses:
             if use.kind == "unknown":
-                return self._adam(f"{use.what} is not followed", use.node, by_names=True)
+                return self._adam(
+                    f"{use.what} is not followed", use.node, by_names=True
+                )
         products = [use for use in uses if use.kind == "product"]
         # An index may choose a matrix: an expert's, an adapter's.
         chosen = {run for use in products for run in use.view.layout.loops}
         for use in uses:
             if use.kind == "looked up" and not chosen.issuperset(use.rows):
-                also = f", and multiplied: {self.graph.line(products[0].node)}" if products else ""
+                also = (
+                    f", and multiplied: {self.graph.line(products[0].node)}"
+                    if products
+                    else ""
+                )
                 return Decision(None, f"looked up: {self.graph.line(use.node)}{also}")
-        return self._of_products(leaf, products) if products else self._without_product(uses)
+        return (
+            self._of_products(leaf, products)
+            if products
+            else self._without_product(uses)
+        )
 
     def _without_scales(self, leaf: int, uses: list[Use]) -> list[Use]:
         """The uses without products that only make a factor of the parameter, as a spectral norm does."""
@@ -100,7 +120,9 @@ class _Decider:
         axes = set()
         for use in uses:
             axes |= {run.axis for run in use.view.layout.runs if run.positions.size > 1}
-        decision = self._adam(uses[0].what, uses[0].node, by_names=uses[0].kind == "alone")
+        decision = self._adam(
+            uses[0].what, uses[0].node, by_names=uses[0].kind == "alone"
+        )
         return decision._replace(is_vector=len(axes) < 2)
 
     def _of_products(self, leaf: int, products: list[Use]) -> Decision:
@@ -116,10 +138,14 @@ class _Decider:
             return self._adam(why, products[0].node)
         first = matrices[0].node
         # A model that returns no loss: perhaps a head, or features for what the loss does with them.
-        if not self.is_loss and all(self.ends.destination(use) == "output" for use in matrices):
+        if not self.is_loss and all(
+            self.ends.destination(use) == "output" for use in matrices
+        ):
             return self._adam("last product", first, by_names=True)
         if all(self._cuts_patches(use) for use in matrices):
-            return self._adam("an embedding of patches, windows that do not overlap", first)
+            return self._adam(
+                "an embedding of patches, windows that do not overlap", first
+            )
         try:
             numbers, per_head, why = matrices_of(self.walk, leaf, matrices)
         except Contradiction as problem:
@@ -138,15 +164,23 @@ class _Decider:
             (result,) = self.graph.nodes[use.node].outputs
             if result in self.ends.unknown:
                 i = self.ends.unknown[result]
-                return self._adam(f"{self.graph.nodes[i].name} is not followed", i, by_names=True)
+                return self._adam(
+                    f"{self.graph.nodes[i].name} is not followed", i, by_names=True
+                )
         if is_head:
-            return self._adam("an output head, as no product follows it", products[0].node)
-        decision = self._adam("used for a gradient inside of the function", products[0].node)
+            return self._adam(
+                "an output head, as no product follows it", products[0].node
+            )
+        decision = self._adam(
+            "used for a gradient inside of the function", products[0].node
+        )
         return decision._replace(doubt=decision.why)
 
     def _cuts_patches(self, use: Use) -> bool:
         """Whether a product takes windows of the model's input, and not of features."""
-        return use.is_patch and self.walk.values[use.activation].depends_on < OF_PRODUCTS
+        return (
+            use.is_patch and self.walk.values[use.activation].depends_on < OF_PRODUCTS
+        )
 
     def _is_table(self, uses: list[Use]) -> bool:
         """Whether all that the products multiply is numbers of the program.

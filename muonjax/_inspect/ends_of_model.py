@@ -33,7 +33,9 @@ class Ends:
         self.to_frozen = self._before(frozen)
         self.to_frozen_layers = self._before(self._without_transforms(frozen))
         self.to_gradients = self._before(backward)
-        self.to_outputs = graph.upstream(self._followed(graph.outputs), self._unless_product)
+        self.to_outputs = graph.upstream(
+            self._followed(graph.outputs), self._unless_product
+        )
         # By value: an operation without a rule that can be reached, which may be a product.
         self.unknown: dict[int, int] = {}
         for i in sorted(walk.layers.without_rule):
@@ -53,7 +55,11 @@ class Ends:
             return "layer"
         if value in self.to_frozen:
             return "frozen layer"
-        return "inner gradient" if value in self.to_gradients and not is_output else "output"
+        return (
+            "inner gradient"
+            if value in self.to_gradients and not is_output
+            else "output"
+        )
 
     def _without_transforms(self, frozen: Iterable[int]) -> list[int]:
         """Products by matrices that do not train, without those that may be a transform of the outputs.

@@ -168,11 +168,17 @@ def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
         if len(operation.values) == 1:
             (value,) = operation.values
             is_changed = node.name == "sub"
-            return value._replace(logits=softmax.scaled(node, value)) if is_changed else value
+            return (
+                value._replace(logits=softmax.scaled(node, value))
+                if is_changed
+                else value
+            )
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
     # The maximum that softmax subtracts is without gradient.
-    if not any(value.depends_on & PARAMETER or value.logits for value in operation.values):
+    if not any(
+        value.depends_on & PARAMETER or value.logits for value in operation.values
+    ):
         return result._replace(facts=_facts_of_data(operation))
     return _of_activations(operation, result)
 
@@ -199,7 +205,9 @@ def _chosen_parts(values: Sequence[Value]) -> list[ParameterView]:
         for view in value.views:
             parts.append((view.leaf, view.layout.region, view))
         for projection in value.projections:
-            parts.append((projection.product, projection.layout.region, projection.view))
+            parts.append(
+                (projection.product, projection.layout.region, projection.view)
+            )
     regions = grouped((origin, region) for origin, region, _ in parts)
     return [view for origin, _, view in parts if len(set(regions[origin])) > 1]
 
@@ -225,7 +233,9 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """
     values = operation.values
     several = sum(bool(value.views) for value in values) > 1
-    has_noise = any(value.depends_on & NOISE and not value.is_weight for value in values)
+    has_noise = any(
+        value.depends_on & NOISE and not value.is_weight for value in values
+    )
     is_scaled_by_noise = operation.is_scale and has_noise
     extents = [value.varying for value in values]
     if operation.is_sum:
@@ -244,7 +254,9 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
     return tuple(dict.fromkeys(views))
 
 
-def _is_statistic(view: ParameterView, axes: frozenset[int], values: Sequence[Value]) -> bool:
+def _is_statistic(
+    view: ParameterView, axes: frozenset[int], values: Sequence[Value]
+) -> bool:
     """Whether a parameter is also in an operand that differs along more than these axes.
 
     Then this is a statistic of the parameter, such as its mean in a standardized weight, and no other use of it.
@@ -285,7 +297,9 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     if operation.is_scale or (may_be_mixture and _keep_parameters(values)):
         views = tuple(view for value in values for view in value.views)
     columns = _columns_of_frozen(values)
-    return result._replace(views=views, projections=projections, logits=logits, facts=columns)
+    return result._replace(
+        views=views, projections=projections, logits=logits, facts=columns
+    )
 
 
 def _record_unseen(operation: Operation, logits: Sequence[Logits], scores: int) -> None:
@@ -303,7 +317,9 @@ def _keep_parameters(values: Sequence[Value]) -> bool:
 
 def _columns_of_frozen(values: Sequence[Value]) -> tuple[AxisFact, ...]:
     """The columns of the last frozen matrix that these come from."""
-    columns = [fact for value in values for fact in value.facts if fact.what == "columns"]
+    columns = [
+        fact for value in values for fact in value.facts if fact.what == "columns"
+    ]
     last = max((fact.product for fact in columns), default=-1)
     return tuple(dict.fromkeys(fact for fact in columns if fact.product == last))
 
@@ -321,7 +337,9 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     projections = last_projections(walk, node, projections)
     if not operation.is_sum:
         return projections
-    added = [view for value in operation.values if value.is_weight for view in value.views]
+    added = [
+        view for value in operation.values if value.is_weight for view in value.views
+    ]
     with_biases = []
     for projection in projections:
         biases = tuple(dict.fromkeys((*projection.biases, *added)))
@@ -329,7 +347,9 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     return tuple(with_biases)
 
 
-def _projections_of_operand(operation: Operation, value: Value) -> tuple[Projection, ...]:
+def _projections_of_operand(
+    operation: Operation, value: Value
+) -> tuple[Projection, ...]:
     """The projections in one operand, as they are after the operation."""
     if operation.is_sum:
         return _after_sum(operation, value)
@@ -364,7 +384,9 @@ def _after_sum(operation: Operation, value: Value) -> tuple[Projection, ...]:
     projections = []
     for projection in value.projections:
         unmixed = all(_keeps_columns(projection, other) for other in added)
-        after = after_nonlinearity(operation.walk, projection, operation.node, unmixed=unmixed)
+        after = after_nonlinearity(
+            operation.walk, projection, operation.node, unmixed=unmixed
+        )
         projections.append(after)
     return tuple(projections)
 
@@ -376,13 +398,19 @@ def _after_scale(operation: Operation, value: Value) -> tuple[Projection, ...]:
     is_divisor = operation.node.name == "div" and value is second
     if not factor.is_activation and not is_divisor:
         return value.projections
-    in_factor = {(projection.product, projection.layout) for projection in factor.projections}
+    in_factor = {
+        (projection.product, projection.layout) for projection in factor.projections
+    }
     projections = []
     for projection in value.projections:
         # SiLU is a projection times a function of itself.
         is_itself = (projection.product, projection.layout) in in_factor
-        unmixed = is_itself or (factor.is_activation and _keeps_columns(projection, factor))
-        after = after_nonlinearity(operation.walk, projection, operation.node, unmixed=unmixed)
+        unmixed = is_itself or (
+            factor.is_activation and _keeps_columns(projection, factor)
+        )
+        after = after_nonlinearity(
+            operation.walk, projection, operation.node, unmixed=unmixed
+        )
         projections.append(after)
     return tuple(projections)
 
@@ -395,7 +423,9 @@ def _keeps_columns(projection: Projection, other: Value) -> bool:
     if not projection.product.bit & other.depends_on:
         return True
     repeats = other.axes("repeats")
-    return bool(repeats and not other.projections and projection.layout.runs_not_along(repeats))
+    return bool(
+        repeats and not other.projections and projection.layout.runs_not_along(repeats)
+    )
 
 
 def after_nonlinearity(
@@ -408,7 +438,9 @@ def after_nonlinearity(
     if not unmixed:
         walk.record_parts([projection])
     nonlinear_at = node.index if projection.is_linear else projection.nonlinear_at
-    return projection._replace(nonlinear_at=nonlinear_at, unmixed=projection.unmixed and unmixed)
+    return projection._replace(
+        nonlinear_at=nonlinear_at, unmixed=projection.unmixed and unmixed
+    )
 
 
 def last_projections(
@@ -430,7 +462,9 @@ def last_projections(
     if len(with_columns) <= _MOST_PROJECTIONS:
         return tuple(with_columns)
     # This records all of them, also those that are left out.
-    nonlinear = [after_nonlinearity(walk, projection, node) for projection in with_columns]
+    nonlinear = [
+        after_nonlinearity(walk, projection, node) for projection in with_columns
+    ]
     return tuple(nonlinear[-_MOST_PROJECTIONS:])
 
 
@@ -448,7 +482,9 @@ def _record_factors(walk: Walk, node: Node, x: Value, y: Value) -> None:
         repeats = factor.axes("repeats")
         if repeats:
             walk.record_weights(node, factor, value)
-        if value.is_weight and len(repeats) == rank:  # one factor for all of it, as a spectral norm
+        if (
+            value.is_weight and len(repeats) == rank
+        ):  # one factor for all of it, as a spectral norm
             for view in value.views:
                 walk.uses.scales[view.leaf] |= factor.depends_on
         walk.record_read(value, factor.axes("one hot"), factor)
@@ -465,7 +501,9 @@ def _is_scaled_only(walk: Walk, projection: Projection) -> bool:
     return projection.is_linear or walk.nodes[projection.nonlinear_at].name in _SCALES
 
 
-def _record_gates(projections: Iterable[Projection], gate: Value, repeated: Sequence[int]) -> None:
+def _record_gates(
+    projections: Iterable[Projection], gate: Value, repeated: Sequence[int]
+) -> None:
     """Records axes that count experts: a gate differs along them, and repeats along other columns of a product."""
     for projection in projections:
         layout = projection.layout
@@ -476,7 +514,9 @@ def _record_gates(projections: Iterable[Projection], gate: Value, repeated: Sequ
 def _record_meeting_parts(walk: Walk, values: Iterable[Value]) -> None:
     """Records parts of one product that a sum puts together after a different function of each, as a rotation does."""
     projections = [projection for value in values for projection in value.projections]
-    for parts in grouped((projection.product, projection) for projection in projections).values():
+    for parts in grouped(
+        (projection.product, projection) for projection in projections
+    ).values():
         if not used_alike(parts):
             walk.record_parts(parts)
 

@@ -58,7 +58,9 @@ class AttentionRecords:
         # The operands: perhaps queries and keys.
         self.operands: dict[int, tuple[Operand, Operand]] = {}
         # The logits that enter each softmax over keys, and the axes of the product that it normalizes.
-        self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(list)
+        self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(
+            list
+        )
         # The operation where an exponential of the product multiplies a third array, perhaps values.
         self.readers: dict[int, int] = {}
         # The operation that takes the product and is not followed.
@@ -122,19 +124,32 @@ class Walk:
         uses = self.uses.records
         for key in [key for key in uses if key[0] in operations]:
             del uses[key]
-        for records in (self.attention.softmaxes, self.attention.readers, self.attention.unseen):
+        for records in (
+            self.attention.softmaxes,
+            self.attention.readers,
+            self.attention.unseen,
+        ):
             for i in operations:
                 records.pop(i, None)
 
     def product(self, node: Node, k: int) -> Product:
         """The product of an operation with its view number `k`. Each new one gets the next bit."""
         products = self.uses.products
-        return products.setdefault((node.index, k), Product(OF_PRODUCTS << len(products)))
+        return products.setdefault(
+            (node.index, k), Product(OF_PRODUCTS << len(products))
+        )
 
     # What the rules record.
 
     def record(
-        self, node: Node, kind: Kind, view: ParameterView, what: str, *, k: int = 0, **axes: Any
+        self,
+        node: Node,
+        kind: Kind,
+        view: ParameterView,
+        what: str,
+        *,
+        k: int = 0,
+        **axes: Any,
     ) -> None:
         """Records what an operation does with a parameter, in place of what was recorded of both before.
 
@@ -194,10 +209,17 @@ class Walk:
         """Records that exponentials multiply `values`: perhaps those of a softmax over keys."""
         product = weights.exponential_of
         attention = self.attention
-        if product in attention.one_sided and product not in attention.summed_exponentials:
+        if (
+            product in attention.one_sided
+            and product not in attention.summed_exponentials
+        ):
             return
         # A sum times its own exponentials is an activation function.
-        if product >= 0 and values.depends_on & DATA and values.exponential_of != product:
+        if (
+            product >= 0
+            and values.depends_on & DATA
+            and values.exponential_of != product
+        ):
             attention.readers.setdefault(product, node.index)
 
     def record_parts(self, projections: Iterable[Projection]) -> None:
@@ -209,7 +231,9 @@ class Walk:
             if projection.unmixed:
                 projection.product.parts.add(projection.layout.region)
 
-    def record_reduced(self, projections: Iterable[Projection], axes: Sequence[int]) -> None:
+    def record_reduced(
+        self, projections: Iterable[Projection], axes: Sequence[int]
+    ) -> None:
         """Records that an operation mixes columns along `axes`.
 
         Where columns lie along other axes as well, as in a norm of each head, these may still be parts.
@@ -227,8 +251,12 @@ class Walk:
         differing = first.layout.region ^ other.layout.region
         self.uses.summed_slices[first.leaf].update(axis for axis, _ in differing)
 
-    def record_heads(self, projections: Iterable[Projection], axes: Sequence[int]) -> None:
+    def record_heads(
+        self, projections: Iterable[Projection], axes: Sequence[int]
+    ) -> None:
         """Records that columns along these axes count heads."""
         for projection in projections:
             layout = projection.layout
-            projection.product.heads.update((run, layout.region) for run in layout.runs_along(axes))
+            projection.product.heads.update(
+                (run, layout.region) for run in layout.runs_along(axes)
+            )

@@ -75,9 +75,13 @@ def _follow_loop(walk: Walk, loop: Loop) -> None:
     takes_gradients = any(walk.nodes[i].passes == "backward" for i in body)
     for carry, value in zip(carries, carried, strict=True):
         start = walk.values[carry.inputs[0]]
-        if start.is_weight and not value.is_weight:  # an initial state, or weights that it trains
+        if (
+            start.is_weight and not value.is_weight
+        ):  # an initial state, or weights that it trains
             kind = "unknown" if takes_gradients else "other"
-            walk.record_views(carry, "the start of a loop that changes it", [start], kind)
+            walk.record_views(
+                carry, "the start of a loop that changes it", [start], kind
+            )
 
 
 def _at_start(walk: Walk, carry: Node) -> Value:
@@ -91,7 +95,11 @@ def _after_round(walk: Walk, carry: Node) -> Value:
     start, end = walk.inputs(carry)
     value = walk.values[carry.outputs[0]]
     walk.record_parts((*start.projections, *end.projections))
-    if start.is_weight and end.views == start.views and end.depends_on == start.depends_on:
+    if (
+        start.is_weight
+        and end.views == start.views
+        and end.depends_on == start.depends_on
+    ):
         return value
     after = dependent([start, end, value])
     # It does not depend on the products in the loop: bits from OF_PRODUCTS on stand for products.

@@ -42,23 +42,21 @@ _COLLECTIVES = {
     "pmax": "reduce_max",
     "pmin": "reduce_min",
 }
-_ENTERED = EXTENSIBLE | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "custom_lin"}
+_ENTERED = EXTENSIBLE | {
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vmap_call",
+    "custom_lin",
+}
 
 
-def _without(
-    x: jax.Array,
-    axes: Sequence[int],
-) -> jax.Array:
+def _without(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """`squeeze`, as a reshape."""
     shape = np.delete(x.shape, axes)
     return lax.reshape(x, shape.tolist())
 
 
-def _split(
-    x: jax.Array,
-    sizes: Sequence[int],
-    axis: int,
-) -> list[jax.Array]:
+def _split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
     """`split`, as slices."""
     parts, start = [], 0
     for size in sizes:
@@ -73,19 +71,13 @@ def _stacked(*arrays: jax.Array, axis: int) -> jax.Array:
     return lax.concatenate(expanded, axis)
 
 
-def _unstacked(
-    x: jax.Array,
-    axis: int,
-) -> list[jax.Array]:
+def _unstacked(x: jax.Array, axis: int) -> list[jax.Array]:
     """`unstack`, as slices."""
     parts = _split(x, [1] * x.shape[axis], axis)
     return [_without(part, (axis,)) for part in parts]
 
 
-def _tiled(
-    x: jax.Array,
-    reps: Sequence[int],
-) -> jax.Array:
+def _tiled(x: jax.Array, reps: Sequence[int]) -> jax.Array:
     """`tile`, as a broadcast and a reshape: of an array [3, 4] repeated [2, 1] times [2, 3, 1, 4] and [6, 4]."""
     shape, result = [], []
     for n, size in zip(reps, x.shape, strict=True):
@@ -96,9 +88,7 @@ def _tiled(
 
 
 def _padded(
-    x: jax.Array,
-    value: jax.Array,
-    padding_config: Sequence[tuple[int, int, int]],
+    x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
 ) -> jax.Array:
     """`pad`, as a slice where the padding is negative and a concatenation where it is not."""
     # Zeros between the entries, as of a strided convolution's gradient, or nothing left of the array.
@@ -134,9 +124,7 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
 
 @functools.lru_cache(4096)
 def _rewritten(
-    name: str,
-    arrays: Sequence[Any],
-    params: Sequence[tuple[str, Any]],
+    name: str, arrays: Sequence[Any], params: Sequence[tuple[str, Any]]
 ) -> ClosedJaxpr:
     """The operation as others, for arrays of these shapes."""
     rewriting = functools.partial(_REWRITTEN[name], **dict(params))
@@ -169,7 +157,8 @@ class Node:
     outputs: tuple[int, ...]
     equation: JaxprEqn  # of a "carry" and the like that of the loop, of a rewritten operation the one of the program
     place: Place
-    passes: str  # of a gradient that the function takes by itself: "forward" or "backward"
+    # Of a gradient that the function takes by itself: "forward" or "backward".
+    passes: str
 
 
 @functools.lru_cache(1024)
@@ -210,12 +199,7 @@ class Graph:
     outputs (2,), and tanh with inputs (2,) and outputs (3,).
     """
 
-    def __init__(
-        self,
-        closed: Body,
-        parameters: range,
-        given: Sequence[Any] = (),
-    ):
+    def __init__(self, closed: Body, parameters: range, given: Sequence[Any] = ()):
         """The operations of `closed`.
 
         Args:
@@ -389,11 +373,7 @@ class Graph:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _single(
-        self,
-        eqn: JaxprEqn,
-        inputs: list[int],
-        place: Place,
-        source: JaxprEqn | None,
+        self, eqn: JaxprEqn, inputs: list[int], place: Place, source: JaxprEqn | None
     ) -> list[int]:
         """Appends an equation without a body, perhaps in other words; it rewrites `source`, if that is given."""
         name, variables = eqn.primitive.name, eqn.outvars
@@ -402,7 +382,9 @@ class Graph:
             axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
             if axes:
                 reduction = _COLLECTIVES[name]
-                return self._add_for_each(reduction, [inputs], variables, eqn, place, axes=axes)
+                return self._add_for_each(
+                    reduction, [inputs], variables, eqn, place, axes=axes
+                )
         # What a rewriting gives is not rewritten again: `pad` may stay a `pad`.
         if name not in _REWRITTEN or source is not None:
             return self._add(name, eqn.params, inputs, variables, source or eqn, place)
@@ -416,11 +398,7 @@ class Graph:
         return outputs
 
     def _enclosing(
-        self,
-        eqn: JaxprEqn,
-        position: int,
-        inputs: list[int],
-        place: Place,
+        self, eqn: JaxprEqn, position: int, inputs: list[int], place: Place
     ) -> list[int]:
         """Appends the bodies of an equation, number `position` in its own body, and what joins them."""
         name = eqn.primitive.name
@@ -436,16 +414,15 @@ class Graph:
             which, *operands = inputs
             branches = [self._enter(inner, operands) for inner in places]
             indices = [which] * len(eqn.outvars)
-            return self._add_for_each("join", [indices, *branches], eqn.outvars, eqn, place)
+            return self._add_for_each(
+                "join", [indices, *branches], eqn.outvars, eqn, place
+            )
         outputs = self._call(places[0], inputs)
         self._also_in(outputs, eqn.outvars, place)
         return outputs
 
     def _also_in(
-        self,
-        values: Sequence[int],
-        variables: Sequence[Any],
-        place: Place,
+        self, values: Sequence[int], variables: Sequence[Any], place: Place
     ) -> None:
         """Notes that these values have these variables in this body too."""
         for x, v in zip(values, variables, strict=True):
@@ -456,11 +433,7 @@ class Graph:
         _, body = bodies(self.callers[place])[place[-1].body]
         return body
 
-    def _call(
-        self,
-        inner: Place,
-        inputs: list[int],
-    ) -> list[int]:
+    def _call(self, inner: Place, inputs: list[int]) -> list[int]:
         """Appends the body of a call, such as a `jit`, or a `shard_map`, which divides arrays among devices."""
         eqn = self.callers[inner]
         if eqn.primitive.name != "shard_map":
@@ -472,22 +445,14 @@ class Graph:
         outputs = self._enter(inner, shards)
         return self._add_for_each("unshard", [outputs], eqn.outvars, eqn, inner[:-1])
 
-    def _enter(
-        self,
-        inner: Place,
-        inputs: Sequence[int],
-    ) -> list[int]:
+    def _enter(self, inner: Place, inputs: Sequence[int]) -> list[int]:
         """Appends the operations of a body."""
         # Inside, the inputs of the call have the variables of the body.
         body = self._body(inner)
         self._also_in(inputs, opened(body).invars, inner)
         return self._walk(opened(body), self._constants(body), inputs, inner)
 
-    def _loop(
-        self,
-        inner: Place,
-        inputs: list[int],
-    ) -> list[int]:
+    def _loop(self, inner: Place, inputs: list[int]) -> list[int]:
         """Appends the body of a scan or a while, once.
 
         Its inputs are constants, then what is carried, then what a scan slices.
@@ -503,7 +468,9 @@ class Graph:
         variables = opened(self._body(inner)).invars
         # The carry operations, one for each array, come directly before the operations of the body.
         first = len(self.nodes)
-        carry = self._add_for_each("carry", [inputs[start:stop]], variables[start:stop], eqn, inner)
+        carry = self._add_for_each(
+            "carry", [inputs[start:stop]], variables[start:stop], eqn, inner
+        )
         slices = self._add_for_each(
             "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
         )
@@ -524,9 +491,7 @@ class Graph:
     # What is asked of it.
 
     def upstream(
-        self,
-        values: Iterable[int],
-        inputs: Callable[[int], Iterable[int]],
+        self, values: Iterable[int], inputs: Callable[[int], Iterable[int]]
     ) -> set[int]:
         """These values and all that they depend on; `inputs` says which inputs of an operation are followed."""
         # From the values backward through the operations that make them.
@@ -573,7 +538,11 @@ class Graph:
         for x in node.inputs:
             # Each has become an array of one entry.
             reshape = self.maker(x)
-            if reshape is None or not reshape.inputs or self.shape(reshape.inputs[0]) != ():
+            if (
+                reshape is None
+                or not reshape.inputs
+                or self.shape(reshape.inputs[0]) != ()
+            ):
                 return False
         return True
 
@@ -639,7 +608,13 @@ def _is_index(array: Any) -> bool:
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 _QUANTIZED = tuple(map(jnp.dtype, (jnp.int4, jnp.int8, jnp.uint4, jnp.uint8)))
-_LIBRARIES = ("site-packages", "dist-packages", "/muonjax/_inspect/", "<frozen", "/lib/python3")
+_LIBRARIES = (
+    "site-packages",
+    "dist-packages",
+    "/muonjax/_inspect/",
+    "<frozen",
+    "/lib/python3",
+)
 
 
 def _line_of(equation: JaxprEqn) -> str:

@@ -36,10 +36,7 @@ MOST = 1 << 22
 OTHER = -1
 
 
-def other_axes(
-    rank: int,
-    axes: Collection[int | None],
-) -> list[int]:
+def other_axes(rank: int, axes: Collection[int | None]) -> list[int]:
     """The axes of an array of this rank besides these."""
     return [axis for axis in range(rank) if axis not in axes]
 
@@ -190,11 +187,7 @@ class Layout(NamedTuple):
         return True
 
     @functools.lru_cache(4096)  # noqa: B019
-    def pick(
-        self,
-        sources: tuple[int | None, ...],
-        shape: tuple[int, ...],
-    ) -> Layout:
+    def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
         """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries.
 
         Of an axis that is no source the first entry is left: (2, None) of an array x [3, 4, 5] gives x[0, 0, :, None].
@@ -217,9 +210,7 @@ class Layout(NamedTuple):
         return rest.moved(shape, move) or self  # never None: no run has holes alone
 
     def moved(
-        self,
-        shape: Sequence[int],
-        move: Callable[[Positions], Positions],
+        self, shape: Sequence[int], move: Callable[[Positions], Positions]
     ) -> Layout | None:
         """The layout after an operation that moves entries as `move` moves positions; None if it leaves only holes."""
         # What was taken or visited before is so wherever the entries go.
@@ -232,7 +223,9 @@ class Layout(NamedTuple):
                 taken = (*taken, _set_of(run.axis, run.positions))
                 loops = (*loops, UNORDERED)
                 continue
-            if moved.positions.min(initial=HOLE) == HOLE:  # as of a slice of the padding
+            if (
+                moved.positions.min(initial=HOLE) == HOLE
+            ):  # as of a slice of the padding
                 return None
             runs.append(moved)
         return Layout(tuple(shape), self.origin, _known(runs), taken, loops)
@@ -247,13 +240,7 @@ class Layout(NamedTuple):
                     runs.append(run)
         return runs
 
-    def place(
-        self,
-        axis: int,
-        start: int,
-        size: int,
-        zeros: bool = False,
-    ) -> Layout:
+    def place(self, axis: int, start: int, size: int, zeros: bool = False) -> Layout:
         """The layout as a part of a concatenation: from `start` on in an axis of `size` entries.
 
         Positions 7, 8 at start 1 of 4 become HOLE, 7, 8, HOLE. If the other entries are `zeros` and the positions don't
@@ -343,7 +330,9 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
         # Each entry is made of all of these. Where there are only holes, nothing can be taken.
         if axis != OTHER:
             mixed.append(_set_of(axis, *map(_AlongAxis.sums, parts)))
-    return Layout(first.shape, first.origin, _known(runs), (*taken, *mixed), tuple(loops))
+    return Layout(
+        first.shape, first.origin, _known(runs), (*taken, *mixed), tuple(loops)
+    )
 
 
 def _known(runs: Iterable[Run]) -> tuple[Run, ...]:
@@ -361,10 +350,7 @@ class _AlongAxis(NamedTuple):
         return sums([*self.runs, *self.taken])
 
 
-def _by_axis(
-    layout: Layout,
-    others: Sequence[Run],
-) -> dict[int, _AlongAxis]:
+def _by_axis(layout: Layout, others: Sequence[Run]) -> dict[int, _AlongAxis]:
     """What a layout has along each axis of its origin, without `others` among what is taken."""
     along: dict[int, _AlongAxis] = defaultdict(lambda: _AlongAxis([], []))
     for run in layout.runs:
@@ -375,10 +361,7 @@ def _by_axis(
     return along
 
 
-def _of_axis(
-    runs: Iterable[Run],
-    axis: int,
-) -> list[Run]:
+def _of_axis(runs: Iterable[Run], axis: int) -> list[Run]:
     """The runs along an axis of the origin."""
     return [run for run in runs if run.axis == axis]
 
@@ -469,10 +452,7 @@ def _is_product(first: Run, second: Run) -> bool:
 
 
 @functools.lru_cache(4096)
-def _split(
-    run: Run,
-    axis: int,
-) -> tuple[Run, Run | None]:
+def _split(run: Run, axis: int) -> tuple[Run, Run | None]:
     """The positions along an axis of the array as a set, and the run of its first entry.
 
     Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape
@@ -496,7 +476,9 @@ def sums(sets: Iterable[Run]) -> Positions:
     total = np.zeros(1, int)
     for run in sets:
         positions = run.positions[run.positions < HOLE]
-        if total.size * positions.size > MOST:  # all that lie between the first and the last
+        if (
+            total.size * positions.size > MOST
+        ):  # all that lie between the first and the last
             first = total.min() + positions.min()
             last = total.max() + positions.max()
             total = np.arange(first, last + 1)

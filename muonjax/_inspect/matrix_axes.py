@@ -97,7 +97,9 @@ def _form(walk: Walk, leaf: int, use: Use) -> _Form:
     product, shape = use.product, walk.shapes[leaf]
     row_axes, column_axes = _rows_and_columns(walk, leaf, use)
     form = _Form(row_axes, column_axes)
-    if use.groups > 1:  # a convolution by groups has a matrix for each, of as many output features
+    if (
+        use.groups > 1
+    ):  # a convolution by groups has a matrix for each, of as many output features
         axis = min(column_axes)
         return form._replace(cut=_Cut(axis, (shape[axis] // use.groups,) * use.groups))
     sliced = {axis for axis, _ in use.view.layout.region}
@@ -109,7 +111,9 @@ def _form(walk: Walk, leaf: int, use: Use) -> _Form:
     return form._replace(cut=cut)
 
 
-def _rows_and_columns(walk: Walk, leaf: int, use: Use) -> tuple[frozenset[int], frozenset[int]]:
+def _rows_and_columns(
+    walk: Walk, leaf: int, use: Use
+) -> tuple[frozenset[int], frozenset[int]]:
     """The axes of a parameter that are rows in one product, and those that are columns; all others count matrices.
 
     Raises:
@@ -117,7 +121,8 @@ def _rows_and_columns(walk: Walk, leaf: int, use: Use) -> tuple[frozenset[int], 
     """
     product, line = use.product, walk.graph.line(use.node)
     rows, columns = set(use.rows), set(use.columns)
-    batch = {run for run in use.batch if run.axis >= 0}  # without loops that are not followed
+    # Loops that are not followed have no axis of the parameter.
+    batch = {run for run in use.batch if run.axis >= 0}
     # A batch axis along which the result is added up, as heads are, makes rows.
     summed = batch & product.added_up
     # Columns that count experts are no columns, unless there are no others. Those that count heads are.
@@ -163,10 +168,13 @@ def _cut(
         parts = _parts(masks, period)
         if parts is None:
             continue
-        is_mixed = any(_divides(stop, axis, layout) for layout in mixed for _, stop in parts)
+        is_mixed = any(
+            _divides(stop, axis, layout) for layout in mixed for _, stop in parts
+        )
         covers = sum(stop - start for start, stop in parts) == period
         if not is_mixed and (covers or axis not in sliced):
-            edges = sorted({0, period, *itertools.chain(*parts)})  # with columns of no use
+            # Columns of no use become parts, too.
+            edges = sorted({0, period, *itertools.chain(*parts)})
             return _Cut(axis, _sizes(edges), shape[axis] // period)
     return None
 
@@ -198,7 +206,10 @@ def _divides(position: int, axis: int, layout: Layout) -> bool:
 
 
 def _numbers(form: _Form) -> DimensionNumbers:
-    rows, columns = one_or_several(sorted(form.rows)), one_or_several(sorted(form.columns))
+    rows, columns = (
+        one_or_several(sorted(form.rows)),
+        one_or_several(sorted(form.columns)),
+    )
     if form.cut is None:
         return MuonDimensionNumbers(rows, columns)
     sizes = form.cut.sizes

@@ -43,11 +43,7 @@ class Probe(NamedTuple):
     shared: bool = False
 
 
-def run(
-    body: Body,
-    probes: Sequence[Probe | Any],
-    *arrays: Any,
-) -> list[Any]:
+def run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
     """What `body` returns, and for each probe the largest logits, float32 [*layers, *heads].
 
     NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes. The type of an array in place of a
@@ -109,10 +105,7 @@ def run(
     return results
 
 
-def _last_uses(
-    jaxpr: Any,
-    kept: Iterable[Any],
-) -> list[set[Any]]:
+def _last_uses(jaxpr: Any, kept: Iterable[Any]) -> list[set[Any]]:
     """For each equation the variables that no later one takes, without results of the jaxpr and those to be kept."""
     # From the end to the beginning: a variable that is seen for the first time is used for the last time.
     later = {*kept, *_variables(jaxpr.outvars)}
@@ -129,11 +122,7 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
     return {atom for atom in atoms if isinstance(atom, Var)}
 
 
-def bound(
-    eqn: JaxprEqn,
-    operands: Sequence[Any],
-    **changed: Any,
-) -> list[Any]:
+def bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """The results of an equation: by a cached `jit`, unless it has a body, an effect or a parameter without a hash.
 
     JAX linearizes and transposes one function for all equal operations. `jax.make_jaxpr` inlines the functions of
@@ -155,27 +144,19 @@ def bound(
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _bind(
-    primitive: Any,
-    params: dict[str, Any],
-) -> Callable[..., Any]:
+def _bind(primitive: Any, params: dict[str, Any]) -> Callable[..., Any]:
     """A function of the operands of a primitive."""
     return functools.partial(primitive.bind, **primitive.get_bind_params(params))
 
 
 @functools.lru_cache(4096)
-def _inlined(
-    primitive: Any,
-    params: tuple[tuple[str, Any], ...],
-) -> Callable[..., Any]:
+def _inlined(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     """The same, one for all equations with equal parameters."""
     return jax.jit(_bind(primitive, dict(params)), inline=versions.inlined())
 
 
 def _enclosing(
-    eqn: JaxprEqn,
-    probes: tuple[Probe, ...],
-    operands: list[Any],
+    eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """What an equation with bodies returns, and the maxima of the probes in its bodies."""
     name, count = eqn.primitive.name, len(probes)
@@ -192,7 +173,11 @@ def _enclosing(
     # JAX has a public call for it, which sets its other parameters.
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], inside, operands)
-    new = _branches(bodies, steps, inside) if name == "cond" else [_traced(bodies[0], inside)]
+    new = (
+        _branches(bodies, steps, inside)
+        if name == "cond"
+        else [_traced(bodies[0], inside)]
+    )
     outputs = bound(eqn, operands, **versions.with_bodies(eqn, new, count))
     maxima = list(outputs[-count:])
     if name == "scan":  # it stacks those of its iterations
@@ -203,22 +188,25 @@ def _enclosing(
 
 
 def _shard_map(
-    eqn: JaxprEqn,
-    body: Body,
-    probes: tuple[Probe, ...],
-    operands: list[Any],
+    eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """What a `shard_map` returns, and the maxima over all devices."""
     params = eqn.params
     mesh, axis_names = params["mesh"], params["newly_manual_axes"]
-    settings = {"mesh": mesh, "axis_names": axis_names, "check_vma": params["check_vma"]}
+    settings = {
+        "mesh": mesh,
+        "axis_names": axis_names,
+        "check_vma": params["check_vma"],
+    }
 
     def local(*operands: Any) -> Any:
         outputs = run(body, probes, *operands)
         maxima = outputs[-len(probes) :]
         for k, maximum in enumerate(maxima):
             differs = axis_names
-            if params["check_vma"]:  # JAX knows along which axes of the mesh an array differs
+            if params[
+                "check_vma"
+            ]:  # JAX knows along which axes of the mesh an array differs
                 differs = axis_names & versions.varying(jax.typeof(maximum))
             axes = tuple(axis for axis in mesh.axis_names if axis in differs)
             if axes:
@@ -226,14 +214,14 @@ def _shard_map(
         return outputs[: -len(probes)], maxima
 
     out_specs = (list(params["out_specs"]), [PartitionSpec()] * len(probes))
-    mapped = jax.shard_map(local, in_specs=params["in_specs"], out_specs=out_specs, **settings)
+    mapped = jax.shard_map(
+        local, in_specs=params["in_specs"], out_specs=out_specs, **settings
+    )
     return mapped(*operands)
 
 
 def _branches(
-    bodies: Sequence[Body],
-    steps: Sequence[Step],
-    probes: Sequence[Probe],
+    bodies: Sequence[Body], steps: Sequence[Step], probes: Sequence[Probe]
 ) -> list[Any]:
     """The branches of a `cond`, each of which returns the maxima of all: those of the others without logits, -inf."""
     # All branches of a `cond` return arrays of the same types, which those of the maxima are.
@@ -259,10 +247,7 @@ def _nothing(kind: Any) -> jax.Array:
     return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
-def _traced(
-    body: Body,
-    probes: tuple[Probe | Any, ...],
-) -> Any:
+def _traced(body: Body, probes: tuple[Probe | Any, ...]) -> Any:
     """The jaxpr of `run` for this body and these probes.
 
     One for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step.
@@ -286,19 +271,11 @@ def _of_the_first(x: jax.Array) -> jax.Array:
 
 
 @_of_the_first.def_vmap
-def _(
-    size: int,
-    is_batched: Sequence[bool],
-    x: jax.Array,
-) -> tuple[jax.Array, bool]:
+def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
     return (x[0] if is_batched[0] else x), False
 
 
-def _largest(
-    logits: jax.Array,
-    raw: jax.Array | None,
-    probe: Probe,
-) -> jax.Array:
+def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
     """The maximum of the logits over all axes but the heads, float32 [*heads]."""
     if raw is not None:  # NaN stays: it is no comparison's
         raw = raw.reshape(logits.shape)

@@ -68,10 +68,7 @@ def rounds_coarsely(walk: Walk, node: Node) -> bool:
     return size < 2 or node.params.get("mantissa_bits", 7) < 7
 
 
-def axes_after(
-    first: int,
-    axes: Iterable[int],
-) -> tuple[int, ...]:
+def axes_after(first: int, axes: Iterable[int]) -> tuple[int, ...]:
     """Axes of an array as axes of facts about it, after the `first` ones: (2, 3) for the axes (0, 1) after two."""
     return tuple(first + axis for axis in axes)
 
@@ -106,7 +103,9 @@ def moved_by(walk: Walk, node: Node, x: Facts) -> Facts:
     if node.name == "slice":
         # [start, stop, stride] for each axis, as in x[2:8:3].
         strides = params["strides"] or [1] * len(old)
-        bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+        bounds = zip(
+            params["start_indices"], params["limit_indices"], strides, strict=True
+        )
         for axis, (start, stop, stride) in enumerate(bounds, start=first):
             x = _sliced(x, axis, range(start, stop, stride))
         return x
@@ -120,12 +119,7 @@ def _sliced(x: Facts, axis: int, indices: range) -> Facts:
     return x if x.shape[axis] == 1 else x.take(indices, axis)
 
 
-def _spread(
-    x: Facts,
-    first: int,
-    axes: Sequence[int],
-    rank: int,
-) -> Facts:
+def _spread(x: Facts, first: int, axes: Sequence[int], rank: int) -> Facts:
     """The axes of `x` after the `first` ones become these of `rank` axes; nothing depends on the others."""
     # Along a new axis all facts are the same.
     sizes = [1] * rank
@@ -182,10 +176,7 @@ def reshaped(x: Facts, old: Shape, new: Shape) -> Facts:
     return np.broadcast_to(x, full).reshape(result)
 
 
-def _regrouped(
-    old: Shape,
-    new: Shape,
-) -> Iterator[tuple[range, range]]:
+def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
     """The axes of a reshape that become others: [4, 6, 5] -> [24, 5] gives ((0, 1), (0,)) and ((2,), (1,))."""
     # How many entries the first k axes have together, for each k: 1, 4, 24, 120 and 1, 24, 120.
     old_sizes = np.cumprod([1, *old])
@@ -208,23 +199,14 @@ def _one_operand(walk: Walk, node: Node) -> Sequence[Value]:
     return _rearranged(walk, node, x)
 
 
-def _rearranged(
-    walk: Walk,
-    node: Node,
-    x: Value,
-) -> Sequence[Value]:
+def _rearranged(walk: Walk, node: Node, x: Value) -> Sequence[Value]:
     """The first operand `x` after `moved_by`, unless that loses the order of entries of parameters."""
     shape = walk.shape(node.outputs[0])
     move = functools.partial(moved_by, walk, node)
     return _in_known_order(walk, node, x, lambda layout: layout.moved(shape, move))
 
 
-def _in_known_order(
-    walk: Walk,
-    node: Node,
-    x: Value,
-    move: Move,
-) -> Sequence[Value]:
+def _in_known_order(walk: Walk, node: Node, x: Value, move: Move) -> Sequence[Value]:
     """The operand `x` with other layouts; unknown if `move` loses the order of entries of parameters."""
     result = x.map(move)
     # What was without order before, such as the weights of a loop's layer, stays so.
@@ -255,20 +237,21 @@ def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
         value = walk.values[x]
         if value.is_weight and not result.is_weight:
             walk.record_views(node, "joined with data", [value])
-        place = functools.partial(Layout.place, axis=axis, start=start, size=size, zeros=zeros)
+        place = functools.partial(
+            Layout.place, axis=axis, start=start, size=size, zeros=zeros
+        )
         parts.append(value.map(place))
         start += walk.shape(x)[axis]
     projections = last_projections(walk, node, all_projections(parts))
     views = _reassembled(parts, axis) if result.is_weight else ()
     return [
-        result._replace(views=views, projections=projections, logits=_joined_logits(node, parts))
+        result._replace(
+            views=views, projections=projections, logits=_joined_logits(node, parts)
+        )
     ]
 
 
-def _joined_logits(
-    node: Node,
-    parts: Sequence[Value],
-) -> tuple[Logits, ...]:
+def _joined_logits(node: Node, parts: Sequence[Value]) -> tuple[Logits, ...]:
     """The logits in a concatenation; those of several products are lost, as one softmax takes them all."""
     logits = list(itertools.chain(*(part.logits for part in parts)))
     if len(logits) > 1:
@@ -278,10 +261,7 @@ def _joined_logits(
     return tuple(logits)
 
 
-def _reassembled(
-    parts: Sequence[Value],
-    axis: int,
-) -> tuple[ParameterView, ...]:
+def _reassembled(parts: Sequence[Value], axis: int) -> tuple[ParameterView, ...]:
     """The views in a concatenation of parameters along an axis.
 
     Parts of one parameter become one view where that can be told, as after `jnp.roll`: positions 3, HOLE, HOLE, HOLE
@@ -310,7 +290,9 @@ def _gather(walk: Walk, node: Node) -> Sequence[Value]:
     x, indices = walk.inputs(node)
     # An index that the program contains as a number.
     known = walk.known(node.inputs[1])
-    if known is not None and walk.shape(node.inputs[1]) == (1,):  # `jnp.take(x, 2, axis)`
+    if known is not None and walk.shape(node.inputs[1]) == (
+        1,
+    ):  # `jnp.take(x, 2, axis)`
         return _rearranged(walk, node, x)
     sources = _sources_of_gather(walk, node)
     old, _ = walk.graph.shapes(node)
@@ -355,10 +337,7 @@ def _differs_along(x: Value, axes: Sequence[int]) -> bool:
 
 
 def looked_up(
-    walk: Walk,
-    node: Node,
-    values: Sequence[Value],
-    sources: Sequence[int | None],
+    walk: Walk, node: Node, values: Sequence[Value], sources: Sequence[int | None]
 ) -> Value:
     """Entries of an array, the first of the values, at indices that are known only when it runs: the other values.
 

@@ -92,7 +92,9 @@ def _chosen_by_one_hot(operand: Operand, other: Operand) -> list[int]:
     return [axis for axis, axis_of_other in pairs if axis_of_other in one_hot]
 
 
-def _by_matrix(walk: Walk, node: Node, product: Value, operand: Operand, other: Operand) -> Value:
+def _by_matrix(
+    walk: Walk, node: Node, product: Value, operand: Operand, other: Operand
+) -> Value:
     """An array times an operand that is made of parameters."""
     if _may_be_learned_input(operand, other):
         walk.record_views(node, "", [operand.value])
@@ -155,7 +157,9 @@ def _by_parameter(
     """
     if other.value.is_weight:
         walk.record_views(node, "a learned input", [other.value])
-    if not kernel.is_convolution or not other.value.logits:  # otherwise a convolution of logits
+    if (
+        not kernel.is_convolution or not other.value.logits
+    ):  # otherwise a convolution of logits
         walk.attention.one_sided.add(node.index)
         scores = node.index if operand.is_matrix else -1
         product = product._replace(scores=scores, exponential_of=-1)
@@ -164,7 +168,9 @@ def _by_parameter(
     projections = _recorded_projections(walk, node, operand, other, kernel)
     if not projections:  # a scale, written as a product
         scaled = other.aligned
-        return product._replace(projections=scaled.projections, logits=softmax.scaled(node, scaled))
+        return product._replace(
+            projections=scaled.projections, logits=softmax.scaled(node, scaled)
+        )
     # An axis that one product gives and the next has as a batch counts experts.
     for projection in other.value.projections:
         projection.product.batches.update(projection.layout.runs_along(other.batch))
@@ -177,7 +183,9 @@ def _by_parameter(
         for projection in other.aligned.projections:
             projections.append(after_nonlinearity(walk, projection, node, unmixed=True))
     walk.layers.products.add(node.index)
-    return product._replace(projections=tuple(projections), depends_on=depends_on, no_rule=-1)
+    return product._replace(
+        projections=tuple(projections), depends_on=depends_on, no_rule=-1
+    )
 
 
 def _recorded_projections(
@@ -187,7 +195,9 @@ def _recorded_projections(
     projections = []
     if operand.value.is_weight:
         # c[..., 0] + 1j * c[..., 1], of a complex matrix in two slices
-        for first, *others in grouped((view.leaf, view) for view in operand.value.views).values():
+        for first, *others in grouped(
+            (view.leaf, view) for view in operand.value.views
+        ).values():
             for another in others:
                 walk.record_added_slices(first, another)
     experts = _experts(operand, other)
@@ -239,7 +249,9 @@ def _is_mixture(walk: Walk, operand: Operand) -> bool:
         return False
     shape = walk.shape(operand.array)
     summed = {axis for axis in operand.summed if shape[axis] > 1}
-    varying = [projection.layout.varying & summed for projection in operand.value.projections]
+    varying = [
+        projection.layout.varying & summed for projection in operand.value.projections
+    ]
     return any(axes and axes < summed for axes in varying) and summed not in varying
 
 
@@ -262,13 +274,16 @@ def _cuts_input(operand: Operand) -> bool:
 # Products of two activations, and of an activation with numbers that do not train.
 
 
-def _of_activations(walk: Walk, node: Node, product: Value, left: Operand, right: Operand) -> Value:
+def _of_activations(
+    walk: Walk, node: Node, product: Value, left: Operand, right: Operand
+) -> Value:
     """The product of two arrays that are no matrices; at least one is made of parameters."""
     pairs = ((left, right), (right, left))
     for operand, other in pairs:
         if other.value.exponential_of in walk.attention.routers:
             _record_mixture(operand)
-    of_a_model = PARAMETER | FROZEN  # heads are heads where the queries and keys do not train
+    # Heads are heads where the queries and keys do not train.
+    of_a_model = PARAMETER | FROZEN
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
         for operand in (left, right):
             walk.record_parts(operand.value.projections)
@@ -301,7 +316,9 @@ def _read_by(weights: Operand) -> list[Logits]:
     return [logits for logits in softmaxes if logits.layout.runs_along(weights.summed)]
 
 
-def _record_attention(walk: Walk, logits: Logits, weights: Operand, values: Operand) -> None:
+def _record_attention(
+    walk: Walk, logits: Logits, weights: Operand, values: Operand
+) -> None:
     """Records an attention: softmax's weights, made of these logits, times values."""
     product, attention = logits.product, walk.attention
     keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
@@ -332,7 +349,12 @@ def _record_attention(walk: Walk, logits: Logits, weights: Operand, values: Oper
     part = projections[-1].layout.region
     if attention.value_parts.setdefault(products, part) != part:
         for projection in projections:
-            walk.record(walk.nodes[product], "unknown", projection.view, "attention head by head")
+            walk.record(
+                walk.nodes[product],
+                "unknown",
+                projection.view,
+                "attention head by head",
+            )
 
 
 def _of_two_activations(
@@ -348,17 +370,22 @@ def _of_two_activations(
     # A sum over the features of two towers, example by example, keeps no free axis; that of one tower with itself is
     # its squared norm.
     has_two_towers = first.depends_on != second.depends_on
-    is_match = first.projections and second.projections and sums_features and has_two_towers
+    is_match = (
+        first.projections and second.projections and sums_features and has_two_towers
+    )
     if (left.free and right.free) or is_match:
         walk.layers.products.add(node.index)
-    has_logits = first.logits or second.logits  # softmax's weights, which multiply values
+    # Those of softmax's weights, which multiply values.
+    has_logits = first.logits or second.logits
     has_projections = first.projections or second.projections
     if has_projections and not has_logits and (left.free or right.free):
         return product._replace(logits=_new_logits(walk, node, left, right))
     return product
 
 
-def _new_logits(walk: Walk, node: Node, left: Operand, right: Operand) -> tuple[Logits, ...]:
+def _new_logits(
+    walk: Walk, node: Node, left: Operand, right: Operand
+) -> tuple[Logits, ...]:
     """A product that may be the logits of an attention: queries times keys."""
     walk.attention.operands[node.index] = left, right
     (result,) = node.outputs
@@ -412,7 +439,9 @@ def _is_frozen_layer(activation: Operand, other: Operand) -> bool:
         return False
     projections = activation.value.projections
     # An adjacency matrix sums over nodes, and over no columns of a product.
-    summed = [projection.layout.runs_along(activation.summed) for projection in projections]
+    summed = [
+        projection.layout.runs_along(activation.summed) for projection in projections
+    ]
     return not projections or any(summed)
 
 
@@ -465,7 +494,9 @@ def _operands(
     return left, right
 
 
-def _by_kernel(walk: Walk, node: Node, left: Operand, right: Operand, kernel: Kernel) -> Value:
+def _by_kernel(
+    walk: Walk, node: Node, left: Operand, right: Operand, kernel: Kernel
+) -> Value:
     """A convolution, or a product of groups of rows: by a parameter, or by something that is not followed."""
     values = walk.inputs(node)
     product, weights = dependent(values), right.value

@@ -82,10 +82,7 @@ class Program:
         self._call = _name(fun)
 
     def dimension_numbers(
-        self,
-        params: Any = None,
-        *,
-        attention: Literal["whole", "heads"] = "whole",
+        self, params: Any = None, *, attention: Literal["whole", "heads"] = "whole"
     ) -> DimensionNumbersTree:
         """The tree that optimizers take in place of the program: for each parameter its axes as a matrix, or None.
 
@@ -102,8 +99,12 @@ class Program:
           ValueError: two uses of a parameter contradict each other; names both, with their lines. Or `params` has a
             parameter that was not inspected.
         """
-        paths, leaves, structure = flatten_with_names(self._params if params is None else params)
-        leaf_of = {"/".join(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
+        paths, leaves, structure = flatten_with_names(
+            self._params if params is None else params
+        )
+        leaf_of = {
+            "/".join(path): leaf for path, leaf in zip(paths, leaves, strict=True)
+        }
         trained = [name for name, leaf in leaf_of.items() if not is_masked(leaf)]
         decisions = self._decisions_on(trained)
         by_names = _numbers_by_names(structure, leaf_of, decisions)
@@ -134,7 +135,9 @@ class Program:
             )
         decisions = {path: self._decisions[path] for path in paths}
         # Two uses that contradict each other: neither is taken silently.
-        problems = [f"{path!r}: {d.problem}" for path, d in decisions.items() if d.problem]
+        problems = [
+            f"{path!r}: {d.problem}" for path, d in decisions.items() if d.problem
+        ]
         if problems:
             raise ValueError(
                 f"{self._call} uses a parameter in two ways: {listed(problems)}. Say which one counts, with a tree in "
@@ -214,12 +217,7 @@ class Program:
             warn_user(f"{self._call}: not clipped are {_refused(self.attentions)}.")
         return sites
 
-    def check_clip(
-        self,
-        params: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> dict[str, float]:
+    def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Clips each attention by another factor for each head, between 1 and 1/2, and measures what changes.
 
         Use it to verify a clip: it runs the function twice for each attention, vectorized, with the parameters as they
@@ -269,12 +267,7 @@ class Program:
         return f"<Program of {self._call}: matrices {matrices}, attentions {len(self.attentions)}>"
 
 
-def inspect(
-    fun: Callable[..., Any],
-    params: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Program:
+def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Program:
     """Reads what a function does with its parameters: which are matrices, where attention is, how to clip it.
 
     Nothing is computed, and no name matters: the jaxpr of `fun` says which axes of a parameter are summed over, which
@@ -345,10 +338,7 @@ def inspect(
 
 
 def _traced(
-    fun: Callable[..., Any],
-    params: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    fun: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ClosedJaxpr, bool]:
     """The jaxpr of `fun`, whose inputs are the leaves of `params` and then the arrays in the arguments.
 
@@ -400,8 +390,7 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
 
 
 def _warn_of_masks(
-    call: str,
-    attentions: Iterable[tuple[Attention, list[Call]]],
+    call: str, attentions: Iterable[tuple[Attention, list[Call]]]
 ) -> None:
     """Warn of attentions with something added to their logits that may be a mask or a bias."""
     # What an argument of the function adds may be either, and decides which logits count as masked.
@@ -417,9 +406,7 @@ def _warn_of_masks(
 
 
 def _numbers_by_names(
-    structure: Any,
-    leaf_of: dict[str, Any],
-    decisions: dict[str, Decision],
+    structure: Any, leaf_of: dict[str, Any], decisions: dict[str, Decision]
 ) -> dict[str, Any]:
     """The dimension numbers of those parameters that the program leaves to names, with the warnings that names give.
 
@@ -458,11 +445,7 @@ def _name(fun: Callable[..., Any]) -> str:
     return f"inspect({getattr(fun, '__name__', type(fun).__name__)})"
 
 
-def _deviation(
-    x: jax.Array,
-    y: jax.Array,
-    each: bool = False,
-) -> float:
+def _deviation(x: jax.Array, y: jax.Array, each: bool = False) -> float:
     """How far `y` is from `x`, in units of the largest entry or of `each`; two that are -inf are equal."""
     # Each head's logit has a size of its own; entries of a result are as exact as the largest of them.
     unit = jnp.abs(x) if each else jnp.max(jnp.abs(x), initial=0)
@@ -509,10 +492,7 @@ def find_maxima(
 
 
 def _clippable(
-    closed: ClosedJaxpr,
-    arguments: Sequence[Any],
-    given: Sequence[Any],
-    call: str,
+    closed: ClosedJaxpr, arguments: Sequence[Any], given: Sequence[Any], call: str
 ) -> list[tuple[str, list[Call]]]:
     """Name and calls of each attention that can be clipped; what goes in is that of `find_maxima`."""
     # All of the arguments may be parameters, or one of them alone, where a loss is differentiated by its input too.
@@ -541,14 +521,12 @@ def _clippable(
 
 def _refused(attentions: Iterable[Attention]) -> str:
     """The attentions that can't be clipped, with the reasons."""
-    return listed([f"{a.name!r} ({a.line}): {a.problem}" for a in attentions if a.site is None])
+    return listed(
+        [f"{a.name!r} ({a.line}): {a.problem}" for a in attentions if a.site is None]
+    )
 
 
-def _no_site(
-    call: str,
-    attentions: Sequence[Attention],
-    instead: str,
-) -> ValueError:
+def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueError:
     """The error where no attention can be clipped."""
     why = f": no attention can be clipped. {_refused(attentions)}"
     # Without any, what counts as attention helps more than a list of nothing.
@@ -557,10 +535,7 @@ def _no_site(
     return ValueError(f"{call}{why}. Use {instead}.")
 
 
-def _attentions(
-    walk: Walk,
-    paths: Sequence[str],
-) -> list[tuple[Attention, list[Call]]]:
+def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
     """Named attentions with their calls; one that is called several times is one.
 
     `paths` are those of the parameters. An attention with its queries in "block_0/attn/q" and its keys in
@@ -591,7 +566,9 @@ def _attentions(
         path, signal = "", name
         if is_alone:
             path, signal = re.escape(module), "max_logits"
-            leaves = [leaf.removeprefix(f"{module}/" if module else "") for leaf in leaves]
+            leaves = [
+                leaf.removeprefix(f"{module}/" if module else "") for leaf in leaves
+            ]
         # What `proposals` found, with the paths of the parameters.
         scales = []
         for span, leaf in zip(first.spans, leaves, strict=True):
@@ -608,4 +585,6 @@ def _attentions(
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct) or (hasattr(x, "shape") and hasattr(x, "dtype"))
+    return isinstance(x, jax.ShapeDtypeStruct) or (
+        hasattr(x, "shape") and hasattr(x, "dtype")
+    )

@@ -51,12 +51,16 @@ def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[Span, ...]]:
     queries: list[Span] = []
     for pair in pairs:
         proposals = pair.proposals()
-        of_equal_heads = [spans for spans in proposals if len({span.heads for span in spans}) == 1]
+        of_equal_heads = [
+            spans for spans in proposals if len({span.heads for span in spans}) == 1
+        ]
         best += (of_equal_heads or proposals[-1:])[0]
         queries += proposals[-1]
     for spans in (best, queries):
         if len({(span.heads, len(span.stack)) for span in spans}) > 1:
-            raise Refused("its logits are a sum of products with other numbers of heads")
+            raise Refused(
+                "its logits are a sum of products with other numbers of heads"
+            )
     return list(dict.fromkeys([tuple(best), tuple(queries)]))
 
 
@@ -115,10 +119,15 @@ class QueriesAndKeys:
         self._check_equal_heads(of_queries, of_keys)
         return spans
 
-    def _check_equal_heads(self, of_queries: Sequence[Span], of_keys: Sequence[Span]) -> None:
+    def _check_equal_heads(
+        self, of_queries: Sequence[Span], of_keys: Sequence[Span]
+    ) -> None:
         """Refuses queries and keys that do not have the same layers and features, and heads that can be matched."""
         first_features = set()
-        for part in ([span for span in of_queries if span.scale.factor == "query"], of_keys):
+        for part in (
+            [span for span in of_queries if span.scale.factor == "query"],
+            of_keys,
+        ):
             if part:  # other parts of the queries, or of the keys, may follow the first
                 first_features.add(part[0].features)
         layers = set()
@@ -126,7 +135,9 @@ class QueriesAndKeys:
             layers.add(tuple(self.shapes[span.leaf][axis] for axis in span.stack))
         heads_of_queries = {span.heads for span in of_queries}
         heads_of_keys = {span.heads for span in of_keys}
-        several = max(map(len, (heads_of_queries, heads_of_keys, layers, first_features))) > 1
+        several = (
+            max(map(len, (heads_of_queries, heads_of_keys, layers, first_features))) > 1
+        )
         heads = of_queries[0].heads
         if several or any(heads % n for n in heads_of_queries | heads_of_keys):
             raise Refused(
@@ -144,7 +155,9 @@ class QueriesAndKeys:
                 raise Refused(self._why_of_all_columns(projection))
             # Nothing tells queries of one head, put together from several products, from several heads of one key.
             if len(projections) > 1 and not self._heads(self.query, projection.layout):
-                raise Refused("heads of its queries are put together from several products")
+                raise Refused(
+                    "heads of its queries are put together from several products"
+                )
 
     def _why_of_all_columns(self, projection: Projection) -> str:
         """Why each entry of the queries depends on all columns of their projection."""
@@ -155,14 +168,18 @@ class QueriesAndKeys:
         line = self.walk.graph.line(projection.nonlinear_at)
         return f"a function of all heads, as a norm, makes its queries: {line}"
 
-    def _check_order(self, operand: Operand, projections: Sequence[Projection], name: str) -> None:
+    def _check_order(
+        self, operand: Operand, projections: Sequence[Projection], name: str
+    ) -> None:
         """Refuses an order of entries that is not followed, and heads from several products."""
         for projection in projections:
             layouts = [projection.layout, *(bias.layout for bias in projection.biases)]
             if any(UNORDERED in layout.loops for layout in layouts):
                 raise Refused(f"its {name} are in another order than the parameter's")
             if projection.layout.placed(operand.batch):
-                raise Refused(f"heads of its {name} are put together from several products")
+                raise Refused(
+                    f"heads of its {name} are put together from several products"
+                )
 
     def _heads(self, operand: Operand, layout: Layout) -> dict[int, int]:
         """The axes of the product that count heads, and for each the axis of the operand that it comes from.
@@ -261,7 +278,9 @@ class QueriesAndKeys:
         if not used_axes.isdisjoint(stack):
             raise Refused("a loop goes over a part of an axis of its parameter")
         # Axes that only features lie along come last, so that those of one head follow each other.
-        feature_axes = {run.axis for run in features if run.positions.size > 1} - head_axes
+        feature_axes = {
+            run.axis for run in features if run.positions.size > 1
+        } - head_axes
         order = sorted(used_axes, key=lambda axis: (axis in feature_axes, axis))
         places = _places(shape, order, heads, features)
         if places is None:
@@ -270,16 +289,22 @@ class QueriesAndKeys:
         of_a_layer = [axis for axis in range(len(shape)) if axis not in stack]
         rank = len(of_a_layer)
         axes = tuple(of_a_layer.index(axis) - rank for axis in order)
-        return Span(leaf, Scale(path="", rank=rank, axes=axes, factor=factor, **places), stack)
+        return Span(
+            leaf, Scale(path="", rank=rank, axes=axes, factor=factor, **places), stack
+        )
 
 
 def _divided(span: Span, shared: Sequence[_Features]) -> Iterator[Span]:
     """The features of a query that meet the heads' own keys, and those that meet shared ones."""
     first, last = span.scale.span
-    shared = [_Features(first + features.start, first + features.stop) for features in shared]
+    shared = [
+        _Features(first + features.start, first + features.stop) for features in shared
+    ]
     edges = [first, *sorted({edge for features in shared for edge in features}), last]
     for start, stop in itertools.pairwise(edges):
-        is_shared = any(features.start <= start and stop <= features.stop for features in shared)
+        is_shared = any(
+            features.start <= start and stop <= features.stop for features in shared
+        )
         factor = "rotary" if is_shared else span.scale.factor
         if start < stop:
             scale = dataclasses.replace(span.scale, span=(start, stop), factor=factor)
@@ -296,7 +321,10 @@ def _positions(runs: Sequence[Run], weights: dict[int, int]) -> np.ndarray:
 
 
 def _places(
-    shape: Sequence[int], axes: Sequence[int], heads: Sequence[Run], features: Sequence[Run]
+    shape: Sequence[int],
+    axes: Sequence[int],
+    heads: Sequence[Run],
+    features: Sequence[Run],
 ) -> dict[str, Any] | None:
     """Where the heads lie on flattened axes of a parameter, in the words of `Scale`; None if not in equal runs.
 
@@ -308,7 +336,9 @@ def _places(
       heads: The positions that count heads.
       features: The positions of one head, which add to those.
     """
-    weights = {axis: math.prod(shape[x] for x in axes[k + 1 :]) for k, axis in enumerate(axes)}
+    weights = {
+        axis: math.prod(shape[x] for x in axes[k + 1 :]) for k, axis in enumerate(axes)
+    }
     total = math.prod(shape[axis] for axis in axes)
     first = _positions(heads, weights)
     inside = np.sort(_positions(features, weights))
@@ -326,7 +356,9 @@ def _places(
     # The features of the first head need not begin where its run begins.
     start = base - base % run if base % run + width <= run else base
     size = entries * run + (groups - 1) * gap
-    expected = first_positions(entries, run, start=base - inside[0], groups=groups, gap=gap)
+    expected = first_positions(
+        entries, run, start=base - inside[0], groups=groups, gap=gap
+    )
     if start + size > total or not np.array_equal(expected, first):
         return None
     return {

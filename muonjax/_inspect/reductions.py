@@ -40,10 +40,14 @@ def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
     for projection in linear:
         projection.product.added_up.update(projection.layout.runs_along(axes))
     totals = [
-        logits._replace(stage="largest") for logits in value.logits if logits.stage == "weights"
+        logits._replace(stage="largest")
+        for logits in value.logits
+        if logits.stage == "weights"
     ]
     views = _reduced_views(value, axes)
-    result = value._replace(views=views, projections=tuple(linear), logits=tuple(totals))
+    result = value._replace(
+        views=views, projections=tuple(linear), logits=tuple(totals)
+    )
     return [_without(result, axes)]
 
 

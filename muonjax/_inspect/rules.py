@@ -66,14 +66,18 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
     return [result] * len(node.outputs)
 
 
-def _record_parameters(walk: Walk, node: Node, values: Sequence[Value], has_no_rule: bool) -> None:
+def _record_parameters(
+    walk: Walk, node: Node, values: Sequence[Value], has_no_rule: bool
+) -> None:
     """Records that the operation takes parameters; without data it may be a penalty, such as a determinant."""
     has_data = any(value.depends_on and not value.is_weight for value in values)
     weights = [value for value in values if value.is_weight or has_no_rule]
     walk.record_views(node, node.name, weights, "unknown" if has_data else "alone")
 
 
-def _queries_and_keys(walk: Walk, node: Node, values: Iterable[Value]) -> list[Projection]:
+def _queries_and_keys(
+    walk: Walk, node: Node, values: Iterable[Value]
+) -> list[Projection]:
     """The queries and keys whose logits an operation without a rule takes."""
     projections: list[Projection] = []
     for value in values:
@@ -90,7 +94,8 @@ def _record_call(walk: Walk, node: Node, projections: Sequence[Projection]) -> N
     if len(arrays) < 3:
         return
     parts = {
-        (projection.product, projection.layout.region): projection for projection in projections
+        (projection.product, projection.layout.region): projection
+        for projection in projections
     }
     walk.attention.calls[node.index] = tuple(parts.values())
     walk.layers.products.add(node.index)

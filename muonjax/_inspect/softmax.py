@@ -22,11 +22,21 @@ if TYPE_CHECKING:
 
 # Softmax gives e^-20, 2e-9, of a share to what so much is added to; a larger number hides nothing.
 _HIDES = -20.0
-_ROUNDING = 1e-3  # in what a mask adds to what it shows, as in the logarithm of 1 + 1e-9
-_MOST_ABOVE = 2  # numbers above `_HIDES` in a table that may be a mask; one with more is a bias
+# In what a mask adds to what it shows, as in the logarithm of 1 + 1e-9.
+_ROUNDING = 1e-3
+# Numbers above `_HIDES` in a table that may be a mask; one with more is a bias.
+_MOST_ABOVE = 2
 EXPONENTIALS = ("exp", "exp2", "logistic")
 _ROOTS = ("sqrt", "rsqrt", "cbrt")
-_POWERS = (*EXPONENTIALS, *_ROOTS, "pow", "integer_pow", "square", "one_minus_square", "polynomial")
+_POWERS = (
+    *EXPONENTIALS,
+    *_ROOTS,
+    "pow",
+    "integer_pow",
+    "square",
+    "one_minus_square",
+    "polynomial",
+)
 _STAGES = ("logits", "weights", "largest")
 
 
@@ -37,7 +47,9 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     """
     # Logits count before the weights of an earlier softmax that they are added to; of several those computed last.
     with_logits = [v for v in operation.values if v.logits]
-    with_logits.sort(key=lambda v: (_STAGES.index(v.logits[0].stage), -v.logits[0].product))
+    with_logits.sort(
+        key=lambda v: (_STAGES.index(v.logits[0].stage), -v.logits[0].product)
+    )
     if not with_logits:
         return ()
     value, node = with_logits[0], operation.node
@@ -81,8 +93,7 @@ def lost(node: Node, x: Logits) -> Logits:
 
 
 def _of_weights(
-    operation: Operation,
-    with_logits: Sequence[Value],
+    operation: Operation, with_logits: Sequence[Value]
 ) -> tuple[Logits, ...]:
     """Softmax's weights, or a maximum, after an operation.
 
@@ -152,7 +163,11 @@ def _sum_of_products(node: Node, first: Logits, second: Logits) -> Logits:
     if second.summands:
         first, second = second, first
     axes = _axes_between(first.layout, second.layout)
-    if axes is None or node.name == "sub" or not (_is_plain(first) and _is_plain(second)):
+    if (
+        axes is None
+        or node.name == "sub"
+        or not (_is_plain(first) and _is_plain(second))
+    ):
         return lost(node, first)
     summands = (*first.summands, Summand(second.product, axes))
     return first._replace(value=node.outputs[0], summands=summands)
@@ -248,7 +263,9 @@ def masks_in(graph: Graph, added: Sequence[Addend]) -> Masks:
     if largest <= MASKED:
         return Masks(doubt=graph.line(doubts[0].node) if doubts else "")
     line = graph.line((*doubts, *biases)[0].node)
-    return Masks(problem=f"a mask that adds {largest:g} can't be told from a bias: {line}")
+    return Masks(
+        problem=f"a mask that adds {largest:g} can't be told from a bias: {line}"
+    )
 
 
 def _effect(graph: Graph, addend: Addend) -> float | None:

@@ -17,9 +17,7 @@ from muonjax._inspect.program import check_arrays, find_maxima
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
-    argnums: Any = 0,
-    has_aux: bool = False,
+    fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` that also returns the largest attention logits of each head, for any JAX function.
 
@@ -85,18 +83,13 @@ def value_and_grad(
 
 
 def _with_max_logits(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
+    fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool
 ) -> Callable[..., tuple[Any, Any]]:
     """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)): what is differentiated."""
     call = _call(fun)
 
     @functools.wraps(fun)
-    def measured(
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Any, Any]:
+    def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         chosen = _chosen(argnums)
         arguments = [args[i] for i in chosen]
         # The leaves of all others become constants of the jaxpr, which the reader must not take for a program's own.
@@ -130,11 +123,7 @@ def _with_max_logits(
     return measured
 
 
-def _loss_and_aux(
-    call: str,
-    result: Any,
-    has_aux: bool,
-) -> tuple[Any, Any]:
+def _loss_and_aux(call: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
     """What the function returned, as a loss and what comes with it, or None.
 
     Raises:

@@ -52,7 +52,9 @@ class Use(NamedTuple):
     what: str  # in words, or the name of the operation
     node: int  # the number of the operation
     view: ParameterView
-    rows: tuple[Run, ...] = ()  # a product sums over them, an index of a look-up chooses along them
+    rows: tuple[
+        Run, ...
+    ] = ()  # a product sums over them, an index of a look-up chooses along them
     columns: tuple[Run, ...] = ()  # a product gives them
     batch: tuple[Run, ...] = ()  # they count matrices: batch axes, loops, experts
     activation: int = -1  # the activation that it is multiplied with
@@ -92,8 +94,10 @@ class Projection(NamedTuple):
     product: Product
     layout: Layout
     biases: tuple[ParameterView, ...] = ()  # parameters that were added since then
-    nonlinear_at: int = -1  # the first operation that does not commute with scaling the parameter
-    unmixed: bool = True  # no operation yet that mixes its columns: it may still be cut into parts
+    # The first operation that does not commute with scaling the parameter.
+    nonlinear_at: int = -1
+    # No operation yet mixes its columns: it may still be cut into parts.
+    unmixed: bool = True
 
     @property
     def is_linear(self) -> bool:
@@ -118,9 +122,8 @@ class Summand(NamedTuple):
     """A product that was added to logits."""
 
     product: int  # the operation
-    axes: tuple[
-        tuple[int, int], ...
-    ]  # of the first product, and for each the one of this product along it
+    # Those of the first product, and for each the one of this product along it.
+    axes: tuple[tuple[int, int], ...]
 
     def along(self, axes: Iterable[int]) -> frozenset[int]:
         """Its axes along these of the first product."""
@@ -137,7 +140,8 @@ class Logits(NamedTuple):
     raw: int = -1  # the logits before data or constants were added, if any were
     # Axes of the product along which a subtracted maximum differs.
     shifted: frozenset[int] | None = None
-    lost: int = -1  # the first result that is something else: more is added, or scaled after it was
+    # The first result that is something else: more is added, or scaled after it was.
+    lost: int = -1
     added: tuple[Addend, ...] = ()
     unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
     # Other products that were added to it, as that of rotary features to that of the others (MLA).
@@ -209,7 +213,11 @@ class Value(NamedTuple):
         if depends_on & PARAMETER:
             depends_on = depends_on - PARAMETER | FROZEN
         return self._replace(
-            depends_on=depends_on, views=(), projections=(), scores=-1, exponential_of=-1
+            depends_on=depends_on,
+            views=(),
+            projections=(),
+            scores=-1,
+            exponential_of=-1,
         )
 
     def map(self, move: Move) -> Value:
@@ -230,13 +238,17 @@ class Value(NamedTuple):
 
         Along an axis without a source the entries repeat.
         """
-        return self.repeating(old).map(lambda layout: layout.pick(tuple(sources), shape))
+        return self.repeating(old).map(
+            lambda layout: layout.pick(tuple(sources), shape)
+        )
 
     def repeating(self, shape: Sequence[int]) -> Value:
         """The value of this shape, before axes are added along which its entries repeat."""
         if not self.depends_on or any(fact.what == "repeats" for fact in self.facts):
             return self
-        return self._replace(facts=(*self.facts, AxisFact("repeats", whole(tuple(shape)))))
+        return self._replace(
+            facts=(*self.facts, AxisFact("repeats", whole(tuple(shape))))
+        )
 
     def axes(self, what: str) -> tuple[int, ...]:
         """The axes along which it is "one hot", or "counts", or "repeats" itself."""
@@ -245,7 +257,9 @@ class Value(NamedTuple):
             if fact.what != what:
                 continue
             varying = fact.layout.varying
-            if what == "repeats":  # its layout has the axes along which the value does not repeat
+            if (
+                what == "repeats"
+            ):  # its layout has the axes along which the value does not repeat
                 long = {axis for axis, n in enumerate(fact.layout.shape) if n > 1}
                 axes += sorted(long - varying)
             else:
@@ -257,11 +271,18 @@ class Operand:
     """One operand of a product, whose axes are summed over, or batches, or free: axes of the result."""
 
     def __init__(
-        self, value: Value, array: int, rank: int, summed: Sequence[int], batch: Sequence[int]
+        self,
+        value: Value,
+        array: int,
+        rank: int,
+        summed: Sequence[int],
+        batch: Sequence[int],
     ):
         self.value, self.array = value, array
         self.summed, self.batch = tuple(summed), tuple(batch)
-        self.free = tuple(k for k in range(rank) if k not in self.summed and k not in self.batch)
+        self.free = tuple(
+            k for k in range(rank) if k not in self.summed and k not in self.batch
+        )
         # For each axis of the product, the axis of this operand that it comes from, if any.
         self.sources: Sequence[int | None] = ()
         self.shape: tuple[int, ...] = ()  # of the product
@@ -291,7 +312,9 @@ class Operand:
         if not self.value.views:  # not followed, such as a weight without its mean
             return True
         varying = self.value.varying
-        shape = self.value.views[0].layout.shape  # that of this operand, as in all of its views
+        shape = self.value.views[
+            0
+        ].layout.shape  # that of this operand, as in all of its views
         return not any(n > 1 and axis not in varying for axis, n in enumerate(shape))
 
     @property
@@ -344,7 +367,9 @@ def dependent(values: Iterable[Value]) -> Value:
         scores = max(scores, value.scores)
         exponential_of = max(exponential_of, value.exponential_of)
         no_rule = max(no_rule, value.no_rule)
-    return Value(depends_on, scores=scores, exponential_of=exponential_of, no_rule=no_rule)
+    return Value(
+        depends_on, scores=scores, exponential_of=exponential_of, no_rule=no_rule
+    )
 
 
 def used_alike(projections: Sequence[Projection]) -> bool:
@@ -353,14 +378,18 @@ def used_alike(projections: Sequence[Projection]) -> bool:
     The halves of a rotation are not: one meets a cosine, the other a sine.
     """
     layouts = {projection.layout for projection in projections}
-    functions = {(projection.nonlinear_at, projection.unmixed) for projection in projections}
+    functions = {
+        (projection.nonlinear_at, projection.unmixed) for projection in projections
+    }
     return len(layouts) == 1 or len(functions) == 1
 
 
 def all_projections(values: Iterable[Value]) -> tuple[Projection, ...]:
     """The projections in a sum or a concatenation of these. Parts of one product become one projection."""
     projections = [projection for value in values for projection in value.projections]
-    of_products = grouped((projection.product, projection) for projection in projections)
+    of_products = grouped(
+        (projection.product, projection) for projection in projections
+    )
     return tuple(_united(parts) for parts in of_products.values())
 
 

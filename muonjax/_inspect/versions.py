@@ -16,7 +16,9 @@ Body: TypeAlias = Jaxpr | ClosedJaxpr  # JAX 0.12 has one type for both
 
 # Equations that can return more than they do; all others are opaque: a rule for derivatives or for batching,
 # or a kernel, is written for the outputs as they are.
-_CALLS = frozenset({"jit", "call", "closed_call", "remat2", "compute_on", "xla_metadata_call"})
+_CALLS = frozenset(
+    {"jit", "call", "closed_call", "remat2", "compute_on", "xla_metadata_call"}
+)
 EXTENSIBLE = _CALLS | {"scan", "while", "cond", "shard_map"}
 
 
@@ -72,9 +74,7 @@ def inlined() -> Any:
 
 
 def with_bodies(
-    eqn: JaxprEqn,
-    new: Sequence[ClosedJaxpr],
-    count: int,
+    eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int
 ) -> dict[str, Any]:
     """An equation's parameters with `new` in place of its body or branches; each returns `count` values more.
 

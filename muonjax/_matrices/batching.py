@@ -46,11 +46,7 @@ class Function:
     form: Callable[[int, int], Hashable] = lambda m, n: None
     exchange_dtype: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
 
-    def __call__(
-        self,
-        x: jax.Array,
-        axis_name: tuple[str, ...] = (),
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
         """f(x), alone."""
         return self.whole(x, axis_name)
 
@@ -68,9 +64,7 @@ def map_leaves(
 
 
 def map_groups(
-    f: Function,
-    matrices: Sequence[Inexact[Array, "_batch _m _n"]],
-    policy: Policy,
+    f: Function, matrices: Sequence[Inexact[Array, "_batch _m _n"]], policy: Policy
 ) -> list[Inexact[Array, "_batch _m _n"]]:
     """f of each matrix, compiled once for each group.
 
@@ -103,11 +97,7 @@ def map_groups(
     return results
 
 
-def _map_stack(
-    f: Function,
-    parts: list[jax.Array],
-    policy: Policy,
-) -> list[jax.Array]:
+def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.Array]:
     """f of each of the arrays [count, m, n] or [count, n, m] that share a program: of one dtype and m, and any n."""
     shapes = list(map(_sides, parts))
     m, n = max(shapes)
@@ -144,9 +134,7 @@ def _map_stack(
 
 
 def _groups(
-    f: Function,
-    matrices: Sequence[jax.Array],
-    policy: Policy,
+    f: Function, matrices: Sequence[jax.Array], policy: Policy
 ) -> list[list[int]]:
     """Indices of the arrays that share a program: those of one shape, and their neighbors.
 
@@ -169,7 +157,9 @@ def _groups(
             if policy.chunk_size(2, (m, n)) > 1:
                 batched += sum(len(matrices[i]) for i in indices)
         in_blocks = f.in_blocks is not None
-        in_blocks = in_blocks and policy.goes_in_blocks(m, len(indices_of_columns), batched)
+        in_blocks = in_blocks and policy.goes_in_blocks(
+            m, len(indices_of_columns), batched
+        )
         groups: list[list[int]] = [[]]
         # The fewest columns first: a group is padded to the columns of the next.
         for n, indices in sorted(indices_of_columns.items()):
@@ -186,9 +176,7 @@ def _groups(
 
 
 def _stacks(
-    group: list[int],
-    matrices: Sequence[jax.Array],
-    policy: Policy,
+    group: list[int], matrices: Sequence[jax.Array], policy: Policy
 ) -> list[list[int]]:
     """A group in parts, each a single array or within the policy's bound; about equal, if the arrays allow it.
 
@@ -238,9 +226,7 @@ def _stacked(parts: Sequence[jax.Array], n: int) -> Inexact[Array, "count m n"]:
 
 
 def _unstacked(
-    stack: jax.Array,
-    counts: Sequence[int],
-    platform: str,
+    stack: jax.Array, counts: Sequence[int], platform: str
 ) -> list[jax.Array]:
     """A stack in parts of so many entries: the inverse of a concatenation."""
     if len(counts) == 1:
@@ -254,9 +240,7 @@ def _unstacked(
 
 
 def _map_and_transpose_each(
-    f: Function,
-    parts: Sequence[jax.Array],
-    platform: str,
+    f: Function, parts: Sequence[jax.Array], platform: str
 ) -> list[jax.Array]:
     """f of each matrix of one shape or its transpose, which is transposed when its turn comes.
 
@@ -282,10 +266,7 @@ def _map_and_transpose_each(
             flat,
         )
         return jax.lax.cond(
-            is_tall,
-            lambda y: y.mT.reshape(-1),
-            lambda y: y.reshape(-1),
-            f.whole(x),
+            is_tall, lambda y: y.mT.reshape(-1), lambda y: y.reshape(-1), f.whole(x)
         )
 
     stack = jnp.concatenate([x.reshape(-1, m * n) for x in ordered])
@@ -305,9 +286,7 @@ def _map_and_transpose_each(
 
 
 def _map_in_blocks(
-    f: Function,
-    parts: Sequence[jax.Array],
-    platform: str,
+    f: Function, parts: Sequence[jax.Array], platform: str
 ) -> list[jax.Array]:
     """f of each matrix by blocks of columns, in float32 or wider; the matrices have one m and any n.
 

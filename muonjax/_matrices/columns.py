@@ -55,9 +55,7 @@ class Blocks(NamedTuple):
         return self._replace(blocks=blocks)
 
     def sum(
-        self,
-        f: Function,
-        add: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add,
+        self, f: Function, add: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add
     ) -> jax.Array:
         """f of each block of X, added to zero."""
 

@@ -13,7 +13,13 @@ import optax
 
 from muonjax._common.arguments import errors_of
 from muonjax._common.platform import sharded_like, whole_along
-from muonjax._common.trees import broadcast_prefix, is_boxed, is_masked, tree_of, without_box
+from muonjax._common.trees import (
+    broadcast_prefix,
+    is_boxed,
+    is_masked,
+    tree_of,
+    without_box,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
@@ -86,10 +92,7 @@ def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
 
 
 def resolve_dimension_numbers(
-    numbers: DimensionNumbersTree,
-    tree: Any,
-    *,
-    call: str = "",
+    numbers: DimensionNumbersTree, tree: Any, *, call: str = ""
 ) -> list[DimensionNumbers | None]:
     """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
 
@@ -126,10 +129,7 @@ def _is_entry(x: Any) -> bool:
 
 
 def matrix_pieces(
-    numbers: DimensionNumbersTree,
-    tree: Any,
-    *,
-    call: str = "",
+    numbers: DimensionNumbersTree, tree: Any, *, call: str = ""
 ) -> Pieces:
     """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order.
 
@@ -165,15 +165,12 @@ def _check_leaf(named: str, leaf: Any) -> None:
             f" needs float or complex leaves, but {named} is {dtype}; see optax.masked."
         )
     if jnp.finfo(dtype).bits < 16:
-        raise TypeError(f"{named} is {dtype}, whose few bits round steps away; train in float32.")
+        raise TypeError(
+            f"{named} is {dtype}, whose few bits round steps away; train in float32."
+        )
 
 
-def _pieces(
-    named: str,
-    i: int,
-    shape: Axes,
-    numbers: DimensionNumbers,
-) -> list[Piece]:
+def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[Piece]:
     """The pieces of the i-th leaf, after all checks of its axes.
 
     There is one, or one for each part if a fused axis has unequal parts or repeats them. `parts=(2, 1, 3)` along the
@@ -219,15 +216,12 @@ def _pieces(
     return pieces
 
 
-def _checked_axes(
-    named: str,
-    argument: str,
-    value: Any,
-    shape: Axes,
-) -> Axes:
+def _checked_axes(named: str, argument: str, value: Any, shape: Axes) -> Axes:
     """The axes of a leaf that an argument names, counted from 0: -1 of three axes is (2,)."""
     try:
-        axes = tuple(map(operator.index, value if isinstance(value, Sequence) else (value,)))
+        axes = tuple(
+            map(operator.index, value if isinstance(value, Sequence) else (value,))
+        )
     except TypeError:
         raise TypeError(
             f"{argument}={value!r} must be an axis, a whole number, or several."
@@ -241,11 +235,7 @@ def _checked_axes(
 
 
 def view_of(
-    shape: Axes,
-    reduction: Axes,
-    output: Axes,
-    cut: int | None = None,
-    parts: int = 1,
+    shape: Axes, reduction: Axes, output: Axes, cut: int | None = None, parts: int = 1
 ) -> MatrixView:
     """The view of a leaf of this shape by checked axes, one of which may be cut into equal parts.
 
@@ -257,7 +247,9 @@ def view_of(
         # An axis after the cut is one further, and of the two axes of the cut the second is the side.
         reduction = tuple(axis + (axis >= cut) for axis in reduction)
         output = tuple(axis + (axis >= cut) for axis in output)
-    batch = tuple(axis for axis in range(len(cut_shape)) if axis not in reduction + output)
+    batch = tuple(
+        axis for axis in range(len(cut_shape)) if axis not in reduction + output
+    )
     return MatrixView(shape, cut_shape, batch, reduction, output, cut)
 
 
@@ -362,7 +354,9 @@ class MatrixView(NamedTuple):
 
     def summed_over(self, axes: Axes) -> Axes:
         """`shape` after a sum over these axes that keeps them."""
-        return tuple(1 if axis in axes else size for axis, size in enumerate(self.shape))
+        return tuple(
+            1 if axis in axes else size for axis, size in enumerate(self.shape)
+        )
 
     @property
     def _order(self) -> Axes:
@@ -376,9 +370,7 @@ class MatrixView(NamedTuple):
         return leaf.reshape(self.shape)
 
     def join(
-        self,
-        split: Inexact[Array, "*split"],
-        like: Inexact[Array, "*leaf"],
+        self, split: Inexact[Array, "*split"], like: Inexact[Array, "*leaf"]
     ) -> Inexact[Array, "*leaf"]:
         """The inverse of `split`, sharded as `like`."""
         leaf = split.reshape(self.leaf_shape)
@@ -418,11 +410,7 @@ class Pieces(list[Piece]):
             by_leaf.setdefault(piece.leaf, []).append((piece, value))
         return by_leaf
 
-    def replaced(
-        self,
-        tree: Any,
-        results: Sequence[Any],
-    ) -> Any:
+    def replaced(self, tree: Any, results: Sequence[Any]) -> Any:
         """The tree with the pieces' results in their places; what is no matrix stays."""
         leaves = self.treedef.flatten_up_to(tree)
         for i, pairs in self._by_leaf(results).items():
@@ -447,11 +435,7 @@ class Pieces(list[Piece]):
         # A box of Flax has the sharding of the parameter, which is of another shape.
         return jax.tree.map(without_box, state, is_leaf=is_boxed)
 
-    def of_state(
-        self,
-        state: Any,
-        shapes: Sequence[Axes],
-    ) -> list[Any]:
+    def of_state(self, state: Any, shapes: Sequence[Axes]) -> list[Any]:
         """The inverse of `as_state`; raises unless the arrays have these shapes."""
         # Masked nodes have no leaves.
         arrays = jax.tree.leaves(state)

@@ -97,7 +97,9 @@ class Round(NamedTuple):
         if self.by_all_reduce:
             # The all-reduce of a buffer [owners, sum(replica_sizes)]:
             #   2 owners sum(replica_sizes) (replicas - 1) / replicas
-            elements += 2.0 * owners * sum(self.replica_sizes) * (replicas - 1) / replicas
+            elements += (
+                2.0 * owners * sum(self.replica_sizes) * (replicas - 1) / replicas
+            )
         else:
             # The all-gather of buffers [owners, row_size]:
             #   owners row_size (replicas - 1)
@@ -124,9 +126,7 @@ def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[
 
 
 def _fastest_column_axes(
-    sharding: Axes,
-    leaves: Sequence[ShardedLeaf],
-    mesh_shape: MeshShape,
+    sharding: Axes, leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape
 ) -> Axes:
     """Along which mesh axes the matrices of these leaves, which `sharding` shards, stay cut.
 
@@ -134,15 +134,15 @@ def _fastest_column_axes(
     """
     seconds = {}
     for column_axes in _column_choices(sharding, leaves, mesh_shape):
-        _, seconds[column_axes] = _assign(leaves, [column_axes] * len(leaves), mesh_shape)
+        _, seconds[column_axes] = _assign(
+            leaves, [column_axes] * len(leaves), mesh_shape
+        )
     # On a tie the first choice is taken, which is to gather whole matrices.
     return min(seconds, key=seconds.__getitem__)
 
 
 def _column_choices(
-    sharding: Axes,
-    leaves: Sequence[ShardedLeaf],
-    mesh_shape: MeshShape,
+    sharding: Axes, leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape
 ) -> list[Axes]:
     """No mesh axis, and each one that shards the longer side of all matrices.
 
@@ -180,9 +180,7 @@ def seconds_of_unit(kind: UnitKind, mesh_shape: MeshShape) -> float:
 
 
 def _assign(
-    leaves: Sequence[ShardedLeaf],
-    column_axes: Sequence[Axes],
-    mesh_shape: MeshShape,
+    leaves: Sequence[ShardedLeaf], column_axes: Sequence[Axes], mesh_shape: MeshShape
 ) -> tuple[list[Round], float]:
     """Give each matrix to an owner, where the matrices of each leaf stay cut along its `column_axes`.
 
@@ -238,11 +236,7 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
     return devices.reshape(devices_along(mesh_shape, group.owner_axes), -1)
 
 
-def _give(
-    queue: list[Units],
-    owners: Owners,
-    busy: np.ndarray,
-) -> np.ndarray:
+def _give(queue: list[Units], owners: Owners, busy: np.ndarray) -> np.ndarray:
     """Give the units of one kind to the owners, each unit to the owner that is least busy then.
 
     Args:
@@ -286,11 +280,7 @@ def _take(queue: list[Units], count: int) -> list[Units]:
     return taken
 
 
-def _round(
-    group: ExchangeGroup,
-    owners: Owners,
-    mesh_shape: MeshShape,
-) -> Round:
+def _round(group: ExchangeGroup, owners: Owners, mesh_shape: MeshShape) -> Round:
     """The round of a group, in which units of equal shape follow each other: one loop then serves them all."""
     for owner in owners:
         owner.sort(key=lambda units: units.layout.stack_shape)
@@ -301,5 +291,7 @@ def _round(
     row_size = round_.row_size
     if row_size >= 2**31:
         # XLA's indices have 32 bits.
-        raise ValueError(f"one device would get {row_size} numbers from another; use more devices.")
+        raise ValueError(
+            f"one device would get {row_size} numbers from another; use more devices."
+        )
     return round_

@@ -62,7 +62,9 @@ class Distribution:
         specs = jax.tree.leaves_with_path(self.param_specs, is_leaf=_is_spec)
         for path, spec in specs:
             where = jax.tree_util.keystr(path) or "its root"
-            _check_spec(spec, f"Distribution(param_specs=...) at {where}", self.mesh.axis_names)
+            _check_spec(
+                spec, f"Distribution(param_specs=...) at {where}", self.mesh.axis_names
+            )
 
     @functools.cached_property
     def _value(self) -> tuple:
@@ -82,11 +84,7 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, (PartitionSpec, NamedSharding))
 
 
-def _check_spec(
-    spec: Any,
-    where: str,
-    axis_names: Axes,
-) -> None:
+def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
     """Raise unless `spec` shards by axes of the mesh alone."""
     # A sharding with unconstrained axes leaves them to XLA, so that nobody knows the shards.
     entries = getattr(spec, "spec", spec) if _is_spec(spec) else None
@@ -102,7 +100,9 @@ def _check_spec(
             )
 
 
-def _mesh_axes(spec: PartitionSpec | NamedSharding | None, ndim: int = 0) -> tuple[Axes, ...]:
+def _mesh_axes(
+    spec: PartitionSpec | NamedSharding | None, ndim: int = 0
+) -> tuple[Axes, ...]:
     """For each axis of an array, the mesh axes that `spec` names for it.
 
     P("fsdp", None, ("data", "tensor")) gives (("fsdp",), (), ("data", "tensor")).
@@ -128,9 +128,7 @@ def devices_along(mesh_shape: MeshShape, axes: Axes) -> int:
 
 
 def even_sharding(
-    shape: tuple[int, ...],
-    spec: Any,
-    mesh_shape: MeshShape,
+    shape: tuple[int, ...], spec: Any, mesh_shape: MeshShape
 ) -> tuple[Axes, ...]:
     """For each axis of an array of `shape`, the mesh axes that shard it.
 
@@ -212,9 +210,7 @@ class OnMesh(NamedTuple):
 
 
 def find_mesh(
-    distribution: Distribution | None,
-    tree: Any,
-    chosen: list[int],
+    distribution: Distribution | None, tree: Any, chosen: list[int]
 ) -> OnMesh | None:
     """How the `chosen` leaves of `tree` are sharded: as `distribution` says, or else explicit axis types.
 

@@ -73,11 +73,7 @@ def map_on_mesh(
     # The checker of varying axes can't see that an all-gather makes replicas.
     in_specs = tuple(specs)
     run = jax.shard_map(
-        on_blocks,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=in_specs,
-        check_vma=False,
+        on_blocks, mesh=mesh, in_specs=in_specs, out_specs=in_specs, check_vma=False
     )
     if AxisType.Explicit not in mesh.axis_types:
         return list(run(*leaves))
@@ -94,7 +90,9 @@ def _check_mesh(mesh: Mesh | AbstractMesh, leaves: Arrays) -> None:
         if other.size <= 1:  # 0: made under no mesh
             continue
         if AxisType.Manual in other.axis_types:
-            raise ValueError("(distribution=...) can't run inside of another shard_map.")
+            raise ValueError(
+                "(distribution=...) can't run inside of another shard_map."
+            )
         if other.size != mesh.size:
             raise ValueError(
                 f"the Distribution's mesh {dict(mesh.shape)} has {mesh.size} devices, but "
@@ -141,11 +139,7 @@ def _stack_of_units(block: jax.Array, view: MatrixView) -> jax.Array:
     return block.transpose(batch_axes + unit_axes).reshape(-1, *unit_shape)
 
 
-def _block_of_stack(
-    stack: jax.Array,
-    view: MatrixView,
-    block: jax.Array,
-) -> jax.Array:
+def _block_of_stack(stack: jax.Array, view: MatrixView, block: jax.Array) -> jax.Array:
     """The inverse of `_stack_of_units`, in the shape and dtype of `block`."""
     # What counts units comes first, and then the axes of a unit.
     order = sum(view.unit_axes, ())
@@ -153,16 +147,13 @@ def _block_of_stack(
     return stack.transpose(np.argsort(order)).astype(block.dtype)
 
 
-def _run_round(
-    f: Function,
-    round_: Round,
-    stacks: Arrays,
-    policy: Policy,
-) -> Results:
+def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Results:
     """Exchange the blocks of a group, apply f, and exchange the results."""
     # The replicas store the same blocks, and each sends those of its own owners. All devices run one program, so the
     # replica's number chooses a branch of it.
-    packs = [functools.partial(_pack, round_, owners, stacks) for owners in round_.replicas]
+    packs = [
+        functools.partial(_pack, round_, owners, stacks) for owners in round_.replicas
+    ]
     replica = jax.lax.axis_index(round_.group.replica_axes) if len(packs) > 1 else 0
     buffer = jax.lax.switch(replica, packs)
 
@@ -173,11 +164,7 @@ def _run_round(
     return _unpack(_share_with_replicas(buffer, round_), round_)
 
 
-def _pack(
-    round_: Round,
-    owners: Owners,
-    stacks: Arrays,
-) -> jax.Array:
+def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
     """[owners, row_size]: a row for each owner, with the blocks that it gets from this device."""
     dtype, row_size = round_.group.dtype, round_.row_size
     parts = []

@@ -68,9 +68,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
 
 def leaf_by_leaf(
-    step: Callable[..., tuple[Any, ...]],
-    updates: Any,
-    *states: Any,
+    step: Callable[..., tuple[Any, ...]], updates: Any, *states: Any
 ) -> list[Any]:
     """`step(update, *state)`, the new update and state of one leaf, for each leaf of these trees of one structure.
 
@@ -102,7 +100,9 @@ def leaf_by_leaf(
 
 def _is_on_host(x: Any) -> bool:
     """Whether it is an array, or a traced one, in the host's memory."""
-    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
+    return (
+        isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
+    )
 
 
 def _to_device(x: Any) -> Any:

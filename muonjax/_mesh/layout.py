@@ -96,9 +96,7 @@ class UnitKind(NamedTuple):
 
 
 def unit_kind(
-    leaf: ShardedLeaf,
-    mesh_shape: MeshShape,
-    column_axes: Axes = (),
+    leaf: ShardedLeaf, mesh_shape: MeshShape, column_axes: Axes = ()
 ) -> UnitKind:
     """Along which mesh axes the matrices of a leaf go to their owners, and which block of each a device stores.
 
@@ -152,15 +150,15 @@ def units_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
 
 def _sides(view: MatrixView) -> tuple[list[int], list[int]]:
     """The leaf's axes along the shorter and along the longer side of its matrices."""
-    rows, columns = view.leaf_axes(view.reduction_axes), view.leaf_axes(view.output_axes)
+    rows, columns = (
+        view.leaf_axes(view.reduction_axes),
+        view.leaf_axes(view.output_axes),
+    )
     return (columns, rows) if view.fan_in > view.fan_out else (rows, columns)
 
 
 def _unit_layout(
-    view: MatrixView,
-    sharding: Sequence[Axes],
-    column_axes: Axes,
-    mesh_shape: MeshShape,
+    view: MatrixView, sharding: Sequence[Axes], column_axes: Axes, mesh_shape: MeshShape
 ) -> UnitLayout:
     """Shape and sharding of the leaf's units, which stay cut along `column_axes`."""
     # A kernel [16, 64] with P("fsdp", "tensor") on 4 x 2 devices has blocks [4, 32]. Its owner gathers [16, 64], or

@@ -24,10 +24,7 @@ from muonjax._mesh.layout import UnitLayout
 
 
 def apply_to_owned(
-    f: Function,
-    buffer: jax.Array,
-    round_: Round,
-    policy: Policy,
+    f: Function, buffer: jax.Array, round_: Round, policy: Policy
 ) -> jax.Array:
     """Apply f to each matrix whose blocks are in the columns of the buffer; the results take their place.
 
@@ -145,11 +142,7 @@ def _loops(round_: Round, policy: Policy) -> list[Loop]:
     return [_loop(columns, round_, policy) for columns in columns_of.values()]
 
 
-def _loop(
-    columns: Columns,
-    round_: Round,
-    policy: Policy,
-) -> Loop:
+def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
     """The loop over units of one shape, a batch of equally many units in each step."""
     # One shape can have several layouts: leaves that are sharded along other axes, or transposed.
     layouts = list(dict.fromkeys(itertools.chain(*columns)))
@@ -187,10 +180,7 @@ def _loop(
 
 
 def _run_loop(
-    apply: Callable[[jax.Array], jax.Array],
-    loop: Loop,
-    owner: Any,
-    buffer: jax.Array,
+    apply: Callable[[jax.Array], jax.Array], loop: Loop, owner: Any, buffer: jax.Array
 ) -> jax.Array:
     """Apply a function to this owner's matrices of one shape, whose results replace their blocks in the buffer.
 

@@ -90,9 +90,7 @@ def state_shardings(
 
 
 def _parameter_like(
-    path: Path,
-    shape: tuple[int, ...],
-    params: dict[Path, Any],
+    path: Path, shape: tuple[int, ...], params: dict[Path, Any]
 ) -> Path | None:
     """The path of the parameter that an array of the state is like.
 
@@ -122,5 +120,7 @@ def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
     # Replicated arrays need the mesh too, and there is one for the whole state.
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
-        raise ValueError(f"(params) finds {len(meshes)} meshes; give it the distribution.")
+        raise ValueError(
+            f"(params) finds {len(meshes)} meshes; give it the distribution."
+        )
     return meshes.pop(), shardings

@@ -27,14 +27,18 @@ def matrices(x: Any, name: str = "x") -> Float[Array, "*batch m n"]:
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"({name}={shown(x)}) must be an array [*batch, m, n].") from error
+        raise TypeError(
+            f"({name}={shown(x)}) must be an array [*batch, m, n]."
+        ) from error
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
             f"({name}) needs a real floating-point matrix, got dtype {x.dtype}; "
             "cast it, or take the real form [[re, -im], [im, re]] of a complex one."
         )
     if x.ndim < 2:
-        raise ValueError(f"({name}) needs a matrix [*batch, m, n], got shape {x.shape}.")
+        raise ValueError(
+            f"({name}) needs a matrix [*batch, m, n], got shape {x.shape}."
+        )
     return x
 
 
@@ -46,8 +50,7 @@ def product_of(x: Float[Array, "*batch m n"], precision: str | None) -> MatrixPr
 
 
 def rows_beside(
-    x: Float[Array, "*batch m n"],
-    coefficients: Coefficients,
+    x: Float[Array, "*batch m n"], coefficients: Coefficients
 ) -> Float[Array, "steps 3"]:
     """Rows as an array, float32 or wider, to iterate on x.
 
@@ -79,8 +82,7 @@ def normalized(
 
 
 def oriented_like(
-    wide: Float[Array, "*batch short long"],
-    x: Float[Array, "*batch m n"],
+    wide: Float[Array, "*batch short long"], x: Float[Array, "*batch m n"]
 ) -> Float[Array, "*batch m n"]:
     """Undoes `widened`: `wide` in the orientation and dtype of x."""
     oriented = wide if wide.shape == x.shape else adjoint(wide)
@@ -88,8 +90,7 @@ def oriented_like(
 
 
 def inner(
-    x: Float[Array, "*batch m n"],
-    y: Float[Array, "*batch m n"],
+    x: Float[Array, "*batch m n"], y: Float[Array, "*batch m n"]
 ) -> Float[Array, "*batch 1 1"]:
     """Frobenius inner product of each matrix."""
     return jnp.sum(x * y, axis=(-2, -1), keepdims=True)

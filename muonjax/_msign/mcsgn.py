@@ -69,7 +69,9 @@ def mcsgn(
     with errors_of("mcsgn"):
         x = matrices(x)
         if x.shape[-2] != x.shape[-1]:
-            raise ValueError(f"(x) needs square matrices, got shape {x.shape}; msign takes others.")
+            raise ValueError(
+                f"(x) needs square matrices, got shape {x.shape}; msign takes others."
+            )
         rows = CONVERGED if coefficients is None else checked_rows(coefficients)
         dot = product_of(x, precision)
     if x.size == 0:
@@ -86,9 +88,7 @@ def _unit(
 
 
 def _iterate(
-    x: Float[Array, "*batch n n"],
-    rows: Float[Array, "steps 3"],
-    dot: MatrixProduct,
+    x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
 ) -> Float[Array, "*batch n n"]:
     """X <- (a I + b X^2 + c X^4) X, once for each row."""
     return iterate(x, rows, dot, lambda x: dot(x, x))
@@ -96,9 +96,7 @@ def _iterate(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def polynomial_mcsgn(
-    x: Float[Array, "*batch n n"],
-    rows: Float[Array, "steps 3"],
-    dot: MatrixProduct,
+    x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
 ) -> Float[Array, "*batch n n"]:
     """mcsgn by `rows`, which are constants; its derivative keeps x alone."""
     unit, _ = _unit(x)
@@ -167,7 +165,9 @@ def sylvester(
     try:
         batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2], c.shape[:-2])
     except ValueError as error:
-        raise ValueError(f"sylvester of {shapes}: give them equal batch axes, or none.") from error
+        raise ValueError(
+            f"sylvester of {shapes}: give them equal batch axes, or none."
+        ) from error
     dtype = jnp.result_type(a, b, c)
     wide = at_least_float32(dtype)
     # Inside `jax.shard_map` all three vary over the mesh axes of any: `lax.custom_linear_solve` needs that.

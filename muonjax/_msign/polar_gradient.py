@@ -21,7 +21,11 @@ from jax import lax
 from muonjax._common.linalg import MatrixProduct, adjoint, hermitian_part, identity_like
 from muonjax._msign.inputs import oriented_like, rows_beside, unit_norm, widened
 from muonjax._msign.polynomial_gradient import about_mean, iterate, plus_transpose
-from muonjax._newton_schulz.coefficients import Coefficients, evaluate, polar_express_rows
+from muonjax._newton_schulz.coefficients import (
+    Coefficients,
+    evaluate,
+    polar_express_rows,
+)
 from muonjax._newton_schulz.full_precision import power_of_two_scale
 
 if TYPE_CHECKING:
@@ -228,5 +232,7 @@ def polar_msign(
     _, inverse = unit_norm(lax.stop_gradient(wide))
     steps = rows_beside(x, rows + polish)
     num_rows = len(rows)
-    value, _ = _iterate_implicitly(wide * inverse, steps[:num_rows], steps[num_rows:], dot)
+    value, _ = _iterate_implicitly(
+        wide * inverse, steps[:num_rows], steps[num_rows:], dot
+    )
     return oriented_like(value, x)

@@ -45,9 +45,7 @@ class AboutMean(NamedTuple):
 
 
 def about_mean(
-    gram: Float[Array, "*batch m m"],
-    row: Float[Array, " 3"],
-    dot: MatrixProduct,
+    gram: Float[Array, "*batch m m"], row: Float[Array, " 3"], dot: MatrixProduct
 ) -> AboutMean:
     r"""One polynomial of A = X X^T, in powers of A's distance D from its mean eigenvalue:
 
@@ -157,7 +155,9 @@ def _composition(
     dgram: Float[Array, "*batch m m"],
     rows: Float[Array, "steps 3"],
     dot: MatrixProduct,
-) -> tuple[Float[Array, "*batch 1 1"], Float[Array, "*batch m m"], Float[Array, "*batch m m"]]:
+) -> tuple[
+    Float[Array, "*batch 1 1"], Float[Array, "*batch m m"], Float[Array, "*batch m m"]
+]:
     """The composition of `rows` as a map of X, X -> share X + R X, made of A = X X^T alone; and dR, the tangent.
 
     Returns:
@@ -189,9 +189,7 @@ def _composition(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def polynomial_msign(
-    x: Float[Array, "*batch m n"],
-    rows: Float[Array, "steps 3"],
-    dot: MatrixProduct,
+    x: Float[Array, "*batch m n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
 ) -> Float[Array, "*batch m n"]:
     """msign whose derivative is that of the polynomial on x / |x|_F; it keeps x alone. `rows` are constants.
 
@@ -205,7 +203,9 @@ def polynomial_msign(
 @polynomial_msign.defjvp
 def _polynomial_msign_jvp(dot, primals, tangents):
     derivative = functools.partial(directional_derivative, dot=dot)
-    tangent = tangent_by_normalization(normalized, lambda unit: unit, derivative, primals, tangents)
+    tangent = tangent_by_normalization(
+        normalized, lambda unit: unit, derivative, primals, tangents
+    )
     return polynomial_msign(*primals, dot), tangent
 
 
@@ -245,7 +245,9 @@ def tangent_by_normalization(
         v = derivative(u_dual, widened(w), rows)
         return oriented_like(inverse * (v - u_dual * inner(u, v)), x)
 
-    return linear_map_with_known_transpose(jacobian, jacobian_transpose, primals, tangents[0])
+    return linear_map_with_known_transpose(
+        jacobian, jacobian_transpose, primals, tangents[0]
+    )
 
 
 def linear_map_with_known_transpose(
@@ -291,9 +293,6 @@ def linear_map_with_known_transpose(
 
     right_hand_side = jnp.stack([direction, jnp.zeros_like(direction)])
     solution = lax.custom_linear_solve(
-        system,
-        right_hand_side,
-        solver(apply),
-        transpose_solve=solver(apply_transpose),
+        system, right_hand_side, solver(apply), transpose_solve=solver(apply_transpose)
     )
     return solution[0]

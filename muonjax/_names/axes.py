@@ -57,7 +57,12 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     # A bias is as long as the outputs; for a square matrix it shows nothing.
     if bias and first != last:
         outputs_first = bias == (first,)
-    elif p.role is roles.ROUTER and p.is_weight and not outputs_first and 8 * first <= last:
+    elif (
+        p.role is roles.ROUTER
+        and p.is_weight
+        and not outputs_first
+        and 8 * first <= last
+    ):
         # A router has fewer experts than features, so that this one may be (out, in) although nothing else says so.
         return None
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)

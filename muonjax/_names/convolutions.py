@@ -66,7 +66,9 @@ def grouped(p: Parameter, widths: Widths) -> Answer | None:
     # With g groups, a width of g·inputs is given somewhere, and g divides the outputs.
     for width in widths.given:
         if width % inputs == 0 and outputs % (width // inputs) == 0:
-            why = "no other parameter gives as many channels, so that it may have groups"
+            why = (
+                "no other parameter gives as many channels, so that it may have groups"
+            )
             return Answer(None, why, is_open=True)
     return None
 

@@ -159,7 +159,9 @@ def routes(
     return routes_of_leaves, jax.tree.structure(params)
 
 
-def _parameters(paths: Sequence[Path], leaves: Sequence[Any], modules: Any) -> list[Parameter]:
+def _parameters(
+    paths: Sequence[Path], leaves: Sequence[Any], modules: Any
+) -> list[Parameter]:
     """The floating-point leaves, each with its role and with the shape that it has in one layer."""
     types = types_of_modules(modules)
     parameters = []
@@ -217,7 +219,9 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     return Answer(numbers, f"{p.role.name}, stacked" if is_stacked else p.role.name)
 
 
-def _on_leaf(numbers: DimensionNumbers | None, axes: Sequence[int]) -> DimensionNumbers | None:
+def _on_leaf(
+    numbers: DimensionNumbers | None, axes: Sequence[int]
+) -> DimensionNumbers | None:
     """Dimension numbers of one layer, written in the axes of the leaf.
 
     The kernel of one layer in a stack [6, 32, 80] has `axes` (1, 2), so that (0, 1) becomes (1, 2).

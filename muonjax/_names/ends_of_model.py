@@ -52,8 +52,7 @@ _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions|proj|projectio
 
 
 def ends(
-    parameters: Sequence[Parameter],
-    answers: Mapping[Path, Answer],
+    parameters: Sequence[Parameter], answers: Mapping[Path, Answer]
 ) -> dict[Path, Answer]:
     """Adam for matrices that are no hidden layers, by their paths; open where names can't tell.
 

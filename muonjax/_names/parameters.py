@@ -23,12 +23,16 @@ def check_parameters(params: Any, *, warn: bool = True) -> None:
     Warns of collections next to the parameters, as `model.init` of Flax returns them.
     """
     if callable(getattr(params, "dimension_numbers", None)):
-        raise TypeError("(params) got what inspect returned; give it second, after the parameters.")
+        raise TypeError(
+            "(params) got what inspect returned; give it second, after the parameters."
+        )
     leaves = trees.flatten_paths(params)
     others = {path: leaf for path, leaf in leaves.items() if not _is_array(leaf)}
     if leaves and len(others) == len(leaves):
         kind = type(params).__name__
-        raise TypeError(f"(params) got {kind} and no arrays, such as model.init(key, x)['params'].")
+        raise TypeError(
+            f"(params) got {kind} and no arrays, such as model.init(key, x)['params']."
+        )
     if others:
         path, leaf = next(iter(others.items()))
         raise TypeError(
@@ -39,7 +43,9 @@ def check_parameters(params: Any, *, warn: bool = True) -> None:
     if warn and isinstance(params, Mapping) and "params" in params:
         beside = ", ".join(str(name) for name in params if name in _COLLECTIONS)
         if beside:
-            warn_user(f"The parameters have {beside} too: give variables['params'] alone.")
+            warn_user(
+                f"The parameters have {beside} too: give variables['params'] alone."
+            )
 
 
 def _is_array(leaf: Any) -> bool:
@@ -67,7 +73,9 @@ def types_of_modules(params: Any) -> dict[str, Role]:
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_told):
         if _has_named_axes(node):
             name = "/".join(trees.names(path))
-            raise TypeError(f"{name!r} has axes with names, which nothing reads here. {INSPECT}")
+            raise TypeError(
+                f"{name!r} has axes with names, which nothing reads here. {INSPECT}"
+            )
         role = _type(node)
         if role is not None:
             for rest, _ in jax.tree_util.tree_leaves_with_path(node):
@@ -78,7 +86,9 @@ def types_of_modules(params: Any) -> dict[str, Role]:
 
 def _has_named_axes(node: Any) -> bool:
     """Whether a node is an array of penzai (`named_axes`) or of Haliax (`array` and `axes`)."""
-    return hasattr(node, "named_axes") or (hasattr(node, "array") and hasattr(node, "axes"))
+    return hasattr(node, "named_axes") or (
+        hasattr(node, "array") and hasattr(node, "axes")
+    )
 
 
 def _type(node: Any) -> Role | None:

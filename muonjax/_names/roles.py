@@ -109,7 +109,9 @@ OUT = Role("attention output", ranks=(2, 3), projection="out")
 FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3)
 FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
 # In multi-head latent attention this projection takes latents, which are narrower than the model.
-MLA_UP = Role("attention key, value", ranks=(2, 3), layouts={3: MuonDimensionNumbers(0, (1, 2))})
+MLA_UP = Role(
+    "attention key, value", ranks=(2, 3), layouts={3: MuonDimensionNumbers(0, (1, 2))}
+)
 
 # Other matrices.
 GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
@@ -142,8 +144,12 @@ DEPTHWISE = Role("depthwise convolution", muon=False)
 TOKENS = Role("learned tokens", muon=False)
 
 _EMBED = r"(?:\w+_)?(?:embed\w*|emb|wte|wpe|embedder|lookup|lut|relative_attention_bias)|tok|shared"
-_SCALES = r"(\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?|beta)|\w*norm\w*|rms\w*|weight_g"
-_TABLES = r"(\w+_)?tables?|\w+_embedding_\w+|code_?(vectors|book)\w*|centroids|prototypes"
+_SCALES = (
+    r"(\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?|beta)|\w*norm\w*|rms\w*|weight_g"
+)
+_TABLES = (
+    r"(\w+_)?tables?|\w+_embedding_\w+|code_?(vectors|book)\w*|centroids|prototypes"
+)
 _ENTITIES = r"(\w+_)?(factors|vectors|lookup|lut|vocab|entit(y|ies)|relations?)|w_e"
 _POSITIONS = r"(pos|pos_?emb\w*|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"
 _TOKENS = (
@@ -338,7 +344,9 @@ def _matrix(path: Path, layer: str, tree: _Tree) -> Role:
         last = _first([(DENSE, _DENSE)], layer) or UNKNOWN
     if role := _first(tables, layer):
         return role
-    is_expert = any(re.search(r"(^|_)(experts?|moe)(_|$)", snake(name)) for name in path)
+    is_expert = any(
+        re.search(r"(^|_)(experts?|moe)(_|$)", snake(name)) for name in path
+    )
     return EXPERTS if is_expert else last
 
 

@@ -39,7 +39,9 @@ def apply_rules(
                 ruled[path] = numbers
         if not is_used:
             shown = ", ".join(names[:3])
-            raise ValueError(f"(rules=...): {pattern!r} matches no leaf; paths look like {shown}.")
+            raise ValueError(
+                f"(rules=...): {pattern!r} matches no leaf; paths look like {shown}."
+            )
     return ruled
 
 

@@ -18,7 +18,9 @@ from muonjax._names.parameters import check_parameters
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 
 
-def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None) -> str:
+def tabulate(
+    params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None
+) -> str:
     """Lists for every leaf the optimizer that takes it, its matrices with their size, and why.
 
     Args:
@@ -69,7 +71,8 @@ def tabulate(params: Any, dimension_numbers: Any | Callable[[Any], Any] | None =
     lines.append(_total("Adam", leaves))
     if len(dtypes) == 1:
         lines.append(f"Every leaf is {dtypes.pop()}.")
-    skipped = getattr(dimension_numbers, "skipped", None)  # a `Program` knows what it lacks
+    # A `Program` knows what it lacks.
+    skipped = getattr(dimension_numbers, "skipped", None)
     if skipped is not None:
         lines.append(skipped(params))
     return "\n".join(line.rstrip() for line in lines if line)

@@ -70,8 +70,7 @@ def channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
 
 
 def _widths(
-    p: Parameter,
-    numbers: DimensionNumbers | None,
+    p: Parameter, numbers: DimensionNumbers | None
 ) -> tuple[set[int], set[int]]:
     """The widths that a parameter takes and those that it gives.
 

@@ -51,11 +51,7 @@ _CONVERGED = 1 - 5e-6
 _CUSHION = 0.02407327424182761
 
 
-def _minimax(
-    degree: int,
-    lower: float,
-    upper: float,
-) -> tuple[np.ndarray, float]:
+def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float]:
     """The odd polynomial closest to 1 on [lower, upper]: its coefficients of s, s^3, ..., and its largest error.
 
     By a Remez exchange (Amsel et al., 2025, Algorithm 1; J. Su, kexue.fm/archives/10996).
@@ -128,7 +124,9 @@ def polar_express(
         num_steps = whole_number("num_steps", num_steps, 1, " of steps, at least 1.")
         check_range("lower", lower, "in (0, 1)", ": the largest singular value is 1.")
         check_range("cushion", cushion, "in [0, 1)", "; 0 turns it off.")
-        check_range("safety", safety, "in [1.005, 2]", ": rounding must not leave the interval.")
+        check_range(
+            "safety", safety, "in [1.005, 2]", ": rounding must not leave the interval."
+        )
     if degrees is None:
         degrees = (5,) * num_steps
     is_one_each = isinstance(degrees, Sequence) and len(degrees) == num_steps
@@ -136,7 +134,9 @@ def polar_express(
         raise ValueError(
             f"polar_express(degrees={degrees!r}) needs a 3 or a 5 for each of {num_steps} steps."
         )
-    return polar_express_rows(tuple(degrees), float(lower), float(cushion), float(safety))
+    return polar_express_rows(
+        tuple(degrees), float(lower), float(cushion), float(safety)
+    )
 
 
 @functools.lru_cache

@@ -90,16 +90,14 @@ class Deflation(NamedTuple):
     gram: Inexact[Array, "*batch m m"]
     dominant: Inexact[Array, "*batch k k"]
 
-    def apply_right(self, q: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
+    def apply_right(
+        self, q: Inexact[Array, "*batch m m"]
+    ) -> Inexact[Array, "*batch m m"]:
         """q W."""
         return q - dot(dot(q, self.p), adjoint(self.v))
 
 
-def pre_deflate(
-    x: Any,
-    rank: int,
-    axis_name: tuple[str, ...] = (),
-) -> Any:
+def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
     """x with a few of its `rank` dominant directions shrunk, roughly, before its Gram matrix is made.
 
     x is an array or `Blocks`. The mesh axes `axis_name` shard the columns.
@@ -110,7 +108,11 @@ def pre_deflate(
         def of_columns(x: jax.Array) -> jax.Array:
             return dot.with_adjoint(x, dot(adjoint(v), x))
 
-        return x.sum(of_columns) if isinstance(x, Blocks) else sum_over(axis_name, of_columns(x))
+        return (
+            x.sum(of_columns)
+            if isinstance(x, Blocks)
+            else sum_over(axis_name, of_columns(x))
+        )
 
     column = (x.block(0) if isinstance(x, Blocks) else x)[..., :1]
     start = _like(column, random_start(column.shape[-2], min(rank, _PRE_DEFLATED)))
@@ -123,9 +125,7 @@ def pre_deflate(
 # One trace, whatever the longer side of X.
 @functools.partial(jax.jit, static_argnames=("rank", "platform"))
 def shrink_dominant(
-    gram: Inexact[Array, "*batch m m"],
-    rank: int,
-    platform: str,
+    gram: Inexact[Array, "*batch m m"], rank: int, platform: str
 ) -> Deflation:
     """The map W that shrinks the k = `rank` dominant directions of A to about the size of the k-th.
 
@@ -154,8 +154,7 @@ def shrink_dominant(
 
 
 def _map_to_one_target(
-    v: Inexact[Array, "*batch m k"],
-    av: Inexact[Array, "*batch m k"],
+    v: Inexact[Array, "*batch m k"], av: Inexact[Array, "*batch m k"]
 ) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
     """H = V^H A V, and D with W = I - V D V^H, from V and A V.
 
@@ -236,7 +235,9 @@ def inverse_root(h: jax.Array) -> jax.Array:
     inverse_bound = inverse_norm(h)
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 
-    def step(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(
+        t: jax.Array, carry: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         r, q = carry
         a, b, c = entry(rows, t)
         # R tends to I and Q to h^(-1/2):
@@ -283,8 +284,7 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
 
 
 def _like(
-    a: Inexact[Array, "*batch m #k"],
-    value: Inexact[Array, "*#batch m k"],
+    a: Inexact[Array, "*batch m #k"], value: Inexact[Array, "*#batch m k"]
 ) -> Inexact[Array, "*batch m k"]:
     """`value` with the batch, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
     batch_axes = tuple(range(a.ndim - value.ndim))

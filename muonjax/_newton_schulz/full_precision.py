@@ -85,7 +85,11 @@ def iterate(
     if rank and 1 not in restarts:
         # The second step takes R from the first, so the rounding of R must be small already.
         shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
-        x = shrink(x) if isinstance(x, Blocks) else materialize(shrink, x, policy.platform)
+        x = (
+            shrink(x)
+            if isinstance(x, Blocks)
+            else materialize(shrink, x, policy.platform)
+        )
 
     # X <- Q X for each stretch of steps that share one Gram matrix R
     for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
@@ -141,9 +145,7 @@ def gram_restarts(rows: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int,
 
 
 def below_one(
-    x: Any,
-    dtype: jnp.dtype,
-    axis_name: tuple[str, ...] = (),
+    x: Any, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
 ) -> tuple[Any, Bool[Array, "*batch 1 1"]]:
     """x in `dtype`, times the power of two that brings its entries below 1; and whether it is not zero.
 
@@ -166,8 +168,7 @@ def below_one(
 
 
 def power_of_two_scale(
-    x: Inexact[Array, "*batch m n"],
-    axis_name: tuple[str, ...] = (),
+    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
 ) -> Float[Array, "*batch 1 1"]:
     """The power of two that brings the largest entry of each matrix into [0.5, 1).
 
@@ -182,13 +183,17 @@ def power_of_two_scale(
     return _scale_of_largest(_largest_entry(x, axis_name))
 
 
-def _scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*batch 1 1"]:
+def _scale_of_largest(
+    largest: Float[Array, "*batch 1 1"],
+) -> Float[Array, "*batch 1 1"]:
     """The power of two that brings a matrix's largest entry into [0.5, 1); see `power_of_two_scale`."""
     info = jnp.finfo(largest.dtype)
     is_normal = (largest >= info.tiny) & (largest < jnp.inf)
     largest = jnp.where(is_normal, largest, jnp.ones_like(largest))
     # By bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
-    bits = jax.lax.bitcast_convert_type(largest, jnp.int32 if info.bits == 32 else jnp.int64)
+    bits = jax.lax.bitcast_convert_type(
+        largest, jnp.int32 if info.bits == 32 else jnp.int64
+    )
     # A number in [2^(e - bias), 2^(e - bias + 1)) has the bits of e before its `nmant` bits of fraction. The result
     # 2^(bias - 1 - e) has 2 bias - 1 - e there, and no fraction.
     bias = info.maxexp - 1
@@ -197,8 +202,7 @@ def _scale_of_largest(largest: Float[Array, "*batch 1 1"]) -> Float[Array, "*bat
 
 
 def _largest_entry(
-    x: Inexact[Array, "*batch m n"],
-    axis_name: tuple[str, ...] = (),
+    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
 ) -> Float[Array, "*batch 1 1"]:
     """The largest absolute value of each matrix (complex: of real and imaginary parts); a constant to derivatives."""
     x = jax.lax.stop_gradient(x)
@@ -238,4 +242,8 @@ def normalize(
     # R = B / bound with bound^4 = fourth_powers
     inverse_square = jax.lax.rsqrt(or_one(fourth_powers))
     inverse = jnp.sqrt(inverse_square)
-    return scaled(b, inverse), scaled(b2, inverse_square), jnp.sqrt(inverse_norm * inverse)
+    return (
+        scaled(b, inverse),
+        scaled(b2, inverse_square),
+        jnp.sqrt(inverse_norm * inverse),
+    )

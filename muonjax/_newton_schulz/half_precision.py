@@ -129,15 +129,18 @@ def iterate(
 
 
 def _scaled_to_norm(
-    x: Float32[Array, "*batch m n"],
-    axis_name: tuple[str, ...],
+    x: Float32[Array, "*batch m n"], axis_name: tuple[str, ...]
 ) -> Float32[Array, "*batch m n"]:
     """Each matrix of any size times a number, so that its Frobenius norm is `_NORM`; zeros stay."""
-    factor, square = square_of_any_size(x, lambda x: sum_over(axis_name, square_norm(x)))
+    factor, square = square_of_any_size(
+        x, lambda x: sum_over(axis_name, square_norm(x))
+    )
     return factor * x * (_NORM * jax.lax.rsqrt(or_one(square)))
 
 
-def _bound(r2: Float[Array, "*batch m m"], settings: NewtonSchulz) -> Float32[Array, "*batch 1 1"]:
+def _bound(
+    r2: Float[Array, "*batch m m"], settings: NewtonSchulz
+) -> Float32[Array, "*batch 1 1"]:
     """At least the largest eigenvalue of r: its Schatten-4 norm |r^2|_F^(1/2), or its trace."""
     fourth_powers = or_one(square_norm(r2))
     if settings.normalization == "frobenius":

@@ -65,7 +65,9 @@ def newton_schulz(
             f"newton_schulz(x) got shape {x.shape}: an empty matrix has no polar factor."
         )
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}.")
+        raise TypeError(
+            f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}."
+        )
     return polar_factor(x, axes, settings=settings, policy=policy_of(x))
 
 
@@ -106,5 +108,7 @@ def polar_function(settings: NewtonSchulz, policy: Policy) -> Function:
         whole=functools.partial(polar_factor, settings=settings, policy=policy),
         in_blocks=in_blocks if is_full else None,
         form=settings.takes_gram_form,
-        exchange_dtype=lambda dtype: policy.exchange_dtype(dtype, settings.compute_dtype),
+        exchange_dtype=lambda dtype: policy.exchange_dtype(
+            dtype, settings.compute_dtype
+        ),
     )

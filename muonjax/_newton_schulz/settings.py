@@ -6,7 +6,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from muonjax._common.arguments import check_choice, explains_keywords, given_dtype, whole_number
+from muonjax._common.arguments import (
+    check_choice,
+    explains_keywords,
+    given_dtype,
+    whole_number,
+)
 from muonjax._newton_schulz.coefficients import (
     Coefficients,
     checked_rows,
@@ -43,7 +48,9 @@ _SMALL = polar_express(8, lower=1e-4)
 FAST = Steps(polar_express(3, lower=2e-2), polar_express(4, lower=4e-3), _SMALL)
 # A cubic at the end takes a product less than a fourth quintic: 13 % of a step on a CPU, for .026 of polar error.
 BALANCED = Steps(
-    polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3)), polar_express(5, lower=3e-3), _SMALL
+    polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3)),
+    polar_express(5, lower=3e-3),
+    _SMALL,
 )
 _ACCURATE = polar_express(12, lower=1e-5)
 
@@ -102,17 +109,20 @@ class NewtonSchulz(metaclass=_Presets):
 
         if not isinstance(self.coefficients, Steps):
             keep("coefficients", checked_rows(self.coefficients))
-        directions = whole_number("deflation", self.deflation, 0, " of directions; 0 turns it off.")
+        directions = whole_number(
+            "deflation", self.deflation, 0, " of directions; 0 turns it off."
+        )
         keep("deflation", directions)
         check_choice("form", self.form, get_args(Form))
         check_choice("normalization", self.normalization, get_args(Normalization))
         check_choice("implementation", self.implementation, (None, *IMPLEMENTATIONS))
         if self.compute_dtype is not None:
             kinds = (jnp.bfloat16, jnp.float32, jnp.float64)
-            wanted = (
-                "one of bfloat16, float32, float64: others lack the range for products of products"
+            wanted = "one of bfloat16, float32, float64: others lack the range for products of products"
+            keep(
+                "compute_dtype",
+                given_dtype("compute_dtype", self.compute_dtype, kinds, wanted),
             )
-            keep("compute_dtype", given_dtype("compute_dtype", self.compute_dtype, kinds, wanted))
 
     @property
     def steps(self) -> Steps:
@@ -151,13 +161,20 @@ class NewtonSchulz(metaclass=_Presets):
     def accurate(cls) -> "NewtonSchulz":
         """The polar factor to float32 precision, for condition numbers up to 1e5; computes in float32
         everywhere."""
-        return cls(coefficients=_ACCURATE, deflation=0, form="standard", compute_dtype=jnp.float32)
+        return cls(
+            coefficients=_ACCURATE,
+            deflation=0,
+            form="standard",
+            compute_dtype=jnp.float32,
+        )
 
 
 def settings_of(given: Any, name: str = "newton_schulz") -> NewtonSchulz:
     """The settings that are given, `NewtonSchulz()` for None; raises for all else."""
     if not isinstance(given, NewtonSchulz | None):
-        raise TypeError(f"({name}={given!r}) must be a NewtonSchulz, such as NewtonSchulz.fast().")
+        raise TypeError(
+            f"({name}={given!r}) must be a NewtonSchulz, such as NewtonSchulz.fast()."
+        )
     return NewtonSchulz() if given is None else given
 
 

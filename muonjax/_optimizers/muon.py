@@ -35,7 +35,11 @@ from muonjax._optimizers.partition import check_program, partition_by_route, sha
 from muonjax._transforms.hyperball import hyperball
 from muonjax._transforms.learning_rate import adamw, scale_by_learning_rate
 from muonjax._transforms.momentum import momentum_dtype, trace
-from muonjax._transforms.orthogonalize import match_rms, normalize_neurons, orthogonalize
+from muonjax._transforms.orthogonalize import (
+    match_rms,
+    normalize_neurons,
+    orthogonalize,
+)
 
 Members = Callable[[DimensionNumbersTree], list[optax.GradientTransformation]]
 """Makes members of a chain from the dimension numbers of the matrices."""
@@ -101,13 +105,17 @@ def _orthogonalized(
         # What else keeps a state, such as `normalize_neurons`, copies it as a whole.
         momentum = trace(decay, nesterov, mu_dtype, distribution=distribution)
         polar = orthogonalize(
-            dimension_numbers=numbers, newton_schulz=newton_schulz, distribution=distribution
+            dimension_numbers=numbers,
+            newton_schulz=newton_schulz,
+            distribution=distribution,
         )
         return optax.chain(momentum, polar, *map(offload, members(numbers)))
 
     # The members check their settings, and a mistake shall be seen before the first step.
     matrices(None)
-    return partition_by_route(call, matrices, others if adam is None else lambda _: adam, program)
+    return partition_by_route(
+        call, matrices, others if adam is None else lambda _: adam, program
+    )
 
 
 @explains_keywords("muon", _orthogonalized)
@@ -266,7 +274,9 @@ def muonh(
         )
     # With `adam` no rate is needed.
     adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
-    others = partial(_adamw, _WeightDecay(adam_rate, 0.0), None, settings.get("mu_dtype"))
+    others = partial(
+        _adamw, _WeightDecay(adam_rate, 0.0), None, settings.get("mu_dtype")
+    )
 
     def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
         return [hyperball(learning_rate, dimension_numbers=numbers)]
@@ -308,10 +318,7 @@ def _decayed(
 
 
 def _adamw(
-    decay: _WeightDecay,
-    program: Any,
-    mu_dtype: jax.typing.DTypeLike | None,
-    tree: Any,
+    decay: _WeightDecay, program: Any, mu_dtype: jax.typing.DTypeLike | None, tree: Any
 ) -> optax.GradientTransformation:
     """AdamW for the leaves of a tree that are no matrices; a program knows more vectors than names do."""
     decaying = decays(tree, getattr(program, "vectors", ()))
@@ -404,7 +411,9 @@ def muonclip(
         dimension_numbers = program
     check_program("dimension_numbers", dimension_numbers)
     optimizer = muon(learning_rate, dimension_numbers, **settings)
-    return _clipped(optimizer, clip_of_logits("muonclip", threshold, program, every_k, axis_name))
+    return _clipped(
+        optimizer, clip_of_logits("muonclip", threshold, program, every_k, axis_name)
+    )
 
 
 @explains_keywords("adamclip", optax.adamw, muonclip)
@@ -446,7 +455,9 @@ def adamclip(
     adam["mask"] = fitted_mask("mask", settings.get("mask"))
     check_flag(nesterov=settings.get("nesterov", False))
     if settings.get("mu_dtype") is not None:
-        given_dtype("mu_dtype", adam["mu_dtype"], WIDE_FLOATS, "a float type of 16 bits or more")
+        given_dtype(
+            "mu_dtype", adam["mu_dtype"], WIDE_FLOATS, "a float type of 16 bits or more"
+        )
     # All numbers but the two decays are rates, or added to something: finite and not negative.
     rates = {"learning_rate": learning_rate}
     for name in settings.keys() - {"mask", "nesterov", "mu_dtype"}:
@@ -456,12 +467,13 @@ def adamclip(
             rates[name] = adam[name]
     check_rates(**rates)
     optimizer = offload(adamw(learning_rate, **adam))
-    return _clipped(optimizer, clip_of_logits("adamclip", threshold, program, every_k, axis_name))
+    return _clipped(
+        optimizer, clip_of_logits("adamclip", threshold, program, every_k, axis_name)
+    )
 
 
 def _clipped(
-    optimizer: optax.GradientTransformation,
-    clip: ClipByStatistic,
+    optimizer: optax.GradientTransformation, clip: ClipByStatistic
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer and its clip as a chain, which knows the state of another optimizer."""
     chain = optax.chain(optimizer, clip.transformation())
@@ -469,22 +481,22 @@ def _clipped(
     num_states = len(optimizer.init({}))  # pyright: ignore[reportArgumentType]
 
     @errors_of(clip.call)
-    def update(
-        updates,
-        state,
-        params=None,
-        *unnamed,
-        **extra_args,
-    ):
+    def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(updates, state, params, unnamed)
         # A restored state may have lists in place of tuples.
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
-        if not is_pair or not hasattr(state[1], "factors") or len(state[0]) != num_states:
+        if (
+            not is_pair
+            or not hasattr(state[1], "factors")
+            or len(state[0]) != num_states
+        ):
             raise ValueError(other_state(state))
         updates, state = chain.update(updates, state, params, **extra_args)
         return sharded_as(params, updates), state
 
-    return optax.GradientTransformationExtraArgs(errors_of(clip.call)(chain.init), update)
+    return optax.GradientTransformationExtraArgs(
+        errors_of(clip.call)(chain.init), update
+    )
 
 
 # A doctest is not found behind a decorator.

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import check_update, errors_of, other_state, shown, warn_user
+from muonjax._common.arguments import (
+    check_update,
+    errors_of,
+    other_state,
+    shown,
+    warn_user,
+)
 from muonjax._common.platform import sharded_like
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
 from muonjax._matrices.matrix_view import (
@@ -40,10 +46,7 @@ def partition_by_route(
     last: Any = (None, None)
 
     def partition_of(
-        tree: Any,
-        params: Any,
-        *,
-        warn: bool = False,
+        tree: Any, params: Any, *, warn: bool = False
     ) -> optax.GradientTransformationExtraArgs:
         nonlocal last
         looks = _looks(tree, params)
@@ -66,13 +69,7 @@ def partition_by_route(
         return partition_of(params, params, warn=True).init(params)
 
     @errors_of(call)
-    def update(
-        updates,
-        state,
-        params=None,
-        *unnamed,
-        **extra_args,
-    ):
+    def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(updates, state, params, unnamed)
         # Parameters without gradient are left out, as the gradients leave them out.
         params = _with_gradients(updates, params)
@@ -96,7 +93,9 @@ def _looks(*trees: Any) -> list[Any]:
     looks = []
     for tree in trees:
         leaves, treedef = jax.tree.flatten(tree)
-        kinds = [(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves]
+        kinds = [
+            (getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves
+        ]
         looks.append((treedef, kinds))
     return looks
 
@@ -144,11 +143,7 @@ class _Route(NamedTuple):
 
 
 def _route(
-    given: DimensionNumbersTree,
-    tree: Any,
-    params: Any,
-    *,
-    warn: bool,
+    given: DimensionNumbersTree, tree: Any, params: Any, *, warn: bool
 ) -> _Route:
     """Which leaves are Muon's, AdamW's or fixed, and the matrices of Muon's.
 
@@ -202,17 +197,23 @@ def _with_gradients(updates: Any, params: Any) -> Any:
     else:
         if without_gradient:
             path = without_gradient[0]
-            raise ValueError(f"{path!r} is a parameter without a gradient; {_EQUAL_TREES}")
+            raise ValueError(
+                f"{path!r} is a parameter without a gradient; {_EQUAL_TREES}"
+            )
         for path in gradients:
             if path not in leaves:
-                raise ValueError(f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}")
+                raise ValueError(
+                    f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}"
+                )
     # A gradient of another shape could broadcast.
     for path, gradient in gradients.items():
         if is_masked(gradient) or is_masked(leaves[path]):
             continue
         shape, wanted = jnp.shape(gradient), jnp.shape(leaves[path])
         if shape != wanted:
-            raise ValueError(f"the gradient of {path!r} has shape {shape}, the parameter {wanted}.")
+            raise ValueError(
+                f"the gradient of {path!r} has shape {shape}, the parameter {wanted}."
+            )
     return params
 
 

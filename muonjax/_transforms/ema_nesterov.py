@@ -89,7 +89,9 @@ def ema_nesterov(
     inner = optax.with_extra_args_support(inner)
 
     def beta_at(count: jax.Array) -> jax.Array:
-        return jnp.asarray(beta(count) if callable(beta) else beta, jnp.result_type(float))
+        return jnp.asarray(
+            beta(count) if callable(beta) else beta, jnp.result_type(float)
+        )
 
     def init(params) -> EmaNesterovState:
         inner_state = inner.init(params)
@@ -161,11 +163,15 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
     with errors_of("ema_nesterov_params"):
         states = _nodes(state, lambda node: isinstance(node, EmaNesterovState))
         if len(states) != 1:
-            raise ValueError(f"(state, params) needs one ema_nesterov, not {len(states)}.")
+            raise ValueError(
+                f"(state, params) needs one ema_nesterov, not {len(states)}."
+            )
         leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
         means = jax.tree.leaves(states[0].ema)
         if [y.shape for y in leaves] != [m.shape for m in means]:
-            raise ValueError("(state, params): params have other shapes than the state.")
+            raise ValueError(
+                "(state, params): params have other shapes than the state."
+            )
     # The beta of the last update, by which these parameters are ahead.
     beta = unboxed(states[0].beta)
     weights = []

@@ -9,9 +9,18 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._common.arguments import check_rates, errors_of, fitted_mask, require_params
+from muonjax._common.arguments import (
+    check_rates,
+    errors_of,
+    fitted_mask,
+    require_params,
+)
 from muonjax._common.linalg import at_least_float32, or_one, square_of_any_size
-from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
+from muonjax._matrices.matrix_view import (
+    DimensionNumbersTree,
+    MatrixView,
+    matrix_pieces,
+)
 from muonjax._transforms.learning_rate import scale_by_learning_rate
 
 if TYPE_CHECKING:
@@ -19,8 +28,7 @@ if TYPE_CHECKING:
 
 
 def cautious_weight_decay(
-    weight_decay: optax.ScalarOrSchedule = 0.1,
-    mask: Any = None,
+    weight_decay: optax.ScalarOrSchedule = 0.1, mask: Any = None
 ) -> optax.GradientTransformation:
     r"""Decay each weight only where update and weight have the same sign.
 
@@ -54,8 +62,7 @@ def cautious_weight_decay(
         decay = optax.add_decayed_weights(weight_decay, fitted_mask("mask", mask))
 
     def agreeing(
-        u: Num[Array, "*leaf"] | None,
-        w: Num[Array, "*leaf"],
+        u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]
     ) -> Num[Array, "*leaf"] | None:
         """The weight where its sign is the update's, else 0."""
         if u is None:
@@ -73,7 +80,9 @@ def cautious_weight_decay(
         # All that its state can hold is a schedule's count, which Optax 0.2.6 does not advance.
         return updates, jax.tree.map(optax.safe_increment, state)
 
-    return optax.GradientTransformation(errors_of("cautious_weight_decay")(decay.init), update)
+    return optax.GradientTransformation(
+        errors_of("cautious_weight_decay")(decay.init), update
+    )
 
 
 # A norm that differs by less, or by less than the last bit of the weight or the update, is the one that was kept.
@@ -163,7 +172,9 @@ def hyperball(
             radius = _rms(_wide(weight, piece.view), piece.view)
             # Inside of `jit` the norm is not known; a matrix of zeros then stays zero.
             if not isinstance(radius, Tracer) and not bool((radius > 0).all()):
-                raise ValueError(f"{name} has a matrix of zeros; start it from random numbers.")
+                raise ValueError(
+                    f"{name} has a matrix of zeros; start it from random numbers."
+                )
             radii.append(radius)
         return HyperballState(rate.init(jnp.zeros(())), pieces.as_state(radii))
 

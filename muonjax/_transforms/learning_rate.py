@@ -27,7 +27,9 @@ class LearningRateState(NamedTuple):
     learning_rate: jax.Array
 
 
-def scale_by_learning_rate(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+def scale_by_learning_rate(
+    learning_rate: optax.ScalarOrSchedule,
+) -> optax.GradientTransformation:
     """`optax.scale_by_learning_rate`, with the same updates; for a schedule the state is a `LearningRateState`."""
     if not callable(learning_rate):
         return optax.scale_by_learning_rate(learning_rate)

@@ -98,13 +98,17 @@ def _count_and_rates(state: Any) -> dict[str, Any]:
     for holder, rate in rates.items():
         # A `LearningRateState` has a count next to its rate; `optax.inject_hyperparams` keeps its rates together.
         if holder in counts or holder[-1:] == ("hyperparams",):
-            values["adam_learning_rate" if _is_of_adam(holder) else "learning_rate"] = rate
+            values["adam_learning_rate" if _is_of_adam(holder) else "learning_rate"] = (
+                rate
+            )
     return values
 
 
 def _is_of_adam(holder: tuple[str, ...]) -> bool:
     """Whether the innermost partition around a state gives it to the part for all but matrices."""
-    labels = [label for name, label in itertools.pairwise(holder) if name == "inner_states"]
+    labels = [
+        label for name, label in itertools.pairwise(holder) if name == "inner_states"
+    ]
     return labels[-1:] == ["adam"]
 
 

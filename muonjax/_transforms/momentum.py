@@ -18,7 +18,11 @@ from muonjax._common.arguments import (
     other_state,
 )
 from muonjax._common.linalg import at_least_float32, scaled
-from muonjax._mesh.distribution import Distribution, check_distribution, shards_of_last_axis
+from muonjax._mesh.distribution import (
+    Distribution,
+    check_distribution,
+    shards_of_last_axis,
+)
 from muonjax._mesh.host_memory import leaf_by_leaf
 
 if TYPE_CHECKING:
@@ -119,10 +123,7 @@ def trace(
 
 
 def _trace(
-    decay: Any,
-    nesterov: bool,
-    dtype: Any,
-    distribution: Distribution | None,
+    decay: Any, nesterov: bool, dtype: Any, distribution: Distribution | None
 ) -> optax.GradientTransformation:
     """`trace` of checked arguments with one decay, a number that may be traced."""
     is_int8 = dtype == jnp.int8
@@ -166,14 +167,15 @@ def _trace(
         if is_int8:
             _check_blocks(updates, distribution)
         updates, *arrays = leaf_by_leaf(step, updates, *state)
-        return updates, Int8TraceState(*arrays) if is_int8 else optax.TraceState(*arrays)
+        return updates, Int8TraceState(*arrays) if is_int8 else optax.TraceState(
+            *arrays
+        )
 
     return optax.GradientTransformation(init, update)
 
 
 def _scheduled(
-    schedule: optax.Schedule,
-    trace_of: Callable[[Any], optax.GradientTransformation],
+    schedule: optax.Schedule, trace_of: Callable[[Any], optax.GradientTransformation]
 ) -> optax.GradientTransformation:
     """`trace_of(decay)` with the decay that a schedule gives at each update, which the state counts."""
 
@@ -254,7 +256,9 @@ def quantize(
     """
     blocks = _in_blocks(x)
     # The bits of |x| as an integer are in the order of |x|, with NaN above inf; a maximum of floats may ignore NaN.
-    bits = jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    bits = (
+        jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    )
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
     # Zeros are divided too: a branch would be one more kernel on a GPU.
     scale = jnp.maximum(largest, _SMALLEST_ENTRY) / _LARGEST_INTEGER
@@ -263,8 +267,7 @@ def quantize(
 
 
 def dequantize(
-    values: Int8[Array, "*leaf"],
-    scale: Float32[Array, "*blocks"],
+    values: Int8[Array, "*leaf"], scale: Float32[Array, "*blocks"]
 ) -> Float32[Array, "*leaf"]:
     """The inverse of `quantize`, up to its rounding: each integer times the scale of its block."""
     blocks = _in_blocks(values).astype(jnp.float32)
@@ -300,7 +303,9 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
     with errors_of("cast_momentum"):
         dtype = given_dtype("dtype", dtype, *_MOMENTUM)
         if has_int8(state) is None:
-            raise ValueError("(state) finds no momentum; give the state of muon or of trace.")
+            raise ValueError(
+                "(state) finds no momentum; give the state of muon or of trace."
+            )
 
         def cast(node: Any) -> Any:
             if not _is_momentum(node):
@@ -309,7 +314,11 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
             if is_int8 and dtype == jnp.int8:
                 # Rounding twice would lose digits.
                 return node
-            momentum = jax.tree.map(dequantize, node.trace, node.scale) if is_int8 else node.trace
+            momentum = (
+                jax.tree.map(dequantize, node.trace, node.scale)
+                if is_int8
+                else node.trace
+            )
             if dtype != jnp.int8:
                 return optax.TraceState(optax.tree.cast(momentum, dtype))
             _check_real(momentum)
@@ -320,7 +329,9 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
 
             # A tree of pairs becomes a tree of integers and one of scales.
             pairs = jax.tree.map(quantized, momentum)
-            return Int8TraceState(*jax.tree.transpose(jax.tree.structure(momentum), None, pairs))
+            return Int8TraceState(
+                *jax.tree.transpose(jax.tree.structure(momentum), None, pairs)
+            )
 
         return jax.tree.map(cast, state, is_leaf=_is_momentum)
 
@@ -330,7 +341,9 @@ def _check_real(momentum: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(momentum):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             name = jax.tree_util.keystr(path)
-            raise TypeError(f"int8 momentum has no imaginary part, and {name} is {leaf.dtype}.")
+            raise TypeError(
+                f"int8 momentum has no imaginary part, and {name} is {leaf.dtype}."
+            )
 
 
 def has_int8(state: Any) -> bool | None:
@@ -349,4 +362,6 @@ def check_kind(state: Any, wanted: bool | None) -> None:
     if is_int8 is None or wanted is None or is_int8 == wanted:
         return
     kept, asked = ("int8", "jnp.float32") if is_int8 else ("a float type", "jnp.int8")
-    raise ValueError(f"this momentum is in {kept}; see muonjax.cast_momentum(state, {asked}).")
+    raise ValueError(
+        f"this momentum is in {kept}; see muonjax.cast_momentum(state, {asked})."
+    )

@@ -20,7 +20,12 @@ from muonjax._common.arguments import (
 from muonjax._common.linalg import at_least_float32, dot, or_one, square_norm
 from muonjax._common.platform import is_explicit
 from muonjax._common.trees import is_masked, leaf_paths, names
-from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, Pieces, matrix_pieces
+from muonjax._matrices.matrix_view import (
+    DimensionNumbersTree,
+    MatrixView,
+    Pieces,
+    matrix_pieces,
+)
 from muonjax._names.dimension_numbers import dimension_numbers as by_names
 from muonjax._transforms.momentum import cast_momentum, has_int8
 
@@ -125,7 +130,9 @@ def monitor(
         statistics: Any = {}
         for group in _leaves_of_groups(groups, params, pieces):
             # A new array for each: a buffer that is in two places can't be donated.
-            statistics[group] = {name: jnp.full((), jnp.nan, jnp.float32) for name in STATISTICS}
+            statistics[group] = {
+                name: jnp.full((), jnp.nan, jnp.float32) for name in STATISTICS
+            }
         if not jax.tree.leaves(params, is_leaf=is_masked):
             # Optax's placeholder for the parameters has no groups; one array in the place of the dictionary tells it
             # that no part of it is like a parameter.
@@ -136,7 +143,9 @@ def monitor(
         gradients = updates
         with errors_of("monitor"):
             require_params(params)
-        updates, inner_state = inner.update(gradients, state.inner, params, **extra_args)
+        updates, inner_state = inner.update(
+            gradients, state.inner, params, **extra_args
+        )
         with errors_of("monitor"):
             pieces = matrix_pieces(numbers, params)
             leaves_of_groups = _leaves_of_groups(groups, params, pieces)
@@ -148,7 +157,10 @@ def monitor(
         # `cond` computes this only at the steps that are measured.
         def measured() -> dict[str, dict[str, jax.Array]]:
             step = _Step(pieces, gradients, updates, params, inner_state)
-            return {group: step.measure(leaves) for group, leaves in leaves_of_groups.items()}
+            return {
+                group: step.measure(leaves)
+                for group, leaves in leaves_of_groups.items()
+            }
 
         # A checkpoint may have been restored in another dtype.
         last = optax.tree.cast(state.statistics, jnp.float32)
@@ -160,18 +172,16 @@ def monitor(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_program(
-    state: Any,
-    params: Any,
-    pieces: Pieces,
-) -> None:
+def _check_program(state: Any, params: Any, pieces: Pieces) -> None:
     """Raise where the optimizer inside gives other leaves to Muon than those that are measured as matrices.
 
     Such as `monitor(muon(1e-3, program))`, which reads the matrices off names, and the program finds others.
     """
     matrices = {piece.leaf for piece in pieces}
     # `optax.partition` keeps the states of its parts by their labels; muonjax calls the part for matrices "muon".
-    for node in jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "inner_states")):
+    for node in jax.tree.leaves(
+        state, is_leaf=lambda node: hasattr(node, "inner_states")
+    ):
         momenta = _momenta(getattr(node, "inner_states", {}).get("muon"), params)
         if momenta and momenta.keys() != matrices:
             raise ValueError(
@@ -180,9 +190,7 @@ def _check_program(
 
 
 def _leaves_of_groups(
-    groups: Groups | None,
-    params: Any,
-    pieces: Pieces,
+    groups: Groups | None, params: Any, pieces: Pieces
 ) -> dict[str, list[int]]:
     """The indices of the leaves of each group: {"muon": [0, 2], "adam": [1]} where `groups` is None."""
     matrices = {piece.leaf for piece in pieces}
@@ -206,7 +214,10 @@ def _momenta(state: Any, params: Any) -> dict[int, list[jax.Array]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         # state[0].trace["dense"]["kernel"] ends in the path of params["dense"]["kernel"].
         for depth, key in enumerate(path):
-            if not isinstance(key, jax.tree_util.GetAttrKey) or key.name not in ("trace", "mu"):
+            if not isinstance(key, jax.tree_util.GetAttrKey) or key.name not in (
+                "trace",
+                "mu",
+            ):
                 continue
             index = index_of.get(names(path[depth + 1 :]))
             if index is not None:
@@ -218,12 +229,7 @@ class _Step:
     """One step of the optimizer, to measure."""
 
     def __init__(
-        self,
-        pieces: Pieces,
-        gradients: Any,
-        updates: Any,
-        params: Any,
-        state: Any,
+        self, pieces: Pieces, gradients: Any, updates: Any, params: Any, state: Any
     ):
         self.pieces = pieces
         self.gradients = jax.tree.leaves(gradients)
@@ -295,9 +301,7 @@ def _deviation(update: jax.Array, view: MatrixView) -> Float32[Array, " batch"]:
 
 
 def _local_deviation(
-    update: jax.Array,
-    *,
-    view: MatrixView,
+    update: jax.Array, *, view: MatrixView
 ) -> Float32[Array, " batch"]:
     """`_deviation` of an array whose sharding, if any, XLA decides."""
     u = view.to_matrices(update)

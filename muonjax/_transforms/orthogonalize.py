@@ -15,7 +15,11 @@ from muonjax._common.arguments import check_choice, check_range, errors_of
 from muonjax._common.linalg import at_least_float32, or_one
 from muonjax._common.platform import Policy, policy_of, zero_beside
 from muonjax._matrices.batching import Function, map_leaves
-from muonjax._matrices.matrix_view import DimensionNumbersTree, MatrixView, matrix_pieces
+from muonjax._matrices.matrix_view import (
+    DimensionNumbersTree,
+    MatrixView,
+    matrix_pieces,
+)
 from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
 from muonjax._mesh.exchange import map_on_mesh
 from muonjax._newton_schulz.polar_factor import polar_function
@@ -147,7 +151,9 @@ def match_rms(
     "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
     """
     with errors_of("match_rms"):
-        check_range("rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's.")
+        check_range(
+            "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's."
+        )
         check_choice("rule", rule, get_args(Rule))
 
     def factor(view: MatrixView) -> float:
