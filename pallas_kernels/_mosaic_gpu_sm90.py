@@ -84,21 +84,25 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
         wg = lax.axis_index("wg")
 
         def each_tile(body):
-            """Calls ``stage = body(b, i, j, stage)`` for each tile of this CTA; the stages go round."""
+            """Calls ``stage = body(b, i, j, stage)`` for each tile of this CTA; the stages go round.
+
+            `b` is the matrix. The tile has the rows from i·height on, and the columns from j·block on.
+            """
             count = tiles.count(m)
 
             @plgpu.nd_loop(
                 (batch * count,), collective_axes="cta", init_carry=jnp.int32(0)
             )
-            def _(loop, carry):
-                # Tiles are numbered matrix after matrix and square after square; a square has `rows` tiles.
+            def _(loop, stage):
+                # Tiles are numbered matrix after matrix, and square after square of the lower triangle. A tile is as
+                # high as a square, and a block wide: a square has as many side by side as it has blocks of rows.
                 (number,) = loop.index
                 b = lax.div(number, jnp.int32(count))
                 tile = lax.rem(number, jnp.int32(count))
                 square = lax.div(tile, jnp.int32(tiles.rows))
-                i, j = triangle(square, pl.cdiv(m, height), tiles.group)
-                column = j * tiles.rows + lax.rem(tile, jnp.int32(tiles.rows))
-                return body(b, i, column, carry)
+                i, square_column = triangle(square, pl.cdiv(m, height), tiles.group)
+                j = square_column * tiles.rows + lax.rem(tile, jnp.int32(tiles.rows))
+                return body(b, i, j, stage)
 
         def following(stage):
             """The next stage of the pipeline; the first one follows the last."""

@@ -165,23 +165,27 @@ _SMALLEST_BLOCK = 128
 
 
 def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m"]:
-    """The product with only the blocks of its lower triangle computed; small matrices are one full product."""
+    """alpha·X Yᴴ + beta·C from the blocks of its lower triangle, which are mirrored.
+
+    Small matrices are one full product.
+    """
     *batch, m, _ = o.x.shape
     # More rows of blocks save more products, until the blocks are too small to be fast.
     rows = min(_ROWS_OF_BLOCKS, m // _SMALLEST_BLOCK)
     if rows < 2:
         return symmetric_product(o)
-    product_of_one = functools.partial(_in_blocks, rows=rows, platform=platform)
+    in_blocks = functools.partial(_in_blocks, rows=rows, platform=platform)
     if math.prod(batch) <= 1 or platform != "cpu":
-        return product_of_one(o)
-    # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main memory.
+        return in_blocks(o)
+    # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main memory. All operands
+    # but alpha and beta have the axes of the batch.
     alpha = jnp.broadcast_to(o.alpha, batch)
     beta = jnp.broadcast_to(o.beta, batch)
     operands = jax.tree.map(
         lambda a: a.reshape(-1, *a.shape[len(batch) :]),
         o._replace(alpha=alpha, beta=beta),
     )
-    return lax.map(product_of_one, operands).reshape(*batch, m, m)
+    return lax.map(in_blocks, operands).reshape(*batch, m, m)
 
 
 def _in_blocks(

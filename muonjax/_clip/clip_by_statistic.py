@@ -17,7 +17,7 @@ from muonjax._common.arguments import (
     check_order,
     errors_of,
     mesh_axes,
-    other_state,
+    message_for_other_state,
     shown,
     warn_user,
     whole_number,
@@ -100,9 +100,8 @@ class ClipByStatistic:
         # Optax finds the parts of a state that mirror the parameters by calling `init` with a placeholder that has no
         # leaves. One array in place of each dictionary tells Optax that no part of this state does.
         if not jax.tree.leaves(params, is_leaf=is_masked):
-            return QKClipState(
-                jnp.zeros([], jnp.int32), *(jnp.zeros([]) for _ in range(4))
-            )  # pyright: ignore
+            no_dicts: Any = [jnp.zeros([])] * 4
+            return QKClipState(jnp.zeros([], jnp.int32), *no_dicts)
         with errors_of(self.call):
             modules = Modules(params)
             sites, _ = self.find(modules)
@@ -131,7 +130,7 @@ class ClipByStatistic:
             check_order(updates, state, params)
             # The state of another optimizer lacks this field, and so does a dictionary from a checkpoint.
             if not hasattr(state, "factors"):
-                raise ValueError(other_state(state))
+                raise ValueError(message_for_other_state(state))
             self._require(params, statistics)
             # Sites are found again, because the tree may have lost parameters since `init`. Paths and shapes are
             # static, so this is done while tracing.

@@ -250,17 +250,18 @@ def refuse_positional(unnamed: tuple[Any, ...]) -> None:
         )
 
 
-def other_state(state: Any) -> str:
-    """The message for a state that another optimizer made, or whose tuples a checkpoint has lost."""
+def message_for_other_state(state: Any) -> str:
+    """The message for a state that does not fit: another optimizer's, or one whose tuples a checkpoint lost."""
     # Serialization of a named tuple without its class makes a dictionary of it.
     if isinstance(state, Mapping):
         return (
-            f"this state is a {type(state).__name__}, no tuple: a checkpoint that was restored "
-            "without its structure. Restore it as jax.eval_shape(tx.init, params)."
+            f"this state is a {type(state).__name__}, not a tuple: a checkpoint that was restored "
+            "without its structure. Restore it into the structure of jax.eval_shape(tx.init, params)."
         )
+    # The outermost named tuples, whose classes name the transformations.
     nodes = jax.tree.leaves(state, is_leaf=_is_named_tuple)
     kinds = {type(node).__name__ for node in nodes if _is_named_tuple(node)}
-    # These are part of every chain, and say nothing.
+    # Most chains have these, which say nothing.
     kinds -= {"EmptyState", "MaskedState"}
     kinds_shown = f", with {', '.join(sorted(kinds))}" if kinds else ""
     return f"this is the state of another optimizer{kinds_shown}. Start anew with tx.init(params)."

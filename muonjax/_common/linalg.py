@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact, Shaped
 
 
+_LARGEST_CONSTANT = 64  # rows of an identity whose numbers a program contains
+
+
 class MatrixProduct(NamedTuple):
     """A matrix product at a stated precision, over leading batch axes. Hashable: it can be a static argument.
 
@@ -121,16 +124,17 @@ def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m 
 
 
 def identity_like(
-    a: Shaped[Array, "*batch k k"], small: bool = False
+    a: Shaped[Array, "*batch k k"], as_constant: bool = False
 ) -> Shaped[Array, "*#batch k k"]:
-    """I in the dtype of A; of A's rank, for JAX's strict mode of promotion.
+    """I in the dtype of A, with an axis of one entry for each of its batch axes.
 
-    A `small` one is a constant: XLA's CPU compiler unrolls the comparison of rows and columns, which takes longer than
-    all the rest of a small kernel. Forward derivatives inside of `shard_map` don't take such a constant.
+    `jax_numpy_rank_promotion="raise"` asks for those. With `as_constant` the program contains the numbers of a small
+    one: XLA's CPU compiler would unroll the comparison of rows and columns, which takes longer than all else in a
+    small iteration. Not where forward derivatives go through a `shard_map`, which don't take such a constant.
     """
     k = a.shape[-1]
     # NumPy's matrix is a constant of the program.
-    library = np if small and k <= 64 else jnp
+    library = np if as_constant and k <= _LARGEST_CONSTANT else jnp
     identity = library.eye(k, dtype=a.dtype)
     batch_axes = tuple(range(a.ndim - 2))
     return jnp.expand_dims(identity, batch_axes)

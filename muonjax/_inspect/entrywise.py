@@ -521,16 +521,17 @@ def _record_meeting_parts(walk: Walk, values: Iterable[Value]) -> None:
             walk.record_parts(parts)
 
 
-def _record_sum_of_slices(walk: Walk, projections: Sequence[Projection]) -> None:
-    """Records axes of a parameter along which products with its slices are added up.
+def _record_sum_of_slices(walk: Walk, terms: Sequence[Projection]) -> None:
+    """Records axes of a parameter along which its slices differ, if a sum has products with several of them.
 
-    A sum over heads, written as a loop, is one: sum_h x[h] @ w[h].
+    A sum over heads, written as a loop, is one, sum_h x[h] @ w[h]: so h counts rows, and not matrices.
     """
-    linear = [projection for projection in projections if projection.is_linear]
-    by_leaf = grouped((projection.view.leaf, projection) for projection in linear)
+    # Nothing but sums and scales lies between the products and this sum.
+    linear = [term for term in terms if term.is_linear]
+    by_leaf = grouped((term.view.leaf, term) for term in linear)
     for first, *others in by_leaf.values():
         for other in others:
-            activation = other.product.use.activation
-            if first.product.bit & walk.values[activation].depends_on:
-                continue  # layers, one after the other
-            walk.record_added_slices(first.view, other.view)
+            # A layer after the first one, in a residual stream, is no further slice of it.
+            input_of_other = walk.values[other.product.use.activation]
+            if not first.product.bit & input_of_other.depends_on:
+                walk.record_added_slices(first.view, other.view)

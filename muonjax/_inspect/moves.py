@@ -159,13 +159,15 @@ def reshaped(x: Facts, old: Shape, new: Shape) -> Facts:
     Positions [4, 1] of an array [4, 16], which depend on the row alone, become [64] for the shape [64], each 16 times,
     and [2, 2, 1] for the shape [2, 2, 16].
     """
-    # The array may have been cut or repeated in between, as logits may before they are measured.
+    # Logits may have been cut or repeated between the softmax and where they are measured: that is no reshape. Arrays
+    # without entries have no facts.
     if math.prod(old) != math.prod(new) or 0 in old:
         raise Unmoved
     first = x.ndim - len(old)
-    # The shape with an entry for each fact that may differ after the reshape, and what becomes of it.
+    # Only axes on which facts depend get an entry for each index: [4, 16] becomes [4, 1].
     full = list(x.shape[:first])
     result = list(full)
+    # Groups of axes, in order, of which each becomes one group of new axes.
     for before, after in _regrouped(old, new):
         # Of axes that become others together, all need an entry for each fact if facts depend on one.
         is_varying = any(x.shape[first + axis] > 1 for axis in before)

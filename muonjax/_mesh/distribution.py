@@ -164,23 +164,25 @@ def spread_specs(specs: Any, tree: Any) -> list[Any]:
 def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[int]:
     """Into how many shards the last axis of each leaf is cut, as far as that is known.
 
-    The `distribution` says it, or else the types of the arrays. A kernel with P(None, "tensor") on a mesh {"fsdp": 4,
-    "tensor": 2} has two.
+    The `distribution` says it, or else the types of the arrays. A weight with P(None, "tensor") on a mesh {"fsdp": 4,
+    "tensor": 2} has two; an axis that the mesh does not divide evenly is in one piece.
     """
     leaves = jax.tree.leaves(tree)
-    # On an Auto mesh an array inside of `jit` does not show its sharding, and counts as one shard.
-    shardings: list[Any] = [jax.typeof(leaf).sharding for leaf in leaves]
-    if distribution is not None:
-        shardings = []
+    shardings: list[Any] = []
+    if distribution is None:
+        # On an Auto mesh an array inside of `jit` does not show its sharding, and counts as one shard.
+        shardings = [jax.typeof(leaf).sharding for leaf in leaves]
+    else:
+        # A spec is a `PartitionSpec` or a `NamedSharding`, perhaps on another mesh.
         for spec in spread_specs(distribution.param_specs, tree):
-            spec = partition_spec(_mesh_axes(spec))
-            shardings.append(NamedSharding(distribution.mesh, spec))
+            axes = partition_spec(_mesh_axes(spec))
+            shardings.append(NamedSharding(distribution.mesh, axes))
     shards = []
     for leaf, sharding in zip(leaves, shardings, strict=True):
         mesh_shape = dict(sharding.mesh.shape)
-        # A scalar has no axes, and is in one piece.
-        *_, last = ((), *even_sharding(leaf.shape, sharding.spec, mesh_shape))
-        shards.append(devices_along(mesh_shape, last))
+        axes_by_axis = even_sharding(leaf.shape, sharding.spec, mesh_shape)
+        last_axis = axes_by_axis[-1] if axes_by_axis else ()  # of a scalar
+        shards.append(devices_along(mesh_shape, last_axis))
     return shards
 
 

@@ -165,15 +165,19 @@ def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Re
 
 
 def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
-    """[owners, row_size]: a row for each owner, with the blocks that it gets from this device."""
+    """What this device sends in an all-to-all [owners, row_size]: its blocks of each owner's matrices.
+
+    A unit is a matrix, of which each device has a block; `stacks` has the blocks of a leaf. Each owner has spans of
+    units, from `start` on `count` of one leaf.
+    """
     dtype, row_size = round_.group.dtype, round_.row_size
     parts = []
-    for owner in owners:
-        for units in owner:
-            # Bytes of an update: the blocks are sent in the dtype of the group, which may be half of the leaf's.
-            blocks = stacks[units.leaf][units.start : units.start + units.count]
+    for spans in owners:
+        for span in spans:
+            blocks = stacks[span.leaf][span.start : span.start + span.count]
+            # A dtype half as wide as the leaf's halves what is sent.
             parts.append(blocks.reshape(-1).astype(dtype))
-        padding = row_size - row_length(owner)
+        padding = row_size - row_length(spans)
         parts.append(jnp.zeros(padding, dtype))
     return jnp.concatenate(parts).reshape(-1, row_size)
 

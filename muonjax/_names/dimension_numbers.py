@@ -220,18 +220,20 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
 
 
 def _on_leaf(
-    numbers: DimensionNumbers | None, axes: Sequence[int]
+    numbers: DimensionNumbers | None, leaf_axes: Sequence[int]
 ) -> DimensionNumbers | None:
     """Dimension numbers of one layer, written in the axes of the leaf.
 
-    The kernel of one layer in a stack [6, 32, 80] has `axes` (1, 2), so that (0, 1) becomes (1, 2).
+    One layer's kernel in a stack [6, 32, 80] has the `leaf_axes` (1, 2): its rows 0 and columns 1 are axes 1 and 2.
     """
     if numbers is None:
         return None
-    rows = one_or_several([axes[i] for i in axes_of(numbers.reduction_axis)])
-    columns = one_or_several([axes[i] for i in axes_of(numbers.output_axis)])
+    rows = one_or_several([leaf_axes[i] for i in axes_of(numbers.reduction_axis)])
+    columns = one_or_several([leaf_axes[i] for i in axes_of(numbers.output_axis)])
     if isinstance(numbers, FusedDimensionNumbers):
-        return FusedDimensionNumbers(rows, columns, numbers.parts, axes[numbers.axis])
+        return FusedDimensionNumbers(
+            rows, columns, numbers.parts, leaf_axes[numbers.axis]
+        )
     return MuonDimensionNumbers(rows, columns)
 
 

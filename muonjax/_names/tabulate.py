@@ -59,7 +59,7 @@ def tabulate(
         if dimension_numbers is None:
             leaves, _ = routes(params, layers=modules)
         else:
-            leaves = _given(params, dimension_numbers)
+            leaves = _routes_as_given(params, dimension_numbers)
     dtypes = {str(route.dtype) for route in leaves}
     table = [_HEADER, *map(_cells, leaves)]
     if len(dtypes) == 1:
@@ -78,20 +78,23 @@ def tabulate(
     return "\n".join(line.rstrip() for line in lines if line)
 
 
-def _given(params: Any, dimension_numbers: Any) -> Sequence[Route]:
-    """The routes of all leaves that are not masked, by dimension numbers of the caller or of a `Program`."""
-    call = "(params, dimension_numbers)"
-    numbers = resolve_dimension_numbers(dimension_numbers, params, call=call)
+def _routes_as_given(params: Any, dimension_numbers: Any) -> Sequence[Route]:
+    """The routes of all leaves by dimension numbers of the caller or of a `Program`.
+
+    A masked leaf is no leaf of the tree, and has none.
+    """
+    numbers = resolve_dimension_numbers(
+        dimension_numbers, params, call="(params, dimension_numbers)"
+    )
     # A `Program` knows the line of code that decided; a tree does not say why.
     why = getattr(dimension_numbers, "why", lambda path: "given")
-    given = []
+    routes = []
     leaves = jax.tree.leaves(params)
     for names, leaf, entry in zip(leaf_paths(params), leaves, numbers, strict=True):
         path = "/".join(names)
-        shape = jnp.shape(leaf)
-        dtype = dtype_of(leaf)
-        given.append(Route(path, shape, dtype, entry, why(path), is_open=False))
-    return given
+        shape, dtype = jnp.shape(leaf), dtype_of(leaf)
+        routes.append(Route(path, shape, dtype, entry, why(path), is_open=False))
+    return routes
 
 
 def _matrices(route: Route) -> Counter[tuple[int, int]]:

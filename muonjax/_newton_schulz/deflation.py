@@ -149,7 +149,7 @@ def shrink_dominant(
     shrunk = _above_rounding(gram) - removed
 
     # V^H W = w V^H with w = I - V^H V D.
-    w = identity_like(d, small=True) - dot(dot(adjoint(v), v), d)
+    w = identity_like(d, as_constant=True) - dot(dot(adjoint(v), v), d)
     return Deflation(p, v, shrunk, dot(dot(w, h), adjoint(w)))
 
 
@@ -166,7 +166,7 @@ def _map_to_one_target(
     # D = I - target H^(-1/2). The target is close to the smallest singular value of the k directions, so that none of
     # them is then much larger than the rest.
     target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
-    d = identity_like(inverse_sqrt, small=True) - scaled(inverse_sqrt, target)
+    d = identity_like(inverse_sqrt, as_constant=True) - scaled(inverse_sqrt, target)
 
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
     # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, off its diagonal.
@@ -231,7 +231,7 @@ def inverse_root(h: jax.Array) -> jax.Array:
 
     Eigenvalues of h below `_RIDGE` of its norm count as about that. No eigenvalue of Q is too large.
     """
-    eye = identity_like(h, small=True)
+    eye = identity_like(h, as_constant=True)
     inverse_bound = inverse_norm(h)
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 

@@ -22,7 +22,7 @@ from muonjax._common.arguments import (
     explains_keywords,
     fitted_mask,
     given_dtype,
-    other_state,
+    message_for_other_state,
 )
 from muonjax._common.trees import dtype_of
 from muonjax._inspect.program import Program
@@ -490,7 +490,7 @@ def _clipped(
             or not hasattr(state[1], "factors")
             or len(state[0]) != num_states
         ):
-            raise ValueError(other_state(state))
+            raise ValueError(message_for_other_state(state))
         updates, state = chain.update(updates, state, params, **extra_args)
         return sharded_as(params, updates), state
 

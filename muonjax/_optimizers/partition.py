@@ -10,7 +10,7 @@ import optax
 from muonjax._common.arguments import (
     check_update,
     errors_of,
-    other_state,
+    message_for_other_state,
     shown,
     warn_user,
 )
@@ -228,7 +228,7 @@ def _check_state(state: Any, expected: Any) -> None:
     """
     # A restored state may be of another class, with the same fields.
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
-        raise ValueError(other_state(state))
+        raise ValueError(message_for_other_state(state))
     check_kind(state, has_int8(expected))
     shapes = list(map(jnp.shape, jax.tree.leaves(state)))
     entries = jax.tree.leaves_with_path(expected)

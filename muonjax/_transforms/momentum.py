@@ -15,7 +15,7 @@ from muonjax._common.arguments import (
     check_range,
     errors_of,
     given_dtype,
-    other_state,
+    message_for_other_state,
 )
 from muonjax._common.linalg import at_least_float32, scaled
 from muonjax._mesh.distribution import (
@@ -189,7 +189,7 @@ def _scheduled(
     @errors_of("trace")
     def update(updates, state, params=None):
         if not hasattr(state, "momentum"):
-            raise ValueError(other_state(state))
+            raise ValueError(message_for_other_state(state))
         # The count may be in host memory, as the momentum is: a tree with one leaf, whose update is not read.
         decay, count = leaf_by_leaf(evaluate, 0.0, state.count)
         updates, momentum = trace_of(decay).update(updates, state.momentum, params)

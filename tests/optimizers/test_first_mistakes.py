@@ -163,7 +163,7 @@ def test_a_state_whose_tuples_have_become_mappings(program):
     raw = to_state_dict(tx.init(ATTENTION))
     with pytest.raises(
         ValueError,
-        match=r"is a dict, no tuple.*Restore it as jax.eval_shape\(tx.init, params\)",
+        match=r"is a dict, not a tuple.*the structure of jax.eval_shape\(tx.init, params\)",
     ):
         update(tx, ATTENTION, ATTENTION, raw, max_logits={"a": jnp.ones(2)})
     restored = from_state_dict(jax.eval_shape(tx.init, ATTENTION), raw)
