@@ -190,7 +190,7 @@ class Layout(NamedTuple):
     def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
         """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries.
 
-        Of an axis that is no source the first entry is left: (2, None) of an array x [3, 4, 5] gives x[0, 0, :, None].
+        An axis that is no source keeps its first entry: (2, None) of an array x [3, 4, 5] gives x[0, 0, :, None].
         """
         kept, new = [], []
         for axis, source in enumerate(sources):

@@ -129,7 +129,7 @@ def _spread(x: Facts, first: int, axes: Sequence[int], rank: int) -> Facts:
 
 
 def _gathered(walk: Walk, node: Node, x: Facts) -> Facts:
-    """Facts after a `gather`: of one slice at an index that the program contains, or of slices that are all alike."""
+    """Facts after a `gather`: of one slice at an index that the program contains, or of slices that all have the same facts."""
     old, new = walk.graph.shapes(node)
     index = walk.known(node.inputs[1])
     numbers = node.params["dimension_numbers"]
@@ -169,7 +169,7 @@ def reshaped(x: Facts, old: Shape, new: Shape) -> Facts:
     result = list(full)
     # Groups of axes, in order, of which each becomes one group of new axes.
     for before, after in _regrouped(old, new):
-        # Of axes that become others together, all need an entry for each fact if facts depend on one.
+        # If facts depend on one axis of a group, all axes of the group get an entry for each index.
         is_varying = any(x.shape[first + axis] > 1 for axis in before)
         full += [old[axis] if is_varying else 1 for axis in before]
         result += [new[axis] if is_varying else 1 for axis in after]
@@ -369,7 +369,7 @@ def looked_up(
             walk.record(node, "looked up", t, "looked up", rows=rows)
         layout = t.layout.visit(picked).pick(order, shape)
         views.append(t._replace(layout=layout))
-    # Of an array that holds parameters only these are followed.
+    # If an array holds parameters, only these are followed.
     projections: tuple[Any, ...] = ()
     if not x.views:
         projections = move_each(x.projections, lambda layout: layout.pick(order, shape))
@@ -385,7 +385,7 @@ def _dynamic_slice(walk: Walk, node: Node) -> Sequence[Value]:
     for axis, n in enumerate(new):
         if n != old[axis]:
             sources[axis] = None
-    # Of a stretch of an axis, such as a block of columns, it is not known which entries are taken.
+    # Which entries a stretch of an axis takes, such as a block of columns, is not known.
     stretches = [axis for axis, n in enumerate(new) if 1 < n < old[axis]]
     if _differs_along(values[0], stretches):
         return unknown(walk, node)

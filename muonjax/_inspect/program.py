@@ -411,7 +411,7 @@ def _numbers_by_names(
     """The dimension numbers of those parameters that the program leaves to names, with the warnings that names give.
 
     Args:
-      structure: Of the tree of parameters.
+      structure: That of the tree of parameters.
       leaf_of: Its leaves by path.
       decisions: What the program says of those that are not masked, by path.
     """
