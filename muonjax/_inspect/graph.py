@@ -157,7 +157,7 @@ class Node:
     outputs: tuple[int, ...]
     equation: JaxprEqn  # of a "carry" and the like that of the loop, of a rewritten operation the one of the program
     place: Place
-    # Of a gradient that the function takes by itself: "forward" or "backward".
+    # "forward" or "backward": which pass of a gradient that the function takes by itself.
     passes: str
 
 

@@ -129,7 +129,7 @@ def _spread(x: Facts, first: int, axes: Sequence[int], rank: int) -> Facts:
 
 
 def _gathered(walk: Walk, node: Node, x: Facts) -> Facts:
-    """Facts after a `gather`: of one slice at an index that the program contains, or of slices that all have the same facts."""
+    """Facts after a `gather`: of a slice at an index that the program contains, or of slices with the same facts."""
     old, new = walk.graph.shapes(node)
     index = walk.known(node.inputs[1])
     numbers = node.params["dimension_numbers"]
