@@ -487,7 +487,7 @@ def _record_factors(walk: Walk, node: Node, x: Value, y: Value) -> None:
         ):  # one factor for all of it, as a spectral norm
             for view in value.views:
                 walk.uses.scales[view.leaf] |= factor.depends_on
-        walk.record_read(value, factor.axes("one hot"), factor)
+        walk.record_choice_by_labels(value, factor.axes("one hot"), factor)
         if factor.is_activation:
             _record_gates(value.projections, factor, repeats)
     if x.projections and y.projections and x.depends_on != y.depends_on:

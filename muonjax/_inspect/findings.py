@@ -191,7 +191,9 @@ class Walk:
         for view in (*value.views, *behind):
             self.record(operation, "unknown", view, operation.name)
 
-    def record_read(self, value: Value, axes: Sequence[int], labels: Value) -> None:
+    def record_choice_by_labels(
+        self, value: Value, axes: Sequence[int], labels: Value
+    ) -> None:
         """Records the products of which labels choose a column, as those of a cross-entropy do: output heads.
 
         The columns lie along `axes` of the value, in its projections, or in facts if the matrix does not train.

@@ -308,7 +308,7 @@ def _gather(walk: Walk, node: Node) -> Sequence[Value]:
             return unknown(walk, node)
     # A cross-entropy takes the logit of the label: the product's columns are classes.
     if not x.views:
-        walk.record_read(x, picked, indices)
+        walk.record_choice_by_labels(x, picked, indices)
         if is_part:
             walk.record_parts(x.projections)
             return [dependent([x, indices])]

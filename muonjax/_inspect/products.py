@@ -62,7 +62,7 @@ def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
         if chosen and operand.is_parameter and operand.value.views:
             values = [operand.value, other.value]
             return looked_up(walk, node, values, operand.sources)
-        walk.record_read(operand.value, chosen, other.value)
+        walk.record_choice_by_labels(operand.value, chosen, other.value)
         # One hot along experts: the product takes the columns of one of them.
         for projection in operand.value.projections:
             projection.product.batches.update(projection.layout.runs_along(chosen))
