@@ -13,7 +13,7 @@ import numpy as np
 from muonjax._clip.scale import Scale, first_positions
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
-from muonjax._inspect.values import Operand, Projection
+from muonjax._inspect.values import PARAMETER, Operand, Projection
 
 
 class Span(NamedTuple):
@@ -148,6 +148,8 @@ class QueriesAndKeys:
         """Refuses queries whose heads can't be told in the parameters that make them."""
         projections = self.query.value.projections
         if not projections:
+            if self.query.value.depends_on & PARAMETER:
+                raise Refused("an operation that is not followed makes its queries")
             raise Refused("its queries can't be followed to parameters that train")
         self._check_order(self.query, projections, "queries")
         for projection in projections:

@@ -25,6 +25,7 @@ MATRICES = dict.fromkeys("qkvo", ((D, D), "0 | 1"))
 OUT = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
+CHANGED_QUERIES = "an operation that is not followed makes its queries"
 LOST_QUERIES = "its queries can't be followed to parameters that train"
 IN_TURNS = "the heads of its logits are not those of its projections"
 NOT_ALL = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
@@ -116,7 +117,7 @@ spelled("added_to_a_frozen_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] + R[0, 0] * jnp.ones((D, D))})  # fmt: skip
 spelled("keys_by_the_transposed_kernel", ELSE, weights=lambda p: p | {"k": p["q"].T})
 ORDER = np.random.default_rng(0).permutation(D)
-spelled("columns_in_a_constant_order", LOST_QUERIES,
+spelled("columns_in_a_constant_order", CHANGED_QUERIES,
         weights=lambda p: p | {"q": p["q"][:, ORDER]}, q=((D, D), GATHER))  # fmt: skip
 
 
@@ -959,7 +960,7 @@ def the_local_energy_of_an_attention(p, x):
 LOST = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
 
 
-@program(X, sites=LOST_QUERIES, **QKVO)
+@program(X, sites=CHANGED_QUERIES, **QKVO)
 def queries_written_in_place(p, x):
     q, k, v = projected(p, x)
     buffer = jnp.zeros_like(q)
