@@ -24,16 +24,18 @@ def symmetric_product(o: Operands) -> jax.Array:
 def launched(
     cores: int, x: jax.Array, y: jax.Array | None, c: jax.Array | None, scale: jax.Array
 ) -> jax.Array:
-    """One launch for operands [batch, m, k] of any sizes: padded with zeros, and the result cut to [batch, m, m].
+    """alpha·X Yᴴ + beta·C [batch, m, m] in one launch, for operands X [batch, m, k] of any sizes.
+
+    Y of None is X, and C of None is nothing. The operands are padded with zeros to sizes that the kernel takes.
 
     `cores` is the number of the device's multiprocessors, which decides the tiles; `scale` holds alpha and beta,
     [batch, 2].
     """
-    # Imported only here, because JAX 0.10 can't import the kernel.
+    # Imported only here, because JAX 0.10 lacks what the kernel's file imports.
     from pallas_kernels import _mosaic_gpu_sm90
 
-    size, m, _ = x.shape
-    tiles = pick(m, size, cores)
+    batch, m, _ = x.shape
+    tiles = pick(m, batch, cores)
     x, y, c = jax.tree.map(_aligned, (x, y, c))  # None stays None
     # Zeros add nothing to the product, and the rows and columns that they make are cut off.
     out = _mosaic_gpu_sm90.launch(x, y, c, scale, tiles=tiles, cores=cores)

@@ -190,9 +190,10 @@ def _check_entries(module: PlacedSite) -> None:
 
 
 def _refuse_adapters(path: str, leaves: Sequence[str], modules: Modules) -> None:
-    """Refuse parameters next to those that are scaled in a projection, as an adapter has them.
+    """Refuse a projection with parameters that the clip does not scale, such as those of a LoRA adapter.
 
-    It adds to queries or keys what the clip would not scale.
+    If an attention at `path` scales "attn/query/kernel", then "attn/query/lora_a" adds to the queries what is not
+    scaled.
     """
     # If queries are a bare array of the attention, what lies next to it may be anything.
     projections = {_parent(leaf) for leaf in leaves} - {path}

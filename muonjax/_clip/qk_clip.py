@@ -89,7 +89,10 @@ def qk_clip(
 def clip_of_logits(
     call: str, threshold: Any, sites: Any, every_k: Any, axis_name: Any
 ) -> ClipByStatistic:
-    """The clip that goes by attention logits, with checked settings; errors name the public function `call`."""
+    """The clip of `qk_clip(threshold, sites)` or `muonclip(learning_rate, program)`, whichever `call` names.
+
+    Messages of errors are what follows that name.
+    """
     check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
     # `None` is allowed by the signature alone: the likeliest first call gets the two lines that it lacks.
     if sites is None:
@@ -97,7 +100,7 @@ def clip_of_logits(
             f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
             f"tx = muonjax.{call}({'100.0' if call == 'qk_clip' else '2e-3'}, program)"
         )
-    # The powers of γ follow from the modules that are found, so `_attentions` sets them there.
+    # γ = threshold / largest logit. `_attentions` sets its power for queries and keys when the modules are found.
     return ClipByStatistic(
         call=call,
         argument="max_logits",

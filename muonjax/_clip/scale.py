@@ -101,14 +101,15 @@ class Scale:
         check_flag(optional=self.optional)
 
     def _check_span(self) -> None:
+        """Raises unless `span` is (first, end), positions in the run of an entry; an end of None is the run's."""
         if not isinstance(self.span, tuple) or len(self.span) != 2:
             raise TypeError(
                 f"(span={shown(self.span)}) must be a pair (first, end), as (0, None)."
             )
-        # An empty span would scale nothing.
         first, end = self.span
         whole_number("span", first, 0, " as its first position, at least 0.")
         if end is not None:
+            # An empty span would scale nothing.
             whole_number(
                 "span", end, first + 1, f" as its end, above {first}, or None."
             )

@@ -350,7 +350,8 @@ def explains_keywords(
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        # Python would call an unknown keyword unexpected, and in `**settings` only the function inside would see it.
+        # Python names no similar keyword, and for `**settings` a function inside. So arguments are checked here, by a
+        # signature that has those of the `sources` in place of `**settings`.
         signature = _full_signature(function, sources)
         by_name = []
         by_position = []
@@ -359,10 +360,11 @@ def explains_keywords(
                 by_name.append(key)
             elif key != "self":
                 by_position.append(key)
-        # `__init__` of a dataclass gets the object as its first argument.
         known = by_position + by_name
+        # The object is no argument that a user gives.
         is_method = "self" in signature.parameters
 
+        # `errors_of` begins each message with the name: "muon(learning_rate) takes settings by name: ...".
         @functools.wraps(function)
         @errors_of(name)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:

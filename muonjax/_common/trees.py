@@ -178,8 +178,10 @@ def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> str:
 def _with_flat_state_path(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
     """The key path, with the path that an `nnx.FlatState` keeps for its arrays in place of their index.
 
-    (0,) becomes (("dense", "kernel"),) if `tree.paths[0]` is that. Any other tree has its own keys.
+    (FlattenedIndexKey(0),) becomes (DictKey(("dense", "kernel")),) if `tree.paths[0]` is that. Any other tree has its
+    own keys.
     """
+    # An `nnx.Variable` asks its array for attributes that it lacks, and has a dtype.
     is_flat_state = hasattr(tree, "paths") and not hasattr(tree, "dtype")
     if not path or not is_flat_state:
         return path

@@ -34,7 +34,11 @@ class Call(NamedTuple):
 
 
 def attentions(walk: Walk) -> list[list[Call]]:
-    """The calls of each attention that trains, in the order of the program."""
+    """The calls of each attention that trains, in the order of the program.
+
+    A clip of q scales softmax(q @ k1) and softmax(q @ k2): these are proved together.
+    """
+    # Followed to their softmax; then calls of kernels, and exponentials that multiply something unknown.
     calls = {product: _call(walk, product) for product in walk.attention.softmaxes}
     for i, projections in walk.attention.calls.items():
         calls[i] = _opaque_call(walk, i, projections)
@@ -44,6 +48,7 @@ def attentions(walk: Walk) -> list[list[Call]]:
     # What scales the queries of a call scales those of every other call that takes them.
     by_queries = []
     for _, call in sorted(calls.items()):
+        # The last proposal scales the queries alone. A refused call has the parameters of both, or its line.
         queries = call.proposals[-1:] or call.views or call.line
         by_queries.append((queries, call))
     proved = []
@@ -78,7 +83,8 @@ def _views(projections: Iterable[Projection]) -> tuple[ParameterView, ...]:
 
 
 def _call(walk: Walk, product: int) -> Call:
-    """The attention whose queries and keys this operation multiplies."""
+    """The attention whose queries and keys this operation multiplies: what a clip may scale, or why it is refused."""
+    # If several softmaxes take the logits, `_check_logits` asks for equal ones.
     logits, normalized = walk.attention.softmaxes[product][0]
     pairs = [QueriesAndKeys(walk, product, normalized)]
     for summand in logits.summands:
@@ -96,6 +102,7 @@ def _call(walk: Walk, product: int) -> Call:
         for pair in pairs:
             projections += (*pair.query.value.projections, *pair.key.value.projections)
         return call._replace(problem=str(refused), views=_views(projections))
+    # No clip scales keys that several heads share.
     projections = []
     for pair in pairs:
         keys_of_one_head, _ = pair.split_keys()

@@ -373,17 +373,21 @@ def _projections_of_operand(
 
 
 def _after_sum(operation: Operation, value: Value) -> tuple[Projection, ...]:
-    """Projections are linear after a sum with others, with biases, or with zeros that a mask chooses."""
-    added = []
+    """The projections of one operand of a sum or a choice, as the result has them.
+
+    They stay linear if each other operand has projections too, is a bias, or is a number in place of what a mask
+    hides. Any other, as the data in x + x @ w, makes them nonlinear.
+    """
+    others = []
     for other in operation.values:
-        is_constant = operation.is_choice and not other.depends_on
-        if not other.is_weight and not other.projections and not is_constant:
-            added.append(other)
-    if not added:
+        is_in_place_of_hidden = operation.is_choice and not other.depends_on
+        if not other.is_weight and not other.projections and not is_in_place_of_hidden:
+            others.append(other)
+    if not others:
         return value.projections
     projections = []
     for projection in value.projections:
-        unmixed = all(_keeps_columns(projection, other) for other in added)
+        unmixed = all(_keeps_columns(projection, other) for other in others)
         after = after_nonlinearity(
             operation.walk, projection, operation.node, unmixed=unmixed
         )

@@ -238,7 +238,8 @@ class Walk:
     ) -> None:
         """Records that an operation mixes columns along `axes`.
 
-        Where columns lie along other axes as well, as in a norm of each head, these may still be parts.
+        A norm along axis 3 of [batch, length, 8, 16] leaves the heads along axis 2 separate: they may still be parts.
+        A norm along axes 2 and 3 takes all columns together, as one part.
         """
         for projection in projections:
             layout = projection.layout

@@ -220,7 +220,9 @@ def _numbers(form: _Form) -> DimensionNumbers:
 def _numbers_per_head(
     form: _Form, shape: tuple[int, ...], heads: set[tuple[Run, Region]]
 ) -> DimensionNumbers:
-    """The same with a matrix for each head.
+    """The dimension numbers of `form`, with a matrix for each head.
+
+    An axis that counts heads, 1 of [64, 8, 16], is no column any more. One that they divide, 1 of [64, 128], is cut.
 
     Args:
       form: The matrices of the parameter.
@@ -238,6 +240,7 @@ def _numbers_per_head(
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
         if run.axis == cut.axis:
+            # The columns of the region, repeated along the axis; without an entry, all of it.
             mask = np.frombuffer(dict(region).get(cut.axis, b"\1"), bool)
             columns = np.flatnonzero(np.resize(mask, shape[cut.axis]))
             edges.update(range(columns[0], columns[-1] + 1, run.stride))

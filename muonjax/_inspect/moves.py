@@ -233,24 +233,22 @@ def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
     inputs = [x for x in node.inputs if walk.shape(x)[axis]]  # `x[:, 64:]` may be empty
     result = dependent(walk.values[x] for x in inputs)
     # A single array between zeros is padded. A clip scales zeros by any factor, so they count as its own.
-    zeros = sum(not is_zero(walk, x) for x in node.inputs) == 1
-    parts, start = [], 0
+    is_padding = sum(not is_zero(walk, x) for x in inputs) == 1
+    placed, start = [], 0
     for x in inputs:
         value = walk.values[x]
         if value.is_weight and not result.is_weight:
             walk.record_views(node, "joined with data", [value])
         place = functools.partial(
-            Layout.place, axis=axis, start=start, size=size, zeros=zeros
+            Layout.place, axis=axis, start=start, size=size, zeros=is_padding
         )
-        parts.append(value.map(place))
+        placed.append(value.map(place))
         start += walk.shape(x)[axis]
-    projections = last_projections(walk, node, all_projections(parts))
-    views = _reassembled(parts, axis) if result.is_weight else ()
-    return [
-        result._replace(
-            views=views, projections=projections, logits=_joined_logits(node, parts)
-        )
-    ]
+    projections = last_projections(walk, node, all_projections(placed))
+    # Parts of one parameter, put together again, are that parameter.
+    views = _reassembled(placed, axis) if result.is_weight else ()
+    logits = _joined_logits(node, placed)
+    return [result._replace(views=views, projections=projections, logits=logits)]
 
 
 def _joined_logits(node: Node, parts: Sequence[Value]) -> tuple[Logits, ...]:
@@ -316,7 +314,7 @@ def _gather(walk: Walk, node: Node) -> Sequence[Value]:
 
 
 def _sources_of_gather(walk: Walk, node: Node) -> list[int | None]:
-    """For each axis of the result the axis of the operand that it has all of, if it is one.
+    """For each axis of the result the operand's axis that it has all of; None for an axis of indices or of a part.
 
     `table[tokens]` of a table [256, 64] and tokens [2, 8] gives [None, None, 1].
     """

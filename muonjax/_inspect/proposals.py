@@ -153,9 +153,11 @@ class QueriesAndKeys:
             raise Refused("its queries can't be followed to parameters that train")
         self._check_order(self.query, projections, "queries")
         for projection in projections:
+            # Each entry of the queries is made of all columns, so that none is of one head.
             if not projection.layout.varying:
                 raise Refused(self._why_of_all_columns(projection))
-            # Nothing tells queries of one head, put together from several products, from several heads of one key.
+            # concatenate([x @ a, x @ b]) without an axis of heads may be two halves of one head, or two heads that
+            # share a key: they look the same, and take different factors.
             if len(projections) > 1 and not self._heads(self.query, projection.layout):
                 raise Refused(
                     "heads of its queries are put together from several products"

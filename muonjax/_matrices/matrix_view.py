@@ -99,8 +99,8 @@ def resolve_dimension_numbers(
     {"attention": MuonDimensionNumbers(), "bias": None} for a tree of two kernels below "attention" and a bias gives
     [MuonDimensionNumbers(), MuonDimensionNumbers(), None].
 
-    None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out). A tree without leaves, which
-    Optax gives to `init` to find the parts of a state that are like parameters, fits all.
+    An entry of None is no matrix. None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out).
+    A tree without leaves, which Optax gives to `init` to find the parts of a state that are like parameters, fits all.
     """
     if not jax.tree.leaves(tree):
         return []
@@ -119,6 +119,7 @@ def resolve_dimension_numbers(
                 raise TypeError(
                     f"dimension numbers hold {entry!r}, not MuonDimensionNumbers or None."
                 )
+    # `optax.masked` puts a MaskedNode in place of the entry of a leaf that is another optimizer's.
     return [None if is_masked(entry) else entry for entry in entries]
 
 

@@ -237,7 +237,7 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
 
 
 def _give(queue: list[Units], owners: Owners, busy: np.ndarray) -> np.ndarray:
-    """Give the units of one kind to the owners, each unit to the owner that is least busy then.
+    """Give the units of one kind, equal matrices, to the owners, devices: each to the one that is least busy then.
 
     Args:
       queue: The units, which are interchangeable. It is empty afterwards.

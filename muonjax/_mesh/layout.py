@@ -178,9 +178,10 @@ def _unit_layout(
 
 
 def _view_at_owner(view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
-    """How the owner sees a unit, an array of this shape, as matrices with m <= n.
+    """How the device that orthogonalizes a unit sees it, an array of this shape, as matrices with m <= n.
 
-    The unit's axes are those of the leaf that belong to a matrix, in the same order.
+    A unit is a matrix of the leaf, or the fused matrices that lie side by side in it: a leaf [layers, d, heads, 16] has
+    units [d, heads, 16]. Its axes are those of the leaf that belong to a matrix, in the same order.
     """
     _, unit_axes = view.unit_axes
     # The shorter side becomes the rows, so `to_matrices` transposes the matrices of a tall leaf.
@@ -189,6 +190,6 @@ def _view_at_owner(view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
     columns = tuple(map(unit_axes.index, longer_side))
     if view.cut is None:
         return view_of(shape, rows, columns)
-    # Fused matrices are one unit, which the owner cuts into matrices.
+    # Fused matrices are one unit, which its owner cuts into as many matrices as the axis has entries.
     parts = view.shape[view.cut]
     return view_of(shape, rows, columns, unit_axes.index(view.cut), parts)

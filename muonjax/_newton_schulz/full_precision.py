@@ -126,7 +126,7 @@ def _composed(
     p: Any = None
     for a, b, c in rows:
         if p is not None:
-            # R <- P R P, the Gram matrix of P X
+            # R <- P R P, the Gram matrix of P X. All are polynomials in the first R, and commute.
             r = product(product(r, p), p)
             r2 = None
         # P = a I + b R + c R^2

@@ -81,7 +81,7 @@ def polar_factor(
     """`newton_schulz` of checked arguments, in the precision that the platform and the settings say."""
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     is_half = dtype == jnp.bfloat16
-    # The columns of a matrix that a mesh cuts are its longer side.
+    # A mesh cuts the longer side of a matrix: then x is a device's share of the columns, of a matrix that is wide.
     is_tall = not axis_name and x.shape[-2] > x.shape[-1]
     wide = x.mT if is_tall else x
     if is_half:
@@ -90,7 +90,7 @@ def polar_factor(
         y = full_precision.iterate(wide, settings, policy, dtype, axis_name)
     if is_tall:
         if policy.is_cpu and is_half:
-            # XLA makes the transposition a part of the last product, and has none of half types with float32 sums.
+            # XLA would make the transposition a part of the last product, and has no such product of half types.
             y = jax.lax.optimization_barrier(y)
         y = y.mT
     return y.astype(x.dtype)

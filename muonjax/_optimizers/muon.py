@@ -475,7 +475,7 @@ def adamclip(
 def _clipped(
     optimizer: optax.GradientTransformation, clip: ClipByStatistic
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer and its clip as a chain, which knows the state of another optimizer."""
+    """The optimizer and its clip as a chain, whose update refuses a state that another optimizer made."""
     chain = optax.chain(optimizer, clip.transformation())
     # The number of states tells this optimizer from another one: `muon` has one, AdamW one for each of its members.
     num_states = len(optimizer.init({}))  # pyright: ignore[reportArgumentType]
@@ -485,13 +485,11 @@ def _clipped(
         check_update(updates, state, params, unnamed)
         # A restored state may have lists in place of tuples.
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
-        if (
-            not is_pair
-            or not hasattr(state[1], "factors")
-            or len(state[0]) != num_states
-        ):
+        has_clip = is_pair and hasattr(state[1], "factors")
+        if not has_clip or len(state[0]) != num_states:
             raise ValueError(message_for_other_state(state))
         updates, state = chain.update(updates, state, params, **extra_args)
+        # XLA may choose another sharding for what the clip multiplies.
         return sharded_as(params, updates), state
 
     return optax.GradientTransformationExtraArgs(

@@ -182,11 +182,12 @@ def _route(
 
 
 def _with_gradients(updates: Any, params: Any) -> Any:
-    """The parameters, each of which has a gradient of its shape; without what can't be trained and has none.
+    """The parameters in the structure of the gradients, after a check that each has one of its shape.
 
-    In an Equinox module these are numbers and functions: `eqx.filter_grad` has None in their places.
+    What can't be trained and has no gradient is left out: in an Equinox module numbers and functions, in whose places
+    `eqx.filter_grad` has None.
     """
-    # By path, because the structures differ where None has no leaf.
+    # By path and in the order of the trees, because the structures differ where None has no leaf.
     gradients = flatten_paths(updates)
     leaves = flatten_paths(params)
     without_gradient = [path for path in leaves if path not in gradients]

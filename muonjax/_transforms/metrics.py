@@ -79,7 +79,11 @@ def metrics(state: Any) -> dict[str, Any]:
 
 
 def _count_and_rates(state: Any) -> dict[str, Any]:
-    """The largest count, and the rates that `optax.inject_hyperparams` and a `LearningRateState` keep."""
+    """{"count": ..., "learning_rate": ..., "adam_learning_rate": ...}, each if the state holds it.
+
+    Parts of an optimizer count by themselves, and one without leaves stays at 0: the largest count is the step. A rate
+    is kept by `optax.inject_hyperparams`, or by a `LearningRateState`.
+    """
     # By the path of the state that holds the number: ("inner_states", "adam", "1").
     counts = {}
     rates = {}

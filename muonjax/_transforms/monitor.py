@@ -126,7 +126,7 @@ def monitor(
         inner_state = inner.init(params)
         with errors_of("monitor"):
             pieces = matrix_pieces(numbers, params)
-            _check_program(inner_state, params, pieces)
+            _check_same_matrices(inner_state, params, pieces)
         statistics: Any = {}
         for group in _leaves_of_groups(groups, params, pieces):
             # A new array for each: a buffer that is in two places can't be donated.
@@ -172,17 +172,19 @@ def monitor(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_program(state: Any, params: Any, pieces: Pieces) -> None:
+def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
     """Raise where the optimizer inside gives other leaves to Muon than those that are measured as matrices.
 
-    Such as `monitor(muon(1e-3, program))`, which reads the matrices off names, and the program finds others.
+    In `monitor(muon(1e-3, program))` the optimizer takes the matrices of the program, and the monitor those of names.
     """
+    # A piece is one matrix of a leaf.
     matrices = {piece.leaf for piece in pieces}
     # `optax.partition` keeps the states of its parts by their labels; muonjax calls the part for matrices "muon".
     for node in jax.tree.leaves(
         state, is_leaf=lambda node: hasattr(node, "inner_states")
     ):
         momenta = _momenta(getattr(node, "inner_states", {}).get("muon"), params)
+        # Another partition has no momenta, nor has a Muon without momentum.
         if momenta and momenta.keys() != matrices:
             raise ValueError(
                 " needs its optimizer's program: monitor(muon(1e-3, program), program)."
@@ -303,7 +305,10 @@ def _deviation(update: jax.Array, view: MatrixView) -> Float32[Array, " batch"]:
 def _local_deviation(
     update: jax.Array, *, view: MatrixView
 ) -> Float32[Array, " batch"]:
-    """`_deviation` of an array whose sharding, if any, XLA decides."""
+    """The least |c U U^H - I|^2 / m over c of each matrix: 0 for a multiple of an orthogonal one, 1 - 1/m for rank 1.
+
+    The array is a device's own, or XLA decides how its products are sharded.
+    """
     u = view.to_matrices(update)
     # m <= n, so that the Gram matrix is the smaller one.
     u = u.mT if u.shape[-2] > u.shape[-1] else u
@@ -311,12 +316,12 @@ def _local_deviation(
     # The deviation does not depend on the scale of U, and no power of entries up to 1 overflows.
     largest = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
     u = u / jnp.maximum(largest, float(jnp.finfo(jnp.float32).tiny))
-    # With A = U U^T the least |c A - I|^2 / m is 1 - tr(A)^2 / (m |A|^2), at c = tr(A) / |A|^2.
+    # With A = U U^H the least |c A - I|^2 / m is 1 - tr(A)^2 / (m |A|^2), at c = tr(A) / |A|^2.
     # tr(A) is |U|^2.
     gram = dot.with_adjoint(u, u)
     trace = jnp.sum(jnp.abs(u) ** 2, (-2, -1))
-    m_square = square_norm(gram)[..., 0, 0] * gram.shape[-1]
-    share = trace**2 / or_one(m_square)
+    m_times_square = square_norm(gram)[..., 0, 0] * gram.shape[-1]
+    share = trace**2 / or_one(m_times_square)
     # A matrix of zeros counts as orthogonal, and rounding may make a share larger than 1.
-    deviation = jnp.where(m_square == 0, 0, jnp.maximum(1 - share, 0))
+    deviation = jnp.where(m_times_square == 0, 0, jnp.maximum(1 - share, 0))
     return deviation.astype(jnp.float32)
