@@ -256,13 +256,20 @@ def _warn(
         answer = answers[p.path]
         leaf = f"{p.name!r} {p.leaf_shape}"
         reason = reasons.get(p.name)
-        # A leaf that goes to Adam by its name is no surprise, even if the program could not follow it.
+        # A leaf that goes to Adam by its name is no surprise, even if the program could not follow it. A matrix that is
+        # called as a bias is one: an adapter's factor, perhaps.
+        is_matrix = sum(n > 1 for n in p.shape) > 1
+        is_bias = p.role.name == roles.BIAS.name
+        is_surprise = answer.numbers is not None or (is_matrix and is_bias)
         if answer.is_open:
             open_paths.append(p.path)
             why = f"{answer.why} ({reason})" if reason else answer.why
             open_leaves.append(f"{leaf}: {why}")
-        elif reason and answer.numbers is not None:
-            unfollowed.append(f"{leaf}: {reason}; by its name {answer.why}")
+        elif reason and is_surprise:
+            optimizer = "Adam" if answer.numbers is None else "Muon"
+            unfollowed.append(
+                f"{leaf}, {optimizer}: {reason}; by its name {answer.why}"
+            )
     if open_leaves and reasons:
         warn_user(
             "Neither the program nor names tell what these leaves are, so that Adam takes them: "
@@ -277,8 +284,8 @@ def _warn(
         )
     if unfollowed:
         warn_user(
-            "The program does not decide these leaves, and their names give them to Muon: "
-            f"{trees.listed(unfollowed)}. Check their matrices with "
+            "The program does not decide these leaves, and their names do: "
+            f"{trees.listed(unfollowed)}. Check them with "
             "muonjax.tabulate(params, program); a tree in place of the program corrects them."
         )
 

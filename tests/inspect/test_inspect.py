@@ -337,7 +337,7 @@ def test_a_matrix_that_names_decide_is_named_with_the_reason_of_the_program():
     program = muonjax.inspect(loss, {"up": leaf(8, 8), "head": leaf(8, 2)}, leaf(4, 8))
     with pytest.warns(
         UserWarning,
-        match=r"names give them to Muon: 'up' .* pure_callback is not followed: .*:\d+",
+        match=r"names do: 'up' .* Muon: pure_callback is not followed: .*:\d+",
     ):
         assert program.dimension_numbers()["up"] == muonjax.MuonDimensionNumbers(0, 1)
 

@@ -247,25 +247,27 @@ def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reaso
         "up": {"kernel": leaf(32, 80)},
         "down": {"kernel": leaf(80, 32)},
         "odd": {"kernel": leaf(3, 4, 5)},
+        "mid": {"b": leaf(4, 4, 4), "bias": leaf(4)},
     }
     decided = [("^down", MuonDimensionNumbers(0, 1))]
     with pytest.warns(UserWarning, match="names") as caught:
         found = numbers_of(
             params,
             rules=decided,
-            reasons=dict.fromkeys(["up/kernel", "odd/kernel"], reason),
+            reasons=dict.fromkeys(
+                ["up/kernel", "odd/kernel", "mid/b", "mid/bias"], reason
+            ),
         )
-    to_adam, to_muon = (str(warning.message) for warning in caught)
+    to_adam, by_names = (str(warning.message) for warning in caught)
     assert (
         f"that Adam takes them: 'odd/kernel' (3, 4, 5): matrix, axes unknown ({reason})."
         in to_adam
     )
     assert "muonjax.inspect(" not in to_adam  # that was done
-    assert (
-        f"give them to Muon: 'up/kernel' (32, 80): {reason}; by its name dense."
-        in to_muon
-    )
-    assert "muonjax.tabulate(params, program)" in to_muon
+    assert f"'up/kernel' (32, 80), Muon: {reason}; by its name dense" in by_names
+    assert f"'mid/b' (4, 4, 4), Adam: {reason}; by its name bias" in by_names
+    assert "mid/bias" not in by_names  # a vector is Adam's in any case
+    assert "muonjax.tabulate(params, program)" in by_names
     assert found == numbers_of(params, rules=[*decided, ("odd", None)])
 
 
