@@ -17,6 +17,16 @@ The rules (of `moves`, `entrywise`, `reductions` and `products`; their table is 
 Columns of one product that different operations take are parts: so a fused query-key-value kernel is three
 matrices. An operation without a rule makes what it touches unknown.
 
+The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, reshaped to [batch, length, 8, 16]:
+
+- A **run** is how far the entries of q walk along one axis of w. Both axes 2 and 3 of q walk along axis 1 of w: in
+  steps of 16 and of 1. Along axes 0 and 1 of q nothing walks, since they come from x.
+- A **region** is the part of w that entries come from, as for q[:, :, 2] the columns 32 to 47.
+- What is **taken** are columns that a sum or a norm mixed; **loops** are axes of w that a scan, a look-up or a batch
+  axis goes over, and they count matrices.
+- A projection is **unmixed** as long as each of its entries is one column's. Then its region may become a part.
+- An operation is **live** if a result depends on it, and **trained** if a gradient comes back to it.
+
 From these records follow two answers:
 
 - `decisions`: for each parameter its axes as a matrix (`matrix_axes`), or AdamW with the line that says why, such as an
@@ -41,7 +51,7 @@ A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works 
 (`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`),
 one that moves the entries of one operand a case in `moves.moved_by`, which the certificate uses
 too. Otherwise write a function (walk, node) -> values under `@rule("its name")`:
-`walk.operands(node)` has the values of the operands, `node.params` the equation's parameters.
+`walk.inputs(node)` has the values of the operands, `node.params` the equation's parameters.
 Return `unknown(walk, node)` for settings that you do not handle. If it has several operands and a
 clip may pass it, the certificate needs its own line.
 """
