@@ -93,7 +93,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
             @plgpu.nd_loop(
                 (batch * count,), collective_axes="cta", init_carry=jnp.int32(0)
             )
-            def _(loop, stage):
+            def _(loop, carry):
                 # Tiles are numbered matrix after matrix, and square after square of the lower triangle. A tile is as
                 # high as a square, and a block wide: a square has as many side by side as it has blocks of rows.
                 (number,) = loop.index
@@ -102,6 +102,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                 square = lax.div(tile, jnp.int32(tiles.rows))
                 i, square_column = triangle(square, pl.cdiv(m, height), tiles.group)
                 j = square_column * tiles.rows + lax.rem(tile, jnp.int32(tiles.rows))
+                # The stage is what the loop carries; `nd_loop` gives it by that name.
+                stage = carry
                 return body(b, i, j, stage)
 
         def following(stage):
