@@ -59,10 +59,8 @@ def __getattr__(name: str):
     from difflib import get_close_matches
     from importlib import import_module
 
-    if name in (
-        "linen",
-        "nnx",
-    ):  # They import Flax, which need not be loaded without them.
+    # They import Flax, which need not be loaded without them.
+    if name in ("linen", "nnx"):
         return import_module(f"muonjax.{name}")
     near = get_close_matches(name.lower(), [n for n in globals() if n[0] != "_"], 1)
     raise AttributeError(

@@ -86,9 +86,9 @@ def _call(walk: Walk, product: int) -> Call:
     """The attention whose queries and keys this operation multiplies: what a clip may scale, or why it is refused."""
     # If several softmaxes take the logits, `_check_logits` asks for equal ones.
     logits, normalized = walk.attention.softmaxes[product][0]
-    pairs = [QueriesAndKeys(walk, product, normalized)]
-    for summand in logits.summands:
-        pairs.append(QueriesAndKeys(walk, summand.product, summand.along(normalized)))
+    pairs = []
+    for summand, keys in logits.products_and_keys(normalized):
+        pairs.append(QueriesAndKeys(walk, summand, keys))
     call = Call(walk.graph.line(product), product)
     try:
         _check_logits(walk, logits, normalized)
@@ -113,19 +113,20 @@ def _call(walk: Walk, product: int) -> Call:
     )
 
 
+_DERIVATIVES = "the function takes derivatives of it, which a clip would change too"
+
+
 def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> None:
     """Refuses logits that are not what one softmax over keys takes."""
     attention = walk.attention
-    for product in (logits.product, *(summand.product for summand in logits.summands)):
+    for product, _ in logits.products_and_keys(normalized):
         if product in attention.unseen:
             raise Refused(_not_alone(walk, attention.unseen[product]))
     for others, axes in attention.softmaxes[logits.product]:
         if (others._replace(layout=logits.layout), axes) != (logits, normalized):
             line = walk.graph.line(logits.product)
             if walk.nodes[logits.product].passes:
-                raise Refused(
-                    f"the function takes derivatives of it, which a clip would change too: {line}"
-                )
+                raise Refused(f"{_DERIVATIVES}: {line}")
             raise Refused(f"several softmaxes take its logits: {line}")
     if logits.is_lost:
         i = walk.graph.producer[logits.lost]
@@ -144,7 +145,7 @@ def _not_alone(walk: Walk, operation: int) -> str:
     """Why a clip can't go through this operation."""
     node, line = walk.nodes[operation], walk.graph.line(operation)
     if node.passes and node.name == "add_any":
-        return f"the function takes derivatives of it, which a clip would change too: {line}"
+        return f"{_DERIVATIVES}: {line}"
     return f"a clip would not scale its logits alone: {line} ({node.name})"
 
 

@@ -486,9 +486,8 @@ def _record_factors(walk: Walk, node: Node, x: Value, y: Value) -> None:
         repeats = factor.axes("repeats")
         if repeats:
             walk.record_weights(node, factor, value)
-        if (
-            value.is_weight and len(repeats) == rank
-        ):  # one factor for all of it, as a spectral norm
+        # There is one factor for all of it, as a spectral norm is.
+        if value.is_weight and len(repeats) == rank:
             for view in value.views:
                 walk.uses.scales[view.leaf] |= factor.depends_on
         walk.record_choice_by_labels(value, factor.axes("one hot"), factor)

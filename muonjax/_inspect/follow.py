@@ -75,9 +75,8 @@ def _follow_loop(walk: Walk, loop: Loop) -> None:
     takes_gradients = any(walk.nodes[i].passes == "backward" for i in body)
     for carry, value in zip(carries, carried, strict=True):
         start = walk.values[carry.inputs[0]]
-        if (
-            start.is_weight and not value.is_weight
-        ):  # an initial state, or weights that it trains
+        # Either an initial state, or weights that the loop trains.
+        if start.is_weight and not value.is_weight:
             kind = "unknown" if takes_gradients else "other"
             walk.record_views(
                 carry, "the start of a loop that changes it", [start], kind

@@ -287,11 +287,13 @@ class Graph:
         self.constants += values
         # A plain jaxpr has variables for its constants and not their values.
         for x, array in zip(values, constants(body), strict=False):
-            is_given = any(_is_same(array, given) for given in self._given)
-            if _is_readable(array) and not is_given:
-                self.closed_over[x] = array
-                if _is_index(array):
-                    self.known[x] = np.asarray(array)
+            if not _is_readable(array):
+                continue
+            if any(_is_same(array, given) for given in self._given):
+                continue
+            self.closed_over[x] = array
+            if _is_index(array):
+                self.known[x] = np.asarray(array)
         return values
 
     def _add(

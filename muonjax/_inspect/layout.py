@@ -223,9 +223,8 @@ class Layout(NamedTuple):
                 taken = (*taken, _set_of(run.axis, run.positions))
                 loops = (*loops, UNORDERED)
                 continue
-            if (
-                moved.positions.min(initial=HOLE) == HOLE
-            ):  # as of a slice of the padding
+            # The array has no entry of the origin any more, as a slice of its padding has none.
+            if moved.positions.min(initial=HOLE) == HOLE:
                 return None
             runs.append(moved)
         return Layout(tuple(shape), self.origin, _known(runs), taken, loops)
@@ -476,9 +475,8 @@ def sums(sets: Iterable[Run]) -> Positions:
     total = np.zeros(1, int)
     for run in sets:
         positions = run.positions[run.positions < HOLE]
-        if (
-            total.size * positions.size > MOST
-        ):  # all that lie between the first and the last
+        # Too many sums: take all numbers between the first and the last.
+        if total.size * positions.size > MOST:
             first = total.min() + positions.min()
             last = total.max() + positions.max()
             total = np.arange(first, last + 1)

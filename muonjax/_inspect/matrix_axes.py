@@ -97,9 +97,8 @@ def _form(walk: Walk, leaf: int, use: Use) -> _Form:
     product, shape = use.product, walk.shapes[leaf]
     row_axes, column_axes = _rows_and_columns(walk, leaf, use)
     form = _Form(row_axes, column_axes)
-    if (
-        use.groups > 1
-    ):  # a convolution by groups has a matrix for each, of as many output features
+    # A convolution by groups has a matrix for each, of as many output features.
+    if use.groups > 1:
         axis = min(column_axes)
         return form._replace(cut=_Cut(axis, (shape[axis] // use.groups,) * use.groups))
     sliced = {axis for axis, _ in use.view.layout.region}

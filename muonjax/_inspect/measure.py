@@ -204,9 +204,8 @@ def _shard_map(
         maxima = outputs[-len(probes) :]
         for k, maximum in enumerate(maxima):
             differs = axis_names
-            if params[
-                "check_vma"
-            ]:  # JAX knows along which axes of the mesh an array differs
+            # JAX knows along which axes of the mesh an array differs.
+            if params["check_vma"]:
                 differs = axis_names & versions.varying(jax.typeof(maximum))
             axes = tuple(axis for axis in mesh.axis_names if axis in differs)
             if axes:

@@ -290,9 +290,8 @@ def _gather(walk: Walk, node: Node) -> Sequence[Value]:
     x, indices = walk.inputs(node)
     # An index that the program contains as a number.
     known = walk.known(node.inputs[1])
-    if known is not None and walk.shape(node.inputs[1]) == (
-        1,
-    ):  # `jnp.take(x, 2, axis)`
+    # `jnp.take(x, 2, axis)`.
+    if known is not None and walk.shape(node.inputs[1]) == (1,):
         return _rearranged(walk, node, x)
     sources = _sources_of_gather(walk, node)
     old, _ = walk.graph.shapes(node)

@@ -157,9 +157,8 @@ def _by_parameter(
     """
     if other.value.is_weight:
         walk.record_views(node, "a learned input", [other.value])
-    if (
-        not kernel.is_convolution or not other.value.logits
-    ):  # otherwise a convolution of logits
+    # A convolution of logits does not begin anew.
+    if not kernel.is_convolution or not other.value.logits:
         walk.attention.one_sided.add(node.index)
         scores = node.index if operand.is_matrix else -1
         product = product._replace(scores=scores, exponential_of=-1)
@@ -324,15 +323,12 @@ def _record_attention(
     keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
     attention.softmaxes[product].append((logits, keys))
     query_and_key = attention.operands[product]
-    products_and_keys = [(product, keys)]
-    for summand in logits.summands:
-        products_and_keys.append((summand.product, summand.along(keys)))
     parts = []
-    for summand, keys_of_summand in products_and_keys:
+    for summand, keys_of_summand in logits.products_and_keys(keys):
         for operand in attention.operands[summand]:
             # Queries that share a key head are counted by an axis of their own.
             walk.record_heads(operand.value.projections, operand.free)
-            is_query = operand.sources[max(keys_of_summand)] is None
+            is_query = operand.is_query(keys_of_summand)
             for part in operand.value.projections:
                 parts.append(((part.product, is_query), part.layout.region))
     for (projected, _), regions in grouped(parts).items():

@@ -78,8 +78,10 @@ class QueriesAndKeys:
         """`normalized`: the axes of the product that count keys."""
         self.walk, self.shapes, self.normalized = walk, walk.shapes, normalized
         left, right = walk.attention.operands[product]
-        is_query = left.sources[max(normalized)] is None
-        self.query, self.key = (left, right) if is_query else (right, left)
+        if left.is_query(normalized):
+            self.query, self.key = left, right
+        else:
+            self.query, self.key = right, left
 
     def proposals(self) -> list[tuple[Span, ...]]:
         """Both sides of the product, or the queries alone.

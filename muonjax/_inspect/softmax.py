@@ -60,11 +60,11 @@ def after(operation: Operation) -> tuple[Logits, ...]:
         return tuple(_exponential(node, x) for x in value.logits)
     at = next(k for k, v in enumerate(operation.values) if v is value)
     factor = _factor(operation, at)
-    if factor is not None and first.raw >= 0:
+    if factor is not None and first.has_raw:
         # Logits and a mask, scaled together: they are measured before, in these units.
         return tuple(x._replace(unit=x.unit * factor) for x in value.logits)
     # Two products may have been concatenated, of which each is refused.
-    if not operation.is_sum or first.lost >= 0:
+    if not operation.is_sum or first.is_lost:
         return scaled(node, value)
     return (_chosen(operation, at) if operation.is_choice else _added(operation, at),)
 
@@ -78,7 +78,7 @@ def scaled(node: Node, v: Value) -> tuple[Logits, ...]:
     for x in v.logits:
         if v.logits[0].stage != "logits":
             logits.append(x)
-        elif x.raw < 0 and x.shifted is None:
+        elif not x.has_raw and x.shifted is None:
             logits.append(x._replace(value=node.outputs[0]))
         else:
             logits.append(lost(node, x))
@@ -88,7 +88,7 @@ def scaled(node: Node, v: Value) -> tuple[Logits, ...]:
 def lost(node: Node, x: Logits) -> Logits:
     """Logits that are something else after this operation."""
     (result,) = node.outputs
-    first = result if x.lost < 0 else x.lost
+    first = x.lost if x.is_lost else result
     return x._replace(value=result, lost=first)
 
 
@@ -153,7 +153,7 @@ def _added(operation: Operation, at: int) -> Logits:
     return logits._replace(
         value=node.outputs[0],
         # The logits as they are here, not where they were scaled.
-        raw=arrays[at] if logits.raw < 0 else logits.raw,
+        raw=logits.raw if logits.has_raw else arrays[at],
         added=(*logits.added, Addend(arrays[1 - at], node.index, sign)),
     )
 
@@ -182,11 +182,12 @@ def _axes_between(first: Layout, second: Layout) -> tuple[tuple[int, int], ...] 
     """The axes of two products that lie along the same axes of an array; None if they are not whole there."""
     pairs = []
     for axis, n in enumerate(first.shape):
+        if n == 1:
+            continue
         runs = (*first.runs_along([axis]), *second.runs_along([axis]))
-        if n > 1 and (len(runs) != 2 or {run.positions.size for run in runs} != {n}):
+        if len(runs) != 2 or {run.positions.size for run in runs} != {n}:
             return None
-        if n > 1:
-            pairs.append((runs[0].axis, runs[1].axis))
+        pairs.append((runs[0].axis, runs[1].axis))
     return tuple(pairs) if first.is_all and second.is_all else None
 
 
@@ -194,11 +195,11 @@ def _chosen(operation: Operation, at: int) -> Logits:
     """Logits, operand number `at`, where a mask chooses them, with something that a clip does not change elsewhere."""
     logits = operation.values[at].logits[0]
     others = [v for k, v in enumerate(operation.values) if k != at]
-    if logits.raw < 0:
-        others = [v for v in others if not _has_unmasked(v, logits.product)]
-    else:
+    if logits.has_raw:
         # Once a mask is added, what is hidden is told by what it adds: a clip may not choose.
         others.append(operation.chooser)
+    else:
+        others = [v for v in others if not _has_unmasked(v, logits.product)]
     if _is_scaled(logits) or _may_change(others):
         return lost(operation.node, logits)
     return logits._replace(value=operation.node.outputs[0])
@@ -207,7 +208,7 @@ def _chosen(operation: Operation, at: int) -> Logits:
 def _has_unmasked(v: Value, product: int) -> bool:
     """Whether these are logits of this product before a mask is added, as another branch of a `cond` may give them."""
     for x in v.logits:
-        if x.product == product and x.raw < 0 and x.stage == "logits":
+        if x.product == product and not x.has_raw and x.stage == "logits":
             return True
     return False
 

@@ -127,7 +127,7 @@ class Summand(NamedTuple):
 
     def along(self, axes: Iterable[int]) -> frozenset[int]:
         """Its axes along these of the first product."""
-        return frozenset(own for first, own in self.axes if first in axes)
+        return frozenset(axis for first, axis in self.axes if first in axes)
 
 
 class Logits(NamedTuple):
@@ -156,6 +156,18 @@ class Logits(NamedTuple):
     def is_lost(self) -> bool:
         """Whether something else than masked logits, their maximum or softmax's weights was made of them."""
         return self.lost >= 0
+
+    def products_and_keys(
+        self, keys: frozenset[int]
+    ) -> list[tuple[int, frozenset[int]]]:
+        """The products whose sum these are, each with its axes that count keys.
+
+        `keys`: those of the first product.
+        """
+        products = [(self.product, keys)]
+        for summand in self.summands:
+            products.append((summand.product, summand.along(keys)))
+        return products
 
 
 class AxisFact(NamedTuple):
@@ -257,9 +269,8 @@ class Value(NamedTuple):
             if fact.what != what:
                 continue
             varying = fact.layout.varying
-            if (
-                what == "repeats"
-            ):  # its layout has the axes along which the value does not repeat
+            # Its layout has the axes along which the value does not repeat.
+            if what == "repeats":
                 long = {axis for axis, n in enumerate(fact.layout.shape) if n > 1}
                 axes += sorted(long - varying)
             else:
@@ -286,6 +297,10 @@ class Operand:
         # For each axis of the product, the axis of this operand that it comes from, if any.
         self.sources: Sequence[int | None] = ()
         self.shape: tuple[int, ...] = ()  # of the product
+
+    def is_query(self, keys: Iterable[int]) -> bool:
+        """Whether it is the queries of a product whose axes `keys` count keys: they come from the other operand."""
+        return self.sources[max(keys)] is None
 
     def along(self, layout: Layout) -> Layout:
         """A layout of this operand, with the axes of the product in place of the operand's."""
