@@ -253,15 +253,19 @@ def test_where_the_gram_form_restarts():
         "six steps": muonjax.polar_express(6, lower=3e-4),
     }
     restarts = {
-        name: restarts_of(rows, half_precision.LARGEST_GROWTH)
+        name: [
+            restarts_of(rows, growth)
+            for growth in half_precision.LARGEST_GROWTH.values()
+        ]
         for name, rows in schedules.items()
     }
+    assert list(half_precision.LARGEST_GROWTH) == ["float16", "bfloat16"]
     assert restarts == {
-        "fast": (2,),
-        "balanced": (2,),
-        "Jordan": (3,),
-        "You": (2,),
-        "six steps": (2, 4),
+        "fast": [(2,), (1, 2, 3)],
+        "balanced": [(2,), (1, 2, 3)],
+        "Jordan": [(3,), (1, 2, 3, 4)],
+        "You": [(2,), (1, 2, 3)],
+        "six steps": [(2, 4), (1, 2, 3, 4)],
     }
 
 
