@@ -125,7 +125,7 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
     for others, axes in attention.softmaxes[logits.product]:
         if (others._replace(layout=logits.layout), axes) != (logits, normalized):
             line = walk.graph.line(logits.product)
-            if walk.nodes[logits.product].passes:
+            if walk.nodes[logits.product].gradient_pass:
                 raise Refused(f"{_DERIVATIVES}: {line}")
             raise Refused(f"several softmaxes take its logits: {line}")
     if logits.is_lost:
@@ -144,7 +144,7 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
 def _not_alone(walk: Walk, operation: int) -> str:
     """Why a clip can't go through this operation."""
     node, line = walk.nodes[operation], walk.graph.line(operation)
-    if node.passes and node.name == "add_any":
+    if node.gradient_pass and node.name == "add_any":
         return f"{_DERIVATIVES}: {line}"
     return f"a clip would not scale its logits alone: {line} ({node.name})"
 
@@ -202,7 +202,10 @@ def _proved(walk: Walk, calls: Sequence[Call]) -> list[Call]:
 def _with_proof(
     walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]
 ) -> list[Call]:
-    """The calls with these spans, or why a clip of them would not scale the logits of each head alone."""
+    """The calls with these spans, or why a clip of them would not scale the logits of each head alone.
+
+    One clip scales the logits of all of these calls: a problem of one is a problem of all.
+    """
     layers = tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
     heads = spans[0].heads
     logs = _random_logarithms(spans, layers)
@@ -218,6 +221,7 @@ def _with_proof(
     why = "" if failure is None else _not_alone(walk, failure)
     result = []
     for call, value, x in zip(calls, values, logits, strict=True):
+        # A query that takes the whole factor has the logarithms of the logits.
         expected = logs["rotary"]
         probe = call.probe and certificate.located(call.probe, value, x.value, expected)
         if not probe and not why:

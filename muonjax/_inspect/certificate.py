@@ -113,8 +113,9 @@ class Certificate:
     def __init__(self, walk: Walk, probes: Sequence[Probe], logits: Sequence[int]):
         """`logits` are the values where softmax takes over, as the `probes` measure them."""
         self.walk, self.graph, self.logits = walk, walk.graph, logits
-        # The first axes of every table are iterations of scans. An array inside of a scan over four layers has a table
-        # [3, 4, *axes], which says what the clip does to it in each of them. Here are the places of the scans' bodies.
+        # After its first axis, the three of the example above, a table has an axis for each scan around the logits. An
+        # array inside of a scan over four layers has a table [3, 4, *axes], which says what the clip does to it in each
+        # of them. Here are the places of the scans' bodies.
         self.loops: list[Any] = []
         for probe in probes:
             for depth, step in enumerate(probe.path, start=1):
@@ -232,7 +233,7 @@ class Certificate:
         self._check_loops(node, touched)
         stages = [x.stage for x in walk.values[node.inputs[-1]].logits]
         # The logits less their maximum: what softmax makes of it, it makes of the logits.
-        if name == "sub" and node.inputs[0] in self.logits and "largest" in stages:
+        if name == "sub" and node.inputs[0] in self.logits and "per query" in stages:
             return [None]
         if name == "dot_general":
             return [self._dot(node)]

@@ -52,7 +52,7 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
 
 def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     """`numbers_in`, from the operation that makes the array."""
-    constant = graph.known.get(value, graph.closed_over.get(value))
+    constant = graph.known.get(value, graph.contents.get(value))
     if constant is not None:
         return _in_table(np.asarray(constant))
     if graph.avals[value].dtype == bool:

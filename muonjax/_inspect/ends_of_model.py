@@ -24,7 +24,9 @@ class Ends:
     def __init__(self, walk: Walk):
         graph = self.graph = walk.graph
         self.read_by_labels = walk.uses.read_by_labels
-        backward = {i for i in graph.trained if graph.nodes[i].passes == "backward"}
+        backward = {
+            i for i in graph.trained if graph.nodes[i].gradient_pass == "backward"
+        }
         self.trained = graph.trained - backward
         products = walk.layers.products & self.trained
         frozen = walk.layers.frozen & self.trained
@@ -89,7 +91,7 @@ class Ends:
     def _inputs(self, operation: int) -> list[int]:
         """The inputs of an operation that a path goes over."""
         node = self.graph.nodes[operation]
-        if node.passes == "backward" or node.name == "stop_gradient":
+        if node.gradient_pass == "backward" or node.name == "stop_gradient":
             return []
         return self._followed(node.inputs)
 

@@ -152,12 +152,16 @@ def _entrywise(walk: Walk, node: Node) -> Sequence[Value]:
 
 
 def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
-    """The result of an operation entry by entry, whose operands have these values, along the axes of the result."""
+    """The result of an operation entry by entry.
+
+    `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
+    """
     result = dependent(values)
     operation = Operation(walk, node, values, node.inputs)
     if operation.is_choice:
         chooser, *cases = values
         operation = Operation(walk, node, cases, node.inputs[1:], chooser)
+        # As in `jnp.where(mask, w[:4], w[4:])`: which entries of w the result has is not known.
         chosen = _chosen_parts(cases)
         if chosen:
             for view in chosen:
@@ -167,12 +171,11 @@ def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
         operation = _without_zeros(operation)
         if len(operation.values) == 1:
             (value,) = operation.values
-            is_changed = node.name == "sub"
-            return (
-                value._replace(logits=softmax.scaled(node, value))
-                if is_changed
-                else value
-            )
+            # 0 - x has another sign, and other logits.
+            is_negated = node.name == "sub" and operation.arrays[0] != node.inputs[0]
+            if is_negated:
+                return value._replace(logits=softmax.through(node, value))
+            return value
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
     # The maximum that softmax subtracts is without gradient.
@@ -185,11 +188,12 @@ def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
 
 def _without_zeros(operation: Operation) -> Operation:
     """A sum without operands that are the number 0, with which Python's `sum` begins."""
-    kept = []
+    values, arrays = [], []
     for value, array in zip(operation.values, operation.arrays, strict=True):
         if not is_zero(operation.walk, array):
-            kept.append(value)
-    return operation._replace(values=kept)
+            values.append(value)
+            arrays.append(array)
+    return operation._replace(values=values, arrays=arrays)
 
 
 def is_zero(walk: Walk, array: int) -> bool:
@@ -272,7 +276,7 @@ def _is_statistic(
 
 
 def _of_activations(operation: Operation, result: Value) -> Value:
-    """The result where some operands are made of parameters and others of data, or one of both.
+    """The result where at least one operand is made of parameters, and not all operands are made of parameters alone.
 
     `result` has so far what it depends on.
     """
@@ -286,20 +290,33 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     projections = _projections(operation)
     logits = softmax.after(operation)
     if operation.is_exponential:
+        # Of the scores of queries and keys these are softmax's weights.
         result = result._replace(exponential_of=result.scores)
         _record_unseen(operation, logits, result.scores)
     elif operation.is_sum and projections:
-        # A residual stream is no result of an operation without a rule, though a summand may be.
+        # What an operation without a rule gives may be one hot. A residual stream that it is added to is not.
         result = result._replace(no_rule=-1)
-    views: tuple[ParameterView, ...] = ()
-    # Parameters times data may be masked ones, and a sum of such may be a mixture: w0 * a + w1 * (1 - a).
-    may_be_mixture = operation.is_sum and not projections and not logits
-    if operation.is_scale or (may_be_mixture and _keep_parameters(values)):
-        views = tuple(view for value in values for view in value.views)
-    columns = _columns_of_frozen(values)
     return result._replace(
-        views=views, projections=projections, logits=logits, facts=columns
+        views=_of_masked_weights(operation),
+        projections=projections,
+        logits=logits,
+        facts=_columns_of_frozen(values),
     )
+
+
+def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
+    """The parameters in a product of parameters and data, such as w * mask, or in a sum of such products.
+
+    w0 * a + w1 * (1 - a) is a mixture of two matrices. A sum with the results of products is none.
+    """
+    values = operation.values
+    if operation.is_sum:
+        has_results = any(value.projections or value.logits for value in values)
+        if has_results or not _keep_parameters(values):
+            return ()
+    elif not operation.is_scale:
+        return ()
+    return tuple(view for value in values for view in value.views)
 
 
 def _record_unseen(operation: Operation, logits: Sequence[Logits], scores: int) -> None:
@@ -325,7 +342,10 @@ def _columns_of_frozen(values: Sequence[Value]) -> tuple[AxisFact, ...]:
 
 
 def _projections(operation: Operation) -> tuple[Projection, ...]:
-    """The projections in the result."""
+    """The projections of all operands as the result has them, with the parameters that a sum adds as their biases.
+
+    A choice counts as a sum here, of which each entry has one summand.
+    """
     walk, node = operation.walk, operation.node
     operands = []
     for value in operation.values:
@@ -396,7 +416,10 @@ def _after_sum(operation: Operation, value: Value) -> tuple[Projection, ...]:
 
 
 def _after_scale(operation: Operation, value: Value) -> tuple[Projection, ...]:
-    """Projections are linear after a product with a parameter, a number or data, and nonlinear after all others."""
+    """The projections of one operand of a product or a quotient, as the result has them.
+
+    They stay linear if the other operand is a parameter, a number or data, and are not linear as a divisor.
+    """
     first, second = operation.values
     factor = second if value is first else first
     is_divisor = operation.node.name == "div" and value is second
@@ -409,9 +432,7 @@ def _after_scale(operation: Operation, value: Value) -> tuple[Projection, ...]:
     for projection in value.projections:
         # SiLU is a projection times a function of itself.
         is_itself = (projection.product, projection.layout) in in_factor
-        unmixed = is_itself or (
-            factor.is_activation and _keeps_columns(projection, factor)
-        )
+        unmixed = is_itself or _keeps_columns(projection, factor)
         after = after_nonlinearity(
             operation.walk, projection, operation.node, unmixed=unmixed
         )
@@ -463,6 +484,7 @@ def last_projections(
             with_columns.append(projection)
         else:  # a product with data has summed over its columns: no part of them can be used any more
             walk.record_parts([projection])
+    # All that still have columns are kept, so that these stay linear.
     if len(with_columns) <= _MOST_PROJECTIONS:
         return tuple(with_columns)
     # This records all of them, also those that are left out.
@@ -486,13 +508,14 @@ def _record_factors(walk: Walk, node: Node, x: Value, y: Value) -> None:
         repeats = factor.axes("repeats")
         if repeats:
             walk.record_weights(node, factor, value)
-        # There is one factor for all of it, as a spectral norm is.
+        # There is one factor for all of it, as a spectral norm is: what makes the factor is no use of the parameter.
         if value.is_weight and len(repeats) == rank:
             for view in value.views:
                 walk.uses.scales[view.leaf] |= factor.depends_on
         walk.record_choice_by_labels(value, factor.axes("one hot"), factor)
         if factor.is_activation:
             _record_gates(value.projections, factor, repeats)
+    # Perhaps q * k, which a `reduce_sum` turns into a product of two activations; x * x is the square of a norm.
     if x.projections and y.projections and x.depends_on != y.depends_on:
         projections = x.projections + y.projections
         if all(_is_scaled_only(walk, projection) for projection in projections):

@@ -120,7 +120,10 @@ class Walk:
         return [self.values[x] for x in node.inputs]
 
     def forget(self, operations: range) -> None:
-        """Drops the uses and the attentions that were recorded for these operations."""
+        """Drops the uses and the attentions that were recorded for these operations, of a loop that is followed again.
+
+        All other records only grow from one round to the next: what a round adds that knows less stays true.
+        """
         uses = self.uses.records
         for key in [key for key in uses if key[0] in operations]:
             del uses[key]
@@ -179,10 +182,10 @@ class Walk:
                 else:
                     self.record(node, kind, view, what)
 
-    def record_unknown(self, value: Value, factor: Value) -> None:
-        """Gives up on parameters that the result of an operation without a rule multiplies.
+    def record_unknown_factor(self, value: Value, factor: Value) -> None:
+        """Records the parameters in `value` as unknown if the `factor` comes from an operation without a rule.
 
-        It may be one hot, so that the product is a look-up.
+        What that operation gives may be one hot, and then the product is a look-up. Nothing is recorded otherwise.
         """
         if factor.no_rule < 0:
             return

@@ -72,7 +72,7 @@ def _follow_loop(walk: Walk, loop: Loop) -> None:
         before, carried = carried, [_after_round(walk, carry) for carry in carries]
         if carried == before:
             break
-    takes_gradients = any(walk.nodes[i].passes == "backward" for i in body)
+    takes_gradients = any(walk.nodes[i].gradient_pass == "backward" for i in body)
     for carry, value in zip(carries, carried, strict=True):
         start = walk.values[carry.inputs[0]]
         # Either an initial state, or weights that the loop trains.

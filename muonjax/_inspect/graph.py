@@ -91,7 +91,7 @@ def _padded(
     x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
 ) -> jax.Array:
     """`pad`, as a slice where the padding is negative and a concatenation where it is not."""
-    # Zeros between the entries, as of a strided convolution's gradient, or nothing left of the array.
+    # Zeros between the entries, as of a strided convolution's gradient, or more cut off than there is.
     for n, (low, high, inside) in zip(x.shape, padding_config, strict=True):
         if inside or n + min(low, 0) + min(high, 0) < 0:
             return lax.pad(x, value, padding_config)  # not followed
@@ -126,7 +126,7 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
 def _rewritten(
     name: str, arrays: Sequence[Any], params: Sequence[tuple[str, Any]]
 ) -> ClosedJaxpr:
-    """The operation as others, for arrays of these shapes."""
+    """The jaxpr of an operation as others, for arrays of these shapes."""
     rewriting = functools.partial(_REWRITTEN[name], **dict(params))
     return jax.make_jaxpr(rewriting)(*arrays)
 
@@ -157,12 +157,12 @@ class Node:
     outputs: tuple[int, ...]
     equation: JaxprEqn  # of a "carry" and the like that of the loop, of a rewritten operation the one of the program
     place: Place
-    # "forward" or "backward": which pass of a gradient that the function takes by itself.
-    passes: str
+    # Which pass of a gradient that the function takes by itself: "forward" or "backward", or "" for neither.
+    gradient_pass: str
 
 
 @functools.lru_cache(1024)
-def _pass(name_stack: Any) -> str:
+def _gradient_pass(name_stack: Any) -> str:
     """Which pass of a gradient an operation belongs to, by the transformations that JAX notes; "" if there is none."""
     # A user's scope of the same name is no `Transform`.
     transforms = set()
@@ -216,14 +216,15 @@ class Graph:
         self.variables: list[Any] = []
         # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
         self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
-        # All that the function is given: parameters and data.
+        # What the function is given: parameters and data.
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
-        # The arrays that the function closes over, or one inside of it; and those of them that the program contains.
+        # The arrays that the function closes over, or a function inside of it.
         self.constants: list[int] = []
-        self.closed_over: dict[int, Any] = {}
-        # The numbers of literals, of constant numbers and of constant indices.
+        # By value, those of them that the program contains: all but tracers, keys, and what was `given`.
+        self.contents: dict[int, Any] = {}
+        # By value, numbers of the program: literals, constants of one number, and constant indices.
         self.known: dict[int, Any] = {}
         # What `constants.numbers_in` says of a value.
         self.numbers: dict[int, Any] = {}
@@ -232,7 +233,7 @@ class Graph:
         # By the place of a body: the equation that has it.
         self.callers: dict[Place, JaxprEqn] = {}
         self.outputs = self._walk(jaxpr, self._constants(closed), inputs, ())
-        # By value: the index of the operation that makes it.
+        # From here on all operations are there. By value: the index of the operation that makes it.
         self.producer: dict[int, int] = {}
         for node in self.nodes:
             self.producer |= dict.fromkeys(node.outputs, node.index)
@@ -250,12 +251,13 @@ class Graph:
     def _before_outputs(self, inputs: Callable[[int], Iterable[int]]) -> set[int]:
         """The operations before the outputs; `inputs` says which inputs of an operation are followed."""
         operations = self._producers(self.upstream(self.outputs, inputs))
-        # A backward pass need not use what the forward pass returns.
-        passes = {self.nodes[i].passes for i in operations}
+        # A backward pass need not use what the forward pass returns. Which forward operations it belongs to is not
+        # told: if any backward operation is there, all of the forward pass is.
+        passes = {self.nodes[i].gradient_pass for i in operations}
         if "backward" in passes:
             ends: list[int] = []
             for node in self.nodes:
-                if node.passes == "forward":
+                if node.gradient_pass == "forward":
                     ends += node.outputs
             operations |= self._producers(self.upstream(ends, inputs))
         return operations
@@ -291,7 +293,7 @@ class Graph:
                 continue
             if any(_is_same(array, given) for given in self._given):
                 continue
-            self.closed_over[x] = array
+            self.contents[x] = array
             if _is_index(array):
                 self.known[x] = np.asarray(array)
         return values
@@ -307,6 +309,7 @@ class Graph:
     ) -> list[int]:
         """Appends an operation of the body at `place`; returns the values of its `variables`, which are new."""
         outputs = [self._new(v) for v in variables]
+        # Operations of a long einsum get one name, of a rule that does not follow them.
         scopes = equation.source_info.name_stack
         node = Node(
             index=len(self.nodes),
@@ -316,7 +319,7 @@ class Graph:
             outputs=tuple(outputs),
             equation=equation,
             place=place,
-            passes=_pass(scopes),
+            gradient_pass=_gradient_pass(scopes),
         )
         self.nodes.append(node)
         return outputs
@@ -377,10 +380,13 @@ class Graph:
     def _single(
         self, eqn: JaxprEqn, inputs: list[int], place: Place, source: JaxprEqn | None
     ) -> list[int]:
-        """Appends an equation without a body, perhaps in other words; it rewrites `source`, if that is given."""
+        """Appends an equation without a body, perhaps as other operations.
+
+        `source`: the equation of the program, if `eqn` is one of those that it was rewritten as. It has the line.
+        """
         name, variables = eqn.primitive.name, eqn.outvars
         if name in _COLLECTIVES:
-            # The axis of a `vmap` is a number by now, that of a mesh a name.
+            # The axis of a `vmap` is a number by now. That of a mesh is a name: such a sum moves nothing (`SAME`).
             axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
             if axes:
                 reduction = _COLLECTIVES[name]
@@ -408,7 +414,8 @@ class Graph:
         for i in range(len(bodies(eqn))):
             places.append((*place, Step(position, i, name)))
             self.callers[places[i]] = eqn
-        # The first body is the one that counts, but for the branches of a `cond`.
+        # The first body is the one that counts, but for the branches of a `cond`: `bodies` puts the body of a `while`
+        # before its condition, and the derivatives of a function have no body here. `_loop` notes its own variables.
         if name in ("scan", "while"):
             return self._loop(places[0], inputs)
         if name == "cond":
@@ -511,7 +518,7 @@ class Graph:
         """The arrays that these values depend on and whose numbers are no part of the program."""
         upstream = self.upstream(values, lambda i: self.nodes[i].inputs)
         arrays = upstream.intersection([*self.arguments, *self.constants])
-        return arrays - self.closed_over.keys()
+        return arrays - self.contents.keys()
 
     def variables_of(self, value: int) -> dict[Place, Any]:
         """The variable that a value has in each body where it has one."""

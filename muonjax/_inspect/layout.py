@@ -32,7 +32,7 @@ Region: TypeAlias = frozenset[tuple[int, bytes]]
 HOLE = 1 << 30
 # The most entries of an array of positions. Arrays that would need more are not followed.
 MOST = 1 << 22
-# In place of an axis of the origin, where nothing but holes is known.
+# In place of an axis of the origin: a run along it only says where the array has holes, or nothing at all.
 OTHER = -1
 
 
@@ -291,7 +291,8 @@ def whole(shape: tuple[int, ...]) -> Layout:
 def merged(layouts: tuple[Layout, ...]) -> Layout:
     """The layout of a sum of parts of one origin, or of a concatenation, whose parts have holes for each other.
 
-    Along each axis of the origin it has one run where the parts say which; otherwise all of their positions are taken.
+    All layouts have one shape and one origin. Along each axis of the origin the result has one run where the parts say
+    which; otherwise all of their positions are taken.
     The halves 0, 1, HOLE, HOLE and HOLE, HOLE, 2, 3 give the run 0, 1, 2, 3. The sum of the halves 0, 1 and 2, 3 has
     the run 0, 1, and {0, 2} are taken.
     """
@@ -320,7 +321,8 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
             union = np.where(holes, HOLE, positions).min(0)
             runs.append(_run_of(axis, union))
             continue
-        # A sum: what the parts have in common stays a run, as the features of heads that are added up do.
+        # A sum of parts with one run each: what these have in common stays a run, as the features of heads that are
+        # added up do.
         if positions is not None:
             common, starts = _common_run(positions)
             runs.append(_run_of(axis, common))
@@ -454,8 +456,9 @@ def _is_product(first: Run, second: Run) -> bool:
 def _split(run: Run, axis: int) -> tuple[Run, Run | None]:
     """The positions along an axis of the array as a set, and the run of its first entry.
 
-    Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape
-    [1, 16]. Where the positions are no such sum, they are all in the set, and there is no rest.
+    Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape [1,
+    16]. Where the positions are no such sum, or vary along this axis alone, they are all in the set, and there is no
+    rest.
     """
     positions = run.positions
     others = tuple(other_axes(positions.ndim, [axis]))

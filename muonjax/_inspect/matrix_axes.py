@@ -25,6 +25,8 @@ class Contradiction(Exception):
 
 
 class Matrices(NamedTuple):
+    """A parameter as one matrix, or a stack of them, and the line that shows it."""
+
     numbers: DimensionNumbers
     per_head: DimensionNumbers  # with a matrix for each attention head
     why: str
@@ -56,14 +58,14 @@ class _Form(NamedTuple):
 
 
 def matrices_of(walk: Walk, leaf: int, uses: Sequence[Use]) -> Matrices:
-    """The matrices that all of these products agree on.
+    """The matrices that all of these products, at least one, agree on.
 
     Raises:
       Contradiction: They do not agree, or one of them has no such axes.
     """
     shape = walk.shapes[leaf]
     # The backward pass of an inner gradient multiplies by the same matrix, perhaps part by part.
-    forward = [use for use in uses if walk.nodes[use.node].passes != "backward"]
+    forward = [use for use in uses if walk.nodes[use.node].gradient_pass != "backward"]
     uses = forward or uses
     forms: dict[_Form, Use] = {}
     for use in uses:
@@ -78,6 +80,7 @@ def matrices_of(walk: Walk, leaf: int, uses: Sequence[Use]) -> Matrices:
     if form.cut is None:  # perhaps the function cuts the parameter before its products
         slices = {use.view.layout.region for use in uses}
         form = form._replace(cut=_cut(slices, shape, form.columns, form.columns))
+    # Which columns count heads, in any of the products: [64, 8, 16] has the run 0, ..., 7 along axis 1.
     heads = set()
     for other in uses:
         for run, region in other.product.heads:
@@ -150,7 +153,9 @@ def _cut(
 ) -> _Cut | None:
     """Along which axis, and into which sizes, columns are cut for different purposes.
 
-    Columns of [64, 96] in regions 0 to 31, 32 to 63 and 64 to 95 are cut along axis 1 into (32, 32, 32).
+    Columns of [64, 96] in regions 0 to 31, 32 to 63 and 64 to 95 are cut along axis 1 into (32, 32, 32). The region of
+    the first is {(1, mask)}, with 32 times true and 64 times false in the mask, which may repeat along the axis; an
+    axis without a mask is taken whole.
 
     Args:
       regions: The parts of the parameter that operations take.
@@ -165,6 +170,7 @@ def _cut(
             continue
         period = math.lcm(*map(len, masks))
         parts = _parts(masks, period)
+        # Operations take columns that overlap, or are no stretch.
         if parts is None:
             continue
         is_mixed = any(

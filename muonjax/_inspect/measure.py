@@ -158,7 +158,7 @@ def _inlined(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..
 def _enclosing(
     eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """What an equation with bodies returns, and the maxima of the probes in its bodies."""
+    """What an equation with bodies returns, and the maxima of the probes in its bodies: there is at least one."""
     name, count = eqn.primitive.name, len(probes)
     # From each probe the first step of its path, and the probe as the body sees it.
     steps = [probe.path[0] for probe in probes]
@@ -200,6 +200,7 @@ def _shard_map(
     }
 
     def local(*operands: Any) -> Any:
+        """What one device returns, and the maxima over all devices, which `run` returns after it."""
         outputs = run(body, probes, *operands)
         maxima = outputs[-len(probes) :]
         for k, maximum in enumerate(maxima):
@@ -222,7 +223,10 @@ def _shard_map(
 def _branches(
     bodies: Sequence[Body], steps: Sequence[Step], probes: Sequence[Probe]
 ) -> list[Any]:
-    """The branches of a `cond`, each of which returns the maxima of all: those of the others without logits, -inf."""
+    """The branches of a `cond`, each of which returns the maxima of all probes.
+
+    Probe k is in the branch that `steps[k]` says. In all others its maximum is -inf, of the same type.
+    """
     # All branches of a `cond` return arrays of the same types, which those of the maxima are.
     kinds = []
     for step, probe in zip(steps, probes, strict=True):
@@ -247,7 +251,7 @@ def _nothing(kind: Any) -> jax.Array:
 
 
 def _traced(body: Body, probes: tuple[Probe | Any, ...]) -> Any:
-    """The jaxpr of `run` for this body and these probes.
+    """The jaxpr of `run` for this body and these probes, or the types of maxima that it does not have.
 
     One for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step.
     """

@@ -52,7 +52,7 @@ def _same(walk: Walk, node: Node) -> Sequence[Value]:
     if node.name == "stop_gradient":
         return [v.without_gradient for v in values]
     if node.name in _OTHER_LOGITS or rounds_coarsely(walk, node):
-        return [v._replace(logits=softmax.scaled(node, v)) for v in values]
+        return [v._replace(logits=softmax.through(node, v)) for v in values]
     return values
 
 
@@ -232,7 +232,8 @@ def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
     size = walk.shape(node.outputs[0])[axis]
     inputs = [x for x in node.inputs if walk.shape(x)[axis]]  # `x[:, 64:]` may be empty
     result = dependent(walk.values[x] for x in inputs)
-    # A single array between zeros is padded. A clip scales zeros by any factor, so they count as its own.
+    # A single array between zeros is padded. Zeros times any factor stay zeros, so that all of the result counts as the
+    # array's where its positions don't depend on this axis: no part of it is another array's.
     is_padding = sum(not is_zero(walk, x) for x in inputs) == 1
     placed, start = [], 0
     for x in inputs:
@@ -275,7 +276,8 @@ def _reassembled(parts: Sequence[Value], axis: int) -> tuple[ParameterView, ...]
             by_leaf.setdefault(key, []).append(view)
     for same in by_leaf.values():
         first = same[0]
-        # Parts that overlap, or are added up, don't merge into one view: each is used on its own.
+        # Parts that overlap, or are added up, don't merge into one view: each is used on its own. So do parts of which
+        # each is in another order along the axis, as after a permutation that differs from row to row.
         layout = merged(tuple(view.layout for view in same))
         if layout.taken == first.layout.taken and layout.is_separable([axis]):
             views.append(first._replace(layout=layout))
@@ -300,10 +302,12 @@ def _gather(walk: Walk, node: Node) -> Sequence[Value]:
     is_part = _differs_along(x, picked)
     if is_part and len(picked) == 1 and known is not None:
         every = np.arange(old[picked[0]])
-        # All positions in another order, such as columns permuted by a constant index, are no look-up.
+        # All positions in another order, such as columns permuted by a constant index, are no look-up. They are not
+        # followed, as few models have them.
         if np.array_equal(np.sort(known, None), every):
             return unknown(walk, node)
-    # A cross-entropy takes the logit of the label: the product's columns are classes.
+    # A cross-entropy takes the logit of the label: the product's columns are classes. Entries of a parameter that data
+    # choose are a look-up instead.
     if not x.views:
         walk.record_choice_by_labels(x, picked, indices)
         if is_part:

@@ -54,7 +54,7 @@ def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
         return _entry_by_entry(walk, node, left, right)
     pairs = ((left, right), (right, left))
     for operand, other in pairs:
-        walk.record_unknown(operand.value, other.value)
+        walk.record_unknown_factor(operand.value, other.value)
     if left.is_parameter and right.is_parameter:
         return _of_parameters(product, left, right)
     for operand, other in pairs:
@@ -151,33 +151,38 @@ def _by_parameter(
     other: Operand,
     kernel: Kernel = NO_KERNEL,
 ) -> Value:
-    """The product of an activation with a parameter, or with a sum of several.
+    """The product of an activation, `other`, with a parameter or a sum of several, `operand`.
 
-    `product` has what it depends on, and `operand` is made of the parameters.
+    `product` has so far what it depends on.
     """
     if other.value.is_weight:
         walk.record_views(node, "a learned input", [other.value])
-    # A convolution of logits does not begin anew.
+    # Scores that the activation was made of went through a layer, and this product may be one of learned queries or
+    # keys: the scores are its own from here on. A convolution of logits leaves them what they are.
     if not kernel.is_convolution or not other.value.logits:
         walk.attention.one_sided.add(node.index)
         scores = node.index if operand.is_matrix else -1
         product = product._replace(scores=scores, exponential_of=-1)
+    # A depthwise convolution takes no columns together.
     if not kernel.is_depthwise:
         walk.record_parts(other.value.projections)
     projections = _recorded_projections(walk, node, operand, other, kernel)
-    if not projections:  # a scale, written as a product
+    # It sums over no axis of the parameters: a scale, written as a product.
+    if not projections:
         scaled = other.aligned
         return product._replace(
-            projections=scaled.projections, logits=softmax.scaled(node, scaled)
+            projections=scaled.projections, logits=softmax.through(node, scaled)
         )
     # An axis that one product gives and the next has as a batch counts experts.
     for projection in other.value.projections:
         projection.product.batches.update(projection.layout.runs_along(other.batch))
     if walk.graph.is_stack_of_scalars(other.array):  # losses and their weights
         return product
+    # A layer gives data: what follows is no parameter, also where its input is learned.
     depends_on = product.depends_on | DATA
     for projection in projections:
         depends_on |= projection.product.bit
+    # Each feature of a depthwise convolution still is one column's of the product before.
     if kernel.is_depthwise:
         for projection in other.aligned.projections:
             projections.append(after_nonlinearity(walk, projection, node, unmixed=True))
@@ -391,31 +396,36 @@ def _new_logits(
 def _by_constants(
     walk: Walk, node: Node, product: Value, activation: Operand, other: Operand
 ) -> Value:
-    """An activation times numbers that do not train: a mask, a rotation, a frozen layer, frozen keys or values.
+    """An activation times numbers that do not train. The result is linear in what the activation is linear in.
 
-    The result is linear in what the activation is linear in.
+    - Numbers that the function makes itself, such as a rotation or an average: projections and logits go on.
+    - A frozen layer, x @ c of an array that the function is given: its columns are noted, as labels may choose one.
+    - Frozen keys, which have a batch axis: perhaps logits.
+    - Frozen values, softmax's weights times c: the logits end here.
     """
     attentions = [logits.product for logits in _read_by(activation)]
     logits = []
-    for after in softmax.scaled(node, activation.aligned):
+    for after in softmax.through(node, activation.aligned):
         # Weights that this product reads are no logits of what follows.
         if after.product not in attentions:
             logits.append(after)
     projections = activation.added_up.projections
     product = product._replace(projections=projections, logits=tuple(logits))
-    # `is_layer`: its result has columns, of which labels may choose one, and exponentials may be those of a softmax.
     is_layer = _is_frozen_layer(activation, other)
     if is_layer:
         walk.layers.frozen.add(node.index)
+    # The exponentials of this product may be those of a softmax, as over frozen keys.
     has_free = activation.free and other.free
     if is_layer or attentions or (has_free and product.scores < 0):
         walk.attention.one_sided.add(node.index)
         product = product._replace(scores=node.index, exponential_of=-1)
-    if is_layer and not activation.value.logits and other.batch:
+    if not is_layer:
+        return product
+    if not activation.value.logits and other.batch:
         # Perhaps queries times frozen keys.
         return product._replace(logits=_new_logits(walk, node, activation, other))
     # Softmax's weights are no features of a head.
-    if is_layer and activation.value.exponential_of < 0:
+    if activation.value.exponential_of < 0:
         layout = other.along(whole(walk.shape(other.array)))
         product = product._replace(facts=(AxisFact("columns", layout, node.index),))
     return product
@@ -496,8 +506,10 @@ def _by_kernel(
     """A convolution, or a product of groups of rows: by a parameter, or by something that is not followed."""
     values = walk.inputs(node)
     product, weights = dependent(values), right.value
+    # A kernel of parameters, or of parameters and data, such as a masked one. With groups, a kernel of parameters and
+    # data may be one for each example, where the examples are the groups.
     if weights.views and (weights.is_weight or kernel.groups == 1):
-        walk.record_unknown(weights, left.value)
+        walk.record_unknown_factor(weights, left.value)
         return _by_parameter(walk, node, product, right, left, kernel)
     # A kernel that does not train, or one for each example.
     walk.record_views(node, node.name, values, "unknown")

@@ -412,7 +412,7 @@ def _numbers_by_names(
 
     Args:
       structure: That of the tree of parameters.
-      leaf_of: Its leaves by path.
+      leaf_of: Its leaves by path, in the order of the tree. Masked ones stay so: no name decides them.
       decisions: What the program says of those that are not masked, by path.
     """
     # What the program decides becomes a rule, so that names decide, and warn of, the other parameters alone.

@@ -40,22 +40,22 @@ def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[Span, ...]]:
     """What a clip may scale, the best first, where logits are a sum of products of these queries and keys.
 
     Both sides of a product are scaled if each head has keys of its own, and its queries alone otherwise; or the queries
-    alone of all.
+    alone of all products.
 
     Raises:
-      Refused: It is neither.
+      Refused: A product has no proposal, or the products have other numbers of heads or of layers.
     """
     if len(pairs) == 1:
         return pairs[0].proposals()
     best: list[Span] = []
     queries: list[Span] = []
     for pair in pairs:
-        proposals = pair.proposals()
+        *_, queries_alone = proposals = pair.proposals()
         of_equal_heads = [
             spans for spans in proposals if len({span.heads for span in spans}) == 1
         ]
-        best += (of_equal_heads or proposals[-1:])[0]
-        queries += proposals[-1]
+        best += of_equal_heads[0] if of_equal_heads else queries_alone
+        queries += queries_alone
     for spans in (best, queries):
         if len({(span.heads, len(span.stack)) for span in spans}) > 1:
             raise Refused(
@@ -84,10 +84,10 @@ class QueriesAndKeys:
             self.query, self.key = right, left
 
     def proposals(self) -> list[tuple[Span, ...]]:
-        """Both sides of the product, or the queries alone.
+        """At least one proposal: both sides of the product, and last the queries alone, where each is possible.
 
         Raises:
-          Refused: It is neither.
+          Refused: Neither is.
         """
         proposals, why = [], ""
         for keys, shared in (self.split_keys(), ([], [])):
@@ -124,13 +124,14 @@ class QueriesAndKeys:
     def _check_equal_heads(
         self, of_queries: Sequence[Span], of_keys: Sequence[Span]
     ) -> None:
-        """Refuses queries and keys that do not have the same layers and features, and heads that can be matched."""
+        """Refuses queries and keys with other layers or features, or heads of keys that no heads of queries share."""
+        # Features of queries with the factor "query" meet the keys; those with "rotary" take the whole factor. Only the
+        # first span of each is compared: the others are biases of it, or further features, which the certificate
+        # checks.
         first_features = set()
-        for part in (
-            [span for span in of_queries if span.scale.factor == "query"],
-            of_keys,
-        ):
-            if part:  # other parts of the queries, or of the keys, may follow the first
+        meet_keys = [span for span in of_queries if span.scale.factor == "query"]
+        for part in (meet_keys, of_keys):
+            if part:
                 first_features.add(part[0].features)
         layers = set()
         for span in (*of_queries, *of_keys):
@@ -140,6 +141,7 @@ class QueriesAndKeys:
         several = (
             max(map(len, (heads_of_queries, heads_of_keys, layers, first_features))) > 1
         )
+        # With grouped queries, several heads of queries share a head of keys.
         heads = of_queries[0].heads
         if several or any(heads % n for n in heads_of_queries | heads_of_keys):
             raise Refused(
@@ -334,7 +336,9 @@ def _places(
 ) -> dict[str, Any] | None:
     """Where the heads lie on flattened axes of a parameter, in the words of `Scale`; None if not in equal runs.
 
-    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, start=128, size=128, span=(0, 16).
+    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, start=128, size=128, span=(0, 16). Of a
+    kernel with columns q q k v q q k v of 16 each, the queries are entries=4, start=0, size=96, span=(0, 16) in
+    groups=2 of two heads, with a gap=32 between them.
 
     Args:
       shape: The shape of the parameter.
@@ -349,21 +353,21 @@ def _places(
     first = _positions(heads, weights)
     inside = np.sort(_positions(features, weights))
     entries, width = len(first), len(inside)
+    # From one head to the next: the stride, but for a longer step where a group of heads ends before a gap.
     steps = np.diff(first)
-    run = int(steps[0]) if entries > 1 else total
-    # A group of heads ends before a gap.
-    ends = np.flatnonzero(steps != run)
+    stride = int(steps[0]) if entries > 1 else total
+    ends = np.flatnonzero(steps != stride)
     groups = entries // (int(ends[0]) + 1) if len(ends) else 1
-    gap = int(steps[ends[0]]) - run if len(ends) else 0
+    gap = int(steps[ends[0]]) - stride if len(ends) else 0
     is_contiguous = (np.diff(inside) == 1).all()
-    if not is_contiguous or run <= 0 or gap < 0 or entries % groups:
+    if not is_contiguous or stride <= 0 or gap < 0 or entries % groups:
         return None
+    # The features of a head need not begin where its stride begins, if they end before the next one.
     base = int(first[0] + inside[0])
-    # The features of the first head need not begin where its run begins.
-    start = base - base % run if base % run + width <= run else base
-    size = entries * run + (groups - 1) * gap
+    start = base - base % stride if base % stride + width <= stride else base
+    size = entries * stride + (groups - 1) * gap
     expected = first_positions(
-        entries, run, start=base - inside[0], groups=groups, gap=gap
+        entries, stride, start=base - inside[0], groups=groups, gap=gap
     )
     if start + size > total or not np.array_equal(expected, first):
         return None

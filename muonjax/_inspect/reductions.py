@@ -18,7 +18,7 @@ def _reduce(walk: Walk, node: Node) -> Sequence[Value]:
     walk.record_reduced(value.projections, node.params["axes"])
     result = dependent([value])
     if node.name == "reduce_max" and value.logits and value.logits[0].stage == "logits":
-        result = result._replace(logits=(value.logits[0]._replace(stage="largest"),))
+        result = result._replace(logits=(value.logits[0]._replace(stage="per query"),))
     return [_without(result, node.params["axes"])]
 
 
@@ -26,6 +26,7 @@ def _reduce(walk: Walk, node: Node) -> Sequence[Value]:
 def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
     """A sum is linear: projections stay what they are, with some of their columns added up."""
     (value,), axes = walk.inputs(node), node.params["axes"]
+    # The projections of two activations that were multiplied entry by entry.
     factors = walk.entrywise.get(node.inputs[0], ())
     summed = {factor.product for factor in factors if factor.layout.runs_along(axes)}
     if len(summed) > 1:
@@ -39,8 +40,9 @@ def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
     walk.record_reduced(others, axes)
     for projection in linear:
         projection.product.added_up.update(projection.layout.runs_along(axes))
+    # The sum of softmax's weights is one number for each query, as the maximum is. Added logits are not followed.
     totals = [
-        logits._replace(stage="largest")
+        logits._replace(stage="per query")
         for logits in value.logits
         if logits.stage == "weights"
     ]
@@ -71,7 +73,9 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     - Those that keep different axes are factors of one matrix, sum_k a[i, k] * b[k, j]. The first sums over its last
       axis, the others over their first.
 
-    Nothing is left of a parameter that is summed over all its axes, as in a norm or a penalty, or over none.
+    Nothing is left of a parameter that is summed over all its axes, as in a norm or a penalty, or over none. All views
+    in the sum that keep an axis are factors: a sum of a parameter and another, which repeats, holds only the first
+    (`entrywise`).
     """
     summed = []
     kept_sets = set()

@@ -37,7 +37,7 @@ _POWERS = (
     "one_minus_square",
     "polynomial",
 )
-_STAGES = ("logits", "weights", "largest")
+_STAGES = ("logits", "weights", "per query")
 
 
 def after(operation: Operation) -> tuple[Logits, ...]:
@@ -58,21 +58,24 @@ def after(operation: Operation) -> tuple[Logits, ...]:
         return _of_weights(operation, with_logits)
     if node.name in EXPONENTIALS:
         return tuple(_exponential(node, x) for x in value.logits)
+    # The logits are operand number `at`.
     at = next(k for k, v in enumerate(operation.values) if v is value)
     factor = _factor(operation, at)
     if factor is not None and first.has_raw:
         # Logits and a mask, scaled together: they are measured before, in these units.
         return tuple(x._replace(unit=x.unit * factor) for x in value.logits)
-    # Two products may have been concatenated, of which each is refused.
+    # After a concatenation of two products there are the logits of both, all of them lost: they are kept, so that each
+    # attention is refused.
     if not operation.is_sum or first.is_lost:
-        return scaled(node, value)
+        return through(node, value)
     return (_chosen(operation, at) if operation.is_choice else _added(operation, at),)
 
 
-def scaled(node: Node, v: Value) -> tuple[Logits, ...]:
-    """Logits after an operation on nothing else, lost where a mask was added or a maximum subtracted before.
+def through(node: Node, v: Value) -> tuple[Logits, ...]:
+    """Logits after an operation that takes no other ones, of any kind: a scale, a tanh, a sum over devices.
 
-    Whether it scales them, moves them or makes something else of them is for the certificate to say.
+    Whether it scales them or makes something else of them is for the certificate to say. They are lost if a mask was
+    added or a maximum subtracted before: then they are not what softmax takes any more.
     """
     logits = []
     for x in v.logits:
@@ -136,38 +139,44 @@ def _factor(operation: Operation, at: int) -> float | None:
 
 
 def _added(operation: Operation, at: int) -> Logits:
-    """Logits, operand number `at`, plus or minus the other operand: a mask, a bias, their maximum."""
+    """Logits, operand number `at`, plus or minus the other operand: a mask, a bias, their maximum, another product."""
     node, arrays = operation.node, operation.arrays
     logits, other = operation.values[at].logits[0], operation.values[1 - at]
     if products([other]) - products([operation.values[at]]):
         return _sum_of_products(node, logits, other.logits[0])
     if node.name == "sub" and at == 1:
         return lost(node, logits)
-    if any(x.stage == "largest" and x.product == logits.product for x in other.logits):
+    if any(
+        x.stage == "per query" and x.product == logits.product for x in other.logits
+    ):
         # Softmax may subtract any number that is the same for all keys.
         axes = {run.axis for run in logits.layout.runs_not_along(other.axes("repeats"))}
         return logits._replace(shifted=(logits.shifted or frozenset()) | axes)
+    # A second mask in other units, or a bias that is made of parameters, which a clip may scale.
     if _is_scaled(logits) or _may_change([other]):
         return lost(node, logits)
     sign = -1 if node.name == "sub" else 1
     return logits._replace(
         value=node.outputs[0],
-        # The logits as they are here, not where they were scaled.
+        # Before the first of several masks: later ones are added to masked logits.
         raw=logits.raw if logits.has_raw else arrays[at],
         added=(*logits.added, Addend(arrays[1 - at], node.index, sign)),
     )
 
 
 def _sum_of_products(node: Node, first: Logits, second: Logits) -> Logits:
-    """The sum of two products of queries and keys, each as it is or times a number; lost otherwise."""
+    """The sum of two products of queries and keys, each as it is or times a number, as in latent attention.
+
+    The first may be a sum of products already. The logits are lost in all other cases: two such sums, a difference,
+    products after a mask or along other axes.
+    """
     if second.summands:
         first, second = second, first
+    is_sum_of_two = node.name != "sub" and not second.summands
+    # For each axis of the first product the one of the second that lies along it.
     axes = _axes_between(first.layout, second.layout)
-    if (
-        axes is None
-        or node.name == "sub"
-        or not (_is_plain(first) and _is_plain(second))
-    ):
+    are_plain = _is_plain(first) and _is_plain(second)
+    if axes is None or not is_sum_of_two or not are_plain:
         return lost(node, first)
     summands = (*first.summands, Summand(second.product, axes))
     return first._replace(value=node.outputs[0], summands=summands)
@@ -242,10 +251,10 @@ class Masks(NamedTuple):
 def masks_in(graph: Graph, added: Sequence[Addend]) -> Masks:
     """Which of the arrays that are added to logits are masks, and how they are told from biases.
 
-    For a mask of 0 and -1e9 alone, half of that tells a hidden logit from one that is shown. Next to a bias, whose
-    numbers may be anything, `MASKED` has to do so.
+    If a mask of 0 and -100 is all that is added, what adds -50 or less hides a logit. What adds `MASKED` or less hides
+    it in any case, and has to be told by that next to a bias, whose numbers may be anything.
     """
-    # What masks add to what they hide; biases; and arrays that data give, which may be either.
+    # What masks add to what they hide; biases, of effect 0; and arrays that data give, which may be either.
     masks: list[float] = []
     biases: list[Addend] = []
     doubts: list[Addend] = []

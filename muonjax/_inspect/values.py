@@ -38,9 +38,10 @@ Move: TypeAlias = Callable[[Layout], Layout | None]
 class ParameterView(NamedTuple):
     """A parameter, or a part of it, in an array: which entries lie along which axes of the array."""
 
-    leaf: int
+    leaf: int  # the number of the parameter
     layout: Layout
-    # Axes of the leaf over which products with other parameters sum.
+    # For a factor of a product of parameters: the axes of the leaf that meet the factors next to it, from left to
+    # right. In a[i, k] b[k, j] c[j, l] the factor a has one entry, for k, and b has two, for k and for j.
     inner: tuple[tuple[Run, ...], ...] = ()
     noisy: bool = False  # multiplied by random numbers
 
@@ -60,7 +61,7 @@ class Use(NamedTuple):
     activation: int = -1  # the activation that it is multiplied with
     groups: int = 1  # of a convolution
     is_depthwise: bool = False  # each group of one feature
-    is_patch: bool = False  # of windows that do not overlap
+    is_patch: bool = False  # a convolution with windows that do not overlap
     product: Any = None  # if it is one, what becomes of it: a `Product`
 
     @property
@@ -135,15 +136,19 @@ class Logits(NamedTuple):
 
     product: int  # the operation
     layout: Layout  # the axes as axes of the product's result
-    stage: str = "logits"  # "largest": their maximum; "weights": after the exponential
-    value: int = -1  # the logits that enter softmax, scaled and masked
-    raw: int = -1  # the logits before data or constants were added, if any were
-    # Axes of the product along which a subtracted maximum differs.
-    shifted: frozenset[int] | None = None
-    # The first result that is something else: more is added, or scaled after it was.
-    lost: int = -1
+    # "weights": after the exponential. "per query": their maximum, or the sum of the weights.
+    stage: str = "logits"
+    # The array of the logits so far: in the end what enters softmax, scaled and masked.
+    value: int = -1
+    # The array just before the first mask or bias was added; -1 if none was.
+    raw: int = -1
     added: tuple[Addend, ...] = ()
-    unit: float = 1.0  # of these logits, in those of exp: ln 2 for exp2
+    # What multiplied logits and masks together since: `raw` times this is what exp takes. ln 2 for exp2.
+    unit: float = 1.0
+    # Axes of the product along which the number differs that was subtracted, their maximum; None if none was.
+    shifted: frozenset[int] | None = None
+    # The first array that is not these logits any more, as after a tanh of masked ones; -1 if there is none.
+    lost: int = -1
     # Other products that were added to it, as that of rotary features to that of the others (MLA).
     summands: tuple[Summand, ...] = ()
 
@@ -186,14 +191,15 @@ class AxisFact(NamedTuple):
 class Value(NamedTuple):
     """What is known of one array."""
 
-    depends_on: int = 0
+    depends_on: int = 0  # the bits at the top of this file, and those of products
     views: tuple[ParameterView, ...] = ()
     projections: tuple[Projection, ...] = ()
     logits: tuple[Logits, ...] = ()
     facts: tuple[AxisFact, ...] = ()
-    # The last product of two activations that it is made of, if no parameter multiplied it since.
+    # The last product of two activations that it is made of, perhaps queries and keys; -1 if there is none, or if a
+    # parameter multiplied it since.
     scores: int = -1
-    # The last such product whose exponential it is made of.
+    # The last such product whose exponential it is made of, perhaps softmax's weights; -1 if there is none.
     exponential_of: int = -1
     # The last operation without a rule: what it gives may be indices, one hot, or windows of an argument.
     no_rule: int = -1
@@ -279,7 +285,11 @@ class Value(NamedTuple):
 
 
 class Operand:
-    """One operand of a product, whose axes are summed over, or batches, or free: axes of the result."""
+    """One operand of a product, an array whose axes are summed over, or batches, or free.
+
+    The product has the batch axes and the free axes of both operands. Whoever makes the operands of a product sets
+    `sources` and `shape` once both are known.
+    """
 
     def __init__(
         self,
@@ -308,7 +318,7 @@ class Operand:
 
     @property
     def aligned(self) -> Value:
-        """Its value along the axes of the product."""
+        """Its value along the axes of the product, with the first entry along those that are summed over."""
         return self.value.map(self.along)
 
     @property
@@ -340,6 +350,7 @@ class Operand:
     def rows(self, view: ParameterView) -> tuple[Run, ...]:
         """The axes of a parameter in it over which the product sums."""
         rows = view.layout.runs_along(self.summed)
+        # x @ (a @ b) sums over an axis of a. The rows of b are those that meet a.
         if not rows and view.inner:
             return view.inner[0]
         return rows
@@ -388,9 +399,9 @@ def dependent(values: Iterable[Value]) -> Value:
 
 
 def used_alike(projections: Sequence[Projection]) -> bool:
-    """Whether one function takes these projections of one product, or they are the same columns.
+    """Whether these projections of one product are the same columns, or nothing nonlinear tells them from each other.
 
-    The halves of a rotation are not: one meets a cosine, the other a sine.
+    After `jnp.tanh(q[:, :4])` and `q[:, 4:]` the first is nonlinear and the second is not: they are used differently.
     """
     layouts = {projection.layout for projection in projections}
     functions = {
@@ -411,7 +422,8 @@ def all_projections(values: Iterable[Value]) -> tuple[Projection, ...]:
 def _united(parts: Sequence[Projection]) -> Projection:
     """One projection in place of several of one product, which a sum adds or a concatenation puts side by side.
 
-    Its biases are those of any part. It is nonlinear if any part is.
+    It has the biases of all parts, and is nonlinear if any part is. It stays unmixed if all are, and are used alike:
+    one record has to do for all of them from here on.
     """
     if len(parts) == 1:
         return parts[0]
