@@ -21,10 +21,17 @@ The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, 
 
 - A **run** is how far the entries of q walk along one axis of w. Both axes 2 and 3 of q walk along axis 1 of w: in
   steps of 16 and of 1. Along axes 0 and 1 of q nothing walks, since they come from x.
-- A **region** is the part of w that entries come from, as for q[:, :, 2] the columns 32 to 47.
+- A **leaf** is the number of a parameter, a **node** an operation, a **value** the number of an array or, as a `Value`,
+  what is known of it. A number of -1 says that there is none.
+- A **region** is the part of w that entries come from, as for q[:, :, 2] the columns 32 to 47: {(1, mask)} with a mask
+  of booleans along axis 1, as bytes. Axes of which all is there are left out.
+- A **hole** is an entry that is not of w, as in a concatenation of q with zeros.
+- **Scores** are the last product of two activations that an array is made of: perhaps those of queries and keys.
 - What is **taken** are columns that a sum or a norm mixed; **loops** are axes of w that a scan, a look-up or a batch
   axis goes over, and they count matrices.
 - A projection is **unmixed** as long as each of its entries is one column's. Then its region may become a part.
+- A **span** are the entries of w that a clip scales by one factor for each head, in the words of `Scale`. A **probe**
+  says in which body, nested in others, the logits are a variable, and which of its axes count heads.
 - An operation is **live** if a result depends on it, and **trained** if a gradient comes back to it.
 
 From these records follow two answers:

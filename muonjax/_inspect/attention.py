@@ -250,9 +250,14 @@ def _random_logarithms(
 
         log(query) + log(key) = log(logits),
 
-    and the key of several heads takes half of the smallest. They are whole numbers, so that no sum is rounded.
+    and the key of several heads takes half of the smallest. Queries that meet shared keys, "rotary", take the whole.
+    They are whole numbers, so that no sum is rounded. For logits 8, 6, 2, 4 of four heads, of which two share a key,
+    the keys have 3, 1 and the queries 5, 3, 1, 3.
+
+    `spans` begins with one of the queries.
     """
     heads = spans[0].heads
+    # Even numbers, so that half of each is whole.
     logits = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
     keys_heads = next(
         (span.heads for span in spans if span.scale.factor == "key"), heads

@@ -96,8 +96,8 @@ def _reduced(table: Table, axes: Collection[int]) -> Table:
     return total.squeeze(tuple(axes))
 
 
-def _smallest(table: Table | None) -> Table | None:
-    """With one entry along each axis where all are equal; None where nothing is touched."""
+def _compact(table: Table | None) -> Table | None:
+    """The table with one entry along each axis where all are equal; None where nothing is touched."""
     if table is None or not table.size:
         return None
     for axis in range(1, table.ndim):
@@ -140,16 +140,17 @@ class Certificate:
           spans: What is scaled, each a `Scale` and the logarithms of its factors, [*layers, entries].
         """
         tables = []
-        for span, logs in spans:
-            # Kernels of which each gives other keys may have their heads at other positions.
-            starts = {other.start for other, _ in spans if other.factor == span.factor}
-            part = sorted(starts).index(span.start)
-            table = self._touched(leaf, stack, span, logs)
+        for scale, logs in spans:
+            # Spans of one factor in one parameter, as two pieces of the keys of each head, would have equal positions.
+            # To those of each further span 2^40 is added, which is more than any position.
+            starts = {other.start for other, _ in spans if other.factor == scale.factor}
+            part = sorted(starts).index(scale.start)
+            table = self._touched(leaf, stack, scale, logs)
             table[1:] += part << 40
             tables.append(table)
         # An entry of two spans is scaled twice.
         table = functools.reduce(_product, tables)
-        table = _smallest(np.expand_dims(table, tuple(range(1, self.first))))
+        table = _compact(np.expand_dims(table, tuple(range(1, self.first))))
         # It is None where all factors are 1.
         if table is not None:
             self.tables[self.graph.parameters[leaf]] = table
@@ -194,7 +195,7 @@ class Certificate:
                 tables = self._followed(node)
             except Unmoved:
                 return operation
-            for value, table in zip(node.outputs, map(_smallest, tables), strict=True):
+            for value, table in zip(node.outputs, map(_compact, tables), strict=True):
                 if table is None:
                     continue
                 # Softmax and all that follows change as the clip wants it.
@@ -222,6 +223,7 @@ class Certificate:
         is_zero = False
         if known is not None and np.ndim(known) == 0:
             is_zero = known == 0 or known <= least
+        # One entry for the array, with the axes that it has, or the other operand has.
         rank = len(self.walk.shape(value)) or rank
         shape = (3, *[1] * (len(self.loops) + rank))
         return np.reshape(_ZERO if is_zero else _UNTOUCHED, shape)
@@ -258,7 +260,10 @@ class Certificate:
                     raise Unmoved
 
     def _of_several(self, node: Node) -> Table:
-        """Products, sums, choices and concatenations."""
+        """The table of a product, a sum, a choice or a concatenation of several arrays.
+
+        Entries of a sum, or among which a choice is made, must have equal factors, (f a + f b) = f (a + b), or be zero.
+        """
         inputs, (out,) = node.inputs, node.outputs
         if node.name in CHOICES:
             condition, *inputs = inputs
@@ -322,17 +327,19 @@ class Certificate:
             return self._slice_of_scan(node, table)
         if name == "conv_general_dilated":
             return self._by_kernel(node, table)
-        # A cast to whole numbers rounds, which `moved_by` refuses.
-        if name not in _SAME or not self.graph.is_float(node.outputs[0]):
+        if name not in _SAME:
             return moved_by(self.walk, node, table)
-        if rounds_coarsely(self.walk, node):
+        # A cast to whole numbers, or to very few digits, rounds to others than a factor times the numbers.
+        is_float = self.graph.is_float(node.outputs[0])
+        if not is_float or rounds_coarsely(self.walk, node):
             raise Unmoved
         old, new = self.graph.shapes(node)
         if len(old) != len(new):  # as of an untiled `all_gather`
             raise Unmoved
         for axis, n in enumerate(old):
+            # Into or out of a `shard_map` a device has some of the heads.
             if n != new[axis] and table.shape[self.first + axis] > 1:
-                raise Unmoved  # some of the heads, on one device of several
+                raise Unmoved
         return table
 
     def _by_kernel(self, node: Node, table: Table) -> Table:
@@ -358,6 +365,10 @@ class Certificate:
         self, probe: Probe, value: int, seen: int, expected: np.ndarray
     ) -> Probe | None:
         """The probe with the axes of its layers and heads; None if the logits got other factors than `expected`.
+
+        Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table [3, 2, 1, 4, 1, 1], with
+        `first` 2. The probe gets the axis of four as `heads`, and its step into the scan is one over layers. Where two
+        heads have four entries, in another order or more than one each, `entries` is (0, 1, 0, 1), the head of each.
 
         Args:
           probe: Where the logits are measured.

@@ -71,7 +71,8 @@ class _Decider:
                     f"{use.what} is not followed", use.node, by_names=True
                 )
         products = [use for use in uses if use.kind == "product"]
-        # An index may choose a matrix: an expert's, an adapter's.
+        # An index along an axis that counts matrices chooses one: an expert's, an adapter's. That is no look-up in a
+        # table.
         chosen = {run for use in products for run in use.view.layout.loops}
         for use in uses:
             if use.kind == "looked up" and not chosen.issuperset(use.rows):
@@ -97,6 +98,7 @@ class _Decider:
         return others or uses
 
     def _adam(self, why: str, node: int, by_names: bool = False) -> Decision:
+        """AdamW, for a reason with the line of an operation; `by_names` leaves it to names, with a warning."""
         return Decision(None, f"{why}: {self.graph.line(node)}", by_names=by_names)
 
     def _without_uses(self, leaf: int) -> Decision:
@@ -112,17 +114,18 @@ class _Decider:
         return Decision(None, why, trains=False)
 
     def _without_product(self, uses: list[Use]) -> Decision:
-        """The decision on a parameter that is added, or multiplied entry by entry."""
+        """The decision on a parameter that is added, or multiplied entry by entry, by the first of its uses."""
         for use in uses:
+            # A factor of a product of parameters, of which no layer is followed.
             if use.view.inner:
                 why = f"{PRODUCT_OF_PARAMETERS} is not followed"
                 return self._adam(why, use.node, by_names=True)
+        # Axes with more than one entry in a use: a bias has one, besides axes that count layers.
         axes = set()
         for use in uses:
             axes |= {run.axis for run in use.view.layout.runs if run.positions.size > 1}
-        decision = self._adam(
-            uses[0].what, uses[0].node, by_names=uses[0].kind == "alone"
-        )
+        is_penalty = uses[0].kind == "alone"
+        decision = self._adam(uses[0].what, uses[0].node, by_names=is_penalty)
         return decision._replace(is_vector=len(axes) < 2)
 
     def _of_products(self, leaf: int, products: list[Use]) -> Decision:

@@ -18,7 +18,18 @@ Destination: TypeAlias = Literal["output", "layer", "frozen layer", "inner gradi
 class Ends:
     """The values from which a layer, a gradient or an output of the function can be reached.
 
-    A path goes over all operations but products, gradients and `stop_gradient`.
+    A path goes over all operations but `stop_gradient` and those of a backward pass; a path to the outputs does not go
+    over products either.
+
+    Attributes:
+      trained: Operations that a gradient comes back to, without those of a backward pass that the function has itself.
+      products: Those of them that are products by parameters, of activations, or by matrices that do not train.
+      to_products: Values from which a path leads to a product by parameters or of activations.
+      to_frozen: Values from which a path leads to a product by a matrix that does not train.
+      to_frozen_layers: The same without products that may be a transform of the outputs.
+      to_gradients: Values from which a path leads to a backward pass.
+      to_outputs: Values from which a path leads to an output of the function, without a product on the way.
+      unknown: By value, an operation without a rule that a path leads to; it may be a product.
     """
 
     def __init__(self, walk: Walk):
@@ -38,7 +49,6 @@ class Ends:
         self.to_outputs = graph.upstream(
             self._followed(graph.outputs), self._unless_product
         )
-        # By value: an operation without a rule that can be reached, which may be a product.
         self.unknown: dict[int, int] = {}
         for i in sorted(walk.layers.without_rule):
             self.unknown |= dict.fromkeys(self._before([i]), i)
@@ -57,11 +67,8 @@ class Ends:
             return "layer"
         if value in self.to_frozen:
             return "frozen layer"
-        return (
-            "inner gradient"
-            if value in self.to_gradients and not is_output
-            else "output"
-        )
+        is_for_gradient = value in self.to_gradients and not is_output
+        return "inner gradient" if is_for_gradient else "output"
 
     def _without_transforms(self, frozen: Iterable[int]) -> list[int]:
         """Products by matrices that do not train, without those that may be a transform of the outputs.

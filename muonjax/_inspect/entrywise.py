@@ -32,7 +32,7 @@ from muonjax._inspect.values import (
     all_projections,
     dependent,
     grouped,
-    used_alike,
+    used_in_one_way,
 )
 
 # Numbers that are no function of the parameters.
@@ -290,7 +290,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     projections = _projections(operation)
     logits = softmax.after(operation)
     if operation.is_exponential:
-        # Of the scores of queries and keys these are softmax's weights.
+        # These are softmax's weights if the scores are those of queries and keys.
         result = result._replace(exponential_of=result.scores)
         _record_unseen(operation, logits, result.scores)
     elif operation.is_sum and projections:
@@ -307,7 +307,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
 def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """The parameters in a product of parameters and data, such as w * mask, or in a sum of such products.
 
-    w0 * a + w1 * (1 - a) is a mixture of two matrices. A sum with the results of products is none.
+    w0 * a + w1 * (1 - a) is a mixture of two matrices. A sum with the results of products is no mixture.
     """
     values = operation.values
     if operation.is_sum:
@@ -375,18 +375,19 @@ def _projections_of_operand(
         return _after_sum(operation, value)
     if operation.is_scale:
         return _after_scale(operation, value)
-    # All others, such as tanh, count as nonlinear. Running sums and maxima (cumsum, cummax, ...) have an axis, along
-    # which they mix the columns; those along other axes stay separate.
+    # All others, such as tanh, count as nonlinear, a running sum as well. Running sums and maxima (cumsum, cummax, ...)
+    # have an axis, along which they mix the columns; `record_reduced` notes which. Columns along other axes stay
+    # separate, and may still be parts.
     params = operation.node.params
     axes = [params["axis"]] if "axis" in params else []
     projections = []
     for projection in value.projections:
-        keeps_columns = True
+        stays_separate = True
         if projection.layout.runs_along(axes):
             operation.walk.record_reduced([projection], axes)
-            keeps_columns = bool(projection.layout.runs_not_along(axes))
+            stays_separate = bool(projection.layout.runs_not_along(axes))
         after = after_nonlinearity(
-            operation.walk, projection, operation.node, unmixed=keeps_columns
+            operation.walk, projection, operation.node, unmixed=stays_separate
         )
         projections.append(after)
     return tuple(projections)
@@ -543,7 +544,7 @@ def _record_meeting_parts(walk: Walk, values: Iterable[Value]) -> None:
     for parts in grouped(
         (projection.product, projection) for projection in projections
     ).values():
-        if not used_alike(parts):
+        if not used_in_one_way(parts):
             walk.record_parts(parts)
 
 

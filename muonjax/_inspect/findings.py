@@ -211,9 +211,10 @@ class Walk:
                 self.uses.read_by_labels.add(fact.product)
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
-        """Records that exponentials multiply `values`: perhaps those of a softmax over keys."""
+        """Records that exponentials multiply `values`: perhaps those of a softmax over keys, in an attention."""
         product = weights.exponential_of
         attention = self.attention
+        # As in exp(x @ c) * y with a matrix c: no softmax, since no sum divides the exponentials.
         if (
             product in attention.one_sided
             and product not in attention.summed_exponentials
@@ -242,11 +243,13 @@ class Walk:
         """Records that an operation mixes columns along `axes`.
 
         A norm along axis 3 of [batch, length, 8, 16] leaves the heads along axis 2 separate: they may still be parts.
-        A norm along axes 2 and 3 takes all columns together, as one part.
+        A norm along axes 2 and 3 takes all columns together, as one part. So does a maximum over the batch: it mixes no
+        columns, but they are not followed further.
         """
         for projection in projections:
             layout = projection.layout
             is_mixed = bool(layout.runs_along(axes) or layout.taken)
+            # Some columns are mixed, and others stay separate.
             if projection.unmixed and is_mixed and layout.runs_not_along(axes):
                 projection.product.mixed.add(layout.add_up(axes))
             else:

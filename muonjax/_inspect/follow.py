@@ -92,7 +92,8 @@ def _at_start(walk: Walk, carry: Node) -> Value:
 def _after_round(walk: Walk, carry: Node) -> Value:
     """What a loop carries after one more round: a parameter that its body does not change stays as it is."""
     start, end = walk.inputs(carry)
-    value = walk.values[carry.outputs[0]]
+    value = walk.values[carry.outputs[0]]  # before this round
+    # Projections are not followed from round to round.
     walk.record_parts((*start.projections, *end.projections))
     if (
         start.is_weight
@@ -101,8 +102,9 @@ def _after_round(walk: Walk, carry: Node) -> Value:
     ):
         return value
     after = dependent([start, end, value])
-    # It does not depend on the products in the loop: bits from OF_PRODUCTS on stand for products.
-    without_products = after.depends_on % OF_PRODUCTS
+    # The body's products are those of the next round from now on, and what comes from the round before is no function
+    # of them. Bits from OF_PRODUCTS on stand for products.
+    without_products = after.depends_on & (OF_PRODUCTS - 1)
     return after._replace(depends_on=without_products | start.depends_on)
 
 

@@ -291,9 +291,11 @@ class Graph:
         for x, array in zip(values, constants(body), strict=False):
             if not _is_readable(array):
                 continue
+            # The numbers of an argument are no part of the program.
             if any(_is_same(array, given) for given in self._given):
                 continue
             self.contents[x] = array
+            # It may say where a slice or a look-up goes.
             if _is_index(array):
                 self.known[x] = np.asarray(array)
         return values
@@ -593,15 +595,18 @@ def _is_readable(array: Any) -> bool:
 
 
 def _is_same(constant: Any, given: Any) -> bool:
-    """Whether this constant of a jaxpr is an array that the function was called with, or a view of it."""
-    # A constant that is an array of JAX's was not copied.
-    is_kept = isinstance(constant, jax.Array) or not isinstance(given, np.ndarray)
-    if constant is given or is_kept:
+    """Whether this constant of a jaxpr is an array that the function was called with, a view of it or a copy.
+
+    Equal numbers count as a copy: a constant that is taken for an argument is not read, which may cost a refusal.
+    """
+    # JAX's own arrays become constants as they are. A constant may be a view or a copy of an array of NumPy's.
+    is_numpy = isinstance(given, np.ndarray) and not isinstance(constant, jax.Array)
+    if constant is given or not is_numpy:
         return constant is given
     numbers = np.asarray(constant)
     if np.may_share_memory(numbers, given):
         return True
-    # JAX copies numbers of 64 bits, if it has those of 32 bits alone.
+    # JAX copies numbers of 64 bits to 32 bits, unless `jax_enable_x64` is set.
     is_copied = given.dtype.kind in "iuf" and given.dtype.itemsize == 8
     if not is_copied or numbers.size != given.size:
         return False

@@ -190,7 +190,8 @@ class Layout(NamedTuple):
     def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
         """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries.
 
-        An axis that is no source keeps its first entry: (2, None) of an array x [3, 4, 5] gives x[0, 0, :, None].
+        An axis that is no source is left with its first entry: (2, None) of an array x [3, 4, 5] gives
+        x[0, 0, :, None].
         """
         kept, new = [], []
         for axis, source in enumerate(sources):
@@ -292,9 +293,8 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     """The layout of a sum of parts of one origin, or of a concatenation, whose parts have holes for each other.
 
     All layouts have one shape and one origin. Along each axis of the origin the result has one run where the parts say
-    which; otherwise all of their positions are taken.
-    The halves 0, 1, HOLE, HOLE and HOLE, HOLE, 2, 3 give the run 0, 1, 2, 3. The sum of the halves 0, 1 and 2, 3 has
-    the run 0, 1, and {0, 2} are taken.
+    which; otherwise all of their positions are taken. The halves 0, 1, HOLE, HOLE and HOLE, HOLE, 2, 3 give the run 0,
+    1, 2, 3. The sum of the halves 0, 1 and 2, 3 has the run 0, 1, and {0, 2} are taken.
     """
     first = layouts[0]
     if len(set(layouts)) == 1:
@@ -306,34 +306,44 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
         taken = tuple(run for run in taken if run in layout.taken)
         loops |= dict.fromkeys(layout.loops)
     holes = _holes_of_parts(layouts)
-    runs: list[Run] = []
-    mixed: list[Run] = []
     along = [_by_axis(layout, taken) for layout in layouts]
+    runs: list[Run] = []
     for axis in dict.fromkeys(itertools.chain(*along)):
         parts = [by_axis[axis] for by_axis in along]
-        # As along the rows of a kernel, where only its columns were cut.
-        if parts.count(parts[0]) == len(parts):
-            runs += parts[0].runs
-            continue
-        positions = _stacked(parts)
-        if positions is not None and holes is not None:
-            # A concatenation: of each entry all parts but one have HOLE, the largest number.
-            union = np.where(holes, HOLE, positions).min(0)
-            runs.append(_run_of(axis, union))
-            continue
-        # A sum of parts with one run each: what these have in common stays a run, as the features of heads that are
-        # added up do.
-        if positions is not None:
-            common, starts = _common_run(positions)
-            runs.append(_run_of(axis, common))
-            for k, start in enumerate(starts):
-                parts[k] = parts[k]._replace(runs=[_set_of(axis, start)])
-        # Each entry is made of all of these. Where there are only holes, nothing can be taken.
-        if axis != OTHER:
-            mixed.append(_set_of(axis, *map(_AlongAxis.sums, parts)))
-    return Layout(
-        first.shape, first.origin, _known(runs), (*taken, *mixed), tuple(loops)
-    )
+        result = _merged_along(axis, parts, holes)
+        runs += result.runs
+        taken = (*taken, *result.taken)
+    return Layout(first.shape, first.origin, _known(runs), taken, tuple(loops))
+
+
+def _merged_along(
+    axis: int, parts: list[_AlongAxis], holes: Positions | None
+) -> _AlongAxis:
+    """What a sum or a concatenation has along one axis of the origin, of which its parts have `parts`.
+
+    `holes`: those of the parts of a concatenation, [parts, *array]; None for a sum.
+    """
+    # As along the rows of a kernel, where only its columns were cut. What is taken in all parts is known already.
+    if parts.count(parts[0]) == len(parts):
+        return _AlongAxis(parts[0].runs, [])
+    positions = _stacked(parts)
+    if positions is not None and holes is not None:
+        # A concatenation: of each entry all parts but one have HOLE, the largest number.
+        union = np.where(holes, HOLE, positions).min(0)
+        return _AlongAxis([_run_of(axis, union)], [])
+    # A sum of parts with one run each: what these have in common stays a run, as the features of heads that are added
+    # up do.
+    runs = []
+    if positions is not None:
+        common, starts = _common_run(positions)
+        runs.append(_run_of(axis, common))
+        for k, start in enumerate(starts):
+            parts[k] = parts[k]._replace(runs=[_set_of(axis, start)])
+    # A run along `OTHER` has holes, of which none can be taken.
+    if axis == OTHER:
+        return _AlongAxis(runs, [])
+    # Each entry is made of all that is left of the parts.
+    return _AlongAxis(runs, [_set_of(axis, *map(_AlongAxis.sums, parts))])
 
 
 def _known(runs: Iterable[Run]) -> tuple[Run, ...]:
@@ -396,11 +406,12 @@ def _holes_of_parts(layouts: Sequence[Layout]) -> Positions | None:
 def _common_run(positions: Positions) -> tuple[Positions, Positions]:
     """A run in which positions [layouts, *array] agree but for where it starts, and what is left of each.
 
-    (4, 5, 6) and (0, 1, 2) have the run (0, 1, 2), and 4 and 0 are left. Without such a run it is 0, and all are left.
+    Two layouts of arrays [2, 3], ((4, 5, 6), (20, 21, 22)) and ((0, 1, 2), (9, 10, 11)), have the run ((0, 1, 2),), the
+    same in both rows, and 4 and 20, 0 and 9 are left. Without such a run it is 0, and all positions are left.
     """
     axes = tuple(range(1, positions.ndim))
     for axis in axes:
-        # Without what differs along this axis, and counted from its own start.
+        # The least along this axis has what differs along the others, here; from 0 on, without its own start.
         run = positions.min(axis, keepdims=True)
         run = _minus(run, run.min(axes, keepdims=True))
         if (run == run[0]).all():
@@ -437,7 +448,10 @@ def _period(pattern: Positions) -> int:
 
 
 def _is_product(first: Run, second: Run) -> bool:
-    """Whether all positions of one come with all of the other, as they do not on the diagonal of a matrix."""
+    """Whether all positions of one come with all of the other, as they do not on the diagonal of a matrix.
+
+    Runs along one axis of the origin are two parts of one position, and a run along `OTHER` has none.
+    """
     if OTHER in (first.axis, second.axis) or first.axis == second.axis:
         return True
     # Along different axes of the array all combinations are there.
@@ -446,7 +460,7 @@ def _is_product(first: Run, second: Run) -> bool:
     x, y = np.broadcast_arrays(first.positions.astype(np.int64), second.positions)
     is_there = (x < HOLE) & (y < HOLE)
     x, y = x[is_there], y[is_there]
-    # Each pair as one number.
+    # Each pair as one number: positions are below HOLE.
     pairs = np.unique(x * HOLE + y)
     counts = len(np.unique(x)), len(np.unique(y))
     return len(pairs) == math.prod(counts)

@@ -227,7 +227,9 @@ def _numbers_per_head(
 ) -> DimensionNumbers:
     """The dimension numbers of `form`, with a matrix for each head.
 
-    An axis that counts heads, 1 of [64, 8, 16], is no column any more. One that they divide, 1 of [64, 128], is cut.
+    An axis that counts heads, 1 of [64, 8, 16], is no column any more. One that they divide, 1 of [64, 128], is cut. If
+    [64, 384] is cut into queries, keys and values of 128 columns each, and the queries have heads of 16, the parts are
+    eight of 16 and two of 128.
 
     Args:
       form: The matrices of the parameter.
@@ -242,8 +244,10 @@ def _numbers_per_head(
     cut = form.cut
     if cut is None or cut.axis not in axes:
         cut = _Cut(min(axes), (shape[min(axes)],))
+    # The parts of all repeats, one after the other.
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
+        # One axis alone can be cut: heads along another one stay together. Where a region ends, the form is cut.
         if run.axis == cut.axis:
             # The columns of the region, repeated along the axis; without an entry, all of it.
             mask = np.frombuffer(dict(region).get(cut.axis, b"\1"), bool)

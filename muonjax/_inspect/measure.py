@@ -158,7 +158,10 @@ def _inlined(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..
 def _enclosing(
     eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """What an equation with bodies returns, and the maxima of the probes in its bodies: there is at least one."""
+    """What an equation with bodies returns, and the maxima of the probes in its bodies: there is at least one.
+
+    Bodies return one maximum for each probe after their own results, and so does the equation.
+    """
     name, count = eqn.primitive.name, len(probes)
     # From each probe the first step of its path, and the probe as the body sees it.
     steps = [probe.path[0] for probe in probes]
@@ -167,7 +170,7 @@ def _enclosing(
     if name.startswith("custom_"):
         # Its derivatives are written for its outputs: the logits are computed from its operands once more.
         again = run(bodies[0], inside, *jax.lax.stop_gradient(operands))
-        # Derivatives need the call itself; a clip is checked without them.
+        # Derivatives need the call itself. `check_clip` takes none, and all of its probes are shared.
         results = again[:-count] if probes[0].shared else bound(eqn, operands)
         return results, again[-count:]
     # JAX has a public call for it, which sets its other parameters.
@@ -180,7 +183,8 @@ def _enclosing(
     )
     outputs = bound(eqn, operands, **versions.with_bodies(eqn, new, count))
     maxima = list(outputs[-count:])
-    if name == "scan":  # it stacks those of its iterations
+    # A scan stacks the maxima of its iterations: those of layers are kept, of all others the largest is.
+    if name == "scan":
         for k, step in enumerate(steps):
             if not step.layer:
                 maxima[k] = jax.lax.reduce_max(maxima[k], (0,))

@@ -195,19 +195,17 @@ def _by_parameter(
 def _recorded_projections(
     walk: Walk, node: Node, operand: Operand, other: Operand, kernel: Kernel
 ) -> list[Projection]:
-    """The projections by the parameters in `operand`, a sum of several, each recorded as a use."""
+    """Records a use of each parameter in `operand`, a sum of several, and returns the projections by them."""
     projections = []
     if operand.value.is_weight:
-        # c[..., 0] + 1j * c[..., 1], of a complex matrix in two slices
-        for first, *others in grouped(
-            (view.leaf, view) for view in operand.value.views
-        ).values():
-            for another in others:
-                walk.record_added_slices(first, another)
+        _record_slices_of_one(walk, operand.value)
+    # A sum over experts, sum_e gate[e] (x[e] @ w[e]), does not make e an axis of rows: it counts matrices.
     experts = _experts(operand, other)
     is_patch = kernel.is_patch or _cuts_input(other)
     for k, view in enumerate(operand.value.views):
         layout = view.layout
+        # Without a sum over an axis of the parameter it is a scale, as w[h] in an einsum `bh,h->bh`. A factor of a
+        # product of parameters is always part of a matrix.
         is_product = bool(layout.runs_along(operand.summed) or view.inner)
         of_experts = layout.runs_along(experts)
         walk.record(
@@ -231,20 +229,30 @@ def _recorded_projections(
     return projections
 
 
+def _record_slices_of_one(walk: Walk, weights: Value) -> None:
+    """Records slices of one parameter that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix: one matrix."""
+    views = grouped((view.leaf, view) for view in weights.views)
+    for first, *others in views.values():
+        for another in others:
+            walk.record_added_slices(first, another)
+
+
 def _experts(operand: Operand, other: Operand) -> list[int]:
     """The summed axes of a parameter that count experts: the activation was gated along them.
 
-    In sum_e gate[b, e] h[b, e, f] w[e, f, d], the gate makes e a batch of the product that gave h.
+    In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d], the gate makes e a batch of the product that gave h.
     """
     experts = []
+    # A convolution has no summed axes of its image, and no experts.
     for axis, axis_of_other in zip(operand.summed, other.summed, strict=False):
         for projection in other.value.projections:
             runs = set(projection.layout.runs_along([axis_of_other]))
             heads = {run for run, _ in projection.product.heads}
             if runs and runs <= projection.product.batches - heads:
                 experts.append(axis)
-    is_some = len(set(experts)) < len(operand.summed)
-    return experts if is_some else []
+    # An axis of features has to be left, or the parameter would have no rows.
+    leaves_rows = len(set(experts)) < len(operand.summed)
+    return experts if leaves_rows else []
 
 
 def _is_mixture(walk: Walk, operand: Operand) -> bool:
@@ -281,21 +289,27 @@ def _cuts_input(operand: Operand) -> bool:
 def _of_activations(
     walk: Walk, node: Node, product: Value, left: Operand, right: Operand
 ) -> Value:
-    """The product of two arrays that are no matrices; at least one is made of parameters."""
+    """The product of two arrays of which no one is a matrix, and one at least depends on parameters.
+
+    It records a mixture of experts, parts and heads of both, and attention if one is softmax's weights. Then it is
+    followed as a product of two activations, or of one and numbers that do not train.
+    """
+    # Either operand may be softmax's weights.
     pairs = ((left, right), (right, left))
     for operand, other in pairs:
         if other.value.exponential_of in walk.attention.routers:
             _record_mixture(operand)
-    # Heads are heads where the queries and keys do not train.
+    # A batch axis of both counts heads, also where the queries or the keys do not train.
     of_a_model = PARAMETER | FROZEN
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
         for operand in (left, right):
             walk.record_parts(operand.value.projections)
             walk.record_heads(operand.value.projections, operand.batch)
     for weights, values in pairs:
-        attentions = _read_by(weights)
+        attentions = _softmaxes_of(weights)
         for logits in attentions:
             _record_attention(walk, logits, weights, values)
+        # Exponentials that are not followed to their logits: an attention to be refused.
         if not attentions or weights.value.no_rule >= 0:
             walk.record_weights(node, weights.value, values.value)
     if not right.value.depends_on & PARAMETER:
@@ -314,8 +328,8 @@ def _record_mixture(operand: Operand) -> None:
             projection.product.is_mixture = True
 
 
-def _read_by(weights: Operand) -> list[Logits]:
-    """The softmaxes over whose keys the product sums, several where softmaxes are subtracted."""
+def _softmaxes_of(weights: Operand) -> list[Logits]:
+    """The logits of softmaxes over whose keys the product sums, several where softmaxes are subtracted."""
     softmaxes = [logits for logits in weights.value.logits if logits.stage == "weights"]
     return [logits for logits in softmaxes if logits.layout.runs_along(weights.summed)]
 
@@ -364,19 +378,20 @@ def _of_two_activations(
     """Perhaps queries times keys, or softmax's weights times values, or the features of two towers, matched."""
     product = product._replace(scores=node.index, exponential_of=-1)
     first, second = left.value, right.value
+    # Those in a sum lie along the same axes, so that the first projection tells for all.
     sums_features = True
     for operand in (left, right):
         for projection in operand.value.projections[:1]:
             sums_features &= bool(projection.layout.runs_along(operand.summed))
-    # A sum over the features of two towers, example by example, keeps no free axis; that of one tower with itself is
-    # its squared norm.
+    # sum_d a[b, d] c[b, d] over the features of two towers, example by example, keeps no free axis; that of one tower
+    # with itself is its squared norm.
     has_two_towers = first.depends_on != second.depends_on
     is_match = (
         first.projections and second.projections and sums_features and has_two_towers
     )
     if (left.free and right.free) or is_match:
         walk.layers.products.add(node.index)
-    # Those of softmax's weights, which multiply values.
+    # Softmax's weights times values are no new logits.
     has_logits = first.logits or second.logits
     has_projections = first.projections or second.projections
     if has_projections and not has_logits and (left.free or right.free):
@@ -403,7 +418,7 @@ def _by_constants(
     - Frozen keys, which have a batch axis: perhaps logits.
     - Frozen values, softmax's weights times c: the logits end here.
     """
-    attentions = [logits.product for logits in _read_by(activation)]
+    attentions = [logits.product for logits in _softmaxes_of(activation)]
     logits = []
     for after in softmax.through(node, activation.aligned):
         # Weights that this product reads are no logits of what follows.
@@ -437,11 +452,13 @@ def _is_frozen_layer(activation: Operand, other: Operand) -> bool:
     It is an argument or closed over, drawn at random, or without gradient. Numbers that the function makes itself are
     no layer, nor are labels.
     """
+    # Numbers that the function makes itself, as a rotation, depend on none of these.
     if not other.value.depends_on & (DATA | FROZEN | NOISE):
         return False
     if not other.free or other.value.axes("one hot"):
         return False
-    if other.batch and not activation.free:  # a label for each class
+    # Labels, as in an einsum `b,bc->bc` of a weight for each example.
+    if other.batch and not activation.free:
         return False
     projections = activation.value.projections
     # An adjacency matrix sums over nodes, and over no columns of a product.
@@ -457,15 +474,9 @@ def _is_frozen_layer(activation: Operand, other: Operand) -> bool:
 @rule("conv_general_dilated")
 def _conv(walk: Walk, node: Node) -> Sequence[Value]:
     """A convolution, whose kernel has axes of output features, of input features, and of its window."""
-    params, (image, weight) = node.params, map(walk.shape, node.inputs)
+    params, weight = node.params, walk.shape(node.inputs[1])
     numbers = params["dimension_numbers"]
     out, into, *window = numbers.rhs_spec
-    sources: list[int | None] = [None] * len(weight)
-    sources[numbers.out_spec[1]] = out
-    features: list[int | None] = [None] * len(weight)
-    # Features are followed from input to output where there are as many, as in a depthwise convolution.
-    if image[numbers.lhs_spec[1]] == weight[out]:
-        features[numbers.out_spec[1]] = numbers.lhs_spec[1]
     sizes = tuple(weight[axis] for axis in window)
     groups = params["feature_group_count"] * params["batch_group_count"]
     kernel = Kernel(
@@ -473,8 +484,15 @@ def _conv(walk: Walk, node: Node) -> Sequence[Value]:
         is_depthwise=groups > 1 and weight[into] == 1,
         is_patch=tuple(params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     )
+    # For each axis of the result the axis of the image, and of the kernel, that it comes from.
+    of_image: list[int | None] = [None] * len(weight)
+    of_kernel: list[int | None] = [None] * len(weight)
+    of_kernel[numbers.out_spec[1]] = out
+    # A depthwise convolution with one output for each feature leaves the features where they are.
+    if kernel.is_depthwise and weight[out] == groups:
+        of_image[numbers.out_spec[1]] = numbers.lhs_spec[1]
     left, right = _operands(walk, node, (into, *window), ())
-    left.sources, right.sources = features, sources
+    left.sources, right.sources = of_image, of_kernel
     return [_by_kernel(walk, node, left, right, kernel)]
 
 
@@ -492,7 +510,11 @@ def _ragged(walk: Walk, node: Node) -> Sequence[Value]:
 def _operands(
     walk: Walk, node: Node, summed: Sequence[int], batch: Sequence[int]
 ) -> tuple[Operand, Operand]:
-    """The operands, the second of which has the parameters; of the first only features that stay are followed."""
+    """The operands of a convolution, or of a product of groups of rows. The second has the parameters.
+
+    `summed` and `batch` are axes of the second. Those of the first are not needed: the caller's `sources` say which of
+    its axes the result has.
+    """
     values, ranks = walk.inputs(node), [len(walk.shape(x)) for x in node.inputs]
     left = Operand(values[0], node.inputs[0], ranks[0], (), ())
     right = Operand(values[1], node.inputs[1], ranks[1], summed, batch)

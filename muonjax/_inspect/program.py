@@ -494,8 +494,13 @@ def find_maxima(
 def _clippable(
     closed: ClosedJaxpr, arguments: Sequence[Any], given: Sequence[Any], call: str
 ) -> list[tuple[str, list[Call]]]:
-    """Name and calls of each attention that can be clipped; what goes in is that of `find_maxima`."""
+    """Name and calls of each attention that can be clipped. The arguments are those of `find_maxima`.
+
+    Raises:
+      ValueError: No attention can be clipped; with the reasons.
+    """
     # All of the arguments may be parameters, or one of them alone, where a loss is differentiated by its input too.
+    # Each choice has the number of its first leaf.
     choices: list[tuple[int, Any]] = [(0, arguments)] if len(arguments) > 1 else []
     first = 0
     for argument in arguments:

@@ -182,8 +182,10 @@ class QueriesAndKeys:
         """Refuses an order of entries that is not followed, and heads from several products."""
         for projection in projections:
             layouts = [projection.layout, *(bias.layout for bias in projection.biases)]
+            # `loops` says so after a move that was not followed, as at unknown indices.
             if any(UNORDERED in layout.loops for layout in layouts):
                 raise Refused(f"its {name} are in another order than the parameter's")
+            # Along a batch axis, which counts heads, it is a part of a concatenation.
             if projection.layout.placed(operand.batch):
                 raise Refused(
                     f"heads of its {name} are put together from several products"
@@ -244,8 +246,9 @@ class QueriesAndKeys:
           operand: The queries, or the keys.
           projection: One of the projections in it.
           factor: That of `Scale`.
-          shared: Features of the queries that meet keys which several heads share: they take the whole factor.
+          shared: Features of the operand that meet keys which several heads share: they take the whole factor.
         """
+        # Without a concatenation the projection has all features.
         start, stop = self._features(operand, projection) or (0, HOLE)
         # Those that shared keys fill, counted from the first feature of the projection.
         inside = []
@@ -303,7 +306,10 @@ class QueriesAndKeys:
 
 
 def _divided(span: Span, shared: Sequence[_Features]) -> Iterator[Span]:
-    """The features of a query that meet the heads' own keys, and those that meet shared ones."""
+    """A span, cut where features that meet shared keys begin and end; these take the whole factor, as "rotary" says.
+
+    A span of features 0 to 8 with 4 to 6 `shared`, counted from its first, gives 0 to 4, 4 to 6 as "rotary", 6 to 8.
+    """
     first, last = span.scale.span
     shared = [
         _Features(first + features.start, first + features.stop) for features in shared
@@ -336,9 +342,9 @@ def _places(
 ) -> dict[str, Any] | None:
     """Where the heads lie on flattened axes of a parameter, in the words of `Scale`; None if not in equal runs.
 
-    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, start=128, size=128, span=(0, 16). Of a
-    kernel with columns q q k v q q k v of 16 each, the queries are entries=4, start=0, size=96, span=(0, 16) in
-    groups=2 of two heads, with a gap=32 between them.
+    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, start=128, size=128, span=(0, 16). With the
+    columns q q k v q q k v, 16 each, the queries are entries=4, start=0, size=96, span=(0, 16) in groups=2 of two
+    heads, with a gap=32 between them.
 
     Args:
       shape: The shape of the parameter.

@@ -33,17 +33,21 @@ _MIXING = frozenset(_MIXES.split())
 
 
 def unknown(walk: Walk, node: Node) -> Sequence[Value]:
-    """The results of an operation that is not followed.
+    """The results of an operation that is not followed. They depend on all operands.
 
-    They depend on all operands. Parameters that the operation takes are left to names, and so are those whose
-    projections it may cut into parts.
+    What it records of the parameters among its operands, and of those whose projections it takes:
+
+    - a call, as of a kernel: it may be an attention, and takes the columns of each projection together;
+    - one that mixes columns, such as a sort: it takes them together;
+    - one whose rule does not handle its settings: parameters that it takes, and those of unmixed projections, are left
+      to names, since it may choose some of the columns;
+    - one that is in no table: parameters and those of all projections, also behind logits, are left to names.
     """
     values = walk.inputs(node)
     result = dependent(values)
     # pallas_call, pure_callback, cudnn's attention, ...: none of them is an elementary function.
     is_call = "call" in node.name or "attention" in node.name
-    # A primitive that is in no table may be an exponential, a product, or something that is one hot. One with a rule
-    # comes here for settings that the rule does not handle.
+    # A primitive that is in no table may be an exponential, a product, or something that is one hot.
     has_no_rule = not is_call and node.name not in RULES
     if has_no_rule:
         # The last product of two activations in it counts as normalized: what multiplies it may be values.

@@ -103,6 +103,7 @@ def _of_weights(
     Several softmaxes may be subtracted, as in differential attention. A power of weights, or a product of two, is the
     softmax of other logits: softmax(x)² is proportional to softmax(2 x).
     """
+    # `with_logits` begins with the weights: next to them, what is one number for each query scales them.
     name, stage = operation.node.name, with_logits[0].logits[0].stage
     of_stage = [v for v in with_logits if v.logits[0].stage == stage]
     logits: dict[Logits, None] = {}
@@ -286,15 +287,19 @@ def _effect(graph: Graph, addend: Addend) -> float | None:
     numbers = numbers_in(graph, addend.value)
     if numbers is None:
         return None
-    numbers = addend.sign * numbers
+    numbers = addend.sign * numbers  # each once
     # Unknown numbers, as of positions, are NaN, which is neither.
     has_unknown = bool(np.isnan(numbers).any())
     hiding, others = numbers[numbers <= _HIDES], numbers[numbers > _HIDES]
+    # Nothing is hidden, or the same is added to all.
     if not hiding.size or not (others.size or has_unknown):
         return 0.0
+    # A mask shows with 0, perhaps a rounded one.
     largest = float(hiding.max())
     if not has_unknown and others.min() > -_ROUNDING:
         return largest
-    # Its small numbers are a bias; those below `MASKED` are told from them where they are measured.
-    is_bias = largest <= MASKED or (len(others) > _MOST_ABOVE and not has_unknown)
-    return 0.0 if is_bias else None
+    # A bias and a mask in one array, as ALiBi's: what hides is told by `MASKED` where it is measured.
+    if largest <= MASKED:
+        return 0.0
+    # A bias of many known numbers, some of them large. With fewer it may be a mask that shows with another number.
+    return 0.0 if len(others) > _MOST_ABOVE and not has_unknown else None

@@ -226,7 +226,10 @@ class Value(NamedTuple):
 
     @property
     def without_gradient(self) -> Value:
-        """After a `stop_gradient`. It keeps its logits: softmax subtracts a maximum without gradient."""
+        """After a `stop_gradient`: no parameter and no product that trains is followed through it.
+
+        Logits are, since softmax subtracts their maximum without gradient.
+        """
         depends_on = self.depends_on
         if depends_on & PARAMETER:
             depends_on = depends_on - PARAMETER | FROZEN
@@ -398,7 +401,7 @@ def dependent(values: Iterable[Value]) -> Value:
     )
 
 
-def used_alike(projections: Sequence[Projection]) -> bool:
+def used_in_one_way(projections: Sequence[Projection]) -> bool:
     """Whether these projections of one product are the same columns, or nothing nonlinear tells them from each other.
 
     After `jnp.tanh(q[:, :4])` and `q[:, 4:]` the first is nonlinear and the second is not: they are used differently.
@@ -422,8 +425,8 @@ def all_projections(values: Iterable[Value]) -> tuple[Projection, ...]:
 def _united(parts: Sequence[Projection]) -> Projection:
     """One projection in place of several of one product, which a sum adds or a concatenation puts side by side.
 
-    It has the biases of all parts, and is nonlinear if any part is. It stays unmixed if all are, and are used alike:
-    one record has to do for all of them from here on.
+    It has the biases of all parts, and is nonlinear if any part is. It stays unmixed if all are, and are used in one
+    way: one record has to do for all of them from here on.
     """
     if len(parts) == 1:
         return parts[0]
@@ -438,7 +441,7 @@ def _united(parts: Sequence[Projection]) -> Projection:
         layout=merged(tuple(part.layout for part in parts)),
         biases=tuple(biases),
         nonlinear_at=nonlinear[0] if nonlinear else -1,
-        unmixed=used_alike(parts) and all(part.unmixed for part in parts),
+        unmixed=used_in_one_way(parts) and all(part.unmixed for part in parts),
     )
 
 
