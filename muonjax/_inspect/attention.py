@@ -48,7 +48,8 @@ def attentions(walk: Walk) -> list[list[Call]]:
     # What scales the queries of a call scales those of every other call that takes them.
     by_queries = []
     for _, call in sorted(calls.items()):
-        # The last proposal scales the queries alone. A refused call has the parameters of both, or its line.
+        # The last proposal scales the queries, as far as there are proposals. A refused call has none: it is listed
+        # with others of the same parameters, or by its line.
         queries = call.proposals[-1:] or call.views or call.line
         by_queries.append((queries, call))
     proved = []
@@ -83,9 +84,13 @@ def _views(projections: Iterable[Projection]) -> tuple[ParameterView, ...]:
 
 
 def _call(walk: Walk, product: int) -> Call:
-    """The attention whose queries and keys this operation multiplies: what a clip may scale, or why it is refused."""
+    """The attention whose queries and keys this operation multiplies: what a clip may scale, or why it is refused.
+
+    Its `views`, of which it gets its name, are the parameters of queries and keys.
+    """
     # If several softmaxes take the logits, `_check_logits` asks for equal ones.
     logits, normalized = walk.attention.softmaxes[product][0]
+    # Logits may be a sum of products, q1 @ k1 + q2 @ k2, each with queries and keys.
     pairs = []
     for summand, keys in logits.products_and_keys(normalized):
         pairs.append(QueriesAndKeys(walk, summand, keys))
@@ -102,7 +107,7 @@ def _call(walk: Walk, product: int) -> Call:
         for pair in pairs:
             projections += (*pair.query.value.projections, *pair.key.value.projections)
         return call._replace(problem=str(refused), views=_views(projections))
-    # No clip scales keys that several heads share.
+    # No clip scales keys that several heads share: they are left out.
     projections = []
     for pair in pairs:
         keys_of_one_head, _ = pair.split_keys()
@@ -122,8 +127,8 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
     for product, _ in logits.products_and_keys(normalized):
         if product in attention.unseen:
             raise Refused(_not_alone(walk, attention.unseen[product]))
-    for others, axes in attention.softmaxes[logits.product]:
-        if (others._replace(layout=logits.layout), axes) != (logits, normalized):
+    for other, axes in attention.softmaxes[logits.product]:
+        if (other._replace(layout=logits.layout), axes) != (logits, normalized):
             line = walk.graph.line(logits.product)
             if walk.nodes[logits.product].gradient_pass:
                 raise Refused(f"{_DERIVATIVES}: {line}")
@@ -135,6 +140,7 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
                 f"its logits are made of several products: {walk.graph.line(i)}"
             )
         raise Refused(_not_alone(walk, i))
+    # What was subtracted is another number for some keys of one query.
     if logits.shifted and logits.shifted & normalized:
         raise Refused(
             "the maximum subtracted from its logits is not taken over its keys"

@@ -158,7 +158,10 @@ class Certificate:
     def _touched(
         self, leaf: int, stack: tuple[int, ...], span: Any, logs: np.ndarray
     ) -> Table:
-        """The table [3, *axes] of a parameter of which one span is scaled, as the example above shows it."""
+        """The table [3, *axes] of a parameter of which one span is scaled; the top of this file has an example.
+
+        The positions of head h are h 2^20 and on: it has fewer features.
+        """
         shape = self.walk.shapes[leaf]
         of_a_layer = np.array(other_axes(len(shape), stack))
         entry_axes = of_a_layer[list(span.axes)]
@@ -233,8 +236,8 @@ class Certificate:
         walk, name = self.walk, node.name
         touched = [x for x in node.inputs if x in self.tables]
         self._check_loops(node, touched)
+        # The logits less their maximum. They change as the clip wants it, and what follows is not looked at.
         stages = [x.stage for x in walk.values[node.inputs[-1]].logits]
-        # The logits less their maximum: what softmax makes of it, it makes of the logits.
         if name == "sub" and node.inputs[0] in self.logits and "per query" in stages:
             return [None]
         if name == "dot_general":
@@ -294,7 +297,10 @@ class Certificate:
         return np.concatenate(full, axis)
 
     def _dot(self, node: Node) -> Table:
-        """A product of arrays: the factors of what it multiplies are equal along the axes that it sums over."""
+        """A product of arrays, if the factors of what it multiplies are equal along the axes that it sums over.
+
+        Axis k of an operand is axis `first` + k of its table.
+        """
         sums, batches = node.params["dimension_numbers"]
         left = self._operand_of_dot(node.inputs[0], batches[0], sums[0])
         right = self._operand_of_dot(node.inputs[1], batches[1], sums[1])

@@ -14,10 +14,10 @@ from muonjax._inspect.graph import Graph, Node
 # well. It is -1e4 in many models, which is -9984 in bfloat16, and less exact where a logit of this precision takes it.
 MASKED = -9e3
 _MOST = 8
-# NaN stands for more numbers than these, as of positions or in a table.
+# NaN stands for more numbers than these, as of positions or in a table, and arithmetic with NaN gives NaN.
 _MANY = np.array([np.nan])
 
-# Operations that hold no other numbers than these of their operands.
+# Operations whose results hold no other numbers than these of their operands.
 _MOVES = """
     broadcast_in_dim convert_element_type copy copy_p dynamic_slice gather pcast pvary reshape reshard rev scan_slice
     shard sharding_constraint slice stop_gradient transpose unshard
@@ -51,7 +51,7 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
 
 
 def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
-    """`numbers_in`, from the operation that makes the array."""
+    """`numbers_in` of an array that was not asked for before: those of a constant, or what an operation makes."""
     constant = graph.known.get(value, graph.contents.get(value))
     if constant is not None:
         return _in_table(np.asarray(constant))
@@ -78,7 +78,7 @@ def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
         if numbers is not None:
             known.append(numbers)
     if len(known) < len(inputs):
-        # Data times -1e9: a mask of 0 and 1 that is an argument of the function.
+        # Data times -1e9 is taken for a mask that is an argument, of 0 and 1, or of 0 and -1 as in (mask - 1) * 1e9.
         is_large = node.name == "mul" and known and (np.abs(known[0]) >= -MASKED).all()
         if not is_large:
             return None

@@ -33,12 +33,14 @@ class Decision(NamedTuple):
     numbers: DimensionNumbers | None  # None: Adam
     why: str
     per_head: DimensionNumbers | None = None  # with a matrix for each attention head
-    problem: str = ""  # why it can't be decided: two uses with their lines
+    # Why it can't be decided, two uses with their lines: `dimension_numbers` raises.
+    problem: str = ""
     by_names: bool = False  # nothing is decided; its name does, and a warning says so
     trains: bool = True  # it has a gradient, and meets data
     # A bias, a gain, but for axes that count layers: weight decay is not for it.
     is_vector: bool = False
-    doubt: str = ""  # what can't be told, for a warning
+    # What can't be told, for a warning: it is decided, but may be something else.
+    doubt: str = ""
 
 
 def decide(walk: Walk, is_loss: bool) -> list[Decision]:
@@ -152,6 +154,7 @@ class _Decider:
         try:
             numbers, per_head, why = matrices_of(self.walk, leaf, matrices)
         except Contradiction as problem:
+            # A table that is used in several ways, as of positions in images of two sizes, is none of them.
             if self._is_table(matrices):
                 return self._adam(_TABLE, first)._replace(doubt=f"{_TABLE}: {problem}")
             return Decision(None, str(problem), problem=str(problem))

@@ -55,13 +55,15 @@ class Ends:
 
     def destination(self, use: Use) -> Destination:
         """Where the result of a product by a parameter goes to."""
+        # The next factor of a product of parameters follows it: the columns of a in x @ (a @ b) meet b.
         if use.columns and use.columns in use.view.inner:
-            return "layer"  # the next factor of a product of parameters follows it
+            return "layer"
         (value,) = self.graph.nodes[use.node].outputs
         is_output = value in self.to_outputs
         if is_output and use.node in self.read_by_labels:  # a cross-entropy follows it
             return "output"
-        # An actor's head goes to the loss, and into a critic that does not train as well.
+        # A frozen layer follows, and the loss does not take the result itself: an actor's head goes to the loss, and
+        # into a critic that does not train as well.
         is_hidden = value in self.to_frozen_layers and not is_output
         if value in self.to_products or is_hidden:
             return "layer"

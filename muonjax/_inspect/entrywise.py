@@ -131,6 +131,7 @@ class Operation(NamedTuple):
 def spread_operands(walk: Walk, node: Node) -> list[Value]:
     """The operands of an operation entry by entry, each repeated along the axes where it has one entry."""
     values = walk.inputs(node)
+    # The index of a `cond` has no axes, and its branches have those of the result.
     if node.name == "join":
         return values
     shape = walk.shape(node.outputs[0])

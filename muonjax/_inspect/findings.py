@@ -52,7 +52,7 @@ class Uses:
 
 
 class AttentionRecords:
-    """Products that may be those of queries and keys, each by the number of its operation."""
+    """Products that may be those of queries and keys, each by the number of its operation (`calls` by the call's)."""
 
     def __init__(self) -> None:
         # The operands: perhaps queries and keys.
@@ -65,14 +65,16 @@ class AttentionRecords:
         self.readers: dict[int, int] = {}
         # The operation that takes the product and is not followed.
         self.unseen: dict[int, int] = {}
-        # Products of one activation with learned queries or with data, such as frozen keys. They are attention if their
-        # exponentials are summed, and not along the columns of a parameter, as a router's.
+        # Products of one activation with learned queries or with data, such as frozen keys. They are attention if a sum
+        # normalizes their exponentials, as a softmax does.
         self.one_sided: set[int] = set()
         self.summed_exponentials: set[int] = set()
+        # Products whose softmax is along columns of a parameter, as of a router, or of an output head.
         self.routers: set[int] = set()
         # Calls of three arrays, perhaps kernels of attention, with the projections that they take.
         self.calls: dict[int, tuple[Projection, ...]] = {}
-        # For the products that give queries, keys and values, the part of the last one that the first attention takes.
+        # For the products that give queries, keys and values, the region of the values that the first attention with
+        # them takes. Another region in a later attention shows heads that are written one by one.
         self.value_parts: dict[tuple[Product, ...], Any] = {}
 
 

@@ -63,7 +63,8 @@ def _follow_loop(walk: Walk, loop: Loop) -> None:
     body = range(loop.carries.stop, loop.last)
     carries = [walk.nodes[i] for i in loop.carries if i in walk.graph.live]
     carried = [_at_start(walk, carry) for carry in carries]
-    # What is carried only comes to depend on more, at worst one place further in each round.
+    # What is carried only comes to depend on more, at worst one place further in each round. The last rounds find that
+    # nothing is new.
     for _ in range(len(carries) + 3):
         walk.forget(body)  # what a round recorded that knew less
         for carry, value in zip(carries, carried, strict=True):
@@ -75,7 +76,7 @@ def _follow_loop(walk: Walk, loop: Loop) -> None:
     takes_gradients = any(walk.nodes[i].gradient_pass == "backward" for i in body)
     for carry, value in zip(carries, carried, strict=True):
         start = walk.values[carry.inputs[0]]
-        # Either an initial state, or weights that the loop trains.
+        # Weights that an optimizer inside of the loop trains are left to names; an initial state is no matrix.
         if start.is_weight and not value.is_weight:
             kind = "unknown" if takes_gradients else "other"
             walk.record_views(

@@ -224,7 +224,8 @@ class Layout(NamedTuple):
                 taken = (*taken, _set_of(run.axis, run.positions))
                 loops = (*loops, UNORDERED)
                 continue
-            # The array has no entry of the origin any more, as a slice of its padding has none.
+            # HOLE is larger than any position: the array has no entry of the origin any more, as a slice of its padding
+            # has none.
             if moved.positions.min(initial=HOLE) == HOLE:
                 return None
             runs.append(moved)

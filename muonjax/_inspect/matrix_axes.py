@@ -96,11 +96,15 @@ def _axes(runs: Iterable[Run]) -> frozenset[int]:
 
 
 def _form(walk: Walk, leaf: int, use: Use) -> _Form:
-    """Rows, columns and parts of a parameter in one product."""
+    """Rows and columns of a parameter in one product, and how its columns are cut.
+
+    x @ w with w [64, 192], of which three operations take 64 columns each, is a form with rows {0}, columns {1} and
+    _Cut(axis=1, sizes=(64, 64, 64)).
+    """
     product, shape = use.product, walk.shapes[leaf]
     row_axes, column_axes = _rows_and_columns(walk, leaf, use)
     form = _Form(row_axes, column_axes)
-    # A convolution by groups has a matrix for each, of as many output features.
+    # A convolution by groups has a matrix for each, of as many output features: its kernel has one axis of columns.
     if use.groups > 1:
         axis = min(column_axes)
         return form._replace(cut=_Cut(axis, (shape[axis] // use.groups,) * use.groups))
@@ -121,6 +125,7 @@ def _rows_and_columns(
     Raises:
       Contradiction: One axis would be both.
     """
+    # The names without `axes` are runs, of which one axis may have several.
     product, line = use.product, walk.graph.line(use.node)
     rows, columns = set(use.rows), set(use.columns)
     # Loops that are not followed have no axis of the parameter.
@@ -189,7 +194,10 @@ def _sizes(edges: Iterable[int]) -> tuple[int, ...]:
 
 
 def _parts(masks: Collection[bytes], period: int) -> list[tuple[int, int]] | None:
-    """Where each part of an axis begins and ends in its period; None if one has gaps, or two overlap."""
+    """Where each part of an axis begins and ends in its period; None if one has gaps, or two overlap.
+
+    The masks 1100 and 0011, in bytes, have the parts (0, 2) and (2, 4). The length of each mask divides the period.
+    """
     parts = []
     total = np.zeros(period, int)
     for mask in masks:

@@ -70,11 +70,13 @@ def run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
             for probe in here.get(variable, ()):
                 raw = None if probe.raw is None else values[probe.raw]
                 maxima[probe] = _largest(values[variable], raw, probe)
+                # For `check_clip` alone: under its `vmap` all examples go on with the logits of the first.
                 if probe.shared:
                     values[variable] = _of_the_first(values[variable])
 
     # Logits may be an input of the body, as where a softmax has a function of its own.
     measure(inputs)
+    # Logits before a mask is added are measured after it: they are kept until then.
     kept: set[Var | None] = set(here)
     for probe in itertools.chain(*here.values()):
         kept.add(probe.raw)
@@ -283,8 +285,13 @@ def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, b
 
 
 def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
-    """The maximum of the logits over all axes but the heads, float32 [*heads]."""
-    if raw is not None:  # NaN stays: it is no comparison's
+    """The maximum of the logits over all axes but the heads, float32 [*heads].
+
+    `raw`: the logits before masks and biases, if any were added. An entry to which `probe.hidden` or less was added is
+    masked, and all others are measured without what was added.
+    """
+    # NaN stays NaN: compared with anything it is false, and so not masked.
+    if raw is not None:
         raw = raw.reshape(logits.shape)
         logits = jnp.where(logits - raw <= probe.hidden, -jnp.inf, raw)
     # Softmax's own maximum is not used: one more reader of it changes how XLA rounds.

@@ -129,7 +129,10 @@ def _spread(x: Facts, first: int, axes: Sequence[int], rank: int) -> Facts:
 
 
 def _gathered(walk: Walk, node: Node, x: Facts) -> Facts:
-    """Facts after a `gather`: of a slice at an index that the program contains, or of slices with the same facts."""
+    """Facts after a `gather`: of a slice at an index that the program contains, or of slices with the same facts.
+
+    `x` is [*any, *axes of the operand], with one entry along each axis on which they don't depend.
+    """
     old, new = walk.graph.shapes(node)
     index = walk.known(node.inputs[1])
     numbers = node.params["dimension_numbers"]
@@ -357,19 +360,22 @@ def looked_up(
     # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
     by_data = bool(dependent(indices).depends_on & DATA)
     views = []
-    for k, t in enumerate(x.views):
-        picked = other_axes(len(t.layout.shape), order)
-        rows = t.layout.runs_along(picked)
-        # Rows of a table times a matrix, as of a factored embedding: the matrix is used as one.
-        if by_data and t.inner and not rows:
-            columns = t.layout.runs_along(range(len(t.layout.shape)))
-            rows = t.inner[0]
-            walk.record(node, "product", t, MULTIPLIED, k=k, rows=rows, columns=columns)
+    for k, view in enumerate(x.views):
+        layout = view.layout
+        picked = other_axes(len(layout.shape), order)
+        rows = layout.runs_along(picked)
+        # (table @ w)[tokens], as of a factored embedding: the rows of w are those that meet the table.
+        if by_data and view.inner and not rows:
+            of_matrix = {
+                "rows": view.inner[0],
+                "columns": layout.runs_along(range(len(layout.shape))),
+            }
+            walk.record(node, "product", view, MULTIPLIED, k=k, **of_matrix)
             continue
         if by_data and rows:
-            walk.record(node, "looked up", t, "looked up", rows=rows)
-        layout = t.layout.visit(picked).pick(order, shape)
-        views.append(t._replace(layout=layout))
+            walk.record(node, "looked up", view, "looked up", rows=rows)
+        # It is followed on: an index may choose the matrix of an expert, which is multiplied then.
+        views.append(view._replace(layout=layout.visit(picked).pick(order, shape)))
     # If an array holds parameters, only these are followed.
     projections: tuple[Any, ...] = ()
     if not x.views:

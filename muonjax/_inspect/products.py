@@ -47,11 +47,13 @@ def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
     The order counts: a one-hot operand makes a product a look-up; an operand of parameters alone makes it a layer; all
     else is a product of two activations, or of an activation with numbers that do not train.
     """
+    # So far what it depends on.
     product = dependent([left.value, right.value])
     if not product.depends_on & PARAMETER:
         return product
     if not left.summed:
         return _entry_by_entry(walk, node, left, right)
+    # Each operand with the other one.
     pairs = ((left, right), (right, left))
     for operand, other in pairs:
         walk.record_unknown_factor(operand.value, other.value)
@@ -354,12 +356,27 @@ def _record_attention(
         # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together.
         if len(regions) > 1:
             projected.parts.difference_update(regions)
+    _record_heads_one_by_one(walk, product, (*query_and_key, values))
+
+
+def _record_heads_one_by_one(
+    walk: Walk, product: int, operands: Sequence[Operand]
+) -> None:
+    """Leaves queries, keys and values to names where attentions take other columns of them: heads written one by one.
+
+    Softmaxes that are subtracted, as in differential attention, take the same values, and are one attention.
+
+    Args:
+      walk: Gets the records.
+      product: The product of queries and keys.
+      operands: Queries, keys and values; the last that is followed tells heads from each other.
+    """
     projections: list[Projection] = []
-    for operand in (*query_and_key, values):
+    for operand in operands:
         projections += operand.value.projections[:1]
     if not projections:
         return
-    # Heads one by one, whose parts are no matrices; subtracted softmaxes share their values.
+    attention = walk.attention
     products = tuple(projection.product for projection in projections)
     part = projections[-1].layout.region
     if attention.value_parts.setdefault(products, part) != part:

@@ -465,8 +465,8 @@ def find_maxima(
 
     Args:
       closed: The jaxpr of the function.
-      arguments: Those whose leaves are the inputs of `closed`. All of these leaves are parameters, or, as where a loss
-        is differentiated by its input too, those of one argument are.
+      arguments: Those whose leaves are the inputs of `closed`. All of them are parameters, or one is: the first with
+        which an attention can be clipped. Then the others are inputs that the loss is differentiated by, too.
       call: What an error names.
       given: The leaves of its other arguments, which are constants of `closed`.
       shared: As in `Probe`.
@@ -476,9 +476,9 @@ def find_maxima(
         clippable = _clippable(closed, arguments, given, call)
     probes = []
     for _, calls in clippable:
-        for attention in calls:
-            if attention.probe is not None:
-                probes.append(attention.probe._replace(shared=shared))
+        for each in calls:
+            assert each.probe is not None  # it can be clipped
+            probes.append(each.probe._replace(shared=shared))
     # What the function returns comes first, then one array for each probe.
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
@@ -486,7 +486,7 @@ def find_maxima(
     maxima = {}
     for name, calls in clippable:
         # An attention that is called several times has the largest logits of all its calls.
-        shaped = [next(logits).reshape(*call.layers, call.heads) for call in calls]
+        shaped = [next(logits).reshape(*each.layers, each.heads) for each in calls]
         maxima[name] = functools.reduce(larger, shaped)
     return results[:count], maxima
 
@@ -544,7 +544,9 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
     """Named attentions with their calls; one that is called several times is one.
 
     `paths` are those of the parameters. An attention with its queries in "block_0/attn/q" and its keys in
-    "block_0/attn/k" is named "block_0/attn", if it is the only one there, and else by its queries.
+    "block_0/attn/k" is named "block_0/attn", if it is the only one there: its site has that path, and scales of "q" and
+    "k". Otherwise it is named by its queries, "block_0/attn/q", and its site has no path, and scales of the whole
+    paths.
     """
     groups = attentions(walk)
     # For each attention the smallest module that has the parameters of its queries and keys.

@@ -106,7 +106,7 @@ class QueriesAndKeys:
 
         Args:
           keys: The projections that give each head keys of its own; none: the queries take the whole factor.
-          shared: Which features of the queries meet keys that several heads share.
+          shared: Which features of the queries meet keys that several heads share: these take the whole factor, too.
         """
         self._check_queries()
         self._check_order(self.key, keys, "keys")
@@ -209,6 +209,7 @@ class QueriesAndKeys:
         """Keys that each head has for itself; and which features those fill that several heads share.
 
         The keys of latent attention (MLA) are both: features without rotation of each head, then rotated ones of all.
+        Shared keys that fill all features count as the first: then the queries alone may take the factor.
         """
         heads: set[int] = set()
         for projection in self.query.value.projections:
@@ -276,11 +277,13 @@ class QueriesAndKeys:
           factor: As in `Scale`.
         """
         shape = self.shapes[leaf]
+        # The first entry along some axes, and how far the others are from it (`Layout.split`).
         without_heads, heads = layout.split(self._heads(operand, layout).values())
         of_one_head, features = without_heads.split(operand.summed)
         # The more significant of two runs along one axis has the larger steps.
         heads = sorted(heads, key=lambda run: (run.axis, -run.stride))
-        # What is left of one head are further features: mixed ones, and those along axes of the product.
+        # What is left of one head are further features: mixed ones, and those along axes of the product. Runs of an
+        # axis below zero have only holes.
         left = [run for run in of_one_head.runs if run.axis >= 0]
         features = (*features, *of_one_head.taken, *left)
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))

@@ -79,7 +79,8 @@ def through(node: Node, v: Value) -> tuple[Logits, ...]:
     """
     logits = []
     for x in v.logits:
-        if v.logits[0].stage != "logits":
+        # Weights and maxima stay what they are. All logits of a value are of one stage.
+        if x.stage != "logits":
             logits.append(x)
         elif not x.has_raw and x.shifted is None:
             logits.append(x._replace(value=node.outputs[0]))
@@ -202,13 +203,17 @@ def _axes_between(first: Layout, second: Layout) -> tuple[tuple[int, int], ...] 
 
 
 def _chosen(operation: Operation, at: int) -> Logits:
-    """Logits, operand number `at`, where a mask chooses them, with something that a clip does not change elsewhere."""
+    """Logits, operand number `at`, where a mask chooses them, and other numbers elsewhere, such as -inf.
+
+    They are lost if a clip may change the other numbers.
+    """
     logits = operation.values[at].logits[0]
     others = [v for k, v in enumerate(operation.values) if k != at]
     if logits.has_raw:
         # Once a mask is added, what is hidden is told by what it adds: a clip may not choose.
         others.append(operation.chooser)
     else:
+        # The same logits, from another branch, change as these do.
         others = [v for v in others if not _has_unmasked(v, logits.product)]
     if _is_scaled(logits) or _may_change(others):
         return lost(operation.node, logits)

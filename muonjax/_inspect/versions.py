@@ -78,7 +78,8 @@ def with_bodies(
 ) -> dict[str, Any]:
     """An equation's parameters with `new` in place of its body or branches; each returns `count` values more.
 
-    What the parameters say of each output, such as its sharding, is extended by what JAX says of any.
+    It is a `cond`, or has one body: not a `while`, in which no logits are measured. What the parameters say of each
+    output, such as its sharding, is extended by what JAX says of any.
     """
     # A jaxpr stays of the type that the equation had, with its constants or without.
     old = bodies(eqn)
