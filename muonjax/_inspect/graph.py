@@ -91,12 +91,14 @@ def _padded(
     x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
 ) -> jax.Array:
     """`pad`, as a slice where the padding is negative and a concatenation where it is not."""
-    # Zeros between the entries, as of a strided convolution's gradient, or more cut off than there is.
     for n, (low, high, inside) in zip(x.shape, padding_config, strict=True):
-        if inside or n + min(low, 0) + min(high, 0) < 0:
+        size = n + max(n - 1, 0) * inside
+        if size + min(low, 0) + min(high, 0) < 0:  # more is cut off than there is
             return lax.pad(x, value, padding_config)  # not followed
     # One axis after the other: what a negative padding leaves, between what a positive one adds.
-    for axis, (low, high, _) in enumerate(padding_config):
+    for axis, (low, high, inside) in enumerate(padding_config):
+        if inside:
+            x = _with_gaps(x, value, axis, inside)
         start, stop = max(-low, 0), x.shape[axis] - max(-high, 0)
         parts = [lax.slice_in_dim(x, start, stop, axis=axis)]
         shape = list(parts[0].shape)
@@ -108,6 +110,19 @@ def _padded(
             parts.append(lax.broadcast_in_dim(value, shape, ()))
         x = lax.concatenate(parts, axis)
     return x
+
+
+def _with_gaps(x: jax.Array, value: jax.Array, axis: int, size: int) -> jax.Array:
+    """An array with `size` times the value between its entries, as `associative_scan` makes it: 1 2 3 as 1 0 2 0 3."""
+    entries = lax.expand_dims(x, (axis + 1,))
+    shape = [*entries.shape]
+    shape[axis + 1] = size
+    gaps = lax.broadcast_in_dim(value, shape, ())
+    with_gaps = lax.concatenate([entries, gaps], axis + 1)
+    # [..., entries, 1 + size, ...] as one axis, without the gap after the last entry.
+    length = x.shape[axis] * (1 + size)
+    joined = lax.reshape(with_gaps, [*x.shape[:axis], length, *x.shape[axis + 1 :]])
+    return lax.slice_in_dim(joined, 0, max(length - size, 0), axis=axis)
 
 
 # Operations as others, so that these alone need rules.
