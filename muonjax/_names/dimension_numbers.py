@@ -256,11 +256,9 @@ def _warn(
         answer = answers[p.path]
         leaf = f"{p.name!r} {p.leaf_shape}"
         reason = reasons.get(p.name)
-        # A leaf that goes to Adam by its name is no surprise, even if the program could not follow it. A matrix that is
-        # called as a bias is one: an adapter's factor, perhaps.
+        # A vector that goes to Adam is no surprise, even if the program could not follow it.
         is_matrix = sum(n > 1 for n in p.shape) > 1
-        is_bias = p.role.name == roles.BIAS.name
-        is_surprise = answer.numbers is not None or (is_matrix and is_bias)
+        is_surprise = answer.numbers is not None or is_matrix
         if answer.is_open:
             open_paths.append(p.path)
             why = f"{answer.why} ({reason})" if reason else answer.why

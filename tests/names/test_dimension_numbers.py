@@ -247,7 +247,7 @@ def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reaso
         "up": {"kernel": leaf(32, 80)},
         "down": {"kernel": leaf(80, 32)},
         "odd": {"kernel": leaf(3, 4, 5)},
-        "mid": {"b": leaf(4, 4, 4), "bias": leaf(4)},
+        "mid": {"scale": leaf(4, 4, 4), "bias": leaf(4)},
     }
     decided = [("^down", MuonDimensionNumbers(0, 1))]
     with pytest.warns(UserWarning, match="names") as caught:
@@ -255,7 +255,7 @@ def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reaso
             params,
             rules=decided,
             reasons=dict.fromkeys(
-                ["up/kernel", "odd/kernel", "mid/b", "mid/bias"], reason
+                ["up/kernel", "odd/kernel", "mid/scale", "mid/bias"], reason
             ),
         )
     to_adam, by_names = (str(warning.message) for warning in caught)
@@ -265,7 +265,7 @@ def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reaso
     )
     assert "muonjax.inspect(" not in to_adam  # that was done
     assert f"'up/kernel' (32, 80), Muon: {reason}; by its name dense" in by_names
-    assert f"'mid/b' (4, 4, 4), Adam: {reason}; by its name bias" in by_names
+    assert f"'mid/scale' (4, 4, 4), Adam: {reason}; by its name " in by_names
     assert "mid/bias" not in by_names  # a vector is Adam's in any case
     assert "muonjax.tabulate(params, program)" in by_names
     assert found == numbers_of(params, rules=[*decided, ("odd", None)])
