@@ -10,7 +10,7 @@ import numpy as np
 from muonjax._inspect import softmax
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.findings import Walk
-from muonjax._inspect.graph import Place
+from muonjax._inspect.graph import LONG_EINSUM, Place
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import reshaped
 from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span, proposals_of
@@ -72,6 +72,8 @@ def _opaque_call(walk: Walk, operation: int, projections: Iterable[Projection]) 
 def _not_followed(walk: Walk, product: int, reader: int) -> Call:
     """A product whose exponentials multiply something in the operation `reader`."""
     why = "its queries, keys and values can't all be followed to parameters"
+    if walk.nodes[reader].name == LONG_EINSUM:
+        why = f"{LONG_EINSUM} takes its weights"
     problem = f"{why}: {walk.graph.line(reader)}"
     return Call(walk.graph.line(product), product, problem=problem)
 
@@ -152,6 +154,11 @@ def _not_alone(walk: Walk, operation: int) -> str:
     node, line = walk.nodes[operation], walk.graph.line(operation)
     if node.gradient_pass and node.name == "add_any":
         return f"{_DERIVATIVES}: {line}"
+    values = walk.inputs(node)
+    is_biased = any(value.is_weight for value in values)
+    has_logits = any(value.is_activation for value in values)
+    if node.name in ("add", "sub") and is_biased and has_logits:
+        return f"a clip would not scale its logits alone, as a learned bias is added: {line}"
     return f"a clip would not scale its logits alone: {line} ({node.name})"
 
 

@@ -98,23 +98,27 @@ def _by_matrix(
     walk: Walk, node: Node, product: Value, operand: Operand, other: Operand
 ) -> Value:
     """An array times an operand that is made of parameters."""
-    if _may_be_learned_input(operand, other):
+    attention = walk.attention
+    normalized = attention.summed_exponentials | attention.routers
+    has_weights = other.value.exponential_of in normalized
+    if _may_be_learned_input(operand, has_weights):
         walk.record_views(node, "", [operand.value])
-        if other.value.exponential_of >= 0:
-            walk.attention.readers[other.value.exponential_of] = node.index
+        if has_weights:
+            attention.readers[other.value.exponential_of] = node.index
         walk.attention.one_sided.add(node.index)
         return product._replace(scores=node.index)
     return _by_parameter(walk, node, product, operand, other)
 
 
-def _may_be_learned_input(operand: Operand, other: Operand) -> bool:
+def _may_be_learned_input(operand: Operand, has_weights: bool) -> bool:
     """Whether a product of parameters may be learned queries, keys or values, and no matrix of several factors.
 
-    Learned queries times a matrix, q @ w, multiply keys along their last axis, and learned values softmax's weights.
+    Learned queries times a matrix, q @ w, multiply keys along their last axis. Learned values multiply softmax's
+    weights: `has_weights` says that the other operand may be these.
     """
     sums_over_last = not operand.value.views[0].layout.runs_along(operand.summed)
     has_factors = all(view.inner for view in operand.value.views)
-    return has_factors and (sums_over_last or other.value.exponential_of >= 0)
+    return has_factors and (sums_over_last or has_weights)
 
 
 def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
@@ -163,8 +167,7 @@ def _by_parameter(
     # keys: the scores are its own from here on. A convolution of logits leaves them what they are.
     if not kernel.is_convolution or not other.value.logits:
         walk.attention.one_sided.add(node.index)
-        scores = node.index if operand.is_matrix else -1
-        product = product._replace(scores=scores, exponential_of=-1)
+        product = product._replace(scores=node.index, exponential_of=-1)
     # A depthwise convolution takes no columns together.
     if not kernel.is_depthwise:
         walk.record_parts(other.value.projections)
@@ -477,12 +480,12 @@ def _is_frozen_layer(activation: Operand, other: Operand) -> bool:
     # Labels, as in an einsum `b,bc->bc` of a weight for each example.
     if other.batch and not activation.free:
         return False
-    projections = activation.value.projections
-    # An adjacency matrix sums over nodes, and over no columns of a product.
-    summed = [
-        projection.layout.runs_along(activation.summed) for projection in projections
-    ]
-    return not projections or any(summed)
+    # An adjacency matrix sums over nodes, and over no columns of a product. After a layer norm, which subtracts a mean
+    # of all columns, it is not known along which axis the columns lie.
+    column_axes: set[int] = set()
+    for projection in activation.value.projections:
+        column_axes |= projection.layout.varying
+    return not column_axes or not column_axes.isdisjoint(activation.summed)
 
 
 # Convolutions, and products of groups of rows.

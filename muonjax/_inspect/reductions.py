@@ -59,6 +59,8 @@ def _record_sum_of_exponentials(walk: Walk, value: Value, axes: Sequence[int]) -
     A softmax along the columns of a parameter is that of a router or of an output head, not of attention.
     """
     product = value.exponential_of
+    if product < 0:
+        return
     projections = [p for p in value.projections if p.product.use.node == product]
     if any(p.layout.runs_along(axes) for p in projections):
         walk.attention.routers.add(product)

@@ -53,7 +53,8 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
         # The last product of two activations in it counts as normalized: what multiplies it may be values.
         exponential_of = max(result.exponential_of, result.scores)
         result = result._replace(no_rule=node.index, exponential_of=exponential_of)
-        walk.attention.summed_exponentials.add(exponential_of)
+        if exponential_of >= 0:
+            walk.attention.summed_exponentials.add(exponential_of)
         walk.layers.without_rule.add(node.index)
     _record_parameters(walk, node, values, has_no_rule)
     projections = [projection for value in values for projection in value.projections]

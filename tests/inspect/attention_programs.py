@@ -884,7 +884,7 @@ def a_loop_of_unknown_length(p, x):
     return loss_of(p, y)
 
 
-@program(X, sites=("(add)", "(add)"), bias=(H, T, T),
+@program(X, sites=("learned bias", "learned bias"), bias=(H, T, T),
          **{f"layer{i}/{n}": (D, D) for i in range(2) for n in "qkvo"})  # fmt: skip
 def attentions_of_one_line(p, x):
     """T5's layers: one line of code for all of them."""
@@ -995,7 +995,7 @@ def adapted_queries_and_keys_of_a_frozen_block(p, x):
     return jnp.mean(jnp.tanh(y) ** 2)
 
 
-@program(X, a=(H, S), **QKVO)
+@program(X, sites=NOT_ALL, a=(H, S), **QKVO)
 def additive_attention_of_two_steps(p, x):
     """GATv2: there is no product of queries and keys, so a clip has nothing to scale."""
     for _ in range(2):
@@ -1280,7 +1280,7 @@ def logits_of_an_einsum_of_three(p, x):
     return loss_of(p, mixed(jax.nn.softmax(logits), v))
 
 
-@program(X, sites=NOT_ALL, scale=(H,), **QKVO)
+@program(X, sites="an einsum of three or more", scale=(H,), **QKVO)
 def values_in_an_einsum_of_three(p, x):
     q, k, v = projected(p, x)
     shares = jax.nn.softmax(logits_of(q, k))

@@ -166,7 +166,13 @@ def capped_logits(p, x):
     return sq((x + o @ p["o"]) @ p["out"])
 
 
-@program(X, sites="(add)", bias=((H, T, T), "added"), **ATTENTION, out=((D, 1), "head"))
+@program(
+    X,
+    sites="a learned bias is added",
+    bias=((H, T, T), "added"),
+    **ATTENTION,
+    out=((D, 1), "head"),
+)
 def a_learned_bias(p, x):
     q, k, v = (heads(x @ p[n]) for n in "qkv")
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) + p["bias"]
@@ -491,7 +497,7 @@ def an_ensemble_of_convolutions(p, x):
 
 @program(
     X,
-    w=((D, D), "by names: pad: hostile_programs.py:"),
+    w=((D, D), "0 | 1"),
     out=((2 * D - 1, 2), "an output head"),
 )
 def zeros_between(p, x):
@@ -596,6 +602,33 @@ def adapters_of_a_frozen_network_and_of_its_head(p, t, x):
 @program(TOKENS, X, c=((D, 2), "0 | 1"), d=((2, V), "head"))
 def an_adapter_added_to_a_frozen_head(p, t, x):
     return cross_entropy(jnp.tanh(x) @ (frozen("head") + p["c"] @ p["d"]), t)
+
+
+@program(TOKENS, X, **dict.fromkeys(("a", "b", "c", "d"), ((D, D), "0 | 1")))
+def adapters_around_a_frozen_layer(p, t, x):
+    """The layer norm subtracts a mean of all columns of the last adapter."""
+    x = x + jax.nn.relu(x @ p["a"]) @ p["b"]
+    x = x + x @ frozen("up")
+    x = x + jax.nn.relu(x @ p["c"]) @ p["d"]
+    return cross_entropy((x - x.mean(-1, keepdims=True)) @ frozen("head"), t)
+
+
+ADAPTED = {
+    f"{kernel}/{factor}": (shape, "0 | 1")
+    for kernel in ("gate", "up", "down")
+    for factor, shape in {"a": (D, 2), "b": (2, D)}.items()
+}
+
+
+@program(X, **ADAPTED, out=((D, 1), "head"))
+def a_merged_adapter_of_a_gated_layer(p, x):
+    """SiLU has an exponential, and is no softmax whose weights multiply learned values."""
+
+    def merged(kernel):
+        return frozen("up") + p[kernel]["a"] @ p[kernel]["b"]
+
+    hidden = jax.nn.silu(x @ merged("gate")) * (x @ merged("up"))
+    return sq((x + hidden @ merged("down")) @ p["out"])
 
 
 @program(X, projector=((D, D), "0 | 1"))

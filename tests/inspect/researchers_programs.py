@@ -153,7 +153,15 @@ def prefix_keys(p, x):
     )
 
 
-@program(X, q=((D, S), M), k=((D, S), M), score=((S,), "vector"), v=((D, D), M), **OUT)
+@program(
+    X,
+    sites="can't all be followed",
+    q=((D, S), M),
+    k=((D, S), M),
+    score=((S,), "vector"),
+    v=((D, D), M),
+    **OUT,
+)
 def bahdanau_attention(p, x):
     e = jnp.tanh((x @ p["q"])[:, :, None] + (x @ p["k"])[:, None]) @ p["score"]
     return sq(jnp.tanh(jax.nn.softmax(e) @ (x @ p["v"])) @ p["out"])
