@@ -55,9 +55,10 @@ kernel each that are put together.
 
 A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry, in
 `SAME` (`moves`) if it moves nothing, in `_MIXES` (`rules`) if it mixes columns, in `_ENTERED`
-(`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`),
-one that moves the entries of one operand a case in `moves.moved_by`, which the certificate uses
-too. Otherwise write a function (walk, node) -> values under `@rule("its name")`:
+(`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`); these others
+need rules, and are not rewritten again: no split, squeeze, pad or neg. One that moves the entries of one operand has
+a case in `moves.moved_by`, which the certificate uses too, and its name at `moves._one_operand`; if a mask may pass
+it, also in `constants._MOVES`. Otherwise write a function (walk, node) -> values under `@rule("its name")`:
 `walk.inputs(node)` has the values of the operands, `node.params` the equation's parameters.
 Return `unknown(walk, node)` for settings that you do not handle. If it has several operands and a
 clip may pass it, the certificate needs its own line.
