@@ -154,7 +154,7 @@ class _Decider:
         try:
             numbers, per_head, why = matrices_of(self.walk, leaf, matrices)
         except Contradiction as problem:
-            # A table that is used in several ways, as of positions in images of two sizes, is none of them.
+            # A table may be used in several ways, as that of positions in images of two sizes.
             if self._is_table(matrices):
                 return self._adam(_TABLE, first)._replace(doubt=f"{_TABLE}: {problem}")
             return Decision(None, str(problem), problem=str(problem))
