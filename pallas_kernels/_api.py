@@ -127,18 +127,9 @@ class SymmetricProduct(NamedTuple):
 
         `alpha` and `beta` are numbers, or [*batch, 1, 1].
         """
+        # The sums' real dtype: float32 for half types, whose own digits would be too few for these numbers.
         real = jnp.finfo(_xla.accumulator(a.dtype)).dtype
-
-        def one_each(factor: float | jax.Array) -> jax.Array:
-            # The operands hold a factor of each matrix as [*batch].
-            factor = (
-                factor[..., 0, 0]
-                if isinstance(factor, jax.Array)
-                else jnp.asarray(factor)
-            )
-            return factor.astype(real)
-
-        operands = Operands(a, y, c, one_each(alpha), one_each(beta))
+        operands = Operands(a, y, c, jnp.asarray(alpha, real), jnp.asarray(beta, real))
         implementation = self.implementation or _choose(self.platform, a)
         return _traced_once(operands, implementation, self.together, self.platform)
 
@@ -204,7 +195,10 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
 
 
 def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
-    """A real number, or one for each matrix of the batch, as an array."""
+    """A real number as an array [], or one for each matrix as [*batch, 1, 1], which multiplies matrices [*batch, m, m].
+
+    For matrices [4, 3, m, m] three numbers [3] give [1, 3, 1, 1].
+    """
     # A boolean or a complex number converts without an error, and would be a mistake.
     dtype = np.dtype(getattr(value, "dtype", type(value)))
     is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
@@ -220,7 +214,10 @@ def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
             f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
             f"{tuple(batch)}, got shape {scale.shape}."
         )
-    return scale
+    if scale.ndim == 0:
+        return scale
+    leading = (1,) * (len(batch) - scale.ndim)
+    return scale.reshape(*leading, *scale.shape, 1, 1)
 
 
 def _run(
@@ -261,8 +258,9 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
     )
     wide = _xla.accumulator(x.dtype)
 
+    # A number may be narrower than the sums, as float32 beside complex64, and JAX's strict mode promotes nothing.
     def scale(number, matrix):
-        return _xla.scaled(number, matrix.astype(wide))
+        return number.astype(wide) * matrix.astype(wide)
 
     def product(a, b):
         # In X's dtype: the transposed product then has two operands of X's dtype as well.

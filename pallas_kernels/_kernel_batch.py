@@ -24,8 +24,9 @@ def launch_batch(launch: Launch, o: Operands) -> jax.Array:
     *batch, m, _ = o.x.shape
     size = math.prod(batch)
     # A scalar counts for every matrix.
-    alpha = jnp.broadcast_to(o.alpha, batch).reshape(size)
-    beta = jnp.broadcast_to(o.beta, batch).reshape(size)
+    alpha = jnp.broadcast_to(o.alpha, (*batch, 1, 1)).reshape(size)
+    beta = jnp.broadcast_to(o.beta, (*batch, 1, 1)).reshape(size)
+    # [batch, 2], as the kernel reads them from the device's memory
     scale = jnp.stack([alpha, beta], axis=-1)
 
     # Y and C may be None, and stay so.

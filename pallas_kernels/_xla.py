@@ -61,8 +61,8 @@ class Operands(NamedTuple):
       x: [*batch, m, k].
       y: The same shape and dtype; None: X itself.
       c: [*batch, m, m] in X's dtype; None: nothing is added.
-      alpha: A scalar, or one number for each matrix, in the accumulator's real dtype.
-      beta: As `alpha`.
+      alpha: A number [], or one for each matrix [*#batch, 1, 1], in the accumulator's real dtype.
+      beta: As `alpha`; without C it does not count.
     """
 
     x: jax.Array
@@ -113,26 +113,15 @@ def product(
 def epilogue(
     p: Inexact[Array, "*batch m n"],
     c: Inexact[Array, "*batch m n"] | None,
-    alpha: Float[Array, "*#batch"],
-    beta: Float[Array, "*#batch"],
+    alpha: Float[Array, " ..."],
+    beta: Float[Array, " ..."],
 ) -> Inexact[Array, "*batch m n"]:
-    """``alpha·P + beta·C`` in P's dtype, or ``alpha·P`` without C."""
-    s = scaled(alpha, p)
+    """``alpha·P + beta·C`` in P's dtype, or ``alpha·P`` without C; alpha and beta as `Operands` has them."""
+    # The casts are explicit, because JAX's strict mode promotes nothing by itself.
+    s = alpha.astype(p.dtype) * p
     if c is None:
         return s
-    return s + scaled(beta, c.astype(p.dtype))
-
-
-def scaled(
-    number: jax.Array, p: Inexact[Array, "*batch m n"]
-) -> Inexact[Array, "*batch m n"]:
-    """``number·P`` in P's dtype: a scalar times all, or [batch] numbers times [..., batch, m, n] matrices."""
-    if number.ndim:
-        # [batch] -> [..., batch, 1, 1]
-        rows = p.ndim - 2
-        leading = range(rows - number.ndim)
-        number = lax.expand_dims(number, (*leading, rows, rows + 1))
-    return number.astype(p.dtype) * p
+    return s + beta.astype(p.dtype) * c.astype(p.dtype)
 
 
 def mirror(p: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
@@ -179,8 +168,9 @@ def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m
         return in_blocks(o)
     # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main memory. All operands
     # but alpha and beta have the axes of the batch.
-    alpha = jnp.broadcast_to(o.alpha, batch)
-    beta = jnp.broadcast_to(o.beta, batch)
+    alpha = jnp.broadcast_to(o.alpha, (*batch, 1, 1))
+    beta = jnp.broadcast_to(o.beta, (*batch, 1, 1))
+    # [*batch, m, k] -> [matrices, m, k]
     operands = jax.tree.map(
         lambda a: a.reshape(-1, *a.shape[len(batch) :]),
         o._replace(alpha=alpha, beta=beta),
@@ -230,7 +220,7 @@ def _in_blocks(
     s = jnp.concatenate(columns, axis=-1)
     # Without C the whole is scaled at once, so that XLA compiles the blocks of all products as the same kernels.
     if c is None:
-        s = scaled(alpha, s)
+        s = epilogue(s, None, alpha, beta)
     return s.astype(x.dtype)
 
 
@@ -281,7 +271,7 @@ def shared_product(
         c = padded(c, -2, -1)
         c = cut_rows(c, rows_of_device)
         c = cut_columns(c, columns_of_device)
-    # The blocks are one more batch axis; a scale has the same number for all blocks of a matrix.
+    # The blocks are one more batch axis: [*batch, 1, 1] -> [*batch, 1, 1, 1], one number for all blocks of a matrix.
     alpha = o.alpha[..., None] if o.alpha.ndim else o.alpha
     beta = o.beta[..., None] if o.beta.ndim else o.beta
     part = epilogue(p, c, alpha, beta).astype(x.dtype)
