@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +46,6 @@ class Function:
     in_blocks: Callable[[Blocks], Blocks] | None = None
     form: Callable[[int, int], Hashable] = lambda m, n: None
     exchange_dtype: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
-
-    def __call__(self, x: jax.Array, axis_name: tuple[str, ...] = ()) -> jax.Array:
-        """f(x), alone."""
-        return self.whole(x, axis_name)
 
 
 def map_leaves(
@@ -183,33 +180,22 @@ def _stacks(
     With a bound of three matrices, four arrays of one matrix each make stacks of two and two; arrays of four, one and
     one make stacks of four and two.
     """
+    # With columns of zeros all matrices of a group are [m, n].
     m, n = max(_sides(matrices[i]) for i in group)
-    bound = policy.stack_elements
     elements = {i: len(matrices[i]) * m * n for i in group}
-    # The fewest stacks: each is filled up to the bound.
-    full: list[list[int]] = []
+    total = sum(elements.values())
+    # The bound asks for at least so many stacks, and equal ones have this share of the elements each.
+    bound = policy.stack_elements
+    share = total / max(1, math.ceil(total / bound))
+    stacks: list[list[int]] = []
     filled = 0
     for i, size in elements.items():
-        if not full or filled + size > bound:
-            full.append([])
+        if not stacks or filled >= share or filled + size > bound:
+            stacks.append([])
             filled = 0
-        full[-1].append(i)
+        stacks[-1].append(i)
         filled += size
-
-    # As many stacks, each of which ends where its share of all elements does.
-    even: list[list[int]] = [[] for _ in full]
-    total = sum(elements.values())
-    stop = 0
-    for i, size in elements.items():
-        stop += size
-        number = (stop - 1) * len(full) // total
-        even[number].append(i)
-    # Large arrays can overfill an even stack.
-    for stack in even:
-        size = sum(elements[i] for i in stack)
-        if len(stack) > 1 and size > bound:
-            return full
-    return list(filter(None, even))
+    return stacks
 
 
 def _stacked(parts: Sequence[jax.Array], n: int) -> Inexact[Array, "count m n"]:

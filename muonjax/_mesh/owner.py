@@ -35,10 +35,14 @@ def apply_to_owned(
     def apply(x: jax.Array) -> jax.Array:
         """f of the matrices [count, m, n]."""
         if not policy.is_cpu or len(x) == 1:
-            return f(x, group.column_axes)
+            return f.whole(x, group.column_axes)
+
         # On a CPU one after the other is no slower. Each goes as a batch of one: without a batch axis, the order of
         # XLA's sums depends on the number of devices, and results would not have the same bits on every mesh.
-        return jax.lax.map(lambda matrix: f(matrix[None], group.column_axes)[0], x)
+        def of_one(matrix: jax.Array) -> jax.Array:
+            return f.whole(matrix[None], group.column_axes)[0]
+
+        return jax.lax.map(of_one, x)
 
     owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
     loops = _loops(round_, policy)

@@ -166,7 +166,7 @@ def test_few_matrices_are_shared_by_some_devices_and_many_are_not():
 def test_the_predicted_products_are_those_of_the_default_settings(platform, dtype, n):
     kind = unit_kind(leaf((1024, n), (), (), dtype=dtype), {"fsdp": 8})
     f = polar_function(muonjax.NewtonSchulz(), Policy(platform))
-    flops = flops_of(f, jax.ShapeDtypeStruct((1024, n), "float32"))
+    flops = flops_of(f.whole, jax.ShapeDtypeStruct((1024, n), "float32"))
     assert seconds_of_unit(kind, {"fsdp": 8}) == pytest.approx(
         flops / flops_a_second(dtype), rel=0.2
     )
