@@ -162,8 +162,8 @@ def fused_qkv_site(
         check_text(name=name, layout=layout)
         whole_number("num_heads", num_heads, 1, _AT_LEAST_ONE)
         whole_number("head_dim", head_dim, 1, _AT_LEAST_ONE)
-        whole_number("num_kv_heads", key_heads, 1, _AT_LEAST_ONE)
-        _check_groups(num_heads, key_heads)
+        _check_counts(num_kv_heads=num_kv_heads)
+        _check_groups(num_heads, num_kv_heads)
         kernel = _KernelAxes.of_layout(layout, ("3hd", "h3d"), num_heads)
         # In GPT-NeoX each head has its query, key and value side by side. Elsewhere the queries of all
         # heads come first, then all keys, then all values.

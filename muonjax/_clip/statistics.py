@@ -118,28 +118,27 @@ def larger(
 
     2 and 3 give 3, 2 and NaN give 2, 2 and inf give 2, inf and NaN give NaN.
     """
-    is_finite = jnp.isfinite(a)
-    # Two finite entries, or two that are not, have the usual maximum, which passes NaN on.
-    are_alike = is_finite == jnp.isfinite(b)
-    finite_one = jnp.where(is_finite, a, b)
-    return jnp.where(are_alike, jnp.maximum(a, b), finite_one)
+    return largest(jnp.stack([a, b]), (0,))
 
 
 def largest(x: Float[Array, " ..."], axes: tuple[int, ...]) -> Float[Array, " ..."]:
     """The largest along some axes, where finite numbers count more than others, as in `larger`."""
-    # Two maxima, because the one of all entries is needed only where none of them is finite.
-    finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
-    of_finite = finite.max(axes, initial=-jnp.inf)
+    of_finite = _finite_or_lowest(x).max(axes, initial=-jnp.inf)
     of_all = x.max(axes, initial=-jnp.inf)
-    return larger(of_finite, of_all)
+    # Without a finite entry the usual maximum counts, which passes NaN on.
+    return jnp.where(of_finite > -jnp.inf, of_finite, of_all)
 
 
 def largest_of_devices(
     x: Float[Array, "*shape"], axis_name: str | tuple[str, ...]
 ) -> Float[Array, "*shape"]:
-    """The largest among the devices along mesh axes, where finite numbers count more, as in `larger`."""
-    # Where a device has nothing finite, it sends −inf, which loses against every number.
-    finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
+    """The largest among the devices along mesh axes, where finite numbers count more, as in `largest`."""
     # Two calls of pmax would be two all-reduces.
-    of_finite, of_all = lax.pmax(jnp.stack([finite, x]), axis_name)
-    return larger(of_finite, of_all)
+    both = jnp.stack([_finite_or_lowest(x), x])
+    of_finite, of_all = lax.pmax(both, axis_name)
+    return jnp.where(of_finite > -jnp.inf, of_finite, of_all)
+
+
+def _finite_or_lowest(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """x with −inf, which loses against every number, in place of infinities and NaN."""
+    return jnp.where(jnp.isfinite(x), x, -jnp.inf)
