@@ -177,6 +177,7 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
         raise ValueError(
             f"symmetric_product(x) needs one of {', '.join(_DTYPES)}, got {x.dtype.name}; cast it first."
         )
+    # Batch axes are equal, since a kernel does not broadcast.
     *batch, m, _ = x.shape
     shapes = {"y": x.shape, "c": (*batch, m, m)}
     for name, value in (("y", y), ("c", c)):

@@ -34,6 +34,7 @@ def launched(
     # Imported only here, because JAX 0.10 lacks what the kernel's file imports.
     from pallas_kernels import _mosaic_gpu_sm90
 
+    # The tiles follow from the unpadded m: eight more rows are less than a tile.
     batch, m, _ = x.shape
     tiles = pick(m, batch, cores)
     x, y, c = jax.tree.map(_aligned, (x, y, c))  # None stays None

@@ -65,6 +65,7 @@ class Tiles:
 
     def with_addend(self) -> "Tiles":
         """The same tiles with shared memory left for C: first slots are given up, then stages of the pipeline."""
+        # Fewer slots delay stores; fewer stages would delay the products.
         tiles = self
         if tiles.shared_memory(addend=True) > SHARED_MEMORY and tiles.slots > 1:
             tiles = dataclasses.replace(tiles, slots=1)

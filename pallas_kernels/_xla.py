@@ -144,7 +144,7 @@ def symmetric_product(o: Operands) -> Inexact[Array, "*batch m m"]:
     p = mirror(product(o.x, o.second))
     c = None if o.c is None else mirror(o.c)
     s = epilogue(p, c, o.alpha, o.beta)
-    # Rounded once, after C is added.
+    # From the accumulator's dtype, once, after C is added.
     return s.astype(o.x.dtype)
 
 
@@ -237,6 +237,7 @@ def shared_product(
     rows = 2 * devices
     # Rounded up; zeros fill the last blocks.
     size = -(-m // rows)
+    # The row and the column of each block of the triangle, [p(2p + 1)] each: 0, 1, 1, 2, ... and 0, 0, 1, 0, ...
     block_rows, block_columns = np.argwhere(np.tri(rows)).T
     device = lax.axis_index(axis_name)
     # Each row of these tables is the list of blocks of one device.
@@ -257,7 +258,8 @@ def shared_product(
             a, i * size, size, axis, allow_negative_indices=False
         )
 
-    # The blocks of a device, [*batch, blocks, size, ...]: rows of one array, or columns of as many.
+    # The blocks of a device. From an array [*batch, m, k] `cut_rows` makes [*batch, blocks, size, k], and of these
+    # `cut_columns` takes [*batch, blocks, size, size], from each block its own columns.
     cut_rows = jax.vmap(lambda a, i: cut(a, i, -2), in_axes=(None, 0), out_axes=-3)
     cut_columns = jax.vmap(lambda a, j: cut(a, j, -1), in_axes=(-3, 0), out_axes=-3)
 
@@ -265,6 +267,7 @@ def shared_product(
     y = x if o.y is None else padded(o.y, -2)
     x_i = cut_rows(x, rows_of_device)
     y_j = cut_rows(y, columns_of_device)
+    # S_ij = X_i Y_j^H, [*batch, blocks, size, size]
     p = product(x_i, y_j)
     c = o.c
     if c is not None:
@@ -279,6 +282,7 @@ def shared_product(
     # Block (i, j) is number[i, j] of all blocks. Above the diagonal any block will do: `mirror` does not read it.
     number = np.zeros((rows, rows), int)
     number[block_rows, block_columns] = np.arange(len(block_rows))
+    # [*batch, rows, rows, size, size] -> [*batch, rows, size, rows, size] -> [*batch, rows * size, rows * size]
     s = jnp.moveaxis(blocks[..., number, :, :], -3, -2)
     s = s.reshape(*s.shape[:-4], rows * size, rows * size)
     return mirror(s[..., :m, :m])

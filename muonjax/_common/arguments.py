@@ -233,7 +233,7 @@ def check_order(updates: Any, state: Any, params: Any) -> None:
     """Raise where the state is exchanged with the gradients or with the parameters."""
     if params is None:
         return
-    # Gradients are a tree like the parameters, and a state is another one.
+    # Gradients are a tree like the parameters, and a state is another one: from here on these are the structures.
     updates, state, params = map(jax.tree.structure, (updates, state, params))
     advice = "are exchanged; call tx.update(grads, state, params)"
     if updates == state != params:
@@ -285,6 +285,7 @@ def errors_of(call: str) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         # A subclass, such as UnicodeError, may have other arguments than a message.
         if type(error) in (TypeError, ValueError):
+            # The message without any call's name is kept in the error, so that an outer call replaces an inner one.
             fields = vars(error)
             message = fields.setdefault("message", str(error))
             separator = "" if message.startswith(("(", ":", " ")) else ": "
@@ -365,6 +366,7 @@ def explains_keywords(
         is_method = "self" in signature.parameters
 
         # `errors_of` begins each message with the name: "muon(learning_rate) takes settings by name: ...".
+        # `wraps` keeps the docstring.
         @functools.wraps(function)
         @errors_of(name)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -406,6 +408,7 @@ def _full_signature(
         keywords.update(inspect.signature(source).parameters)
     # The annotation is Unpack[group].
     (group,) = settings.annotation.__args__
+    # A source may take the same argument by position, as `optax.adamw` does.
     for key in group.__annotations__:
         parameters.append(keywords[key].replace(kind=inspect.Parameter.KEYWORD_ONLY))
     return signature.replace(parameters=parameters)
@@ -413,6 +416,7 @@ def _full_signature(
 
 def _meant(keyword: str, known: Sequence[str]) -> str:
     """Ends the message on an unknown keyword: what it is called here, or which arguments there are."""
+    # Only optimizers have counterparts in other libraries.
     is_optimizer = "learning_rate" in known
     # optax.contrib.muon has adam_b1 and others, which are settings of `adam` here.
     synonym = "b2" if keyword.startswith("adam_") else keyword

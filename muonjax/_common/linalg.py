@@ -60,7 +60,10 @@ class MatrixProduct(NamedTuple):
 
 
 def at_least_float32(*dtypes: Any) -> jnp.dtype:
-    """The dtype that holds all of these and float32, also where JAX promotes nothing by itself."""
+    """The dtype that holds all of these and float32, also where JAX promotes nothing by itself.
+
+    bfloat16 gives float32, bfloat16 and complex64 give complex64, float64 stays.
+    """
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
 
@@ -78,7 +81,7 @@ def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:
 
 
 def sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
-    """m and n of x [*batch, m, n], n counted over `axis_name`."""
+    """m and n of matrices x [*batch, m, n], of which each device along `axis_name` has an equal share of n."""
     m, n = x.shape[-2:]
     return m, n * math.prod(map(jax.lax.axis_size, axis_name))
 
@@ -105,7 +108,7 @@ def sum_over(axis_name: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 
 def map_columns(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
-    """f(X), each column of which is that of a column of X: an array, or `Blocks` of columns."""
+    """f(X) for an f that maps each column by itself, as Q X does; X is an array, or `Blocks` of columns."""
     return f(x) if isinstance(x, jax.Array) else x.map(f)
 
 
@@ -159,6 +162,10 @@ def square_of_any_size(
     """A power of two c for each matrix, and `sum_of_squares(c x)`, where that of x may be no number of float32.
 
     The sums at three scales together are one pass over x, and one all-reduce. One of them is between 2^-84 and 2^114.
+
+    Args:
+      x: Matrices [*batch, m, n] in float32 or wider.
+      sum_of_squares: Gives [*batch, 1, 1], from an x of any scale.
     """
     # Behind a barrier, or XLA would multiply by the square of a scale, which is no number of float32.
     scales = jnp.float32(2.0**-84), jnp.float32(2.0**84)
@@ -166,6 +173,7 @@ def square_of_any_size(
     square = sum_of_squares(x)
     square_of_lowered = sum_of_squares(scaled(x, small))
     square_of_lifted = sum_of_squares(scaled(x, large))
+    # These two also tell where the square is 0 or infinite, since it has underflowed or overflowed.
     is_small = square < small.astype(square.dtype)
     is_large = square > large.astype(square.dtype)
     c = jnp.where(is_small, large, jnp.where(is_large, small, jnp.ones_like(small)))

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+# The module for each library that is registered: {"flax.nnx": "muonjax.nnx"}.
 _MODULES: dict[str, str] = {}
 
 

@@ -81,6 +81,7 @@ class Policy:
         Each of p devices saves (1 - 1/p) m^3 flops at least (where "reference" makes both triangles, m^3 more), and
         sends (1 - 1/p) m^2 / 2 numbers. No latency is counted, so the larger saving is no reason to share smaller ones.
         """
+        # m^3 / flops_a_second >= (m^2 / 2) itemsize / BYTES_A_SECOND, without the common factor (1 - 1/p) m^2
         return 2 * m * BYTES_A_SECOND >= flops_a_second(dtype) * dtype.itemsize
 
     @property
@@ -150,7 +151,7 @@ class Policy:
         elif self.platform == "gpu":
             bound = (256 if size_of_one < 4 << 20 else 64) << 20
         # One matrix is a batch, of whatever size. All batches have one size, so that they share a program.
-        size = max(1, min(count, int(bound // size_of_one)))
+        size = max(1, min(count, int(bound // size_of_one)))  # from 1 to count
         while count % size != 0:
             size -= 1
         return size
@@ -184,10 +185,12 @@ def whole_along(
         return x
     sharding = jax.typeof(x).sharding
     spec = [*sharding.spec]
+    # An axis is sharded by no mesh axis (None), by one ("fsdp"), or by several ("data", "fsdp").
     names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
     num_shards = math.prod(
         sharding.mesh.shape[name] for name in names if name is not None
     )
+    # Then each part, whose size is a multiple of `step`, can have a piece on every shard.
     if step and step % num_shards == 0:
         return x
     spec[axis] = None

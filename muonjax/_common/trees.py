@@ -16,6 +16,7 @@ def is_masked(node: Any) -> bool:
 
 def unboxed(leaf: Any) -> jax.Array:
     """The array in a leaf of a state: `nnx.Optimizer` keeps each in a variable."""
+    # A variable is a tree with one leaf, and an array is its own leaf.
     return jax.tree.leaves(leaf)[0]
 
 
@@ -57,7 +58,7 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     """
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
     keys = [_with_flat_state_path(path, tree) for path, _ in entries]
-    # A box holds one leaf, so `value` is a name where its module has other leaves.
+    # A box holds one leaf, so `value` is a name where its module has other leaves: how many leaves each node has.
     leaves_of_module = Counter(path[:-1] for path in keys)
     paths = []
     for path in keys:
@@ -77,6 +78,7 @@ def leaf_paths(tree: Any) -> list[tuple[str, ...]]:
 
 def _refuse_equal_names(paths: list[tuple[str, ...]]) -> None:
     """Raises where two leaves or modules have the same "/"-joined names."""
+    # Without a slash in a name, different paths are different joined names.
     if not any("/" in name for path in paths for name in path):
         return
     # A second path with the same joined names is another module or leaf.
@@ -156,6 +158,7 @@ def broadcast_prefix(
 def listed(items: Sequence[str], separator: str = "; ") -> str:
     """The first eight items for an error message, each at most 200 characters long, and how many more there are."""
     shown = [item if len(item) <= 200 else f"{item[:200]}…" for item in items[:8]]
+    # A tree may have thousands of leaves, and a message is to be read.
     more = f" and {len(items) - 8:,} more" if len(items) > 8 else ""
     return separator.join(shown) + more
 
@@ -185,6 +188,7 @@ def _with_flat_state_path(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
     is_flat_state = hasattr(tree, "paths") and not hasattr(tree, "dtype")
     if not path or not is_flat_state:
         return path
+    # Versions of Flax give the index as a flattened key or as that of a sequence.
     key = path[0]
     index = getattr(key, "key", getattr(key, "idx", None))
     if not isinstance(index, int):

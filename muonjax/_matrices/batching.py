@@ -55,6 +55,7 @@ def map_leaves(
     policy: Policy,
 ) -> list[jax.Array]:
     """f of each matrix that `views` show in these leaves, as in `map_groups`."""
+    # Each leaf as [batch, m, n] or [batch, n, m], wide or tall as it lies in the leaf.
     matrices = list(map(MatrixView.to_matrices, views, leaves))
     results = map_groups(f, matrices, policy)
     return list(map(MatrixView.to_leaf, views, results))
@@ -77,9 +78,11 @@ def map_groups(
     if not policy.is_cpu:
         # An accelerator has several stacks of one shape, which share a trace.
         f = dataclasses.replace(f, whole=jax.jit(f.whole))
+    # Each stack is a list of indices of `matrices`.
     stacks = []
     for group in _groups(f, matrices, policy):
         stacks += _stacks(group, matrices, policy)
+    # An array of the stack before, whose result stands for that of the whole stack.
     previous = None
     for indices in stacks:
         parts = [matrices[i] for i in indices]
@@ -96,6 +99,7 @@ def map_groups(
 
 def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.Array]:
     """f of each of the arrays [count, m, n] or [count, n, m] that share a program: of one dtype and m, and any n."""
+    # All have one m, so the largest pair has the largest n.
     shapes = list(map(_sides, parts))
     m, n = max(shapes)
     if f.in_blocks is not None and min(shapes) < (m, n):
@@ -108,7 +112,7 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
         return _map_and_transpose_each(f, parts, policy.platform)
 
     stack = _stacked(parts, n)
-    # One matrix goes without a batch axis: XLA for CPUs multiplies batches of one in a slower way.
+    # [chunks, size, m, n], or [chunks, m, n]: XLA for CPUs multiplies batches of one in a slower way.
     chunks = stack if size == 1 else stack.reshape(-1, size, m, n)
 
     if len(chunks) == 1:
@@ -123,7 +127,7 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
     outputs = _unstacked(chunks.reshape(stack.shape), counts, policy.platform)
     results = []
     for x, y in zip(parts, outputs, strict=True):
-        # The columns of zeros go, and a tall matrix becomes tall again.
+        # The columns of zeros go, and a tall matrix becomes tall again: [count, m, n] -> the shape of x.
         _, columns = _sides(x)
         y = y[..., :columns]
         results.append(y.mT if _is_tall(x) else y)
@@ -139,7 +143,7 @@ def _groups(
     [768, 768], [768, 3072], [3072, 768] and [768, 2304] make [[0], [1, 2, 3]] where the Gram form is for n > 1.5 m.
     """
     sides = list(map(_sides, matrices))
-    # For what neighbors have in common, the indices by the long side.
+    # (m, form, dtype) -> n -> the indices of the arrays with these sides: {(768, "gram", float32): {2304: [3], ...}}
     neighbors: dict[tuple, dict[int, list[int]]] = {}
     for i, (m, n) in enumerate(sides):
         in_common = m, f.form(m, n), matrices[i].dtype
@@ -199,7 +203,10 @@ def _stacks(
 
 
 def _stacked(parts: Sequence[jax.Array], n: int) -> Inexact[Array, "count m n"]:
-    """The matrices, wide, as one array; columns of zeros where they have fewer than n."""
+    """The matrices [count, m, n] or [count, n, m] of several arrays, wide, as one array.
+
+    All have one m. Those with fewer than n columns get columns of zeros.
+    """
     wide = []
     for part in parts:
         x = part.mT if _is_tall(part) else part
@@ -217,6 +224,7 @@ def _unstacked(
     """A stack in parts of so many entries: the inverse of a concatenation."""
     if len(counts) == 1:
         return [stack]
+    # Part i begins after the parts before it: counts of 12, 12 and 36 begin at 0, 12 and 24.
     # Every slice would be a kernel of its own to compile, if XLA knew where it starts.
     starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], platform)
     parts = []
@@ -235,12 +243,13 @@ def _map_and_transpose_each(
     would choose a layout.
     """
     m, n = _sides(parts[0])
-    # The tall ones come first, so that a matrix is tall if its number is below that of the first wide one.
+    # The tall arrays come first, so that a matrix is tall if its number is below that of the first wide one.
     tall = [i for i, x in enumerate(parts) if _is_tall(x)]
     order = tall + [i for i in range(len(parts)) if i not in tall]
     ordered = [parts[i] for i in order]
     counts = list(map(len, ordered))
     num_tall = sum(len(parts[i]) for i in tall)
+    # XLA does not know this number, so that it keeps both branches below.
     _, first_wide = numbers_from_loop((0, num_tall), platform)
 
     def map_flat(number: Any, flat: jax.Array) -> jax.Array:
@@ -255,7 +264,9 @@ def _map_and_transpose_each(
             is_tall, lambda y: y.mT.reshape(-1), lambda y: y.reshape(-1), f.whole(x)
         )
 
+    # [matrices, m * n]
     stack = jnp.concatenate([x.reshape(-1, m * n) for x in ordered])
+    # A loop of one step would still be compiled as a loop.
     if len(stack) == 1:
         stack = map_flat(0, stack[0])[None]
     else:
@@ -282,12 +293,13 @@ def _map_in_blocks(
     Derivatives are those of whole matrices: a loop whose length is not known has none in reverse mode.
     """
     in_blocks: Any = f.in_blocks
-    # A block is some rows of a tall matrix, which follow each other in memory.
+    # A block is some rows of a tall matrix [n, m], which follow each other in memory.
     tall = [x if _is_tall(x) else x.mT for x in parts]
     m = tall[0].shape[2]
     counts_and_columns = [(len(x), x.shape[1]) for x in tall]
     size = block_size(counts_and_columns, m)
-    # Matrix number i has the blocks starts[i] to stops[i].
+    # Matrix number i has the blocks from starts[i] up to stops[i]: with 2, 2 and 3 blocks these are [0, 2, 4] and
+    # [2, 4, 7]. The number of blocks is n / size, rounded up.
     num_blocks = []
     for x in tall:
         num_blocks += [-(-x.shape[1] // size)] * len(x)
@@ -299,7 +311,7 @@ def _map_in_blocks(
     def blockwise(*tall: jax.Array) -> list[jax.Array]:
         blocks = []
         for x in tall:
-            # Zeros fill the last block.
+            # Zeros fill the last block: [count, n, m] -> [blocks, size * m].
             missing = -x.shape[1] % size
             x = jnp.pad(x, ((0, 0), (0, missing), (0, 0)))
             blocks.append(x.reshape(-1, size * m))
@@ -320,6 +332,7 @@ def _map_in_blocks(
             results.append(y.astype(x.dtype))
         return results
 
+    # f.whole takes tall matrices too.
     def each_whole(*tall: jax.Array) -> list[jax.Array]:
         return [f.whole(x) for x in tall]
 

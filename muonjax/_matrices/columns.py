@@ -45,8 +45,9 @@ class Blocks(NamedTuple):
         return entry(self.blocks, number).reshape(self.shape)
 
     def map(self, f: Function) -> Blocks:
-        """f of each block of X, in its place."""
+        """f of each block of X, in its place; the result of f has as many entries as a block."""
 
+        # The loop carries the blocks of all matrices, and changes X's: XLA writes into them without a copy.
         def body(j: jax.Array, blocks: jax.Array) -> jax.Array:
             block = self._replace(blocks=blocks).block(j)
             return with_entry(blocks, j, f(block).reshape(-1))
@@ -62,6 +63,7 @@ class Blocks(NamedTuple):
         def body(j: jax.Array, total: jax.Array) -> jax.Array:
             return add(total, f(self.block(j)))
 
+        # Blocks of one size give terms of one shape.
         term = jax.eval_shape(lambda: f(self.block(0)))
         zero = jnp.zeros(term.shape, term.dtype)
         # With the varying axes of X, inside of `jax.shard_map`.
@@ -86,6 +88,7 @@ def block_size(matrices: Sequence[tuple[int, int]], m: int) -> int:
     matrices of 1536 columns and four of 4608 get blocks of 1536.
     """
 
+    # Zeros count as columns, since they are multiplied too.
     def cost(size: int) -> int:
         columns = 0
         for count, n in matrices:

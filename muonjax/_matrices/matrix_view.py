@@ -180,6 +180,7 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     reduction = _checked_axes(named, "reduction_axis", numbers.reduction_axis, shape)
     output = _checked_axes(named, "output_axis", numbers.output_axis, shape)
     sides = reduction + output
+    # The first thing that is wrong with the axes, in words.
     problem = ""
     if 0 in shape:
         problem = "has an empty dimension"
@@ -193,7 +194,7 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     (axis,) = _checked_axes(named, "axis", numbers.axis, shape)
     parts = numbers.parts
     repeats = numbers.repeats
-    # One stretch has all parts once.
+    # One stretch has all parts once. Numbers below 1 are refused below, where `fill` is False for them.
     stretch = shape[axis] // max(1, repeats)
     are_equal = isinstance(parts, int)
     part_sizes = (stretch // max(1, parts),) * parts if are_equal else parts
@@ -212,7 +213,9 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
         # All stretches of a part are one matrix.
         part_shape = (*shape[:axis], repeats * size, *shape[axis + 1 :])
         view = view_of(part_shape, reduction, output)
-        pieces.append(Piece(i, view, axis, start, math.gcd(*part_sizes), repeats))
+        # Parts of 32, 8 and 8 begin and end at multiples of 8, so shards of 8 entries cut none of them.
+        step = math.gcd(*part_sizes)
+        pieces.append(Piece(i, view, axis, start, step, repeats))
         start += size
     return pieces
 
@@ -244,6 +247,7 @@ def view_of(
     """
     cut_shape = shape
     if cut is not None:
+        # `parts` divides the axis: the caller has checked it.
         cut_shape = (*shape[:cut], parts, shape[cut] // parts, *shape[cut + 1 :])
         # An axis after the cut is one further, and of the two axes of the cut the second is the side.
         reduction = tuple(axis + (axis >= cut) for axis in reduction)
@@ -287,6 +291,7 @@ class Piece(NamedTuple):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
         # With several stretches, a piece is nowhere one part of the axis.
         leaf = whole_along(leaf, self.axis, self.step if self.repeats == 1 else None)
+        # The view's axis has the entries of all stretches.
         stop = self.start + shape[self.axis] // self.repeats
         stretches = self.in_stretches(leaf)
         part = jax.lax.slice_in_dim(stretches, self.start, stop, axis=self.axis + 1)
@@ -294,6 +299,7 @@ class Piece(NamedTuple):
 
     def in_stretches(self, x: Any) -> Any:
         """x with the cut axis as two: [5, 24] with four stretches as [5, 4, 6], whose last axis has the pieces."""
+        # Only a piece of a leaf that is cut has stretches, and such a piece has an axis.
         axis: Any = self.axis
         return x.reshape(*x.shape[:axis], self.repeats, -1, *x.shape[axis + 1 :])
 
@@ -340,7 +346,10 @@ class MatrixView(NamedTuple):
         return math.prod(self._sizes(self.output_axes))
 
     def leaf_axes(self, axes: Axes) -> list[int]:
-        """Rows or columns of `shape` as axes of the leaf, where a fused axis is one and not two."""
+        """Rows or columns of `shape` as axes of the leaf, where a fused axis is one and not two.
+
+        A leaf [8, 24] that is seen as [8, 3, 8] has the columns 2 of `shape`, which are axis 1 of the leaf.
+        """
         if self.cut is None:
             return list(axes)
         return [axis - (axis > self.cut) for axis in axes]
@@ -379,7 +388,8 @@ class MatrixView(NamedTuple):
         return leaf if self.cut is None else sharded_like(leaf, like)
 
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
-        """The leaf as a stack of matrices."""
+        """The leaf as a stack of matrices: [d, 3 * d] with three parts gives [3, d, d]."""
+        # [*batch_axes, *reduction_axes, *output_axes]
         ordered = leaf.reshape(self.shape).transpose(self._order)
         return ordered.reshape(self.batch, self.fan_in, self.fan_out)
 
@@ -412,13 +422,14 @@ class Pieces(list[Piece]):
         return by_leaf
 
     def replaced(self, tree: Any, results: Sequence[Any]) -> Any:
-        """The tree with the pieces' results in their places; what is no matrix stays."""
+        """The tree with a result of the shape of each piece in its place; what is no matrix stays."""
         leaves = self.treedef.flatten_up_to(tree)
         for i, pairs in self._by_leaf(results).items():
             piece, result = pairs[0]
             axis = piece.axis
+            # A piece without an axis is a whole leaf, and the only piece of it.
             if axis is not None:
-                # The leaf was cut: its pieces are put side by side again.
+                # The leaf was cut: its pieces are put side by side again in each stretch.
                 parts = [piece.in_stretches(part) for piece, part in pairs]
                 whole = jnp.concatenate(parts, axis=axis + 1)
                 result = sharded_like(whole.reshape(leaves[i].shape), leaves[i])

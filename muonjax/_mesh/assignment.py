@@ -112,6 +112,7 @@ def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[
 
     Leaves that are sharded over the same mesh axes decide together along which of these their matrices stay cut.
     """
+    # For each leaf, the mesh axes that cut its matrices.
     shardings = [unit_kind(leaf, mesh_shape).group.exchange_axes for leaf in leaves]
     leaves_of: dict[Axes, list[ShardedLeaf]] = {}
     for sharding, leaf in zip(shardings, leaves, strict=True):
@@ -229,6 +230,7 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
     """
     names = list(mesh_shape)
     sizes = list(mesh_shape.values())
+    # As in `jax.sharding.Mesh`, the last mesh axis counts fastest.
     devices = np.arange(math.prod(sizes)).reshape(sizes)
     # The coordinates along the owner's axes come first, and the others are put together.
     owner_axes = list(map(names.index, group.owner_axes))
@@ -254,6 +256,7 @@ def _give(queue: list[Units], owners: Owners, busy: np.ndarray) -> np.ndarray:
         heap.append((round(busy[i], 6), row_length(owner), i))
     heapq.heapify(heap)
     counts = np.zeros(len(owners), int)
+    # All units of a kind have one layout.
     block_size = queue[0].layout.block_size
     for _ in range(sum(units.count for units in queue)):
         load, stored, i = heap[0]
@@ -266,7 +269,7 @@ def _give(queue: list[Units], owners: Owners, busy: np.ndarray) -> np.ndarray:
 
 
 def _take(queue: list[Units], count: int) -> list[Units]:
-    """Remove the next `count` units from the queue."""
+    """Remove the next `count` units from the queue, which has as many: 5 of units with counts 4 and 4 leave 3."""
     taken = []
     while count > 0:
         units = queue.pop(0)

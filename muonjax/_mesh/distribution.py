@@ -136,6 +136,7 @@ def even_sharding(
     mesh {"fsdp": 4, "tensor": 2} an array [6, 8] with P("fsdp", "tensor") gives ((), ("tensor",)).
     """
     sharding = list(_mesh_axes(spec, len(shape)))
+    # Along an axis that no mesh axis shards there is one device, which divides every size.
     for axis, size in enumerate(shape):
         if size % devices_along(mesh_shape, sharding[axis]) != 0:
             sharding[axis] = ()
@@ -179,6 +180,7 @@ def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[in
             shardings.append(NamedSharding(distribution.mesh, axes))
     shards = []
     for leaf, sharding in zip(leaves, shardings, strict=True):
+        # An array that was made under no mesh has one without axes.
         mesh_shape = dict(sharding.mesh.shape)
         axes_by_axis = even_sharding(leaf.shape, sharding.spec, mesh_shape)
         last_axis = axes_by_axis[-1] if axes_by_axis else ()  # of a scalar
@@ -219,6 +221,7 @@ def find_mesh(
     None if no leaf is chosen, all are on one device, or nothing says it.
     """
     if distribution is not None:
+        # The specs of all leaves, so that those that fit no leaf are refused.
         all_specs = spread_specs(distribution.param_specs, tree)
         specs = tuple(all_specs[i] for i in chosen)
         return OnMesh(distribution.mesh, specs, explicit=False) if chosen else None

@@ -124,7 +124,8 @@ def exchange(
     results: Results = {}
     for round_ in rounds:
         results.update(_run_round(f, round_, stacks, policy))
-    # The units of a leaf had several owners, so its result arrives in parts, by the number of the first unit.
+    # The units of a leaf had several owners, so its result arrives in parts, by the number of the first unit. All units
+    # of a leaf are of one kind, and so of one round.
     parts_of_leaves: list[Any] = [[] for _ in blocks]
     for leaf, start in sorted(results):
         parts_of_leaves[leaf].append(results[leaf, start])
@@ -134,6 +135,7 @@ def exchange(
 
 def _stack_of_units(block: jax.Array, view: MatrixView) -> jax.Array:
     """A device's block of a leaf as [units, *axes of a unit]: what counts units comes first, and is one axis."""
+    # A block has the leaf's axes, of which the mesh has cut some: a device's [2, 16, 64] of a leaf [4, 64, 64].
     batch_axes, unit_axes = view.unit_axes
     unit_shape = [block.shape[axis] for axis in unit_axes]
     return block.transpose(batch_axes + unit_axes).reshape(-1, *unit_shape)
@@ -155,8 +157,10 @@ def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Re
         functools.partial(_pack, round_, owners, stacks) for owners in round_.replicas
     ]
     replica = jax.lax.axis_index(round_.group.replica_axes) if len(packs) > 1 else 0
+    # [owners of a replica, row_size], a row for each owner
     buffer = jax.lax.switch(replica, packs)
 
+    # [devices, row_size], from here on a row from each device, and after the second all-to-all from each owner
     buffer = _all_to_all(buffer, round_)
     buffer = apply_to_owned(f, buffer, round_, policy)
     buffer = _all_to_all(buffer, round_)
@@ -179,6 +183,7 @@ def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
             parts.append(blocks.reshape(-1).astype(dtype))
         padding = row_size - row_length(spans)
         parts.append(jnp.zeros(padding, dtype))
+    # Each owner's blocks and padding have row_size numbers together.
     return jnp.concatenate(parts).reshape(-1, row_size)
 
 
@@ -220,6 +225,7 @@ def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
     # Where few replicas have results, a sum is cheaper than an all-gather, which pads all of them to the largest. Each
     # replica writes its columns between zeros; the sum has the columns of all:
     #   [A 0 0] + [0 B 0] + [0 0 C] = [A B C]
+    # Replicas with 3, 0 and 2 columns begin at 0, 3 and 3, and the end is 5.
     sizes = round_.replica_sizes
     *starts, end = itertools.accumulate(sizes, initial=0)
     start = jnp.asarray(starts)[jax.lax.axis_index(replica_axes)]

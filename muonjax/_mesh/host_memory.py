@@ -62,6 +62,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
             return inner_update(updates, state, params, **extra_args)
         on_device = jax.tree.map(_to_device, state)
         updates, new_state = inner_update(updates, on_device, params, **extra_args)
+        # The new state has the structure of the old one.
         return updates, jax.tree.map(_to_place_of, state, new_state)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
@@ -79,6 +80,7 @@ def leaf_by_leaf(
     # This raises if a state is of other parameters.
     states_of_leaves = zip(*map(treedef.flatten_up_to, states), strict=True)
     results: list[tuple[Any, ...]] = []
+    # The new state of the last leaf before, on its way to the host; None before there is one.
     copies_to_host: Any = None
     for update, state in zip(leaves, states_of_leaves, strict=True):
         is_offloaded = any(map(_is_on_host, state))

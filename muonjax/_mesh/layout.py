@@ -116,6 +116,7 @@ def unit_kind(
     _, longer_side = _sides(leaf.view)
     # Shards of the axis along which matrices are fused are whole matrices, not columns of each.
     columns = [sharding[axis] for axis in longer_side if axis != leaf.view.cut]
+    # The others of the mesh axes that were asked for cut no columns here.
     column_axes = _among(column_axes, set().union(*columns))
     layout = _unit_layout(leaf.view, sharding, column_axes, mesh_shape)
 
@@ -150,10 +151,8 @@ def units_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
 
 def _sides(view: MatrixView) -> tuple[list[int], list[int]]:
     """The leaf's axes along the shorter and along the longer side of its matrices."""
-    rows, columns = (
-        view.leaf_axes(view.reduction_axes),
-        view.leaf_axes(view.output_axes),
-    )
+    rows = view.leaf_axes(view.reduction_axes)
+    columns = view.leaf_axes(view.output_axes)
     return (columns, rows) if view.fan_in > view.fan_out else (rows, columns)
 
 
@@ -168,6 +167,7 @@ def _unit_layout(
     shape_at_owner = []
     gathered = []
     for axis in unit_axes:
+        # `even_sharding` has left only mesh axes that divide the axis.
         size = view.leaf_shape[axis] // devices_along(mesh_shape, sharding[axis])
         names = tuple(name for name in sharding[axis] if name not in column_axes)
         block_shape.append(size)

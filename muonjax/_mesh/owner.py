@@ -172,7 +172,7 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
                 row.append((column, layouts.index(layout)))
         rows.append(row)
     steps = np.array(list(map(len, rows)))
-    # Owners with fewer units than others have places past the end of the buffer.
+    # The table has as many places for each owner: those past the end of the buffer fill it up.
     past_end = (round_.row_size, 0)
     for row in rows:
         row += [past_end] * (steps.max() - len(row))
@@ -200,6 +200,7 @@ def _run_loop(
 
     def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
         column, layout = places[i]
+        # [devices, width] -> [matrices, m, n]
         rows = jax.lax.dynamic_slice(buffer, (0, column), (len(buffer), width))
         x = jax.lax.switch(layout, assemble, rows)
         # XLA would fuse its first and last operations with the exchange, and round differently on each mesh.
@@ -216,6 +217,7 @@ def _run_loop(
 
 def _row_of(owner: Any, table: np.ndarray) -> Any:
     """This owner's row of a table: a constant if all rows are equal, so that XLA knows it."""
+    # With equal numbers of matrices the loop of all owners has one known length.
     if (table == table[0]).all():
         return table[0]
     return jnp.asarray(table)[owner]

@@ -97,6 +97,7 @@ def _parameter_like(
     `optax.tree.map_params` can't say it: it fails where a tree of labels or a mask is fixed.
     """
     # state[0].momentum["dense"]["kernel"] ends in the path of params["dense"]["kernel"]; the longest such end counts.
+    # The empty end is the path of a parameter that is the whole tree.
     for start in range(len(path) + 1):
         end = path[start:]
         if end not in params:

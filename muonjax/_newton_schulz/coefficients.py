@@ -56,6 +56,7 @@ def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float
 
     By a Remez exchange (Amsel et al., 2025, Algorithm 1; J. Su, kexue.fm/archives/10996).
     """
+    # The powers of s: 1, 3, 5
     powers = np.arange(1, degree + 1, 2)
     if lower / upper > _CONVERGED:
         classical = {3: (3 / 2, -1 / 2), 5: (15 / 8, -10 / 8, 3 / 8)}[degree]
@@ -146,8 +147,9 @@ def polar_express_rows(
     cushion: float = _CUSHION,
     safety: float = 1.01,
 ) -> Coefficients:
-    """`polar_express` of checked arguments."""
+    """`polar_express` of checked arguments: a row for each degree, 3 or 5."""
     rows = []
+    # From here on [lower, upper] is the interval to which the steps so far take the first one.
     upper = 1.0
     for step, degree in enumerate(degrees):
         row, error = _minimax(degree, max(lower, cushion * upper), upper)
@@ -215,6 +217,7 @@ def restarts_of(rows: Coefficients, largest_growth: float) -> tuple[int, ...]:
 
 def never_above_one(rows: Coefficients) -> Coefficients:
     """The rows, the last one smaller, so that their composition is at most 1 on [0, 1]."""
+    # Rounding may leave a singular value a little above 1.
     top = float(evaluate(rows, np.linspace(0, 1.001, 10_001)).max())
     a, b, c = rows[-1]
     return (*rows[:-1], (a / top, b / top, c / top))

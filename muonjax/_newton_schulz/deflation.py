@@ -114,6 +114,7 @@ def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
             else sum_over(axis_name, of_columns(x))
         )
 
+    # [*batch, m, 1], for the batch and the dtype of X
     column = (x.block(0) if isinstance(x, Blocks) else x)[..., :1]
     start = _like(column, random_start(column.shape[-2], min(rank, _PRE_DEFLATED)))
     v = _dominant_subspace(multiply, start, num_steps=1)
@@ -137,12 +138,14 @@ def shrink_dominant(
     # V spans the dominant directions.
     start = _like(gram[..., :rank], random_start(gram.shape[-1], rank))
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
+    # [*batch, m, k], as V
     av = dot(gram, v)
     h, d = _map_to_one_target(v, av)
 
     # W A W = A - P S^H - S P^H with P = V D and S = A V - P (V^H A V) / 2.
     p = dot(v, d)
     s = av - dot(p, h) / 2
+    # One product [m, 2 k] [2 k, m] makes both terms: [P S] [S P]^H = P S^H + S P^H.
     ps = jnp.concatenate([p, s], axis=-1)
     sp = jnp.concatenate([s, p], axis=-1)
     removed = SymmetricProduct(platform)(ps, sp)
@@ -180,6 +183,7 @@ def _map_to_one_target(
 def _largest_eigenvalue(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
     """An upper bound of the largest eigenvalue of positive semidefinite a: ||a^8||_F^(1/8)."""
     tiny = jnp.finfo(a.dtype).tiny  # a root has no derivative at zero
+    # In units of its norm, since the eighth power of a may be no number.
     norm = jnp.sqrt(square_norm(a) + tiny)
     a = scaled(a, 1 / norm)
     a2 = dot(a, a)
@@ -246,6 +250,7 @@ def inverse_root(h: jax.Array) -> jax.Array:
         r = hermitian_part(dot(dot(p, r), p))
         return r, hermitian_part(dot(q, p))
 
+    # R = h / |h|_F has eigenvalues from the ridge to 1, and Q begins as |h|_F^(-1/2) I.
     r = scaled(h, inverse_bound) + _RIDGE * eye
     q = scaled(eye, jnp.sqrt(inverse_bound))
     _, q = jax.lax.fori_loop(0, len(rows), step, (r, q))

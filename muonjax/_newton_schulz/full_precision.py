@@ -65,13 +65,14 @@ def iterate(
     """The polar factor of X, nearly, with products in `dtype`: float32 or wider.
 
     Args:
-      x: An array [*batch, m, n] with m <= n, or `Blocks` [size, m] in `dtype`.
+      x: An array [*batch, m, n] with m <= n, at any scale and of any float type, or `Blocks` [size, m] in `dtype`.
       settings: The polynomials and their form.
       policy: The policy for the device.
       dtype: The dtype of the products.
       axis_name: Mesh axes that shard the columns of an array; n counts over all of them.
     """
     m, n = (x.shape[1], x.columns) if isinstance(x, Blocks) else sizes(x, axis_name)
+    # `rank` directions are shrunk before the steps, none if it is 0.
     rows, rank = settings.in_full_precision(m)
     # The standard form makes R = X X^H anew before each step, the Gram form before few of them.
     restarts: Sequence[int] = range(1, len(rows))
@@ -91,8 +92,9 @@ def iterate(
             else materialize(shrink, x, policy.platform)
         )
 
-    # X <- Q X for each stretch of steps that share one Gram matrix R
+    # X <- Q X for each stretch of steps that share one Gram matrix R: steps 0 to 3 and 3 to 5 with a restart before 3.
     for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
+        # R = X X^H [*batch, m, m], whole on each device
         r = x.sum(gram_of) if isinstance(x, Blocks) else sum_over(axis_name, gram_of(x))
         if start > 0:
             q = _composed(rows[start:stop], r, None, product)
@@ -119,7 +121,10 @@ def _composed(
     r2: Inexact[Array, "*batch m m"] | None,
     product: SymmetricProduct,
 ) -> Inexact[Array, "*batch m m"]:
-    """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from R = X X^H, and R^2 if that is already made."""
+    """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from R = X X^H, and R^2 if that is already made.
+
+    No eigenvalue of R is above 1, up to rounding; there is at least one row.
+    """
     # I is a mask, since XLA would keep a I for each a, computed before a loop.
     diagonal = on_diagonal(r)
     q: Any = None
@@ -155,10 +160,12 @@ def below_one(
     added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
     if isinstance(x, Blocks):
+        # The largest entry of all blocks: the sum of this `add` begins at zero.
         largest = x.sum(_largest_entry, jnp.maximum)
         factor = _scale_of_largest(largest)
         return x.transposed(lambda block: scaled(block, factor)), largest != 0
     x = x.astype(dtype)
+    # [*batch, 1, 1]; NaN is not zero, and so stays.
     largest = _largest_entry(x, axis_name)
     nonzero = largest != 0
     identity = jnp.eye(*x.shape[-2:], dtype=dtype)
@@ -228,6 +235,7 @@ def normalize(
     largest, and is subtracted; at least 1/m of the sum belongs to the largest.
     """
     if normalization == "frobenius":
+        # tr(A) = |X|_F^2
         trace = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
         inverse_trace = 1 / or_one(trace)
         return scaled(gram, inverse_trace), None, jnp.sqrt(inverse_trace)

@@ -72,6 +72,7 @@ def iterate(
             "NewtonSchulz(coefficients=...): in half precision each step needs a linear term; "
             "give compute_dtype='float32'."
         )
+    # Keeps XLA from fusing what is before it with what is after it.
     barrier = jax.lax.optimization_barrier
     products = _Products.of(x, settings, policy, axis_name)
     # Before all other steps r is updated.
@@ -79,11 +80,14 @@ def iterate(
     if settings.takes_gram_form(*sizes(x, axis_name)):
         restarts = restarts_of(rows, LARGEST_GROWTH[products.dtype.name])
 
+    # z [*batch, m, n] with |z|_F = _NORM, in half precision from here on
     z = _scaled_to_norm(x.astype(jnp.float32), axis_name).astype(products.dtype)
     z = barrier(z)
     # An r that is not exactly symmetric is amplified by the first steps, whose factors are the largest.
     r = hermitian_part(products.gram(z))
+    # r^2 is made for the bound, and serves the first step; None wherever it is not made.
     r2: jax.Array | None = products.symmetric(r)
+    # No eigenvalue of R = u r, and so no singular value of X = sqrt(u) z, is above 1.
     u = 1 / _bound(r2, settings)
 
     # The steps since the last restart map z to gain (1 + T) z, where `total` is T, None for 0.
@@ -91,7 +95,7 @@ def iterate(
     gain = 1.0
     for t, (a, b, c) in enumerate(rows):
         if t in restarts:
-            # z <- gain (1 + T) z
+            # z <- gain (1 + T) z, and r <- z z^H
             z = (gain * (_wide(z) + _wide(products.rounded(total, z)))).astype(z.dtype)
             # Or XLA would keep all that z is made of for its later uses.
             z = barrier(z)
@@ -115,12 +119,13 @@ def iterate(
             once = products.symmetric(q, r, c=r)
             r = products.symmetric(once, q, c=once, alpha=a**2, beta=a**2)
             r2 = None
-        # 1 + T <- (1 + Q) (1 + T)
+        # 1 + T <- (1 + Q) (1 + T), so T <- Q T + T + Q, and gain <- a gain
         total = q if total is None else products.symmetric(barrier(q), total, total + q)
         gain *= a
 
     # No step multiplies the error of the last map, so this is rounded as gain sqrt(u) (1 + T).
     total = _wide(total)
+    # 1 + T
     total = jnp.where(on_diagonal(total), total + 1, total)
     last = (gain * jnp.sqrt(u) * total).astype(z.dtype)
     if x.ndim == 2:
@@ -178,6 +183,7 @@ class _Products(NamedTuple):
     ) -> _Products:
         """The products for matrices like x."""
         dtype = policy.half_dtype
+        # A kernel that is named or chosen multiplies whole matrices, and on a mesh each device has a part of z.
         implementation = settings.implementation
         if implementation is None and not axis_name:
             implementation = measured_kernel(policy.platform, x, dtype)

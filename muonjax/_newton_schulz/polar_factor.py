@@ -78,7 +78,15 @@ def polar_factor(
     settings: NewtonSchulz,
     policy: Policy,
 ) -> Inexact[Array, "*batch m n"]:
-    """`newton_schulz` of checked arguments, in the precision that the platform and the settings say."""
+    """`newton_schulz` of checked arguments, in the precision that the platform and the settings say.
+
+    Args:
+      x: Wide or tall matrices; with mesh axes, this device's columns of wide ones.
+      axis_name: Mesh axes that shard the columns.
+      settings: The polynomials, and what they say of precision.
+      policy: The policy for the device of x.
+    """
+    # "bfloat16" stands for half precision; which half type it is, `half_precision` asks the policy.
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     is_half = dtype == jnp.bfloat16
     # A mesh cuts the longer side of a matrix: then x is a device's share of the columns, of a matrix that is wide.

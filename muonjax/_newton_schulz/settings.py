@@ -133,6 +133,7 @@ class NewtonSchulz(metaclass=_Presets):
     def in_full_precision(self, m: int) -> tuple[Coefficients, int]:
         """The rows for matrices of the shorter side m, and how many directions are shrunk before them."""
         steps = self.steps
+        # Your own coefficients have no steps for small matrices.
         if m <= _SMALL_SIDE and steps.small is not None:
             return steps.small, 0
         return steps.full, min(self.deflation, m // 8)

@@ -301,7 +301,7 @@ def _decayed(
     settings: MatrixSettings,
 ) -> optax.GradientTransformationExtraArgs:
     """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
-    # `optax.add_decayed_weights` checks nothing.
+    # `optax.add_decayed_weights` and the rate check nothing.
     check_rates(learning_rate=decay.learning_rate, weight_decay=decay.weight_decay)
     # A mask that does not fit would be Optax's error, about trees.
     decay = decay._replace(mask=fitted_mask("weight_decay_mask", decay.mask))
@@ -466,6 +466,7 @@ def adamclip(
         else:
             rates[name] = adam[name]
     check_rates(**rates)
+    # AdamW's moments may be in host memory, as Muon's momentum may.
     optimizer = offload(adamw(learning_rate, **adam))
     return _clipped(
         optimizer, clip_of_logits("adamclip", threshold, program, every_k, axis_name)

@@ -78,6 +78,7 @@ def partition_by_route(
         _check_state(state, jax.eval_shape(partition.init, updates))
         # Optax gives each part a tree in which the leaves of the others are masked.
         updates, state = partition.update(updates, state, params, **extra_args)
+        # `apply_updates` adds them to the parameters, and explicit axis types add only arrays that are sharded alike.
         return sharded_as(params, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -89,10 +90,11 @@ def sharded_as(params: Any, updates: Any) -> Any:
 
 
 def _looks(*trees: Any) -> list[Any]:
-    """Structure, shapes and dtypes: all that routing depends on."""
+    """Structure, shapes and dtypes of trees: all that routing depends on, to be compared with those of another call."""
     looks = []
     for tree in trees:
         leaves, treedef = jax.tree.flatten(tree)
+        # A leaf need not be an array: a number of Python has its type alone.
         kinds = [
             (getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves
         ]
@@ -167,6 +169,7 @@ def _route(
         warn_user(
             f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
         )
+    # `tree` may be gradients, which for integers are of another dtype than the parameters.
     labels = []
     for entry, param in zip(numbers, jax.tree.leaves(params), strict=True):
         if entry is not None:

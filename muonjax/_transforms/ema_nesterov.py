@@ -112,6 +112,7 @@ def ema_nesterov(
     def update(updates, state, params=None, **extra_args):
         # `params` are y, so u = A(y) - y.
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
+        # The parameters after this update are ahead by the beta of the next gradient.
         count = jnp.asarray(optax.safe_increment(state.count))
         next_beta = beta_at(count)
 

@@ -181,7 +181,7 @@ def hyperball(
     @errors_of("hyperball")
     def update(updates, state, params=None):
         require_params(params)
-        # It multiplies by minus the rate.
+        # `scale_by_learning_rate` of 1 is minus the rate.
         minus_eta: Any
         minus_eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
         pieces = matrix_pieces(dimension_numbers, updates)
@@ -195,7 +195,7 @@ def hyperball(
             step, radius = _step(u, w, radius, piece.view, minus_eta)
             steps.append(step)
             new_radii.append(radius)
-        # A leaf that is no matrix takes the step -eta O.
+        # A leaf that is no matrix takes the step -eta O; `replaced` puts the steps of matrices in the place of theirs.
         plain_steps = jax.tree.map(lambda u: minus_eta.astype(u.dtype) * u, updates)
         updates = pieces.replaced(plain_steps, steps)
         return updates, HyperballState(rate_state, pieces.as_state(new_radii))

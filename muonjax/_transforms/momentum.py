@@ -130,6 +130,7 @@ def _trace(
 
     def step(g: jax.Array, *stored: jax.Array) -> tuple[jax.Array, ...]:
         """The update of a leaf and its new momentum, which is stored as an array, or as integers and scales."""
+        # `stored` has the leaf of each field of the state: of `trace`, and in int8 of `scale` too.
         m = dequantize(*stored) if is_int8 else stored[0]
         # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
         wide = at_least_float32(g.dtype, m.dtype)
@@ -154,6 +155,7 @@ def _trace(
 
         # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
         def zero_scales(values: jax.Array) -> jax.Array:
+            # [..., blocks], sharded as the leaf is
             first_of_blocks = _in_blocks(values)[..., 0]
             return jnp.zeros_like(first_of_blocks, jnp.float32)
 
@@ -179,11 +181,13 @@ def _scheduled(
 ) -> optax.GradientTransformation:
     """`trace_of(decay)` with the decay that a schedule gives at each update, which the state counts."""
 
+    # As `leaf_by_leaf` calls it: an update that does not count, and the state of the leaf.
     def evaluate(_, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         decay = jnp.asarray(schedule(count), jnp.result_type(float))
         return decay, jnp.asarray(optax.safe_increment(count))
 
     def init(params) -> ScheduledTraceState:
+        # The state does not depend on the decay.
         return ScheduledTraceState(jnp.zeros([], jnp.int32), trace_of(0.0).init(params))
 
     @errors_of("trace")
@@ -254,6 +258,7 @@ def quantize(
 
     A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make their block NaN.
     """
+    # [..., blocks, entries of a block]
     blocks = _in_blocks(x)
     # The bits of |x| as an integer are in the order of |x|, with NaN above inf; a maximum of floats may ignore NaN.
     bits = (

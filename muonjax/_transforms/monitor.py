@@ -129,7 +129,7 @@ def monitor(
             _check_same_matrices(inner_state, params, pieces)
         statistics: Any = {}
         for group in _leaves_of_groups(groups, params, pieces):
-            # A new array for each: a buffer that is in two places can't be donated.
+            # NaN until the first step; a new array for each, because a buffer that is in two places can't be donated.
             statistics[group] = {
                 name: jnp.full((), jnp.nan, jnp.float32) for name in STATISTICS
             }
@@ -244,6 +244,7 @@ class _Step:
 
     def measure(self, leaves: list[int]) -> dict[str, jax.Array]:
         """The statistics of a group of leaves."""
+        # A group has at least one leaf.
         size = sum(jnp.size(self.weights[i]) for i in leaves)
         update_rms = _root([self.updates[i] for i in leaves], size)
         weight_rms = _root([self.weights[i] for i in leaves], size)
@@ -266,6 +267,7 @@ class _Step:
 
     def _orthogonality(self, leaves: list[int]) -> Float32[Array, ""]:
         """The root mean square deviation from orthogonality of the updates of all matrices in these leaves."""
+        # [matrices of the piece] each
         deviations = []
         for piece in self.pieces:
             if piece.leaf in leaves:
@@ -276,7 +278,10 @@ class _Step:
 
 
 def _root(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
-    """sqrt(sum x^2 / count) over all entries x of the arrays, which may be of any size."""
+    """sqrt(sum x^2 / count) over all entries x of the arrays, whose squares need not be numbers of float32.
+
+    Without arrays it is 0.
+    """
     magnitudes = [jnp.abs(x).astype(jnp.float32) for x in arrays]
     largest = jnp.float32(0)
     for x in magnitudes:
@@ -309,6 +314,7 @@ def _local_deviation(
 
     The array is a device's own, or XLA decides how its products are sharded.
     """
+    # [batch, m, n]
     u = view.to_matrices(update)
     # m <= n, so that the Gram matrix is the smaller one.
     u = u.mT if u.shape[-2] > u.shape[-1] else u

@@ -91,6 +91,7 @@ def map_matrices(
       dimension_numbers: As in `orthogonalize`.
       distribution: As in `orthogonalize`.
     """
+    # For each piece, which is a leaf or a part of one: its array, its view, and the index of its leaf.
     pieces = matrix_pieces(dimension_numbers, tree)
     inputs = pieces.of(tree)
     views = [piece.view for piece in pieces]
@@ -284,7 +285,11 @@ def _normalize(
     decay: Any,
     eps: Any,
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
-    """The normalized update of one leaf and the new second moment of its neurons, as `normalize_neurons` has them."""
+    """The normalized update of one leaf and the new second moment of its neurons, as `normalize_neurons` has them.
+
+    For a leaf [d, heads, size] with rows d the moment is [1, heads, size].
+    """
+    # In the view's shape, where rows and columns may be several axes each
     o = view.split(update).astype(at_least_float32(update.dtype))
     # |O_j|^2 of each neuron, which is a column
     squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
