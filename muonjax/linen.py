@@ -204,6 +204,7 @@ def merge(params: Any) -> Any:
             f"merge: no {shared.SCALE} at {paths}; give frozen parameters too."
         )
     for layer in layers:
+        # The adapter's parameters go, and only the kernel stays.
         factors = [flat.pop((*layer, _HOLDER, name)) for name in shared.FACTORS]
         scale = flat.pop((*layer, _HOLDER, shared.SCALE))
         kernel = flat[(*layer, "kernel")]
@@ -219,6 +220,8 @@ def _merged(
     shapes = [factor.shape for factor in factors]
     # A factor of one layer has two axes.
     num_stacked = len(shapes[0]) - 2
+    # All leaves of a stack begin with the same axes of layers, and a scale has no others. Along another axis the
+    # layers would be taken for inputs: w1a [m, r] and w1b [r, n] tell by the r that they have in common.
     stacks = {leaf.shape[:num_stacked] for leaf in (*factors, kernel)}
     ranks_agree = shapes[0][-1] == shapes[1][-2]
     if stacks != {scale.shape} or not ranks_agree:

@@ -82,6 +82,7 @@ def hadamard_linear(
         check_range("scale", scale, "finite", "; alpha / r is usual.")
     # The product has the precision of x and w: a layer in half precision may hold its factors in float32.
     dtype = common_dtype(x, w)
+    # The sums have that of all arguments, as those of a plain layer with a float32 parameter do.
     result = common_dtype(x, w, *factors)
 
     def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -119,6 +120,7 @@ def adapted_kernel(
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "*kernel"]:
     """kernel + ΔW in the kernel's shape and dtype, computed in float32 at least and rounded once."""
+    # [m, r], [r, n], [m, r], [r, n] for a kernel of m n entries, such as (3, 3, 6, 4) with m = 54 and n = 4
     w1a, w1b, w2a, w2b = factors
     dtype = at_least_float32(common_dtype(kernel, *factors))
     product = functools.partial(
@@ -162,6 +164,7 @@ def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
     dtype = common_dtype(*factors)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"the factors must be floating-point, got {dtype}.")
+    # From here on the factors fit each other.
     m, n = w1a[0], w1b[1]
     if w.shape != (m, n) or x.shape[-1:] != (m,):
         raise ValueError(
@@ -199,6 +202,7 @@ def factor_shapes(
     # The kernel is a matrix m × n for the factors.
     m = math.prod(kernel[:inputs])
     n = math.prod(kernel[inputs:])
+    # A larger rank would cost more and say no more.
     if rank > min(m, n):
         raise ValueError(
             f"rank={rank} is not possible for a matrix {m} × {n}; choose 1 to {min(m, n)}."

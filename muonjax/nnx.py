@@ -43,6 +43,7 @@ class LoHa(nnx.Module):
         self.function = _function(layer)
         _check_layer(layer)
         kernel = layer.kernel
+        # By name: [in, rank] and [rank, out], twice
         shapes = shared.factor_shapes(kernel.shape, _inputs(layer), rank)
         keys = jax.random.split(rngs.params(), len(shapes))
         for (name, shape), key in zip(shapes.items(), keys, strict=True):
@@ -100,6 +101,7 @@ class LoHaLinear(nnx.Linear):
         with errors_of("LoHaLinear"):
             scale = shared.scale_of(rank, alpha)
             super().__init__(in_features, out_features, rngs=rngs, **linear)
+            # `nnx.data` says that the attribute holds variables, since Flax declares it as a plain function.
             self.dot_general = nnx.data(LoHa(self, rank, scale, rngs))
 
 
@@ -236,6 +238,7 @@ def merge(model: nnx.Module) -> None:
         kernel[...] = shared.adapted_kernel(
             kernel[...], adapter.factors(), adapter.scale
         )
+        # The layer multiplies as before it had an adapter.
         setattr(layer, function, nnx.static(_plain_function(layer)))
     if not has_adapter:
         raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
@@ -271,6 +274,7 @@ def _plain_function(layer: Layer) -> Any:
 
 def _check_layer(layer: Layer) -> None:
     """Raises ValueError for a layer that can't have a new adapter."""
+    # What the layer multiplies with: lax.dot_general, the user's own function, or an adapter.
     function = getattr(layer, _function(layer))
     if isinstance(function, LoHa):
         raise ValueError(
@@ -313,6 +317,7 @@ def as_function_of_parameters(
     structure, params, state = nnx.split(model, nnx.Param, ...)
 
     def of_parameters(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        # A copy, so that a loss that updates running means changes no variable of the caller's.
         return fun(nnx.merge(structure, params, state, copy=True), *args, **kwargs)
 
     of_parameters.__name__ = getattr(fun, "__name__", "loss")

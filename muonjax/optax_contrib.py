@@ -126,7 +126,7 @@ def muon(
         if isinstance(ns_coeffs, str):
             check_choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
             ns_coeffs = _PRESETS[ns_coeffs]
-    # Optax looks at the parameters when it gets them, too.
+    # As in Optax, a function of the parameters decides when they are known.
     numbers = (
         _two_axes
         if muon_weight_dimension_numbers is None
@@ -258,6 +258,7 @@ def scale_by_muon(
             )
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
+        # The coefficients are an array of the state, which a checkpoint may replace.
         updates = map_matrices(
             lambda policy: _iteration(
                 state.ns_coeffs, ns_steps, preconditioning, eps, policy
@@ -318,12 +319,13 @@ def _iteration(
         # A power of two does not round; without it Optax overflows at large scales.
         scale = power_of_two_scale(wide, axis_name)
         y = scaled(wide, scale)
+        # X X^H, [*batch, m, m]
         gram = gram_of(y)
         # X <- D X and X X^H <- D X X^H D with a diagonal D
         diagonal = _row_factors(gram, preconditioning, eps, scale)
         y = scaled(y, diagonal)
         gram = scaled(scaled(gram, diagonal), diagonal.mT)
-        # One row serves all steps.
+        # [rows, 3]: one row serves all steps, and with several the last one serves all steps after it.
         rows = jnp.atleast_2d(coefficients)
         num_steps = ns_steps if coefficients.ndim == 1 else len(rows)
         last = len(rows) - 1
@@ -349,14 +351,17 @@ def _row_factors(
     That is one over a bound of the largest singular value; "aol" has a bound for each row. `eps` is meant for
     the unscaled matrix.
     """
-    # Optax 0.2.8 doesn't pass `eps` on to the first two.
+    # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten", and takes 1e-8. A is scaled by scale^2.
     smallest = jnp.asarray(1e-8, scale.dtype) * scale * scale
     if preconditioning == "aol":
+        # D_i = (sum_j |A_ij|)^(-1/2), as D A D then has no eigenvalue above 1
         row_sums = jnp.sum(jnp.abs(gram), -1, keepdims=True)
         return jax.lax.rsqrt(jnp.maximum(row_sums, smallest))
     if preconditioning == "schatten":
+        # |A|_F^(-1/2), as |A|_F is at least the largest eigenvalue of A
         return jax.lax.rsqrt(jnp.maximum(jnp.sqrt(square_norm(gram)), smallest))
     if preconditioning == "frobenius":
+        # |X|_F^2 = tr(A)
         square = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
     else:
         # "spectral" is the largest singular value itself.

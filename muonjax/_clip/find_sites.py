@@ -172,7 +172,7 @@ def _check_entries(module: PlacedSite) -> None:
 
     All parameters of one factor, as a kernel and its bias, have the same number.
     """
-    # With as many key heads as query heads both numbers are equal.
+    # `entries` of a module is the number of query heads, and `groups` that of key heads; they may be equal.
     entries_of: dict[str, int] = {}
     fits = module.entries % module.groups == 0
     for scale in module.scales:

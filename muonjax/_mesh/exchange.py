@@ -108,18 +108,19 @@ def exchange(
     rounds: Sequence[Round],
     policy: Policy,
 ) -> list[jax.Array]:
-    """Apply f to every matrix once, at its owner.
+    """Apply f to every matrix once, at its owner: the device to which all others send their parts of it.
 
     Args:
       f: Takes matrices with m <= n.
-      blocks: This device's block of each leaf.
+      blocks: This device's part of each leaf, in the leaf's axes.
       views: The view of each leaf.
-      rounds: The rounds of all leaves.
+      rounds: Who owns which matrices: a round for each group of leaves that are sharded over the same mesh axes.
       policy: The policy for the devices.
 
     Returns:
-      This device's block of each result.
+      This device's part of the result of each leaf.
     """
+    # A unit is what one owner gets: a matrix, or several that are fused. [units, *axes of a unit]
     stacks = list(map(_stack_of_units, blocks, views))
     results: Results = {}
     for round_ in rounds:

@@ -58,6 +58,7 @@ def rows_beside(
     arrays that its functions close over vary in the same way, after tracing these functions with what each was before.
     """
     dtype = at_least_float32(x.dtype)
+    # A scalar that varies over the mesh axes of x.
     varying_zero = jnp.zeros_like(x, dtype, shape=())
     return jnp.asarray(coefficients, dtype) + varying_zero
 

@@ -186,6 +186,7 @@ def sylvester(
 
     def by_blocks(a, b, c):
         # The solution is linear in c: bring c to the size of a, or a large c would set the scale of the block.
+        # size c is about as large as a, exactly scaled, [*batch, 1, 1].
         size = power_of_two_scale(c) / power_of_two_scale(a)
         # mcsgn [[A, -C], [0, -B]] = [[I, -2 X], [0, -I]]
         zeros = jnp.zeros_like(adjoint(c))
@@ -193,6 +194,7 @@ def sylvester(
         lower = jnp.concatenate([zeros, -b], axis=-1)
         matrix = jnp.concatenate([upper, lower], axis=-2)
         sign = polynomial_mcsgn(matrix, rows, dot)
+        # The upper right block is -2 size X.
         return -0.5 * sign[..., :m, m:] / size
 
     x = lax.custom_linear_solve(

@@ -83,6 +83,7 @@ def _polishing(rows: Coefficients, num_steps: int) -> Coefficients:
     lower = min(low / high, 1 - 1e-6)
     first, *others = polar_express_rows((5,) * num_steps, lower, safety=1.0)
     a, b, c = first
+    # p(s / high) = (a / high) s + (b / high^3) s^3 + (c / high^5) s^5
     return ((a / high, b / high**3, c / high**5), *others)
 
 
@@ -141,7 +142,7 @@ def lyapunov(
         p = alpha * p + hermitian_part(dot(p, rest))
         return (p, e, q), None
 
-    # Inside of `jax.shard_map` the identity has to vary over the mesh axes of P.
+    # Q begins as I. Inside of `jax.shard_map` it has to vary over the mesh axes of P.
     start = jnp.zeros_like(p) + identity_like(p) if with_inverse else None
     (_, e, q), _ = lax.scan(step, (p, k, start), rows)
     # E tends to 2 Z.
@@ -226,9 +227,10 @@ def polar_msign(
     dot: MatrixProduct,
 ) -> Float[Array, "*batch m n"]:
     """msign by `rows`, with the polar factor's derivative after the steps of `polish` too."""
+    # By a power of two first, since the norm of x may be no number.
     wide = widened(x)
     wide = wide * power_of_two_scale(wide)
-    # The polar factor has no scale, so the norm may be a constant, which saves its derivative.
+    # 1 / |x|_F. The polar factor has no scale, so the norm may be a constant, which saves its derivative.
     _, inverse = unit_norm(lax.stop_gradient(wide))
     steps = rows_beside(x, rows + polish)
     num_rows = len(rows)

@@ -124,11 +124,13 @@ def directional_derivative(
 
     num_steps = len(rows)
     length = min(_segment_length(x, dot), num_steps)
+    # X, and its derivative in `direction`
     carry = (x, direction)
     # An odd step comes first, then segments of equal length.
     odd = num_steps % length
     if odd:
         carry, _ = advance(carry, rows[:odd])
+    # [segments, length, 3]: five steps in twos are one odd step, one segment, and the last one below.
     segments = rows[odd:-length].reshape(-1, length, 3)
     (x, dx), _ = lax.scan(advance, carry, segments)
     # The last segment needs no new X.

@@ -206,6 +206,7 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
         return patch
     if not is_matrix:
         return Answer(None, "vector")
+    # `stacked` is True only where it could not be told which axes count layers.
     numbers = None if p.stacked or is_odd else matrices(p, neighbors)
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)

@@ -111,7 +111,7 @@ def _orthogonalized(
         )
         return optax.chain(momentum, polar, *map(offload, members(numbers)))
 
-    # The members check their settings, and a mistake shall be seen before the first step.
+    # The members check their settings, and a mistake shall be seen before the first step. None stands for any tree.
     matrices(None)
     return partition_by_route(
         call, matrices, others if adam is None else lambda _: adam, program
@@ -321,6 +321,7 @@ def _adamw(
     decay: _WeightDecay, program: Any, mu_dtype: jax.typing.DTypeLike | None, tree: Any
 ) -> optax.GradientTransformation:
     """AdamW for the leaves of a tree that are no matrices; a program knows more vectors than names do."""
+    # A tree of booleans; a program tells vectors, such as a norm's scale, by what the function does with them.
     decaying = decays(tree, getattr(program, "vectors", ()))
     # A function, for Optax would call a tree that is callable, as an Equinox module is.
     mask = (lambda _: decaying) if decay.mask is None else decay.mask
@@ -485,6 +486,7 @@ def _clipped(
     def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(updates, state, params, unnamed)
         # A restored state may have lists in place of tuples.
+        # The state of the optimizer, and that of the clip.
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
         has_clip = is_pair and hasattr(state[1], "factors")
         if not has_clip or len(state[0]) != num_states:

@@ -324,6 +324,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
                 if is_int8
                 else node.trace
             )
+            # From here on `momentum` is a tree of floats, whatever the state was.
             if dtype != jnp.int8:
                 return optax.TraceState(optax.tree.cast(momentum, dtype))
             _check_real(momentum)
