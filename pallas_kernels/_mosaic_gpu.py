@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax.extend import backend
 
 from pallas_kernels._kernel_batch import launch_batch
-from pallas_kernels._tiles import CORES, SQUARE, pick
+from pallas_kernels._tiles import SQUARE
 from pallas_kernels._xla import Operands
 
+# Streaming multiprocessors of an H100 SXM, where the device does not say.
+CORES = 132
 # Older versions of Pallas lack the transposed store that the mirror image needs.
 NEEDS_JAX = (0, 11)
 
@@ -28,18 +30,15 @@ def launched(
 
     Y of None is X, and C of None is nothing. The operands are padded with zeros to sizes that the kernel takes.
 
-    `cores` is the number of the device's multiprocessors, which decides the tiles; `scale` holds alpha and beta,
-    [batch, 2].
+    `cores` is the number of the device's multiprocessors; `scale` holds alpha and beta, [batch, 2].
     """
     # Imported only here, because JAX 0.10 lacks what the kernel's file imports.
     from pallas_kernels import _mosaic_gpu_sm90
 
-    # The tiles follow from the unpadded m: eight more rows are less than a tile.
-    batch, m, _ = x.shape
-    tiles = pick(m, batch, cores)
+    m = x.shape[1]
     x, y, c = jax.tree.map(_aligned, (x, y, c))  # None stays None
     # Zeros add nothing to the product, and the rows and columns that they make are cut off.
-    out = _mosaic_gpu_sm90.launch(x, y, c, scale, tiles=tiles, cores=cores)
+    out = _mosaic_gpu_sm90.launch(x, y, c, scale, cores=cores)
     return out[:, :m, :m]
 
 

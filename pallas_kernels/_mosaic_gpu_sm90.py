@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels._kernel_batch import rectangle, unfold
-from pallas_kernels._tiles import DEPTH, SQUARE, Tiles
+from pallas_kernels._tiles import BLOCK, DEPTH, GROUP, SQUARE, STAGES, num_tiles
 
 # Registers of a thread: 512 are shared by the three threads of the same rank, one of each warpgroup. The one
 # that loads gives up what it doesn't need (`setmaxnreg`) to the two that hold the accumulators.
@@ -24,15 +24,15 @@ LOAD_REGISTERS = 40
 MULTIPLY_REGISTERS = 232
 
 
-def triangle(step: jax.Array, t: int, group: int) -> tuple[jax.Array, jax.Array]:
-    """The `step`-th block (i, j) with ``0 <= j <= i < t``, in an order that reuses what the L2 cache holds.
+def triangle(step: jax.Array, t: int) -> tuple[jax.Array, jax.Array]:
+    """The `step`-th tile (i, j) with ``0 <= j <= i < t``, in an order that reuses what the L2 cache holds.
 
-    `planar_snake` runs through the rectangle that the triangle folds into in stripes of `group` columns, back and
+    `planar_snake` runs through the rectangle that the triangle folds into in stripes of `GROUP` columns, back and
     forth.
     """
     # In stripes, the tiles that run at the same time share rows of X and of Y.
     height, width = rectangle(t)
-    row, column = plgpu.planar_snake(step, (height, width), 1, min(group, width))
+    row, column = plgpu.planar_snake(step, (height, width), 1, min(GROUP, width))
     return unfold(row, column, t)
 
 
@@ -45,7 +45,7 @@ def transforms(minor: int, dtype: jnp.dtype) -> tuple:
     return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
-def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
+def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
     """What one CTA runs: ``alpha·X Yᵀ + beta·C`` for its tiles, by three warpgroups of which the last loads.
 
     `gmem` is the device's memory, `smem` the shared memory of the CTA. `refs` are C, if there is an addend, and the
@@ -54,13 +54,14 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
     *c_gmem, out_gmem = refs
     batch, m, k = x_gmem.shape
     dtype = x_gmem.dtype
-    block = tiles.block
-    height = tiles.rows * block  # rows of a CTA's tile
-    part = height // 2  # rows of a warpgroup's part
+    part = BLOCK // 2  # rows of a warpgroup's part of a tile, which is one square high
+    squares = BLOCK // SQUARE  # squares of a part, side by side
     steps = k // DEPTH
-    stages = min(tiles.stages, steps * tiles.count(m) * batch)
-    slots = min(tiles.slots, tiles.squares)
-    c_slots = min(2, tiles.squares)
+    count = num_tiles(m)
+    # A stage that is never filled would never be free again.
+    stages = min(STAGES, steps * count * batch)
+    # Squares of the result that wait for their store in each warpgroup. C takes the shared memory of one.
+    slots = squares - 1 if addend else squares
 
     def shared(number, rows, columns):
         """Shared memory for so many matrices of X's dtype."""
@@ -69,15 +70,15 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
 
     @functools.partial(
         pl.run_scoped,
-        x_smem=shared(stages, height, DEPTH),
-        y_smem=shared(stages, block, DEPTH),
+        x_smem=shared(stages, BLOCK, DEPTH),
+        y_smem=shared(stages, BLOCK, DEPTH),
         # A stage is full when both copies have arrived, and free when both warpgroups have multiplied.
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         direct_smem=shared(2 * slots, SQUARE, SQUARE),
         mirror_smem=shared(2 * slots, SQUARE, SQUARE),
-        c_smem=shared(2 * c_slots, SQUARE, SQUARE) if addend else None,
-        c_full=plgpu.Barrier(num_barriers=2 * c_slots) if addend else None,
+        c_smem=shared(2 * squares, SQUARE, SQUARE) if addend else None,
+        c_full=plgpu.Barrier(num_barriers=2 * squares) if addend else None,
         collective_axes="wg",
     )
     def _(x_smem, y_smem, full, free, direct_smem, mirror_smem, c_smem, c_full):
@@ -86,22 +87,18 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
         def each_tile(body):
             """Calls ``stage = body(b, i, j, stage)`` for each tile of this CTA; the stages go round.
 
-            `b` is the matrix. The tile has the rows from i·height on, and the columns from j·block on.
+            `b` is the matrix. The tile has the rows from i·BLOCK on, and the columns from j·BLOCK on.
             """
-            count = tiles.count(m)
 
             @plgpu.nd_loop(
                 (batch * count,), collective_axes="cta", init_carry=jnp.int32(0)
             )
             def _(loop, carry):
-                # Tiles are numbered matrix after matrix, and square after square of the lower triangle. A tile is as
-                # high as a square, and a block wide: a square has as many side by side as it has blocks of rows.
+                # Tiles are numbered matrix after matrix.
                 (number,) = loop.index
                 b = lax.div(number, jnp.int32(count))
                 tile = lax.rem(number, jnp.int32(count))
-                square = lax.div(tile, jnp.int32(tiles.rows))
-                i, square_column = triangle(square, pl.cdiv(m, height), tiles.group)
-                j = square_column * tiles.rows + lax.rem(tile, jnp.int32(tiles.rows))
+                i, j = triangle(tile, pl.cdiv(m, BLOCK))
                 # The stage is what the loop carries; `nd_loop` gives it by that name.
                 stage = carry
                 return body(b, i, j, stage)
@@ -120,11 +117,12 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                 def step(s, stage):
                     columns = pl.ds(s * DEPTH, DEPTH)
                     plgpu.barrier_wait(free.at[stage])
-                    for operand, first, rows, smem in (
-                        (x_gmem, i * height, height, x_smem),
-                        (y_gmem, j * block, block, y_smem),
+                    # The rows of X and of Y whose products are the tile's rows and columns
+                    for operand, first, smem in (
+                        (x_gmem, i * BLOCK, x_smem),
+                        (y_gmem, j * BLOCK, y_smem),
                     ):
-                        source = operand.at[b, pl.ds(first, rows), columns]
+                        source = operand.at[b, pl.ds(first, BLOCK), columns]
                         plgpu.copy_gmem_to_smem(source, smem.at[stage], full.at[stage])
                     return following(stage)
 
@@ -144,18 +142,17 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
 
             @each_tile
             def _(b, i, j, stage):
-                top = i * height + wg * part
-                left = j * block
+                # All squares of this warpgroup's part have this first row.
+                row = i * BLOCK + wg * part
 
-                def place(square):
-                    """First row and column of a square; those above the diagonal are never stored."""
-                    down, across = divmod(square, block // SQUARE)
-                    return top + down * SQUARE, left + across * SQUARE
+                def column_of(square):
+                    """First column of a square; those above the diagonal are never stored."""
+                    return j * BLOCK + square * SQUARE
 
                 def load_c(square):
                     """Starts the copy of C's square; it is awaited where it is added."""
-                    row, column = place(square)
-                    slot = wg * c_slots + square % c_slots
+                    column = column_of(square)
+                    slot = wg * squares + square
 
                     @pl.when(column <= row)
                     def _():
@@ -168,7 +165,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
 
                 def store(square, value):
                     """Store a 64-square of the product, with its scale and addend, at its place and mirrored."""
-                    row, column = place(square)
+                    column = column_of(square)
                     rows = pl.ds(row, SQUARE)
                     columns = pl.ds(column, SQUARE)
                     # The squares of a warpgroup take its slots in turn.
@@ -187,7 +184,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                         result = value * scale_gmem[b, 0]
                         if addend:
-                            c_slot = wg * c_slots + square % c_slots
+                            c_slot = wg * squares + square
                             plgpu.barrier_wait(c_full.at[c_slot])
                             c = c_smem[c_slot].astype(jnp.float32)
                             result = result + scale_gmem[b, 1] * c
@@ -210,80 +207,69 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, tiles: Tiles, addend: bool):
                             # Rounding may differ above and below the diagonal: below counts.
                             plgpu.commit_smem()
                             shape = (SQUARE, SQUARE)
-                            row_of = lax.broadcasted_iota(jnp.int32, shape, 0)
-                            column_of = lax.broadcasted_iota(jnp.int32, shape, 1)
-                            direct[...] = jnp.where(
-                                row_of >= column_of, result, mirror[...]
-                            )
+                            row_number = lax.broadcasted_iota(jnp.int32, shape, 0)
+                            column_number = lax.broadcasted_iota(jnp.int32, shape, 1)
+                            is_below = row_number >= column_number
+                            direct[...] = jnp.where(is_below, result, mirror[...])
                             plgpu.commit_smem()
 
                         plgpu.copy_smem_to_gmem(direct, out_gmem.at[b, rows, columns])
 
-                    # The slot of C is free again for the square that comes next in it.
-                    if addend and square + c_slots < tiles.squares:
-                        load_c(square + c_slots)
-
-                # The first squares of C are on their way while the product is computed.
+                # The squares of C are on their way while the product is computed.
                 if addend:
-                    for square in range(c_slots):
+                    for square in range(squares):
                         load_c(square)
 
                 @functools.partial(
                     pl.run_scoped,
-                    accumulator=plgpu.WGMMAAccumulatorRef((part, block), jnp.float32),
+                    accumulator=plgpu.WGMMAAccumulatorRef((part, BLOCK), jnp.float32),
                 )
                 def product(accumulator):
                     """X Yᵀ of this warpgroup's part of the tile, slice by slice of k."""
 
                     def step(s, carry):
                         """Add the product of one slice; `carry` is its stage and the stage before."""
-                        stage, last = carry
+                        stage, previous = carry
+                        # The loading warpgroup has copied this slice of X and Y into the stage.
                         plgpu.barrier_wait(full.at[stage])
-                        mine = x_smem.at[stage, pl.ds(wg * part, part)]
+                        x_part = x_smem.at[stage, pl.ds(wg * part, part)]
                         y_transposed = y_smem.at[stage].transpose((1, 0))
-                        plgpu.wgmma(accumulator, mine, y_transposed)
+                        plgpu.wgmma(accumulator, x_part, y_transposed)
                         # This product stays in flight; the one before is done, and so is its stage.
                         plgpu.wgmma_wait(1)
 
                         @pl.when(s > 0)
                         def _():
-                            plgpu.barrier_arrive(free.at[last])
+                            plgpu.barrier_arrive(free.at[previous])
 
                         return following(stage), stage
 
                     _, last = lax.fori_loop(0, steps, step, (stage, stage))
+                    # Reading the accumulator waits for the last product.
                     value = accumulator[...]
                     plgpu.barrier_arrive(free.at[last])
                     return value
 
-                for square in range(tiles.squares):
-                    row, column = divmod(square, block // SQUARE)
-                    down = SQUARE * row
-                    across = SQUARE * column
-                    store(
-                        square, product[down : down + SQUARE, across : across + SQUARE]
-                    )
+                for square in range(squares):
+                    across = SQUARE * square
+                    store(square, product[:, across : across + SQUARE])
                 return lax.rem(stage + steps, jnp.int32(stages))
 
             plgpu.wait_smem_to_gmem(0)
 
 
-def launch(x, y, c, scale, *, tiles: Tiles, cores: int) -> jax.Array:
+def launch(x, y, c, scale, *, cores: int) -> jax.Array:
     """One launch: [batch, m, k] gives [batch, m, n], n the next multiple of 64; columns from m on are junk.
 
     m must be a multiple of 8, k of 64, C of the result's shape; `scale` is [batch, 2], alpha and beta.
     """
     batch, m, _ = x.shape
-    addend = c is not None
-    # C passes through shared memory too, and something else has to make way.
-    if addend:
-        tiles = tiles.with_addend()
     # Whole squares are stored, so that the result has as many columns.
     columns = pl.cdiv(m, SQUARE) * SQUARE
     # No more CTAs than multiprocessors: each walks over several tiles.
-    ctas = min(cores, batch * tiles.count(m))
+    ctas = min(cores, batch * num_tiles(m))
     run = plgpu.kernel(
-        functools.partial(_kernel, tiles=tiles, addend=addend),
+        functools.partial(_kernel, addend=c is not None),
         out_type=jax.ShapeDtypeStruct((batch, m, columns), x.dtype),
         grid=(ctas,),
         grid_names=("cta",),

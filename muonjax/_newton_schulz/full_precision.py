@@ -45,7 +45,6 @@ from muonjax._newton_schulz.deflation import (
 )
 from muonjax._newton_schulz.settings import NewtonSchulz, Normalization
 from pallas_kernels._api import SymmetricProduct
-from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact
@@ -85,12 +84,7 @@ def iterate(
     x, nonzero = below_one(x, dtype, axis_name)
     if rank and 1 not in restarts:
         # The second step takes R from the first, so the rounding of R must be small already.
-        shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
-        x = (
-            shrink(x)
-            if isinstance(x, Blocks)
-            else materialize(shrink, x, policy.platform)
-        )
+        x = pre_deflate(x, rank, axis_name)
 
     # X <- Q X for each stretch of steps that share one Gram matrix R: steps 0 to 3 and 3 to 5 with a restart before 3.
     for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
@@ -243,6 +237,7 @@ def normalize(
     inverse_norm = jax.lax.rsqrt(or_one(square_norm(gram)))
     b = scaled(gram, inverse_norm)
     b2 = product(b)
+    # |B^2|_F^2, the sum of the fourth powers of B's eigenvalues
     fourth_powers = square_norm(b2)
     if deflation is not None:
         others = other_fourth_powers(scaled(deflation.dominant, inverse_norm))
@@ -250,6 +245,7 @@ def normalize(
     # R = B / bound with bound^4 = fourth_powers
     inverse_square = jax.lax.rsqrt(or_one(fourth_powers))
     inverse = jnp.sqrt(inverse_square)
+    # R = A / (|A|_F bound), so s^2 = 1 / (|A|_F bound)
     return (
         scaled(b, inverse),
         scaled(b2, inverse_square),

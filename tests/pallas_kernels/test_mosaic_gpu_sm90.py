@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _mosaic_gpu, symmetric_product
-from pallas_kernels._tiles import SHAPES, Tiles
+from pallas_kernels._tiles import num_tiles
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
     assert_as_accurate_as_xla,
@@ -87,24 +87,16 @@ class TestHopper(SymmetricProductSuite):
 
 @pytest.mark.skipif(ON_GPU, reason="only the interpreter detects races")
 @pytest.mark.parametrize(
-    ("tiles", "addend"),
-    [
-        (Tiles(block=128, rows=1, stages=2, slots=1), True),
-        nightly(Tiles(block=128, rows=1, stages=4, slots=2), False),
-        (Tiles(block=128, rows=2, stages=2, slots=2), False),
-        (Tiles(block=64, rows=2, stages=3, slots=1), True),
-    ],
-    ids=str,
+    ("stages", "addend"), [(2, True), (3, False), nightly(5, False)]
 )
-def test_no_races(tiles, addend):
+def test_no_races(stages, addend, monkeypatch):
     """Several tiles for each CTA, diagonal ones and others, and more k-slices than stages."""
+    monkeypatch.setattr(_mosaic_gpu_sm90, "STAGES", stages)
     x, y = draw((2, 264, 192), jnp.float16, 1), draw((2, 264, 192), jnp.float16, 2)
     c = draw((2, 264, 320), jnp.float16, 3) if addend else None
     scale = jnp.asarray([[0.7, -1.3], [2.0, 0.5]])
     with interpreter(races=True):
-        out = jax.jit(lambda *a: _mosaic_gpu_sm90.launch(*a, tiles=tiles, cores=2))(
-            x, y, c, scale
-        )
+        out = jax.jit(lambda *a: _mosaic_gpu_sm90.launch(*a, cores=2))(x, y, c, scale)
         out = out[..., :264].block_until_ready()
     c = c if c is None else c[..., :264]
     assert_as_accurate_as_xla(
@@ -124,22 +116,19 @@ def test_the_race_detector_sees_a_missing_wait(monkeypatch):
         lambda n, wait_read_only=False: None if wait_read_only else wait(n),
     )
     x = draw((1, 384, 64), jnp.float16)
-    tiles = Tiles(stages=2, slots=1)
     # JAX 0.11 notes a race, 0.12 raises where it happens.
     races = pytest.raises(
         (AssertionError, RuntimeError), match=r"races_found|RACE DETECTED"
     )
     with races, interpreter(races=True):
-        _mosaic_gpu_sm90.launch(
-            x, None, None, jnp.ones((1, 2)), tiles=tiles, cores=1
-        ).block_until_ready()
+        out = _mosaic_gpu_sm90.launch(x, None, None, jnp.ones((1, 2)), cores=1)
+        out.block_until_ready()
 
 
-@pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("t", [1, 2, 3, 8, 17, 32])
-def test_the_schedule_visits_each_block_of_the_triangle_once(t, group):
-    step = jnp.arange(t * (t + 1) // 2, dtype=jnp.int32)
-    i, j = jax.vmap(lambda s: _mosaic_gpu_sm90.triangle(s, t, group))(step)
+def test_the_schedule_visits_each_tile_of_the_triangle_once(t):
+    step = jnp.arange(num_tiles(128 * t), dtype=jnp.int32)
+    i, j = jax.vmap(lambda s: _mosaic_gpu_sm90.triangle(s, t))(step)
     visited = sorted(zip(np.asarray(i).tolist(), np.asarray(j).tolist(), strict=True))
     assert visited == sorted(
         zip(*(a.tolist() for a in np.tril_indices(t)), strict=True)
@@ -161,14 +150,13 @@ def hopper(x, **settings):
 
 
 @pytest.mark.parametrize("addend", [True, False])
-@pytest.mark.parametrize("tiles", SHAPES, ids=str)
-def test_every_shape_of_tile_lowers(tiles, addend):
+def test_the_kernel_lowers(addend):
     """Catches too much shared memory, layouts that don't exist, and TMA boxes that aren't allowed."""
     c = [(1, 1024, 1024)] if addend else []
 
     def f(x, *c):
         return _mosaic_gpu_sm90.launch(
-            x, None, *(c or [None]), jnp.ones((1, 2)), tiles=tiles, cores=132
+            x, None, *(c or [None]), jnp.ones((1, 2)), cores=132
         )
 
     assert _cuda(f, (1, 1024, 512), *c) == ["1x1024x1024"]
@@ -203,7 +191,7 @@ def test_derivatives_lower():
 
 def test_the_launch_fills_the_device():
     """As many CTAs as there are multiprocessors, or tiles where these are fewer."""
-    for cores, m, ctas in ((78, 4096, 78), (132, 4096, 132), (132, 100, 2)):
+    for cores, m, ctas in ((78, 4096, 78), (132, 4096, 132), (132, 300, 6)):
         with pretend(cores):
             jaxpr = jax.make_jaxpr(hopper)(jax.ShapeDtypeStruct((m, 64), jnp.bfloat16))
         assert re.search(r"Mesh\(grid=\((\d+),\)", str(jaxpr)).group(1) == str(ctas)
