@@ -108,9 +108,6 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
     # Small matrices run in batches of `size`, large ones one after the other.
     counts = list(map(len, parts))
     size = policy.chunk_size(sum(counts), (m, n))
-    if policy.is_cpu and size == 1 and any(map(_is_tall, parts)):
-        return _map_and_transpose_each(f, parts, policy.platform)
-
     stack = _stacked(parts, n)
     # [chunks, size, m, n], or [chunks, m, n]: XLA for CPUs multiplies batches of one in a slower way.
     chunks = stack if size == 1 else stack.reshape(-1, size, m, n)
@@ -231,55 +228,6 @@ def _unstacked(
     for start, count in zip(starts, counts, strict=True):
         parts.append(jax.lax.dynamic_slice_in_dim(stack, start, count))
     return parts
-
-
-def _map_and_transpose_each(
-    f: Function, parts: Sequence[jax.Array], platform: str
-) -> list[jax.Array]:
-    """f of each matrix of one shape or its transpose, which is transposed when its turn comes.
-
-    XLA for CPUs has a fast kernel for a transpose alone, and would make it a part of what builds the stack, entry by
-    entry. A branch leaves it alone, if XLA does not know which branch is taken. Matrices are flat: for a matrix, XLA
-    would choose a layout.
-    """
-    m, n = _sides(parts[0])
-    # The tall arrays come first, so that a matrix is tall if its number is below that of the first wide one.
-    tall = [i for i, x in enumerate(parts) if _is_tall(x)]
-    order = tall + [i for i in range(len(parts)) if i not in tall]
-    ordered = [parts[i] for i in order]
-    counts = list(map(len, ordered))
-    num_tall = sum(len(parts[i]) for i in tall)
-    # XLA does not know this number, so that it keeps both branches below.
-    _, first_wide = numbers_from_loop((0, num_tall), platform)
-
-    def map_flat(number: Any, flat: jax.Array) -> jax.Array:
-        is_tall = number < first_wide
-        x = jax.lax.cond(
-            is_tall,
-            lambda flat: flat.reshape(1, n, m).mT.reshape(m, n),
-            lambda flat: flat.reshape(m, n),
-            flat,
-        )
-        return jax.lax.cond(
-            is_tall, lambda y: y.mT.reshape(-1), lambda y: y.reshape(-1), f.whole(x)
-        )
-
-    # [matrices, m * n]
-    stack = jnp.concatenate([x.reshape(-1, m * n) for x in ordered])
-    # A loop of one step would still be compiled as a loop.
-    if len(stack) == 1:
-        stack = map_flat(0, stack[0])[None]
-    else:
-
-        def body(i: jax.Array, stack: jax.Array) -> jax.Array:
-            return with_entry(stack, i, map_flat(i, entry(stack, i)))
-
-        stack = jax.lax.fori_loop(0, len(stack), body, stack)
-    outputs = _unstacked(stack, counts, platform)
-    results: list[Any] = [None] * len(parts)
-    for i, y in zip(order, outputs, strict=True):
-        results[i] = y.reshape(parts[i].shape)
-    return results
 
 
 def _map_in_blocks(

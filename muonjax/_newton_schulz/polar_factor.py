@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
 from muonjax._common.arguments import errors_of, mesh_axes
@@ -88,19 +87,14 @@ def polar_factor(
     """
     # "bfloat16" stands for half precision; which half type it is, `half_precision` asks the policy.
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    is_half = dtype == jnp.bfloat16
     # A mesh cuts the longer side of a matrix: then x is a device's share of the columns, of a matrix that is wide.
     is_tall = not axis_name and x.shape[-2] > x.shape[-1]
     wide = x.mT if is_tall else x
-    if is_half:
+    if dtype == jnp.bfloat16:
         y = half_precision.iterate(wide, settings, policy, axis_name)
     else:
         y = full_precision.iterate(wide, settings, policy, dtype, axis_name)
-    if is_tall:
-        if policy.is_cpu and is_half:
-            # XLA would make the transposition a part of the last product, and has no such product of half types.
-            y = jax.lax.optimization_barrier(y)
-        y = y.mT
+    y = y.mT if is_tall else y
     return y.astype(x.dtype)
 
 
