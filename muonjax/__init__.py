@@ -62,6 +62,7 @@ def __getattr__(name: str):
     # They import Flax, which need not be loaded without them.
     if name in ("linen", "nnx"):
         return import_module(f"muonjax.{name}")
+    # As Python suggests names, but also for a name in another case, such as muonjax.Muon.
     near = get_close_matches(name.lower(), [n for n in globals() if n[0] != "_"], 1)
     raise AttributeError(
         f"muonjax has no attribute {name!r}{f'. Did you mean {near[0]}?' if near else ''}"

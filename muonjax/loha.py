@@ -217,6 +217,7 @@ def initial(name: str, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.
     Factors are normal, with standard deviation 1 on the inputs' side and 0.1 on the outputs'; but the second factor on
     the outputs' side is zero, so that ΔW = 0 at the start.
     """
+    # w1a, w1b, w2a, w2b
     deviation = dict(zip(FACTORS, (1.0, 0.1, 1.0, 0.0), strict=True))[name]
     return deviation * jax.random.normal(key, tuple(shape), dtype)
 
@@ -243,6 +244,7 @@ def apply_adapter(
                 f"dimension_numbers={dimension_numbers} and a kernel of shape {rhs.shape}."
             )
 
+    # The layer's own product, with its dimension numbers, strides and precision.
     def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
         return function(x, kernel, *args, **settings)
 

@@ -258,7 +258,7 @@ def scale_by_muon(
             )
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
-        # The coefficients are an array of the state, which a checkpoint may replace.
+        # The coefficients are an array of the state, which a checkpoint may replace, and so may be traced.
         updates = map_matrices(
             lambda policy: _iteration(
                 state.ns_coeffs, ns_steps, preconditioning, eps, policy
@@ -295,6 +295,7 @@ def _iteration(
 ) -> Function:
     """The map of one matrix with m <= n that Optax computes. The coefficients are arrays: they come from the state."""
 
+    # `map_groups` and a mesh give wide matrices, m <= n.
     def iterate(
         x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
     ) -> Inexact[Array, "*batch m n"]:

@@ -167,6 +167,7 @@ def fused_qkv_site(
         kernel = _KernelAxes.of_layout(layout, ("3hd", "h3d"), num_heads)
         # In GPT-NeoX each head has its query, key and value side by side. Elsewhere the queries of all
         # heads come first, then all keys, then all values.
+        # `of_layout` has found both letters.
         by_head = layout.index("h") < layout.index("3")
         if key_heads != num_heads and (by_head or "(3 h" not in layout):
             raise ValueError(

@@ -198,6 +198,7 @@ class ClipByStatistic:
 
         A threshold may be a schedule, a function of the number of clips so far.
         """
+        # Checked where the clip and the site were made: one of the two has a threshold.
         threshold = self.threshold if site.threshold is None else site.threshold
         if callable(threshold):
             threshold = threshold(clips_so_far)
@@ -289,6 +290,7 @@ def parameter_factors(
 
 
 def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
+    """x**power, for x > 0."""
     # The square root is exact, and faster than a general power.
     if power == 1.0:
         return x
@@ -301,6 +303,7 @@ def scaled_leaves(
     updates: Any, params: Mapping[str, jax.Array], factors: Mapping[str, jax.Array]
 ) -> Any:
     """The updates after which each parameter is its factor times what it would be otherwise."""
+    # By path, since a factor is that of a path, and in the order of the tree.
     leaves = flatten_paths(updates)
     for path, factor in factors.items():
         # Optax masks frozen parameters. Without an update there is nothing by which the clip could change them.

@@ -144,6 +144,7 @@ def max_logits(
             logits = jnp.where(visible, logits, -jnp.inf)
         return logits.max((-2, -1))
 
+    # The blocks are numbers of NumPy, of which at least one has a visible pair.
     starts = _visible_blocks(T, S, block_q, block_k, left, right)
 
     def with_block(largest: jax.Array, start: Any) -> tuple[jax.Array, None]:

@@ -215,6 +215,7 @@ class PlacedScale(NamedTuple):
         For the first four of six columns and two entries, [a, b] -> [[a, a, b, b, 1, 1]]. An axis
         without entries has size one.
         """
+        # With `table` [*layers, positions] in the end, each position of the flattened `entry_axes` has its factor.
         *layers, entries = factors.shape
         # Only the span is scaled in the run of each entry: [*layers, entries, run].
         is_scaled = np.zeros(run_length(self.scale, entries, self.size), bool)
@@ -247,6 +248,7 @@ def placed(
     scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
 ) -> PlacedScale:
     """Place a scale on the parameter `leaf` of this shape; raise ValueError where it does not fit."""
+    # The axes that count layers, () for a single layer.
     stack = _stack(scale, leaf, shape, scan_axis)
     # A scale names axes of one layer, and they are counted without those of the stack: `nn.scan` on
     # axis 1 makes a kernel (d, L, heads, head_dim) but a bias (heads, L, head_dim).

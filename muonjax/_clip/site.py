@@ -124,7 +124,7 @@ def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
 
     Raises TypeError, which names the argument, for anything else.
     """
-    # A `Program` makes its sites anew, and warns of attentions that can't be clipped.
+    # A `Program` makes its sites anew at each call, and warns of attentions that can't be clipped.
     several = getattr(sites, "sites", sites)
     if isinstance(several, Site):
         several = (several,)

@@ -65,6 +65,7 @@ def rows_beside(
 
 def widened(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch short long"]:
     """x as wide matrices, in float32 or wider."""
+    # The polar factor of X^T is the transpose of that of X, and the Gram matrix of wide X is the smaller one.
     m, n = x.shape[-2:]
     wide = adjoint(x) if m > n else x
     return wide.astype(at_least_float32(x.dtype))
@@ -86,6 +87,7 @@ def oriented_like(
     wide: Float[Array, "*batch short long"], x: Float[Array, "*batch m n"]
 ) -> Float[Array, "*batch m n"]:
     """Undoes `widened`: `wide` in the orientation and dtype of x."""
+    # A square matrix is not transposed by `widened` either.
     oriented = wide if wide.shape == x.shape else adjoint(wide)
     return oriented.astype(x.dtype)
 

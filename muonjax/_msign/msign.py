@@ -94,6 +94,7 @@ def msign(
             )
         polishing_rows = polishing(rows, polish) if gradient == "polar" else ()
         dot = product_of(x, precision)
+    # An empty matrix has no norm, and one without rows or columns has nothing to change.
     if x.size == 0:
         return x
 
@@ -101,5 +102,6 @@ def msign(
         return polar_msign(x, rows, polishing_rows, dot)
     if gradient == "polynomial":
         return polynomial_msign(x, rows_beside(x, rows), dot)
+    # "autodiff": JAX differentiates these lines.
     unit, _ = normalized(x)
     return oriented_like(iterate(unit, rows_beside(x, rows), dot), x)

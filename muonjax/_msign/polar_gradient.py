@@ -43,6 +43,7 @@ def polishing(rows: Coefficients, polish: int) -> Coefficients:
     """
     if _largest_error(rows, polish) <= _MOST_ERROR:
         return _polishing(rows, polish)
+    # The message says how many steps of polish would do, if any number does.
     low, high = _range(rows + _polishing(rows, polish))
     advice = "take other coefficients."
     for enough in range(polish + 1, 20):

@@ -232,6 +232,7 @@ def tangent_by_normalization(
     """
 
     def jacobian(at, dx):
+        # `at` is the point: x and the rows. Both are wide from here on, also for a tall x.
         x, rows = at
         u, inverse = normalized(x)
         dx = widened(dx)

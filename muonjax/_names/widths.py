@@ -57,6 +57,7 @@ class Widths:
 
 def channels(p: Parameter, numbers: DimensionNumbers | None) -> int | None:
     """How many channels the window of a convolution sees; None for other leaves."""
+    # A kernel whose name says nothing may be a convolution's.
     if numbers is None or p.role not in (roles.CONVOLUTION, roles.UNKNOWN):
         return None
     # The rows of a convolution are its channels and its window, so more than one axis.

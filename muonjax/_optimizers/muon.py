@@ -306,6 +306,7 @@ def _decayed(
     # A mask that does not fit would be Optax's error, about trees.
     decay = decay._replace(mask=fitted_mask("weight_decay_mask", decay.mask))
 
+    # W <- W - rate (O + weight_decay W), where O is what `members` return
     def decayed(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
         return [
             *members(numbers),

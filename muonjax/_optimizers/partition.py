@@ -180,6 +180,7 @@ def _route(
     masked = []
     for leaf, label in zip(leaves, labels, strict=True):
         masked.append(leaf if label == "muon" else optax.MaskedNode())
+    # Checks the axes of every matrix, so that a mistake shows before the first step.
     pieces = matrix_pieces(treedef.unflatten(numbers), treedef.unflatten(masked))
     return _Route(pieces, treedef.unflatten(labels))
 
@@ -191,6 +192,7 @@ def _with_gradients(updates: Any, params: Any) -> Any:
     `eqx.filter_grad` has None.
     """
     # By path and in the order of the trees, because the structures differ where None has no leaf.
+    # None of `updates` has no path: where `eqx.filter_grad` puts it, there is a leaf in `leaves` alone.
     gradients = flatten_paths(updates)
     leaves = flatten_paths(params)
     without_gradient = [path for path in leaves if path not in gradients]

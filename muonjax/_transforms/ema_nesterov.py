@@ -167,6 +167,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
             raise ValueError(
                 f"(state, params) needs one ema_nesterov, not {len(states)}."
             )
+        # A parameter may be a Python number.
         leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
         means = jax.tree.leaves(states[0].ema)
         if [y.shape for y in leaves] != [m.shape for m in means]:

@@ -236,6 +236,7 @@ def _step(
 
     The norms in the formulas are root mean squares; m n, which all of them lack, cancels.
     """
+    # In the view's shape; `kept_rms` has size 1 along the axes of rows and columns, and so broadcasts.
     w = _wide(weight, view)
     u = _wide(update, view)
     # A checkpoint may have been restored in another dtype.
@@ -246,6 +247,7 @@ def _step(
     w = w / unit
     kept_rms = kept_rms / unit
     weight_rms = jnp.sqrt(_mean(jnp.abs(w) ** 2, view))
+    # The update may be of any size, as where no `orthogonalize` comes before.
     update_rms = _rms(u, view)
 
     # R follows what has changed the norm from outside, by more than rounding does.

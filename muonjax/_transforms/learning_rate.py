@@ -49,6 +49,7 @@ def scale_by_learning_rate(
         rate = rate_at(state.count)
         # In the update's dtype, as Optax multiplies.
         updates = jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates)
+        # Increments stop at the largest int32.
         count = jnp.asarray(optax.safe_increment(state.count))
         return updates, LearningRateState(count, rate)
 
@@ -63,6 +64,7 @@ def adamw(
     **settings: Any,
 ) -> optax.GradientTransformation:
     """`optax.adamw`, with the same updates; for a schedule the state has a `LearningRateState`."""
+    # The members of Optax's own chain; only the last one has another state.
     return optax.chain(
         optax.scale_by_adam(**settings),
         optax.add_decayed_weights(weight_decay, mask),

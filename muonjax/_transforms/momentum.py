@@ -227,6 +227,7 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
         # A number is a block of its own.
         length = leaf.shape[-1] if leaf.shape else 1
         block = block_size(length)
+        # Shards are even: an axis that the mesh does not divide counts as one shard.
         entries = length // shards
         # The largest entry of such a block would take a collective to find.
         if entries % block != 0:
@@ -242,6 +243,7 @@ def block_size(length: int) -> int:
     for size in range(min(length, 128), 63, -1):
         if length % size == 0:
             return size
+    # An empty axis has blocks of one entry, and none of them.
     return max(length, 1)
 
 

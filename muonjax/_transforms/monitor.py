@@ -195,6 +195,7 @@ def _leaves_of_groups(
     groups: Groups | None, params: Any, pieces: Pieces
 ) -> dict[str, list[int]]:
     """The indices of the leaves of each group: {"muon": [0, 2], "adam": [1]} where `groups` is None."""
+    # The leaves that hold a matrix or several; each piece is one matrix or a stack of them.
     matrices = {piece.leaf for piece in pieces}
     leaves: dict[str, list[int]] = {}
     for index, path in enumerate(leaf_paths(params)):
@@ -233,6 +234,7 @@ class _Step:
     def __init__(
         self, pieces: Pieces, gradients: Any, updates: Any, params: Any, state: Any
     ):
+        # All trees have the structure of the parameters, so their leaves are in one order.
         self.pieces = pieces
         self.gradients = jax.tree.leaves(gradients)
         self.updates = jax.tree.leaves(updates)
@@ -283,6 +285,7 @@ def _root(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
     Without arrays it is 0.
     """
     magnitudes = [jnp.abs(x).astype(jnp.float32) for x in arrays]
+    # `jnp.maximum` passes NaN on.
     largest = jnp.float32(0)
     for x in magnitudes:
         largest = jnp.maximum(largest, jnp.max(x))
