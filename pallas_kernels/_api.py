@@ -259,7 +259,7 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
     )
     wide = _xla.accumulator(x.dtype)
 
-    # A number may be narrower than the sums, as float32 beside complex64, and JAX's strict mode promotes nothing.
+    # A number may be of another type than the sums, as float32 for complex64, and JAX's strict mode promotes nothing.
     def scale(number, matrix):
         return number.astype(wide) * matrix.astype(wide)
 

@@ -98,10 +98,10 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                 (number,) = loop.index
                 b = lax.div(number, jnp.int32(count))
                 tile = lax.rem(number, jnp.int32(count))
+                # Row and column of the tile in the triangle of tiles
                 i, j = triangle(tile, pl.cdiv(m, BLOCK))
-                # The stage is what the loop carries; `nd_loop` gives it by that name.
-                stage = carry
-                return body(b, i, j, stage)
+                # `nd_loop` gives what the loop carries, the stage, by this name.
+                return body(b, i, j, carry)
 
         def following(stage):
             """The next stage of the pipeline; the first one follows the last."""

@@ -114,7 +114,7 @@ def exchange(
       f: Takes matrices with m <= n.
       blocks: This device's part of each leaf, in the leaf's axes.
       views: The view of each leaf.
-      rounds: Who owns which matrices: a round for each group of leaves that are sharded over the same mesh axes.
+      rounds: The owners of all matrices, in a round for each group of leaves that are sharded over the same mesh axes.
       policy: The policy for the devices.
 
     Returns:

@@ -78,7 +78,7 @@ def partition_by_route(
         _check_state(state, jax.eval_shape(partition.init, updates))
         # Optax gives each part a tree in which the leaves of the others are masked.
         updates, state = partition.update(updates, state, params, **extra_args)
-        # `apply_updates` adds them to the parameters, and explicit axis types add only arrays that are sharded alike.
+        # `apply_updates` adds them to the parameters, and explicit axis types add only arrays with equal shardings.
         return sharded_as(params, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
