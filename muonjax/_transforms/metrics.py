@@ -13,6 +13,9 @@ from jax.core import Tracer
 
 from muonjax._common.trees import dtype_of, names, unboxed
 
+# What Optax's guards against bad gradients call their numbers, and what a log calls them.
+GUARDS = {"total_notfinite": "num_not_finite", "should_skip": "is_skipped"}
+
 
 def metrics(state: Any) -> dict[str, Any]:
     """What an optimizer's state keeps for a log, as one flat mapping from names to numbers.
@@ -21,7 +24,10 @@ def metrics(state: Any) -> dict[str, Any]:
     - `learning_rate`: the rate of the last update, under a schedule of muonjax's optimizers or where
       `optax.inject_hyperparams` keeps it;
     - `adam_learning_rate`: the same of the leaves that are no matrices. With a schedule of your own, give
-      `adam=optax.inject_hyperparams(optax.adamw)(schedule)`: the state of `optax.adamw(schedule)` has no rate.
+      `adam=optax.inject_hyperparams(optax.adamw)(schedule)`: the state of `optax.adamw(schedule)` has no rate;
+    - `num_not_finite`: how many gradients had a NaN or an infinity, where `optax.apply_if_finite` counts them;
+    - `is_skipped`: 1 if `optax.MultiSteps` skipped the last step by `optax.skip_large_updates` or
+      `optax.skip_not_finite`, and 0 if not.
 
     What clips and monitors have measured is found wherever they are: in a chain at any depth, in `optax.MultiSteps`, in
     Flax's `TrainState.opt_state`, in `nnx.Optimizer.opt_state`, and in `nnx.state` of an optimizer or train state. For
@@ -53,7 +59,7 @@ def metrics(state: Any) -> dict[str, Any]:
       >>> log["count"], log["qk_clip/num_clipped"]
       (1.0, 1.0)
     """
-    values = _count_and_rates(state)
+    values = _counts_and_rates(state)
     num_parts = Counter[str]()
     for part in _parts(state):
         is_clip = "maxima" in part
@@ -78,8 +84,8 @@ def metrics(state: Any) -> dict[str, Any]:
     return log
 
 
-def _count_and_rates(state: Any) -> dict[str, Any]:
-    """{"count": ..., "learning_rate": ..., "adam_learning_rate": ...}, each if the state holds it.
+def _counts_and_rates(state: Any) -> dict[str, Any]:
+    """{"count": ..., "learning_rate": ..., "num_not_finite": ...}, each if the state holds it.
 
     Parts of an optimizer count by themselves, and one without leaves stays at 0: the largest count is the step. A rate
     is kept by `optax.inject_hyperparams`, or by a `LearningRateState`.
@@ -87,16 +93,19 @@ def _count_and_rates(state: Any) -> dict[str, Any]:
     # By the path of the state that holds the number: ("inner_states", "adam", "1").
     counts = {}
     rates = {}
+    values: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
         *holder, name = names(path) or ("",)
-        if name not in ("learning_rate", "count") or jnp.ndim(leaf) > 0:
+        if name not in ("learning_rate", "count", *GUARDS) or jnp.ndim(leaf) > 0:
             continue
+        # A parameter may have such a name too, but it is a floating-point number.
+        is_floating = jnp.issubdtype(dtype_of(leaf), jnp.inexact)
         if name == "learning_rate":
             rates[tuple(holder)] = leaf
-        # A parameter may have such a name too, but none is an integer.
-        if name == "count" and jnp.issubdtype(dtype_of(leaf), jnp.integer):
+        elif name == "count" and not is_floating:
             counts[tuple(holder)] = leaf
-    values: dict[str, Any] = {}
+        elif not is_floating:
+            values[GUARDS[name]] = leaf
     if counts:
         values["count"] = functools.reduce(jnp.maximum, counts.values())
     for holder, rate in rates.items():

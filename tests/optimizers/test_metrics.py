@@ -33,7 +33,9 @@ def schedule(count):
     optax.apply_if_finite(muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT), 3),
 ])  # fmt: skip
 def test_finds_the_clip(tx):
-    assert muonjax.metrics(clipped(tx)) == {
+    found = muonjax.metrics(clipped(tx))
+    assert found.pop("num_not_finite", 0.0) == 0.0
+    assert found == {
         "count": 1.0,
         "qk_clip/largest": 400.0,
         "qk_clip/num_clipped": 1.0,
@@ -71,6 +73,29 @@ def test_the_count_and_the_rate_of_any_optimizer(tx):
     found = muonjax.metrics(state)
     assert found.pop("learning_rate", 1e-3) == pytest.approx(1e-3)
     assert found == {"count": 2.0}
+
+
+@pytest.mark.nan
+@pytest.mark.parametrize(("guarded", "logged"), [
+    (lambda tx: optax.apply_if_finite(tx, 5), {"num_not_finite": [0, 1, 1, 2]}),
+    (lambda tx: optax.MultiSteps(tx, 1, should_skip_update_fn=optax.skip_not_finite), {"is_skipped": [0, 1, 0, 1]}),
+])  # fmt: skip
+def test_skipped_steps(guarded, logged):
+    """Parameters may have these names too."""
+    tx = guarded(muonjax.muon(1e-3, newton_schulz=SHORT))
+    params = PARAMS | {
+        name: jnp.ones(()) for name in ("total_notfinite", "should_skip")
+    }
+    state = tx.init(params)
+    found = []
+    for factor in (1.0, jnp.nan, 1.0, jnp.inf):
+        grads = jax.tree.map(lambda x, factor=factor: factor * x, params)
+        _, state = tx.update(grads, state, params)
+        found.append(muonjax.metrics(state))
+    (name,) = logged
+    assert {name: [row[name] for row in found]} == logged
+    assert {*found[-1]} == {"count", name}
+    assert found[-1]["count"] == 2
 
 
 @pytest.mark.nan
