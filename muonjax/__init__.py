@@ -37,7 +37,6 @@ from muonjax._optimizers.muon import muonh as muonh
 from muonjax._optimizers.muon import normuon as normuon
 from muonjax._transforms.ema_nesterov import ema_nesterov as ema_nesterov
 from muonjax._transforms.ema_nesterov import ema_nesterov_params as ema_nesterov_params
-from muonjax._transforms.hyperball import cautious_weight_decay as cautious_weight_decay
 from muonjax._transforms.hyperball import hyperball as hyperball
 from muonjax._transforms.metrics import metrics as metrics
 from muonjax._transforms.momentum import cast_momentum as cast_momentum
@@ -46,6 +45,9 @@ from muonjax._transforms.monitor import monitor as monitor
 from muonjax._transforms.orthogonalize import match_rms as match_rms
 from muonjax._transforms.orthogonalize import normalize_neurons as normalize_neurons
 from muonjax._transforms.orthogonalize import orthogonalize as orthogonalize
+from muonjax._transforms.weight_decay import (
+    cautious_weight_decay as cautious_weight_decay,
+)
 from muonjax.loha import adapter_mask as adapter_mask
 from muonjax.loha import hadamard_linear as hadamard_linear
 

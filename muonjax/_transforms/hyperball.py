@@ -1,4 +1,4 @@
-"""The size of weights: decay that spares a weight which moves away from zero, and a norm that never changes."""
+"""Keep the norm of each weight: a step by a fixed angle, and back to the sphere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from muonjax._common.arguments import (
-    check_rates,
-    errors_of,
-    fitted_mask,
-    require_params,
-)
+from muonjax._common.arguments import check_rates, errors_of, require_params
 from muonjax._common.linalg import at_least_float32, or_one, square_of_any_size
 from muonjax._matrices.matrix_view import (
     DimensionNumbersTree,
@@ -24,65 +19,7 @@ from muonjax._matrices.matrix_view import (
 from muonjax._transforms.learning_rate import scale_by_learning_rate
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact, Num
-
-
-def cautious_weight_decay(
-    weight_decay: optax.ScalarOrSchedule = 0.1, mask: Any = None
-) -> optax.GradientTransformation:
-    r"""Decay each weight only where update and weight have the same sign.
-
-        u <- u + weight_decay 1[u w >= 0] w
-
-    It takes the place of `optax.add_decayed_weights`, before `optax.scale_by_learning_rate`: u is still to be
-    subtracted, so equal signs mean that it moves the weight toward zero.
-
-    Args:
-      weight_decay: A number or a schedule, >= 0; the learning rate multiplies it.
-      mask: Leaves that decay, as in `optax.add_decayed_weights`: a tree of booleans, a prefix, or a function of the
-        parameters. None: all.
-
-    Returns:
-      An `optax.GradientTransformation` with the state of `optax.add_decayed_weights`; `update` needs `params`.
-
-    Raises:
-      ValueError: If `weight_decay` is negative or infinite, or `update` gets no `params`.
-
-    Example:
-      >>> import jax.numpy as jnp, muonjax
-      >>> tx = muonjax.cautious_weight_decay(0.5)
-      >>> params, updates = jnp.array([2.0, 2.0]), jnp.array([1.0, -1.0])
-      >>> tx.update(updates, tx.init(params), params)[0]
-      Array([ 2., -1.], dtype=float32)
-
-    Source: Chen et al., "Cautious weight decay", 2025 (arXiv:2510.12402), eq. (2).
-    """
-    with errors_of("cautious_weight_decay"):
-        check_rates(weight_decay=weight_decay)
-        decay = optax.add_decayed_weights(weight_decay, fitted_mask("mask", mask))
-
-    def agreeing(
-        u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]
-    ) -> Num[Array, "*leaf"] | None:
-        """The weight where its sign is the update's, else 0."""
-        if u is None:
-            return None
-        # Signs, because a product of two small numbers underflows.
-        product = jnp.sign(u).conj() * jnp.sign(w)
-        return jnp.where(product.real >= 0, w, jnp.zeros_like(w))
-
-    @errors_of("cautious_weight_decay")
-    def update(updates, state, params=None):
-        require_params(params)
-        # add_decayed_weights reads the weights of unmasked leaves only, so all of them can be given.
-        weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
-        updates, _ = decay.update(updates, state, weights)
-        # All that its state can hold is a schedule's count, which Optax 0.2.6 does not advance.
-        return updates, jax.tree.map(optax.safe_increment, state)
-
-    return optax.GradientTransformation(
-        errors_of("cautious_weight_decay")(decay.init), update
-    )
+    from jaxtyping import Array, Float, Inexact
 
 
 # A norm that differs by less, or by less than the last bit of the weight or the update, is the one that was kept.
