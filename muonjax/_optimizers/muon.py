@@ -68,7 +68,7 @@ class MuonSettings(MatrixSettings, total=False):
       >>> tx = warmed_up(2e-3, decay=0.9)
     """
 
-    weight_decay: float
+    weight_decay: optax.ScalarOrSchedule
     weight_decay_mask: Any
     rms: float | None
 
@@ -123,7 +123,7 @@ def muon(
     learning_rate: optax.ScalarOrSchedule,
     program: DimensionNumbersTree | None = None,
     *,
-    weight_decay: float = 0.1,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Any = None,
     rms: float | None = 0.2,
     **settings: Unpack[MatrixSettings],
@@ -140,7 +140,7 @@ def muon(
       program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of `MuonDimensionNumbers` or
         None, a prefix, or a function of the parameters. None reads it off names and shapes (`muonjax.tabulate` shows
         how).
-      weight_decay: Decoupled, times the learning rate, >= 0; for the matrices, and for AdamW's leaves too.
+      weight_decay: A number or a schedule, times the learning rate, >= 0; for the matrices, and for AdamW's leaves.
       weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
         None: all matrices, embeddings and heads; no biases, no norms.
       rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
@@ -187,7 +187,7 @@ def normuon(
     program: DimensionNumbersTree | None = None,
     *,
     neuron_decay: float = 0.95,
-    weight_decay: float = 0.1,
+    weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Any = None,
     rms: float = 0.2,
     **settings: Unpack[MatrixSettings],
@@ -288,7 +288,7 @@ class _WeightDecay(NamedTuple):
     """The learning rate, and what it multiplies: a decay of the leaves in a mask."""
 
     learning_rate: optax.ScalarOrSchedule
-    weight_decay: float
+    weight_decay: optax.ScalarOrSchedule
     # None: all but vectors, as the program says
     mask: Any = None
 
@@ -357,7 +357,7 @@ class AdamWSettings(TypedDict, total=False):
     eps: float
     eps_root: float
     mu_dtype: jax.typing.DTypeLike | None
-    weight_decay: float
+    weight_decay: optax.ScalarOrSchedule
     mask: Any
     nesterov: bool
 

@@ -59,7 +59,7 @@ def scale_by_learning_rate(
 def adamw(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    weight_decay: float = 1e-4,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
     **settings: Any,
 ) -> optax.GradientTransformation:

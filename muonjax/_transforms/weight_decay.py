@@ -68,9 +68,7 @@ def cautious_weight_decay(
         require_params(params)
         # add_decayed_weights reads the weights of unmasked leaves only, so all of them can be given.
         weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
-        updates, _ = decay.update(updates, state, weights)
-        # All that its state can hold is a schedule's count, which Optax 0.2.6 does not advance.
-        return updates, jax.tree.map(optax.safe_increment, state)
+        return decay.update(updates, state, weights)
 
     return optax.GradientTransformation(
         errors_of("cautious_weight_decay")(decay.init), update

@@ -128,8 +128,7 @@ def test_published_tables():
     assert worst(5 * muonjax.JORDAN) == pytest.approx(0.529456, abs=2e-6)
     assert worst(30 * muonjax.JORDAN, lower=0.01) == pytest.approx(0.318185, abs=2e-4)
     assert worst(30 * CLASSICAL) < 1e-14
-    if hasattr(optax.contrib._muon, "_DION_NS_COEFFS"):  # not in Optax 0.2.6
-        np.testing.assert_array_equal(muonjax.YOU, optax.contrib._muon._DION_NS_COEFFS)
+    np.testing.assert_array_equal(muonjax.YOU, optax.contrib._muon._DION_NS_COEFFS)
 
 
 @pytest.mark.parametrize(

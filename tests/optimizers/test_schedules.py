@@ -84,6 +84,26 @@ def test_each_optimizer_takes_a_schedule_of_the_momentum(name):
         assert_allclose(momentum, expected, rtol=1e-5, atol=1e-6)
 
 
+DECAYING = {name: OPTIMIZERS[name] for name in ("muon", "normuon", "muonclip")}
+DECAYING["adamclip"] = lambda rate, **kw: muonjax.adamclip(rate, SITE, **kw)
+
+
+@pytest.mark.parametrize("name", DECAYING)
+def test_each_optimizer_takes_a_schedule_of_the_weight_decay(name):
+    """Without a gradient a weight loses the rate times this step's decay of itself."""
+    tx = DECAYING[name](0.5, weight_decay=warm_up)
+    extra = {"max_logits": {"attention": jnp.ones(2)}} if "clip" in name else {}
+    state = tx.init(PARAMS)
+    for step in range(STEPS):
+        zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+        updates, state = tx.update(zeros, state, PARAMS, **extra)
+        lost = 0.5 * warm_up(step)
+        for leaf in ("query", "key"):
+            kernel = PARAMS["attention"][leaf]["kernel"]
+            update = updates["attention"][leaf]["kernel"]
+            assert_allclose(update, -lost * kernel, rtol=1e-6)
+
+
 def test_a_number_keeps_the_state_of_optax():
     assert type(muonjax.trace(0.9).init(PARAMS)) is optax.TraceState
 
