@@ -51,7 +51,8 @@ class Policy:
     ) -> jnp.dtype:
         """The dtype of the operands of products of arrays of `dtype`; `asked` decides for real types up to float32.
 
-        A CPU has no matrix units for half types; on accelerators these are 8 times faster or more.
+        A CPU has no matrix units for half types; on accelerators these are 8 times faster or more. bfloat16 stands for
+        half precision: `half_dtype` says which.
         """
         dtype = jnp.dtype(dtype)
         # Half types have no complex products, and float64 is asked for by its arrays.
@@ -72,8 +73,9 @@ class Policy:
 
     @property
     def half_dtype(self) -> jnp.dtype:
-        """Half precision with the most digits: float16 has three bits more, but no unit of a TPU."""
-        return jnp.dtype(jnp.bfloat16 if self.platform == "tpu" else jnp.float16)
+        """Half precision with the most digits: float16 has three bits more, but only CPUs and GPUs surely have it."""
+        has_float16 = self.platform in ("cpu", "gpu")
+        return jnp.dtype(jnp.float16 if has_float16 else jnp.bfloat16)
 
     def shares_products(self, m: int, dtype: jnp.dtype) -> bool:
         """Whether of a symmetric product of m x m matrices that several devices hold each makes a part.
