@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from jax._src.interpreters import mlir
 
-from tests.tools import shapes, sources, tiers
+from tests.tools import shapes, tiers
 
 # Before anything asks for a device. Not XLA_FLAGS: the examples' processes would inherit them.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     use_one_core()
-    sources.install(*shapes.DECORATORS)
+    shapes.install()
     if not config.getoption("hypothesis_profile", None):
         settings.load_profile(
             "quick" if "not thorough" in config.option.markexpr else "thorough"

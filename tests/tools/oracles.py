@@ -1,7 +1,10 @@
 """Float64 NumPy: what the mathematics says, slowly and plainly; and the inputs that tests share."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from numpy.testing import assert_allclose
 
 from muonjax import NewtonSchulz, polar_express
 
@@ -15,6 +18,41 @@ SHORT = NewtonSchulz(coefficients=polar_express(1), deflation=0)
 def normal(*shape, seed=0, scale=1.0, dtype=jnp.float32):
     """Independent standard normal numbers, times `scale`."""
     return on_device(scale * np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def normal_tree(shapes, seed=0, dtype=jnp.float32):
+    """A tree of independent standard normal arrays, of a tree of shapes."""
+    leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda s: isinstance(s, tuple))
+    arrays = [normal(*s, seed=[seed, i], dtype=dtype) for i, s in enumerate(leaves)]
+    return structure.unflatten(arrays)
+
+
+def gradients(step, params):
+    """Standard normal arrays like the parameters, other ones at each step."""
+    shapes = jax.tree.map(jnp.shape, params)
+    return jax.tree.map(
+        lambda p, g: g.astype(p.dtype), params, normal_tree(shapes, seed=step)
+    )
+
+
+def disturbed(params):
+    """Every parameter moved, as training would."""
+    return jax.tree.map(lambda p, g: p + 0.3 * g, params, gradients(0, params))
+
+
+def assert_close(tree, expected, **tolerance):
+    """Each array of a tree is near that of another one."""
+    jax.tree.map(lambda x, y: assert_allclose(x, y, **tolerance), tree, expected)
+
+
+def trained(tx, params, gradients, **extra):
+    """Parameters and state after a compiled step by each of the gradients."""
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for g in gradients:
+        updates, state = update(g, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return params, state
 
 
 def queries_and_keys(*shape, dtype=jnp.float32):
@@ -81,7 +119,8 @@ def muon_steps(
     rms=0.2,
 ):
     """Muon on one matrix, straight from the papers: the weights after each gradient."""
-    momentum, history = np.zeros_like(weight), []
+    momentum = np.zeros_like(weight)
+    history = []
     for g in gradients:
         momentum = decay * momentum + g
         direction = g + decay * momentum if nesterov else momentum

@@ -1,11 +1,20 @@
-"""Count the flops of matrix products in a traced function, which is neither compiled nor run."""
+"""Look through a traced function, which is neither compiled nor run, and count the flops of its matrix products."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+
+def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """All equations, those of loops, branches and calls included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves([*equation.params.values()]):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                yield from equations(inner)
 
 
 def flops_of(f: Callable[..., Any], *shapes) -> float:

@@ -2,22 +2,23 @@
 
 The sources write `x: Float[Array, "*batch m n"]` below `from __future__ import annotations` and import the names for
 the type checker alone: who runs muonjax neither needs jaxtyping nor evaluates an annotation. While testing, `checked`
-decorates each function that has such an annotation (`tests/tools/sources.py`). Other annotations are left to Pyright.
-NumPy's arrays pass for JAX's, as in `jax.numpy`.
+decorates each function that has such an annotation. Ordinary runs import the same files without it: what is compiled
+here is never kept. Other annotations are left to Pyright. NumPy's arrays pass for JAX's, as in `jax.numpy`.
 """
 
 import ast
 import functools
 import importlib.util
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder, SourceFileLoader
 
 import jax
 import numpy as np
-
-from tests.tools.sources import Decorator
 
 AVAILABLE = importlib.util.find_spec("jaxtyping") is not None
 
@@ -49,7 +50,8 @@ def states_a_shape(function: ast.FunctionDef) -> bool:
 
 
 def fits(value, hint) -> bool:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, option) for option in inner)
     if origin is tuple and Ellipsis not in inner:
@@ -107,9 +109,48 @@ def checked(function):
     return call
 
 
-# For `tests.tools.sources`: nothing without jaxtyping.
-DECORATORS = (
-    [Decorator("shapes", "checked", states_a_shape, only_in=b"jaxtyping")]
-    if AVAILABLE
-    else []
-)
+PACKAGES = ("muonjax", "pallas_kernels")
+CHECKED = "__import__('tests.tools.shapes').tools.shapes.checked"
+
+
+class Loader(SourceFileLoader):
+    """Compiles a file whose functions that state a shape are `checked`."""
+
+    def get_code(self, fullname):
+        source = self.get_data(self.path)
+        if b"jaxtyping" not in source:
+            return super().get_code(fullname)
+        tree = ast.parse(source, filename=self.path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and states_a_shape(node):
+                # Inside of the source's own decorators.
+                decorator = ast.parse(CHECKED, mode="eval").body
+                node.decorator_list.append(ast.copy_location(decorator, node))
+        # Not by the base, which would keep what is compiled here for ordinary runs.
+        tree = ast.fix_missing_locations(tree)
+        return compile(tree, self.path, "exec", dont_inherit=True)
+
+
+class Finder(MetaPathFinder):
+    """Finds the modules of `packages`, whose functions are checked."""
+
+    def __init__(self, packages: Sequence[str]):
+        self.packages = packages
+
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] not in self.packages:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install():
+    """Before the first import of a package; nothing without jaxtyping."""
+    if early := [name for name in PACKAGES if name in sys.modules]:
+        raise RuntimeError(
+            f"{early[0]} was imported before the tests could check its functions."
+        )
+    if AVAILABLE:
+        sys.meta_path.insert(0, Finder(PACKAGES))

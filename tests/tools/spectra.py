@@ -5,7 +5,9 @@ import numpy as np
 
 def adversarial(m: int) -> dict[str, np.ndarray]:
     """Spectra of m values, by name; m / 8 directions are shrunk at most."""
-    few, more, tenth = m // 16, 5 * m // 24, m // 10
+    few = m // 16
+    more = 5 * m // 24
+    tenth = m // 10
     return {
         "rank one": np.r_[1, np.zeros(m - 1)],
         "low rank": np.r_[np.ones(more), np.zeros(m - more)],

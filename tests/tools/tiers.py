@@ -63,7 +63,8 @@ def leave_pairs_that_met(cases):
 
 
 def mark_not_quick(items):
-    named, met = {}, {}
+    named = {}
+    met = {}
     for item in items:
         marker = item.get_closest_marker("quick")
         if marker is not None:
