@@ -18,7 +18,8 @@ X = normal(2, 9, 16, seed=42)
 def rope(x, base=100.0):
     """Rotary embedding of [*batch, T, heads, D]."""
     half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
+    a = x[..., :half]
+    b = x[..., half:]
     angle = np.arange(x.shape[-3])[:, None, None] * base ** (-np.arange(half) / half)
     angle = jnp.broadcast_to(jnp.asarray(angle, x.dtype), a.shape)
     return jnp.concatenate(
@@ -42,6 +43,12 @@ def zero_update(tx, params, statistics):
 def projected(p, name, x=X):
     y = jnp.einsum("btd,dhe->bthe", x, p[name]["kernel"])
     return y + p[name]["bias"][None, None] if "bias" in p[name] else y
+
+
+def loss_fn(params, x):
+    """Of the attention of `multi_head`."""
+    q, k, v = (projected(params, name, x) for name in ("query", "key", "value"))
+    return (jax.nn.dot_product_attention(q, k, v) ** 2).mean()
 
 
 def multi_head(heads=4, key_heads=4, rotate=lambda x: x, seed=0):

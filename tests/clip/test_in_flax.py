@@ -70,6 +70,12 @@ def loss_fn(model, x):
     return (model(x) ** 2).mean()
 
 
+def inspected():
+    """A model and its program."""
+    model = Model(nnx.Rngs(0))
+    return model, muonjax.inspect(loss_fn, model, X)
+
+
 def trained(model, tx, wrt=nnx.Param):
     """An optimizer of the model, and its compiled step."""
 
@@ -87,8 +93,7 @@ def trained(model, tx, wrt=nnx.Param):
 
 def test_one_clip_is_exact():
     """`nnx.Optimizer` initializes with paths that end in .value and updates without."""
-    model = Model(nnx.Rngs(0))
-    program = muonjax.inspect(loss_fn, model, X)
+    model, program = inspected()
     optimizer, step = trained(
         model, optax.chain(optax.sgd(0.0), muonjax.qk_clip(0.5, program))
     )
@@ -113,8 +118,7 @@ KEYS = nnx.All(
 )
 def test_parts_of_a_model(make, wrt):
     """The attention of which queries or keys are not trained is skipped, and its statistic is left aside."""
-    model = Model(nnx.Rngs(0))
-    program = muonjax.inspect(loss_fn, model, X)
+    model, program = inspected()
     optimizer, step = trained(model, make(0.0, program, threshold=0.5), wrt)
     frozen = jax.tree.map(jnp.copy, nnx.state(model.blocks[0], nnx.Param))
     _, max_logits = step(model, optimizer, X)
@@ -127,8 +131,7 @@ def test_parts_of_a_model(make, wrt):
 
 
 def test_a_part_without_attention():
-    model = Model(nnx.Rngs(0))
-    program = muonjax.inspect(loss_fn, model, X)
+    model, program = inspected()
     with pytest.raises(
         ValueError,
         match=r"adamclip: no attention of the program is trained.*muonjax\.muon",
@@ -175,7 +178,8 @@ def test_all_else_is_as_nnx_has_it(argnums):
     """Gradients of any argument, running means, the counts of random numbers, keywords."""
     results = []
     for value_and_grad in (nnx.value_and_grad, muonjax.value_and_grad):
-        model, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(noise=1)
+        model = Noisy(nnx.Rngs(0))
+        rngs = nnx.Rngs(noise=1)
 
         # Flax's takes none.
         keywords = {} if value_and_grad is nnx.value_and_grad else {"kind": "mean"}

@@ -34,7 +34,8 @@ def dense(q, k, *, mask=None, causal=False, window=None, scale=None):
     logits = np.einsum("...thd,...shd->...hts", q, k) * (
         q.shape[-1] ** -0.5 if scale is None else scale
     )
-    t, s = np.arange(logits.shape[-2])[:, None], np.arange(logits.shape[-1])
+    t = np.arange(logits.shape[-2])[:, None]
+    s = np.arange(logits.shape[-1])
     keep = np.ones(logits.shape, bool)
     if causal:
         keep &= s <= t
@@ -216,6 +217,7 @@ def test_memory_is_blocks_and_no_square():
     ({"key": jnp.ones((3, 13, 4, 8))}, "it needs"),
     ({"key": jnp.ones((2, 13, 3, 8))}, "it needs .* key_heads divides heads"),
     ({"query": jnp.ones((13, 4, 8)), "key": jnp.ones((13, 0, 8))}, "it needs"),
+    ({"query": jnp.ones((2, 1, 0)), "key": jnp.ones((2, 1, 0))}, "with D > 0"),
     ({"query": jnp.ones((4, 8)), "key": jnp.ones((4, 8))}, r"needs \[\*batch, T, heads, D\]"),
     ({"mask": jnp.ones((2, 4, 13, 12))}, r"mask=.*\[2, 4, 13, 12\]"),
     ({"mask": jnp.ones((5, 2, 4, 13, 13))}, "does not broadcast"),
@@ -231,11 +233,9 @@ def test_bad_input(arguments, message):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"query": None}, r"max_logits\(query=None\) must be an array of real numbers"),
-    ({"key": [[1.0]]}, r"max_logits\(key=\[\[1.0\]\]\) must be"),
     ({"query": jnp.ones((2, 13, 4, 8), bool)}, r"max_logits\(query="),
     ({"key": jnp.ones((2, 13, 4, 8), complex)}, r"max_logits\(key="),
     ({"mask": True}, r"max_logits\(mask=True\) must be an array of booleans or numbers that broadcasts to"),
-    ({"mask": [True, False]}, r"max_logits\(mask=\[True, False\]\)"),
     ({"mask": np.array(["a"])}, r"max_logits\(mask="),
 ])  # fmt: skip
 def test_what_is_no_array(arguments, message):
@@ -254,12 +254,14 @@ def test_what_is_no_array(arguments, message):
 @pytest.mark.parametrize("hidden", [{}, {"is_causal": True}])
 def test_the_bound_is_sound_and_near(dtype, size, hidden):
     q, k = (size * x for x in inputs((3,), 64, 64, size=32))
-    q, k = q.astype(dtype), k.astype(dtype)
+    q = q.astype(dtype)
+    k = k.astype(dtype)
     _, lse = jax.jit(
         functools.partial(jax.nn.dot_product_attention, return_residual=True, **hidden)
     )(q, k, k)
     assert lse.dtype == dtype
-    largest, bound = max_logits(q, k, **hidden), muonjax.max_logits_bound(lse)
+    largest = max_logits(q, k, **hidden)
+    bound = muonjax.max_logits_bound(lse)
     assert bound.dtype == jnp.float32
     assert (bound >= largest).all()
     assert (

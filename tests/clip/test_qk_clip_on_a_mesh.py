@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
+from tests.mesh.layouts import make_mesh
 
 pytestmark = [
     pytest.mark.thorough,
@@ -28,13 +29,6 @@ KERNELS = [
 ]
 PARAMS = KERNELS[0]
 THRESHOLD = 5.0
-
-
-def make_mesh(axis_type, **sizes):
-    axis_types, devices = (axis_type,) * len(sizes), jax.devices()[:4]
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=axis_types, devices=devices
-    )
 
 
 def put(tree, mesh, *spec):

@@ -11,6 +11,7 @@ import pytest
 
 import muonjax
 from tests.clip.attentions import X, latent, multi_head, normal, zero_update
+from tests.tools.oracles import assert_close
 
 
 def max_output(params, group=1, whole=False):
@@ -70,11 +71,7 @@ def test_qk_clip_is_an_instance_of_signal_clip():
     statistics = {"max_logits": maxima(params)}
     updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
     expected, _ = zero_update(muonjax.qk_clip(5.0, site), params, statistics)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6),
-        optax.apply_updates(params, updates),
-        expected,
-    )
+    assert_close(optax.apply_updates(params, updates), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +122,6 @@ def test_entries_that_share_a_parameter_cannot_each_scale_it():
 
 
 def test_sites_with_a_threshold_are_needed():
-    with pytest.raises(TypeError, match=r"signal_clip\(sites=\[\]\) must be"):
-        muonjax.signal_clip([])
     with pytest.raises(
         ValueError,
         match=r"signal_clip\(sites=Site\('out'\)\) has no threshold: give it",

@@ -14,6 +14,7 @@ from flax.core import freeze
 from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
+from tests.tools.oracles import assert_close
 from tests.tools.tiers import quick
 
 D, H, K, DH = 6, 4, 2, 3  # input, query heads, key heads, features of a head
@@ -82,7 +83,9 @@ def layouts():
                 muonjax.mha_site(layout=layout, **heads),
                 projections,
             )
-    nope, rotary, value = 2, 3, 4
+    nope = 2
+    rotary = 3
+    value = 4
     for layout in ("i h d", "i (h d)", "(h d) i"):
         for name in ("wq_b", "wq"):
             heads = H if "(" in layout else None
@@ -130,11 +133,7 @@ def test_layouts(name):
         for path, (layout, factors, letters) in projections.items()
     }
     scaled = clip(expected, site)
-    jax.tree.map(
-        lambda got, want: assert_allclose(got, want, rtol=1e-6),
-        scaled,
-        expected,
-    )
+    assert_close(scaled, expected, rtol=1e-6)
 
 
 @quick("0", "-1", "axes5")
@@ -222,8 +221,6 @@ def attention(**more):
 @pytest.mark.parametrize(("tree", "site", "message"), [
     ({}, {"path": "decoder/.*"}, r"'decoder/.*' matches no module with 'query'.* whole path, one of \['attention'\]"),
     ({}, {"query": "q"}, r"none has 'q' among those of \['attention/key', 'attention/query'\]"),
-    ({"query_ln__scale": (DH,)}, {}, r"normalizes its queries and keys \(query_ln\)"),
-    ({"k_norm__scale": (DH,)}, {}, "k_norm"),
     ({"query__lora_a": (D, 2)}, {}, r"attention/query/lora_a.* feed the queries or keys"),
     ({"query__kernel": (D, H * DH)}, {}, "layout"),
     ({"query__kernel": (2, D, H, DH)}, {}, "disagree on the stack"),
@@ -437,13 +434,6 @@ def test_no_sites(sites):
         )
 
 
-def test_a_threshold_in_the_place_of_sites():
-    with pytest.raises(
-        TypeError, match=r"muonclip\(program=100\.0\) must be .* by their names"
-    ):
-        muonjax.muonclip(1e-3, 100.0)
-
-
 # Other libraries' names and layouts.
 
 
@@ -532,7 +522,8 @@ def calls(count, sites):
         nonlocal total
         total += event in ("call", "c_call")
 
-    tx, shapes = muonjax.qk_clip(100.0, sites(count)), jax.eval_shape(lambda: params)
+    tx = muonjax.qk_clip(100.0, sites(count))
+    shapes = jax.eval_shape(lambda: params)
     sys.setprofile(profile)
     try:
         assert len(jax.eval_shape(tx.init, shapes).factors) == count
@@ -548,5 +539,6 @@ def calls(count, sites):
 def test_finding_attentions_is_linear(sites):
     """It took 1.2, 20 and 114 seconds for 100, 400 and 1,000 attentions."""
     calls(2, sites)  # what is cached is cached
-    few, many = calls(20, sites), calls(80, sites)
+    few = calls(20, sites)
+    many = calls(80, sites)
     assert many < 4.5 * few

@@ -10,9 +10,10 @@ from flax import linen as nn
 from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
-from tests.clip.attentions import multi_head, projected, zero_update
+from tests.clip.attentions import X, loss_fn, multi_head, zero_update
 from tests.tools.oracles import SHORT, normal, queries_and_keys
 
+PARAMS, _, SITE = multi_head()
 HOT = jnp.asarray([400.0, 1.0, 1.0, 1.0])
 
 
@@ -21,20 +22,19 @@ def same(got, expected):
 
 
 def test_axes_of_batch_between_layers_and_heads():
-    params, _, site = multi_head()
-    expected = muonjax.apply_qk_clip({"a": params}, {"a": HOT}, site, 100.0)
-    assert (expected["a"]["query"]["kernel"] != params["query"]["kernel"]).any()
+    expected = muonjax.apply_qk_clip({"a": PARAMS}, {"a": HOT}, SITE, 100.0)
+    assert (expected["a"]["query"]["kernel"] != PARAMS["query"]["kernel"]).any()
     batch = jnp.stack([HOT, jnp.ones(4), -HOT])
     for statistic in (batch, batch[:, None], np.asarray(batch), batch.astype(int)):
         same(
-            muonjax.apply_qk_clip({"a": params}, {"a": statistic}, site, 100.0),
+            muonjax.apply_qk_clip({"a": PARAMS}, {"a": statistic}, SITE, 100.0),
             expected,
         )
     layers = jax.tree.map(
-        lambda p: jnp.stack([p] * 4), params
+        lambda p: jnp.stack([p] * 4), PARAMS
     )  # as many as heads: the order tells them apart
     by_layer = jnp.stack([batch, jnp.ones((3, 4)), -abs(batch), -abs(batch)])
-    stacked = muonjax.apply_qk_clip({"a": layers}, {"a": by_layer}, site, 100.0)["a"][
+    stacked = muonjax.apply_qk_clip({"a": layers}, {"a": by_layer}, SITE, 100.0)["a"][
         "query"
     ]["kernel"]
     assert_array_equal(stacked[0], expected["a"]["query"]["kernel"])
@@ -58,16 +58,6 @@ def test_micro_batches_are_not_taken_for_layers():
         params, {"a": stacked.max(0)}, muonjax.mha_site(), 100.0
     )
     assert_array_equal(clipped["a"]["key"]["kernel"][:, 0, 0, 0], [0.5, 1, 1, 1])
-
-
-def test_two_levels_of_layers():
-    params = {"a": queries_and_keys(2, 2, 12, 2, 4)}
-    statistic = jnp.ones((2, 2, 2)).at[1, 0, 1].set(400.0)
-    got = muonjax.apply_qk_clip(
-        params, {"a": statistic[:, :, None]}, muonjax.mha_site(), 100.0
-    )
-    factors = np.asarray(got["a"]["key"]["kernel"])[:, :, 0, :, 0]
-    assert_array_equal(factors, np.where(statistic > 100, 0.5, 1.0))
 
 
 def test_a_stack_of_one_layer():
@@ -95,7 +85,6 @@ MISMATCHES = [
         {"a": HOT, "b": HOT},
         r"statistics without a site \[b\].*as muonjax.value_and_grad returns it",
     ),
-    ({"a/max_logits": HOT}, r"statistics without a site \[a/max_logits\]"),
     (
         {"intermediates": {"a": {"max_logits": (HOT,)}}},
         r"statistics without a site \[intermediates\]",
@@ -106,16 +95,13 @@ MISMATCHES = [
         r"shape \(12,\).* fits the sites of muonjax.inspect",
     ),  # of an ensemble, by its program
     ({"a": jnp.ones((4, 2))}, r"shape \(4, 2\)"),
-    ({"a": jnp.ones(())}, r"shape \(\)"),
     ({"a": 400.0}, r"shape \(\)"),
     ({"a": jnp.ones((0, 4))}, r"shape \(0, 4\)"),
     ({"a": jnp.ones(4, bool)}, "'a' is bool; give an array of real numbers"),
     ({"a": jnp.ones(4, complex)}, "'a' is complex64; give"),
-    ({"a": True}, "'a' is bool; give"),
     ({"a": (HOT,)}, "'a' is tuple; give"),
     ({"a": {"max_logits": HOT}}, "'a' is dict; give"),
     ({"a": None}, "'a' is NoneType; give"),
-    ({"a": "x"}, "'a' is str; give"),
     (
         5.0,
         r"max_logits=float: max_logits is a dict \{module path: array \[\*layers, heads\]\}",
@@ -125,7 +111,7 @@ MISMATCHES = [
 
 @pytest.mark.parametrize(("statistics", "message"), MISMATCHES)
 def test_statistics_that_do_not_fit(statistics, message):
-    params = {"a": multi_head()[0]}
+    params = {"a": PARAMS}
     with pytest.raises((ValueError, TypeError), match=rf"^apply_qk_clip: .*{message}"):
         muonjax.apply_qk_clip(params, statistics, muonjax.mha_site(), 1.0)
     tx = muonjax.muonclip(1.0, muonjax.mha_site())
@@ -144,28 +130,20 @@ def test_stacked_statistics_in_another_order():
 
 def test_missing_arguments():
     """The two lines that are shown run."""
-    params, _, _ = multi_head()
-
-    def loss_fn(params, batch):
-        q, k, v = (projected(params, name, batch) for name in ("query", "key", "value"))
-        return (jax.nn.dot_product_attention(q, k, v) ** 2).mean()
-
-    batch = normal(2, 5, 16)
-    tx = muonjax.muonclip(
-        1e-3, muonjax.inspect(loss_fn, params, batch), newton_schulz=SHORT
-    )
-    state = tx.init(params)
+    program = muonjax.inspect(loss_fn, PARAMS, X)
+    tx = muonjax.muonclip(1e-3, program, newton_schulz=SHORT)
+    state = tx.init(PARAMS)
     with pytest.raises(
         ValueError, match=r"(?s)muonclip: update needs max_logits: .*TrainState"
     ) as error:
-        tx.update(params, state, params)
+        tx.update(PARAMS, state, PARAMS)
     first, second = str(error.value).splitlines()
     assert len(str(error.value)) < 300
     names = {
         "muonjax": muonjax,
         "loss_fn": loss_fn,
-        "params": params,
-        "batch": batch,
+        "params": PARAMS,
+        "batch": X,
         "tx": tx,
         "state": state,
     }
@@ -174,25 +152,24 @@ def test_missing_arguments():
     assert int(names["state"][-1].count) == 1
     tx = muonjax.qk_clip(100.0, muonjax.mha_site())
     with pytest.raises(ValueError, match="qk_clip: update needs params"):
-        tx.update(params, tx.init(params), max_logits={"max_logits": jnp.ones(4)})
+        tx.update(PARAMS, tx.init(PARAMS), max_logits={"max_logits": jnp.ones(4)})
 
 
 def test_modules_of_lists_and_integers():
-    params, _, site = multi_head()
-    one_head = jax.tree.map(lambda p: p[..., :1, :], params)
+    one_head = jax.tree.map(lambda p: p[..., :1, :], PARAMS)
     clipped = muonjax.apply_qk_clip(
         {"layers": [one_head, one_head]},
         {"layers/0": np.array([400.0]), "layers/1": 1.0},
-        site,
+        SITE,
         100.0,
     )
     same(clipped["layers"][0]["key"]["bias"], 0.5 * one_head["key"]["bias"])
     same(clipped["layers"][1]["key"]["bias"], one_head["key"]["bias"])
     clipped = muonjax.apply_qk_clip(
-        {0: params, 1: params}, {0: jnp.full(4, 400.0), 1: jnp.ones(4)}, site, 100.0
+        {0: PARAMS, 1: PARAMS}, {0: jnp.full(4, 400.0), 1: jnp.ones(4)}, SITE, 100.0
     )
-    same(clipped[0]["key"]["kernel"], 0.5 * params["key"]["kernel"])
-    same(clipped[1], params)
+    same(clipped[0]["key"]["kernel"], 0.5 * PARAMS["key"]["kernel"])
+    same(clipped[1], PARAMS)
 
 
 class Fused(nn.Module):
@@ -243,7 +220,8 @@ def test_two_attentions_in_one_module_have_a_statistic_each():
         )
         for which in ("self", "cross")
     ]
-    cold, hot = jnp.ones(4), jnp.full(4, 400.0)
+    cold = jnp.ones(4)
+    hot = jnp.full(4, 400.0)
     statistics = {"a/self_logits": hot, "a/cross_logits": cold}
     clipped, state = zero_update(
         muonjax.qk_clip(100.0, sites), {"a": params}, statistics
