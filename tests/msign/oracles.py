@@ -10,21 +10,25 @@ def svd_derivative(x, direction, rows=None):
     rows=None: of the exact polar factor (full rank). Otherwise of the polynomial on x / |x|_F, as the
     *vector-Jacobian* product: the projection of the norm's derivative comes last.
     """
-    x, direction = np.asarray(x, np.float64), np.asarray(direction, np.float64)
+    x = np.asarray(x, np.float64)
+    direction = np.asarray(direction, np.float64)
     if x.shape[0] > x.shape[1]:
         return svd_derivative(x.T, direction.T, rows).T
     m = x.shape[0]
     norm = np.linalg.norm(x)
     x = x / norm
     u, s, vt = np.linalg.svd(x, full_matrices=True)
-    f, slope = np.ones(m), np.zeros(m)
+    f = np.ones(m)
+    slope = np.zeros(m)
     if rows is not None:
-        f, slope = s, np.ones(m)
+        f = s
+        slope = np.ones(m)
         for a, b, c in rows:
             slope = slope * (a + 3 * b * f**2 + 5 * c * f**4)
             f = a * f + b * f**3 + c * f**5
     k = u.T @ direction @ vt.T
-    inside, outside = k[:, :m], k[:, m:]
+    inside = k[:, :m]
+    outside = k[:, m:]
     with np.errstate(divide="ignore", invalid="ignore"):
         plus = (f[:, None] + f) / (s[:, None] + s)
         minus = (f[:, None] - f) / (s[:, None] - s)
@@ -46,5 +50,6 @@ def svd_derivative(x, direction, rows=None):
 
 def relative(actual, desired):
     """|actual - desired|_F / |desired|_F."""
-    actual, desired = np.asarray(actual, np.float64), np.asarray(desired, np.float64)
+    actual = np.asarray(actual, np.float64)
+    desired = np.asarray(desired, np.float64)
     return float(np.linalg.norm(actual - desired) / np.linalg.norm(desired))

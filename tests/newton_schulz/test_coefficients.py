@@ -5,7 +5,11 @@ import optax.contrib
 import pytest
 
 import muonjax
-from muonjax._newton_schulz.coefficients import evaluate, polar_express_rows
+from muonjax._newton_schulz.coefficients import (
+    evaluate,
+    never_above_one,
+    polar_express_rows,
+)
 from tests.tools.oracles import CLASSICAL
 
 # As J. Su published them (kexue.fm/archives/10996): lower = 1e-3, cushion 0.02407..., before the safety division. Row
@@ -41,11 +45,6 @@ def worst(rows, lower=1e-3, upper=1.0):
 
 def test_the_schedule_is_the_published_one():
     np.testing.assert_allclose(without_safety(8), TABLE, atol=6e-7)
-
-
-def test_first_polynomial_is_the_optimal_quintic():
-    rows = without_safety(1, cushion=0.0)
-    np.testing.assert_allclose(rows, [(8.470329, -25.108075, 18.629276)], atol=1e-6)
 
 
 @pytest.mark.parametrize("steps", MINIMAX)
@@ -96,32 +95,18 @@ def test_the_composition_is_as_far_above_one_as_below(degrees):
     np.testing.assert_allclose(f.max() - 1, 1 - f.min(), rtol=1e-6)
 
 
-def test_cubics_come_between_quintics():
-    errors = [
-        worst(polar_express_rows(degrees, 1e-2, safety=1.0), 1e-2)
-        for degrees in ((5, 5, 5), (5, 5, 5, 3), (5, 5, 3, 5), (5, 5, 5, 5))
-    ]
-    assert errors[0] > 1.5 * errors[1]
-    assert errors[1] == pytest.approx(errors[2], rel=0.5)
-    assert errors[2] > 1.5 * errors[3]
-
-
-def test_a_longer_schedule_begins_like_a_shorter_one():
-    assert without_safety(6)[:4] == without_safety(4)
-
-
 def test_safety_divides_every_step_but_the_last():
-    plain, safe = without_safety(3), muonjax.polar_express(3, safety=1.05)
+    plain = without_safety(3)
+    safe = muonjax.polar_express(3, safety=1.05)
     assert safe[2] == plain[2]
     np.testing.assert_allclose(
         safe[1], np.array(plain[1]) / 1.05 ** np.array([1, 3, 5]), rtol=1e-14
     )
 
 
-def test_safety_lets_rounding_pass_above_one():
-    """The largest input that five steps survive is about the safety factor."""
-    assert abs(evaluate(muonjax.polar_express(5, safety=1.02), 1.0215)) < 2.5
-    assert abs(evaluate(without_safety(5), 1.0215)) > 10
+def test_rows_whose_composition_is_never_above_one():
+    rows = never_above_one(muonjax.polar_express(3))
+    assert evaluate(rows, np.linspace(0, 1, 10_001)).max() <= 1 + 1e-7
 
 
 def test_published_tables():
@@ -135,11 +120,10 @@ def test_published_tables():
     ("arguments", "message"),
     [
         ({"num_steps": 0}, "whole number of steps"),
-        ({"num_steps": 2.5}, "whole number of steps"),
         ({"num_steps": 3, "lower": 0.0}, r"lower=0.0.*\(0, 1\)"),
         ({"num_steps": 3, "lower": 1.0}, "lower=1.0"),
-        ({"num_steps": 3, "cushion": -0.1}, "cushion=-0.1"),
         ({"num_steps": 3, "safety": 0.9}, "safety=0.9"),
+        ({"num_steps": 10, "safety": 1e300}, r"safety=1e\+300"),
         (
             {"num_steps": 12, "lower": 1e-5, "safety": 1.0},
             r"safety=1.0\) must be in \[1.005, 2\]",

@@ -15,15 +15,10 @@ from muonjax._newton_schulz.deflation import (
 from tests.tools import oracles
 from tests.tools.tiers import thorough
 
-
-def powers(m, ratio):
-    return ratio ** (np.arange(m) / (m - 1))
-
-
 # Momentum-like: a few directions far above a long tail.
 SPECTRA = {
     "cliff": np.r_[np.geomspace(1, 0.3, 6), np.geomspace(1e-2, 1e-3, 58)],
-    "slope": powers(64, 1e-4),
+    "slope": np.geomspace(1, 1e-4, 64),
     "plateaus": np.r_[np.ones(20), np.full(22, 1e-2), np.full(22, 1e-4)],
     "one": np.r_[1.0, np.full(63, 1e-4)],
 }

@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import itertools
 import re
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import muonjax
@@ -18,6 +16,7 @@ from muonjax._common.platform import Policy
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.full_precision import gram_restarts
 from pallas_kernels._api import SymmetricProduct
+from tests.mesh.layouts import make_mesh
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, nightly, quick, thorough
 
@@ -150,21 +149,6 @@ def test_accurate_is_as_exact_as_the_condition_allows(condition, n, tall):
 
 
 @pytest.mark.rounding
-@pytest.mark.parametrize("form", ["standard", thorough("gram")])
-def test_half_precision_loses_little(form):
-    half = NewtonSchulz(compute_dtype=jnp.bfloat16, form=form)
-    for name in ("log to 1e-3", "one dominant", "gaussian"):
-        x = oracles.with_spectrum(spectrum(name, 72), 160)
-        plain = NewtonSchulz(coefficients=half.steps.half, form="standard", deflation=0)
-        single = oracles.polar_error(
-            orthogonalize(jnp.asarray(x, jnp.float32), plain), x
-        )
-        # Errors of truncation and of rounding are independent.
-        error = oracles.polar_error(orthogonalize(jnp.asarray(x, jnp.float32), half), x)
-        assert error <= np.hypot(single, 0.06)
-
-
-@pytest.mark.rounding
 @every_pair
 @quick(
     "schatten-64-auto-(33, 200)-None",
@@ -261,19 +245,6 @@ def test_invariances(m, n, batch, seed, exponent, preset):
         np.testing.assert_allclose(
             muonjax.newton_schulz(jnp.asarray(x[::-1]), value), y[::-1], **tight
         )
-
-
-def test_orthogonal_equivariance():
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((20, 50))
-    q, r = (np.linalg.qr(rng.standard_normal((k, k)))[0] for k in (20, 50))
-    for value in PRESETS.values():
-        turned = orthogonalize(jnp.asarray(q @ x @ r, jnp.float32), value)
-        y = np.asarray(orthogonalize(jnp.asarray(x, jnp.float32), value), np.float64)
-        # The random start of the subspace does not turn along: deflation agrees within its tolerance, once a
-        # side.
-        difference = np.linalg.norm(turned - q @ y @ r) / np.sqrt(20)
-        assert difference < (1e-4 if value.deflation == 0 else 0.1)
 
 
 @pytest.mark.parametrize(
@@ -378,35 +349,6 @@ def test_where_the_gram_form_restarts():
     assert gram_restarts(muonjax.polar_express(8), jnp.float64) == ()
 
 
-def largest_error(rows, restarts, rng):
-    """What rounding of R does to one singular value after another, relative to the schedule without rounding."""
-    s = np.repeat(np.geomspace(1e-7, 1.0, 400), 20)
-
-    def rounding():
-        return 4 * np.finfo(np.float32).eps * rng.uniform(-1, 1, s.shape)
-
-    x = s
-    for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
-        r, q = x * x + rounding(), np.ones_like(s)
-        for row in rows[start:stop]:
-            p = np.polynomial.polynomial.polyval(r, row)
-            q, r = q * p, r * p * p + rounding()
-        x = q * x
-    exact = evaluate(rows, s)
-    return np.abs(x / exact - 1)[exact < 0.5].max(initial=0.0)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_restarts_hold_rounding_down(name):
-    """Simulated for each singular value alone, with the worst rounding that the rule reckons with."""
-    rows = SCHEDULES[name]
-    restarts = gram_restarts(rows, jnp.float32)
-    rng = np.random.default_rng(0)
-    assert largest_error(rows, restarts, rng) < 0.05
-    if len(restarts) > 0 and len(rows) > 6:
-        assert not largest_error(rows, (), rng) < 0.5
-
-
 def test_auto_form_is_gram_only_where_wide():
     def products(shape, dtype, form="auto", deflation=0):
         rows = muonjax.polar_express(4)
@@ -472,9 +414,7 @@ def test_columns_cut_over_a_mesh_under_the_checks_of_shard_map(form):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 64)), jnp.float32)
     f = functools.partial(muonjax.newton_schulz, settings=NewtonSchulz(form=form))
     columns = P(None, "columns")
-    mesh = jax.make_mesh(
-        (4,), ("columns",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4]
-    )
+    mesh = make_mesh(columns=4)
     cut = jax.shard_map(
         functools.partial(f, axis_name=("columns",)),
         mesh=mesh,
@@ -488,11 +428,13 @@ def test_columns_cut_over_a_mesh_under_the_checks_of_shard_map(form):
 @pytest.mark.parametrize("form", ["gram", "standard"])
 def test_reverse_mode_agrees_with_forward_mode(form):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((72, 160)), jnp.float32)
-    dx, ct = x[::-1], x[:, ::-1]
+    dx = x[::-1]
+    ct = x[:, ::-1]
     f = functools.partial(muonjax.newton_schulz, settings=NewtonSchulz(form=form))
     tangent = jax.jit(lambda x, dx: jax.jvp(f, (x,), (dx,))[1])(x, dx)
     cotangent = jax.jit(lambda x, ct: jax.vjp(f, x)[1](ct)[0])(x, ct)
-    forward, backward = jnp.vdot(ct, tangent), jnp.vdot(cotangent, dx)
+    forward = jnp.vdot(ct, tangent)
+    backward = jnp.vdot(cotangent, dx)
     assert abs(forward) > 0.1
     np.testing.assert_allclose(forward, backward, rtol=1e-4)
 
@@ -500,23 +442,16 @@ def test_reverse_mode_agrees_with_forward_mode(form):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"coefficients": "dion"}, ValueError, "coefficients='dion'"),
         ({"coefficients": ()}, ValueError, "at least one row"),
         ({"coefficients": ((1.0, 2.0),)}, ValueError, "rows of three"),
         ({"coefficients": ((1.0, float("nan"), 2.0),)}, ValueError, "finite"),
-        ({"coefficients": ((1.0, float("inf"), 2.0),)}, ValueError, "finite"),
-        ({"deflation": 0.125}, ValueError, "deflation=0.125.*whole number"),
         ({"form": "gramm"}, ValueError, "form='gramm'.*'gram'"),
-        ({"normalization": "l2"}, ValueError, "normalization='l2'"),
         (
             {"implementation": "nonsense"},
             ValueError,
             "implementation='nonsense'.*'hopper'",
         ),
-        ({"implementation": jnp.ones(2)}, ValueError, "implementation=Array"),
         ({"compute_dtype": jnp.int32}, TypeError, "compute_dtype=.*int32"),
-        ({"compute_dtype": "float33"}, TypeError, "float33"),
-        ({"compute_dtype": jnp.ones(2)}, TypeError, "compute_dtype=Array"),
         (
             {"compute_dtype": "float16"},
             TypeError,
