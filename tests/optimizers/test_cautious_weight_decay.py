@@ -34,7 +34,8 @@ def test_the_mask_is_optaxs():
 
 def test_a_schedule_counts_steps():
     tx = muonjax.cautious_weight_decay(optax.linear_schedule(0.0, 1.0, 2))
-    params, state = jnp.ones(1), tx.init(jnp.ones(1))
+    params = jnp.ones(1)
+    state = tx.init(jnp.ones(1))
     decays = []
     for _ in range(3):
         found, state = tx.update(jnp.ones(1), state, params)

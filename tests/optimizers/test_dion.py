@@ -22,7 +22,9 @@ import muonjax
 
 GOLDEN = pathlib.Path(__file__).parent / "dion_normuon.npz"
 SHAPES = {"wide": (6, 20), "tall": (20, 6), "square": (9, 9)}
-RATE, DECAY, STEPS = 0.02, 0.1, 10
+RATE = 0.02
+DECAY = 0.1
+STEPS = 10
 
 
 def draw(name, step):
@@ -87,7 +89,8 @@ def our_weights(cautious):
         optax.scale_by_learning_rate(RATE),
     )
     params = {name: jnp.asarray(draw(name, 0)) for name in SHAPES}
-    state, found = tx.init(params), {name: [] for name in SHAPES}
+    state = tx.init(params)
+    found = {name: [] for name in SHAPES}
     step = jax.jit(tx.update)
     for i in range(STEPS):
         updates, state = step(
@@ -97,6 +100,13 @@ def our_weights(cautious):
         for name, weight in params.items():
             found[name].append(np.asarray(weight))
     return {name: np.stack(steps) for name, steps in found.items()}
+
+
+def golden(cautious):
+    """The weights of the file, by name."""
+    kind = "cautious" if cautious else "plain"
+    with np.load(GOLDEN) as held:
+        return {name: held[f"{name}_{kind}"] for name in SHAPES}
 
 
 def assert_equal(found, expected):
@@ -109,23 +119,13 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("cautious", [False, True])
 def test_ten_steps_equal_dions(cautious):
-    with np.load(GOLDEN) as held:
-        expected = {
-            name: held[f"{name}_{'cautious' if cautious else 'plain'}"]
-            for name in SHAPES
-        }
-    assert_equal(our_weights(cautious), expected)
+    assert_equal(our_weights(cautious), golden(cautious))
 
 
 @pytest.mark.interop
 @pytest.mark.parametrize("cautious", [False, True])
 def test_the_file_holds_what_dion_computes(cautious):
-    with np.load(GOLDEN) as held:
-        expected = {
-            name: held[f"{name}_{'cautious' if cautious else 'plain'}"]
-            for name in SHAPES
-        }
-    assert_equal(dion_weights(cautious), expected)
+    assert_equal(dion_weights(cautious), golden(cautious))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ import optax
 import pytest
 
 import muonjax
-from muonjax import FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax import MuonDimensionNumbers
+from tests.tools.oracles import trained
 from tests.tools.tiers import quick
+from tests.tools.views import MATRICES
 
 
 def oracle(w: np.ndarray, updates: list[np.ndarray], eta: float) -> np.ndarray:
@@ -21,11 +23,7 @@ def oracle(w: np.ndarray, updates: list[np.ndarray], eta: float) -> np.ndarray:
 
 
 def run(tx, w, updates):
-    params = {"w": jnp.asarray(w)}
-    state, update = tx.init(params), jax.jit(tx.update)
-    for u in updates:
-        found, state = update({"w": jnp.asarray(u)}, state, params)
-        params = optax.apply_updates(params, found)
+    params, _ = trained(tx, {"w": jnp.asarray(w)}, [{"w": u} for u in updates])
     return np.asarray(params["w"], np.float64)
 
 
@@ -40,30 +38,17 @@ def draw(shape, steps=20):
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8)])
 @pytest.mark.parametrize("eta", [0.02, 1.5])
 def test_twenty_steps_are_the_papers(shape, eta):
-    w, updates = draw(shape, 1)[0], draw(shape)
+    w = draw(shape, 1)[0]
+    updates = draw(shape)
     want = oracle(w.astype(np.float64), [u.astype(np.float64) for u in updates], eta)
     found = run(muonjax.hyperball(eta), w, updates)
     assert np.linalg.norm(found - want) < 1e-5 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize(
-    ("shape", "numbers", "matrices"),
-    [
-        # One matrix for each layer and head.
-        (
-            (2, 6, 3, 4),
-            MuonDimensionNumbers(1, 3),
-            [np.s_[layer, :, head] for layer in range(2) for head in range(3)],
-        ),
-        (
-            (4, 12),
-            FusedDimensionNumbers(0, 1, parts=3, axis=1),
-            [np.s_[:, 4 * part : 4 * part + 4] for part in range(3)],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("shape", "numbers", "matrices"), MATRICES)
 def test_each_matrix_and_each_part_has_its_own_sphere(shape, numbers, matrices):
-    w, updates = draw(shape, 1)[0], draw(shape)
+    w = draw(shape, 1)[0]
+    updates = draw(shape)
     for power, matrix in enumerate(matrices):
         w[matrix] *= 10.0**power
     found = run(muonjax.hyperball(0.1, dimension_numbers={"w": numbers}), w, updates)
@@ -99,7 +84,8 @@ def test_the_norm_holds_over_thousands_of_steps(dtype, direction):
     """Within one rounding of each entry, however many steps; without R in the state, bfloat16 loses up to 5 %."""
     rng = np.random.default_rng(0)
     orthogonal = np.linalg.qr(rng.standard_normal((32, 64, 64)))[0]
-    bank, tx = jnp.asarray(orthogonal, dtype), muonjax.hyperball(0.02)
+    bank = jnp.asarray(orthogonal, dtype)
+    tx = muonjax.hyperball(0.02)
     weights = {"w": jnp.asarray(rng.standard_normal((64, 64)), dtype)}
     start = np.linalg.norm(np.asarray(weights["w"], np.float64))
 
@@ -192,7 +178,8 @@ def test_a_schedule_and_a_leaf_that_is_no_matrix():
     tx = muonjax.hyperball(
         optax.linear_schedule(1.0, 0.0, 2), dimension_numbers={"b": None}
     )
-    params, state = {"b": jnp.ones(3)}, tx.init({"b": jnp.ones(3)})
+    params = {"b": jnp.ones(3)}
+    state = tx.init({"b": jnp.ones(3)})
     steps = []
     for _ in range(3):
         found, state = tx.update({"b": jnp.ones(3)}, state, params)

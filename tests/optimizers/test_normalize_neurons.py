@@ -7,14 +7,15 @@ import pytest
 from numpy.testing import assert_allclose
 
 import muonjax
-from muonjax import FusedDimensionNumbers, MuonDimensionNumbers
+from tests.tools.views import MATRICES
 
 
 def oracle(
     updates: list[np.ndarray], decay: float = 0.95, eps: float = 1e-8
 ) -> list[np.ndarray]:
     """The normalized updates of one matrix [fan_in, fan_out], step by step."""
-    v, results = np.zeros(updates[0].shape[1]), []
+    v = np.zeros(updates[0].shape[1])
+    results = []
     for o in updates:
         v = decay * v + (1 - decay) * np.mean(np.abs(o) ** 2, axis=0)
         p = o / (np.sqrt(v) + eps)
@@ -23,7 +24,9 @@ def oracle(
 
 
 def run(tx, updates):
-    state, update, results = tx.init({"w": updates[0]}), jax.jit(tx.update), []
+    state = tx.init({"w": updates[0]})
+    update = jax.jit(tx.update)
+    results = []
     for u in updates:
         y, state = update({"w": u}, state)
         results.append(np.asarray(y["w"], np.float64))
@@ -50,27 +53,7 @@ def test_twenty_steps_are_the_papers(shape):
     assert state.second_moment["w"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    ("shape", "numbers", "matrices"),
-    [
-        # [layers, d, heads, size]: one matrix for each layer and head.
-        (
-            (2, 6, 3, 4),
-            MuonDimensionNumbers(1, 3),
-            [np.s_[layer, :, head] for layer in range(2) for head in range(3)],
-        ),
-        (
-            (6, 12),
-            FusedDimensionNumbers(0, 1, parts=3, axis=1),
-            [np.s_[:, :4], np.s_[:, 4:8], np.s_[:, 8:]],
-        ),
-        (
-            (6, 12),
-            FusedDimensionNumbers(0, 1, parts=(6, 2, 4), axis=1),
-            [np.s_[:, :6], np.s_[:, 6:8], np.s_[:, 8:]],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("shape", "numbers", "matrices"), MATRICES)
 def test_each_matrix_and_each_part_is_its_own(shape, numbers, matrices):
     updates = draw(shape)
     for power, matrix in enumerate(matrices):

@@ -1,5 +1,7 @@
 """Optimizer state in host memory: the same updates to the bit, from wherever the state is."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,33 +15,24 @@ from numpy.testing import assert_allclose, assert_array_equal
 import muonjax
 from benchmarks.common import hlo_counts
 from tests.mesh.layouts import make_mesh
-from tests.tools.oracles import SHORT, normal
+from tests.tools.optimizers import optimizer
+from tests.tools.oracles import normal, normal_tree
 from tests.tools.tiers import thorough
 
-SHAPES = {f"attention/{name}/kernel": (64, 2, 32) for name in ("query", "key", "value")}
-SHAPES |= {
-    "gate/kernel": (1, 64),
-    "up/kernel": (16, 64),
-    "up/bias": (64,),
-    "embedding/embedding": (32, 16),
+SHAPES = {
+    "attention": {name: {"kernel": (64, 2, 32)} for name in ("query", "key", "value")},
+    "gate": {"kernel": (1, 64)},
+    "up": {"kernel": (16, 64), "bias": (64,)},
+    "embedding": {"embedding": (32, 16)},
 }
 STATISTICS = {"attention": jnp.array([400.0, 50.0])}
 OPTIMIZERS = {
-    "muon": lambda **kw: muonjax.muon(0.1, newton_schulz=SHORT, **kw),
-    "int8": lambda **kw: muonjax.muon(
-        0.1, newton_schulz=SHORT, mu_dtype=jnp.int8, **kw
-    ),
-    "muonclip": lambda **kw: muonjax.muonclip(
-        0.1, muonjax.mha_site(), newton_schulz=SHORT, **kw
-    ),
-    "normuon": lambda **kw: muonjax.normuon(0.1, newton_schulz=SHORT, **kw),
-    "muonh": lambda **kw: muonjax.muonh(
-        0.1, adam_learning_rate=0.1, newton_schulz=SHORT, **kw
-    ),
-    "adamclip": lambda: muonjax.adamclip(0.1, muonjax.mha_site()),
-    "ema_nesterov": lambda: muonjax.ema_nesterov(
-        muonjax.muon(0.1, newton_schulz=SHORT), 0.5
-    ),
+    name: functools.partial(optimizer, name, rate=0.1)
+    for name in ("muon", "muonclip", "normuon", "muonh", "adamclip")
+}
+OPTIMIZERS |= {
+    "int8": functools.partial(optimizer, "muon", rate=0.1, mu_dtype=jnp.int8),
+    "ema_nesterov": lambda: muonjax.ema_nesterov(optimizer("muon", rate=0.1), 0.5),
     "offload(adamw)": lambda: muonjax.offload(optax.adamw(0.1)),
     "offload(MultiSteps)": lambda: muonjax.offload(
         optax.MultiSteps(optax.adam(0.1), 2)
@@ -48,20 +41,15 @@ OPTIMIZERS = {
 
 
 def params(mesh):
-    flat = {path: normal(*shape, seed=len(path)) for path, shape in SHAPES.items()}
-    tree = {}
-    for path, leaf in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
+    """The parameters on the mesh, and their distribution."""
+    tree = normal_tree(SHAPES)
     specs = jax.tree.map(
         lambda p: P("fsdp") if p.ndim > 1 and len(p) > 1 else P(), tree
     )
-    return jax.tree.map(
+    tree = jax.tree.map(
         lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), tree, specs
-    ), specs
+    )
+    return tree, muonjax.Distribution(mesh, specs)
 
 
 def kinds(state):
@@ -103,7 +91,8 @@ def same_but_for_fused_products(a, b):
     """XLA decides by what else it fuses whether a product and a sum round once or twice; int8 by one unit then."""
 
     def compare(x, y):
-        x, y = np.asarray(x), np.asarray(y)
+        x = np.asarray(x)
+        y = np.asarray(y)
         if x.dtype == np.int8:
             assert_allclose(x.astype(int), y.astype(int), atol=1)
         else:
@@ -122,9 +111,8 @@ SAME = dict.fromkeys(OPTIMIZERS, same) | {"int8": same_but_for_fused_products}
         *(thorough(n) for n in OPTIMIZERS if n not in ("muonclip", "int8", "offload(MultiSteps)")),
 ])  # fmt: skip
 def test_the_place_of_the_state_changes_nothing(name):
-    mesh = make_mesh(fsdp=1)
-    tree, specs = params(mesh)
-    tx, distribution = OPTIMIZERS[name](), muonjax.Distribution(mesh, specs)
+    tree, distribution = params(make_mesh(fsdp=1))
+    tx = OPTIMIZERS[name]()
     on_device, on_host = (
         trained(tx, tree, distribution, kind) for kind in (None, "pinned_host")
     )
@@ -136,11 +124,10 @@ def test_the_place_of_the_state_changes_nothing(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["muon", thorough("int8"), thorough("muonclip")])
 def test_no_collective_is_added_on_a_mesh(name):
-    mesh = make_mesh(fsdp=8)
-    tree, specs = params(mesh)
-    distribution = muonjax.Distribution(mesh, specs)
+    tree, distribution = params(make_mesh(fsdp=8))
     tx = OPTIMIZERS[name](distribution=distribution)
-    counts, results = [], []
+    counts = []
+    results = []
     for kind in (None, "pinned_host"):
         shardings = muonjax.state_shardings(tx, tree, distribution, memory_kind=kind)
         state = jax.jit(tx.init, out_shardings=shardings)(tree)
@@ -153,9 +140,8 @@ def test_no_collective_is_added_on_a_mesh(name):
 
 
 def test_a_checkpoint_goes_to_either_memory(tmp_path):
-    mesh = make_mesh(fsdp=1)
-    tree, specs = params(mesh)
-    tx, distribution = OPTIMIZERS["int8"](), muonjax.Distribution(mesh, specs)
+    tree, distribution = params(make_mesh(fsdp=1))
+    tx = OPTIMIZERS["int8"]()
     _, state = trained(tx, tree, distribution, "pinned_host")
     with ocp.StandardCheckpointer() as saver:
         saver.save(tmp_path / "state", state)
@@ -175,11 +161,10 @@ def test_a_checkpoint_goes_to_either_memory(tmp_path):
 
 
 def test_outside_of_jit_the_state_stays_where_it_is():
-    mesh = make_mesh(fsdp=1)
-    tree, specs = params(mesh)
+    tree, distribution = params(make_mesh(fsdp=1))
     tx = muonjax.trace(0.9)
     shardings = muonjax.state_shardings(
-        tx, tree, muonjax.Distribution(mesh, specs), memory_kind="pinned_host"
+        tx, tree, distribution, memory_kind="pinned_host"
     )
     _, state = tx.update(tree, jax.device_put(tx.init(tree), shardings))
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"pinned_host"}
@@ -187,19 +172,16 @@ def test_outside_of_jit_the_state_stays_where_it_is():
 
 def test_a_state_of_other_parameters_is_refused():
     """Leaf by leaf, the momentum of one leaf would go to another."""
-    tx, x = muonjax.trace(0.9), jnp.ones((2, 3))
+    tx = muonjax.trace(0.9)
+    x = jnp.ones((2, 3))
     for other in ({"b": x, "z": x}, {"a": x}):
         with pytest.raises(ValueError, match=r"[Kk]ey"):
             tx.update(other, tx.init({"a": x, "b": x}))
 
 
 def test_a_memory_that_is_not_there_is_named_with_those_that_are():
-    mesh = make_mesh(fsdp=1)
-    tree, specs = params(mesh)
+    tree, distribution = params(make_mesh(fsdp=1))
     with pytest.raises(ValueError, match=r"pinned_host.*memory kind: hbm"):
         muonjax.state_shardings(
-            muonjax.muon(0.1),
-            tree,
-            muonjax.Distribution(mesh, specs),
-            memory_kind="hbm",
+            muonjax.muon(0.1), tree, distribution, memory_kind="hbm"
         )

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from muonjax import MuonDimensionNumbers, optax_contrib
 from tests.mesh.layouts import make_mesh, put, under
-from tests.tools.oracles import normal
+from tests.tools import oracles
+from tests.tools.oracles import normal, normal_tree
 from tests.tools.tiers import thorough
 
 pytestmark = pytest.mark.skipif(
@@ -33,19 +34,12 @@ def params(dtype=jnp.float32):
         "stack": (2, 4, 6),
         "bias": (5,),
     }
-    tree = {
-        name: normal(*shape, seed=i, dtype=dtype)
-        for i, (name, shape) in enumerate(shapes.items())
-    }
-    return {"block": tree, "scale": jnp.ones((), dtype)}
+    return {"block": normal_tree(shapes, dtype=dtype), "scale": jnp.ones((), dtype)}
 
 
 def gradients(step, tree):
     # Steps have different sizes, so that the momentum's scale counts.
-    return jax.tree.map(
-        lambda p: normal(*p.shape, seed=step + p.size, scale=0.5**step, dtype=p.dtype),
-        tree,
-    )
+    return jax.tree.map(lambda g: 0.5**step * g, oracles.gradients(step, tree))
 
 
 def trajectory(tx, tree, steps=3, state=None):

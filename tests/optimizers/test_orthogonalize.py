@@ -15,6 +15,7 @@ from muonjax._matrices.columns import block_size
 from muonjax._newton_schulz.polar_factor import polar_function
 from tests.tools import oracles
 from tests.tools.oracles import normal
+from tests.tools.products import equations
 from tests.tools.tiers import thorough
 
 EXACT = NewtonSchulz.accurate()
@@ -132,17 +133,8 @@ def test_no_stack_but_a_lone_array_is_larger_than_the_bound(
 
 def products(tree, **settings):
     """Symmetric and plain products in the traced update, those inside of a loop's body counted once."""
-
-    def count(part):
-        if not hasattr(part, "eqns"):
-            return 0
-        inner = [value for equation in part.eqns for value in equation.params.values()]
-        parts = jax.tree.leaves(inner, is_leaf=lambda x: hasattr(x, "eqns"))
-        return sum(e.primitive.name == "dot_general" for e in part.eqns) + sum(
-            map(count, parts)
-        )
-
-    return count(jax.make_jaxpr(lambda t: update(t, **settings))(tree))
+    program = jax.make_jaxpr(lambda t: update(t, **settings))(tree)
+    return sum(e.primitive.name == "dot_general" for e in equations(program))
 
 
 def test_equal_leaves_share_one_compiled_loop():
@@ -157,14 +149,13 @@ def test_equal_leaves_share_one_compiled_loop():
 
 def test_neighbors_share_a_program_with_columns_of_zeros():
     """But no matrix changes its form for its neighbors, and none gets zeros that take longer than a program."""
-    gpu, tpu = Policy("gpu"), Policy("tpu")
+    gpu = Policy("gpu")
+    tpu = Policy("tpu")
 
     def stacks(policy, *shapes):
         """The results, and how many stacks there are."""
-        f, xs = (
-            polar_function(NewtonSchulz(deflation=0), policy),
-            [normal(*shape) for shape in shapes],
-        )
+        f = polar_function(NewtonSchulz(deflation=0), policy)
+        xs = [normal(*shape) for shape in shapes]
         seen: list = []
         whole = dataclasses.replace(
             f, whole=lambda x, *rest: seen.append(x.shape) or f.whole(x, *rest)
@@ -261,7 +252,8 @@ def test_an_update_in_blocks_or_transposed_has_derivatives_both_ways():
         )
 
     alone = total(lambda tree: jax.tree.map(muonjax.newton_schulz, tree))
-    want, got = jax.jit(jax.grad(alone))(tree), jax.jit(jax.grad(total(update)))(tree)
+    want = jax.jit(jax.grad(alone))(tree)
+    got = jax.jit(jax.grad(total(update)))(tree)
     for name in tree:
         assert_allclose(got[name], want[name], rtol=0, atol=1e-11)
     _, tangent = jax.jit(lambda tree: jax.jvp(total(update), (tree,), (tree,)))(tree)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import muonjax
+from tests.tools.optimizers import optimizer
 
 NUMBERS = muonjax.MuonDimensionNumbers
 PARAMS = {
@@ -21,14 +22,6 @@ PROGRAM = {"up": NUMBERS(0, 1), "down": NUMBERS(0, 1), "scale": None}
 SITE = muonjax.fused_qkv_site(
     path="", name="up", num_heads=2, head_dim=4, num_kv_heads=2
 )
-OPTIMIZERS = {
-    "muon": lambda program=PROGRAM: muonjax.muon(1e-3, program),
-    "normuon": lambda program=PROGRAM: muonjax.normuon(1e-3, program),
-    "muonh": lambda program=PROGRAM: muonjax.muonh(
-        1e-3, program, adam_learning_rate=1e-3
-    ),
-    "adamclip": lambda: muonjax.adamclip(1e-3, SITE, weight_decay=0.1),
-}
 
 
 def cast(tree, dtype):
@@ -82,15 +75,15 @@ class Network(nnx.Module):
 def test_a_state_of_another_shape_has_not_the_sharding_of_its_parameter(name, kind):
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(kind,))):
         network = Network()
-        optimizer = nnx.Optimizer(network, OPTIMIZERS[name](by_rank), wrt=nnx.Param)
-        optimizer.update(network, nnx.state(network, nnx.Param))
+        training = nnx.Optimizer(network, optimizer(name, by_rank), wrt=nnx.Param)
+        training.update(network, nnx.state(network, nnx.Param))
     assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(nnx.state(network)))
 
 
 @pytest.mark.parametrize("name", ["normuon", "muonh"])
 def test_a_box_with_the_names_of_axes_is_left_out_of_a_state_of_another_shape(name):
     boxed = jax.tree.map(lambda x: nn.Partitioned(x, ("data", None)[: x.ndim]), PARAMS)
-    tx = OPTIMIZERS[name]()
+    tx = optimizer(name, PROGRAM)
     state = tx.init(boxed)
     updates, state = tx.update(boxed, state, boxed)
     plain, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
@@ -116,7 +109,11 @@ def test_updates_lie_where_the_parameters_do_and_not_where_the_state_does(name):
     )
     with jax.set_mesh(jax.make_mesh((4,), ("data",))):
         params = jax.device_put(PARAMS, P())
-        tx = OPTIMIZERS[name]()
+        tx = (
+            muonjax.adamclip(1e-3, SITE)
+            if name == "adamclip"
+            else optimizer(name, PROGRAM)
+        )
         state = jax.tree.map(
             lambda x: (
                 jax.device_put(x, P("data"))
