@@ -3,7 +3,6 @@
 import re
 
 import numpy as np
-from hypothesis import strategies as st
 
 import muonjax
 
@@ -19,8 +18,3 @@ def names_its_call(error):
         and name is not None
         and name[1] in public
     )
-
-
-def numbers(width=32):
-    """Every float of this width: zeros, subnormals, the largest, NaN and infinities among them."""
-    return st.floats(width=width)

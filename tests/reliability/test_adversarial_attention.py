@@ -13,11 +13,13 @@ from hypothesis.extra.numpy import arrays
 from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
-from tests.reliability.adversarial import BAD, numbers
+from tests.reliability.adversarial import BAD
+from tests.tools.oracles import normal_tree
 from tests.tools.tiers import examples
 
 FLOAT32 = np.finfo(np.float32)
-TINY, HUGE = float(FLOAT32.tiny), float(FLOAT32.max)
+TINY = float(FLOAT32.tiny)
+HUGE = float(FLOAT32.max)
 
 LAYOUTS = [  # heads, key heads, positions of queries and keys, causal, window
     (1, 1, 1, 1, False, None),
@@ -54,10 +56,13 @@ def test_any_queries_and_keys(data):
         )
         x = x.astype(np.float32)
         for index in data.draw(st.lists(st.integers(0, x.size - 1), max_size=2)):
-            x.flat[index] = data.draw(st.one_of(st.sampled_from(BAD), numbers()))
+            x.flat[index] = data.draw(
+                st.one_of(st.sampled_from(BAD), st.floats(width=32))
+            )
         return x
 
-    query, key = draw(heads, T), draw(key_heads, S)
+    query = draw(heads, T)
+    key = draw(key_heads, S)
     if not (np.isfinite(query).all() and np.isfinite(key).all()):
         # Subnormal numbers may count as zero, whose product with an infinity is NaN.
         query, key = (np.where(np.abs(x) < TINY, 0, x) for x in (query, key))
@@ -74,10 +79,8 @@ def test_any_queries_and_keys(data):
     )
     seen = mask & (ahead <= (0 if causal else right)) & (-ahead <= left)
     with np.errstate(all="ignore"):
-        q, k = (
-            query.astype(np.float64),
-            np.repeat(key.astype(np.float64), heads // key_heads, axis=2),
-        )
+        q = query.astype(np.float64)
+        k = np.repeat(key.astype(np.float64), heads // key_heads, axis=2)
         logits = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8)
         # Rounding and overflow depend on these sizes, besides any infinity.
         sizes = np.einsum(
@@ -100,16 +103,12 @@ def test_any_queries_and_keys(data):
             assert_allclose(got[head], visible.max(), rtol=0, atol=1e-5 * size + lost)
 
 
-def weights(rng, heads, key_heads):
-    shapes = {"query": heads, "key": key_heads}
-    attention = {
-        name: {
-            "kernel": rng.standard_normal((6, count, 4)).astype(np.float32),
-            "bias": rng.standard_normal((count, 4)).astype(np.float32),
-        }
-        for name, count in shapes.items()
+def weights(seed, heads, key_heads):
+    shapes = {
+        name: {"kernel": (6, count, 4), "bias": (count, 4)}
+        for name, count in (("query", heads), ("key", key_heads))
     }
-    return {"attention": attention}
+    return {"attention": normal_tree(shapes, seed)}
 
 
 @jax.jit
@@ -132,7 +131,9 @@ def clipped(params, signal, threshold):
     signal=arrays(
         np.float32,
         4,
-        elements=st.one_of(numbers(), st.sampled_from([*BAD, 0.0, 1e30, 400.0])),
+        elements=st.one_of(
+            st.floats(width=32), st.sampled_from([*BAD, 0.0, 1e30, 400.0])
+        ),
     ),
     threshold=st.one_of(
         st.floats(width=32, min_value=FLOAT32.tiny, allow_infinity=False),
@@ -143,7 +144,7 @@ def clipped(params, signal, threshold):
 )
 def test_any_statistic_and_threshold(key_heads, signal, threshold, exponent, seed):
     heads = 4
-    params = weights(np.random.default_rng(seed), heads, key_heads)
+    params = weights(seed, heads, key_heads)
     params = jax.tree.map(lambda p: p * np.float32(2.0**exponent), params)
     now, after, state = clipped(params, signal, np.float32(threshold))
     signal = np.where(np.abs(signal) < TINY, 0, signal)

@@ -184,10 +184,8 @@ def test_any_matrix(data):
     y = orthogonalize(jnp.asarray(x), name)
     assert y.shape == x.shape
     assert y.dtype == x.dtype
-    wide, result = (
-        x.astype(np.float64).reshape(-1, *shape[-2:]),
-        np.asarray(y, np.float64),
-    )
+    wide = x.astype(np.float64).reshape(-1, *shape[-2:])
+    result = np.asarray(y, np.float64)
     for before, after in zip(wide, result.reshape(wide.shape), strict=True):
         if not np.isfinite(before).all():
             assert np.isnan(after).any()

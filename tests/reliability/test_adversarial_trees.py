@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers, NewtonSchulz
-from tests.reliability.adversarial import names_its_call, numbers
+from tests.reliability.adversarial import names_its_call
 from tests.tools.tiers import examples
 from tests.tools.views import matrix_view
 
@@ -85,7 +85,7 @@ WHOLE = st.integers(-2, 8)
 
 def settings_of(draw):
     """One of the functions that take settings, and arguments of the right types but any value."""
-    number = numbers(64)
+    number = st.floats()
     return draw(
         st.one_of(
             st.tuples(
@@ -108,11 +108,7 @@ def settings_of(draw):
                 ),
             ),
             st.tuples(
-                st.just(
-                    lambda num_steps, **settings: muonjax.polar_express(
-                        num_steps, **settings
-                    )
-                ),
+                st.just(muonjax.polar_express),
                 st.fixed_dictionaries(
                     {"num_steps": WHOLE},
                     optional={
@@ -178,7 +174,4 @@ def test_any_tree_is_optimized_or_refused_by_name(params, numbers):
 
     shapes = attempt(lambda: jax.eval_shape(step, params))
     if shapes is not None:
-        assert jax.tree.map(
-            lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), shapes[0], params
-        )
         assert shapes[0] == params

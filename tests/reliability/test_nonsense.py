@@ -73,6 +73,7 @@ NEEDED = {
     "muonclip.program": SITE, "adamclip.program": SITE, "qk_clip.sites": SITE, "signal_clip.sites": SIGNAL,
     "muonh.adam_learning_rate": 1e-3, "Site.path": "attention", "Site.scales": (QUERY,), "Scale.path": "kernel",
     "ema_nesterov_params.state": muonjax.ema_nesterov(optax.sgd(0.1), 0.5).init(PARAMS),
+    "merge.model": nnx.Sequential(muonjax.nnx.LoHaLinear(2, 2, rank=1, rngs=nnx.Rngs(0))),
     "merge.params": muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), jnp.ones((1, 4)))["params"],
 }  # fmt: skip
 
@@ -181,10 +182,8 @@ def call(name: str, function: Any, /, **nonsense: Any) -> None:
     }
     made = function(**given | nonsense)
     if isinstance(made, optax.GradientTransformation):
-        tx, more = (
-            optax.with_extra_args_support(made),
-            {"max_logits": NEEDED["max_logits"]},
-        )
+        tx = optax.with_extra_args_support(made)
+        more = {"max_logits": NEEDED["max_logits"]}
         jax.eval_shape(
             lambda p: tx.update(p, tx.init(p), p, signals=more["max_logits"], **more),
             PARAMS,
