@@ -107,6 +107,11 @@ def dividing(how):
     return mock.patch("muonjax._mesh.assignment._column_choices", choices[how])
 
 
+def first_update(tx):
+    """The compiled update of a new state, as a function of the gradients."""
+    return jax.jit(lambda x: tx.update(x, tx.init(x))[0])
+
+
 def assigned(tx, params):
     """The rounds that `tx.update` makes for these shapes; nothing runs."""
     found = []
@@ -116,7 +121,7 @@ def assigned(tx, params):
         return found[-1]
 
     with mock.patch("muonjax._mesh.exchange.assign_owners", kept):
-        jax.eval_shape(lambda x: tx.update(x, tx.init(x))[0], params)
+        jax.eval_shape(first_update(tx), params)
     return found[-1]
 
 
@@ -124,7 +129,7 @@ def orthogonalize(values, numbers, newton_schulz=QUICK, **settings):
     tx = muonjax.orthogonalize(
         dimension_numbers=numbers, newton_schulz=newton_schulz, **settings
     )
-    return jax.jit(lambda x: tx.update(x, tx.init(x))[0])(values)
+    return first_update(tx)(values)
 
 
 @functools.cache

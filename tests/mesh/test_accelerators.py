@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_counts
 from benchmarks.optimizer import sharding, state_memory
-from tests.mesh.layouts import assigned
+from tests.mesh.layouts import assigned, first_update
 
 QUICK = functools.partial(
     muonjax.NewtonSchulz, coefficients=muonjax.polar_express(2), deflation=0
@@ -36,27 +36,20 @@ def devices(platform):
     return ahead_of_time.devices(ahead_of_time.CHIPS["H100"], 8)
 
 
-def compiled(platform, case, newton_schulz, axis_type):
-    """`orthogonalize` on eight devices of the platform."""
+def compiled(platform, case):
+    """`orthogonalize` on eight devices of the platform, and its program."""
     sizes = tuple(case.mesh_shape.values())
-    names = tuple(case.mesh_shape)
-    mesh = Mesh(
-        np.array(devices(platform)).reshape(sizes),
-        names,
-        axis_types=(axis_type,) * len(names),
-    )
-    auto = axis_type == AxisType.Auto
+    mesh = Mesh(np.array(devices(platform)).reshape(sizes), tuple(case.mesh_shape))
     tx = muonjax.orthogonalize(
         dimension_numbers=sharding.NUMBERS,
-        newton_schulz=newton_schulz,
-        distribution=muonjax.Distribution(mesh, case.specs) if auto else None,
+        newton_schulz=QUICK(),
+        distribution=muonjax.Distribution(mesh, case.specs),
     )
     params = case.params(mesh)
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    update = jax.jit(lambda x: tx.update(x, tx.init(x))[0], out_shardings=shardings)
-    return update.lower(params).compile(
-        compiler_options=OPTIONS if platform == "gpu" else None
-    )
+    update = jax.jit(first_update(tx), out_shardings=shardings)
+    options = OPTIONS if platform == "gpu" else None
+    return tx, update.lower(params).compile(compiler_options=options)
 
 
 @pytest.mark.nightly
@@ -67,18 +60,8 @@ def compiled(platform, case, newton_schulz, axis_type):
 )
 def test_the_compiler_sends_what_owners_are_assigned_by(platform, name, collectives):
     case = sharding.CASES[name]
-    counts = hlo_counts.count(
-        compiled(platform, case, QUICK(), AxisType.Auto), devices=8, unknown_trips=1
-    )
-    mesh = Mesh(
-        np.array(devices(platform)).reshape(tuple(case.mesh_shape.values())),
-        tuple(case.mesh_shape),
-    )
-    tx = muonjax.orthogonalize(
-        dimension_numbers=sharding.NUMBERS,
-        newton_schulz=QUICK(),
-        distribution=muonjax.Distribution(mesh, case.specs),
-    )
+    tx, program = compiled(platform, case)
+    counts = hlo_counts.count(program, devices=8, unknown_trips=1)
     sent = sum(one.bytes_sent for one in assigned(tx, case.params(None)))
     assert counts.total_collectives == collectives
     assert counts.mebibytes * 2**20 == pytest.approx(sent, rel=0.01)
@@ -99,7 +82,7 @@ def test_owners_on_a_mesh_of_gpus_run_the_kernel_and_xla_cuts_no_matrix_of_it():
         None,
     ):  # without: XLA cuts the products
         tx = muonjax.orthogonalize(newton_schulz=QUICK(), distribution=distribution)
-        update = jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0])
+        update = first_update(tx)
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             text = update.lower(params).compile(compiler_options=OPTIONS).as_text()
         assert ("mosaic_gpu" in text) == (distribution is not None)
@@ -123,7 +106,8 @@ def test_owners_on_a_mesh_of_gpus_run_the_kernel_and_xla_cuts_no_matrix_of_it():
 def test_state_in_host_memory_passes_through_the_device_leaf_by_leaf(case):
     if reason := ahead_of_time.missing(ahead_of_time.CHIPS[case.chip].platform):
         pytest.skip(reason)
-    row, matrix = state_memory.count(case), 4 * case.size**2 / 2**20
+    row = state_memory.count(case)
+    matrix = 4 * case.size**2 / 2**20
     int8 = "int8" in case.optimizer
     assert row["state_on_device"] <= 64  # counters
     assert row["state_on_host_mib"] == case.count * matrix * (33 / 128 if int8 else 1)

@@ -18,7 +18,7 @@ from muonjax._matrices.matrix_view import MuonDimensionNumbers
 from muonjax._mesh.assignment import _owner_devices, assign_owners, seconds_of_unit
 from muonjax._mesh.layout import ShardedLeaf, unit_kind
 from muonjax._newton_schulz.polar_factor import polar_function
-from tests.mesh.layouts import assigned, dividing
+from tests.mesh.layouts import assigned, dividing, first_update
 from tests.tools.products import flops_of
 from tests.tools.views import matrix_view
 
@@ -184,8 +184,7 @@ def test_what_is_chosen_takes_least_time_in_the_compiled_program(count):
     for divided in ("owner", "tensor_parallel", "hybrid"):
         with dividing(divided):
             rounds = assigned(tx, case.params(None))
-            update = jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0])
-            compiled = update.lower(case.params(case.mesh())).compile()
+            compiled = first_update(tx).lower(case.params(case.mesh())).compile()
         counts = hlo_counts.count(compiled, devices=8, unknown_trips=1)
         exchange = counts.mebibytes * 2**20 / BYTES_A_SECOND
         (column_axes,) = {one.group.column_axes for one in rounds}

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from tests.mesh.layouts import QUICK, make_mesh
+from tests.mesh.layouts import QUICK, first_update, make_mesh, orthogonalize
 
 HALF = dataclasses.replace(QUICK, compute_dtype=jnp.bfloat16)
 
@@ -28,11 +28,7 @@ def test_half_precision_is_exchanged_in_half_the_bytes():
             dimension_numbers=numbers, newton_schulz=settings, distribution=distribution
         )
         # What is handed to the compiler: on a CPU it may well widen what it is given.
-        text = (
-            jax.jit(lambda x, tx=tx: tx.update(x, tx.init(x))[0])
-            .lower(params)
-            .as_text()
-        )
+        text = first_update(tx).lower(params).as_text()
         sent = [line for line in text.splitlines() if "stablehlo.all_to_all" in line]
         kind = "bf16" if settings is HALF else "f32"
         assert len(sent) == 2
@@ -42,12 +38,9 @@ def test_half_precision_is_exchanged_in_half_the_bytes():
 def test_rounding_for_the_exchange_takes_results_no_further_from_the_polar_factor():
     mesh = make_mesh(fsdp=8)
     x = jax.random.normal(jax.random.key(0), (16, 64))
-    tx = [
-        muonjax.orthogonalize(newton_schulz=HALF, distribution=d)
-        for d in (None, muonjax.Distribution(mesh, P("fsdp")))
-    ]
     here, there = (
-        jax.jit(lambda x, t=t: t.update(x, t.init(x))[0])({"w": x})["w"] for t in tx
+        orthogonalize({"w": x}, None, HALF, distribution=distribution)["w"]
+        for distribution in (None, muonjax.Distribution(mesh, P("fsdp")))
     )
     assert there.dtype == jnp.float32
     u, _, vh = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)

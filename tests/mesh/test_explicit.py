@@ -1,6 +1,7 @@
 """Explicit axis types: every state of every transformation can be donated, and cut leaves need not fit the mesh."""
 
 import contextlib
+import functools
 import inspect
 import warnings
 
@@ -15,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers
 from tests.mesh.layouts import QUICK, make_mesh
+from tests.tools.optimizers import optimizer
+from tests.tools.oracles import normal_tree
 from tests.tools.tiers import nightly, quick, thorough
 
 NUMBERS = {
@@ -39,7 +42,6 @@ SIZE = muonjax.Site(
 
 
 def params():
-    rng = np.random.default_rng(0)
     shapes = {
         "attention": {n: {"kernel": (16, 8, 4)} for n in ("query", "key")},
         "rows": (64, 16),
@@ -47,8 +49,7 @@ def params():
         "fused": (16, 48),
         "bias": (16,),
     }
-    draw = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
-    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return normal_tree(shapes)
 
 
 def put(tree, specs, mesh):
@@ -57,30 +58,26 @@ def put(tree, specs, mesh):
     )
 
 
-MATRICES = {"program": NUMBERS, "newton_schulz": QUICK}
 PUBLIC = {
-    "adamclip": lambda: muonjax.adamclip(1e-3, SITE),
     "cautious_weight_decay": lambda: muonjax.cautious_weight_decay(0.1),
     "offload": lambda: muonjax.offload(optax.adamw(1e-3)),
-    "ema_nesterov": lambda: muonjax.ema_nesterov(muonjax.muon(1e-3, **MATRICES), 0.5),
+    "ema_nesterov": lambda: muonjax.ema_nesterov(optimizer("muon", NUMBERS), 0.5),
     "hyperball": lambda: muonjax.hyperball(0.1, dimension_numbers=NUMBERS),
     "match_rms": lambda: muonjax.match_rms(dimension_numbers=NUMBERS),
     "monitor": lambda: muonjax.monitor(
-        muonjax.normuon(1e-3, **MATRICES), NUMBERS, every_k=2
+        optimizer("normuon", NUMBERS), NUMBERS, every_k=2
     ),
-    "muon": lambda: muonjax.muon(1e-3, **MATRICES),
-    "muonclip": lambda: muonjax.muonclip(
-        1e-3, SITE, dimension_numbers=NUMBERS, newton_schulz=QUICK
-    ),
-    "muonh": lambda: muonjax.muonh(1e-3, adam_learning_rate=1e-3, **MATRICES),
     "normalize_neurons": lambda: muonjax.normalize_neurons(dimension_numbers=NUMBERS),
-    "normuon": lambda: muonjax.normuon(1e-3, **MATRICES),
     "orthogonalize": lambda: muonjax.orthogonalize(
         dimension_numbers=NUMBERS, newton_schulz=QUICK
     ),
     "qk_clip": lambda: muonjax.qk_clip(100.0, SITE, every_k=2),
     "signal_clip": lambda: muonjax.signal_clip(SIZE),
     "trace": lambda: muonjax.trace(0.9),
+}
+PUBLIC |= {
+    name: functools.partial(optimizer, name, NUMBERS)
+    for name in ("adamclip", "muon", "muonclip", "muonh", "normuon")
 }
 # Their states are inside of those of ema_nesterov, monitor, hyperball and qk_clip.
 INSIDE_OF_OTHERS = ("muon", "muonclip", "muonh", "normuon", "orthogonalize")
@@ -109,10 +106,8 @@ def test_all_public_transformations_are_here():
 )
 def test_the_state_is_donated(name):
     """`init` shards each array of the state as `update` returns it, whatever the statistics' sharding."""
-    tx, mesh = (
-        optax.with_extra_args_support(PUBLIC[name]()),
-        make_mesh(AxisType.Explicit, a=8),
-    )
+    tx = optax.with_extra_args_support(PUBLIC[name]())
+    mesh = make_mesh(AxisType.Explicit, a=8)
     statistics = jax.tree.map(lambda x: jnp.full(8, x), STATISTICS)
     heads = jax.tree.map(lambda _: P("a"), statistics)
 

@@ -35,7 +35,8 @@ def step(tx):
 @functools.cache
 def on_one_device(member):
     """What every mesh must give."""
-    params, tx = tree(), make(member, NUMBERS)
+    params = tree()
+    tx = make(member, NUMBERS)
     return jax.jit(lambda u, p: step(tx)(u, tx.init(p), p)[0])(turned(params), params)
 
 
@@ -53,7 +54,9 @@ def turned(params):
     ids=str,
 )
 def test_every_layout_gives_what_one_device_gives(member, sizes, axis_type):
-    params, tx, mesh = tree(), make(member, NUMBERS), make_mesh(axis_type, **sizes)
+    params = tree()
+    tx = make(member, NUMBERS)
+    mesh = make_mesh(axis_type, **sizes)
     with under(mesh):
         sharded = put(params, SPECS, mesh)
         found, _ = step(tx)(
