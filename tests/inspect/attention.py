@@ -10,8 +10,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import value_and_grad
 
-WIDTH, HEADS, SIZE = 16, 4, 4
-BATCH, LENGTH = 8, 6
+WIDTH = 16
+HEADS = 4
+SIZE = 4
+BATCH = 8
+LENGTH = 6
 
 
 def weights(layers=1):
@@ -56,7 +59,8 @@ def custom_softmax(logits):
 
 @custom_softmax.defjvp
 def _(primals, tangents):
-    p, t = custom_softmax(*primals), tangents[0]
+    p = custom_softmax(*primals)
+    t = tangents[0]
     return p, p * (t - jnp.sum(p * t, -1, keepdims=True))
 
 
@@ -72,6 +76,11 @@ def layer(x, w, attend=attend):
     return x + jnp.einsum("bths,hsd->btd", attend(q, k, v), w["o"])
 
 
+def layer_with(attend=attend, **settings):
+    """`layer` with another attention, or with settings of this one."""
+    return functools.partial(layer, attend=functools.partial(attend, **settings))
+
+
 def unrolled(w, x, layer=layer):
     for i in range(len(w["q"])):
         x = layer(x, {name: value[i] for name, value in w.items()})
@@ -84,7 +93,8 @@ def scanned(w, x, layer=layer):
 
 def by_hand(w, x, causal=False):
     """[layers, batch, heads], float64."""
-    x, maxima = np.float64(x), []
+    x = np.float64(x)
+    maxima = []
     for each in unstacked(jax.tree.map(np.float64, w)):
         q, k, v = (np.einsum("btd,dhs->bths", x, each[name]) for name in "qkv")
         logits = np.einsum("bths,buhs->bhtu", q, k) / np.sqrt(SIZE)
@@ -99,13 +109,22 @@ def by_hand(w, x, causal=False):
     return np.stack(maxima)
 
 
+def assert_as_jax(loss, *args, argnums=0, around=lambda f: f):
+    """Loss and gradients equal to the bit those of jax.value_and_grad; the largest logits are returned."""
+    ours, jaxs = (
+        jax.jit(around(f(loss, argnums)))(*args)
+        for f in (value_and_grad, jax.value_and_grad)
+    )
+    (value, maxima), grads = ours
+    assert jax.tree.structure((value, grads)) == jax.tree.structure(jaxs)
+    jax.tree.map(assert_array_equal, (value, grads), jaxs)
+    return maxima
+
+
 def check(loss, w, x, expected):
-    """Loss and gradients equal to the bit those of jax.value_and_grad, and the largest logits are the expected ones."""
+    """Loss and gradients are those of jax.value_and_grad, and the largest logits are the expected ones."""
     check_jaxpr(jax.make_jaxpr(value_and_grad(loss))(w, x).jaxpr)
-    (value, maxima), grads = jax.jit(value_and_grad(loss))(w, x)
-    other, others = jax.jit(jax.value_and_grad(loss))(w, x)
-    assert_array_equal(value, other)
-    jax.tree.map(assert_array_equal, grads, others)
+    maxima = assert_as_jax(loss, w, x)
     found = (
         np.stack([*maxima.values()]) if len(maxima) > 1 else next(iter(maxima.values()))
     )  # layers

@@ -15,7 +15,8 @@ def functions(layers):
         return jnp.mean(x)
 
     _inlined.cache_clear()
-    parameters, x = unstacked(weights(layers)), tokens()
+    parameters = unstacked(weights(layers))
+    x = tokens()
     run(jax.make_jaxpr(loss)(parameters, x), [], *jax.tree.leaves((parameters, x)))
     return _inlined.cache_info().currsize
 

@@ -1,6 +1,5 @@
 """`inspect` and `Program` as a user meets them."""
 
-import functools
 import re
 import sys
 import warnings
@@ -18,14 +17,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.inspect.attention import attend, layer, tokens, unstacked, weights
-from tests.tools.oracles import SHORT
+from tests.tools.oracles import SHORT, assert_close
 from tests.tools.tiers import thorough
+from tests.tools.views import leaf
 
 NUMBERS = muonjax.MuonDimensionNumbers
-
-
-def leaf(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def mlp(params, x):
@@ -34,6 +30,7 @@ def mlp(params, x):
 
 PARAMS = {"up": leaf(8, 16), "bias": leaf(16), "out": leaf(16, 1)}
 X = leaf(4, 8)
+PROGRAM = muonjax.inspect(mlp, PARAMS, X)
 FIXED = np.eye(4, 3, dtype=np.float32)  # a matrix that does not train
 
 
@@ -42,9 +39,8 @@ def ones(tree):
 
 
 def test_a_program_stands_for_dimension_numbers():
-    program = muonjax.inspect(mlp, PARAMS, X)
     params = ones(PARAMS)
-    by_program = muonjax.muon(0.1, program, newton_schulz=SHORT)
+    by_program = muonjax.muon(0.1, PROGRAM, newton_schulz=SHORT)
     by_hand = muonjax.muon(
         0.1, {"up": NUMBERS(0, 1), "bias": None, "out": None}, newton_schulz=SHORT
     )
@@ -91,22 +87,21 @@ def test_nothing_is_computed_with_arrays():
 
 def test_a_program_does_not_keep_the_parameters():
     params = ones(PARAMS)
-    program, up = muonjax.inspect(mlp, params, X), weakref.ref(params["up"])
+    program = muonjax.inspect(mlp, params, X)
+    up = weakref.ref(params["up"])
     del params
     assert up() is None
     assert program.dimension_numbers()["up"] == NUMBERS(0, 1)
 
 
 def test_other_sizes_than_those_inspected():
-    program = muonjax.inspect(mlp, PARAMS, X)
     other = {"up": leaf(32, 64), "bias": leaf(64), "out": leaf(64, 1)}
-    assert program.dimension_numbers(other) == program.dimension_numbers(PARAMS)
+    assert PROGRAM.dimension_numbers(other) == PROGRAM.dimension_numbers(PARAMS)
 
 
 def test_parameters_that_were_not_inspected_are_named():
-    program = muonjax.inspect(mlp, PARAMS, X)
     with pytest.raises(ValueError, match="without the parameters extra"):
-        program.dimension_numbers({**PARAMS, "extra": leaf(2)})
+        PROGRAM.dimension_numbers({**PARAMS, "extra": leaf(2)})
 
 
 def two_layers(params, x):
@@ -118,10 +113,8 @@ def two_layers(params, x):
 def test_parts_of_a_model_train_with_the_program_of_all_of_it():
     """What another optimizer has is masked for this one; it is not asked for, and the table says so."""
     one = unstacked(jax.tree.map(jnp.asarray, weights()))[0]
-    params, x = (
-        {"below": one, "above": one, "out": jnp.ones((tokens().shape[-1], 1))},
-        tokens(),
-    )
+    params = {"below": one, "above": one, "out": jnp.ones((tokens().shape[-1], 1))}
+    x = tokens()
     program = muonjax.inspect(two_layers, params, x)
     grads = jax.jit(jax.grad(two_layers))(params, x)
     optimizers = {
@@ -135,11 +128,7 @@ def test_parts_of_a_model_train_with_the_program_of_all_of_it():
     assert not any(map(np.any, jax.tree.leaves(updates["below"])))
     whole = muonjax.muon(1e-3, program, newton_schulz=SHORT)
     expected, _ = jax.jit(whole.update)(grads, whole.init(params), params)
-    jax.tree.map(
-        functools.partial(assert_allclose, rtol=1e-5, atol=1e-8),
-        updates["above"],
-        expected["above"],
-    )
+    assert_close(updates["above"], expected["above"], rtol=1e-5, atol=1e-8)
     for part in (
         {"below": optax.MaskedNode()} | params | {"below": optax.MaskedNode()},
         {"above": one},
@@ -167,13 +156,6 @@ def test_exchanged_arguments_are_named():
         muonjax.inspect(model, mlp, X)
     assert str(refused.value).endswith(
         "the first argument is a Linear; it must be your loss function."
-    )
-    with pytest.raises(TypeError) as failed:
-        muonjax.inspect(mlp, X, PARAMS)
-    kinds = f"{type(X).__name__}, dict"
-    assert (
-        f"inspect(mlp) called your function with ({kinds}): first the parameters, then the batch."
-        in (failed.value.__notes__)
     )
     with pytest.raises(
         TypeError, match=r"come later: value_and_grad\(fun\)\(params, batch\)"
@@ -217,7 +199,8 @@ def test_a_parameter_under_stop_gradient_is_named_and_keeps_its_value():
         match=r"no gradient, go to Adam: .*\(no gradient, by stop_gradient: .*\d\)",
     ):
         program = muonjax.inspect(loss, PARAMS, X)
-    params, optimizer = ones(PARAMS), muonjax.muon(1.0, program, weight_decay=0.5)
+    params = ones(PARAMS)
+    optimizer = muonjax.muon(1.0, program, weight_decay=0.5)
     grads = jax.grad(loss)(params, ones(X))
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     assert {name for name, update in updates.items() if (update == 0).all()} == {
@@ -252,7 +235,6 @@ def critic(actions):
         (lambda y: jnp.mean((y @ FIXED) ** 2), True),
         (lambda y: jnp.mean((y @ FIXED) ** 2) + jnp.mean(y), True),
         (lambda y: jnp.mean(jnp.exp(y @ FIXED)), True),  # to amplitudes
-        (lambda y: jnp.mean(jax.nn.softplus(y @ FIXED) ** 2), True),
         (lambda y: jnp.mean(jax.nn.logsumexp(y @ FIXED, -1)), True),  # a cost
         # The probabilities of noisy labels.
         (lambda y: cross_entropy(jnp.log(jax.nn.softmax(y) @ abs(FIXED))), True),
@@ -369,20 +351,17 @@ def test_a_last_product_without_a_loss_is_left_to_names():
 
 
 def test_a_model_without_attention():
-    program = muonjax.inspect(mlp, PARAMS, X)
     with pytest.raises(
         ValueError, match=r"inspect\(mlp\) has no attention.*Use muon instead"
     ):
-        muonjax.muonclip(0.1, program).init(ones(PARAMS))
+        muonjax.muonclip(0.1, PROGRAM).init(ones(PARAMS))
 
 
 def test_a_mask_by_a_number_that_the_function_closes_over():
     """Penzai's models hold it as an array, which stands in the program as a constant."""
-    one, x, least = (
-        jax.tree.map(jnp.asarray, unstacked(weights())[0]),
-        tokens(),
-        jnp.float32(-1e30),
-    )
+    one = jax.tree.map(jnp.asarray, unstacked(weights())[0])
+    x = tokens()
+    least = jnp.float32(-1e30)
 
     def loss(params, x):
         def masked(logits):
@@ -443,9 +422,8 @@ def test_a_clip_of_an_nnx_model_that_counts_is_checked():
 
 
 def test_in_a_chain_of_ones_own():
-    program = muonjax.inspect(mlp, PARAMS, X)
     tx = optax.chain(
-        muonjax.orthogonalize(dimension_numbers=program), optax.scale(-0.1)
+        muonjax.orthogonalize(dimension_numbers=PROGRAM), optax.scale(-0.1)
     )
     params = ones({"up": PARAMS["up"]})
     updates, _ = tx.update(params, tx.init(params), params)
@@ -470,19 +448,11 @@ def test_a_program_in_inject_hyperparams():
         injected.init(params)
 
 
-def test_a_module_with_functions_in_it():
-    with pytest.raises(
-        TypeError, match=r"inspect\(mlp\): 'act' is no array but .*eqx.partition\(model"
-    ):
-        muonjax.inspect(mlp, PARAMS | {"act": jnp.tanh}, X)
-
-
 def test_a_parameter_that_there_is_not():
-    program = muonjax.inspect(mlp, PARAMS, X)
     with pytest.raises(
         KeyError, match=r"inspect\(mlp\) has no parameter 'upp'; there are .*'up'"
     ):
-        program.why("upp")
+        PROGRAM.why("upp")
 
 
 def test_arguments_that_the_function_does_not_take_are_named():
@@ -498,7 +468,7 @@ def test_arguments_that_the_function_does_not_take_are_named():
         with pytest.raises(TypeError, match=r"loss\(\) (missing|takes)") as error:
             muonjax.inspect(loss, *arguments)
         assert (
-            f"inspect(loss) called your function with ({given})"
+            f"inspect(loss) called your function with ({given}): first the parameters, then the batch."
             in error.value.__notes__[-1]
         )
 
@@ -530,7 +500,8 @@ def test_a_module_that_is_no_argument_is_asked_for():
         def __call__(self, x):
             return self.out(jax.nn.relu(self.norm(self.up(x))))
 
-    model, x = Model(), jnp.ones((4, 8))
+    model = Model()
+    x = jnp.ones((4, 8))
 
     def closed_over(params, x):
         nnx.update(model, params)

@@ -16,7 +16,7 @@ from tests.inspect.library_models.answers import (
     said,
     same_heads,
 )
-from tests.inspect.library_models.model import flattened, scrambled
+from tests.inspect.library_models.model import scrambled, shapes_of
 from tests.tools import tiers
 
 pytestmark = [
@@ -47,8 +47,7 @@ def inspected(model):
 
 def decided(model, program):
     """What is said of each parameter, alone and with a matrix for each head, by path."""
-    paths, _, _ = flattened(model.params)
-    decisions = {path: program.decision(path) for path in paths}
+    decisions = {path: program.decision(path) for path in shapes_of(model.params)}
     assert not any(d.problem for d in decisions.values())
     why = {
         path: f"by names: {d.why}" if d.by_names else d.why
@@ -62,10 +61,7 @@ def decided(model, program):
 
 def wrong(model, found, answers):
     """What is found and what would be right, by path, where they differ."""
-    shapes = {
-        path: leaf.shape
-        for path, leaf in zip(*flattened(model.params)[:2], strict=True)
-    }
+    shapes = shapes_of(model.params)
     return {
         path: (*found[path], right)
         for path, right in answers.items()

@@ -22,11 +22,16 @@ from tests.inspect.attention import (
     check,
     custom_softmax,
     layer,
+    layer_with,
     scanned,
     tokens,
     unrolled,
     weights,
 )
+from tests.mesh.layouts import make_mesh
+
+W = weights()
+X = tokens()
 
 
 def largest(w, x, axes=(0, 1)):
@@ -36,19 +41,17 @@ def largest(w, x, axes=(0, 1)):
 @pytest.mark.parametrize("softmax", [jax.nn.softmax, attention.softmax, custom_softmax])
 @pytest.mark.parametrize("causal", [False, True])
 def test_softmax_in_any_spelling(softmax, causal):
-    w, x = weights(), tokens()
-    each = functools.partial(
-        layer, attend=functools.partial(attend, softmax=softmax, causal=causal)
-    )
+    each = layer_with(softmax=softmax, causal=causal)
     check(
-        functools.partial(unrolled, layer=each), w, x, by_hand(w, x, causal).max((0, 1))
+        functools.partial(unrolled, layer=each), W, X, by_hand(W, X, causal).max((0, 1))
     )
 
 
 def test_dot_product_attention_with_shared_keys():
-    w, x = weights(), tokens()
+    w = weights()
+    x = tokens()
     w["k"], w["v"] = w["k"][:, :, ::2], w["v"][:, :, ::2]
-    each = functools.partial(layer, attend=attention.dot_product_attention)
+    each = layer_with(attention.dot_product_attention)
     full = {n: np.repeat(v, 2, 2) if n in "kv" else v for n, v in w.items()}
     check(functools.partial(unrolled, layer=each), w, x, largest(full, x))
 
@@ -57,7 +60,8 @@ def test_dot_product_attention_with_shared_keys():
     "policy", ["none", "everything_saveable", "dots_with_no_batch_dims_saveable"]
 )
 def test_layers_of_a_scan_are_a_leading_axis(policy):
-    w, x = weights(3), tokens()
+    w = weights(3)
+    x = tokens()
     each = (
         layer
         if policy == "none"
@@ -67,7 +71,8 @@ def test_layers_of_a_scan_are_a_leading_axis(policy):
 
 
 def test_nested_scans_of_layers():
-    w, x = weights(4), tokens()
+    w = weights(4)
+    x = tokens()
     pairs = {name: value.reshape(2, 2, *value.shape[1:]) for name, value in w.items()}
 
     def loss(w, x):
@@ -79,20 +84,22 @@ def test_nested_scans_of_layers():
     check(loss, pairs, x, largest(w, x, 1).reshape(2, 2, HEADS))
 
 
+def in_chunks(q, k, v):
+    q = jnp.moveaxis(q.reshape(q.shape[0], 3, 2, *q.shape[2:]), 1, 0)
+    out = jax.lax.map(lambda q: attend(q, k, v), q)
+    return jnp.moveaxis(out, 0, 1).reshape(*v.shape)
+
+
 def test_queries_in_chunks_are_one_maximum():
-    w, x = weights(2), tokens()
-
-    def in_chunks(q, k, v):
-        q = jnp.moveaxis(q.reshape(q.shape[0], 3, 2, *q.shape[2:]), 1, 0)
-        out = jax.lax.map(lambda q: attend(q, k, v), q)
-        return jnp.moveaxis(out, 0, 1).reshape(*v.shape)
-
-    each = functools.partial(layer, attend=in_chunks)
-    check(functools.partial(scanned, layer=each), w, x, largest(w, x, 1))
+    w = weights(2)
+    x = tokens()
+    loss = functools.partial(scanned, layer=layer_with(in_chunks))
+    check(loss, w, x, largest(w, x, 1))
 
 
 def test_nested_jit_with_static_arguments():
-    w, x = weights(2), tokens()
+    w = weights(2)
+    x = tokens()
 
     @functools.partial(jax.jit, static_argnames=("scale",))
     def inner(x, w, *, scale):
@@ -102,53 +109,30 @@ def test_nested_jit_with_static_arguments():
     check(loss, w, x, largest(w, x, 1))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_over_batch(check_vma):
-    w, x = weights(), tokens()
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-
-    def of_one_device(x, w):
-        q, k, v = (jnp.einsum("btd,dhs->bths", x, w[name]) for name in "qkv")
-        values = jax.lax.map(
-            lambda q: attend(q[:, None], k, v)[:, 0], jnp.moveaxis(q, 1, 0)
-        )
-        values = jnp.moveaxis(values, 0, 1)
-        return jnp.einsum("bths,hsd->btd", values, w["o"])
-
-    specs = {
-        "in_specs": (P("data"), P()),
-        "out_specs": P("data"),
-        "check_vma": check_vma,
-    }
-    mapped = jax.shard_map(of_one_device, mesh=mesh, **specs)
-    check(
-        lambda w, x: unrolled(w, x, lambda x, w: x + mapped(x, w)), w, x, largest(w, x)
+def over_batch(layer, check_vma, replicated=1):
+    """A layer on four devices, each with a part of the batch; the arguments after it are replicated."""
+    specs = P("data"), *[P()] * replicated
+    mesh = make_mesh(data=4)
+    return jax.shard_map(
+        layer, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma
     )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_over_batch_under_a_mask(check_vma):
-    """With `check_vma` each constant of the mask goes through an operation that says where it differs."""
-    w, x = weights(), tokens()
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    each = functools.partial(layer, attend=functools.partial(attend, causal=True))
-    specs = {
-        "in_specs": (P("data"), P()),
-        "out_specs": P("data"),
-        "check_vma": check_vma,
-    }
-    mapped = jax.shard_map(each, mesh=mesh, **specs)
-    check(
-        functools.partial(unrolled, layer=mapped),
-        w,
-        x,
-        by_hand(w, x, causal=True).max((0, 1)),
-    )
+@pytest.mark.parametrize(
+    ("each", "causal"),
+    [(layer_with(in_chunks), False), (layer_with(causal=True), True)],
+)
+def test_shard_map_over_batch(each, causal, check_vma):
+    """With `check_vma` each constant of a mask goes through an operation that says where it differs."""
+    loss = functools.partial(unrolled, layer=over_batch(each, check_vma))
+    check(loss, W, X, by_hand(W, X, causal).max((0, 1)))
 
 
 def test_explicit_axes():
-    w, x = weights(2), tokens()
-    mesh = jax.make_mesh((2, 4), ("data", "head"), axis_types=(AxisType.Explicit,) * 2)
+    w = weights(2)
+    x = tokens()
+    mesh = make_mesh(AxisType.Explicit, data=2, head=4)
     specs = {
         "q": P(None, None, "head"),
         "k": P(None, None, "head"),
@@ -199,7 +183,8 @@ def second_of_three(x, w, keep):
 @pytest.mark.parametrize("kept", [[0, 1], [1], []])
 def test_layers_of_a_scan_that_are_skipped(branch, kept):
     """A skipped layer has no logits."""
-    w, x = weights(2), tokens()
+    w = weights(2)
+    x = tokens()
 
     def loss(w, x):
         is_kept = jnp.array([0 in kept, 1 in kept])
@@ -214,22 +199,15 @@ def test_layers_of_a_scan_that_are_skipped(branch, kept):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_branch_in_a_shard_map(check_vma):
-    w, x = weights(), tokens()
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    specs = {
-        "in_specs": (P("data"), P(), P()),
-        "out_specs": P("data"),
-        "check_vma": check_vma,
-    }
-    mapped = jax.shard_map(skipped_layer, mesh=mesh, **specs)
+    mapped = over_batch(skipped_layer, check_vma, replicated=2)
     for keep in (True, False):
-        expected = largest(w, x) if keep else np.full(HEADS, -np.inf)
+        expected = largest(W, X) if keep else np.full(HEADS, -np.inf)
         check(
             functools.partial(
                 unrolled, layer=lambda x, w, k=keep: mapped(x, w, jnp.array(k))
             ),
-            w,
-            x,
+            W,
+            X,
             expected,
         )
 
@@ -241,7 +219,8 @@ def rewritten(loss, w, x):
 
 
 def test_one_body_is_rewritten_once():
-    w, x = weights(12), tokens()
+    w = weights(12)
+    x = tokens()
     each = jax.checkpoint(
         layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     )
@@ -265,7 +244,8 @@ def test_one_body_is_rewritten_once():
 
 
 def test_a_jitted_part_is_one_program_for_all_steps():
-    w, x = weights(2), tokens()
+    w = weights(2)
+    x = tokens()
     inner = jax.jit(scanned)
 
     def body():
@@ -281,17 +261,15 @@ def test_a_jitted_part_is_one_program_for_all_steps():
 
 @pytest.mark.nan
 def test_nan_and_masked_heads():
-    w, x = weights(), tokens()
+    w = weights()
     w["q"][:, :, 0] = np.nan
     w["q"][:, :, 2] = 0
     masked = np.arange(HEADS)[:, None, None] == 1
-    each = functools.partial(
-        attend,
-        softmax=lambda logits: jax.nn.softmax(jnp.where(masked, -jnp.inf, logits)),
+    each = layer_with(
+        softmax=lambda logits: jax.nn.softmax(jnp.where(masked, -jnp.inf, logits))
     )
-    (_, maxima), _ = value_and_grad(
-        functools.partial(unrolled, layer=functools.partial(layer, attend=each))
-    )(w, x)
+    loss = functools.partial(unrolled, layer=each)
+    (_, maxima), _ = value_and_grad(loss)(w, X)
     assert_array_equal(maxima["max_logits"][..., :3].reshape(-1), [np.nan, -np.inf, 0])
 
 
@@ -308,7 +286,8 @@ def test_order_of_effects_stays():
 
 
 def test_scopes_and_lines_are_those_of_jax():
-    w, x = weights(3), tokens()
+    w = weights(3)
+    x = tokens()
 
     def each(x, w):
         with jax.named_scope("block"):
@@ -333,8 +312,9 @@ def test_scopes_and_lines_are_those_of_jax():
 
 
 def test_inside_of_shard_map():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    w, x = weights(2), tokens()
+    mesh = make_mesh(data=1)
+    w = weights(2)
+    x = tokens()
 
     def step(transform, w, x):
         def local(w, x):
@@ -359,7 +339,8 @@ def test_outside_of_jit_arrays_stay_to_their_last_use_alone():
         return x.sum()
 
     x = jnp.eye(4)
-    closed, before = jax.make_jaxpr(loss)(x), len(jax.live_arrays())
+    closed = jax.make_jaxpr(loss)(x)
+    before = len(jax.live_arrays())
     run(closed, [], x)
     jax.effects_barrier()
     assert alive[0] - before <= 2

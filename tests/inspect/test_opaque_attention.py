@@ -9,7 +9,11 @@ import pytest
 from jax.experimental import pallas as pl
 
 from muonjax import inspect, value_and_grad
-from tests.inspect.attention import attend, layer, tokens, unrolled, weights
+from tests.inspect.attention import attend, layer_with, tokens, unrolled, weights
+from tests.tools.oracles import assert_close
+
+W = weights()
+X = tokens()
 
 
 def visible(q, k, v):
@@ -24,7 +28,8 @@ def by_blocks(q, k, v):
         k, v = keys_values
         logits = jnp.einsum("bths,buhs->bhtu", q, k) / np.float32(2)
         new = jnp.maximum(largest, logits.max(-1))
-        weights, scale = jnp.exp(logits - new[..., None]), jnp.exp(largest - new)
+        weights = jnp.exp(logits - new[..., None])
+        scale = jnp.exp(largest - new)
         out = out * scale[..., None] + jnp.einsum("bhtu,buhs->bhts", weights, v)
         return (new, total * scale + weights.sum(-1), out), None
 
@@ -47,17 +52,18 @@ def test_attention_with_a_derivative_of_its_own_is_measured_from_its_operands(in
         lambda *qkv: (inside(*qkv), qkv),
         lambda qkv, g: [3 * x for x in jax.vjp(inside, *qkv)[1](g)],
     )
-    w, x = weights(2), tokens()
+    w = weights(2)
+    x = tokens()
     loss, plain = (
-        functools.partial(unrolled, layer=functools.partial(layer, attend=f))
-        for f in (custom, inside)
+        functools.partial(unrolled, layer=layer_with(f)) for f in (custom, inside)
     )
     (value, maxima), grads = jax.jit(value_and_grad(loss))(w, x)
     expected, expected_grads = jax.jit(jax.value_and_grad(loss))(w, x)
     np.testing.assert_array_equal(value, expected)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(close, grads, expected_grads)
-    jax.tree.map(close, maxima, jax.jit(value_and_grad(plain))(w, x)[0][1])
+    maxima_of_plain = jax.jit(value_and_grad(plain))(w, x)[0][1]
+    assert_close(
+        (grads, maxima), (expected_grads, maxima_of_plain), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("has_keys", [True, False])
@@ -72,13 +78,12 @@ def test_a_kernel_that_hides_its_logits_is_refused_by_its_name(has_keys):
             q, k, v
         )
 
-    w, x = weights(), tokens()
-    loss = functools.partial(unrolled, layer=functools.partial(layer, attend=flash))
-    (found,) = inspect(loss, w, x).attentions
+    loss = functools.partial(unrolled, layer=layer_with(flash))
+    (found,) = inspect(loss, W, X).attentions
     assert found.site is None
     assert "'flash' is a call whose logits can't be seen" in found.problem
     with pytest.raises(ValueError, match="'flash' is a call"):
-        value_and_grad(loss)(w, x)
+        value_and_grad(loss)(W, X)
 
 
 def test_cudnn_is_refused_by_its_name(monkeypatch):
@@ -95,9 +100,10 @@ def test_cudnn_is_refused_by_its_name(monkeypatch):
         out = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
         return out[..., :4].astype("float32")
 
-    w, x = weights(), tokens()
+    w = weights()
+    x = tokens()
     (found,) = inspect(
-        functools.partial(unrolled, layer=functools.partial(layer, attend=attention)),
+        functools.partial(unrolled, layer=layer_with(attention)),
         w,
         x,
     ).attentions

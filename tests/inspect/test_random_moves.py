@@ -10,7 +10,9 @@ import pytest
 import muonjax
 from tests.tools import tiers
 
-D, B, T = 6, 2, 5
+D = 6
+B = 2
+T = 5
 SHAPES = [(12,), (36,), (3, 8), (2, 12), (2, 3, 4), (2, 3, 8)]
 FUNCTIONS = [jnp.tanh, jax.nn.relu, jax.nn.silu]
 
@@ -29,7 +31,8 @@ def factors(rng, n):
 def moved(rng, y, first, count):
     """After so many moves of entries along the axes from `first` on."""
     for _ in range(count):
-        axis, n = rng.randrange(first, y.ndim), y.shape
+        axis = rng.randrange(first, y.ndim)
+        n = y.shape
         kind = rng.choice(["split", "join", "transpose", "flip", "roll", "swap", "pad"])
         if kind == "split":
             y = y.reshape(*n[:axis], *factors(rng, n[axis]), *n[axis + 1 :])

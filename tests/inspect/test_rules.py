@@ -22,7 +22,8 @@ pytestmark = [
 
 def once_traced(inspect):
     """A call that traces its function the first time, and then reads the same jaxpr again."""
-    make, kept = jax.make_jaxpr, []
+    make = jax.make_jaxpr
+    kept = []
 
     def tracing(fun, return_shape=False):
         def traced(*arguments):

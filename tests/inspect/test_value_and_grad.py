@@ -8,17 +8,22 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import inspect, value_and_grad
 from tests.inspect.attention import (
-    attend,
+    assert_as_jax,
     by_hand,
     custom_softmax,
     dot_product_attention,
     layer,
+    layer_with,
     scanned,
     tokens,
     unrolled,
     weights,
 )
+from tests.tools.oracles import assert_close
 from tests.tools.tiers import nightly, thorough
+
+W = weights()
+X = tokens()
 
 
 @pytest.fixture
@@ -30,80 +35,60 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(assert_array_equal, one, other)
-
-
 def test_without_jit():
-    w, x = weights(2), tokens()
+    w = weights(2)
+    x = tokens()
     (loss, maxima), grads = value_and_grad(scanned)(w, x)
     expected, expected_grads = jax.value_and_grad(scanned)(w, x)
     assert_allclose(loss, expected, rtol=1e-6)
-    jax.tree.map(
-        functools.partial(assert_allclose, rtol=1e-5, atol=1e-6),
-        grads,
-        expected_grads,
-    )
+    assert_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
     assert list(maxima) == ["max_logits"]
     assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
 
 
 @pytest.mark.parametrize("argnums", [1, -1, (1,), (1, 0), [0, 1]])
 def test_argnums(argnums):
-    w, x = weights(), tokens()
-
     def loss(x, w):
         return unrolled(w, x)
 
-    (value, _), grads = jax.jit(value_and_grad(loss, argnums))(x, w)
-    assert_same((value, grads), jax.jit(jax.value_and_grad(loss, argnums))(x, w))
+    assert_as_jax(loss, X, W, argnums=argnums)
 
 
 def test_everything_but_argnums_stays_as_it_is():
-    w, x = weights(), tokens()
     seen = []
 
     def loss(w, batch, kind, *, causal, ref):
         seen.append((type(batch), kind, causal))
-        each = functools.partial(layer, attend=functools.partial(attend, causal=causal))
+        each = layer_with(causal=causal)
         ref[...] = ref[...] + 1
         return unrolled(w, batch, each) * (2 if kind == "double" else 1)
 
     def step(f, ref):
-        return f(loss)(w, x, "double", causal=True, ref=ref)
+        return f(loss)(W, X, "double", causal=True, ref=ref)
 
     ref = jax.new_ref(jnp.float32(0))
     (value, maxima), grads = step(value_and_grad, ref)
     assert seen == [(np.ndarray, "double", True)]
     assert ref[...] == 1
     assert_allclose(
-        maxima["max_logits"], by_hand(w, x, causal=True).max((0, 1)), rtol=2e-5
+        maxima["max_logits"], by_hand(W, X, causal=True).max((0, 1)), rtol=2e-5
     )
     expected, expected_grads = step(jax.value_and_grad, ref)
     assert_allclose(value, expected, rtol=1e-6)
-    jax.tree.map(
-        functools.partial(assert_allclose, rtol=1e-5, atol=1e-6),
-        grads,
-        expected_grads,
-    )
+    assert_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
 
 
 def test_closes_over_tracers():
-    w, x = weights(), tokens()
-
     def step(f, w, x, scale):
         return f(lambda w: unrolled(w, x) * scale)(w)
 
-    (loss, maxima), grads = jax.jit(functools.partial(step, value_and_grad))(w, x, 3.0)
-    assert_same(
-        (loss, grads), jax.jit(functools.partial(step, jax.value_and_grad))(w, x, 3.0)
-    )
-    assert_allclose(maxima["max_logits"], by_hand(w, x).max((0, 1)), rtol=2e-5)
+    (loss, maxima), grads = jax.jit(functools.partial(step, value_and_grad))(W, X, 3.0)
+    expected = jax.jit(functools.partial(step, jax.value_and_grad))(W, X, 3.0)
+    jax.tree.map(assert_array_equal, (loss, grads), expected)
+    assert_allclose(maxima["max_logits"], by_hand(W, X).max((0, 1)), rtol=2e-5)
 
 
 def test_auxiliary_output_of_any_kind():
-    w, x = weights(), tokens()
     marker = object()
     constant = np.arange(3)
 
@@ -118,7 +103,7 @@ def test_auxiliary_output_of_any_kind():
             "int": 3,
         }
 
-    (value, (aux, maxima)), grads = value_and_grad(loss, has_aux=True)(w, x)
+    (value, (aux, maxima)), grads = value_and_grad(loss, has_aux=True)(W, X)
     assert aux["text"] == "abc"
     assert aux["object"] is marker
     assert aux["none"] is None
@@ -127,7 +112,7 @@ def test_auxiliary_output_of_any_kind():
     assert type(aux["int"]) is int
     assert_array_equal(aux["twice"], 2 * value)
     assert list(maxima) == ["max_logits"]
-    assert jax.tree.structure(grads) == jax.tree.structure(w)
+    assert jax.tree.structure(grads) == jax.tree.structure(W)
 
 
 def test_constants_in_the_auxiliary_output():
@@ -146,18 +131,12 @@ def test_constants_in_the_auxiliary_output():
 
 
 def test_under_vmap():
-    w, x = weights(), tokens()
-    many = jax.tree.map(lambda value: np.stack([value, 2 * value]), w)
-    (loss, maxima), grads = jax.jit(jax.vmap(value_and_grad(unrolled), (0, None)))(
-        many, x
-    )
-    assert_same(
-        (loss, grads),
-        jax.jit(jax.vmap(jax.value_and_grad(unrolled), (0, None)))(many, x),
-    )
+    many = jax.tree.map(lambda value: np.stack([value, 2 * value]), W)
+    over_weights = functools.partial(jax.vmap, in_axes=(0, None))
+    maxima = assert_as_jax(unrolled, many, X, around=over_weights)
     expected = [
-        by_hand(w, x).max((0, 1)),
-        by_hand(jax.tree.map(lambda value: 2 * value, w), x).max((0, 1)),
+        by_hand(W, X).max((0, 1)),
+        by_hand(jax.tree.map(lambda value: 2 * value, W), X).max((0, 1)),
     ]
     assert_allclose(maxima["max_logits"], expected, rtol=2e-5)
 
@@ -172,43 +151,30 @@ softcap.defjvps(lambda t, ans, logits: t)  # straight through
 
 @pytest.mark.parametrize("softmax", [jax.nn.softmax, custom_softmax])
 def test_straight_through_derivatives_stay(softmax):
-    w, x = weights(2), tokens()
+    w = weights(2)
+    x = tokens()
 
     def capped(w, x, cap=softcap):
-        each = functools.partial(
-            layer,
-            attend=functools.partial(
-                attend, softmax=lambda logits: cap(softmax(logits))
-            ),
-        )
-        return scanned(w, x, each)
+        return scanned(w, x, layer_with(softmax=lambda logits: cap(softmax(logits))))
 
-    (loss, _), grads = jax.jit(value_and_grad(capped))(w, x)
-    expected = jax.jit(jax.value_and_grad(capped))(w, x)
-    assert_same((loss, grads), expected)
+    assert_as_jax(capped, w, x)
     plain = functools.partial(capped, cap=lambda logits: 5 * jnp.tanh(logits / 5))
-    other = jax.jit(jax.value_and_grad(plain))(w, x)[1]
-    assert (
-        max(
-            jax.tree.leaves(
-                jax.tree.map(lambda a, b: np.abs(a - b).max(), grads, other)
-            )
-        )
-        > 1e-3
-    )
+    grads, other = (jax.jit(jax.grad(loss))(w, x) for loss in (capped, plain))
+    differences = jax.tree.map(lambda a, b: np.abs(a - b).max(), grads, other)
+    assert max(jax.tree.leaves(differences)) > 1e-3
 
 
 @pytest.mark.parametrize("partitionable", [False, True])
 def test_random_numbers_are_the_same(partitionable):
-    w, x = weights(2), tokens()
+    w = weights(2)
+    x = tokens()
 
     def loss(w, x):
         with jax.threefry_partitionable(partitionable):
             noise = jax.random.normal(jax.random.key(0), x.shape)
         return scanned(w, x + noise)
 
-    (value, _), grads = jax.jit(value_and_grad(loss))(w, x)
-    assert_same((value, grads), jax.jit(jax.value_and_grad(loss))(w, x))
+    assert_as_jax(loss, w, x)
 
 
 def compiled(fun, *args):
@@ -267,16 +233,14 @@ def test_to_the_bit_with_the_optimizations_of_xla(loss, width):
         for n, shape in shapes.items()
     }
     x = np.float32(random.normal(size=(2, 64, width)))
-    attention = functools.partial(layer, attend=functools.partial(attend, causal=True))
-    fun = functools.partial(loss, layer=attention)
-    (value, _), grads = jax.jit(value_and_grad(fun))(w, x)
-    assert_same((value, grads), jax.jit(jax.value_and_grad(fun))(w, x))
+    assert_as_jax(functools.partial(loss, layer=layer_with(causal=True)), w, x)
 
 
 def test_compute_type_stays():
     from jax.experimental.compute_on import compute_on
 
-    w, x = weights(2), tokens()
+    w = weights(2)
+    x = tokens()
 
     def loss(w, x):
         if jax.__version_info__ < (0, 12):
@@ -296,29 +260,26 @@ def test_compute_type_stays():
 
 
 def test_a_callback_is_called_once():
-    w, x = weights(), tokens()
     calls = []
 
     def loss(w, x):
         jax.debug.callback(lambda value: calls.append(float(value)), x[0, 0, 0])
         return unrolled(w, x)
 
-    jax.block_until_ready(jax.jit(value_and_grad(loss))(w, x))
+    jax.block_until_ready(jax.jit(value_and_grad(loss))(W, X))
     jax.effects_barrier()
-    assert calls == [float(x[0, 0, 0])]
+    assert calls == [float(X[0, 0, 0])]
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_logits_are_measured_without_a_bias(causal):
     """JAX's attention transposes the scaled logits before it adds the bias; they were measured with it."""
-    w, x = weights(1), tokens()
+    w = weights(1)
+    x = tokens()
     bias = 3 * np.random.default_rng(2).standard_normal(
         (1, w["q"].shape[2], x.shape[1], x.shape[1]), np.float32
     )
-    each = functools.partial(
-        layer,
-        attend=functools.partial(dot_product_attention, bias=bias, is_causal=causal),
-    )
+    each = layer_with(dot_product_attention, bias=bias, is_causal=causal)
     (_, maxima), _ = jax.jit(value_and_grad(functools.partial(unrolled, layer=each)))(
         w, x
     )
@@ -347,20 +308,15 @@ SLOPES = -np.abs(np.arange(len(CAUSAL))[:, None] - np.arange(len(CAUSAL)))
 )
 def test_numbers_of_an_argument_decide_nothing(mask, add):
     """Without `jax.jit` they are constants of the jaxpr, as those of a table that the function closes over."""
-    w, x = weights(), tokens()
 
     def loss(w, x, mask):
         def softmax(logits):
             return jax.nn.softmax(logits + add(mask))
 
-        return unrolled(
-            w,
-            x,
-            functools.partial(layer, attend=functools.partial(attend, softmax=softmax)),
-        )
+        return unrolled(w, x, layer_with(softmax=softmax))
 
     eager, inside, outside = (
-        fun(w, x, mask)[0][1]["max_logits"]
+        fun(W, X, mask)[0][1]["max_logits"]
         for fun in (
             value_and_grad(loss),
             value_and_grad(jax.jit(loss)),
@@ -368,10 +324,10 @@ def test_numbers_of_an_argument_decide_nothing(mask, add):
         )
     )
     is_causal = mask is None or np.min(add(mask)) < -9e3
-    expected = by_hand(w, x, is_causal).max((0, 1))
+    expected = by_hand(W, X, is_causal).max((0, 1))
     for maxima in (eager, inside, outside):
         np.testing.assert_allclose(maxima, expected, rtol=2e-5)
-    assert max(inspect(loss, w, x, mask).check_clip(w, x, mask).values()) < 1e-5
+    assert max(inspect(loss, W, X, mask).check_clip(W, X, mask).values()) < 1e-5
 
 
 def test_no_attention():
@@ -388,16 +344,13 @@ def test_a_pair_is_needed_for_an_auxiliary_output():
 
 
 def test_integers_and_vectors_are_refused_as_by_jax():
-    w, x = weights(), tokens()
     with pytest.raises(TypeError, match="scalar-output"):
-        value_and_grad(lambda w, x: unrolled(w, x)[None])(w, x)
+        value_and_grad(lambda w, x: unrolled(w, x)[None])(W, X)
     with pytest.raises(TypeError, match="int32"):
-        value_and_grad(unrolled)(jax.tree.map(np.int32, w), x)
+        value_and_grad(unrolled)(jax.tree.map(np.int32, W), X)
 
 
 def test_several_losses_are_refused_and_their_sum_is_taken():
-    w, x = weights(), tokens()
-
     def losses(w, x):
         return unrolled(w, x), unrolled(w, 2 * x)
 
@@ -405,20 +358,18 @@ def test_several_losses_are_refused_and_their_sum_is_taken():
         TypeError,
         match=r"value_and_grad\(losses\) needs one scalar.*sum of several losses",
     ):
-        value_and_grad(losses)(w, x)
-    (loss, maxima), _ = jax.jit(value_and_grad(lambda w, x: sum(losses(w, x))))(w, x)
-    assert_allclose(loss, sum(losses(w, x)), rtol=1e-6)
-    assert_allclose(maxima["max_logits"], by_hand(w, 2 * x).max((0, 1)), rtol=2e-5)
-    (_, (aux, _)), _ = jax.jit(value_and_grad(losses, has_aux=True))(w, x)
-    assert_allclose(aux, losses(w, x)[1], rtol=1e-6)
+        value_and_grad(losses)(W, X)
+    (_, maxima), _ = jax.jit(value_and_grad(lambda w, x: sum(losses(w, x))))(W, X)
+    assert_allclose(maxima["max_logits"], by_hand(W, 2 * X).max((0, 1)), rtol=2e-5)
+    (_, (aux, _)), _ = jax.jit(value_and_grad(losses, has_aux=True))(W, X)
+    assert_allclose(aux, losses(W, X)[1], rtol=1e-6)
 
 
 def test_parameters_that_the_function_closes_over_are_asked_for():
-    w, x = weights(), tokens()
     with pytest.raises(
         ValueError, match=r"nothing that it returns.*give the parameters"
     ):
-        value_and_grad(lambda _, x: unrolled(w, x))(jnp.ones(3), x)
+        value_and_grad(lambda _, x: unrolled(W, x))(jnp.ones(3), X)
 
 
 def test_grouped_queries_under_checkpoint():

@@ -26,7 +26,7 @@ import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 import muonjax
-from tests.inspect.library_models.model import Model, flattened
+from tests.inspect.library_models.model import Model, shapes_of
 
 PARAMETER = re.compile(r"([\d,]+)>([\d,]+)(?:/(?:(\d+)x)?([\d,]+)@(\d+))?")
 
@@ -46,8 +46,9 @@ def expected_leaves(
     model: Model, patterns: Mapping[str, str], every: bool = True
 ) -> dict[str, str]:
     """The right answer for each path; with `every`, each pattern of the model's own is of use."""
-    paths, _, _ = flattened(model.params)
-    found, used = {}, set()
+    paths = shapes_of(model.params)
+    found = {}
+    used = set()
     answers = {**USUAL, **patterns}
     order = [*patterns, *USUAL]
     for path in paths:
@@ -127,10 +128,7 @@ def expected_attention(model: Model, line: str) -> Heads | str:
     """For each parameter the number of the head that an entry belongs to, from 1; 0 outside. Or a refusal's words."""
     if line.startswith("refused: "):
         return line.removeprefix("refused: ")
-    shapes = {
-        path: leaf.shape
-        for path, leaf in zip(*flattened(model.params)[:2], strict=True)
-    }
+    shapes = shapes_of(model.params)
     heads: Heads = {}
     for text in line.split("; "):
         factor, where, count_width, *others = text.split()
@@ -138,10 +136,8 @@ def expected_attention(model: Model, line: str) -> Heads | str:
         count, width, start, stride = re.fullmatch(
             r"(\d+)x(\d+)(?:\+(\d+))?(?:/(\d+))?", count_width
         ).groups()
-        grid, axes = (
-            np.zeros(shapes[path], int),
-            [int(a) for a in axis.split(",")],
-        )
+        grid = np.zeros(shapes[path], int)
+        axes = [int(a) for a in axis.split(",")]
         for head, offset in itertools.product(range(int(count)), range(int(width))):
             position = int(start or 0) + head * int(stride or width) + offset
             index: list[Any] = [slice(None)] * grid.ndim
@@ -163,9 +159,7 @@ def found_attention(params, attention) -> Heads | str:
     """What a program says of an attention, in the same form."""
     if attention.site is None:
         return attention.problem
-    shapes = {
-        path: leaf.shape for path, leaf in zip(*flattened(params)[:2], strict=True)
-    }
+    shapes = shapes_of(params)
     heads: Heads = {}
     for scale in attention.site.scales:
         (path,) = (

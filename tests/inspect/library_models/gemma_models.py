@@ -6,7 +6,8 @@ from tests.inspect.library_models.model import arrays, cross_entropy, instance
 
 
 def next_token(model, inputs, text="tokens"):
-    made, inputs = instance(model), arrays(inputs)
+    made = instance(model)
+    inputs = arrays(inputs)
     params = jax.eval_shape(
         lambda inputs: made.init(jax.random.key(0), **inputs), inputs
     )["params"]

@@ -51,11 +51,9 @@ def haiku_recurrent():
         import haiku as hk
 
         x = hk.Embed(30, 16)(text).swapaxes(0, 1)
-        lstm, gru, vanilla = (
-            hk.LSTM(24, name="lstm"),
-            hk.GRU(24, name="gru"),
-            hk.VanillaRNN(24, name="rnn"),
-        )
+        lstm = hk.LSTM(24, name="lstm")
+        gru = hk.GRU(24, name="gru")
+        vanilla = hk.VanillaRNN(24, name="rnn")
         for cell in (lstm, gru, vanilla):
             x, _ = hk.dynamic_unroll(cell, x, cell.initial_state(x.shape[1]))
         return hk.Linear(30, name="head")(x)

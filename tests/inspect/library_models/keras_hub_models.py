@@ -65,10 +65,8 @@ def keras_model(
 ):
     """The loss of what is predicted `of` an input, and the losses of layers; a `table` of the parameters as head."""
     made = built(model, task, probe)
-    all_params, all_rest = (
-        shapes(made.trainable_variables),
-        shapes(made.non_trainable_variables),
-    )
+    all_params = shapes(made.trainable_variables)
+    all_rest = shapes(made.non_trainable_variables)
     words = [spec.name for spec in jax.tree.leaves(made.input)]
     is_single = not isinstance(made.input, (dict, list))
 

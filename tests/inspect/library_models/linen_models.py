@@ -5,13 +5,9 @@ from flax import linen as nn
 
 from tests.inspect.library_models.model import (
     cross_entropy,
-    mean_square,
     shape,
     tokens,
 )
-
-ATTENTION = {"*/{query,key,value}/kernel": "0>1,2", "*/out/kernel": "0,1>2"}
-ATTENTION_HEADS = {"*/{query,key,value}/kernel": "0>2"}
 
 
 def parameters(module: nn.Module, *inputs, **settings):
@@ -22,20 +18,6 @@ def parameters(module: nn.Module, *inputs, **settings):
         )
     )
     return variables.pop("params"), variables
-
-
-def measured(module: nn.Module, *inputs):
-    """A model without a head, of parameters alone."""
-    params, _ = parameters(module, *inputs)
-    return (
-        (
-            lambda params, *inputs: mean_square(
-                module.apply({"params": params}, *inputs)
-            )
-        ),
-        params,
-        inputs,
-    )
 
 
 class Block(nn.Module):

@@ -56,7 +56,8 @@ class Entry(NamedTuple):
 def read(path: pathlib.Path) -> dict[str, Entry]:
     """The models of a file of tables."""
     tables = tomllib.loads(path.read_text())
-    needs, makers = tables.pop("needs"), f"{__package__}.{tables.pop('makers')}"
+    needs = tables.pop("needs")
+    makers = f"{__package__}.{tables.pop('makers')}"
     return {
         f"{needs}-{name}": Entry(makers, table, needs) for name, table in tables.items()
     }
@@ -93,6 +94,12 @@ def flattened(tree) -> tuple[list[str], list[Any], Any]:
         [leaf for _, leaf in found],
         structure,
     )
+
+
+def shapes_of(tree) -> dict[str, tuple[int, ...]]:
+    """The shape of each leaf, by its path."""
+    paths, leaves, _ = flattened(tree)
+    return {path: leaf.shape for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def shape(*sizes: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

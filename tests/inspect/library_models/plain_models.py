@@ -19,7 +19,8 @@ def rotary(x):
     """The two halves of the features are rotated."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] / 10_000 ** (jnp.arange(half) / half)
-    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+    cos = jnp.cos(angles)[None, :, None]
+    sin = jnp.sin(angles)[None, :, None]
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -75,10 +76,8 @@ def chosen_experts():
         x = jnp.tanh(x @ p["first"])
         best, which = jax.lax.top_k(x @ p["router"], 2)
         order = jnp.argsort(which.reshape(-1))
-        tokens, sizes = (
-            jnp.repeat(x, 2, axis=0)[order],
-            jnp.bincount(which.reshape(-1), length=4),
-        )
+        tokens = jnp.repeat(x, 2, axis=0)[order]
+        sizes = jnp.bincount(which.reshape(-1), length=4)
         y = jax.nn.silu(
             jax.lax.ragged_dot(tokens, p["gate"], sizes)
         ) * jax.lax.ragged_dot(tokens, p["up"], sizes)

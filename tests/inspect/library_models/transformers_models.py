@@ -47,36 +47,49 @@ def next_token(call, text="input_ids", **names):
     return loss, params, [arrays(call)]
 
 
-def labelled(call, labels, **names):
-    module, params = made(**names)
+def maker(loss, *targets):
+    """A maker of models: `loss` of what a model returns for `call`, and of the targets, or of the table's labels."""
 
-    def loss(params, call, labels):
-        return cross_entropy(module(**call, params=params).logits, labels)
+    def make(call, labels=None, **names):
+        module, params = made(**names)
 
-    return loss, params, [arrays(call), array(labels)]
+        def loss_of_call(params, call, *targets):
+            return loss(module(**call, params=params), *targets)
+
+        given = [array(labels)] if labels else targets
+        return loss_of_call, params, [arrays(call), *given]
+
+    return make
 
 
-def spans(call, **names):
+def span_loss(out, begin, end):
     """Begin and end of an answer: a softmax over positions."""
-    module, params = made(**names)
-
-    def loss(params, call, begin, end):
-        out = module(**call, params=params)
-        return cross_entropy(out.start_logits, begin) + cross_entropy(
-            out.end_logits, end
-        )
-
-    return loss, params, [arrays(call), tokens(2), tokens(2)]
+    return cross_entropy(out.start_logits, begin) + cross_entropy(out.end_logits, end)
 
 
-def replaced_tokens(call, **names):
-    module, params = made(**names)
+def replaced_loss(out, is_replaced):
+    return optax.sigmoid_binary_cross_entropy(out.logits, is_replaced).mean()
 
-    def loss(params, call, is_replaced):
-        logits = module(**call, params=params).logits
-        return optax.sigmoid_binary_cross_entropy(logits, is_replaced).mean()
 
-    return loss, params, [arrays(call), tokens(2, 8)]
+def pair_loss(out):
+    logits = out.logits_per_image
+    labels = jnp.arange(logits.shape[0])
+    return cross_entropy(logits, labels) + cross_entropy(logits.T, labels)
+
+
+def alignment_loss(out, labels):
+    """A loss over all alignments of sound and text."""
+    no_padding = jnp.zeros(out.logits.shape[:2])
+    return optax.ctc_loss(
+        out.logits, no_padding, labels, jnp.zeros(labels.shape)
+    ).mean()
+
+
+labelled = maker(lambda out, labels: cross_entropy(out.logits, labels))
+spans = maker(span_loss, tokens(2), tokens(2))
+replaced_tokens = maker(replaced_loss, tokens(2, 8))
+pairs = maker(pair_loss)
+alignments = maker(alignment_loss, tokens(2, 5))
 
 
 def batch_normalized(**names):
@@ -93,26 +106,3 @@ def batch_normalized(**names):
         variables["params"],
         [variables["batch_stats"], shape(4, 3, 32, 32), tokens(4)],
     )
-
-
-def pairs(call, **names):
-    module, params = made(**names)
-
-    def loss(params, call):
-        logits = module(**call, params=params).logits_per_image
-        labels = jnp.arange(logits.shape[0])
-        return cross_entropy(logits, labels) + cross_entropy(logits.T, labels)
-
-    return loss, params, [arrays(call)]
-
-
-def alignments(call, **names):
-    """A loss over all alignments of sound and text."""
-    module, params = made(**names)
-
-    def loss(params, call, labels):
-        logits = module(**call, params=params).logits
-        no_padding = jnp.zeros(logits.shape[:2]), jnp.zeros(labels.shape)
-        return optax.ctc_loss(logits, no_padding[0], labels, no_padding[1]).mean()
-
-    return loss, params, [arrays(call), tokens(2, 5)]
