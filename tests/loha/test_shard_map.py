@@ -11,8 +11,11 @@ from muonjax.loha import apply_adapter
 from tests.tools.oracles import normal
 from tests.tools.sharded import DEVICES, check
 
-M, N, R = 9, 6, 3
-REPLICATED, SPLIT = P(), P("data")
+M = 9
+N = 6
+R = 3
+REPLICATED = P()
+SPLIT = P("data")
 
 
 def random(*shape):

@@ -1,6 +1,5 @@
 """Trees of parameters in every form that libraries give them, and what is mistaken for one."""
 
-import re
 import warnings
 
 import equinox as eqx
@@ -14,10 +13,7 @@ from flax.traverse_util import flatten_dict
 
 import muonjax
 from muonjax._names.dimension_numbers import routes
-
-
-def leaf(*shape):
-    return jax.ShapeDtypeStruct(shape, "float32")
+from tests.tools.views import leaf
 
 
 class Model(nnx.Module):
@@ -55,18 +51,6 @@ def test_pairs_of_a_path_and_an_array_are_no_tree(pairs):
         routes(pairs)
 
 
-def test_a_flat_tree_trains_as_the_nested_one():
-    params = jax.tree.map(
-        lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape), nnx.to_pure_dict(STATE)
-    )
-    tx = muonjax.muon(1e-2)
-    step = jax.jit(lambda p: tx.update(p, tx.init(p), p)[0])
-    nested, flat = step(params), step(flatten_dict(params))
-    assert jax.tree.all(
-        jax.tree.map(lambda a, b: (a == b).all(), flatten_dict(nested), flat)
-    )
-
-
 def test_an_equinox_embedding_is_a_table():
     """Whatever its field is called."""
 
@@ -88,13 +72,11 @@ def test_an_equinox_embedding_is_a_table():
 @pytest.mark.parametrize("by", ["names", "program"])
 def test_an_nnx_module_is_a_tree_to_optax(by):
     """Flax's modules are trees of JAX: without `nnx.Optimizer`, gradients and updates are modules too."""
-    model, x = (
-        nnx.Dict(
-            up=nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
-            out=nnx.Linear(16, 1, rngs=nnx.Rngs(0)),
-        ),
-        jnp.ones((2, 8)),
+    model = nnx.Dict(
+        up=nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
+        out=nnx.Linear(16, 1, rngs=nnx.Rngs(0)),
     )
+    x = jnp.ones((2, 8))
 
     def loss(model, x):
         return (model.out(jnp.tanh(model.up(x))) ** 2).mean()
@@ -118,15 +100,6 @@ def test_an_nnx_module_is_a_tree_to_optax(by):
 def test_what_is_no_tree_of_parameters(call, given, message):
     with pytest.raises(TypeError, match=message):
         call(given)
-
-
-def test_statistics_beside_parameters_are_warned_about():
-    variables = {
-        "params": {"Dense_0": {"kernel": leaf(4, 5)}},
-        "batch_stats": {"mean": leaf(4)},
-    }
-    with pytest.warns(UserWarning, match=re.escape("have batch_stats too")):
-        muonjax.dimension_numbers(variables)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The table says what the routing does, and adds up."""
 
-import jax
 import optax
 import pytest
 from flax import nnx
@@ -9,11 +8,7 @@ from optax.contrib import MuonDimensionNumbers
 from muonjax import FusedDimensionNumbers
 from muonjax._names.dimension_numbers import dimension_numbers
 from muonjax._names.tabulate import tabulate
-
-
-def leaf(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
+from tests.tools.views import leaf
 
 PARAMS = {
     "Embed_0": {"embedding": leaf(100, 8)},
