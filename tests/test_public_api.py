@@ -84,7 +84,8 @@ def public_api(package: str) -> list[str]:
     module = importlib.import_module(package)
     lines = []
     for name in public_names(module):
-        value, full = getattr(module, name), f"{package}.{name}"
+        value = getattr(module, name)
+        full = f"{package}.{name}"
         if inspect.isclass(value):
             lines += [
                 full + constructor(value),

@@ -13,20 +13,21 @@ import muonjax
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+def python(code, folder, without):
+    """Run `code` in a folder, without the environment's variables that begin so."""
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(without)
+    }
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=folder, env=kept, capture_output=True, text=True, check=False
+    )
+
+
 def release(code):
     """Run `code` with the functions of `.ci/release` in `r`."""
     code = f"import runpy; r = runpy.run_path('.ci/release'); {code}"
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith("GITHUB")
-    }
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return python(code, ROOT, without="GITHUB")
 
 
 def test_version_is_the_same_everywhere():
@@ -38,17 +39,7 @@ def test_version_is_the_same_everywhere():
 def test_an_editable_install_has_the_two_packages_alone(tmp_path):
     code = "import muonjax, pallas_kernels, importlib.util as u; print([n for n in %r if u.find_spec(n)])"
     others = ["tests", "benchmarks", "plots", "meshes", "checkpoints"]
-    environment = {
-        key: value for key, value in os.environ.items() if key != "PYTHONPATH"
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code % others],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(code % others, tmp_path, without="PYTHONPATH")
     assert done.stdout.strip() == "[]", done.stderr
 
 

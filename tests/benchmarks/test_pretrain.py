@@ -77,7 +77,8 @@ def test_a_run_that_is_cut_goes_on_bit_for_bit(text, tmp_path):
 
 
 def test_parts_of_a_batch_give_the_gradients_of_the_whole():
-    tokens, count = trainer.random_tokens(TINY), np.int32(0)
+    tokens = trainer.random_tokens(TINY)
+    count = np.int32(0)
     task, in_parts = (trainer.task_of(TINY, "xla", parts) for parts in (1, 2))
     params = task.init(0)
     (_, largest), grads = jax.jit(task.gradients, static_argnums=0)(

@@ -1,7 +1,6 @@
 """Break the sources one place at a time, and count the breaks that the quick tests find.
 
     python -m tests.mutations random --seed 1 --number 100   # as many lines of the library, one random break of each
-    python -m tests.mutations random --seed 1 --seconds 400  # of a core for each; what takes longer is not found
     python -m tests.mutations survivors                      # the random ones that were not found, once more
     python -m tests.mutations rows                           # those of rows.txt
 
@@ -28,7 +27,8 @@ RESULTS = measure.RESULTS / "mutations.json"
 def interval(found: int, tried: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's, which holds 95 of 100 times the share of all breaks that are found, of which these are a sample."""
     n = max(tried, 1)
-    middle, wide = found + z**2 / 2, z * math.sqrt(found * (n - found) / n + z**2 / 4)
+    middle = found + z**2 / 2
+    wide = z * math.sqrt(found * (n - found) / n + z**2 / 4)
     return (middle - wide) / (n + z**2), min(1.0, (middle + wide) / (n + z**2))
 
 
@@ -72,12 +72,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=100)
     parser.add_argument("--only", default="", help="a part of the file's name")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="of a core for a break, which is then not found",
-    )
     arguments = parser.parse_args()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "mutations")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -107,11 +101,12 @@ def main() -> None:
         case "score":
             tried = []
     with tempfile.TemporaryDirectory() as folder:
-        trial, finders = Trial(folder), set()
+        trial = Trial(folder)
+        finders = set()
         for name, one in tried:
             if arguments.only not in one.file:
                 continue
-            by = trial.found_by(one, arguments.seconds)
+            by = trial.found_by(one)
             print(
                 f"{one.file}\n  - {one.old}\n  + {one.new}\n  {by or 'SURVIVED'}",
                 flush=True,

@@ -173,7 +173,8 @@ def sample(seed: int, number: int) -> Iterator[Break]:
         if not _compiles(changed):
             continue
         texts = [text.strip() for text in source.splitlines()]
-        old, new = texts[line - 1], changed.splitlines()[line - 1].strip()
+        old = texts[line - 1]
+        new = changed.splitlines()[line - 1].strip()
         yield Break(file, old, new, texts[: line - 1].count(old))
         number -= 1
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import pathlib
@@ -53,8 +52,9 @@ class Quickest:
     Seconds are those of a core, not of the clock, which tells how busy the machine is.
     """
 
-    def __init__(self, pipe, seconds: dict[str, float], most: float):
-        self.pipe, self.seconds, self.most = pipe, seconds, most
+    def __init__(self, pipe, seconds: dict[str, float]):
+        self.pipe = pipe
+        self.seconds = seconds
 
     def pytest_collection_modifyitems(self, items):
         items.sort(key=lambda item: self.seconds.get(item.nodeid, UNKNOWN))
@@ -69,8 +69,6 @@ class Quickest:
 
     def pytest_runtest_logfinish(self, nodeid):
         self.pipe.send((nodeid, time.process_time() - self.begin))
-        if time.process_time() > self.most:
-            pytest.exit("not found in the seconds it was given", pytest.ExitCode.OK)
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -115,13 +113,13 @@ class Trial:
             int(time.time()) + 3600
         )  # bytecode is told by its second and size
 
-    def found_by(self, one: Break, most: float = math.inf) -> str:
-        """The first of its tests that fails, or an empty string if none does within `most` seconds of a core."""
+    def found_by(self, one: Break) -> str:
+        """The first of its tests that fails, or an empty string if none does."""
         path = self.folder / one.file
         sound = path.read_text()
         try:
             self.write(path, one.apply(sound))
-            return next(iter(self.failures(tests_of(one.file), "-x", most=most)), "")
+            return next(iter(self.failures(tests_of(one.file), "-x")), "")
         finally:
             self.write(path, sound)
 
@@ -133,12 +131,10 @@ class Trial:
             else []
         )
 
-    def failures(
-        self, tests: list[str], *options: str, most: float = math.inf
-    ) -> list[str]:
+    def failures(self, tests: list[str], *options: str) -> list[str]:
         """Which of these tests fail; with the option "-x" the first."""
         here, there = processes.Pipe(duplex=False)
-        plugin = Quickest(there, self.seconds, most)
+        plugin = Quickest(there, self.seconds)
         process = processes.Process(
             target=run_pytest, args=(str(self.folder), tests, options, plugin)
         )

@@ -92,7 +92,8 @@ class TestHopper(SymmetricProductSuite):
 def test_no_races(stages, addend, monkeypatch):
     """Several tiles for each CTA, diagonal ones and others, and more k-slices than stages."""
     monkeypatch.setattr(_mosaic_gpu_sm90, "STAGES", stages)
-    x, y = draw((2, 264, 192), jnp.float16, 1), draw((2, 264, 192), jnp.float16, 2)
+    x = draw((2, 264, 192), jnp.float16, 1)
+    y = draw((2, 264, 192), jnp.float16, 2)
     c = draw((2, 264, 320), jnp.float16, 3) if addend else None
     scale = jnp.asarray([[0.7, -1.3], [2.0, 0.5]])
     with interpreter(races=True):

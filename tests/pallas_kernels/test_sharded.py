@@ -2,11 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import hlo_counts
 from pallas_kernels import symmetric_product
+from tests.mesh.layouts import make_mesh
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
     draw,
@@ -16,14 +16,8 @@ from tests.pallas_kernels.symmetric_product_suite import (
 
 def on_devices(function, devices, check_vma=False):
     """`function` on so many devices that hold the same arguments; [device, *result]."""
-    names = ("a", "b") if devices > 2 else ("a",)
-    sizes = (devices // 2, 2) if devices > 2 else (devices,)
-    mesh = jax.make_mesh(
-        sizes,
-        names,
-        axis_types=(AxisType.Auto,) * len(names),
-        devices=jax.devices()[:devices],
-    )
+    mesh = make_mesh(a=devices // 2, b=2) if devices > 2 else make_mesh(a=devices)
+    names = mesh.axis_names
     return jax.jit(
         jax.shard_map(
             lambda *arguments: function(names, *arguments)[None],
@@ -51,7 +45,8 @@ class TestShared(SymmetricProductSuite):
 @pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_every_device_gets_the_same(devices, check_vma):
-    x, c = draw((3, 50, 20), jnp.float32), draw((3, 50, 50), jnp.float32, 1)
+    x = draw((3, 50, 20), jnp.float32)
+    c = draw((3, 50, 50), jnp.float32, 1)
 
     def shared(names, x, c):
         return symmetric_product(x, c=c, alpha=0.7, beta=-1.3, axis_name=names)
@@ -65,11 +60,9 @@ def test_every_device_gets_the_same(devices, check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_derivatives_inside_of_shard_map(check_vma):
-    x, dx, cotangent = (
-        draw((24, 8), jnp.float32),
-        draw((24, 8), jnp.float32, 1),
-        draw((24, 24), jnp.float32, 2),
-    )
+    x = draw((24, 8), jnp.float32)
+    dx = draw((24, 8), jnp.float32, 1)
+    cotangent = draw((24, 24), jnp.float32, 2)
 
     def both(names, x, dx, cotangent):
         def shared(x):

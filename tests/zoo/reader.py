@@ -75,22 +75,6 @@ def matches(numbers, right: tuple[Any, ...]) -> bool:
     )
 
 
-def same_matrices(numbers, right: tuple[Any, ...]) -> bool:
-    """As `matches`, whichever side of a matrix is called rows."""
-    if numbers is not None and None not in right:
-        numbers = numbers._replace(
-            reduction_axis=numbers.output_axis,
-            output_axis=numbers.reduction_axis,
-        )
-        if matches(numbers, right):
-            return True
-        numbers = numbers._replace(
-            reduction_axis=numbers.output_axis,
-            output_axis=numbers.reduction_axis,
-        )
-    return matches(numbers, right)
-
-
 def _normal(numbers):
     if numbers is None:
         return None
