@@ -8,7 +8,7 @@ from muonjax._clip.max_logits import max_logits as max_logits
 from muonjax._clip.max_logits import max_logits_bound as max_logits_bound
 from muonjax._clip.qk_clip import apply_qk_clip as apply_qk_clip
 from muonjax._clip.qk_clip import qk_clip as qk_clip
-from muonjax._clip.scale import Scale as Scale
+from muonjax._clip.scaled_entries import Scale as Scale
 from muonjax._clip.signal_clip import signal_clip as signal_clip
 from muonjax._clip.site import Site as Site
 from muonjax._common import models as _models

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import optax
 
-from muonjax._clip.scale import PlacedScale, Scale
+from muonjax._clip.scaled_entries import PlacedScale, Scale
 from muonjax._common.arguments import (
     axis_numbers,
     check_flag,

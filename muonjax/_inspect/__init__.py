@@ -37,7 +37,7 @@ The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, 
 From these records follow two answers:
 
 - `decisions`: for each parameter its axes as a matrix (`matrix_axes`), or AdamW with the line that says why, such as an
-  output head (`ends_of_model`), or a refusal that names two uses that contradict each other. Only a parameter that an
+  output head (`destination`), or a refusal that names two uses that contradict each other. Only a parameter that an
   unknown operation takes is left to names.
 - `attention`: for each product of queries and keys of which a softmax reads values, the runs of the parameters that
   a clip has to scale, and where its logits are. These are proposals, queries and keys before queries alone: whether a
@@ -58,7 +58,7 @@ A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works 
 (`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`); these others
 need rules, and are not rewritten again: no split, squeeze, pad or neg. One that moves the entries of one operand has
 a case in `moves.moved_by`, which the certificate uses too, and its name at `moves._one_operand`; if a mask may pass
-it, also in `constants._MOVES`. Otherwise write a function (walk, node) -> values under `@rule("its name")`:
+it, also in `possible_numbers._MOVES`. Otherwise write a function (walk, node) -> values under `@rule("its name")`:
 `walk.inputs(node)` has the values of the operands, `node.params` the equation's parameters.
 Return `unknown(walk, node)` for settings that you do not handle. If it has several operands and a
 clip may pass it, the certificate needs its own line.

@@ -25,11 +25,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from muonjax._clip.scale import runs_of
-from muonjax._inspect.constants import MASKED
+from muonjax._clip.scaled_entries import runs_of
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import MOST, Unmoved, other_axes
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import (
     RESIZED,
@@ -39,6 +37,8 @@ from muonjax._inspect.moves import (
     reshaped,
     rounds_coarsely,
 )
+from muonjax._inspect.positions import MOST, Unmoved, other_axes
+from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.values import CHOICES
 
 # [3, *loops, *axes of the array]: logarithms, first positions and last positions.

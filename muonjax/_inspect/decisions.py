@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from muonjax._inspect.constants import numbers_in
-from muonjax._inspect.ends_of_model import Ends
+from muonjax._inspect.destination import Ends
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.matrix_axes import Contradiction, matrices_of
+from muonjax._inspect.possible_numbers import numbers_in
 from muonjax._inspect.values import (
     OF_PRODUCTS,
     PARAMETER,

@@ -15,7 +15,7 @@ import numpy as np
 from muonjax._inspect import softmax
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import whole
+from muonjax._inspect.positions import whole
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
     ADDED,

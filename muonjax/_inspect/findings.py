@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._inspect.graph import Graph, Node
-from muonjax._inspect.layout import whole
+from muonjax._inspect.positions import whole
 from muonjax._inspect.values import (
     ADDED,
     DATA,

@@ -241,7 +241,7 @@ class Graph:
         self.contents: dict[int, Any] = {}
         # By value, numbers of the program: literals, constants of one number, and constant indices.
         self.known: dict[int, Any] = {}
-        # What `constants.numbers_in` says of a value.
+        # What `possible_numbers.numbers_in` says of a value.
         self.numbers: dict[int, Any] = {}
         # By the index of its first operation.
         self.loops: dict[int, Loop] = {}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from muonjax._inspect.findings import Walk
-from muonjax._inspect.layout import Layout, Region, Run, sums
+from muonjax._inspect.positions import Layout, Region, Run, sums
 from muonjax._inspect.values import Use
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,

@@ -14,7 +14,14 @@ from muonjax._inspect import softmax
 from muonjax._inspect.entrywise import is_zero, last_projections
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import MOST, UNORDERED, Layout, Unmoved, merged, other_axes
+from muonjax._inspect.positions import (
+    MOST,
+    UNORDERED,
+    Layout,
+    Unmoved,
+    merged,
+    other_axes,
+)
 from muonjax._inspect.rules import rule, unknown
 from muonjax._inspect.values import (
     DATA,

@@ -10,8 +10,8 @@ from muonjax._inspect import softmax
 from muonjax._inspect.entrywise import after_nonlinearity, entrywise
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import whole
 from muonjax._inspect.moves import looked_up
+from muonjax._inspect.positions import whole
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
     DATA,

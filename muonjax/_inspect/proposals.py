@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._clip.scale import Scale, first_positions
+from muonjax._clip.scaled_entries import Scale, first_positions
 from muonjax._inspect.findings import Walk
-from muonjax._inspect.layout import HOLE, UNORDERED, Layout, Run
+from muonjax._inspect.positions import HOLE, UNORDERED, Layout, Run
 from muonjax._inspect.values import PARAMETER, Operand, Projection
 
 

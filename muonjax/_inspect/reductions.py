@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layout import Layout
+from muonjax._inspect.positions import Layout
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import ParameterView, Value, dependent
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from muonjax._inspect.constants import MASKED, numbers_in
 from muonjax._inspect.graph import Graph, Node
-from muonjax._inspect.layout import Layout
+from muonjax._inspect.positions import Layout
+from muonjax._inspect.possible_numbers import MASKED, numbers_in
 from muonjax._inspect.values import FROZEN, PARAMETER, Addend, Logits, Summand, Value
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ There are two decisions, both from shapes alone:
    and dtypes. The busiest device has at most 4/3 of the least possible work, and in practice a few percent more than
    the mean (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
-The result is a list of `Round`s, which `exchange` runs. `layout` explains the words: unit, block, owner, kind, group.
+The result is a list of `Round`s, which `exchange` runs. `matrix_shards` explains the words: unit, block, owner, kind,
+group.
 """
 
 import heapq
@@ -22,7 +23,7 @@ import numpy as np
 
 from muonjax._common.platform import BYTES_A_SECOND, flops_a_second
 from muonjax._mesh.distribution import Axes, MeshShape, devices_along
-from muonjax._mesh.layout import (
+from muonjax._mesh.matrix_shards import (
     ExchangeGroup,
     ShardedLeaf,
     UnitKind,

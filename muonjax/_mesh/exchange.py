@@ -9,7 +9,7 @@
 5. `_share_with_replicas`: where leaves are replicated, each replica has done a part, and the others get its results.
 6. `_unpack` takes the results of each leaf out of the rows.
 
-`assignment` decides who owns what, and `layout` explains the words.
+`assignment` decides who owns what, and `matrix_shards` explains the words.
 """
 
 import functools
@@ -27,7 +27,7 @@ from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.assignment import Owners, Round, assign_owners, row_length
 from muonjax._mesh.distribution import OnMesh, even_sharding, partition_spec
-from muonjax._mesh.layout import ShardedLeaf
+from muonjax._mesh.matrix_shards import ShardedLeaf
 from muonjax._mesh.owner import apply_to_owned
 
 Arrays = Sequence[jax.Array]

@@ -20,7 +20,7 @@ import numpy as np
 from muonjax._common.platform import Policy
 from muonjax._matrices.batching import Function
 from muonjax._mesh.assignment import Round
-from muonjax._mesh.layout import UnitLayout
+from muonjax._mesh.matrix_shards import UnitLayout
 
 
 def apply_to_owned(

@@ -32,13 +32,13 @@ from muonjax._matrices.matrix_view import (
 )
 from muonjax._names import roles
 from muonjax._names.axes import matrices
+from muonjax._names.callers_rules import PathRules, apply_rules, rules_for
+from muonjax._names.check_tree import INSPECT, check_parameters, types_of_modules
 from muonjax._names.convolutions import patch_embedding
 from muonjax._names.ends_of_model import ends
 from muonjax._names.neighbors import Neighbors
-from muonjax._names.parameters import INSPECT, check_parameters, types_of_modules
 from muonjax._names.paths import Path
 from muonjax._names.roles import Answer, Parameter
-from muonjax._names.rules import PathRules, apply_rules, rules_for
 from muonjax._names.stacked import unstack
 
 

@@ -12,8 +12,8 @@ from muonjax._common.arguments import errors_of
 from muonjax._common.models import parameters_of
 from muonjax._common.trees import dtype_of, leaf_paths
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
+from muonjax._names.check_tree import check_parameters
 from muonjax._names.dimension_numbers import Route, routes
-from muonjax._names.parameters import check_parameters
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 

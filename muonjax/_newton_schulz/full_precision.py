@@ -34,7 +34,7 @@ from muonjax._common.linalg import (
     sum_over,
 )
 from muonjax._common.platform import Policy
-from muonjax._matrices.columns import Blocks
+from muonjax._matrices.column_blocks import Blocks
 from muonjax._newton_schulz.coefficients import Coefficients, restarts_of
 from muonjax._newton_schulz.deflation import (
     ROUNDING,

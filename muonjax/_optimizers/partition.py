@@ -23,8 +23,8 @@ from muonjax._matrices.matrix_view import (
     resolve_dimension_numbers,
 )
 from muonjax._mesh.host_memory import offload
+from muonjax._names.check_tree import check_parameters
 from muonjax._names.dimension_numbers import numbers_tree, routes
-from muonjax._names.parameters import check_parameters
 from muonjax._transforms.momentum import check_kind, has_int8
 
 

@@ -16,7 +16,7 @@ from benchmarks.optimizer import sharding
 from muonjax._common.platform import BYTES_A_SECOND, Policy, flops_a_second
 from muonjax._matrices.matrix_view import MuonDimensionNumbers
 from muonjax._mesh.assignment import _owner_devices, assign_owners, seconds_of_unit
-from muonjax._mesh.layout import ShardedLeaf, unit_kind
+from muonjax._mesh.matrix_shards import ShardedLeaf, unit_kind
 from muonjax._newton_schulz.polar_factor import polar_function
 from tests.mesh.layouts import assigned, dividing, first_update
 from tests.tools.products import flops_of

@@ -11,7 +11,7 @@ from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._common.platform import Policy
 from muonjax._matrices.batching import Function, map_groups
-from muonjax._matrices.columns import block_size
+from muonjax._matrices.column_blocks import block_size
 from muonjax._newton_schulz.polar_factor import polar_function
 from tests.tools import oracles
 from tests.tools.oracles import normal

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import backend
 
-from pallas_kernels._kernel_batch import launch_batch
+from pallas_kernels._one_launch import launch_batch
 from pallas_kernels._tiles import SQUARE
 from pallas_kernels._xla import Operands
 
@@ -33,12 +33,12 @@ def launched(
     `cores` is the number of the device's multiprocessors; `scale` holds alpha and beta, [batch, 2].
     """
     # Imported only here, because JAX 0.10 lacks what the kernel's file imports.
-    from pallas_kernels import _mosaic_gpu_sm90
+    from pallas_kernels import _hopper_kernel
 
     m = x.shape[1]
     x, y, c = jax.tree.map(_aligned, (x, y, c))  # None stays None
     # Zeros add nothing to the product, and the rows and columns that they make are cut off.
-    out = _mosaic_gpu_sm90.launch(x, y, c, scale, cores=cores)
+    out = _hopper_kernel.launch(x, y, c, scale, cores=cores)
     return out[:, :m, :m]
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._kernel_batch import rectangle, unfold
+from pallas_kernels._one_launch import rectangle, unfold
 from pallas_kernels._tiles import BLOCK, DEPTH, GROUP, SQUARE, STAGES, num_tiles
 
 # Registers of a thread: 512 are shared by the three threads of the same rank, one of each warpgroup. The one

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _mosaic_gpu, symmetric_product
+from pallas_kernels import _hopper, symmetric_product
 from pallas_kernels._tiles import num_tiles
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
@@ -18,7 +18,7 @@ from tests.pallas_kernels.symmetric_product_suite import (
 )
 from tests.tools.tiers import nightly
 
-if jax.__version_info__ < _mosaic_gpu.NEEDS_JAX:
+if jax.__version_info__ < _hopper.NEEDS_JAX:
     pytest.skip(
         f"the Hopper kernel needs JAX 0.11 or newer (Python 3.12), this is JAX {jax.__version__}",
         allow_module_level=True,
@@ -26,7 +26,7 @@ if jax.__version_info__ < _mosaic_gpu.NEEDS_JAX:
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import _mosaic_gpu_sm90
+from pallas_kernels import _hopper_kernel
 
 # An interpreter that waits for a barrier waits for ever.
 pytestmark = pytest.mark.timeout(120)
@@ -91,13 +91,13 @@ class TestHopper(SymmetricProductSuite):
 )
 def test_no_races(stages, addend, monkeypatch):
     """Several tiles for each CTA, diagonal ones and others, and more k-slices than stages."""
-    monkeypatch.setattr(_mosaic_gpu_sm90, "STAGES", stages)
+    monkeypatch.setattr(_hopper_kernel, "STAGES", stages)
     x = draw((2, 264, 192), jnp.float16, 1)
     y = draw((2, 264, 192), jnp.float16, 2)
     c = draw((2, 264, 320), jnp.float16, 3) if addend else None
     scale = jnp.asarray([[0.7, -1.3], [2.0, 0.5]])
     with interpreter(races=True):
-        out = jax.jit(lambda *a: _mosaic_gpu_sm90.launch(*a, cores=2))(x, y, c, scale)
+        out = jax.jit(lambda *a: _hopper_kernel.launch(*a, cores=2))(x, y, c, scale)
         out = out[..., :264].block_until_ready()
     c = c if c is None else c[..., :264]
     assert_as_accurate_as_xla(
@@ -122,14 +122,14 @@ def test_the_race_detector_sees_a_missing_wait(monkeypatch):
         (AssertionError, RuntimeError), match=r"races_found|RACE DETECTED"
     )
     with races, interpreter(races=True):
-        out = _mosaic_gpu_sm90.launch(x, None, None, jnp.ones((1, 2)), cores=1)
+        out = _hopper_kernel.launch(x, None, None, jnp.ones((1, 2)), cores=1)
         out.block_until_ready()
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 8, 17, 32])
 def test_the_schedule_visits_each_tile_of_the_triangle_once(t):
     step = jnp.arange(num_tiles(128 * t), dtype=jnp.int32)
-    i, j = jax.vmap(lambda s: _mosaic_gpu_sm90.triangle(s, t))(step)
+    i, j = jax.vmap(lambda s: _hopper_kernel.triangle(s, t))(step)
     visited = sorted(zip(np.asarray(i).tolist(), np.asarray(j).tolist(), strict=True))
     assert visited == sorted(
         zip(*(a.tolist() for a in np.tril_indices(t)), strict=True)
@@ -156,7 +156,7 @@ def test_the_kernel_lowers(addend):
     c = [(1, 1024, 1024)] if addend else []
 
     def f(x, *c):
-        return _mosaic_gpu_sm90.launch(
+        return _hopper_kernel.launch(
             x, None, *(c or [None]), jnp.ones((1, 2)), cores=132
         )
 
