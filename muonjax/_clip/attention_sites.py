@@ -100,7 +100,7 @@ def mla_site(
       >>> import muonjax
       >>> site = muonjax.mla_site("layers/.*/mla", nope=128)
       >>> [(s.path, s.span, s.factor) for s in site.scales if not s.optional]
-      [('wq_b/kernel', (0, 128), 'query'), ('wq_b/kernel', (128, None), 'rotary'), ('wkv_b/kernel', (0, 128), 'key')]
+      [('wq_b/kernel', (0, 128), 'query'), ('wq_b/kernel', (128, None), 'whole'), ('wkv_b/kernel', (0, 128), 'key')]
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
@@ -111,7 +111,7 @@ def mla_site(
         kernel = _KernelAxes.of_layout(layout, ("hd",), num_heads)
         # √γ·√γ for the features without position, γ·1 for the rotary ones, whose key all heads share.
         queries = kernel.scales(query, "query", entries=num_heads, span=(0, nope))
-        rotary = kernel.scales(query, "rotary", entries=num_heads, span=(nope, None))
+        rotary = kernel.scales(query, "whole", entries=num_heads, span=(nope, None))
         keys = kernel.scales(key_value, "key", entries=num_heads, span=(0, nope))
         # Norms of the latents (q_norm, q_layernorm, kv_norm) come before these projections: they undo nothing.
         return Site(
@@ -238,7 +238,7 @@ class _KernelAxes(NamedTuple):
 
         Args:
           projection: The name of the projection, "query".
-          factor: Which factor of the logits both belong to: "query", "key" or "rotary".
+          factor: Which factor of the logits both belong to: "query", "key" or "whole".
           **entries: Where the heads lie along the outputs, as fields of `Scale`.
         """
         kernel = Scale(

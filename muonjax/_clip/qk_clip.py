@@ -22,8 +22,8 @@ _USUAL = "; Kimi K2 used 100."
 # The power of γ for each factor of a logit. A logit is query · key, or rotary · a rotary key that all heads share, and
 # the powers along each product sum to one. A key that several query heads share keeps its weights, because scaling it
 # would also move the calm heads of its group.
-_POWERS_OF_OWN_KEYS = {"query": 0.5, "key": 0.5, "rotary": 1.0}
-_POWERS_OF_SHARED_KEYS = {"query": 1.0, "key": 0.0, "rotary": 1.0}
+_POWERS_OF_OWN_KEYS = {"query": 0.5, "key": 0.5, "whole": 1.0}
+_POWERS_OF_SHARED_KEYS = {"query": 1.0, "key": 0.0, "whole": 1.0}
 
 
 def qk_clip(
@@ -184,7 +184,7 @@ def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
 def _with_powers(site: PlacedSite) -> PlacedSite:
     """An attention in which each kernel and bias has its power of γ: 1/2 for query and key, or 1 and 0.
 
-    Raises ValueError for a factor other than query, key and rotary, and for queries and keys that don't fit each other.
+    Raises ValueError for a factor other than query, key and whole, and for queries and keys that don't fit each other.
     """
     # Fewer key heads than query heads: each key head is shared.
     has_own_keys = site.groups == site.entries
@@ -195,7 +195,7 @@ def _with_powers(site: PlacedSite) -> PlacedSite:
         factor = scale.factor
         if factor not in powers:
             raise ValueError(
-                f"{site.path!r} has a factor {factor!r}, not query, key or rotary."
+                f"{site.path!r} has a factor {factor!r}, not query, key or whole."
             )
         kernels.setdefault(factor, scale)  # a kernel comes before its bias
         scales.append(scale._replace(power=powers[factor]))

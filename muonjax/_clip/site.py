@@ -35,8 +35,8 @@ class Site:
 
     Attributes:
       path: Regular expression that matches the whole "/"-joined path of the modules.
-      scales: The parameters. For `qk_clip` each `factor` is "query", "key", or "rotary" (a part of the query whose
-        counterpart is shared by all heads), and the powers are set by `qk_clip`.
+      scales: The parameters. For `qk_clip` each `factor` is "query", "key", or "whole" (a part of the query that
+        takes all of γ, since its keys are shared by all heads); `qk_clip` sets the powers.
       signal: Name of the statistic below the module.
       scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
       norms: Regular expressions for the names of children that forbid the clip, because they normalize queries or keys

@@ -235,7 +235,7 @@ def _with_proof(
     result = []
     for call, value, x in zip(calls, values, logits, strict=True):
         # A query that takes the whole factor has the logarithms of the logits.
-        expected = logs["rotary"]
+        expected = logs["whole"]
         probe = call.probe and certificate.located(call.probe, value, x.value, expected)
         if not probe and not why:
             why = _why_not_located(certificate)
@@ -263,7 +263,7 @@ def _random_logarithms(
 
         log(query) + log(key) = log(logits),
 
-    and the key of several heads takes half of the smallest. Queries that meet shared keys, "rotary", take the whole.
+    and the key of several heads takes half of the smallest. Queries that meet shared keys take the "whole".
     They are whole numbers, so that no sum is rounded. For logits 8, 6, 2, 4 of four heads, of which two share a key,
     the keys have 3, 1 and the queries 5, 3, 1, 3.
 
@@ -277,4 +277,4 @@ def _random_logarithms(
     )
     keys = logits.reshape(*layers, keys_heads, -1).min(-1) / 2
     queries = logits - np.repeat(keys, heads // keys_heads, -1)
-    return {"rotary": logits, "key": keys, "query": queries}
+    return {"whole": logits, "key": keys, "query": queries}

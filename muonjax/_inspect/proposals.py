@@ -110,7 +110,7 @@ class QueriesAndKeys:
         """
         self._check_queries()
         self._check_order(self.key, keys, "keys")
-        factor = "query" if keys else "rotary"
+        factor = "query" if keys else "whole"
         of_queries: list[Span] = []
         for projection in self.query.value.projections:
             of_queries += self._spans(self.query, projection, factor, shared)
@@ -125,7 +125,7 @@ class QueriesAndKeys:
         self, of_queries: Sequence[Span], of_keys: Sequence[Span]
     ) -> None:
         """Refuses queries and keys with other layers or features, or heads of keys that no heads of queries share."""
-        # Features of queries with the factor "query" meet the keys; those with "rotary" take the whole factor. Only the
+        # Features of queries with the factor "query" meet the keys; those with "whole" take all of the factor. Only the
         # first span of each is compared: the others are biases of it, or further features, which the certificate
         # checks.
         first_features = set()
@@ -311,9 +311,9 @@ class QueriesAndKeys:
 
 
 def _divided(span: Span, shared: Sequence[_Features]) -> Iterator[Span]:
-    """A span, cut where features that meet shared keys begin and end; these take the whole factor, as "rotary" says.
+    """A span, cut where features that meet shared keys begin and end; these take the "whole" factor.
 
-    A span of features 0 to 8 with 4 to 6 `shared`, counted from its first, gives 0 to 4, 4 to 6 as "rotary", 6 to 8.
+    A span of features 0 to 8 with 4 to 6 `shared`, counted from its first, gives 0 to 4, 4 to 6 as "whole", 6 to 8.
     """
     first, last = span.scale.span
     shared = [
@@ -324,7 +324,7 @@ def _divided(span: Span, shared: Sequence[_Features]) -> Iterator[Span]:
         is_shared = any(
             features.start <= start and stop <= features.stop for features in shared
         )
-        factor = "rotary" if is_shared else span.scale.factor
+        factor = "whole" if is_shared else span.scale.factor
         if start < stop:
             scale = dataclasses.replace(span.scale, span=(start, stop), factor=factor)
             yield span._replace(scale=scale)

@@ -46,7 +46,7 @@ def projected(p, name, x=X):
 
 
 def loss_fn(params, x):
-    """Of the attention of `multi_head`."""
+    """The parameters of `multi_head`."""
     q, k, v = (projected(params, name, x) for name in ("query", "key", "value"))
     return (jax.nn.dot_product_attention(q, k, v) ** 2).mean()
 

@@ -61,9 +61,9 @@ def test_max_output(entries, signal):
 @pytest.mark.thorough
 def test_qk_clip_is_an_instance_of_signal_clip():
     params, maxima, site = latent(True, "i h d")
-    powers = {"query": 0.5, "key": 0.5, "rotary": 1.0}
+    powers = {"query": 0.5, "key": 0.5, "whole": 1.0}
     scales = tuple(dataclasses.replace(s, power=powers[s.factor]) for s in site.scales)
-    products = (("query", "key"), ("rotary",))
+    products = (("query", "key"), ("whole",))
     tx = muonjax.signal_clip(
         [dataclasses.replace(site, scales=scales, threshold=5.0, products=products)]
     )
