@@ -46,7 +46,7 @@ def projected(p, name, x=X):
 
 
 def loss_fn(params, x):
-    """The parameters of `multi_head`."""
+    """A loss of parameters that `multi_head` makes."""
     q, k, v = (projected(params, name, x) for name in ("query", "key", "value"))
     return (jax.nn.dot_product_attention(q, k, v) ** 2).mean()
 
