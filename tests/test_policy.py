@@ -36,6 +36,11 @@ def mesh_on(platform, axis_types=AxisType.Auto):
     )
 
 
+def array_on(platform, shape):
+    sharding = NamedSharding(mesh_on(platform), P())
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
 @pytest.fixture
 def pretend(monkeypatch):
     """Another default backend, as far as the library can see."""
@@ -44,18 +49,14 @@ def pretend(monkeypatch):
     )
 
 
-def update(transformation, x):
-    return transformation.update(
-        {"kernel": x}, transformation.init({"kernel": x}), {"kernel": x}
-    )[0]
+def update(x):
+    tx = muonjax.muon(1e-3, NUMBERS)
+    return tx.update(x, tx.init(x), x)[0]
 
 
 CALLS = {
     "newton_schulz": muonjax.newton_schulz,
-    "orthogonalize": lambda x: update(
-        muonjax.orthogonalize(dimension_numbers=NUMBERS), x
-    ),
-    "muon": lambda x: update(muonjax.muon(1e-3, NUMBERS), x),
+    "muon": update,
     "symmetric_product": symmetric_product,
 }
 
@@ -91,21 +92,13 @@ def test_the_platforms_have_programs_of_their_own(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_the_mesh_of_the_arrays_decides(name, default, there, pretend):
     pretend(default)
-    x = jax.ShapeDtypeStruct(
-        SHAPE, jnp.float32, sharding=NamedSharding(mesh_on(there), P())
-    )
-    assert program(CALLS[name], x) == expected(name, there)
+    assert program(CALLS[name], array_on(there, SHAPE)) == expected(name, there)
 
 
-@pytest.mark.parametrize(("default", "there"), [("gpu", "cpu"), ("cpu", "gpu")])
-def test_the_mesh_of_a_distribution_decides(default, there, pretend):
-    pretend(default)
-    assert (
-        policy_of(
-            jax.ShapeDtypeStruct((256, 320), jnp.float32), mesh=mesh_on(there)
-        ).platform
-        == there
-    )
+def test_the_mesh_of_a_distribution_decides(pretend):
+    pretend("tpu")
+    x = jax.ShapeDtypeStruct((256, 320), jnp.float32)
+    assert policy_of(x, mesh=mesh_on("gpu")).platform == "gpu"
 
 
 def test_what_decides_comes_in_this_order(pretend):
@@ -119,9 +112,7 @@ def test_what_decides_comes_in_this_order(pretend):
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device("cpu"))):
             assert platform_of() == "cpu"
             assert platform_of(mesh=mesh_on("gpu")) == "gpu"
-            sharded = jax.ShapeDtypeStruct(
-                (4, 4), jnp.float32, sharding=NamedSharding(mesh_on("tpu"), P())
-            )
+            sharded = array_on("tpu", (4, 4))
             assert platform_of(sharded) == "tpu"
             assert platform_of(sharded, mesh=mesh_on("gpu")) == "gpu"
     with jax.default_device(jax.devices("cpu")[0]):
@@ -129,13 +120,9 @@ def test_what_decides_comes_in_this_order(pretend):
 
 
 def test_the_kind_is_that_of_the_same_device(pretend):
-    sharding = NamedSharding(mesh_on("tpu"), P())
     assert kind_of(jnp.ones(3)) == kind_of() == jax.devices()[0].device_kind
     assert kind_of(mesh=mesh_on("gpu")) == KINDS["gpu"]
-    assert (
-        kind_of(jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding))
-        == KINDS["tpu"]
-    )
+    assert kind_of(array_on("tpu", (4,))) == KINDS["tpu"]
     pretend("tpu")
     assert kind_of() == ""
 

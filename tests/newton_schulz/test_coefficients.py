@@ -20,15 +20,14 @@ TABLE = [
     (1.875001, -1.250002, 0.375000), (1.875000, -1.250000, 0.375000),
 ]  # fmt: skip
 
-# max over [1e-3, 1] of |f - 1| after T steps: without cushion, with cushion, safety 1.01 with a plain last
-# step.
+# max over [1e-3, 1] of |f - 1| after T steps: without cushion; with cushion, and safety 1.01 but for the last step.
 MINIMAX = {
-    1: (0.991530, 0.991713, 0.991713),
-    2: (0.964572, 0.965966, 0.966303),
-    3: (0.859771, 0.865724, 0.868365),
-    4: (0.545893, 0.560417, 0.572988),
-    5: (0.113449, 0.123559, 0.147627),
-    6: (9.1647e-4, 1.1849e-3, 4.4084e-3),
+    1: (0.991530, 0.991713),
+    2: (0.964572, 0.966303),
+    3: (0.859771, 0.868365),
+    4: (0.545893, 0.572988),
+    5: (0.113449, 0.147627),
+    6: (9.1647e-4, 4.4084e-3),
 }
 
 
@@ -51,7 +50,6 @@ def test_the_schedule_is_the_published_one():
 def test_minimax_errors(steps):
     schedules = [
         without_safety(steps, cushion=0.0),
-        without_safety(steps),
         muonjax.polar_express(steps),
     ]
     errors = [worst(rows) for rows in schedules]
@@ -60,7 +58,6 @@ def test_minimax_errors(steps):
 
 def test_long_schedules_converge_to_one_exactly():
     assert worst(muonjax.polar_express(7)) < 4.3e-7
-    assert worst(muonjax.polar_express(8)) < 3e-15
     assert worst(muonjax.polar_express(12)) < 3e-15
 
 

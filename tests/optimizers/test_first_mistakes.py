@@ -102,12 +102,6 @@ def test_names_that_are_nearly_right(name, meant):
         _ = muonjax.NewtonSchulz.quick
 
 
-def test_one_parameter():
-    assert "Adam: 1 parameter (" in muonjax.tabulate(
-        {"gain": jnp.ones(()), "w": jnp.ones((4, 4))}
-    )
-
-
 def update(tx, gradients, params, state=None, **more):
     return tx.update(
         gradients, tx.init(params) if state is None else state, params, **more

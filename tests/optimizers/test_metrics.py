@@ -30,12 +30,9 @@ def schedule(count):
     optax.chain(optax.clip(1.0), optax.chain(optax.sgd(0.1), muonjax.qk_clip(schedule, SITE))),
     optax.MultiSteps(muonjax.qk_clip(100.0, SITE), 1),
     optax.inject_hyperparams(muonjax.qk_clip, ("sites", "every_k", "axis_name"))(100.0, SITE),
-    optax.apply_if_finite(muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT), 3),
 ])  # fmt: skip
 def test_finds_the_clip(tx):
-    found = muonjax.metrics(clipped(tx))
-    assert found.pop("num_not_finite", 0.0) == 0.0
-    assert found == {
+    assert muonjax.metrics(clipped(tx)) == {
         "count": 1.0,
         "qk_clip/largest": 400.0,
         "qk_clip/num_clipped": 1.0,
