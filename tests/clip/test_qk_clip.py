@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +25,7 @@ from tests.clip.attentions import (
     projected,
     zero_update,
 )
-from tests.tools.oracles import SHORT, assert_close, gradients, queries_and_keys
+from tests.tools.oracles import SHORT, gradients, queries_and_keys
 from tests.tools.tiers import quick, thorough
 
 PARAMS, MAXIMA, SITE = multi_head()
@@ -59,7 +60,7 @@ def test_one_clip_is_exact(kind):
     )
     apply = functools.partial(muonjax.apply_qk_clip, sites=site, threshold=threshold)
     direct = jax.jit(apply)(params, {"max_logits": before})
-    assert_close(direct, clipped, rtol=1e-6, atol=1e-7)
+    chex.assert_trees_all_close(direct, clipped, rtol=1e-6, atol=1e-7)
 
 
 def test_calm_heads_that_share_a_key_with_a_hot_one_stay():
@@ -107,7 +108,7 @@ def test_heads_below_the_threshold_are_bit_identical_to_muon_alone():
         update(grads, both.init(PARAMS), PARAMS, max_logits={"max_logits": before})[0],
         cold,
     )
-    assert_close(cold, alone, rtol=1e-4, atol=1e-8)
+    chex.assert_trees_all_close(cold, alone, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,6 @@ import pytest
 
 import muonjax
 from tests.clip.attentions import X, latent, multi_head, normal, zero_update
-from tests.tools.oracles import assert_close
 
 
 def max_output(params, group=1, whole=False):
@@ -71,7 +71,9 @@ def test_qk_clip_is_an_instance_of_signal_clip():
     statistics = {"max_logits": maxima(params)}
     updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
     expected, _ = zero_update(muonjax.qk_clip(5.0, site), params, statistics)
-    assert_close(optax.apply_updates(params, updates), expected, rtol=1e-6)
+    chex.assert_trees_all_close(
+        optax.apply_updates(params, updates), expected, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

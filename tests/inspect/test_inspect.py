@@ -6,6 +6,7 @@ import warnings
 import weakref
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.inspect.attention import attend, layer, tokens, unstacked, weights
-from tests.tools.oracles import SHORT, assert_close
+from tests.tools.oracles import SHORT
 from tests.tools.tiers import thorough
 from tests.tools.views import leaf
 
@@ -128,7 +129,9 @@ def test_parts_of_a_model_train_with_the_program_of_all_of_it():
     assert not any(map(np.any, jax.tree.leaves(updates["below"])))
     whole = muonjax.muon(1e-3, program, newton_schulz=SHORT)
     expected, _ = jax.jit(whole.update)(grads, whole.init(params), params)
-    assert_close(updates["above"], expected["above"], rtol=1e-5, atol=1e-8)
+    chex.assert_trees_all_close(
+        updates["above"], expected["above"], rtol=1e-5, atol=1e-8
+    )
     for part in (
         {"below": optax.MaskedNode()} | params | {"below": optax.MaskedNode()},
         {"above": one},

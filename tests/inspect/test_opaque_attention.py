@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,6 @@ from jax.experimental import pallas as pl
 
 from muonjax import inspect, value_and_grad
 from tests.inspect.attention import attend, layer_with, tokens, unrolled, weights
-from tests.tools.oracles import assert_close
 
 W = weights()
 X = tokens()
@@ -61,7 +61,7 @@ def test_attention_with_a_derivative_of_its_own_is_measured_from_its_operands(in
     expected, expected_grads = jax.jit(jax.value_and_grad(loss))(w, x)
     np.testing.assert_array_equal(value, expected)
     maxima_of_plain = jax.jit(value_and_grad(plain))(w, x)[0][1]
-    assert_close(
+    chex.assert_trees_all_close(
         (grads, maxima), (expected_grads, maxima_of_plain), rtol=1e-5, atol=1e-5
     )
 

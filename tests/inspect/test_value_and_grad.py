@@ -1,5 +1,6 @@
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,6 @@ from tests.inspect.attention import (
     unrolled,
     weights,
 )
-from tests.tools.oracles import assert_close
 from tests.tools.tiers import nightly, thorough
 
 W = weights()
@@ -41,7 +41,7 @@ def test_without_jit():
     (loss, maxima), grads = value_and_grad(scanned)(w, x)
     expected, expected_grads = jax.value_and_grad(scanned)(w, x)
     assert_allclose(loss, expected, rtol=1e-6)
-    assert_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
     assert list(maxima) == ["max_logits"]
     assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
 
@@ -75,7 +75,7 @@ def test_everything_but_argnums_stays_as_it_is():
     )
     expected, expected_grads = step(jax.value_and_grad, ref)
     assert_allclose(value, expected, rtol=1e-6)
-    assert_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
 
 
 def test_closes_over_tracers():

@@ -7,12 +7,11 @@ import subprocess
 import sys
 import time
 
+import chex
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-
-from tests.tools.oracles import assert_close
 
 EXAMPLE = (
     pathlib.Path(__file__).parent.parent.parent / "examples" / "train_transformer.py"
@@ -93,7 +92,7 @@ def test_two_processes_killed_and_restarted_onto_another_mesh_end_where_one_does
     expected = parameters(alone)
     found = parameters(two)
     assert len(jax.tree.leaves(expected)) == 12
-    assert_close(found, expected, atol=1e-6, rtol=0)
+    chex.assert_trees_all_close(found, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.thorough

@@ -1,5 +1,6 @@
 """normuon and muonh are the chains that their docstrings say."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,7 +8,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import muonjax
-from tests.tools.oracles import SHORT, assert_close, trained
+from tests.tools.oracles import SHORT, trained
 
 PARAMS = {
     "dense": {
@@ -52,13 +53,13 @@ def test_normuon_is_its_chain():
             1e-2, neuron_decay=0.9, weight_decay=0.1, adam=adam, newton_schulz=SHORT
         )
     )
-    assert_close(found, run(chain), rtol=1e-6)
+    chex.assert_trees_all_close(found, run(chain), rtol=1e-6)
 
 
 def test_muonh_is_its_chain():
     adam = optax.adamw(1e-3, b2=0.95)
     found = run(muonjax.muonh(0.02, adam=adam, newton_schulz=SHORT))
-    assert_close(found, run(by_hand(muonjax.hyperball(0.02))), rtol=1e-6)
+    chex.assert_trees_all_close(found, run(by_hand(muonjax.hyperball(0.02))), rtol=1e-6)
 
 
 def test_muonhs_own_adam_has_no_weight_decay():

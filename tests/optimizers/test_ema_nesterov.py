@@ -1,5 +1,6 @@
 """`ema_nesterov` against the paper's algorithm in float64, and with what it is combined with."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from tests.clip.attentions import EXACT, multi_head
-from tests.tools.oracles import SHORT, assert_close, normal
+from tests.tools.oracles import SHORT, normal
 
 STEPS = 50
 BETAS = np.array(
@@ -152,7 +153,7 @@ def test_the_clip_scales_what_the_model_sees():
         <= threshold * EXACT
     )
     found = optax.apply_updates(params, clipped)
-    assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.nan("monitor starts from it")

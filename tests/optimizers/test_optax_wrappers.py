@@ -1,5 +1,6 @@
 """Optax's wrappers around muon and muonclip: the table of docs/saving.md has a row for each."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,6 @@ import optax
 import pytest
 
 import muonjax
-from tests.tools.oracles import assert_close
 
 
 def loss_fn(params, x):
@@ -76,6 +76,8 @@ def test_lookahead_steps_with_muon_and_takes_no_statistics():
     pair = optax.LookaheadParams(PARAMS, PARAMS)
     plain = first_updates(OPTIMIZERS["muon"][0](0.01))
     half = jax.tree.map(lambda u: u / 2, plain)
-    assert_close(first_updates(muon, pair).slow, half, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(
+        first_updates(muon, pair).slow, half, rtol=1e-4, atol=1e-6
+    )
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_logits'"):
         first_updates(clip, pair, max_logits=LOGITS)

@@ -1,6 +1,7 @@
 import functools
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,6 @@ from muonjax._matrices import matrix_view
 from tests.tools import oracles
 from tests.tools.oracles import (
     SHORT,
-    assert_close,
     normal,
     normal_tree,
     on_device,
@@ -101,7 +101,9 @@ def test_ten_steps_equal_optax():
         0.01, weight_decay=0.1, nesterov=False, consistent_rms=0.2
     )
     ours = muonjax.muon(0.01, nesterov=False, newton_schulz=JORDAN5)
-    assert_close(trajectory(ours, start), trajectory(theirs, start), atol=2e-5)
+    chex.assert_trees_all_close(
+        trajectory(ours, start), trajectory(theirs, start), atol=2e-5
+    )
 
 
 def test_golden_values():
@@ -358,7 +360,7 @@ def test_inject_hyperparams_into_the_clipped(optimizer):
     )
     updates, state = tx.update(tree, tx.init(tree), tree, max_logits=logits)
     expected, _ = plain.update(tree, plain.init(tree), tree, max_logits=logits)
-    assert_close(updates, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-5, atol=1e-6)
     state.hyperparams["threshold"] = jnp.asarray(1e3)
     _, state = tx.update(tree, state, tree, max_logits=logits)
     assert muonjax.metrics(state)["qk_clip/num_clipped"] == 0

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from numpy.testing import assert_allclose
 
 from muonjax import NewtonSchulz, polar_express
 
@@ -38,11 +37,6 @@ def gradients(step, params):
 def disturbed(params):
     """Every parameter moved, as training would."""
     return jax.tree.map(lambda p, g: p + 0.3 * g, params, gradients(0, params))
-
-
-def assert_close(tree, expected, **tolerance):
-    """Each array of a tree is near that of another one."""
-    jax.tree.map(lambda x, y: assert_allclose(x, y, **tolerance), tree, expected)
 
 
 def trained(tx, params, gradients, **extra):
