@@ -178,9 +178,12 @@ def _by_parameter(
         return product._replace(
             projections=scaled.projections, logits=softmax.through(node, scaled)
         )
-    # An axis that one product gives and the next has as a batch counts experts.
-    for projection in other.value.projections:
-        projection.product.batches.update(projection.layout.runs_along(other.batch))
+    # An axis that one product gives and the next, by a matrix for each, has as a batch counts experts. With a vector for
+    # each, as of learned queries, it counts heads.
+    if operand.is_matrix:
+        for projection in other.value.projections:
+            batches = projection.layout.runs_along(other.batch)
+            projection.product.batches.update(batches)
     if walk.graph.is_stack_of_scalars(other.array):  # losses and their weights
         return product
     # A layer gives data: what follows is no parameter, also where its input is learned.

@@ -118,6 +118,9 @@ def _long_einsum(walk: Walk, node: Node) -> Sequence[Value]:
         for other in values:
             walk.record_weights(node, value, other)
     (result,) = unknown(walk, node)
+    # A matrix that data chose, as that of an expert, is not followed through it either.
+    chosen = [value for value in values if not value.is_weight]
+    walk.record_views(node, node.name, chosen, "unknown")
     return [result._replace(scores=node.index) if result.is_activation else result]
 
 

@@ -353,3 +353,34 @@ def parts_by_index(p, x):
 @program(X, w=((D, D), M), out=((D, 1), "head"), g=((D,), "multiplied"))
 def a_scale_by_einsum_after_a_bend(p, x):
     return sq(jnp.einsum("btd,d->btd", jax.nn.softplus(x @ p["w"]), p["g"]) @ p["out"])
+
+
+@program(
+    X,
+    sites="can't all be followed",
+    probe=((H, S), "vectors"),
+    k=((D, H, S), "0 | 1, 2"),
+    v=((D, H, S), "0 | 1, 2"),
+    o=((H, S, D), "0, 1 | 2"),
+    **OUT,
+)
+def pooling_by_learned_queries(p, x):
+    """The heads of the keys are a batch of the product with one vector for each, and no experts."""
+    k, v = (jnp.einsum("btd,dhk->bthk", x, p[n]) for n in "kv")
+    w = jax.nn.softmax(jnp.einsum("hk,bthk->bht", p["probe"], k))
+    y = jnp.einsum("bht,bthk->bhk", w, v)
+    return sq(jnp.einsum("bhk,hkd->bd", y, p["o"]) @ p["out"])
+
+
+@program(
+    ROWS,
+    router=((D, 3), M),
+    up=((3, D, S), "by names: an einsum of three or more"),
+    down=((3, S, D), "by names: an einsum of three or more"),
+    **OUT,
+)
+def experts_that_data_choose_in_an_einsum_of_three(p, x):
+    chosen = jnp.argmax(x @ p["router"], -1)
+    gate = jax.nn.softmax(x @ p["router"]).max(-1)
+    h = jax.nn.relu(jnp.einsum("bd,bdf->bf", x, p["up"][chosen]))
+    return sq(jnp.einsum("b,bf,bfd->bd", gate, h, p["down"][chosen]) @ p["out"])
