@@ -178,8 +178,8 @@ def _by_parameter(
         return product._replace(
             projections=scaled.projections, logits=softmax.through(node, scaled)
         )
-    # An axis that one product gives and the next, by a matrix for each, has as a batch counts experts. With a vector for
-    # each, as of learned queries, it counts heads.
+    # An axis that one product gives and the next, by a matrix for each, has as a batch counts experts. With a vector
+    # for each, as of learned queries, it counts heads.
     if operand.is_matrix:
         for projection in other.value.projections:
             batches = projection.layout.runs_along(other.batch)
