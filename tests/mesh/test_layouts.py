@@ -1,5 +1,6 @@
 """However the leaves are sharded, the results are those of one device."""
 
+import dataclasses
 import math
 
 import jax
@@ -190,9 +191,10 @@ def test_accelerators_take_their_matrices_in_batches(monkeypatch):
     def on_gpu(f, blocks, views, rounds, policy):
         def counted(x, axis_name=()):
             sizes.append(x.shape[0])
-            return f(x, axis_name)
+            return f.whole(x, axis_name)
 
-        return exchange(counted, blocks, views, rounds, Policy("gpu"))
+        f_counted = dataclasses.replace(f, whole=counted)
+        return exchange(f_counted, blocks, views, rounds, Policy("gpu"))
 
     monkeypatch.setattr("muonjax._mesh.exchange.exchange", on_gpu)
     for divided in ("owner", "tensor_parallel"):
