@@ -47,6 +47,7 @@ class LoHa(nn.Module):
         # its dimension numbers sum over.
         input_axes = rhs.ndim - 1
         if self.function is lax.dot_general:
+            # Linen's layers give them by position.
             dimension_numbers = args[0]
             (_, summed), _ = dimension_numbers
             input_axes = len(summed)

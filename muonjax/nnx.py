@@ -40,7 +40,7 @@ class LoHa(nnx.Module):
 
     def __init__(self, layer: Layer, rank: int, scale: float, rngs: nnx.Rngs):
         self.scale = scale
-        self.function = _function(layer)
+        self.attribute = _product_attribute(layer)
         _check_layer(layer)
         kernel = layer.kernel
         # By name: [in, rank] and [rank, out], twice
@@ -58,8 +58,8 @@ class LoHa(nnx.Module):
         self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        # This is what the layer would have called.
-        function = getattr(lax, self.function)
+        # The attribute has the name of the function of lax that the layer would have called.
+        function = getattr(lax, self.attribute)
         factors = self.factors()
         return shared.apply_adapter(
             function, factors, self.scale, lhs, rhs, *args, **settings
@@ -201,7 +201,7 @@ def add_loha(
             adapters.append(LoHa(layers[path], rank, scale, rngs))
     for path, adapter in zip(paths, adapters, strict=True):
         layer = layers[path]
-        setattr(layer, _function(layer), nnx.data(adapter))
+        setattr(layer, _product_attribute(layer), nnx.data(adapter))
     return paths
 
 
@@ -228,8 +228,8 @@ def merge(model: nnx.Module) -> None:
     """
     has_adapter = False
     for _, layer in _layers(model):
-        function = _function(layer)
-        adapter = getattr(layer, function)
+        attribute = _product_attribute(layer)
+        adapter = getattr(layer, attribute)
         if not isinstance(adapter, LoHa):
             continue
         has_adapter = True
@@ -239,7 +239,7 @@ def merge(model: nnx.Module) -> None:
             kernel[...], adapter.factors(), adapter.scale
         )
         # The layer multiplies as before it had an adapter.
-        setattr(layer, function, nnx.static(_plain_function(layer)))
+        setattr(layer, attribute, nnx.static(_flax_value(layer)))
     if not has_adapter:
         raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
 
@@ -260,22 +260,24 @@ def _inputs(layer: Layer) -> int:
     return np.size(layer.in_features)
 
 
-def _function(layer: Layer) -> str:
-    """The attribute that holds the layer's product, which an adapter replaces."""
+def _product_attribute(layer: Layer) -> str:
+    """The name of the attribute that holds the layer's product, which an adapter replaces: "dot_general"."""
     return "conv_general_dilated" if isinstance(layer, nnx.Conv) else "dot_general"
 
 
-def _plain_function(layer: Layer) -> Any:
+def _flax_value(layer: Layer) -> Any:
     """Flax's own value of this attribute; an `nnx.LinearGeneral` takes lax.dot_general when it is called."""
     return (
-        None if isinstance(layer, nnx.LinearGeneral) else getattr(lax, _function(layer))
+        None
+        if isinstance(layer, nnx.LinearGeneral)
+        else getattr(lax, _product_attribute(layer))
     )
 
 
 def _check_layer(layer: Layer) -> None:
     """Raises ValueError for a layer that can't have a new adapter."""
     # What the layer multiplies with: lax.dot_general, the user's own function, or an adapter.
-    function = getattr(layer, _function(layer))
+    function = getattr(layer, _product_attribute(layer))
     if isinstance(function, LoHa):
         raise ValueError(
             "the layer has an adapter already; muonjax.nnx.merge(model) adds it to the kernel."
@@ -284,9 +286,9 @@ def _check_layer(layer: Layer) -> None:
         raise ValueError("the layer has a mask, and ΔW is not masked; remove the mask.")
     # LinearGeneral prefers its dot_general_cls to its dot_general.
     has_class = getattr(layer, "dot_general_cls", None) is not None
-    if has_class or function is not _plain_function(layer):
+    if has_class or function is not _flax_value(layer):
         raise ValueError(
-            f"the layer multiplies by its own {_function(layer)}, which an adapter would replace; "
+            f"the layer multiplies by its own {_product_attribute(layer)}, which an adapter would replace; "
             "leave it out."
         )
     # A stack of layers, as `nnx.vmap` makes it, has an axis more.
@@ -343,12 +345,14 @@ def value_and_grad_of_model(
     """
 
     def measured(*given: Any) -> tuple[Any, Any]:
+        """(loss, max_logits), or (loss, (aux, max_logits)) where `fun` returns (loss, aux)."""
         # All arguments are split together, because they may share random numbers. The last one holds the keywords.
         structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
         of_model = params.get(0, {})  # 0: the first argument
 
         def of_parameters(params: Any, others: Any) -> tuple[Any, Any]:
             # New variables, which belong to the trace of this function: NNX refuses to change those of another.
+            # `jax.tree.map` builds the tree, and with it every variable, anew.
             others_here = jax.tree.map(lambda array: array, others)
             merged = nnx.merge(structure, nnx.State({0: params}), others_here)
             *args, kwargs = merged
@@ -356,7 +360,9 @@ def value_and_grad_of_model(
             loss, aux = result if has_aux else (result, None)
             return loss, (aux, nnx.state(merged, nnx.Variable))
 
+        # Errors name the caller's function.
         of_parameters.__name__ = getattr(fun, "__name__", "loss")
+        # By its first argument, of_model; and `of_parameters` returns (loss, aux).
         with_maxima = with_max_logits(of_parameters, 0, True)
         loss, ((aux, variables), max_logits) = with_maxima(of_model, others)
         # The function may have changed running means or counts of random numbers.

@@ -32,23 +32,23 @@ class Modules:
 
     Attributes:
       leaves: The parameters by path, {"decoder/query/kernel": array}.
-      inside: The paths of all parameters in a module, by the path of the module: "decoder/query",
+      leaves_of: The paths of all parameters in a module, by the path of the module: "decoder/query",
         "decoder", and "" for the whole tree.
     """
 
     def __init__(self, params: Any):
         self.leaves = flatten_paths(params)
-        self.inside: dict[str, list[str]] = {}
+        self.leaves_of: dict[str, list[str]] = {}
         for leaf in self.leaves:
             # Each beginning of the path is a module that holds the leaf.
             names = leaf.split("/")
             for depth in range(len(names)):
                 module = "/".join(names[:depth])
-                self.inside.setdefault(module, []).append(leaf)
+                self.leaves_of.setdefault(module, []).append(leaf)
 
     def has(self, path: str) -> bool:
         """Whether there is a module or leaf of this path."""
-        return path in self.inside or path in self.leaves
+        return path in self.leaves_of or path in self.leaves
 
     def is_trained(self, path: str) -> bool:
         """Whether there is a leaf of this path that is not masked."""
@@ -68,10 +68,11 @@ def find_sites(
     for site in sites:
         only_path = _only_path(site.path)
         # A program names each attention by its path, and some of them may be frozen. A site by hand is a pattern, and
-        # parameters that it does not find are a mistake, which raises below.
+        # parameters that it does not find are a mistake, which `_matched` and `_placed` raise.
         if site.exact and only_path is not None:
             paths = [below(only_path, scale.path) for scale in site.scales]
             if not all(modules.is_trained(path) for path in paths):
+                # An attention at the root has the path "", and its statistic the name of its signal.
                 not_trained.add(only_path or site.signal)
                 continue
         for path in _matched(site, only_path, modules):
@@ -82,12 +83,14 @@ def find_sites(
                     f"two sites match {path!r} by {site.signal!r}; narrow or merge them."
                 )
             by_signal[module.signal] = module
+    # A site by hand has a module here, or has raised: all are a program's, and not one of them is trained.
     if not by_signal:
         raise ValueError(
             f"no attention of the program is trained here: the parameters lack {listed(sorted(not_trained), ', ')}. "
             "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
         )
-    # A module has the name of its path in the state, unless it has none or several attentions share it.
+    # `signal`, "decoder/max_logits", is unique. In the state an attention has the shorter name of its module,
+    # "decoder", unless that is the root, "", or holds several attentions.
     signals_of_module = Counter(module.path for module in by_signal.values())
     named = []
     for module in by_signal.values():
@@ -111,7 +114,7 @@ def _matched(site: Site, only_path: str | None, modules: Modules) -> list[str]:
     """The paths of the modules that a site matches; raises ValueError if there are none.
 
     A module matches by its path, and by a child with the name of the site's first projection: with the default pattern
-    ".*", `mha_site` finds the modules that have a `query`.
+    ".*", `mha_site` finds the modules that have a `query`. `only_path` is what `_only_path` returns for the pattern.
     """
     first = site.scales[0].path
     child = _parent(first) or first
@@ -119,14 +122,14 @@ def _matched(site: Site, only_path: str | None, modules: Modules) -> list[str]:
     def with_child(paths: Iterable[str]) -> list[str]:
         return [path for path in paths if modules.has(below(path, child))]
 
-    # The single path is looked up and not searched, because a program may have sites for a thousand modules.
-    candidates = sorted(modules.inside) if only_path is None else [only_path]
+    # A pattern that matches one path alone is looked up and not searched for: a program may have a thousand sites.
+    candidates = sorted(modules.leaves_of) if only_path is None else [only_path]
     matched = [path for path in with_child(candidates) if re.fullmatch(site.path, path)]
     if matched:
         return matched
     # For the message, what the caller could have meant.
     why = "it has to match a whole path, one of"
-    known = with_child(sorted(modules.inside))
+    known = with_child(sorted(modules.leaves_of))
     if not known:
         why = f"none has {child!r} among those of"
         known = sorted({_parent(path) for path in modules.leaves})
@@ -199,7 +202,7 @@ def _refuse_adapters(path: str, leaves: Sequence[str], modules: Modules) -> None
     projections = {_parent(leaf) for leaf in leaves} - {path}
     inside = set()
     for projection in projections:
-        inside.update(modules.inside.get(projection, ()))
+        inside.update(modules.leaves_of.get(projection, ()))
     if others := sorted(inside.difference(leaves)):
         raise ValueError(
             f"{others} feed the queries or keys too. Merge them into the kernels."
@@ -219,7 +222,7 @@ def _refuse_norms(path: str, norms: Sequence[str], modules: Modules) -> None:
     # A child called norm may come before the projections, but it is refused too: names do not say where it is.
     patterns = (_ANY_NORM, *norms)
     normalizing = set()
-    for leaf in modules.inside.get(path, ()):
+    for leaf in modules.leaves_of.get(path, ()):
         child, _, _ = leaf.removeprefix(f"{path}/").partition("/")
         if any(re.fullmatch(pattern, child, re.IGNORECASE) for pattern in patterns):
             normalizing.add(child)

@@ -87,7 +87,11 @@ def qk_clip(
 
 
 def clip_of_logits(
-    call: str, threshold: Any, sites: Any, every_k: Any, axis_name: Any
+    call: str,
+    threshold: Any,
+    sites: Any,
+    every_k: Any = None,
+    axis_name: Any = None,
 ) -> ClipByStatistic:
     """The clip of `qk_clip(threshold, sites)` or `muonclip(learning_rate, program)`, whichever `call` names.
 
@@ -144,10 +148,10 @@ def apply_qk_clip(
     """
     with errors_of("apply_qk_clip"):
         check_range("threshold", threshold, "positive and finite", _USUAL)
-        clip = clip_of_logits(
-            "apply_qk_clip", threshold, as_sites("sites", sites), None, None
-        )
+        clip = clip_of_logits("apply_qk_clip", threshold, as_sites("sites", sites))
         modules = Modules(params)
+        # `not_trained` are attentions of a program whose parameters are frozen or missing: their statistics may be
+        # there, and count nothing.
         attentions, not_trained = clip.find(modules)
         statistics = match_statistics("max_logits", max_logits, attentions, not_trained)
     # No step lies between the measurement and this clip, so that the bound is exact.

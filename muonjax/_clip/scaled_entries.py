@@ -148,6 +148,9 @@ def runs_of(scale: Scale, entries: int, size: int) -> np.ndarray:
     >>> runs_of(Scale(path="kernel", rank=2, span=(1, None)), entries=2, size=6)
     array([[1, 2],
            [4, 5]])
+    >>> pairs = Scale(path="kernel", rank=2, start=1, groups=2, gap=3)  # [_, a, b, _, _, _, c, d]
+    >>> runs_of(pairs, entries=4, size=7).ravel()
+    array([1, 2, 6, 7])
     """
     # `span` is counted from the first position of each run.
     run = run_length(scale, entries, size)
@@ -215,20 +218,9 @@ class PlacedScale(NamedTuple):
         For the first four of six columns and two entries, [a, b] -> [[a, a, b, b, 1, 1]]. An axis
         without entries has size one.
         """
-        # With `table` [*layers, positions] in the end, each position of the flattened `entry_axes` has its factor.
-        *layers, entries = factors.shape
-        # Only the span is scaled in the run of each entry: [*layers, entries, run].
-        is_scaled = np.zeros(run_length(self.scale, entries, self.size), bool)
-        is_scaled[slice(*self.scale.span)] = True
-        # A `where` and no gather: with the heads sharded, a gather would need an exchange.
-        is_scaled = is_scaled.reshape((1,) * factors.ndim + (-1,))
-        table = jnp.where(is_scaled, factors[..., None], 1.0)
-        if self.scale.gap:
-            # A gap follows each group of entries but the last, which `size` ends before.
-            table = table.reshape(*layers, self.scale.groups, -1)
-            widths = [(0, 0)] * (table.ndim - 1) + [(0, self.scale.gap)]
-            table = jnp.pad(table, widths, constant_values=1.0)
-        table = table.reshape(*layers, -1)[..., : self.size]
+        # [*layers, positions]: each position of the flattened `entry_axes` has its factor.
+        layers = factors.shape[:-1]
+        table = self._by_position(factors)
         # Before and after the entries the axes hold something else, as the values of a fused kernel.
         sizes = [self.shape[axis] for axis in self.entry_axes]
         before = self.scale.start
@@ -242,6 +234,29 @@ class PlacedScale(NamedTuple):
         table = jnp.transpose(table, np.argsort(order).tolist())
         other_axes = [axis for axis in range(len(self.shape)) if axis not in order]
         return jnp.expand_dims(table, other_axes)
+
+    def _by_position(
+        self, factors: Float[Array, "*layers entries"]
+    ) -> Float[Array, "*layers size"]:
+        """The factor of each of the `size` positions that hold the entries; 1 outside of the spans and in the gaps.
+
+        Two entries have runs of 3, of which the span (0, 2) is scaled: [a, b] -> [a, a, 1, b, b, 1]. As two groups with
+        a gap of 2 between them they give [a, a, 1, 1, 1, b, b, 1].
+        """
+        *layers, entries = factors.shape
+        # [run], True in the span of an entry
+        is_scaled = np.zeros(run_length(self.scale, entries, self.size), bool)
+        is_scaled[slice(*self.scale.span)] = True
+        # A `where` and no gather: with the heads sharded, a gather would need an exchange.
+        is_scaled = is_scaled.reshape((1,) * factors.ndim + (-1,))
+        # [*layers, entries, run]
+        table = jnp.where(is_scaled, factors[..., None], 1.0)
+        if self.scale.gap:
+            # A gap follows each group of entries but the last, which `size` ends before.
+            table = table.reshape(*layers, self.scale.groups, -1)
+            widths = [(0, 0)] * (table.ndim - 1) + [(0, self.scale.gap)]
+            table = jnp.pad(table, widths, constant_values=1.0)
+        return table.reshape(*layers, -1)[..., : self.size]
 
 
 def placed(

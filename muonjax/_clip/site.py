@@ -40,7 +40,7 @@ class Site:
       signal: Name of the statistic below the module.
       scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
       norms: Regular expressions for the names of children that forbid the clip, because they normalize queries or keys
-        and so undo it; by default the names in use. () allows all.
+        and so undo it; by default the names in use. () allows all norms.
       exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. What else is
         in the modules, such as norms and adapters, is then not judged by its name.
       threshold: The largest value allowed for the signal, > 0, or a schedule of the number of clips. None: the
@@ -80,7 +80,7 @@ class Site:
             object.__setattr__(self, "scan_axis", axes)
         if not isinstance(self.norms, (tuple, list)):
             raise TypeError(
-                f"(norms={shown(self.norms)}) must be a tuple of regular expressions; () allows all."
+                f"(norms={shown(self.norms)}) must be a tuple of regular expressions; () allows all norms."
             )
         for pattern in self.norms:
             check_pattern("norms", pattern)
@@ -89,7 +89,8 @@ class Site:
             check_range(
                 "threshold", self.threshold, "positive and finite", ".", schedule=True
             )
-        # Only `signal_clip` reads products: for `qk_clip` they follow from the factors' names.
+        # The factors that are multiplied with each other, (("query", "key"),). Only `signal_clip` reads them: for
+        # `qk_clip` they follow from the factors' names.
         if self.products is not None:
             self._check_products(self.products)
 

@@ -49,7 +49,7 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
 def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """Whether a matrix of two axes is stored (in, out), as Flax does, or (out, in), as PyTorch does.
 
-    None for a router that seems to have more experts than features.
+    None for a router that seems to have many more experts than features, as [64, 4096].
     """
     first, last = p.shape
     bias = neighbors.bias(p)
@@ -63,7 +63,8 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
         and not outputs_first
         and 8 * first <= last
     ):
-        # A router has fewer experts than features, so that this one may be (out, in) although nothing else says so.
+        # A router has fewer experts than features, so that this one may be (out, in) although nothing else says so. Up
+        # to a factor of eight the order of Flax is believed, as [64, 256] with 256 experts.
         return None
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
 
@@ -183,13 +184,15 @@ def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     parts = p.role.parts
     axis_of_part = axis_of_parts(p)
     if p.rank == 4 and axis_of_part is not None:
-        # One part alone has the axes of a projection; the axis of parts counts matrices.
+        # Neighbors know one part of it as a projection, without the axis of parts: (0, (1, 2)) of a part behind axis 0
+        # is (1, (2, 3)) of the kernel. The axis of parts counts matrices.
         numbers_of_part = _attention(p, neighbors)
         if numbers_of_part is not None:
             rows = _behind(axis_of_part, axes_of(numbers_of_part.reduction_axis))
             columns = _behind(axis_of_part, axes_of(numbers_of_part.output_axis))
             return MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
-    # Two axes show the parts only if all are d × d. With grouped keys the sizes of the parts are unknown.
+    # Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. A key and value [d, 2·d]
+    # may be two of d × d, or [2·n, 4·n] that is stored (out, in) for keys of n features.
     if p.rank != 2 or parts != 3:
         return None
     first, last = p.shape
@@ -207,9 +210,11 @@ def _behind(removed: int, axes: tuple[int, ...]) -> list[int]:
 
 def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Rows and columns of gate and up in one kernel, [2, in, out] or [experts, 2, in, out]."""
+    # Side by side along a longer axis, as in Phi 3, gate and up can't be told from a single matrix.
     if p.rank == 2:
         return None
-    # Side by side along a longer axis, as in Phi 3, gate and up can't be told from a single matrix.
+    # Two of the last three axes are rows and columns, and the third is that of gate and up, of size 2. If no axis
+    # before the last has this size, three remain, and nothing tells.
     axis_of_part = axis_of_parts(p)
     axes = [axis for axis in range(p.rank - 3, p.rank) if axis != axis_of_part]
     if len(axes) != 2:
@@ -218,8 +223,8 @@ def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     sides = (p.shape[rows], p.shape[columns])
     is_square = sides[0] == sides[1]
     for other in neighbors.beside(p):
-        is_down = other.role.muon and other.rank == p.rank - 1
+        may_be_down = other.role.muon and other.rank == p.rank - 1
         # A down kernel is [hidden, d]. Gate and up of the same sides are stored as [hidden, d] too, which is (out, in).
-        if is_down and other.shape[-2:] == sides and not is_square:
+        if may_be_down and other.shape[-2:] == sides and not is_square:
             return MuonDimensionNumbers(columns, rows)
     return MuonDimensionNumbers(rows, columns)

@@ -64,7 +64,7 @@ def types_of_modules(params: Any) -> dict[str, Role]:
     Raises:
       TypeError: The arrays have axes with names, as Haliax's and penzai's have them, which only a program reads.
     """
-    types: dict[str, Role] = {}
+    roles_by_path: dict[str, Role] = {}
 
     def is_told(node: Any) -> bool:
         return _has_named_axes(node) or _type(node) is not None
@@ -80,8 +80,9 @@ def types_of_modules(params: Any) -> dict[str, Role]:
         if role is not None:
             for rest, _ in jax.tree_util.tree_leaves_with_path(node):
                 names = trees.names((*path, *rest))
-                types["/".join(names)] = role
-    return types
+                # A bias has it too; who reads this asks for weights alone.
+                roles_by_path["/".join(names)] = role
+    return roles_by_path
 
 
 def _has_named_axes(node: Any) -> bool:

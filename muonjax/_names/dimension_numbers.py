@@ -197,9 +197,10 @@ def _answers(parameters: Sequence[Parameter]) -> dict[Path, Answer]:
 def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     """What names say of one layer's parameter, whether or not it is an end of the model."""
     is_matrix = sum(size > 1 for size in p.shape) > 1
-    # The name is that of a vector or a table, but the shape is that of a matrix.
-    is_odd = is_matrix and neighbors.contradict(p)
-    if not p.role.muon and not is_odd:
+    # The name is that of a vector or a table, as `scale` or `embed`, but a bias next to it shows a matrix. Whether the
+    # name is wrong or the bias belongs elsewhere can't be told, so that such a leaf is open.
+    is_misnamed = is_matrix and neighbors.contradict_name(p)
+    if not p.role.muon and not is_misnamed:
         return Answer(None, p.role.name)
     # Before its axes are asked for: an embedding of patches is Adam's however it is stored.
     if patch := patch_embedding(p):
@@ -207,7 +208,7 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     if not is_matrix:
         return Answer(None, "vector")
     # `stacked` is True only where it could not be told which axes count layers.
-    numbers = None if p.stacked or is_odd else matrices(p, neighbors)
+    numbers = None if p.stacked or is_misnamed else matrices(p, neighbors)
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
     # A matrix with one row or one column is a vector in another shape.

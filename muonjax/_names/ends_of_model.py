@@ -15,6 +15,7 @@ Where 1 and 2 agree, the layer is a head. All else that may be one goes to Adam 
 do matrices that may be embeddings.
 """
 
+import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -87,7 +88,7 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     output whose width no other parameter takes. Name and width together are sure; one sign alone is open.
     """
     place = places.of(p)
-    modules = [stem(name) for name in place.scope[places.root :]]
+    modules = [stem(name) for name in place.scope[places.num_common :]]
     # Layers of an attention are hidden, even one whose output is only added to the logits or multiplied with them.
     in_attention = re.search("att(n|en)", "/".join(modules))
     if in_attention or not _is_layer(p):
@@ -141,6 +142,9 @@ def _is_layer(p: Parameter) -> bool:
 class _Place(NamedTuple):
     """Where a layer is in its model: block_1/fc2 is number 2 of the layers `fc` in block_1.
 
+    Its series is ("block_1", "fc"), which fc1 of this block shares, and its kind ("block_", "fc"), which all blocks
+    share.
+
     Attributes:
       scope: The path of the module around it, ("block_1",).
       name: Its name in snake case without numbers, "fc".
@@ -166,29 +170,27 @@ class _Places:
     """Which layers of a model stand next to each other, repeat, or are the last of their kind.
 
     Attributes:
-      root: How many modules are around all parameters: 1 if all paths begin with "params".
+      num_common: How many modules are around all parameters: 1 if all paths begin with "params".
     """
 
     def __init__(self, parameters: Sequence[Parameter], widths: Widths):
-        # For each module the names of its layers; for each series its numbers; for each kind where it is.
+        # The names of the layers in each module: {("block_0",): {"fc", "norm"}}.
         self._names: dict[Path, set[str]] = defaultdict(set)
+        # The numbers of the layers in each series: {("block_0", "fc"): [(1,), (2,)]} for fc1 and fc2 in block_0.
         self._series: dict[Path, list[tuple[int, ...]]] = defaultdict(list)
+        # The modules that have layers of each kind: {("block_", "fc"): {("block_0",), ("block_1",)}}.
         self._scopes: dict[Path, set[Path]] = defaultdict(set)
         for p in parameters:
             place = self.of(p)
             self._names[place.scope].add(place.name)
             self._scopes[place.kind].add(place.scope)
-            # A last layer with one output is not a matrix, but it still ends the series.
-            is_matrix = widths.numbers[p.path] or 1 in p.shape
-            if is_matrix and _is_layer(p):
+            # A layer with one output is not a matrix for Muon, but it may be the last of its series.
+            is_in_series = widths.numbers[p.path] or 1 in p.shape
+            if is_in_series and _is_layer(p):
                 self._series[place.series].append(place.count)
         # The names with which the paths of all modules begin, as "params" in {"params": {...}}.
         scopes = [p.module[:-1] for p in parameters]
-        self.root = 0
-        for names in zip(*scopes, strict=False):
-            if len({*names}) > 1:
-                break
-            self.root += 1
+        self.num_common = len(posixpath.commonprefix(scopes))
 
     def of(self, p: Parameter) -> _Place:
         """The place of a layer, by its names."""

@@ -53,7 +53,7 @@ class Neighbors:
         """The parameters whose layer is in the same scope."""
         return self._beside[p.scope]
 
-    def contradict(self, p: Parameter) -> bool:
+    def contradict_name(self, p: Parameter) -> bool:
         """Whether a leaf of several axes can't be the vector or the table that its name says."""
         bias = self.bias(p)
         if bias and p.role in (roles.NORM, roles.TABLE):

@@ -286,11 +286,13 @@ class _Tree(NamedTuple):
 def _role(path: Path, tree: _Tree) -> Role:
     """What a leaf is in its layer: ("Dense_0", "kernel") is a dense layer's kernel, ("ln_f", "scale") a scale.
 
-    The last two names tell what is never a matrix; the name of the layer tells which matrix it is.
+    The last two names tell what is never a matrix; the name of the layer tells which matrix it is. The first that fits
+    decides: an adapter, a letter, a bias by its weight, a row of `_NOT_MUON`, a matrix.
     """
     names = [name for name in map(snake, path) if name] or [""]
     last_two = "/".join(["", *names][-2:])
-    layer = layer_of(path)[1]
+    # The layer of attn/query/kernel is "query".
+    _, layer = layer_of(path)
     beside = tree.names.get(path[:-1], set())
     # An adapter has its factors in arrays such as lora_a, or as `a` in a module called lora.
     if re.fullmatch(_ADAPTER, layer) or re.fullmatch(_ADAPTER_LEAF, last_two):
@@ -305,6 +307,7 @@ def _role(path: Path, tree: _Tree) -> Role:
         return _bias(path, layer_of_weight, tree)
     role = _first(_NOT_MUON, last_two)
     if role is BIAS:
+        # TransformerLens' b_q is the bias of the layer q.
         return _bias(path, re.sub("^b_", "", layer), tree)
     # An array called queries is an attention's projection next to keys or values; alone it holds learned tokens.
     is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}

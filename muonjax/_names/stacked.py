@@ -32,8 +32,9 @@ def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
         judged = []
         for p in current:
             judged.append(p._replace(stacked=_is_stacked(p, neighbors)))
-        # The layers come module by module, and are put back in the order of the tree.
-        layers = {p.path: p for p in _layers(judged, 0)}
+        # Each round takes one axis from every stack that it finds, and one that takes none is the last. The layers come
+        # module by module, and are put back in the order of the tree.
+        layers = {p.path: p for p in _layers(judged, depth=0)}
         current = [layers[p.path] for p in judged]
         if current == judged:
             return current

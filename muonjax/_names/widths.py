@@ -38,9 +38,11 @@ class Widths:
             takes, gives = _widths(p, numbers[p.path])
             self.takes[p.path] = takes
             self.gives[p.path] = gives
-            # A parameter counts once for each of its widths.
+            # A width is the size of an axis, or of several as one: a kernel [8, 16] takes {8} and gives {16}. A
+            # parameter counts once for each of its widths.
             self.taken.update(takes)
             self.given.update(gives)
+            # None counts what is no convolution, and is never asked for.
             self.readers_of_channels[channels(p, numbers[p.path])] += 1
 
     def is_untaken(self, p: Parameter) -> bool:

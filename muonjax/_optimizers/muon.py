@@ -245,7 +245,7 @@ def muonh(
       learning_rate: For matrices: the length of a step in units of the weight's norm, a number or a schedule, >= 0;
         0.01 to 0.02 is usual.
       adam_learning_rate: For all other leaves, by `optax.adamw` with b2 = 0.95 and no weight decay. Needed if `adam`
-        is not given, because `learning_rate` has another unit.
+        is not given, because `learning_rate` has another unit; with `adam` it is not used.
 
     All other arguments are as in `muon`.
 
@@ -272,7 +272,7 @@ def muonh(
         raise ValueError(
             "(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3."
         )
-    # With `adam` no rate is needed.
+    # `adam` takes the place of `others`, which then are never made: the rate of 0 is never used.
     adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
     others = partial(
         _adamw, _WeightDecay(adam_rate, 0.0), None, settings.get("mu_dtype")
@@ -322,7 +322,8 @@ def _adamw(
     decay: _WeightDecay, program: Any, mu_dtype: jax.typing.DTypeLike | None, tree: Any
 ) -> optax.GradientTransformation:
     """AdamW for the leaves of a tree that are no matrices; a program knows more vectors than names do."""
-    # A tree of booleans; a program tells vectors, such as a norm's scale, by what the function does with them.
+    # A tree of booleans. `Program.vectors` are the paths of the leaves that the function uses as vectors, as a norm's
+    # scale, whatever their names.
     decaying = decays(tree, getattr(program, "vectors", ()))
     # A function, for Optax would call a tree that is callable, as an Equinox module is.
     mask = (lambda _: decaying) if decay.mask is None else decay.mask

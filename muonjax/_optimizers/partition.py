@@ -42,12 +42,17 @@ def partition_by_route(
       others: Makes that of all other leaves from the whole tree.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-    # What the last tree looked like, and its partition.
+    # What the last tree looked like, and its partition: routing a large tree takes long, and depends on paths, shapes
+    # and dtypes alone. A partition made while tracing holds no tracers.
     last: Any = (None, None)
 
     def partition_of(
         tree: Any, params: Any, *, warn: bool = False
     ) -> optax.GradientTransformationExtraArgs:
+        """The partition for a tree of parameters or of their gradients: the last one, if this tree looks like its.
+
+        `params` are the parameters: a gradient of an integer has another dtype than the integer.
+        """
         nonlocal last
         looks = _looks(tree, params)
         # Another tree is routed anew, and so is each tree of `init`, which warns.
@@ -56,8 +61,10 @@ def partition_by_route(
             route = _route(dimension_numbers, tree, params, warn=warn)
             inner: dict[Hashable, optax.GradientTransformation] = {
                 "muon": matrices(route.pieces),
+                # A state in host memory is copied as a whole; that of the matrices is copied by `matrices`.
                 "adam": offload(others(tree)),
             }
+            # Integers, such as a count of steps, get an update of zero.
             if "fixed" in jax.tree.leaves(route.labels):
                 inner["fixed"] = _fixed()
             # A function, for Optax would call a tree that is callable, as an Equinox module is.
@@ -74,7 +81,7 @@ def partition_by_route(
         # Parameters without gradient are left out, as the gradients leave them out.
         params = _with_gradients(updates, params)
         partition = partition_of(updates, params)
-        # Shapes alone: nothing is allocated.
+        # Gradients have the shapes of their parameters, and so the states of both; nothing is allocated.
         _check_state(state, jax.eval_shape(partition.init, updates))
         # Optax gives each part a tree in which the leaves of the others are masked.
         updates, state = partition.update(updates, state, params, **extra_args)
@@ -158,7 +165,8 @@ def _route(
       warn: Whether to warn of doubts, once for an optimizer.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    # There is an entry for each leaf: dimension numbers, or None.
+    # There is an entry for each leaf: dimension numbers, or None. Without a program names and shapes decide, by routes
+    # of which a tree of dimension numbers is made.
     if given is None:
         numbers = treedef.flatten_up_to(numbers_tree(*routes(tree, warn=warn)))
     else:
@@ -176,7 +184,8 @@ def _route(
             labels.append("muon")
         else:
             labels.append("adam" if _is_trainable(param) else "fixed")
-    # `matrices` gets a tree that `optax.partition` masks in this way.
+    # `optax.partition` calls the transformation of the matrices with a tree in which all other leaves are masked, and
+    # the pieces are those of such a tree.
     masked = []
     for leaf, label in zip(leaves, labels, strict=True):
         masked.append(leaf if label == "muon" else optax.MaskedNode())

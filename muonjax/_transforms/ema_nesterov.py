@@ -95,6 +95,8 @@ def ema_nesterov(
 
     def init(params) -> EmaNesterovState:
         inner_state = inner.init(params)
+        # A clip inside would bound the logits of θ', and the model sees y'. `optax.MultiSteps` inside returns zeros
+        # between its steps, which the mean of the changes would count.
         if _nodes(inner_state, _is_clip_or_accumulation):
             raise ValueError(
                 "ema_nesterov(inner): a clip or optax.MultiSteps is inside; put the clip after it, "
@@ -110,7 +112,8 @@ def ema_nesterov(
         return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
     def update(updates, state, params=None, **extra_args):
-        # `params` are y, so u = A(y) - y.
+        # `params` are y = θ + beta m: θ are the weights that `inner` has made, and m is the mean of their changes. With
+        # θ' = A(y), the step A of `inner` returns u = θ' - y.
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         # The parameters after this update are ahead by the beta of the next gradient.
         count = jnp.asarray(optax.safe_increment(state.count))

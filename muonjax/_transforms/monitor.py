@@ -229,7 +229,13 @@ def _momenta(state: Any, params: Any) -> dict[int, list[jax.Array]]:
 
 
 class _Step:
-    """One step of the optimizer, to measure."""
+    """One step of the optimizer, to measure.
+
+    Attributes:
+      pieces: The matrices, each a piece of a leaf.
+      gradients: One array for each leaf; so are `updates` and `weights`.
+      momenta: The first moments by the index of their leaf, {0: [array]}; no entry for a leaf without one.
+    """
 
     def __init__(
         self, pieces: Pieces, gradients: Any, updates: Any, params: Any, state: Any
@@ -245,13 +251,16 @@ class _Step:
         self.momenta = _momenta(state, params)
 
     def measure(self, leaves: list[int]) -> dict[str, jax.Array]:
-        """The statistics of a group of leaves."""
-        # A group has at least one leaf.
+        """The statistics of a group of leaves, {"update_rms": float32 [], ...} as `monitor` describes them.
+
+        `leaves` are the indices of the leaves, one at least.
+        """
         size = sum(jnp.size(self.weights[i]) for i in leaves)
-        update_rms = _root([self.updates[i] for i in leaves], size)
-        weight_rms = _root([self.weights[i] for i in leaves], size)
+        update_rms = _root_of_squares([self.updates[i] for i in leaves], size)
+        weight_rms = _root_of_squares([self.weights[i] for i in leaves], size)
         # A weight of zero that does not move has the ratio 0, and one that moves infinity.
         are_zero = (update_rms == 0) & (weight_rms == 0)
+        # All momenta count as one vector, whose norm is 0 without any. A chain may have several of one leaf.
         momenta = []
         num_non_finite = jnp.float32(0)
         for i in leaves:
@@ -262,7 +271,7 @@ class _Step:
             "update_rms": update_rms,
             "weight_rms": weight_rms,
             "update_to_weight": update_rms / jnp.where(are_zero, 1, weight_rms),
-            "momentum_norm": _root(momenta),
+            "momentum_norm": _root_of_squares(momenta),
             "orthogonality": self._orthogonality(leaves),
             "non_finite": num_non_finite / len(leaves),
         }
@@ -279,7 +288,7 @@ class _Step:
         return jnp.sqrt(jnp.mean(jnp.concatenate(deviations)))
 
 
-def _root(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
+def _root_of_squares(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
     """sqrt(sum x^2 / count) over all entries x of the arrays, whose squares need not be numbers of float32.
 
     Without arrays it is 0.

@@ -264,7 +264,9 @@ def normalize_neurons(
     def update(updates, state, params=None):
         del params
         pieces = matrix_pieces(dimension_numbers, updates)
+        # Each neuron, a column, has one number: a moment has the shape of its piece, with size 1 along the rows.
         shapes = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
+        # One array for each piece, after a check of their shapes
         moments = pieces.of_state(state.second_moment, shapes)
         normalized = []
         new_moments = []
