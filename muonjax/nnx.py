@@ -335,13 +335,14 @@ def value_and_grad_of_model(
     """`nnx.value_and_grad` of `fun(model, ...)` that also returns the largest logits.
 
     Args:
-      with_max_logits: (fun, argnums, has_aux) -> `fun` that returns (loss, (aux, max_logits)).
+      with_max_logits: (fun, argnums, has_aux) -> `fun` that returns (loss, (aux, max_logits)), not differentiated.
       fun: The loss.
       argnums: As in `nnx.value_and_grad`.
       has_aux: Whether `fun` returns (loss, aux).
 
     Returns:
-      A function of the arguments of `fun`.
+      A function of the arguments of `fun` with the result ((loss, max_logits), gradients), or
+      ((loss, (aux, max_logits)), gradients) where `fun` has aux.
     """
 
     def measured(*given: Any) -> tuple[Any, Any]:

@@ -293,7 +293,10 @@ def _iteration(
     eps: jax.typing.ArrayLike,
     policy: Policy,
 ) -> Function:
-    """The map of one matrix with m <= n that Optax computes. The coefficients are arrays: they come from the state."""
+    """The map of one matrix with m <= n that Optax computes. The coefficients are arrays: they come from the state.
+
+    On a mesh the columns of a matrix may be divided among the devices along `axis_name`, and Gram matrices are summed.
+    """
 
     # `map_groups` and a mesh give wide matrices, m <= n.
     def iterate(
@@ -326,7 +329,7 @@ def _iteration(
         diagonal = _row_factors(gram, preconditioning, eps, scale)
         y = scaled(y, diagonal)
         gram = scaled(scaled(gram, diagonal), diagonal.mT)
-        # [rows, 3]: one row serves all steps, and with several the last one serves all steps after it.
+        # [rows, 3]: one row serves all of `ns_steps`; of several each serves one step, whatever `ns_steps` says.
         rows = jnp.atleast_2d(coefficients)
         num_steps = ns_steps if coefficients.ndim == 1 else len(rows)
         last = len(rows) - 1

@@ -108,12 +108,14 @@ def mla_site(
         check_text(query=query, key_value=key_value, layout=layout)
         whole_number("nope", nope, 1, _AT_LEAST_ONE)
         _check_counts(num_heads=num_heads)
+        # The heads come before their features: "i h d" or "i (h d)".
         kernel = _KernelAxes.of_layout(layout, ("hd",), num_heads)
         # √γ·√γ for the features without position, γ·1 for the rotary ones, whose key all heads share.
         queries = kernel.scales(query, "query", entries=num_heads, span=(0, nope))
         rotary = kernel.scales(query, "whole", entries=num_heads, span=(nope, None))
         keys = kernel.scales(key_value, "key", entries=num_heads, span=(0, nope))
-        # Norms of the latents (q_norm, q_layernorm, kv_norm) come before these projections: they undo nothing.
+        # A norm of the keys would undo the clip, and is refused. Norms of the latents (q_norm, q_layernorm, kv_norm)
+        # come before these projections and undo nothing: they are not in KEY_NORMS.
         return Site(
             path=path,
             scales=queries + rotary + keys,

@@ -135,6 +135,7 @@ class ClipByStatistic:
             # Sites are found again, because the tree may have lost parameters since `init`. Paths and shapes are
             # static, so this is done while tracing.
             modules = Modules(params)
+            # `not_trained` names the statistics of a program's attentions with frozen parameters, which are ignored.
             sites, not_trained = self.find(modules)
             self._check_state(state, sites)
             maxima = match_statistics(self.argument, statistics, sites, not_trained)

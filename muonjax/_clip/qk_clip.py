@@ -93,7 +93,7 @@ def clip_of_logits(
     every_k: Any = None,
     axis_name: Any = None,
 ) -> ClipByStatistic:
-    """The clip of `qk_clip(threshold, sites)` or `muonclip(learning_rate, program)`, whichever `call` names.
+    """The clip of `qk_clip(threshold, sites)`, `muonclip(learning_rate, program)` or what else `call` names.
 
     Messages of errors are what follows that name.
     """
@@ -186,7 +186,10 @@ def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
 
 
 def _with_powers(site: PlacedSite) -> PlacedSite:
-    """An attention in which each kernel and bias has its power of γ: 1/2 for query and key, or 1 and 0.
+    """An attention in which each kernel and bias has its power of γ, by the factor of the logit that it belongs to.
+
+    Query and key have 1/2 each, or 1 and 0 where query heads share a key. "whole" has 1: rotary queries, whose key all
+    heads share.
 
     Raises ValueError for a factor other than query, key and whole, and for queries and keys that don't fit each other.
     """
@@ -201,7 +204,8 @@ def _with_powers(site: PlacedSite) -> PlacedSite:
             raise ValueError(
                 f"{site.path!r} has a factor {factor!r}, not query, key or whole."
             )
-        kernels.setdefault(factor, scale)  # a kernel comes before its bias
+        # The scale of a kernel comes before that of its bias, and so is the first of its factor.
+        kernels.setdefault(factor, scale)
         scales.append(scale._replace(power=powers[factor]))
     if "query" in kernels and "key" in kernels:
         _check_product(kernels["query"], kernels["key"])

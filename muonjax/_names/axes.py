@@ -26,9 +26,11 @@ from muonjax._names.roles import Parameter
 def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     """Which axes of one layer's parameter are rows and which are columns; None where nothing tells.
 
-    A query [d, heads, size] gives MuonDimensionNumbers(0, (1, 2)).
+    It has two axes or more, and its name is not that of a vector or a table. A query [d, heads, size] gives
+    MuonDimensionNumbers(0, (1, 2)).
     """
     role, rank = p.role, p.rank
+    # Such as the gates of a recurrent cell, of which names don't show the axes
     if role in roles.OPEN:
         return None
     # The window of a convolution has at least one axis, next to its inputs and outputs.

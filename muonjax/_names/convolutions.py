@@ -74,7 +74,10 @@ def grouped(p: Parameter, widths: Widths) -> Answer | None:
 
 
 def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
-    """Whether a leaf called `weight` is a convolution's [out, in, *window], as PyTorch stores it."""
+    """Whether a leaf is called `weight` and, if a convolution's, is [out, in, *window], as PyTorch stores it.
+
+    [64, 3, 7, 7] is, and [7, 7, 3, 64] is not.
+    """
     if not p.is_weight or p.rank < 3:
         return False
     # axlearn calls its kernels [*window, in, out] weights too.

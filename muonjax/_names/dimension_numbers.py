@@ -172,12 +172,14 @@ def _parameters(
         # Integers count or are quantized; neither optimizer takes them.
         if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
-        # The type of a module tells what its kernel is, and nothing about its bias.
+        # The type of a module tells what its kernel is, an `eqx.nn.Embedding` under any name, and nothing of its bias,
+        # which names give to Adam.
         if role.muon:
             role = types.get("/".join(path), role)
+        # `unstack` takes the axes of layers from `shape` and `axes`, and leaves `leaf_shape` as it is.
         shape = jnp.shape(leaf)
         axes = tuple(range(len(shape)))
-        parameters.append(Parameter(path, role, shape, axes, shape))
+        parameters.append(Parameter(path, role, shape, axes, leaf_shape=shape))
     return unstack(parameters)
 
 

@@ -15,10 +15,10 @@ _CONTAINER = r"\d+|array|value|raw_value"
 
 @functools.cache
 def words(path: Path) -> Path:
-    """The names of a path, split at slashes and dots, without the index of an array container.
+    """The names of a path, split at slashes and dots, without the index or the `value` behind the name of an array.
 
-    >>> words(("mlp/~/linear_0", "w")), words(("key.weights",)), words(("ffn", "w", "0"))
-    (('mlp', '~', 'linear_0', 'w'), ('key', 'weights'), ('ffn', 'w'))
+    >>> words(("mlp/~/linear_0", "w")), words(("key.weights",)), words(("ffn", "w", "0")), words(("w", "value"))
+    (('mlp', '~', 'linear_0', 'w'), ('key', 'weights'), ('ffn', 'w'), ('w',))
     """
     names = re.findall(r"[^/.]+", "/".join(path))
     while len(names) > 1 and re.fullmatch(_CONTAINER, names[-1]):
@@ -33,10 +33,14 @@ def words(path: Path) -> Path:
 def layer_of(path: Path) -> tuple[Path, str]:
     """The layer that a leaf belongs to: its scope, and its name in snake case without a number.
 
+    All layers of a list have one name: it is that of their kind, and `module` tells them from each other.
+
     >>> layer_of(("block", "MultiHeadDotProductAttention_0", "query", "kernel"))
     (('block', 'MultiHeadDotProductAttention_0'), 'query')
     >>> layer_of(("mlp", "experts", "wi_0"))
     (('mlp', 'experts'), 'wi')
+    >>> layer_of(("encoder", "layers", "0", "kernel"))
+    (('encoder',), 'layers')
     """
     path = words(path)
     # A number, such as the index of a list, has the name "" in snake case, which names no layer.

@@ -93,6 +93,7 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     Kernels [6, 32, 80] and [6, 80, 32] have only the first axis in common, of 6 layers. Where two axes fit equally
     well, the leaves stay as they are.
     """
+    # {the axis of each leaf: its size}, {(0, 0): 6} for the two above
     common_axes = _common_axes(parameters)
     if not common_axes:
         return None
@@ -102,8 +103,8 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     # A single kernel has all its axes in common with itself: only its first may count layers, and not if it is an
     # attention's, which may be [d, groups, heads, size].
     is_alone = len(parameters) == 1
-    has_other_reading = parameters[0].role.projection or any(axes[0] for axes in fits)
-    if is_alone and has_other_reading:
+    is_not_first = any(axes[0] != 0 for axes in fits)
+    if is_alone and (parameters[0].role.projection or is_not_first):
         return None
     # Which of several equal axes counts the layers can't be told.
     if len(fits) > 1:

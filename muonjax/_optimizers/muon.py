@@ -453,7 +453,7 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    # Optax checks none of its arguments.
+    # Optax checks none of its arguments, and a mask that does not fit the parameters would be an error about trees.
     adam: dict[str, Any] = dict(settings)
     adam["mask"] = fitted_mask("mask", settings.get("mask"))
     check_flag(nesterov=settings.get("nesterov", False))

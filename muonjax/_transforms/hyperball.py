@@ -122,6 +122,8 @@ def hyperball(
         minus_eta: Any
         minus_eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
         pieces = matrix_pieces(dimension_numbers, updates)
+        # The radius of a sphere is the root mean square of its matrix: one number for each, in the shape of the piece
+        # with size 1 along rows and columns.
         shapes = [piece.view.summed_over(_matrix_axes(piece.view)) for piece in pieces]
         radii = pieces.of_state(state.rms, shapes)
         steps = []

@@ -134,8 +134,8 @@ def monitor(
                 name: jnp.full((), jnp.nan, jnp.float32) for name in STATISTICS
             }
         if not jax.tree.leaves(params, is_leaf=is_masked):
-            # Optax's placeholder for the parameters has no groups; one array in the place of the dictionary tells it
-            # that no part of it is like a parameter.
+            # Optax finds the parts of a state that mirror the parameters by calling `init` with a placeholder that has
+            # no leaves. One array in place of the dictionary tells Optax that the statistics don't.
             statistics = jnp.zeros([])
         return MonitorState(inner_state, jnp.zeros([], jnp.int32), statistics)
 
@@ -183,8 +183,8 @@ def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
     for node in jax.tree.leaves(
         state, is_leaf=lambda node: hasattr(node, "inner_states")
     ):
+        # By the index of their leaf; empty for another partition, and for a Muon without momentum.
         momenta = _momenta(getattr(node, "inner_states", {}).get("muon"), params)
-        # Another partition has no momenta, nor has a Muon without momentum.
         if momenta and momenta.keys() != matrices:
             raise ValueError(
                 " needs its optimizer's program: monitor(muon(1e-3, program), program)."
