@@ -111,7 +111,8 @@ def _orthogonalized(
         )
         return optax.chain(momentum, polar, *map(offload, members(numbers)))
 
-    # The members check their settings, and a mistake shall be seen before the first step. None stands for any tree.
+    # The members check their settings where they are made: a mistake shall be seen before the first step. What the
+    # dimension numbers are, None here, does not matter until then.
     matrices(None)
     return partition_by_route(
         call, matrices, others if adam is None else lambda _: adam, program
@@ -487,8 +488,7 @@ def _clipped(
     @errors_of(clip.call)
     def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(updates, state, params, unnamed)
-        # A restored state may have lists in place of tuples.
-        # The state of the optimizer, and that of the clip.
+        # The state of the optimizer, and that of the clip. A restored state may be a list in place of a tuple.
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
         has_clip = is_pair and hasattr(state[1], "factors")
         if not has_clip or len(state[0]) != num_states:
