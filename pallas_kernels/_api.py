@@ -108,12 +108,12 @@ class SymmetricProduct(NamedTuple):
     Attributes:
       platform: The platform of the devices.
       implementation: As in `symmetric_product`, or what `measured_kernel` returns.
-      together: Mesh axes whose devices share the work.
+      sharing_axes: Mesh axes whose devices hold the same operands, and each make a part of the product.
     """
 
     platform: str
     implementation: str | None = None
-    together: tuple[str, ...] = ()
+    sharing_axes: tuple[str, ...] = ()
 
     def __call__(
         self,
@@ -123,19 +123,19 @@ class SymmetricProduct(NamedTuple):
         alpha: float | jax.Array = 1.0,
         beta: float | jax.Array = 0.0,
     ) -> jax.Array:
-        """The product of arrays of one dtype; Y is A, or commutes with it.
+        """alpha A Y^H + beta C of arrays of one dtype, for a Y such that A Y^H is symmetric; Y is A by default.
 
-        `alpha` and `beta` are numbers, or [*batch, 1, 1].
+        `alpha` and `beta` are numbers, or [*batch, 1, 1]. By default beta is 0, so that C does not count.
         """
         # The sums' real dtype: float32 for half types, whose own digits would be too few for these numbers.
         real = jnp.finfo(_xla.accumulator(a.dtype)).dtype
         operands = Operands(a, y, c, jnp.asarray(alpha, real), jnp.asarray(beta, real))
         implementation = self.implementation or _choose(self.platform, a)
-        return _traced_once(operands, implementation, self.together, self.platform)
+        return _traced_once(operands, implementation, self.sharing_axes, self.platform)
 
     def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:
         """Each device along these mesh axes makes a part of the product; a named implementation makes whole ones."""
-        return self._replace(together=() if self.implementation else axis_name)
+        return self._replace(sharing_axes=() if self.implementation else axis_name)
 
 
 def _choose(platform: str, x: jax.Array) -> str:

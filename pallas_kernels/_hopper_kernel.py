@@ -85,9 +85,10 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
         wg = lax.axis_index("wg")
 
         def each_tile(body):
-            """Calls ``stage = body(b, i, j, stage)`` for each tile of this CTA; the stages go round.
+            """Calls ``stage = body(b, i, j, stage)`` for each tile of this CTA, one after the other.
 
-            `b` is the matrix. The tile has the rows from i·BLOCK on, and the columns from j·BLOCK on.
+            The body gets the stage that it uses first, and returns the one after its last; the stages go round. `b` is
+            the matrix. The tile has the rows from i·BLOCK on, and the columns from j·BLOCK on.
             """
 
             @plgpu.nd_loop(
@@ -128,7 +129,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
 
                 return lax.fori_loop(0, steps, step, stage)
 
-            # Every stage is handed back once more than it is filled.
+            # Both multiplying warpgroups hand each stage back once before it is first filled, and after each use. So
+            # one hand-over of each stage is left, which must have ended before its barrier goes.
             for stage in range(stages):
                 plgpu.barrier_wait(free.at[stage])
 
@@ -261,7 +263,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
 def launch(x, y, c, scale, *, cores: int) -> jax.Array:
     """One launch: [batch, m, k] gives [batch, m, n], n the next multiple of 64; columns from m on are junk.
 
-    m must be a multiple of 8, k of 64, C of the result's shape; `scale` is [batch, 2], alpha and beta.
+    m must be a multiple of 8, and k of 64. C is [batch, m, n] too, with anything in its columns from m on. `scale` is
+    [batch, 2], alpha and beta. Y of None is X, and C of None is nothing.
     """
     batch, m, _ = x.shape
     # Whole squares are stored, so that the result has as many columns.
@@ -273,6 +276,7 @@ def launch(x, y, c, scale, *, cores: int) -> jax.Array:
         out_type=jax.ShapeDtypeStruct((batch, m, columns), x.dtype),
         grid=(ctas,),
         grid_names=("cta",),
+        # Pallas calls a warpgroup a thread: two multiply, and the third loads.
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(

@@ -31,10 +31,11 @@ def launch_batch(launch: Launch, o: Operands) -> jax.Array:
 
     # Y and C may be None, and stay so.
     x, y, c = jax.tree.map(lambda a: a.reshape(size, *a.shape[-2:]), (o.x, o.y, o.c))
-    return _folded(launch, x, y, c, scale).reshape(*batch, m, m)
+    # [size, m, m] -> [*batch, m, m]
+    return _launched_under_vmap(launch, x, y, c, scale).reshape(*batch, m, m)
 
 
-def _folded(launch: Launch, *arguments: jax.Array | None) -> jax.Array:
+def _launched_under_vmap(launch: Launch, *arguments: jax.Array | None) -> jax.Array:
     """The result of a launch on arrays [batch, ...], of which `jax.vmap` makes one longer launch.
 
     A kernel can't be vectorized by JAX: under `vmap` over an axis of 5, arrays [5, batch, ...] become
@@ -55,7 +56,7 @@ def _folded(launch: Launch, *arguments: jax.Array | None) -> jax.Array:
             return argument.reshape(-1, *argument.shape[2:])
 
         # Called anew, because another `vmap` may be around this one.
-        out = _folded(launch, *map(fold, arguments, batched))
+        out = _launched_under_vmap(launch, *map(fold, arguments, batched))
         return out.reshape(size, -1, *out.shape[1:]), True
 
     return run(*arguments)

@@ -202,15 +202,16 @@ def whole_along(
 def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"]:
     """A zero to add to a new array, which is then on x's mesh, where that has explicit axis types.
 
-    A state that `init` makes on no mesh, and `update` returns on one, can't be donated: JAX compiles again after the
-    first step, and may give XLA a buffer of another size.
+    Without it, `init` would make a state on no mesh, and the first `update` return one on x's mesh. `jit` would compile
+    `update` twice, for two types of the state, and could not write the new state into the buffers of the old one.
 
     Args:
       x: An array.
-      axes: Zeros with these axes of size 1, sharded as x is along the others; None: a scalar.
+      axes: Zeros with these axes of size 1, sharded as x is along the others; None: a scalar. Counted from 0.
     """
     if isinstance(x, jax.Array) and is_explicit(x):
-        # Not of zeros_like(x): jit would not see that x, and with it the mesh, is needed.
+        # Not of zeros_like(x): jit would not see that x, and with it the mesh, is needed. `isnan` gives finite numbers
+        # for an x with NaN too.
         return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
     if axes is None:
         return jnp.zeros([], int)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -102,12 +102,14 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
     # All have one m, so the largest pair has the largest n.
     shapes = list(map(_sides, parts))
     m, n = max(shapes)
-    if f.in_blocks is not None and min(shapes) < (m, n):
+    has_several_n = len(set(shapes)) > 1
+    if f.in_blocks is not None and has_several_n:
         # `_groups` puts several long sides together only where blocks or zeros make them one.
         return _map_in_blocks(f, parts, policy.platform)
-    # Small matrices run in batches of `size`, large ones one after the other.
+    # Small matrices run in batches of `size`, which divides their number; large ones one after the other.
     counts = list(map(len, parts))
     size = policy.chunk_size(sum(counts), (m, n))
+    # [matrices, m, n]: tall ones are transposed, and those with fewer columns get columns of zeros.
     stack = _stacked(parts, n)
     # [chunks, size, m, n], or [chunks, m, n]: XLA for CPUs multiplies batches of one in a slower way.
     chunks = stack if size == 1 else stack.reshape(-1, size, m, n)
@@ -137,19 +139,21 @@ def _groups(
     """Indices of the arrays that share a program: those of one shape, and their neighbors.
 
     Neighbors have the same short side, and share a program in blocks or where columns of zeros cost little. Matrices
-    [768, 768], [768, 3072], [3072, 768] and [768, 2304] make [[0], [1, 2, 3]] where the Gram form is for n > 1.5 m.
+    [768, 768], [768, 3072], [3072, 768] and [768, 2304] make [[0], [1, 2, 3]] on a CPU and on a GPU, if f takes the
+    Gram form for n > 1.5 m.
     """
     sides = list(map(_sides, matrices))
-    # (m, form, dtype) -> n -> the indices of the arrays with these sides: {(768, "gram", float32): {2304: [3], ...}}
+    # (m, form, dtype) -> n -> the indices of the arrays with these sides. The last three matrices of the example are
+    # {(768, True, float32): {2304: [3], 3072: [1, 2]}}, where True means the Gram form.
     neighbors: dict[tuple, dict[int, list[int]]] = {}
     for i, (m, n) in enumerate(sides):
         in_common = m, f.form(m, n), matrices[i].dtype
         neighbors.setdefault(in_common, {}).setdefault(n, []).append(i)
 
     # Groups of one short side become fewer where a program for several costs less than one more program.
-    merged: list[list[int]] = []
+    merged: list[Iterable[int]] = []
     for (m, *_), indices_of_columns in neighbors.items():
-        # So many matrices would go in batches otherwise, and blocks take them one by one.
+        # Matrices so small that at least two go in one batch lose that in blocks, which take them one by one.
         batched = 0
         for n, indices in indices_of_columns.items():
             if policy.chunk_size(2, (m, n)) > 1:
@@ -158,19 +162,36 @@ def _groups(
         in_blocks = in_blocks and policy.goes_in_blocks(
             m, len(indices_of_columns), batched
         )
-        groups: list[list[int]] = [[]]
-        # The fewest columns first: a group is padded to the columns of the next.
-        for n, indices in sorted(indices_of_columns.items()):
-            columns_of_zeros = 0
-            for i in groups[-1]:
-                columns_of_zeros += len(matrices[i]) * (n - sides[i][1])
-            if in_blocks or policy.pads(m, columns_of_zeros):
-                groups[-1] += indices
-            else:
-                groups.append(indices)
-        # The first group may have got nothing.
-        merged += map(sorted, filter(None, groups))
-    return sorted(merged)
+        if in_blocks:
+            merged.append(itertools.chain(*indices_of_columns.values()))
+        else:
+            merged += _groups_by_padding(m, indices_of_columns, matrices, policy)
+    return sorted(map(sorted, merged))
+
+
+def _groups_by_padding(
+    m: int,
+    indices_of_columns: dict[int, list[int]],
+    matrices: Sequence[jax.Array],
+    policy: Policy,
+) -> list[list[int]]:
+    """Indices of arrays of one short side m, by the long side n, in groups that are padded to their largest n.
+
+    {2304: [3], 3072: [1, 2]} gives [[3, 1, 2]] where the policy pads array 3 to 3072 columns, else [[3], [1, 2]].
+    """
+    groups: list[list[int]] = [[]]
+    # The fewest columns first: a group is padded to the columns of the next.
+    for n, indices in sorted(indices_of_columns.items()):
+        columns_of_zeros = 0
+        for i in groups[-1]:
+            _, columns = _sides(matrices[i])
+            columns_of_zeros += len(matrices[i]) * (n - columns)
+        if policy.pads(m, columns_of_zeros):
+            groups[-1] += indices
+        else:
+            groups.append(indices)
+    # The first group may have got nothing.
+    return list(filter(None, groups))
 
 
 def _stacks(

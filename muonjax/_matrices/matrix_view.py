@@ -134,7 +134,8 @@ def matrix_pieces(
 ) -> Pieces:
     """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order.
 
-    `numbers` may be `Pieces`, which an optimizer has found for such trees already. Errors begin with `call`.
+    `numbers` may be `Pieces`, which an optimizer has found for such trees already. Errors begin with `call`; a caller
+    that gives none has an `errors_of` around it, whose call they name.
     """
     if isinstance(numbers, Pieces):
         return numbers
@@ -281,7 +282,11 @@ class Piece(NamedTuple):
     repeats: int = 1
 
     def take(self, leaves: Sequence[Any]) -> Any:
-        """The piece of its leaf; of a `jax.ShapeDtypeStruct`, its shape."""
+        """The piece of its leaf; of a `jax.ShapeDtypeStruct`, its shape.
+
+        An axis of 24 entries with two repeats is two stretches of 12. A piece with `start` 8 and eight entries in all
+        has four of each stretch: the entries 8 to 11 and 20 to 23.
+        """
         leaf = leaves[self.leaf]
         # Most pieces are leaves, which are taken as they are.
         if self.axis is None:
@@ -289,11 +294,13 @@ class Piece(NamedTuple):
         shape = self.view.leaf_shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
-        # With several stretches, a piece is nowhere one part of the axis.
+        # With explicit axis types, a sharded axis is cut only into parts of which every shard can have an equal piece.
+        # It is gathered for other parts, and always for an axis that becomes two, stretches and their entries.
         leaf = whole_along(leaf, self.axis, self.step if self.repeats == 1 else None)
+        # The cut axis is two from here on: [..., repeats, entries of a stretch, ...].
+        stretches = self.in_stretches(leaf)
         # The view's axis has the entries of all stretches.
         stop = self.start + shape[self.axis] // self.repeats
-        stretches = self.in_stretches(leaf)
         part = jax.lax.slice_in_dim(stretches, self.start, stop, axis=self.axis + 1)
         return part.reshape(shape)
 

@@ -186,8 +186,9 @@ def _assign(
 ) -> tuple[list[Round], float]:
     """Give each matrix to an owner, where the matrices of each leaf stay cut along its `column_axes`.
 
-    Matrices of one kind, which have equal shapes and shardings, take equally long. The kinds that take longest come
-    first, and each matrix goes to the owner that is least busy then.
+    What is given is a unit: a matrix, or several that are fused. Units of one kind, which have equal shapes and
+    shardings, take equally long. The kinds that take longest come first, and each unit goes to the owner that is least
+    busy then.
 
     Returns:
       The rounds, an all-to-all for each group of leaves that are sharded over the same mesh axes; and the predicted
@@ -197,7 +198,8 @@ def _assign(
     queues: dict[UnitKind, list[Units]] = {}
     for i, leaf in enumerate(leaves):
         kind = unit_kind(leaf, mesh_shape, column_axes[i])
-        units = Units(kind.layout, i, 0, units_on_device(leaf, mesh_shape))
+        count = units_on_device(leaf, mesh_shape)
+        units = Units(kind.layout, leaf=i, start=0, count=count)
         queues.setdefault(kind, []).append(units)
 
     def longest_first(kind: UnitKind) -> tuple:
@@ -209,7 +211,9 @@ def _assign(
     device_seconds = np.zeros(math.prod(mesh_shape.values()))
     owners_of: dict[ExchangeGroup, Owners] = {}
     for kind in sorted(queues, key=longest_first):
+        # [owners, devices of an owner]
         devices = _owner_devices(kind.group, mesh_shape)
+        # For each owner a list of the units that it has so far
         owners = owners_of.setdefault(kind.group, [[] for _ in devices])
         seconds = seconds_of_unit(kind, mesh_shape)
         # An owner of several devices is as busy as the busiest of them. One more unit makes it busier by 1.

@@ -152,7 +152,7 @@ def spread_specs(specs: Any, tree: Any) -> list[Any]:
     """One spec per leaf of `tree`, from a tree or a prefix of it. Masked nodes are not leaves."""
     what = "the Distribution's param_specs (of an NNX model, nnx.as_pure(specs))"
     entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, what=what)
-    # JAX would raise only where the array is used.
+    # JAX would raise only where the array is used. A spec of None, of a replicated leaf, names no axes.
     leaves = jax.tree.leaves_with_path(tree)
     for spec, (path, leaf) in zip(entries, leaves, strict=True):
         if len(_mesh_axes(spec)) > leaf.ndim:

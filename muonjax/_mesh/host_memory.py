@@ -71,10 +71,10 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 def leaf_by_leaf(
     step: Callable[..., tuple[Any, ...]], updates: Any, *states: Any
 ) -> list[Any]:
-    """`step(update, *state)`, the new update and state of one leaf, for each leaf of these trees of one structure.
+    """[updates, *states], trees of the results of `step(update, *state)` for each leaf of these trees of one structure.
 
-    What is in host memory is copied to the device for its step and back. The next leaf's copy to the device is in
-    flight meanwhile.
+    A step returns the new update and the new state of its leaf. What is in host memory is copied to the device for its
+    step and back. The next leaf's copy to the device is in flight meanwhile.
     """
     leaves, treedef = jax.tree.flatten(updates)
     # This raises if a state is of other parameters.
@@ -86,7 +86,8 @@ def leaf_by_leaf(
         is_offloaded = any(map(_is_on_host, state))
         if is_offloaded and copies_to_host is not None:
             # No step begins before the last step's copies have ended. A scheduler that overlaps copies with the
-            # products that follow would keep the state of all leaves on the device.
+            # products that follow would keep the state of all leaves on the device. A copy to the device waits for
+            # nothing, and the scheduler starts it shortly before the step that reads it.
             update, _ = jax.lax.optimization_barrier((update, copies_to_host))
         update, *new_state = step(update, *map(_to_device, state))
         new_state = list(map(_to_place_of, state, new_state))

@@ -75,14 +75,13 @@ def _range(rows: Coefficients) -> tuple[float, float]:
 def _polishing(rows: Coefficients, num_steps: int) -> Coefficients:
     """The best `num_steps` steps for singular values in the interval to which `rows` take [1e-3, 1].
 
-    None where these are no positive numbers.
+    No steps, (), if the ends of that interval are not positive and finite.
     """
     low, high = _range(rows)
     if num_steps == 0 or not 0 < low <= high < np.inf:
         return ()
     # These steps are for singular values in [low / high, 1], so the first one divides them by `high`.
-    lower = min(low / high, 1 - 1e-6)
-    first, *others = polar_express_rows((5,) * num_steps, lower, safety=1.0)
+    first, *others = polar_express_rows((5,) * num_steps, low / high, safety=1.0)
     a, b, c = first
     # p(s / high) = (a / high) s + (b / high^3) s^3 + (c / high^5) s^5
     return ((a / high, b / high**3, c / high**5), *others)
@@ -159,7 +158,8 @@ def _tangent(
 ) -> Float[Array, "*batch m n"]:
     """The tangent dO of the polar factor O of M, which is x: dO = Z O + Y with P Z + Z P = K and P Y = dM (I - O^T O).
 
-    The solves are symmetric linear ones, which JAX can transpose and differentiate.
+    The solves are symmetric linear ones, which JAX can transpose and differentiate. `rows` are the steps by which
+    `lyapunov` solves them.
     """
     # P = M O^T
     p = hermitian_part(dot.with_adjoint(x, factor))
@@ -176,13 +176,15 @@ def _tangent(
         p_y = None if y is None else dot(p, y)
         return dot(p, z) + dot(z, p), p_y
 
+    # JAX calls it with `systems`, which it does not need, and in a backward pass with cotangents of Z and Y. All that
+    # comes for K is skew up to rounding, and `lyapunov` needs it exactly so.
     def solve(_, right_hand_side):
         k, outside = right_hand_side
         z, inverse = lyapunov(p, _skew(k), rows, dot, with_inverse=outside is not None)
         return z, None if inverse is None else dot(inverse, outside)
 
     z, y = lax.custom_linear_solve(systems, (k, outside), solve, symmetric=True)
-    # dO = Z O + Y
+    # dO = Z O + Y, where `_skew` leaves Z as it is, and makes its cotangent skew.
     rotation = dot(_skew(z), factor)
     return rotation if y is None else rotation + y
 

@@ -224,15 +224,15 @@ def tangent_by_normalization(
     the transpose of v -> J(u) (v - u <u*, v>) / r is w -> (v - u* <u, v>) / r with v = J(u*) w.
 
     Args:
-      normalized: x -> u and 1 / r, in float32 or wider.
+      normalized: x -> u and 1 / r, wide (a tall x transposed) and in float32 or wider, as `widened` is.
       dual: The identity for the Frobenius norm, the transpose for tr(x^2).
       derivative: (u, v, rows) -> J(u) v.
-      primals: x and the rows.
+      primals: x and the rows, which are the coefficients of the steps.
       tangents: dx and none of the rows, which are constants.
     """
 
     def jacobian(at, dx):
-        # `at` is the point: x and the rows. Both are wide from here on, also for a tall x.
+        # `at` is the point, which is `primals`. u and dx are wide, and `oriented_like` undoes that for a tall x.
         x, rows = at
         u, inverse = normalized(x)
         dx = widened(dx)

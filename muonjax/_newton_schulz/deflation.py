@@ -128,7 +128,9 @@ def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
 def shrink_dominant(
     gram: Inexact[Array, "*batch m m"], rank: int, platform: str
 ) -> Deflation:
-    """The map W that shrinks the k = `rank` dominant directions of A to about the size of the k-th.
+    """W = I - V D V^H, which shrinks the k = `rank` dominant directions of A to about the size of the k-th, and W A W.
+
+    V [m, k] nearly spans these directions, and D [k, k] says by how much each is shrunk.
 
     Args:
       gram: A = X X^H, in float32 or wider, with entries of moderate size.
@@ -151,7 +153,7 @@ def shrink_dominant(
     removed = SymmetricProduct(platform)(ps, sp)
     shrunk = _above_rounding(gram) - removed
 
-    # V^H W = w V^H with w = I - V^H V D.
+    # V^H W = w V^H with w = I - V^H V D, so V^H W A W V = w H w^H.
     w = identity_like(d, as_constant=True) - dot(dot(adjoint(v), v), d)
     return Deflation(p, v, shrunk, dot(dot(w, h), adjoint(w)))
 

@@ -183,14 +183,16 @@ class _Products(NamedTuple):
     ) -> _Products:
         """The products for matrices like x."""
         dtype = policy.half_dtype
-        # A kernel that is named or chosen multiplies whole matrices, and on a mesh each device has a part of z.
+        # A named kernel always runs, on a mesh as well. There none is chosen: what it saves was measured on whole
+        # matrices, and each device has a part of z.
         implementation = settings.implementation
         if implementation is None and not axis_name:
             implementation = measured_kernel(policy.platform, x, dtype)
         product = SymmetricProduct(policy.platform, implementation)
         if policy.shares_products(x.shape[-2], dtype):
             product = product.shared_by(axis_name)
-        is_plain = product.implementation is None and not product.together
+        # Without a kernel and without sharing, XLA's product of rounded operands is all that is needed.
+        is_plain = product.implementation is None and not product.sharing_axes
         return cls(dtype, None if is_plain else product, axis_name)
 
     @property
@@ -205,8 +207,9 @@ class _Products(NamedTuple):
 
     def gram(self, z: jax.Array) -> jax.Array:
         """z z^H. A plain product is not mirrored: it is asymmetric by less than the rounding of its entries."""
-        # With `together`, `by_kernel` divides products whose operands all devices hold; each has other columns of z.
-        if self.by_kernel is not None and not self.by_kernel.together:
+        # With `sharing_axes`, `by_kernel` divides products whose operands all devices hold; each has other columns of
+        # z.
+        if self.by_kernel is not None and not self.by_kernel.sharing_axes:
             return sum_over(self.axis_name, self.by_kernel(z))
         product = self.summed if self.axis_name else self.rounded
         return sum_over(self.axis_name, product.with_adjoint(z, z)).astype(self.dtype)
@@ -219,7 +222,10 @@ class _Products(NamedTuple):
         alpha: float | jax.Array = 1.0,
         beta: float | jax.Array = 1.0,
     ) -> jax.Array:
-        """alpha A Y^H + beta C of m x m matrices, where Y is A, or commutes with it."""
+        """alpha A Y^H + beta C of m x m matrices, where Y is A, or commutes with it; A Y^H without C.
+
+        `alpha` and `beta` are both numbers, or both [*batch, 1, 1]. They are for a product with C.
+        """
         if self.by_kernel is not None:
             return self.by_kernel(a, y, c, alpha, beta)
         product = self.rounded.with_adjoint(a, a if y is None else y)

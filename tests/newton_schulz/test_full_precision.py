@@ -401,10 +401,10 @@ def test_devices_share_products_only_where_that_saves_more_than_it_sends(
 ):
     assert Policy("gpu").shares_products(m, jnp.dtype(dtype)) == worth
     product = SymmetricProduct("gpu")
-    assert product.shared_by(("tensor",)).together == ("tensor",)
+    assert product.shared_by(("tensor",)).sharing_axes == ("tensor",)
     # A named implementation computes whole products on each device.
     assert (
-        product._replace(implementation="reference").shared_by(("tensor",)).together
+        product._replace(implementation="reference").shared_by(("tensor",)).sharing_axes
         == ()
     )
 
