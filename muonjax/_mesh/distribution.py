@@ -70,7 +70,7 @@ class Distribution:
     def _value(self) -> tuple:
         # As mesh axes a NamedSharding equals its spec, and None equals P().
         specs, treedef = jax.tree.flatten(self.param_specs, is_leaf=_is_spec)
-        return self.mesh, tuple(map(_mesh_axes, specs)), treedef
+        return self.mesh, tuple(map(_mesh_axes_by_axis, specs)), treedef
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Distribution) and self._value == other._value
@@ -93,14 +93,14 @@ def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
             f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's axes, a "
             "NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, params)."
         )
-    for name in itertools.chain(*_mesh_axes(spec)):
+    for name in itertools.chain(*_mesh_axes_by_axis(spec)):
         if name not in axis_names:
             raise ValueError(
                 f"{where} names the axis {name!r}, but the mesh has only {tuple(axis_names)}."
             )
 
 
-def _mesh_axes(
+def _mesh_axes_by_axis(
     spec: PartitionSpec | NamedSharding | None, ndim: int = 0
 ) -> tuple[Axes, ...]:
     """For each axis of an array, the mesh axes that `spec` names for it.
@@ -135,7 +135,7 @@ def even_sharding(
     An axis that they don't divide evenly counts as not sharded: such an array can't enter or leave `jit` sharded. On a
     mesh {"fsdp": 4, "tensor": 2} an array [6, 8] with P("fsdp", "tensor") gives ((), ("tensor",)).
     """
-    sharding = list(_mesh_axes(spec, len(shape)))
+    sharding = list(_mesh_axes_by_axis(spec, len(shape)))
     # Along an axis that no mesh axis shards there is one device, which divides every size.
     for axis, size in enumerate(shape):
         if size % devices_along(mesh_shape, sharding[axis]) != 0:
@@ -155,7 +155,7 @@ def spread_specs(specs: Any, tree: Any) -> list[Any]:
     # JAX would raise only where the array is used. A spec of None, of a replicated leaf, names no axes.
     leaves = jax.tree.leaves_with_path(tree)
     for spec, (path, leaf) in zip(entries, leaves, strict=True):
-        if len(_mesh_axes(spec)) > leaf.ndim:
+        if len(_mesh_axes_by_axis(spec)) > leaf.ndim:
             raise ValueError(
                 f"{spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf of shape {leaf.shape}."
             )
@@ -176,7 +176,7 @@ def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[in
     else:
         # A spec is a `PartitionSpec` or a `NamedSharding`, perhaps on another mesh.
         for spec in spread_specs(distribution.param_specs, tree):
-            axes = partition_spec(_mesh_axes(spec))
+            axes = partition_spec(_mesh_axes_by_axis(spec))
             shardings.append(NamedSharding(distribution.mesh, axes))
     shards = []
     for leaf, sharding in zip(leaves, shardings, strict=True):

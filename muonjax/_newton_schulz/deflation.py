@@ -118,7 +118,7 @@ def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
     column = (x.block(0) if isinstance(x, Blocks) else x)[..., :1]
     start = _like(column, random_start(column.shape[-2], min(rank, _PRE_DEFLATED)))
     v = _dominant_subspace(multiply, start, num_steps=1)
-    _, d = _map_to_one_target(v, multiply(v))
+    _, d = _projection_and_shrinkage(v, multiply(v))
     # X <- X - V D V^H X
     return map_columns(lambda x: x - dot(dot(v, d), dot(adjoint(v), x)), x)
 
@@ -142,7 +142,7 @@ def shrink_dominant(
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
     # [*batch, m, k], as V
     av = dot(gram, v)
-    h, d = _map_to_one_target(v, av)
+    h, d = _projection_and_shrinkage(v, av)
 
     # W A W = A - P S^H - S P^H with P = V D and S = A V - P (V^H A V) / 2.
     p = dot(v, d)
@@ -158,7 +158,7 @@ def shrink_dominant(
     return Deflation(p, v, shrunk, dot(dot(w, h), adjoint(w)))
 
 
-def _map_to_one_target(
+def _projection_and_shrinkage(
     v: Inexact[Array, "*batch m k"], av: Inexact[Array, "*batch m k"]
 ) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
     """H = V^H A V, and D with W = I - V D V^H, from V and A V.
