@@ -225,11 +225,13 @@ def _run(
     operands: Operands, implementation: str, axis_name: tuple[str, ...], platform: str
 ) -> Inexact[Array, "*batch m m"]:
     """The product by the implementation of this name, or in parts shared along mesh axes."""
+    # Devices share plain products; `implementation` is then that of the rule, and not needed.
     if axis_name:
         return _xla.shared_product(operands, axis_name=axis_name)
     if implementation == "blocked":
         return _xla.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:
+        # Both are traced, and the platform for which the program is compiled chooses.
         on_a_gpu, elsewhere = _hopper.symmetric_product, _xla.symmetric_product
         return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
     # Imported when it first runs, because not every JAX has what a kernel imports.

@@ -152,7 +152,10 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     return j * BLOCK + square * SQUARE
 
                 def load_c(square):
-                    """Starts the copy of C's square; it is awaited where it is added."""
+                    """Starts the copy of C's square into shared memory; `store` awaits it.
+
+                    Squares above the diagonal are neither copied nor awaited. `c_gmem` is a list, empty without C.
+                    """
                     column = column_of(square)
                     slot = wg * squares + square
 
@@ -222,6 +225,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     for square in range(squares):
                         load_c(square)
 
+                # `run_scoped` calls the function at once, so that `product` is its result, [part, BLOCK].
                 @functools.partial(
                     pl.run_scoped,
                     accumulator=plgpu.WGMMAAccumulatorRef((part, BLOCK), jnp.float32),
@@ -237,7 +241,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         x_part = x_smem.at[stage, pl.ds(wg * part, part)]
                         y_transposed = y_smem.at[stage].transpose((1, 0))
                         plgpu.wgmma(accumulator, x_part, y_transposed)
-                        # This product stays in flight; the one before is done, and so is its stage.
+                        # This product stays in flight; the one before is done, and so is its stage, which the
+                        # loading warpgroup may fill anew.
                         plgpu.wgmma_wait(1)
 
                         @pl.when(s > 0)
@@ -255,6 +260,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                 for square in range(squares):
                     across = SQUARE * square
                     store(square, product[:, across : across + SQUARE])
+                # The first stage of the next tile, after those of the `steps` slices of this one
                 return lax.rem(stage + steps, jnp.int32(stages))
 
             plgpu.wait_smem_to_gmem(0)

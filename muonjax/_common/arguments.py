@@ -351,8 +351,9 @@ def explains_keywords(
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        # Python names no similar keyword, and for `**settings` a function inside. So arguments are checked here, by a
-        # signature that has those of the `sources` in place of `**settings`.
+        # For a wrong keyword in `**settings`, Python's error names an inner function, and no similar keyword. So wrong
+        # keywords and too many positions are refused here, by a signature that has the keywords of the `sources` in
+        # place of `**settings`. A missing argument is left to Python.
         signature = _full_signature(function, sources)
         by_name = []
         by_position = []
@@ -418,12 +419,12 @@ def _meant(keyword: str, known: Sequence[str]) -> str:
     """Ends the message on an unknown keyword: what it is called here, or which arguments there are."""
     # Only optimizers have counterparts in other libraries.
     is_optimizer = "learning_rate" in known
-    # optax.contrib.muon has adam_b1 and others, which are settings of `adam` here.
+    # optax.contrib.muon has adam_b1 and others, which are settings of `adam` here, as `b2` is.
     synonym = "b2" if keyword.startswith("adam_") else keyword
     for here, elsewhere in _OTHERS.items():
         if is_optimizer and synonym in elsewhere.split():
             return f": in muonjax it is {here}"
-    # A slip of the pen is more likely than a name that nobody uses.
+    # Otherwise it is perhaps a mistyped name of these.
     similar = difflib.get_close_matches(keyword, known, 1)
     if similar:
         return f". Did you mean {similar[0]}"

@@ -52,7 +52,8 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     {"dense": {"kernel": x, "bias": y}} gives [("dense", "bias"), ("dense", "kernel")], [y, x] and the structure.
 
     Two leaves or modules never have the same "/"-joined names: {"a/b": x, "a": {"b": y}} is refused. An attribute
-    called `value` among others, as an attention module of dataclasses has it, is a name and not a box.
+    called `value` among others, as an attention module of dataclasses has it, is a name and not a box: a box of Flax,
+    such as an `nnx.Param`, has one leaf, `.value`, and `kernel.value` gives ("kernel",).
 
     A key that is a tuple is a path, as in Flax's `flatten_dict`; so is the path of an array in an `nnx.FlatState`.
     """

@@ -240,23 +240,29 @@ def _checked_axes(named: str, argument: str, value: Any, shape: Axes) -> Axes:
 
 
 def view_of(
-    shape: Axes, reduction: Axes, output: Axes, cut: int | None = None, parts: int = 1
+    shape: Axes,
+    reduction: Axes,
+    output: Axes,
+    fused_axis: int | None = None,
+    parts: int = 1,
 ) -> MatrixView:
     """The view of a leaf of this shape by checked axes, one of which may be cut into equal parts.
 
-    With reduction (0,), output (1,), cut 1 and three parts, [8, 24] is seen as [8, 3, 8], where axis 1 counts matrices.
+    With reduction (0,), output (1,), the fused axis 1 and three parts, [8, 24] is seen as [8, 3, 8], where axis 1
+    counts matrices.
     """
     cut_shape = shape
-    if cut is not None:
+    if fused_axis is not None:
         # `parts` divides the axis: the caller has checked it.
-        cut_shape = (*shape[:cut], parts, shape[cut] // parts, *shape[cut + 1 :])
-        # An axis after the cut is one further, and of the two axes of the cut the second is the side.
-        reduction = tuple(axis + (axis >= cut) for axis in reduction)
-        output = tuple(axis + (axis >= cut) for axis in output)
+        size = shape[fused_axis] // parts
+        cut_shape = (*shape[:fused_axis], parts, size, *shape[fused_axis + 1 :])
+        # An axis after the fused one is one further, and of the two axes of the fused one the second is the side.
+        reduction = tuple(axis + (axis >= fused_axis) for axis in reduction)
+        output = tuple(axis + (axis >= fused_axis) for axis in output)
     batch = tuple(
         axis for axis in range(len(cut_shape)) if axis not in reduction + output
     )
-    return MatrixView(shape, cut_shape, batch, reduction, output, cut)
+    return MatrixView(shape, cut_shape, batch, reduction, output, fused_axis)
 
 
 class Piece(NamedTuple):
@@ -315,7 +321,7 @@ class MatrixView(NamedTuple):
     """How one leaf becomes matrices: which axes are rows, which are columns, which only count.
 
     A kernel [d, 3 * d] of queries, keys and values has `shape` [d, 3, d], in which axis 1 counts matrices, axis 0 is
-    their rows and axis 2 their columns; `cut` is 1.
+    their rows and axis 2 their columns; `fused_axis` is 1.
 
     Attributes:
       leaf_shape: The shape of the leaf, or of the piece of it that is viewed.
@@ -323,7 +329,8 @@ class MatrixView(NamedTuple):
       batch_axes: The axes that count matrices.
       reduction_axes: The axes of the rows.
       output_axes: The axes of the columns.
-      cut: The axis of `leaf_shape` that is two axes of `shape`: cut and cut + 1.
+      fused_axis: The axis of `leaf_shape` along which matrices lie one after the other. It is two axes of `shape`, this
+        number and the next: which matrix, and the entries of each.
     """
 
     leaf_shape: Axes
@@ -331,7 +338,7 @@ class MatrixView(NamedTuple):
     batch_axes: Axes
     reduction_axes: Axes
     output_axes: Axes
-    cut: int | None = None
+    fused_axis: int | None = None
 
     def _sizes(self, axes: Axes) -> Axes:
         """The sizes of these axes of `shape`."""
@@ -357,9 +364,9 @@ class MatrixView(NamedTuple):
 
         A leaf [8, 24] that is seen as [8, 3, 8] has the columns 2 of `shape`, which are axis 1 of the leaf.
         """
-        if self.cut is None:
+        if self.fused_axis is None:
             return list(axes)
-        return [axis - (axis > self.cut) for axis in axes]
+        return [axis - (axis > self.fused_axis) for axis in axes]
 
     @property
     def unit_axes(self) -> tuple[Axes, Axes]:
@@ -382,8 +389,8 @@ class MatrixView(NamedTuple):
 
     def split(self, leaf: jax.Array) -> jax.Array:
         """`leaf` in `shape`. With explicit axis types a fused axis is gathered: shards need not end where parts do."""
-        if self.cut is not None:
-            leaf = whole_along(leaf, self.cut)
+        if self.fused_axis is not None:
+            leaf = whole_along(leaf, self.fused_axis)
         return leaf.reshape(self.shape)
 
     def join(
@@ -392,7 +399,7 @@ class MatrixView(NamedTuple):
         """The inverse of `split`, sharded as `like`."""
         leaf = split.reshape(self.leaf_shape)
         # Only the split of a fused axis has gathered it.
-        return leaf if self.cut is None else sharded_like(leaf, like)
+        return leaf if self.fused_axis is None else sharded_like(leaf, like)
 
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
         """The leaf as a stack of matrices: [d, 3 * d] with three parts gives [3, d, d]."""

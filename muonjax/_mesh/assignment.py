@@ -161,9 +161,13 @@ def _column_choices(
 def seconds_of_unit(kind: UnitKind, mesh_shape: MeshShape) -> float:
     """The predicted time of a unit on each device of its owner, which computes products and sums Gram matrices.
 
+    A unit is a matrix, or several that are fused. Each device of an owner has a share of the columns, and makes the
+    m x m products in full.
+
     The numbers of products are those of the default settings, within a fifth for n = m to 4 m. Other settings change
     the time of all matrices, and only its ratio between unequal shapes matters much.
     """
+    # `columns` is the part of n on one device.
     matrices, m, columns = kind.layout.stack_shape
     devices = devices_along(mesh_shape, kind.group.column_axes)
     # Full precision makes X X^H and Q X once. In half precision rounding allows the Gram form for a few steps only, so

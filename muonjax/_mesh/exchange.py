@@ -46,7 +46,8 @@ def map_on_mesh(
 
     Args:
       on_mesh: How the leaves are sharded.
-      f: [*batch, m, n] with m <= n, and the mesh axes that shard the columns -> the same shape and dtype.
+      f: [*batch, m, n] with m <= n, and the mesh axes that shard the columns -> the same shape and dtype. Its field
+        `exchange_dtype` gives the dtype in which blocks are sent.
       leaves: Arrays.
       views: The view of each leaf.
       policy: For the mesh's devices.
@@ -65,7 +66,8 @@ def map_on_mesh(
 
     def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         if on_mesh.explicit and mesh.size == 1:
-            # A script that names its mesh axes computes on one device what it would without a mesh.
+            # A script that names its mesh axes computes on one device what it would without a mesh. With a
+            # `Distribution`, one device takes the same way as many.
             return tuple(map_leaves(f, blocks, views, policy))
         rounds = assign_owners(sharded_leaves, mesh_shape)
         return tuple(exchange(f, blocks, views, rounds, policy))
@@ -189,10 +191,14 @@ def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
 
 
 def _unpack(buffers: Arrays, round_: Round) -> Results:
-    """The inverse of `_pack`, of the buffers of all replicas."""
+    """The inverse of `_pack`, from a buffer [owners, numbers] of each replica.
+
+    An owner with the first two units of leaf 3, in blocks [16, 64], gives {(3, 0): [2, 16, 64]}.
+    """
     # An owner's row has its units in the order of `_pack`.
     results = {}
     for buffer, owners in zip(buffers, round_.replicas, strict=True):
+        # The rows one after the other
         flat = buffer.reshape(-1)
         for row, owner in enumerate(owners):
             start = row * buffer.shape[1]

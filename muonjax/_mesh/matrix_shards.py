@@ -102,7 +102,7 @@ def unit_kind(
 
     On a mesh {"data": 2, "fsdp": 4} the matrix [64, 16] with P("fsdp") has blocks [16, 16]. They are exchanged along
     "fsdp", so that its owner, one of four devices, gathers [64, 16]. Devices along "data" are replicas, which own other
-    matrices each.
+    matrices each. With the column axes ("fsdp",) nothing is exchanged, and the four devices own the matrix together.
 
     Args:
       leaf: Its view and its sharding.
@@ -114,8 +114,8 @@ def unit_kind(
     mesh_axes = [name for name, size in mesh_shape.items() if size > 1]
     sharding = [_among(names, mesh_axes) for names in leaf.sharding]
     _, longer_side = _sides(leaf.view)
-    # Shards of the axis along which matrices are fused are whole matrices, not columns of each.
-    columns = [sharding[axis] for axis in longer_side if axis != leaf.view.cut]
+    # Along an axis on which several matrices lie one after the other, shards are whole matrices, not columns of each.
+    columns = [sharding[axis] for axis in longer_side if axis != leaf.view.fused_axis]
     # The others of the mesh axes that were asked for cut no columns here.
     column_axes = _among(column_axes, set().union(*columns))
     layout = _unit_layout(leaf.view, sharding, column_axes, mesh_shape)
@@ -188,8 +188,9 @@ def _view_at_owner(view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
     shorter_side, longer_side = _sides(view)
     rows = tuple(map(unit_axes.index, shorter_side))
     columns = tuple(map(unit_axes.index, longer_side))
-    if view.cut is None:
+    if view.fused_axis is None:
         return view_of(shape, rows, columns)
     # Fused matrices are one unit, which its owner cuts into as many matrices as the axis has entries.
-    parts = view.shape[view.cut]
-    return view_of(shape, rows, columns, unit_axes.index(view.cut), parts)
+    parts = view.shape[view.fused_axis]
+    fused_axis = unit_axes.index(view.fused_axis)
+    return view_of(shape, rows, columns, fused_axis, parts)

@@ -185,8 +185,10 @@ def sylvester(
     rows = rows_beside(c, CONVERGED)
 
     def by_blocks(a, b, c):
-        # The solution is linear in c: bring c to the size of a, or a large c would set the scale of the block.
-        # size c is about as large as a, exactly scaled, [*batch, 1, 1].
+        """X with A X + X B = C, from the sign of one matrix [m + n, m + n]."""
+        # The solution is linear in c, so c is multiplied by `size`, a power of two [*batch, 1, 1] that brings it to
+        # about the size of a. Otherwise a large c would set the scale of the block. `power_of_two_scale(c)` is about 1
+        # / |c|.
         size = power_of_two_scale(c) / power_of_two_scale(a)
         # mcsgn [[A, -C], [0, -B]] = [[I, -2 X], [0, -I]]
         zeros = jnp.zeros_like(adjoint(c))

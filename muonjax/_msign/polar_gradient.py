@@ -36,14 +36,15 @@ _MOST_ERROR = 0.2
 
 
 def polishing(rows: Coefficients, polish: int) -> Coefficients:
-    """The `polish` steps that take what `rows` leave of singular values on to 1, for the derivative alone.
+    """Rows of the `polish` steps that take what `rows` leave of singular values on to 1, for the derivative alone.
 
     Raises:
       ValueError: If singular values between 1e-3 and 1 do not end near 1, as the derivative assumes.
     """
     if _largest_error(rows, polish) <= _MOST_ERROR:
         return _polishing(rows, polish)
-    # The message says how many steps of polish would do, if any number does.
+    # The message says how many steps of polish would do, if any number does. The advice is for an error of a hundredth,
+    # which is far below what is refused.
     low, high = _range(rows + _polishing(rows, polish))
     advice = "take other coefficients."
     for enough in range(polish + 1, 20):
@@ -125,6 +126,7 @@ def lyapunov(
       Z, skew; and P^-1, or None.
     """
 
+    # The carry begins as P, K and I (None without the inverse), and tends to I, 2 Z and P^-1.
     def step(carry, row):
         p, e, q = carry
         # aI + bS + cS^2 = alpha I + R with R = beta D + c D^2

@@ -210,10 +210,11 @@ def _dominant_subspace(
 ) -> Inexact[Array, "*batch m k"]:
     """Columns V that nearly span the dominant directions of A, by steps of V <- orthonormalized A V.
 
-    They are nearly orthonormal, and no combination of them is longer than its coefficients.
+    They are nearly orthonormal. No combination of them is longer than its coefficients, as `inverse_root` is never
+    above the exact root.
 
     Args:
-      multiply: v -> A v.
+      multiply: v -> A v, where A is positive semidefinite.
       start: V before the first step.
       num_steps: How many steps.
     """
@@ -235,7 +236,8 @@ def _dominant_subspace(
 def inverse_root(h: jax.Array) -> jax.Array:
     """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products alone.
 
-    Eigenvalues of h below `_RIDGE` of its norm count as about that. No eigenvalue of Q is too large.
+    Eigenvalues of h below `_RIDGE` of its norm count as about that. No eigenvalue of Q is too large, since the
+    composition of `_POLYNOMIALS` is at most 1.
     """
     eye = identity_like(h, as_constant=True)
     inverse_bound = inverse_norm(h)
