@@ -57,7 +57,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
     part = BLOCK // 2  # rows of a warpgroup's part of a tile, which is one square high
     squares = BLOCK // SQUARE  # squares of a part, side by side
     steps = k // DEPTH
-    count = num_tiles(m)
+    count = num_tiles(m)  # tiles of one matrix
     # A stage that is never filled would never be free again.
     stages = min(STAGES, steps * count * batch)
     # Squares of the result that wait for their store in each warpgroup. C takes the shared memory of one.
@@ -95,13 +95,13 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                 (batch * count,), collective_axes="cta", init_carry=jnp.int32(0)
             )
             def _(loop, carry):
+                """Calls the body for one tile; `nd_loop` gives what the loop carries, the stage, as `carry`."""
                 # Tiles are numbered matrix after matrix.
                 (number,) = loop.index
                 b = lax.div(number, jnp.int32(count))
                 tile = lax.rem(number, jnp.int32(count))
                 # Row and column of the tile in the triangle of tiles
                 i, j = triangle(tile, pl.cdiv(m, BLOCK))
-                # `nd_loop` gives what the loop carries, the stage, by this name.
                 return body(b, i, j, carry)
 
         def following(stage):

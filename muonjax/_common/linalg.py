@@ -159,9 +159,10 @@ def square_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
 def square_of_any_size(
     x: jax.Array, sum_of_squares: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """A power of two c for each matrix, and `sum_of_squares(c x)`, where that of x may be no number of float32.
+    """A power of two c for each matrix, and `sum_of_squares(c x)`, where that of x could overflow or underflow.
 
-    The sums at three scales together are one pass over x, and one all-reduce. One of them is between 2^-84 and 2^114.
+    The sums at three scales together are one pass over x, and one all-reduce. One of them is between 2^-84 and 2^114,
+    for up to 2^26 entries below 2^128, unless x is zero.
 
     Args:
       x: Matrices [*batch, m, n] in float32 or wider.
@@ -169,14 +170,15 @@ def square_of_any_size(
     """
     # Behind a barrier, or XLA would multiply by the square of a scale, which is no number of float32.
     scales = jnp.float32(2.0**-84), jnp.float32(2.0**84)
-    small, large = jax.lax.optimization_barrier(scales)
+    lowering, lifting = jax.lax.optimization_barrier(scales)
     square = sum_of_squares(x)
-    square_of_lowered = sum_of_squares(scaled(x, small))
-    square_of_lifted = sum_of_squares(scaled(x, large))
-    # These two also tell where the square is 0 or infinite, since it has underflowed or overflowed.
-    is_small = square < small.astype(square.dtype)
-    is_large = square > large.astype(square.dtype)
-    c = jnp.where(is_small, large, jnp.where(is_large, small, jnp.ones_like(small)))
+    square_of_lowered = sum_of_squares(scaled(x, lowering))
+    square_of_lifted = sum_of_squares(scaled(x, lifting))
+    # The same two numbers are bounds of a square, which is 0 or infinite where it has underflowed or overflowed.
+    is_small = square < lowering.astype(square.dtype)
+    is_large = square > lifting.astype(square.dtype)
+    unchanged = jnp.ones_like(lowering)
+    c = jnp.where(is_small, lifting, jnp.where(is_large, lowering, unchanged))
     square = jnp.where(
         is_small, square_of_lifted, jnp.where(is_large, square_of_lowered, square)
     )

@@ -182,12 +182,10 @@ def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> str:
 def _with_flat_state_path(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
     """The key path, with the path that an `nnx.FlatState` keeps for its arrays in place of their index.
 
-    (FlattenedIndexKey(0),) becomes (DictKey(("dense", "kernel")),) if `tree.paths[0]` is that. Any other tree has its
-    own keys.
+    (FlattenedIndexKey(0),) becomes (DictKey(("dense", "kernel")),) if `tree.paths[0]` is ("dense", "kernel"). Any other
+    tree has its own keys. A flat state is a whole tree, and no part of one.
     """
-    # An `nnx.Variable` asks its array for attributes that it lacks, and has a dtype.
-    is_flat_state = hasattr(tree, "paths") and not hasattr(tree, "dtype")
-    if not path or not is_flat_state:
+    if not path or not hasattr(tree, "paths"):
         return path
     # Versions of Flax give the index as a flattened key or as that of a sequence.
     key = path[0]

@@ -58,7 +58,10 @@ class Blocks(NamedTuple):
     def sum(
         self, f: Function, add: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add
     ) -> jax.Array:
-        """f of each block of X, added to zero."""
+        """f of each block of X, [m, size], added up from zero.
+
+        `add` may be another function for which zero is neutral, as the maximum of absolute values.
+        """
 
         def body(j: jax.Array, total: jax.Array) -> jax.Array:
             return add(total, f(self.block(j)))
@@ -66,7 +69,7 @@ class Blocks(NamedTuple):
         # Blocks of one size give terms of one shape.
         term = jax.eval_shape(lambda: f(self.block(0)))
         zero = jnp.zeros(term.shape, term.dtype)
-        # With the varying axes of X, inside of `jax.shard_map`.
+        # With the varying axes of X, inside of `jax.shard_map`: those of one number of the blocks [all, m * size].
         zero += jnp.zeros_like(self.blocks[0, 0], term.dtype)
         return jax.lax.fori_loop(self.start, self.stop, body, zero)
 

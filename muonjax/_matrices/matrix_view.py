@@ -369,7 +369,7 @@ class MatrixView(NamedTuple):
         return [axis - (axis > self.fused_axis) for axis in axes]
 
     @property
-    def unit_axes(self) -> tuple[Axes, Axes]:
+    def batch_and_unit_axes(self) -> tuple[Axes, Axes]:
         """The leaf's axes that count units, and those of one unit: a matrix, or several that are fused."""
         # Parts that are fused along a side count as one unit: a mesh may shard their axis anywhere.
         unit = self.leaf_axes(self.reduction_axes + self.output_axes)

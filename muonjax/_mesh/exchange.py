@@ -139,7 +139,7 @@ def exchange(
 def _stack_of_units(block: jax.Array, view: MatrixView) -> jax.Array:
     """A device's block of a leaf as [units, *axes of a unit]: what counts units comes first, and is one axis."""
     # A block has the leaf's axes, of which the mesh has cut some: a device's [2, 16, 64] of a leaf [4, 64, 64].
-    batch_axes, unit_axes = view.unit_axes
+    batch_axes, unit_axes = view.batch_and_unit_axes
     unit_shape = [block.shape[axis] for axis in unit_axes]
     return block.transpose(batch_axes + unit_axes).reshape(-1, *unit_shape)
 
@@ -147,7 +147,7 @@ def _stack_of_units(block: jax.Array, view: MatrixView) -> jax.Array:
 def _block_of_stack(stack: jax.Array, view: MatrixView, block: jax.Array) -> jax.Array:
     """The inverse of `_stack_of_units`, in the shape and dtype of `block`."""
     # What counts units comes first, and then the axes of a unit.
-    order = sum(view.unit_axes, ())
+    order = sum(view.batch_and_unit_axes, ())
     stack = stack.reshape([block.shape[axis] for axis in order])
     return stack.transpose(np.argsort(order)).astype(block.dtype)
 

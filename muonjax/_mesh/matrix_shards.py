@@ -141,7 +141,7 @@ def _among(names: Sequence[str], others: Collection[str]) -> Axes:
 def units_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
     """The number of the leaf's units of which one device stores a block."""
     # Every device along a mesh axis that cuts such an axis has units of its own.
-    batch_axes, _ = leaf.view.unit_axes
+    batch_axes, _ = leaf.view.batch_and_unit_axes
     units = 1
     for axis in batch_axes:
         devices = devices_along(mesh_shape, leaf.sharding[axis])
@@ -159,10 +159,12 @@ def _sides(view: MatrixView) -> tuple[list[int], list[int]]:
 def _unit_layout(
     view: MatrixView, sharding: Sequence[Axes], column_axes: Axes, mesh_shape: MeshShape
 ) -> UnitLayout:
-    """Shape and sharding of the leaf's units, which stay cut along `column_axes`."""
-    # A kernel [16, 64] with P("fsdp", "tensor") on 4 x 2 devices has blocks [4, 32]. Its owner gathers [16, 64], or
-    # [16, 32] if `column_axes` is ("tensor",).
-    _, unit_axes = view.unit_axes
+    """Shape and sharding of the leaf's units, matrices or fused ones, which stay cut along `column_axes`.
+
+    A kernel [16, 64] with P("fsdp", "tensor") on 4 x 2 devices has blocks [4, 32]. Its owner gathers [16, 64], or
+    [16, 32] if `column_axes` is ("tensor",).
+    """
+    _, unit_axes = view.batch_and_unit_axes
     block_shape = []
     shape_at_owner = []
     gathered = []
@@ -173,24 +175,26 @@ def _unit_layout(
         block_shape.append(size)
         shape_at_owner.append(size * devices_along(mesh_shape, names))
         gathered.append(names)
-    view = _view_at_owner(view, tuple(shape_at_owner))
-    return UnitLayout(view, tuple(block_shape), tuple(gathered))
+    view_at_owner = _view_at_owner(view, tuple(shape_at_owner))
+    return UnitLayout(view_at_owner, tuple(block_shape), tuple(gathered))
 
 
 def _view_at_owner(view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
     """How the device that orthogonalizes a unit sees it, an array of this shape, as matrices with m <= n.
 
     A unit is a matrix of the leaf, or the fused matrices that lie side by side in it: a leaf [layers, d, heads, 16] has
-    units [d, heads, 16]. Its axes are those of the leaf that belong to a matrix, in the same order.
+    units [d, heads, 16]. Its axes are those of the leaf that belong to a matrix, in the same order. With the fused axis
+    2, a leaf [layers, d, 3 * d] has units [d, 3 * d], which are three matrices [d, d].
     """
-    _, unit_axes = view.unit_axes
+    _, unit_axes = view.batch_and_unit_axes
     # The shorter side becomes the rows, so `to_matrices` transposes the matrices of a tall leaf.
     shorter_side, longer_side = _sides(view)
     rows = tuple(map(unit_axes.index, shorter_side))
     columns = tuple(map(unit_axes.index, longer_side))
     if view.fused_axis is None:
         return view_of(shape, rows, columns)
-    # Fused matrices are one unit, which its owner cuts into as many matrices as the axis has entries.
+    # Fused matrices are one unit, which its owner cuts into as many matrices as the leaf's view: there the fused axis
+    # is two axes, of which the first counts matrices.
     parts = view.shape[view.fused_axis]
     fused_axis = unit_axes.index(view.fused_axis)
     return view_of(shape, rows, columns, fused_axis, parts)

@@ -147,7 +147,11 @@ def _loops(round_: Round, policy: Policy) -> list[Loop]:
 
 
 def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
-    """The loop over units of one shape, a batch of equally many units in each step."""
+    """The loop over units of one shape, a batch of equally many units in each step.
+
+    Two owners whose columns are [{A: [0, 32]}, {A: [0], B: [32]}], for layouts A and B, get with batches of one unit
+    the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
+    """
     # One shape can have several layouts: leaves that are sharded along other axes, or transposed.
     layouts = list(dict.fromkeys(itertools.chain(*columns)))
     units = 1
@@ -162,7 +166,7 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
     exchanged = {name: jax.lax.axis_size(name) for name in round_.group.exchange_axes}
     batches = [Batch(layout, units, exchanged) for layout in layouts]
 
-    # Each owner has a row, with the place of each step's batch.
+    # Each owner has a row, with the place of each step's batch: its first column, and the number of its layout.
     rows: list[list[tuple[int, int]]] = []
     for owner in columns:
         row = []
@@ -172,13 +176,14 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
                 row.append((column, layouts.index(layout)))
         rows.append(row)
     steps = np.array(list(map(len, rows)))
-    # The table has as many places for each owner: those past the end of the buffer fill it up.
+    # The table has as many places for each owner: those past the end of the buffer fill it up, and are not used but for
+    # shared matrices.
     past_end = (round_.row_size, 0)
     for row in rows:
         row += [past_end] * (steps.max() - len(row))
     if round_.group.column_axes:
         # Devices that share matrices sum over mesh axes, so all of them must take equally many steps. An owner that has
-        # finished works on the zeros there.
+        # finished works on the zeros there, which `apply_to_owned` appends.
         steps[:] = steps.max()
     return Loop(batches, np.array(rows, np.int32), steps)
 

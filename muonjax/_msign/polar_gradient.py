@@ -231,14 +231,19 @@ def polar_msign(
     polish: Coefficients,
     dot: MatrixProduct,
 ) -> Float[Array, "*batch m n"]:
-    """msign by `rows`, with the polar factor's derivative after the steps of `polish` too."""
+    """msign by the steps of `rows`, with the derivative of the exact polar factor.
+
+    The steps of `polish` take the value on to that factor for the derivative alone; the value does not have them.
+    """
     # By a power of two first, since the norm of x may be no number.
     wide = widened(x)
     wide = wide * power_of_two_scale(wide)
     # 1 / |x|_F. The polar factor has no scale, so the norm may be a constant, which saves its derivative.
     _, inverse = unit_norm(lax.stop_gradient(wide))
+    # As one array, because no polish alone would be an array [0], and not [0, 3].
     steps = rows_beside(x, rows + polish)
     num_rows = len(rows)
+    # The second result is the polished factor, of which the derivative is made.
     value, _ = _iterate_implicitly(
         wide * inverse, steps[:num_rows], steps[num_rows:], dot
     )

@@ -147,11 +147,12 @@ def polar_express_rows(
     cushion: float = _CUSHION,
     safety: float = 1.01,
 ) -> Coefficients:
-    """`polar_express` of checked arguments: a row for each degree, 3 or 5."""
+    """`polar_express` of checked arguments, which explains them: a row for each degree, 3 or 5."""
     rows = []
     # From here on [lower, upper] is the interval to which the steps so far take the first one.
     upper = 1.0
     for step, degree in enumerate(degrees):
+        # The polynomial closest to 1 on this interval, not wider than `cushion` allows, and its largest distance from 1
         row, error = _minimax(degree, max(lower, cushion * upper), upper)
         powers = np.arange(1, degree + 1, 2)
         # p takes [lower, upper] to [p(lower), 1 + error]; `recenter` makes that symmetric about 1.
@@ -159,7 +160,8 @@ def polar_express_rows(
         recenter = 2 / (at_lower + 1 + error)
         lower = recenter * at_lower
         upper = 2 - lower
-        # p(s / divisor): nothing follows the last step, so it needs no safety.
+        # p(s / divisor) leaves room for singular values that rounding has lifted above `upper`. Nothing follows the
+        # last step, so it needs none.
         is_last = step == len(degrees) - 1
         divisor = 1.0 if is_last else safety
         scaled = recenter * row / divisor**powers

@@ -161,9 +161,10 @@ def shrink_dominant(
 def _projection_and_shrinkage(
     v: Inexact[Array, "*batch m k"], av: Inexact[Array, "*batch m k"]
 ) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
-    """H = V^H A V, and D with W = I - V D V^H, from V and A V.
+    """H = V^H A V, and D with W = I - V D V^H, from nearly orthonormal V and A V.
 
-    W shrinks all directions in V to one target, but less where V is not the dominant subspace.
+    If V spans k eigenvectors of the Gram matrix A of X, W brings their singular values to one target in W X, about the
+    smallest of them. Otherwise W also moves the polar factor, and D is shrunk until that error is below `_TOLERANCE`.
     """
     h = dot(adjoint(v), av)
     inverse_sqrt = inverse_root(h)
@@ -174,7 +175,8 @@ def _projection_and_shrinkage(
     d = identity_like(inverse_sqrt, as_constant=True) - scaled(inverse_sqrt, target)
 
     # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
-    # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). W has them twice, off its diagonal.
+    # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). In the basis (V, U) W has them twice, off
+    # its diagonal.
     residual = dot(av - dot(v, h), dot(d, inverse))
     # So the polar error, as a root mean square over m directions, is sqrt(2 / m) |residual|_F. D shrinks until it is
     # `_TOLERANCE` at most.
@@ -240,7 +242,8 @@ def inverse_root(h: jax.Array) -> jax.Array:
     composition of `_POLYNOMIALS` is at most 1.
     """
     eye = identity_like(h, as_constant=True)
-    inverse_bound = inverse_norm(h)
+    inverse = inverse_norm(h)
+    # For eigenvalues of R from 1e-4 to 1; smaller ones leave Q too small.
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 
     def step(
@@ -255,8 +258,8 @@ def inverse_root(h: jax.Array) -> jax.Array:
         return r, hermitian_part(dot(q, p))
 
     # R = h / |h|_F has eigenvalues from the ridge to 1, and Q begins as |h|_F^(-1/2) I.
-    r = scaled(h, inverse_bound) + _RIDGE * eye
-    q = scaled(eye, jnp.sqrt(inverse_bound))
+    r = scaled(h, inverse) + _RIDGE * eye
+    q = scaled(eye, jnp.sqrt(inverse))
     _, q = jax.lax.fori_loop(0, len(rows), step, (r, q))
     return q
 

@@ -174,8 +174,8 @@ def power_of_two_scale(
     """The power of two that brings the largest entry of each matrix into [0.5, 1).
 
     Multiplying by it is exact. Zero (and what counts as zero in every product: subnormal numbers), inf and NaN take
-    the scale of 1. The two largest binades of the dtype end below 4, as what would bring them lower is no normal
-    number. A constant for differentiation: what follows is invariant to positive scaling.
+    1/2, as the number 1 does. The two largest binades of the dtype end below 4, as what would bring them lower is no
+    normal number. A constant for differentiation: what follows is invariant to positive scaling.
 
     Args:
       x: Matrices in float32, float64 or complex.
@@ -187,8 +187,9 @@ def power_of_two_scale(
 def _scale_of_largest(
     largest: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch 1 1"]:
-    """The power of two that brings a matrix's largest entry into [0.5, 1); see `power_of_two_scale`."""
+    """The power of two that brings a largest entry into [0.5, 1), with the exceptions of `power_of_two_scale`."""
     info = jnp.finfo(largest.dtype)
+    # Zero, subnormal numbers, inf and NaN count as 1.
     is_normal = (largest >= info.tiny) & (largest < jnp.inf)
     largest = jnp.where(is_normal, largest, jnp.ones_like(largest))
     # By bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
@@ -196,7 +197,8 @@ def _scale_of_largest(
         largest, jnp.int32 if info.bits == 32 else jnp.int64
     )
     # A number in [2^(e - bias), 2^(e - bias + 1)) has the bits of e before its `nmant` bits of fraction. The result
-    # 2^(bias - 1 - e) has 2 bias - 1 - e there, and no fraction.
+    # 2^(bias - 1 - e) has 2 bias - 1 - e there, and no fraction. It is a normal number, whose exponent is 1 or more, so
+    # that entries of the two largest binades end below 2 and 4.
     bias = info.maxexp - 1
     exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
     return jax.lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
