@@ -278,6 +278,7 @@ def _map_in_blocks(
     columns = max(x.shape[1] for x in tall)
 
     def blockwise(*tall: jax.Array) -> list[jax.Array]:
+        """f of the matrices of all arrays [count, n, m], whose blocks are one stack, in a loop over the matrices."""
         blocks = []
         for x in tall:
             # Zeros fill the last block: [count, n, m] -> [blocks, size * m].

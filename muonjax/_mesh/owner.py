@@ -44,6 +44,7 @@ def apply_to_owned(
 
         return jax.lax.map(of_one, x)
 
+    # Without owner axes there is one owner of what this device stores.
     owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
     loops = _loops(round_, policy)
     if group.column_axes:

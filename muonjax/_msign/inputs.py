@@ -52,7 +52,7 @@ def product_of(x: Float[Array, "*batch m n"], precision: str | None) -> MatrixPr
 def rows_beside(
     x: Float[Array, "*batch m n"], coefficients: Coefficients
 ) -> Float[Array, "steps 3"]:
-    """Rows as an array, float32 or wider, to iterate on x.
+    """The coefficients (a, b, c) of all steps as an array, float32 or wider, to iterate on x.
 
     Inside `jax.shard_map` it varies over the same mesh axes as x. `lax.custom_linear_solve` needs that: it makes all
     arrays that its functions close over vary in the same way, after tracing these functions with what each was before.

@@ -98,7 +98,7 @@ class Deflation(NamedTuple):
 
 
 def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
-    """x with a few of its `rank` dominant directions shrunk, roughly, before its Gram matrix is made.
+    """x with its `rank` most dominant directions shrunk, but at most eight, roughly, before its Gram matrix is made.
 
     x is an array or `Blocks`. The mesh axes `axis_name` shard the columns.
     """
