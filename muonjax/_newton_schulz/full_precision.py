@@ -45,6 +45,7 @@ from muonjax._newton_schulz.deflation import (
 )
 from muonjax._newton_schulz.settings import NewtonSchulz, Normalization
 from pallas_kernels._api import SymmetricProduct
+from pallas_kernels._platform import materialize
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact
@@ -84,7 +85,9 @@ def iterate(
     x, nonzero = below_one(x, dtype, axis_name)
     if rank and 1 not in restarts:
         # The second step takes R from the first, so the rounding of R must be small already.
-        x = pre_deflate(x, rank, axis_name)
+        shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
+        is_whole = not isinstance(x, Blocks)
+        x = materialize(shrink, x, policy.platform) if is_whole else shrink(x)
 
     # X <- Q X for each stretch of steps that share one Gram matrix R: steps 0 to 3 and 3 to 5 with a restart before 3.
     for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
