@@ -245,8 +245,8 @@ def muonh(
     Args:
       learning_rate: For matrices: the length of a step in units of the weight's norm, a number or a schedule, >= 0;
         0.01 to 0.02 is usual.
-      adam_learning_rate: For all other leaves, by `optax.adamw` with b2 = 0.95 and no weight decay. Needed if `adam`
-        is not given, because `learning_rate` has another unit; with `adam` it is not used.
+      adam_learning_rate: For all other leaves, by `optax.adamw` with b2 = 0.95 and no weight decay, since
+        `learning_rate` has another unit. Give either it or `adam`.
 
     All other arguments are as in `muon`.
 
@@ -254,7 +254,7 @@ def muonh(
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
 
     Raises:
-      ValueError, TypeError: If neither `adam_learning_rate` nor `adam` is given; otherwise as `muon` and `hyperball`.
+      ValueError, TypeError: Without `adam_learning_rate` and `adam`, or with both; otherwise as `muon` and `hyperball`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
@@ -267,14 +267,14 @@ def muonh(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899).
     """
-    if adam_learning_rate is not None:
-        check_rates(adam_learning_rate=adam_learning_rate)
-    elif settings.get("adam") is None:
+    if (adam_learning_rate is None) == (settings.get("adam") is None):
         raise ValueError(
-            "(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3."
+            f"(adam_learning_rate={adam_learning_rate}) needs a rate for all but matrices, such as 1e-3, or adam=, "
+            "and not both."
         )
     # `adam` takes the place of `others`, which then are never made: the rate of 0 is never used.
     adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
+    check_rates(adam_learning_rate=adam_rate)
     others = partial(
         _adamw, _WeightDecay(adam_rate, 0.0), None, settings.get("mu_dtype")
     )

@@ -68,11 +68,10 @@ def test_muonhs_own_adam_has_no_weight_decay():
     assert_array_equal(found["dense"]["bias"], PARAMS["dense"]["bias"])
 
 
-def test_muonh_needs_a_rate_for_the_other_leaves():
-    with pytest.raises(
-        ValueError, match=r"muonh\(adam_learning_rate=None\) needs a rate for all"
-    ):
-        muonjax.muonh(0.02)
+@pytest.mark.parametrize("settings", [{}, {"adam_learning_rate": 1e-3, "adam": optax.sgd(0.1)}])  # fmt: skip
+def test_muonh_needs_one_optimizer_for_the_other_leaves(settings):
+    with pytest.raises(ValueError, match=r"muonh\(adam_learning_rate=.*and not both"):
+        muonjax.muonh(0.02, **settings)
 
 
 NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}

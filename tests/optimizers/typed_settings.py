@@ -21,7 +21,7 @@ def calls() -> None:
     muonjax.muon(1e-3, None, 0.95)  # pyright: ignore[reportCallIssue]
     muonjax.normuon(1e-3, neuron_decay=0.9, nesterov=False)
     muonjax.normuon(1e-3, nesterov=None)  # pyright: ignore[reportArgumentType]
-    muonjax.muonh(1e-2, adam_learning_rate=1e-3, adam=optax.sgd(0.1))
+    muonjax.muonh(1e-2, adam=optax.sgd(0.1))
     muonjax.muonh(1e-2, weight_decay=0.1)  # pyright: ignore[reportCallIssue]
     muonjax.muonclip(
         1e-3,
