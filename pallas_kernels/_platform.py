@@ -1,6 +1,6 @@
 """The platform of a call, read off its arrays while it is traced; and what XLA compiles badly there.
 
-Against the latter: constants that XLA does not know, so that it compiles less.
+Against the latter: constants that XLA does not know, so that it compiles less, and results that it puts in memory.
 """
 
 from collections.abc import Callable, Sequence

@@ -124,9 +124,7 @@ def larger(
 def largest(x: Float[Array, " ..."], axes: tuple[int, ...]) -> Float[Array, " ..."]:
     """The largest along some axes, where finite numbers count more than others, as in `larger`."""
     of_finite = _finite_or_lowest(x).max(axes, initial=-jnp.inf)
-    of_all = x.max(axes, initial=-jnp.inf)
-    # Without a finite entry the usual maximum counts, which passes NaN on.
-    return jnp.where(of_finite > -jnp.inf, of_finite, of_all)
+    return _finite_first(of_finite, x.max(axes, initial=-jnp.inf))
 
 
 def largest_of_devices(
@@ -135,10 +133,16 @@ def largest_of_devices(
     """The largest among the devices along mesh axes, where finite numbers count more, as in `largest`."""
     # Two calls of pmax would be two all-reduces.
     both = jnp.stack([_finite_or_lowest(x), x])
-    of_finite, of_all = lax.pmax(both, axis_name)
-    return jnp.where(of_finite > -jnp.inf, of_finite, of_all)
+    return _finite_first(*lax.pmax(both, axis_name))
 
 
 def _finite_or_lowest(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """x with −inf, which loses against every number, in place of infinities and NaN."""
     return jnp.where(jnp.isfinite(x), x, -jnp.inf)
+
+
+def _finite_first(
+    of_finite: Float[Array, "*shape"], of_all: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """The maximum of finite numbers; without any, −inf, the usual maximum, which passes NaN on."""
+    return jnp.where(of_finite > -jnp.inf, of_finite, of_all)

@@ -373,11 +373,9 @@ def looked_up(
         rows = layout.runs_along(picked)
         # (table @ w)[tokens], as of a factored embedding: the rows of w are those that meet the table.
         if by_data and view.inner and not rows:
-            of_matrix = {
-                "rows": view.inner[0],
-                "columns": layout.runs_along(range(len(layout.shape))),
-            }
-            walk.record(node, "product", view, MULTIPLIED, k=k, **of_matrix)
+            rows = view.inner[0]
+            cols = layout.runs_along(range(len(layout.shape)))
+            walk.record(node, "product", view, MULTIPLIED, k=k, rows=rows, columns=cols)
             continue
         if by_data and rows:
             walk.record(node, "looked up", view, "looked up", rows=rows)

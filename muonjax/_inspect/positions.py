@@ -471,9 +471,9 @@ def _is_product(first: Run, second: Run) -> bool:
 def _split(run: Run, axis: int) -> tuple[Run, Run | None]:
     """The positions along an axis of the array as a set, and the run of its first entry.
 
-    Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape [1,
-    16]. Where the positions are no such sum, or vary along this axis alone, they are all in the set, and there is no
-    rest.
+    Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape
+    [1, 16]. Where the positions are no such sum, or vary along this axis alone, they are all in the set, and there is
+    no rest.
     """
     positions = run.positions
     others = tuple(other_axes(positions.ndim, [axis]))

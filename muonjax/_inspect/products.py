@@ -99,13 +99,13 @@ def _by_matrix(
 ) -> Value:
     """An array times an operand that is made of parameters."""
     attention = walk.attention
-    normalized = attention.summed_exponentials | attention.routers
-    has_weights = other.value.exponential_of in normalized
+    scores = other.value.exponential_of
+    has_weights = scores in attention.summed_exponentials or scores in attention.routers
     if _may_be_learned_input(operand, has_weights):
         walk.record_views(node, "", [operand.value])
         if has_weights:
-            attention.readers[other.value.exponential_of] = node.index
-        walk.attention.one_sided.add(node.index)
+            attention.readers[scores] = node.index
+        attention.one_sided.add(node.index)
         return product._replace(scores=node.index)
     return _by_parameter(walk, node, product, operand, other)
 

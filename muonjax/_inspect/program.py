@@ -476,9 +476,9 @@ def find_maxima(
         clippable = _clippable(closed, arguments, given, call)
     probes = []
     for _, calls in clippable:
-        for each in calls:
-            assert each.probe is not None  # it can be clipped
-            probes.append(each.probe._replace(shared=shared))
+        for attention in calls:
+            assert attention.probe is not None  # it can be clipped
+            probes.append(attention.probe._replace(shared=shared))
     # What the function returns comes first, then one array for each probe.
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
@@ -486,7 +486,10 @@ def find_maxima(
     maxima = {}
     for name, calls in clippable:
         # An attention that is called several times has the largest logits of all its calls.
-        shaped = [next(logits).reshape(*each.layers, each.heads) for each in calls]
+        shaped = [
+            next(logits).reshape(*attention.layers, attention.heads)
+            for attention in calls
+        ]
         maxima[name] = functools.reduce(larger, shaped)
     return results[:count], maxima
 

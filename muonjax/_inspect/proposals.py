@@ -50,7 +50,8 @@ def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[Span, ...]]:
     best: list[Span] = []
     queries: list[Span] = []
     for pair in pairs:
-        *_, queries_alone = proposals = pair.proposals()
+        proposals = pair.proposals()
+        queries_alone = proposals[-1]
         of_equal_heads = [
             spans for spans in proposals if len({span.heads for span in spans}) == 1
         ]

@@ -15,7 +15,6 @@ Where 1 and 2 agree, the layer is a head. All else that may be one goes to Adam 
 do matrices that may be embeddings.
 """
 
-import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -190,7 +189,11 @@ class _Places:
                 self._series[place.series].append(place.count)
         # The names with which the paths of all modules begin, as "params" in {"params": {...}}.
         scopes = [p.module[:-1] for p in parameters]
-        self.num_common = len(posixpath.commonprefix(scopes))
+        self.num_common = 0
+        for names in zip(*scopes, strict=False):
+            if len({*names}) > 1:
+                break
+            self.num_common += 1
 
     def of(self, p: Parameter) -> _Place:
         """The place of a layer, by its names."""

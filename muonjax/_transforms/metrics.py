@@ -14,7 +14,7 @@ from jax.core import Tracer
 from muonjax._common.trees import dtype_of, names, unboxed
 
 # What Optax's guards against bad gradients call their numbers, and what a log calls them.
-GUARDS = {"total_notfinite": "num_not_finite", "should_skip": "is_skipped"}
+_GUARDS = {"total_notfinite": "num_not_finite", "should_skip": "is_skipped"}
 
 
 def metrics(state: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
         *holder, name = names(path) or ("",)
-        if name not in ("learning_rate", "count", *GUARDS) or jnp.ndim(leaf) > 0:
+        if name not in ("learning_rate", "count", *_GUARDS) or jnp.ndim(leaf) > 0:
             continue
         # A parameter may have such a name too, but it is a floating-point number.
         is_floating = jnp.issubdtype(dtype_of(leaf), jnp.inexact)
@@ -105,7 +105,7 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
         elif name == "count" and not is_floating:
             counts[tuple(holder)] = leaf
         elif not is_floating:
-            values[GUARDS[name]] = leaf
+            values[_GUARDS[name]] = leaf
     if counts:
         values["count"] = functools.reduce(jnp.maximum, counts.values())
     for holder, rate in rates.items():
