@@ -101,6 +101,7 @@ class LoHaLinear(nnx.Linear):
         with errors_of("LoHaLinear"):
             scale = shared.scale_of(rank, alpha)
             super().__init__(in_features, out_features, rngs=rngs, **linear)
+            # `LoHa` reads the shape of the layer's kernel and which function it replaces, and keeps no layer.
             # `nnx.data` says that the attribute holds variables, since Flax declares it as a plain function.
             self.dot_general = nnx.data(LoHa(self, rank, scale, rngs))
 

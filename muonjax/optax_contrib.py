@@ -248,7 +248,8 @@ def scale_by_muon(
         # mu <- beta mu + (1 - beta) G
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
-            # beta mu + (1 - beta) G, each without the bias of a mean that began at zero
+            # beta mu + (1 - beta) G, each without the bias of a mean that began at zero. As in Nadam and in Optax, beta
+            # mu stands for the next step's mean, and so has its bias.
             unbiased_mu = optax.tree.bias_correction(
                 mu, beta, optax.safe_increment(count)
             )

@@ -57,7 +57,8 @@ def mha_site(
         check_text(query=query, key=key, layout=layout)
         _check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads)
         _check_groups(num_heads, num_kv_heads)
-        # Queries and keys have kernels of one layout; only their numbers of heads may differ.
+        # Queries and keys have kernels of one layout, in which brackets may hold (h d). Their numbers of heads may
+        # differ.
         kernel = _KernelAxes.of_layout(layout, ("hd",), num_heads)
         queries = kernel.scales(query, "query", entries=num_heads)
         keys = kernel.scales(key, "key", entries=key_heads)

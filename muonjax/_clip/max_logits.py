@@ -104,6 +104,7 @@ def max_logits(
     if query.dtype != key.dtype:
         query, key = query.astype(dtype), key.astype(dtype)
     # The heads as two axes: the queries of a group share a key head, which is not repeated for each of them.
+    # The key stays [*batch, S, key_heads, depth].
     query = query.reshape(*batch, T, key_heads, groups, depth)
     # In the dtype of the products: a factor in bfloat16 would be off by up to 0.4 %.
     factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
@@ -111,9 +112,10 @@ def max_logits(
     def largest_of_block(
         start: jax.Array | np.ndarray,
     ) -> Float[Array, "*batch key_heads group"]:
-        """The largest visible logit of each head in one block of queries and keys.
+        """The largest visible logit of each head in one block of queries and keys; -inf where none is visible.
 
-        `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys.
+        `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys. The block lies inside:
+        i + block_q <= T and j + block_k <= S.
         """
         i, j = start
         q = lax.dynamic_slice_in_dim(query, i, block_q, -4)

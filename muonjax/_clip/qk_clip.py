@@ -1,5 +1,6 @@
 """QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -163,25 +164,24 @@ def apply_qk_clip(
 
 
 def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
-    """The attentions with QK-Clip's powers of γ.
+    """The attentions with QK-Clip's powers of γ, such as 1/2 for queries and for keys.
 
     Raises ValueError where two of them would scale the same numbers of a parameter. Two may share a leaf, as they share
     one fused projection, if each scales its own positions.
     """
-    attentions = []
-    scales_of_leaf: dict[str, list[tuple[str, PlacedScale]]] = {}
+    attentions: list[PlacedSite] = []
+    # By the leaf that the attentions so far scale. One attention may scale a leaf twice, as queries and as keys.
+    scales_of_leaf: dict[str, list[PlacedScale]] = defaultdict(list)
     for site in sites:
-        # If two attentions share a leaf, the later one finds the scales of the earlier one.
         attention = _with_powers(site)
-        attentions.append(attention)
         for scale in attention.scales:
-            earlier = scales_of_leaf.setdefault(scale.leaf, [])
-            for signal, other in earlier:
-                if signal != site.signal and scale.overlaps(other):
-                    raise ValueError(
-                        f"two sites scale {scale.leaf!r}, which would be clipped twice."
-                    )
-            earlier.append((site.signal, scale))
+            if any(map(scale.overlaps, scales_of_leaf[scale.leaf])):
+                raise ValueError(
+                    f"two sites scale {scale.leaf!r}, which would be clipped twice."
+                )
+        for scale in attention.scales:
+            scales_of_leaf[scale.leaf].append(scale)
+        attentions.append(attention)
     return attentions
 
 

@@ -84,7 +84,7 @@ class Scale:
                 whole_number(name, getattr(self, name), 1, ", at least 1, or None.")
         axes = axis_numbers("axes", self.axes)
         object.__setattr__(self, "axes", axes)
-        # As counted from the front, 1 and -1 of two axes are the same.
+        # As counted from the front, 1 and -1 of two axes are the same. An axis out of range is not among them either.
         different = {
             axis % self.rank for axis in axes if -self.rank <= axis < self.rank
         }
@@ -101,7 +101,7 @@ class Scale:
         check_flag(optional=self.optional)
 
     def _check_span(self) -> None:
-        """Raises unless `span` is (first, end), positions in the run of an entry; an end of None is the run's."""
+        """Raises unless `span` is (first, end) or (first, None), counted within the run of each entry."""
         if not isinstance(self.span, tuple) or len(self.span) != 2:
             raise TypeError(
                 f"(span={shown(self.span)}) must be a pair (first, end), as (0, None)."
@@ -131,7 +131,7 @@ def run_length(scale: Scale, entries: int, size: int) -> int:
 def first_positions(
     entries: int, run: int, *, start: int = 0, groups: int = 1, gap: int = 0
 ) -> np.ndarray:
-    """[entries]: where the run of each entry begins on the flattened axes.
+    """[entries]: where the run of each entry begins on the flattened axes, `groups` of which are equal.
 
     >>> first_positions(4, run=6), first_positions(4, run=4, groups=2, gap=8)
     (array([ 0,  6, 12, 18]), array([ 0,  4, 16, 20]))

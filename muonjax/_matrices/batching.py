@@ -278,7 +278,11 @@ def _map_in_blocks(
     columns = max(x.shape[1] for x in tall)
 
     def blockwise(*tall: jax.Array) -> list[jax.Array]:
-        """f of the matrices of all arrays [count, n, m], whose blocks are one stack, in a loop over the matrices."""
+        """f of each matrix of several arrays [count, n, m], in a loop over the matrices.
+
+        The blocks of all matrices are one stack [blocks, size * m], of which matrix number i of all has those from
+        starts[i] to stops[i].
+        """
         blocks = []
         for x in tall:
             # Zeros fill the last block: [count, n, m] -> [blocks, size * m].

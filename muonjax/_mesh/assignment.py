@@ -114,15 +114,15 @@ def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[
     Leaves that are sharded over the same mesh axes decide together along which of these their matrices stay cut.
     """
     # For each leaf, the mesh axes that cut its matrices.
-    shardings = [unit_kind(leaf, mesh_shape).group.exchange_axes for leaf in leaves]
+    cutting_axes = [unit_kind(leaf, mesh_shape).group.exchange_axes for leaf in leaves]
     leaves_of: dict[Axes, list[ShardedLeaf]] = {}
-    for sharding, leaf in zip(shardings, leaves, strict=True):
-        leaves_of.setdefault(sharding, []).append(leaf)
-    # Whole matrices and cut ones need all-to-alls of their own, so leaves of one sharding are not divided.
-    fastest: dict[Axes, Axes] = {}
-    for sharding, together in leaves_of.items():
-        fastest[sharding] = _fastest_column_axes(sharding, together, mesh_shape)
-    column_axes = [fastest[sharding] for sharding in shardings]
+    for axes, leaf in zip(cutting_axes, leaves, strict=True):
+        leaves_of.setdefault(axes, []).append(leaf)
+    # Whole matrices and cut ones need all-to-alls of their own, so leaves that the same axes cut are not divided.
+    column_axes_of: dict[Axes, Axes] = {}
+    for axes, together in leaves_of.items():
+        column_axes_of[axes] = _fastest_column_axes(axes, together, mesh_shape)
+    column_axes = [column_axes_of[axes] for axes in cutting_axes]
     rounds, _ = _assign(leaves, column_axes, mesh_shape)
     return rounds
 
@@ -295,9 +295,12 @@ def _take(queue: list[Units], count: int) -> list[Units]:
 
 
 def _round(group: ExchangeGroup, owners: Owners, mesh_shape: MeshShape) -> Round:
-    """The round of a group, in which units of equal shape follow each other: one loop then serves them all."""
-    for owner in owners:
-        owner.sort(key=lambda units: units.layout.stack_shape)
+    """The round of a group.
+
+    It sorts the list of each of the `owners`, so that units of equal shape follow each other: one loop serves them all.
+    """
+    for units_of_owner in owners:
+        units_of_owner.sort(key=lambda units: units.layout.stack_shape)
     per_replica = devices_along(mesh_shape, group.exchange_axes)
     # The replica is the first of an owner's coordinates, so consecutive owners belong to one replica.
     firsts = range(0, len(owners), per_replica)

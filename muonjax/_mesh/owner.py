@@ -48,7 +48,8 @@ def apply_to_owned(
     owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
     loops = _loops(round_, policy)
     if group.column_axes:
-        # Zeros past the end, for owners that have finished.
+        # Zeros past the end, on which owners work that have finished: where devices share matrices, all owners take
+        # equally many steps. The batches of a loop have one width.
         widest = max(loop.batches[0].width for loop in loops)
         buffer = jnp.pad(buffer, ((0, 0), (0, widest)))
     for loop in loops:

@@ -203,8 +203,8 @@ def _iterate_implicitly(
     Args:
       x: Wide, of full row rank, |x|_F about 1. Its scale is a constant: the polar factor has none.
       rows: The steps of the value.
-      polish: The steps that take a truncated value to the polar factor, which the derivative needs. The solve
-        runs the rows of both, with the same accuracy.
+      polish: The steps that take the value, whose `rows` may be few, to the polar factor, which the derivative needs:
+        it solves a linear equation in the polar factor, by the steps of both.
       dot: The matrix product.
 
     Returns:

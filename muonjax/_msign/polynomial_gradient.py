@@ -80,7 +80,7 @@ def iterate(
       x: Wide for speed; singular values inside the rows' interval.
       rows: Each (a, b, c).
       dot: The matrix product.
-      gram: Another A than X X^T.
+      gram: Makes A from X; None: A = X X^T.
 
     Returns:
       U diag(f(s)) V^T, f the composition of the odd quintics.
@@ -145,7 +145,7 @@ def _segment_length(x: Float[Array, "*batch m n"], dot: MatrixProduct) -> int:
     small eigenvalues.
     """
     m, n = x.shape[-2:]
-    # Products of m^2 n and m^3 for two steps, in units of m^2.
+    # The work of two steps, in units of m^2, by the products that `directional_derivative` counts.
     work_together = 5 * n + 12 * m
     work_singly = 2 * (5 * n + 2 * m)
     is_half = jnp.finfo(dot.operands).bits < 32

@@ -72,6 +72,7 @@ def ends(
     for p in parameters:
         if matrices[p.path] is None:
             continue
+        # A matrix that may be several of these counts as the first, whose reason the warning gives.
         answer = _output_head(p, places, widths)
         answer = answer or _table(p, widths)
         answer = answer or grouped(p, widths)
@@ -93,26 +94,30 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     if in_attention or not _is_layer(p):
         return None
     is_dense = p.rank == 2
+    has_end_name = bool(_END.fullmatch(place.name))
+    # At the root, or in a module with the name of an end, such as `decoder`.
+    is_in_end = not modules or bool(_END.fullmatch(modules[-1]))
     # A model has one end, so that no stack of layers is one, and no part that others continue.
     is_stacked = p.rank < len(p.leaf_shape)
     is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, modules))
     is_repeated = places.is_repeated(place)
-    is_in_end = not modules or bool(_END.fullmatch(modules[-1]))
-    is_end = bool(_END.fullmatch(place.name))
     is_last = places.is_last(place)
-    ends_series = is_dense and is_last and places.length_of_series(place) > 1
 
     # Each sign is a reason of its own, which the warning prints.
     signs = []
-    # The name counts once in a model, and in each of several ends: the `out` of q1 and of q2.
-    by_name = is_end and not is_hidden and (is_in_end or not is_repeated)
+    # model/out, which is there once; q1/out and q2/out, each in an end; not layers_0/out, which layers_1 repeats.
+    by_name = has_end_name and not is_hidden and (is_in_end or not is_repeated)
     if by_name:
         signs.append("by its name")
-    # The last layer by number is hidden if one next to it has the name of an end.
-    is_last_of_all = is_last and not is_end and not places.has_other_end(place)
-    if is_dense and is_in_end and is_last_of_all and not is_hidden:
+    # Dense_4 of Dense_0 to Dense_4, if no layer next to it is called `out`.
+    by_number = is_last and not has_end_name and not places.has_other_end(place)
+    if by_number and is_dense and is_in_end and not is_hidden:
         signs.append("the last of its kind")
-    by_width = widths.is_untaken(p) and (not is_repeated or ends_series or is_end)
+    # In blocks that repeat the width alone is no sign, as that of a gate that is split. It takes a name, or a number:
+    # fc2 of fc1 and fc2.
+    ends_series = is_dense and is_last and places.length_of_series(place) > 1
+    is_possible = has_end_name or ends_series or not is_repeated
+    by_width = widths.is_untaken(p) and is_possible
     if by_width:
         signs.append("no other parameter takes its output")
     if not signs:

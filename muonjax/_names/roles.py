@@ -260,10 +260,11 @@ def read_roles(paths: Sequence[Path]) -> list[Role]:
     names: dict[Path, set[str]] = defaultdict(set)
     for path in paths:
         scope, layer = layer_of(path)
-        # A lone `q` is a Q network, and a gated layer's values belong to no attention.
-        is_lone_query = re.match("q(_|$)", layer)
+        # `q` may be a Q network: next to queries, the keys or the output show an attention. A gated layer's values
+        # belong to none.
+        may_be_q_network = re.match("q(_|$)", layer)
         projection = _first(_PROJECTIONS, layer)
-        if not is_lone_query and projection not in (None, VALUE):
+        if not may_be_q_network and projection not in (None, VALUE):
             attentions.add(scope)
         *module_path, name = words(path) or ("",)
         names[tuple(module_path)].add(name)
@@ -338,19 +339,21 @@ def _matrix(path: Path, layer: str, tree: _Tree) -> Role:
         return RECURRENT
     if scope in tree.attentions or re.search(r"att(n|en)", around):
         tables = (*_PROJECTIONS, (RECURRENT, _GATES), *_IN_ATTENTION, *_ANYWHERE)
-        last = UNKNOWN
+        otherwise = UNKNOWN
     else:
         # A module called gate is a router. A bare array called gate may be the kernel of a gated layer.
         is_module = layer != snake(path[-1])
         routers = rf"{_ROUTER}|{_GATE}" if is_module else _ROUTER
         tables = ((RECURRENT, _GATES), *_ANYWHERE, (ROUTER, routers))
-        last = _first([(DENSE, _DENSE)], layer) or UNKNOWN
+        otherwise = _first([(DENSE, _DENSE)], layer) or UNKNOWN
+    # The first table with the name counts: in an attention `out` is its output, before any other `out`.
     if role := _first(tables, layer):
         return role
     is_expert = any(
         re.search(r"(^|_)(experts?|moe)(_|$)", snake(name)) for name in path
     )
-    return EXPERTS if is_expert else last
+    # experts_0/dense is one of the experts, whose own name says nothing.
+    return EXPERTS if is_expert else otherwise
 
 
 def _first(table: Sequence[tuple[Role, str]], name: str) -> Role | None:

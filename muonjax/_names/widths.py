@@ -83,7 +83,8 @@ def _widths(
     if p.role.name in ("scale", "embedding") and p.shape:
         width = {p.shape[-1]}
         return width, width
-    # An output head gives the model's output, which no layer takes. A layer with one output is taken for one.
+    # An output head gives the model's output, which no layer takes. A layer with one output is taken for one, and so is
+    # a layer with one input, since names do not say which axis is which.
     is_head = p.role is roles.HEAD or (p.role.muon and 1 in p.shape)
     if p.rank == 2 and is_head:
         return {p.shape[0]}, set()

@@ -58,6 +58,7 @@ def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float
     """
     # The powers of s: 1, 3, 5
     powers = np.arange(1, degree + 1, 2)
+    # On so short an interval the system below loses all digits, and the classical polynomial solves it.
     if lower / upper > _CONVERGED:
         classical = {3: (3 / 2, -1 / 2), 5: (15 / 8, -10 / 8, 3 / 8)}[degree]
         return np.array(classical) / upper**powers, 0.0

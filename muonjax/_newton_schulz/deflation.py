@@ -98,9 +98,12 @@ class Deflation(NamedTuple):
 
 
 def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
-    """x with its `rank` most dominant directions shrunk, but at most eight, roughly, before its Gram matrix is made.
+    """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V [*batch, m, k] shrunk, roughly.
 
-    x is an array or `Blocks`. The mesh axes `axis_name` shard the columns.
+    Args:
+      x: X, an array [*batch, m, n] or `Blocks`.
+      rank: How many directions the deflation of the Gram matrix shrinks later; here these are k, but at most eight.
+      axis_name: Mesh axes that shard the columns of an array.
     """
 
     def multiply(v: jax.Array) -> jax.Array:
@@ -118,6 +121,7 @@ def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
     column = (x.block(0) if isinstance(x, Blocks) else x)[..., :1]
     start = _like(column, random_start(column.shape[-2], min(rank, _PRE_DEFLATED)))
     v = _dominant_subspace(multiply, start, num_steps=1)
+    # D [*batch, k, k] brings the singular values of all k directions to one target.
     _, d = _projection_and_shrinkage(v, multiply(v))
     # X <- X - V D V^H X
     return map_columns(lambda x: x - dot(dot(v, d), dot(adjoint(v), x)), x)

@@ -84,30 +84,31 @@ def iterate(
 
     x, nonzero = below_one(x, dtype, axis_name)
     if rank and 1 not in restarts:
-        # The second step takes R from the first, so the rounding of R must be small already.
+        # In the Gram form the second step takes R from the first, so the rounding of R must be small already.
         shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
         is_whole = not isinstance(x, Blocks)
         x = materialize(shrink, x, policy.platform) if is_whole else shrink(x)
+
+    def first_polynomial(rows: Coefficients, r: jax.Array) -> jax.Array:
+        """Q of the first steps, which also deflate and normalize X: Q X is what `rows` make of s W X."""
+        deflation = None
+        if rank:
+            # W X has the polar factor of X, and W R W is its Gram matrix.
+            deflation = shrink_dominant(r, rank, policy.platform)
+            r = deflation.gram
+        r, r2, scale = normalize(r, deflation, settings.normalization, product)
+        q = _composed(rows, r, r2, product)
+        # R is now that of s W X, so Q is multiplied by s W. A zero matrix, which `below_one` made the identity, gets a
+        # zero result.
+        q = scaled(q, jnp.where(nonzero, scale, 0))
+        return q if deflation is None else deflation.apply_right(q)
 
     # X <- Q X for each stretch of steps that share one Gram matrix R: steps 0 to 3 and 3 to 5 with a restart before 3.
     for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
         # R = X X^H [*batch, m, m], whole on each device
         r = x.sum(gram_of) if isinstance(x, Blocks) else sum_over(axis_name, gram_of(x))
-        if start > 0:
-            q = _composed(rows[start:stop], r, None, product)
-        else:
-            deflation = None
-            if rank:
-                # W X has the polar factor of X, and W R W is its Gram matrix.
-                deflation = shrink_dominant(r, rank, policy.platform)
-                r = deflation.gram
-            r, r2, scale = normalize(r, deflation, settings.normalization, product)
-            q = _composed(rows[:stop], r, r2, product)
-            # R is now that of s W X, so Q is multiplied by s W. A zero matrix, which `below_one` made the identity,
-            # gets a zero result.
-            q = scaled(q, jnp.where(nonzero, scale, 0))
-            if deflation is not None:
-                q = deflation.apply_right(q)
+        steps = rows[start:stop]
+        q = _composed(steps, r, None, product) if start else first_polynomial(steps, r)
         x = map_columns(functools.partial(multiply, q), x)
     return x.transposed() if isinstance(x, Blocks) else x
 
@@ -153,11 +154,11 @@ def below_one(
 
     `Blocks` [size, m] are transposed on the way, which makes them blocks [m, size] of a wide matrix.
 
-    A zero matrix becomes the identity, as its result is to be multiplied by zero: derivatives at zero overflow. It is
-    added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
+    An array of zeros becomes the identity, as its result is to be multiplied by zero: derivatives at zero overflow. It
+    is added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
     if isinstance(x, Blocks):
-        # The largest entry of all blocks: the sum of this `add` begins at zero.
+        # The largest entry of all blocks: this sum begins at zero, and `jnp.maximum` takes the place of the addition.
         largest = x.sum(_largest_entry, jnp.maximum)
         factor = _scale_of_largest(largest)
         return x.transposed(lambda block: scaled(block, factor)), largest != 0
@@ -177,8 +178,9 @@ def power_of_two_scale(
     """The power of two that brings the largest entry of each matrix into [0.5, 1).
 
     Multiplying by it is exact. Zero (and what counts as zero in every product: subnormal numbers), inf and NaN take
-    1/2, as the number 1 does. The two largest binades of the dtype end below 4, as what would bring them lower is no
-    normal number. A constant for differentiation: what follows is invariant to positive scaling.
+    1/2, as the number 1 does. An entry above a quarter of the dtype's largest number comes to [1, 4) only, since the
+    power that brings it lower is a subnormal number. A constant for differentiation: what follows is invariant to
+    positive scaling.
 
     Args:
       x: Matrices in float32, float64 or complex.

@@ -90,11 +90,11 @@ def _orthogonalized(
 
     Args:
       call: Names the optimizer in errors.
-      members: Make what follows in the chain.
+      members: For the dimension numbers, the transformations that follow in the chain.
       others: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
       program: As in `muon`, and so are the settings.
     """
-    # Under the names that these arguments have here.
+    # Mistakes raise under the names that these arguments have here.
     momentum_dtype("mu_dtype", mu_dtype)
     check_program("program", program)
     if adam is not None:

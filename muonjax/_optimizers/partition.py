@@ -81,7 +81,7 @@ def partition_by_route(
         # Parameters without gradient are left out, as the gradients leave them out.
         params = _with_gradients(updates, params)
         partition = partition_of(updates, params)
-        # Gradients have the shapes of their parameters, and so the states of both; nothing is allocated.
+        # What the state should be like: gradients have the shapes of their parameters. Nothing is allocated.
         _check_state(state, jax.eval_shape(partition.init, updates))
         # Optax gives each part a tree in which the leaves of the others are masked.
         updates, state = partition.update(updates, state, params, **extra_args)
@@ -116,7 +116,7 @@ def check_program(argument: str, given: Any) -> None:
         if _is_numbers(leaf) or hasattr(leaf, "dimension_numbers") or callable(leaf):
             continue
         advice = ""
-        # It makes arrays of arguments that it takes for numbers.
+        # `optax.inject_hyperparams` makes arrays of arguments that it takes for numbers.
         if isinstance(given, jax.Array):
             advice = f" optax.inject_hyperparams takes a function for a schedule: give it static_args={argument!r}."
         raise TypeError(
@@ -198,28 +198,24 @@ def _with_gradients(updates: Any, params: Any) -> Any:
     """The parameters in the structure of the gradients, after a check that each has one of its shape.
 
     What can't be trained and has no gradient is left out: in an Equinox module numbers and functions, in whose places
-    `eqx.filter_grad` has None.
+    `eqx.filter_grad` has None, which is no leaf of `updates`.
     """
-    # By path and in the order of the trees, because the structures differ where None has no leaf.
-    # None of `updates` has no path: where `eqx.filter_grad` puts it, there is a leaf in `leaves` alone.
     gradients = flatten_paths(updates)
     leaves = flatten_paths(params)
     without_gradient = [path for path in leaves if path not in gradients]
-    untrained = {path for path in without_gradient if not _is_trainable(leaves[path])}
-    if untrained and leaves.keys() - untrained == gradients.keys():
-        structure = jax.tree.structure(updates, is_leaf=is_masked)
-        params = structure.unflatten(leaves[path] for path in gradients)
-    else:
-        if without_gradient:
-            path = without_gradient[0]
+    for path in without_gradient:
+        if _is_trainable(leaves[path]):
             raise ValueError(
                 f"{path!r} is a parameter without a gradient; {_EQUAL_TREES}"
             )
-        for path in gradients:
-            if path not in leaves:
-                raise ValueError(
-                    f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}"
-                )
+    for path in gradients:
+        if path not in leaves:
+            raise ValueError(
+                f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}"
+            )
+    if without_gradient:
+        structure = jax.tree.structure(updates, is_leaf=is_masked)
+        params = structure.unflatten(leaves[path] for path in gradients)
     # A gradient of another shape could broadcast.
     for path, gradient in gradients.items():
         if is_masked(gradient) or is_masked(leaves[path]):

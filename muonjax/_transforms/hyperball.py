@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 # A norm that differs by less, or by less than the last bit of the weight or the update, is the one that was kept.
-_SAME = 1e-5
+_LEAST_TOLERANCE = 1e-5
 
 
 class HyperballState(NamedTuple):
@@ -181,16 +181,17 @@ def _step(
     # A checkpoint may have been restored in another dtype.
     kept_rms = jnp.asarray(kept_rms, jnp.finfo(w.dtype).dtype)
 
-    # W is computed with in units of its norm, so that no square overflows.
+    # W is taken in units of its norm, so that no square overflows.
     unit = jnp.where(kept_rms > 0, kept_rms, 1)
     w = w / unit
+    # In these units it is 1, or 0 for a matrix of zeros.
     kept_rms = kept_rms / unit
     weight_rms = jnp.sqrt(_mean(jnp.abs(w) ** 2, view))
     # The update may be of any size, as where no `orthogonalize` comes before.
     update_rms = _rms(u, view)
 
     # R follows what has changed the norm from outside, by more than rounding does.
-    rounding = _SAME
+    rounding = _LEAST_TOLERANCE
     for dtype in (update.dtype, weight.dtype):
         rounding = max(rounding, float(jnp.finfo(dtype).eps))
     radius = jnp.where(jnp.abs(weight_rms - kept_rms) <= rounding, kept_rms, weight_rms)

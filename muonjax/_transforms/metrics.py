@@ -85,7 +85,7 @@ def metrics(state: Any) -> dict[str, Any]:
 
 
 def _counts_and_rates(state: Any) -> dict[str, Any]:
-    """{"count": ..., "learning_rate": ..., "num_not_finite": ...}, each if the state holds it.
+    """{"count": ..., "learning_rate": ..., "adam_learning_rate": ..., "num_not_finite": ...}: what the state holds.
 
     Parts of an optimizer count by themselves, and one without leaves stays at 0: the largest count is the step. A rate
     is kept by `optax.inject_hyperparams`, or by a `LearningRateState`.

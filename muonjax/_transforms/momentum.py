@@ -181,7 +181,7 @@ def _scheduled(
 ) -> optax.GradientTransformation:
     """`trace_of(decay)` with the decay that a schedule gives at each update, which the state counts."""
 
-    # As `leaf_by_leaf` calls it: an update that does not count, and the state of the leaf.
+    # As `leaf_by_leaf` calls it: with an update, which is not read, and with the state of the leaf.
     def evaluate(_, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         decay = jnp.asarray(schedule(count), jnp.result_type(float))
         return decay, jnp.asarray(optax.safe_increment(count))
@@ -258,7 +258,8 @@ def quantize(
 ) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
     """The nearest integers in units of a 127th of each block's largest entry, and these units.
 
-    A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make their block NaN.
+    A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. x is float32 or float64. NaN and inf
+    make the scale of their block infinite or NaN, and so the block as `dequantize` returns it.
     """
     # [..., blocks, entries of a block]
     blocks = _in_blocks(x)

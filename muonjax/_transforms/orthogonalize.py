@@ -255,7 +255,8 @@ def normalize_neurons(
         arrays = jax.tree.map(as_array, params)
         moments = []
         for piece, array in zip(pieces, pieces.of(arrays), strict=True):
-            # By a sum like that of `update`, so that with explicit axis types it is sharded as it returns it.
+            # A number for each neuron: of a matrix [batch, rows, columns] an array [batch, 1, columns], or with the
+            # rows and columns of the view. It is a sum like that of `update`, and so sharded as that one is.
             zero = zero_beside(piece.view.split(array), piece.view.reduction_axes)
             moments.append(zero.astype(jnp.float32))
         return NormalizeNeuronsState(pieces.as_state(moments))
