@@ -177,6 +177,14 @@ def test_far_above_the_threshold_the_old_weights_round_and_the_next_step_mends_i
     assert_allclose(maxima(direct), threshold, rtol=3e-6)
 
 
+def test_a_factor_that_underflows_is_not_zero():
+    """γ = 1e-50 is no float32, and from weights of zero a head could not recover."""
+    clipped = muonjax.apply_qk_clip(
+        PARAMS, {"max_logits": jnp.full_like(MAXIMA(PARAMS), 1e30)}, SITE, 1e-20
+    )
+    assert all(bool((x != 0).any()) for x in jax.tree.leaves(clipped))
+
+
 # The bugs of others, one test each.
 
 
