@@ -29,7 +29,8 @@ The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, 
 - **Scores** are the last product of two activations that an array is made of: perhaps those of queries and keys.
 - What is **taken** are columns that a sum or a norm mixed; **loops** are axes of w that a scan, a look-up or a batch
   axis goes over, and they count matrices.
-- A projection is **unmixed** as long as each of its entries is one column's. Then its region may become a part.
+- A projection is **unmixed** as long as no nonlinear operation puts several of its columns together. Then its region
+  may become a part. A sum of columns leaves it unmixed.
 - A **span** says which entries of w a clip scales by one factor for each head, in the words of `Scale`. A **probe**
   says in which body, nested in others, the logits are a variable, and which of its axes count heads.
 - An operation is **live** if a result depends on it, and **trained** if a gradient comes back to it.

@@ -37,7 +37,7 @@ from muonjax._inspect.moves import (
     reshaped,
     rounds_coarsely,
 )
-from muonjax._inspect.positions import MOST, Unmoved, other_axes
+from muonjax._inspect.positions import MOST, NotFollowed, other_axes
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.values import CHOICES
 
@@ -58,7 +58,7 @@ def _product(a: Table, b: Table, sign: int = 1) -> Table:
     log(a b^±1) = log(a) ± log(b), made of the positions of both
     """
     if math.prod(np.broadcast_shapes(a.shape, b.shape)) > MOST:
-        raise Unmoved
+        raise NotFollowed
     logarithms = a[0] + sign * b[0]
     first, last = np.minimum(a[1], b[1]), np.maximum(a[2], b[2])
     return np.stack([logarithms, first, last])
@@ -92,7 +92,7 @@ def _reduced(table: Table, axes: Collection[int]) -> Table:
     total = _total(table, axes)
     # A sum of entries with different factors is no multiple of the sum. Zeros, NaN here, compare as false.
     if (table[0] < total[0]).any():
-        raise Unmoved
+        raise NotFollowed
     return total.squeeze(tuple(axes))
 
 
@@ -196,7 +196,7 @@ class Certificate:
             node = graph.nodes[operation]
             try:
                 tables = self._followed(node)
-            except Unmoved:
+            except NotFollowed:
                 return operation
             for value, table in zip(node.outputs, map(_compact, tables), strict=True):
                 if table is None:
@@ -247,7 +247,7 @@ class Certificate:
         # Queries of an autoencoder may be a convolution by a kernel, its second operand.
         operand = node.inputs[1 if name == "conv_general_dilated" else 0]
         if touched != [operand]:
-            raise Unmoved
+            raise NotFollowed
         return [self._moved(node, self.tables[operand])]
 
     def _check_loops(self, node: Node, touched: Sequence[int]) -> None:
@@ -260,7 +260,7 @@ class Certificate:
                 continue
             for x in touched:
                 if self.tables[x].shape[axis] > 1:
-                    raise Unmoved
+                    raise NotFollowed
 
     def _of_several(self, node: Node) -> Table:
         """The table of a product, a sum, a choice or a concatenation of several arrays.
@@ -271,8 +271,9 @@ class Certificate:
         if node.name in CHOICES:
             condition, *inputs = inputs
             if condition in self.tables:  # a clip would choose other entries
-                raise Unmoved
-        # What a mask puts in the place of logits may be a number far below them.
+                raise NotFollowed
+        # What a mask puts in the place of logits, `MASKED` or less, counts as zero: softmax gives it no weight, so that
+        # it fits every factor.
         is_mask = node.name == "select_n" and self.walk.values[out].logits
         least = MASKED if is_mask else -np.inf
         rank = len(self.walk.shape(out))
@@ -338,14 +339,14 @@ class Certificate:
         # A cast to whole numbers, or to very few digits, rounds to others than a factor times the numbers.
         is_float = self.graph.is_float(node.outputs[0])
         if not is_float or rounds_coarsely(self.walk, node):
-            raise Unmoved
+            raise NotFollowed
         old, new = self.graph.shapes(node)
         if len(old) != len(new):  # as of an untiled `all_gather`
-            raise Unmoved
+            raise NotFollowed
         for axis, n in enumerate(old):
             # Into or out of a `shard_map` a device has some of the heads.
             if n != new[axis] and table.shape[self.first + axis] > 1:
-                raise Unmoved
+                raise NotFollowed
         return table
 
     def _by_kernel(self, node: Node, table: Table) -> Table:
@@ -360,10 +361,10 @@ class Certificate:
         """What the iterations of a scan take of an array [iterations, ...]: its first axis becomes that of the loop."""
         if table.shape[self.first] > 1:
             if node.params["scan"] not in self.loops:
-                raise Unmoved  # the logits are in no iteration of this scan
+                raise NotFollowed  # the logits are in no iteration of this scan
             loop = 1 + self.loops.index(node.params["scan"])
             if table.shape[loop] > 1:
-                raise Unmoved
+                raise NotFollowed
             table = np.swapaxes(table, loop, self.first)
         return table.squeeze(self.first)
 
@@ -387,7 +388,7 @@ class Certificate:
         try:
             old, new = self.walk.shape(value), self.walk.shape(seen)
             table = reshaped(self.at[value], old, new)
-        except Unmoved:
+        except NotFollowed:
             return None
         # Along all other axes the table has one entry.
         varying = 1 + np.flatnonzero(np.array(table.shape[1:]) > 1)

@@ -250,6 +250,7 @@ class Walk:
         """
         for projection in projections:
             layout = projection.layout
+            # Here, or by a sum before: `mean(q, 3)` has columns that are taken already.
             is_mixed = bool(layout.runs_along(axes) or layout.taken)
             # Some columns are mixed, and others stay separate.
             if projection.unmixed and is_mixed and layout.runs_not_along(axes):

@@ -172,7 +172,7 @@ class Node:
     outputs: tuple[int, ...]
     equation: JaxprEqn  # of a "carry" and the like that of the loop, of a rewritten operation the one of the program
     place: Place
-    # Which pass of a gradient that the function takes by itself: "forward" or "backward", or "" for neither.
+    # Which pass of a gradient that the function takes by itself: "forward", "backward", or "" for neither.
     gradient_pass: str
 
 
@@ -326,7 +326,8 @@ class Graph:
     ) -> list[int]:
         """Appends an operation of the body at `place`; returns the values of its `variables`, which are new."""
         outputs = [self._new(v) for v in variables]
-        # Operations of a long einsum get one name, of a rule that does not follow them.
+        # An einsum of three or more operands multiplies them in an order that depends on their sizes. All of its
+        # operations get one name, whose rule follows none of them.
         scopes = equation.source_info.name_stack
         node = Node(
             index=len(self.nodes),

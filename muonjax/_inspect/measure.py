@@ -127,9 +127,9 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
 def bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """The results of an equation: by a cached `jit`, unless it has a body, an effect or a parameter without a hash.
 
-    JAX linearizes and transposes one function for all equal operations. `jax.make_jaxpr` inlines the functions of
-    `jax.numpy` for which it would do so: without this, 80 unrolled layers take almost twice as long to differentiate.
-    Where a call is traced it is inlined: nothing is left of it in the program.
+    JAX differentiates a `jit` once, however often it is called. Functions of `jax.numpy` are such, but `jax.make_jaxpr`
+    has inlined them: without a `jit` for all equal operations, 80 unrolled layers take almost twice as long to
+    differentiate. Where it is traced it is inlined again, so that nothing is left of it in the program.
 
     Args:
       eqn: The equation.
@@ -257,9 +257,11 @@ def _nothing(kind: Any) -> jax.Array:
 
 
 def _traced(body: Body, probes: tuple[Probe | Any, ...]) -> Any:
-    """The jaxpr of `run` for this body and these probes, or the types of maxima that it does not have.
+    """The jaxpr of `run` for this body and these probes.
 
-    One for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step.
+    In place of a probe that is in another branch of a `cond` there is the type of its maximum: `run` then returns -inf.
+
+    One jaxpr for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step.
     """
     # By the body itself, and not for longer than it lives.
     known = _TRACED.setdefault(body, {})

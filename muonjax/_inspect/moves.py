@@ -18,7 +18,7 @@ from muonjax._inspect.positions import (
     MOST,
     UNORDERED,
     Layout,
-    Unmoved,
+    NotFollowed,
     merged,
     other_axes,
 )
@@ -91,7 +91,7 @@ def moved_by(walk: Walk, node: Node, x: Facts) -> Facts:
       x: The facts [*any, *axes of the operand], with one entry along each axis on which they don't depend.
 
     Raises:
-      Unmoved: There is no rule for the operation, or there would be too many facts.
+      NotFollowed: There is no rule for the operation, or there would be too many facts.
     """
     old, new = walk.graph.shapes(node)
     params = node.params
@@ -118,7 +118,7 @@ def moved_by(walk: Walk, node: Node, x: Facts) -> Facts:
         return x
     if node.name == "gather":
         return _gathered(walk, node, x)
-    raise Unmoved
+    raise NotFollowed
 
 
 def _sliced(x: Facts, axis: int, indices: range) -> Facts:
@@ -153,7 +153,7 @@ def _gathered(walk: Walk, node: Node, x: Facts) -> Facts:
         x = _sliced(x, first + axis, range(start, start + sizes[axis]))
     for n, size in zip(x.shape[first:], sizes, strict=True):
         if n > size:
-            raise Unmoved  # the index is not known, and the facts depend on it
+            raise NotFollowed  # the index is not known, and the facts depend on it
     x = x.squeeze(axes_after(first, _gone(numbers)))
     return _spread(x, first, numbers.offset_dims, len(new))
 
@@ -172,7 +172,7 @@ def reshaped(x: Facts, old: Shape, new: Shape) -> Facts:
     # Logits may have been cut or repeated between the softmax and where they are measured: that is no reshape. Arrays
     # without entries have no facts.
     if math.prod(old) != math.prod(new) or 0 in old:
-        raise Unmoved
+        raise NotFollowed
     first = x.ndim - len(old)
     # Only axes on which facts depend get an entry for each index: [4, 16] becomes [4, 1].
     full = list(x.shape[:first])
@@ -184,7 +184,7 @@ def reshaped(x: Facts, old: Shape, new: Shape) -> Facts:
         full += [old[axis] if is_varying else 1 for axis in before]
         result += [new[axis] if is_varying else 1 for axis in after]
     if math.prod(full) > MOST:
-        raise Unmoved
+        raise NotFollowed
     return np.broadcast_to(x, full).reshape(result)
 
 

@@ -41,7 +41,7 @@ def other_axes(rank: int, axes: Collection[int | None]) -> list[int]:
     return [axis for axis in range(rank) if axis not in axes]
 
 
-class Unmoved(Exception):
+class NotFollowed(Exception):
     """Where an operation moves entries is not followed."""
 
 
@@ -219,7 +219,7 @@ class Layout(NamedTuple):
         for run in self.runs:
             try:
                 moved = _run_of(run.axis, move(run.positions))
-            except Unmoved:
+            except NotFollowed:
                 # The result may have any of these positions, in any order.
                 taken = (*taken, _set_of(run.axis, run.positions))
                 loops = (*loops, UNORDERED)

@@ -51,7 +51,10 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
 
 
 def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
-    """`numbers_in` of an array that was not asked for before: those of a constant, or what an operation makes."""
+    """`numbers_in` of an array that was not asked for before: those of a constant, or what an operation makes.
+
+    None: data say which numbers, as those of an argument. `_MANY`, NaN: data do not, but they are more than a few.
+    """
     constant = graph.known.get(value, graph.contents.get(value))
     if constant is not None:
         return _in_table(np.asarray(constant))
@@ -92,7 +95,7 @@ def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
 
 
 def _in_table(table: np.ndarray) -> np.ndarray:
-    """The numbers in an array, without sorting one that may be large."""
+    """The different numbers in an array, or `_MANY`, without sorting one that may be large."""
     rest = table.reshape(-1)
     # Most tables, as of positions, show in their first numbers that they hold many.
     if np.iscomplexobj(table):

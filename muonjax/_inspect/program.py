@@ -166,7 +166,7 @@ class Program:
                 missing.append(path)
         if not missing:
             return ""
-        calm = []
+        unclipped = []
         for attention in self.attentions:
             if attention.site is not None:
                 # The paths of a site begin below its module, or at the root. Without one of its parameters an
@@ -174,8 +174,8 @@ class Program:
                 root = f"{attention.name}/" if attention.site.path else ""
                 scaled = {root + scale.path for scale in attention.site.scales}
                 if not scaled.isdisjoint(missing):
-                    calm.append(attention.name)
-        clips = f"; not clipped: {listed(calm, ', ')}" if calm else ""
+                    unclipped.append(attention.name)
+        clips = f"; not clipped: {listed(unclipped, ', ')}" if unclipped else ""
         return f"Not among these parameters: {listed(missing, ', ')}{clips}."
 
     def why(self, path: str) -> str:

@@ -84,7 +84,8 @@ class Product:
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
     # The parts that are used separately.
     parts: set[Region] = dataclasses.field(default_factory=set)
-    # Columns that are mixed while others stay unmixed, as by a norm of each head: what is taken.
+    # Where a norm of each head mixes columns, and others stay separate: the layout in which the mixed ones are taken.
+    # The separate ones may count heads.
     mixed: set[Layout] = dataclasses.field(default_factory=set)
     is_mixture: bool = False  # of features with a router's weights, perhaps of experts
 
@@ -97,7 +98,7 @@ class Projection(NamedTuple):
     biases: tuple[ParameterView, ...] = ()  # parameters that were added since then
     # The first operation that does not commute with scaling the parameter.
     nonlinear_at: int = -1
-    # No operation yet mixes its columns: it may still be cut into parts.
+    # No nonlinear operation yet puts several columns together: it may still be cut into parts.
     unmixed: bool = True
 
     @property

@@ -126,8 +126,9 @@ def lyapunov(
       Z, skew; and P^-1, or None.
     """
 
-    # The carry begins as P, K and I (None without the inverse), and tends to I, 2 Z and P^-1.
     def step(carry, row):
+        """One step for the sign of [[P, E], [0, -P]], whose corner tends to 2 Z, and for Q, which tends to P^-1."""
+        # The carry begins as P, K and I (None without the inverse).
         p, e, q = carry
         # aI + bS + cS^2 = alpha I + R with R = beta D + c D^2
         square = dot(p, p)

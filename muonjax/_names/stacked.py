@@ -88,12 +88,13 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
 
 
 def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | None:
-    """The leaves without the axis that counts layers; None if they have no axis in common.
+    """The leaves without the axis that counts layers; None if they have no axis in common, and so are no stack.
 
-    Kernels [6, 32, 80] and [6, 80, 32] have only the first axis in common, of 6 layers. Where two axes fit equally
-    well, the leaves stay as they are.
+    Kernels [6, 32, 80] and [6, 80, 32] have only the first axis in common, of 6 layers. In a stack where two axes fit
+    equally well, the leaves stay as they are.
     """
-    # {the axis of each leaf: its size}, {(0, 0): 6} for the two above
+    # {the axis of each leaf: its size} at the same place from the front or from the back: {(0, 0): 6} for the two
+    # above, {(1, 0): 6, (2, 1): 80} for a kernel [32, 6, 80] and its bias [6, 80].
     common_axes = _common_axes(parameters)
     if not common_axes:
         return None

@@ -247,7 +247,7 @@ def inverse_root(h: jax.Array) -> jax.Array:
     """
     eye = identity_like(h, as_constant=True)
     inverse = inverse_norm(h)
-    # For eigenvalues of R from 1e-4 to 1; smaller ones leave Q too small.
+    # For eigenvalues of R from 1e-4 to 1; smaller ones, down to the ridge, leave Q too small.
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 
     def step(

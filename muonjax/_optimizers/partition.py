@@ -25,7 +25,7 @@ from muonjax._matrices.matrix_view import (
 from muonjax._mesh.host_memory import offload
 from muonjax._names.check_tree import check_parameters
 from muonjax._names.dimension_numbers import numbers_tree, routes
-from muonjax._transforms.momentum import check_kind, has_int8
+from muonjax._transforms.momentum import check_int8, has_int8
 
 
 def partition_by_route(
@@ -240,7 +240,8 @@ def _check_state(state: Any, expected: Any) -> None:
     # A restored state may be of another class, with the same fields.
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
         raise ValueError(message_for_other_state(state))
-    check_kind(state, has_int8(expected))
+    # Momentum in int8 has scales next to it, so that its state is another tree.
+    check_int8(state, has_int8(expected))
     shapes = list(map(jnp.shape, jax.tree.leaves(state)))
     entries = jax.tree.leaves_with_path(expected)
     if shapes == [leaf.shape for _, leaf in entries]:

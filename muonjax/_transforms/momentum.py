@@ -165,7 +165,7 @@ def _trace(
     @errors_of("trace")
     def update(updates, state, params=None):
         del params
-        check_kind(state, is_int8)
+        check_int8(state, is_int8)
         if is_int8:
             _check_blocks(updates, distribution)
         updates, *arrays = leaf_by_leaf(step, updates, *state)
@@ -364,7 +364,7 @@ def has_int8(state: Any) -> bool | None:
     return any(isinstance(momentum, Int8TraceState) for momentum in momenta)
 
 
-def check_kind(state: Any, wanted: bool | None) -> None:
+def check_int8(state: Any, wanted: bool | None) -> None:
     """Raise where the momentum in a state is in int8 and should not be, or the reverse."""
     is_int8 = has_int8(state)
     # A state without momentum is for another check to refuse.
