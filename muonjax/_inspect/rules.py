@@ -56,7 +56,7 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
         if exponential_of >= 0:
             walk.attention.summed_exponentials.add(exponential_of)
         walk.layers.without_rule.add(node.index)
-    _record_parameters(walk, node, values, has_no_rule)
+    _record_parameters(walk, node, values)
     projections = [projection for value in values for projection in value.projections]
     if has_no_rule:
         projections += _queries_and_keys(walk, node, values)
@@ -71,13 +71,10 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
     return [result] * len(node.outputs)
 
 
-def _record_parameters(
-    walk: Walk, node: Node, values: Sequence[Value], has_no_rule: bool
-) -> None:
+def _record_parameters(walk: Walk, node: Node, values: Sequence[Value]) -> None:
     """Records that the operation takes parameters; without data it may be a penalty, such as a determinant."""
     has_data = any(value.depends_on and not value.is_weight for value in values)
-    weights = [value for value in values if value.is_weight or has_no_rule]
-    walk.record_views(node, node.name, weights, "unknown" if has_data else "alone")
+    walk.record_views(node, node.name, values, "unknown" if has_data else "alone")
 
 
 def _queries_and_keys(
@@ -118,9 +115,6 @@ def _long_einsum(walk: Walk, node: Node) -> Sequence[Value]:
         for other in values:
             walk.record_weights(node, value, other)
     (result,) = unknown(walk, node)
-    # A matrix that data chose, as that of an expert, is not followed through it either.
-    chosen = [value for value in values if not value.is_weight]
-    walk.record_views(node, node.name, chosen, "unknown")
     return [result._replace(scores=node.index) if result.is_activation else result]
 
 

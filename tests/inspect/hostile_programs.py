@@ -486,6 +486,19 @@ def a_kernel_for_each_example(p, x, z):
     return end(p, y.reshape(h, w, n, -1).transpose(2, 0, 1, 3).mean((1, 2)))
 
 
+@program(IMAGES, ROWS, w=((3, 3, 4, 8), "by names: reshape is not followed: hostile_programs.py:"),
+         style=((D, 4), "0 | 1"), out=((8, 2), "an output head"))  # fmt: skip
+def a_normalized_kernel_for_each_example(p, x, z):
+    """A `vmap` over examples makes groups, too."""
+
+    def of_example(x, z):
+        kernel = p["w"] * (z @ p["style"])[:, None]
+        kernel = kernel * lax.rsqrt((kernel**2).sum((0, 1, 2)) + 1e-8)
+        return convolved(x[None], kernel)[0]
+
+    return end(p, jax.vmap(of_example)(x, z).mean((1, 2)))
+
+
 @program(
     IMAGES,
     w=((6, 3, 3, 4, 8), "by names: reshape: hostile_programs.py:"),
