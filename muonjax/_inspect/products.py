@@ -143,10 +143,9 @@ class Kernel(NamedTuple):
     groups: int = 1
     is_depthwise: bool = False  # each group of one feature
     is_patch: bool = False  # of windows that do not overlap
-    is_convolution: bool = True
 
 
-NO_KERNEL = Kernel(is_convolution=False)
+NO_KERNEL = Kernel()
 
 
 def _by_parameter(
@@ -164,10 +163,11 @@ def _by_parameter(
     if other.value.is_weight:
         walk.record_views(node, "a learned input", [other.value])
     # Scores that the activation was made of went through a layer, and this product may be one of learned queries or
-    # keys: the scores are its own from here on. A convolution of logits leaves them what they are.
-    if not kernel.is_convolution or not other.value.logits:
-        walk.attention.one_sided.add(node.index)
-        product = product._replace(scores=node.index, exponential_of=-1)
+    # keys: the scores are its own from here on. Softmax's weights stay what they are, as those of talking heads.
+    walk.attention.one_sided.add(node.index)
+    product = product._replace(scores=node.index)
+    if product.exponential_of not in walk.attention.summed_exponentials:
+        product = product._replace(exponential_of=-1)
     # A depthwise convolution takes no columns together.
     if not kernel.is_depthwise:
         walk.record_parts(other.value.projections)

@@ -512,6 +512,25 @@ for groups, name in (
     attention(sites=None, c=(H, H, 3, 3), **QKVO)(fun)
 
 
+def talking_heads(before, after):
+    """Heads are mixed in the logits, in softmax's weights, or in both."""
+
+    def fun(p, x):
+        q, k, v = projected(p, x)
+        mix = functools.partial(jnp.einsum, "bhqk,hg->bgqk")
+        logits = logits_of(q, k)
+        shares = jax.nn.softmax(mix(logits, p["before"]) if before else logits)
+        return loss_of(p, mixed(mix(shares, p["after"]) if after else shares, v))
+
+    return fun
+
+
+for sides in ((1, 0), (0, 1), (1, 1)):
+    fun = talking_heads(*sides)
+    fun.__name__ = "talking_heads_{}{}".format(*sides)
+    program(X, sites=NOT_ALL, before=(H, H), after=(H, H), **QKVO)(fun)
+
+
 # Heads one by one, in the batch, in pairs.
 
 
