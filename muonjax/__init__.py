@@ -1,9 +1,6 @@
 """Muon and MuonClip for JAX: Optax gradient transformations that train the matrices of any model."""
 
 from muonjax import optax_contrib as optax_contrib
-from muonjax._clip.attention_sites import fused_qkv_site as fused_qkv_site
-from muonjax._clip.attention_sites import mha_site as mha_site
-from muonjax._clip.attention_sites import mla_site as mla_site
 from muonjax._clip.max_logits import max_logits as max_logits
 from muonjax._clip.max_logits import max_logits_bound as max_logits_bound
 from muonjax._clip.qk_clip import apply_qk_clip as apply_qk_clip
@@ -11,7 +8,10 @@ from muonjax._clip.qk_clip import qk_clip as qk_clip
 from muonjax._clip.scaled_entries import Scale as Scale
 from muonjax._clip.signal_clip import signal_clip as signal_clip
 from muonjax._clip.site import Site as Site
-from muonjax._common import models as _models
+from muonjax._clip.site_constructors import fused_qkv_site as fused_qkv_site
+from muonjax._clip.site_constructors import mha_site as mha_site
+from muonjax._clip.site_constructors import mla_site as mla_site
+from muonjax._common import model_registry as _models
 from muonjax._inspect.program import Program as Program
 from muonjax._inspect.program import inspect as inspect
 from muonjax._inspect.value_and_grad import value_and_grad as value_and_grad
@@ -35,6 +35,9 @@ from muonjax._optimizers.muon import muon as muon
 from muonjax._optimizers.muon import muonclip as muonclip
 from muonjax._optimizers.muon import muonh as muonh
 from muonjax._optimizers.muon import normuon as normuon
+from muonjax._transforms.cautious_weight_decay import (
+    cautious_weight_decay as cautious_weight_decay,
+)
 from muonjax._transforms.ema_nesterov import ema_nesterov as ema_nesterov
 from muonjax._transforms.ema_nesterov import ema_nesterov_params as ema_nesterov_params
 from muonjax._transforms.hyperball import hyperball as hyperball
@@ -45,9 +48,6 @@ from muonjax._transforms.monitor import monitor as monitor
 from muonjax._transforms.orthogonalize import match_rms as match_rms
 from muonjax._transforms.orthogonalize import normalize_neurons as normalize_neurons
 from muonjax._transforms.orthogonalize import orthogonalize as orthogonalize
-from muonjax._transforms.weight_decay import (
-    cautious_weight_decay as cautious_weight_decay,
-)
 from muonjax.loha import adapter_mask as adapter_mask
 from muonjax.loha import hadamard_linear as hadamard_linear
 

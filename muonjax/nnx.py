@@ -299,7 +299,7 @@ def _check_layer(layer: Layer) -> None:
         )
 
 
-# How the rest of muonjax reads an NNX model; see `muonjax._common.models`.
+# How the rest of muonjax reads an NNX model; see `muonjax._common.model_registry`.
 
 
 def is_model(tree: Any) -> bool:

@@ -34,7 +34,7 @@ from muonjax._common.linalg import (
     square_norm,
     sum_over,
 )
-from muonjax._common.platform import Policy
+from muonjax._common.policy import Policy
 from muonjax._matrices.batching import Function
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution

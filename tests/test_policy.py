@@ -16,7 +16,7 @@ from jax.sharding import (
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from muonjax._common.platform import Policy, policy_of
+from muonjax._common.policy import Policy, policy_of
 from pallas_kernels import symmetric_product
 from pallas_kernels._platform import kind_of, platform_of
 from tests.tools.products import equations

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clip.find_sites import Modules, find_sites
+from muonjax._clip.place_sites import Modules, place_sites
 from muonjax._clip.site import PlacedSite, Site
 from muonjax._clip.statistics import larger, largest_of_devices, match_statistics
 from muonjax._common.arguments import (
@@ -22,7 +22,7 @@ from muonjax._common.arguments import (
     warn_user,
     whole_number,
 )
-from muonjax._common.platform import sharded_like, zero_beside
+from muonjax._common.explicit_axes import sharded_like, zero_beside
 from muonjax._common.trees import flatten_paths, is_masked
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ClipByStatistic:
 
     def find(self, modules: Modules) -> tuple[list[PlacedSite], set[str]]:
         """The modules that are clipped in a tree of parameters, and the keys of statistics that are skipped."""
-        sites, not_trained = find_sites(modules, self.sites)
+        sites, not_trained = place_sites(modules, self.sites)
         return self.prepare(sites), not_trained
 
     def init(self, params: optax.Params) -> QKClipState:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from muonjax._clip.find_sites import module_of
+from muonjax._clip.place_sites import module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.site import Site
 from muonjax._clip.statistics import larger
 from muonjax._common.arguments import warn_user
-from muonjax._common.models import as_function_of_parameters, is_model
+from muonjax._common.model_registry import as_function_of_parameters, is_model
 from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
 from muonjax._inspect.attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._common.arguments import errors_of
-from muonjax._common.platform import sharded_like, whole_along
+from muonjax._common.explicit_axes import sharded_like, whole_along
 from muonjax._common.trees import (
     broadcast_prefix,
     is_boxed,

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from muonjax._common.platform import Policy, sharded_like
+from muonjax._common.explicit_axes import sharded_like
+from muonjax._common.policy import Policy
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.assignment import Owners, Round, assign_owners, row_length

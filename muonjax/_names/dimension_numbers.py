@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from muonjax._common import trees
 from muonjax._common.arguments import errors_of, warn_user
-from muonjax._common.models import parameters_of
+from muonjax._common.model_registry import parameters_of
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
@@ -33,7 +33,7 @@ from muonjax._matrices.matrix_view import (
 from muonjax._names import roles
 from muonjax._names.axes import matrices
 from muonjax._names.callers_rules import PathRules, apply_rules, rules_for
-from muonjax._names.check_tree import INSPECT, check_parameters, types_of_modules
+from muonjax._names.check_parameters import INSPECT, check_parameters, types_of_modules
 from muonjax._names.convolutions import patch_embedding
 from muonjax._names.ends_of_model import ends
 from muonjax._names.neighbors import Neighbors

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._common.arguments import errors_of
-from muonjax._common.models import parameters_of
+from muonjax._common.model_registry import parameters_of
 from muonjax._common.trees import dtype_of, leaf_paths
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
-from muonjax._names.check_tree import check_parameters
+from muonjax._names.check_parameters import check_parameters
 from muonjax._names.dimension_numbers import Route, routes
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")

@@ -33,8 +33,8 @@ from muonjax._common.linalg import (
     square_norm,
     sum_over,
 )
-from muonjax._common.platform import Policy
-from muonjax._matrices.column_blocks import Blocks
+from muonjax._common.policy import Policy
+from muonjax._matrices.uniform_blocks import Blocks
 from muonjax._newton_schulz.coefficients import Coefficients, restarts_of
 from muonjax._newton_schulz.deflation import (
     ROUNDING,

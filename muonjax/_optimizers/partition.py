@@ -14,7 +14,7 @@ from muonjax._common.arguments import (
     shown,
     warn_user,
 )
-from muonjax._common.platform import sharded_like
+from muonjax._common.explicit_axes import sharded_like
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
 from muonjax._matrices.matrix_view import (
     DimensionNumbersTree,
@@ -23,7 +23,7 @@ from muonjax._matrices.matrix_view import (
     resolve_dimension_numbers,
 )
 from muonjax._mesh.host_memory import offload
-from muonjax._names.check_tree import check_parameters
+from muonjax._names.check_parameters import check_parameters
 from muonjax._names.dimension_numbers import numbers_tree, routes
 from muonjax._transforms.momentum import check_int8, has_int8
 

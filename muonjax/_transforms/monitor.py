@@ -17,8 +17,8 @@ from muonjax._common.arguments import (
     require_params,
     whole_number,
 )
+from muonjax._common.explicit_axes import is_explicit
 from muonjax._common.linalg import at_least_float32, dot, or_one, square_norm
-from muonjax._common.platform import is_explicit
 from muonjax._common.trees import is_masked, leaf_paths, names
 from muonjax._matrices.matrix_view import (
     DimensionNumbersTree,

@@ -56,7 +56,7 @@ class Modules:
         return leaf is not None and not is_masked(leaf)
 
 
-def find_sites(
+def place_sites(
     modules: Modules, sites: Iterable[Site]
 ) -> tuple[list[PlacedSite], set[str]]:
     """Every module that the sites match, checked against the parameters.

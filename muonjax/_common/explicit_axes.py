@@ -1,0 +1,71 @@
+"""Keep arrays sharded as they should be on a mesh with explicit axis types.
+
+There the type of an array says how it is sharded, and only `reshard` changes that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, Shaped
+
+
+def is_explicit(x: Any) -> bool:
+    """Whether x is on a mesh with explicit axis types."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:
+    """x, sharded as `other`, of equal rank; as it is where `other` is not on a mesh with explicit axis types."""
+    return (
+        jax.sharding.reshard(x, jax.typeof(other).sharding) if is_explicit(other) else x
+    )
+
+
+def whole_along(
+    x: Shaped[Array, "*x"], axis: int, step: int | None = None
+) -> Shaped[Array, "*x"]:
+    """x, gathered along `axis` where it is on a mesh with explicit axis types: its parts need not end where shards do.
+
+    With `step`, x stays as it is if a part of so many entries can be sharded as well.
+    """
+    if not is_explicit(x):
+        return x
+    sharding = jax.typeof(x).sharding
+    spec = [*sharding.spec]
+    # An axis is sharded by no mesh axis (None), by one ("fsdp"), or by several ("data", "fsdp").
+    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
+    num_shards = math.prod(
+        sharding.mesh.shape[name] for name in names if name is not None
+    )
+    # Then each part, whose size is a multiple of `step`, can have a piece on every shard.
+    if step and step % num_shards == 0:
+        return x
+    spec[axis] = None
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"]:
+    """A zero to add to a new array, which is then on x's mesh, where that has explicit axis types.
+
+    Without it, `init` would make a state on no mesh, and the first `update` return one on x's mesh. `jit` would compile
+    `update` twice, for two types of the state, and could not write the new state into the buffers of the old one.
+
+    Args:
+      x: An array.
+      axes: Zeros with these axes of size 1, sharded as x is along the others; None: a scalar. Counted from 0.
+    """
+    if isinstance(x, jax.Array) and is_explicit(x):
+        # Not of zeros_like(x): jit would not see that x, and with it the mesh, is needed. `isnan` gives finite numbers
+        # for an x with NaN too.
+        return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
+    if axes is None:
+        return jnp.zeros([], int)
+    shape = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
+    return jnp.zeros(shape, int)
