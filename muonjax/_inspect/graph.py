@@ -229,32 +229,33 @@ class Graph:
         # By value: its shape and dtype, and its variable in the body where it is first seen.
         self.avals: list[Any] = []
         self.variables: list[Any] = []
-        # Where else a value has a variable: inside of the calls that get it, or outside of the one that returns it.
+        # By value, its variables in other bodies: inside of a `jit` that takes it, and outside of one that returns it.
         self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
         # What the function is given: parameters and data.
         inputs = [self._new(v) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
-        # The arrays that the function closes over, or a function inside of it.
+        # In `x * 2.0 + table` the function closes over `table`. `constants` has its value, and `constant_arrays` the
+        # array by its value, unless the array is data: a tracer, a random key, or one that was `given`.
         self.constants: list[int] = []
-        # By value, those of them that the program contains: all but tracers, keys, and what was `given`.
-        self.contents: dict[int, Any] = {}
-        # By value, numbers of the program: literals, constants of one number, and constant indices.
+        self.constant_arrays: dict[int, Any] = {}
+        # By value, the numbers that rules read: the literal 2.0, and those constants that `_is_index` takes. `follow`
+        # adds what the program computes from them alone.
         self.known: dict[int, Any] = {}
-        # What `possible_numbers.numbers_in` says of a value.
-        self.numbers: dict[int, Any] = {}
-        # By the index of its first operation.
+        # By value, the results of `possible_numbers.numbers_in`, which fills it.
+        self.possible_numbers: dict[int, Any] = {}
+        # By the index of a loop's first operation.
         self.loops: dict[int, Loop] = {}
         # By the place of a body: the equation that has it.
         self.callers: dict[Place, JaxprEqn] = {}
         self.outputs = self._walk(jaxpr, self._constants(closed), inputs, ())
-        # From here on all operations are there. By value: the index of the operation that makes it.
+        # The list is complete from here on. By value: the index of the operation that makes it.
         self.producer: dict[int, int] = {}
         for node in self.nodes:
             self.producer |= dict.fromkeys(node.outputs, node.index)
-        # Operations that an output of the function depends on, or a gradient that the function takes.
+        # The operations that an output depends on; if the function takes gradients, all of their forward passes too.
         self.live = self._before_outputs(lambda i: self.nodes[i].inputs)
-        # Those that a gradient of the outputs comes back to.
+        # Those that a gradient of the outputs comes back to. It ends at the result of a `stop_gradient`.
         trained = self._before_outputs(self._inputs_with_gradient)
         self.trained = {i for i in trained if self.nodes[i].name != "stop_gradient"}
 
@@ -264,10 +265,11 @@ class Graph:
         return () if node.name == "stop_gradient" else node.inputs
 
     def _before_outputs(self, inputs: Callable[[int], Iterable[int]]) -> set[int]:
-        """The operations before the outputs; `inputs` says which inputs of an operation are followed."""
+        """The operations that the outputs depend on; `inputs` says which inputs of an operation are followed."""
         operations = self._producers(self.upstream(self.outputs, inputs))
-        # A backward pass need not use what the forward pass returns. Which forward operations it belongs to is not
-        # told: if any backward operation is there, all of the forward pass is.
+        # The loss of a physics-informed network is made of derivatives of the network. They do not depend on what its
+        # last product returns, but the parameters of this product train. JAX does not say which forward pass a backward
+        # pass belongs to: if there is a backward pass, all forward passes count.
         passes = {self.nodes[i].gradient_pass for i in operations}
         if "backward" in passes:
             ends: list[int] = []
@@ -309,7 +311,7 @@ class Graph:
             # The numbers of an argument are no part of the program.
             if any(_is_same(array, given) for given in self._given):
                 continue
-            self.contents[x] = array
+            self.constant_arrays[x] = array
             # It may say where a slice or a look-up goes.
             if _is_index(array):
                 self.known[x] = np.asarray(array)
@@ -368,11 +370,12 @@ class Graph:
         consts: Sequence[int],
         args: Sequence[int],
         place: Place,
-        source: JaxprEqn | None = None,
+        replaced: JaxprEqn | None = None,
     ) -> list[int]:
         """Appends the operations of a jaxpr on these values; returns the values of its results.
 
-        If the jaxpr says in other operations what one equation does, that is its `source`.
+        `replaced`: None for a jaxpr of the program. If the jaxpr is a rewriting (`_REWRITTEN`), the equation of the
+        program in whose place it stands.
         """
         variables = [*jaxpr.constvars, *jaxpr.invars]
         values = dict(zip(variables, [*consts, *args], strict=True))
@@ -389,61 +392,68 @@ class Graph:
             inputs = [read(atom) for atom in eqn.invars]
             # A `jit` or a loop is entered; a kernel, which may have a body too, is an operation.
             if eqn.primitive.name in _ENTERED and bodies(eqn):
-                outputs = self._enclosing(eqn, position, inputs, place)
+                outputs = self._add_bodies(eqn, position, inputs, place)
             else:
-                outputs = self._single(eqn, inputs, place, source)
+                outputs = self._single(eqn, inputs, place, replaced)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _single(
-        self, eqn: JaxprEqn, inputs: list[int], place: Place, source: JaxprEqn | None
+        self, eqn: JaxprEqn, inputs: list[int], place: Place, replaced: JaxprEqn | None
     ) -> list[int]:
-        """Appends an equation without a body, perhaps as other operations.
+        """Appends an equation whose bodies are not entered, perhaps as other operations; returns its results' values.
 
-        `source`: the equation of the program, if `eqn` is one of those that it was rewritten as. It has the line.
+        A `squeeze` becomes a `reshape`, and a `psum` over an axis of a `vmap` a `reduce_sum`. `replaced` as in `_walk`.
         """
         name, variables = eqn.primitive.name, eqn.outvars
         if name in _COLLECTIVES:
-            # The axis of a `vmap` is a number by now. That of a mesh is a name: such a sum moves nothing (`SAME`).
+            # Under `jax.vmap(f, axis_name="batch")` JAX has replaced "batch" by the number of an axis of the array. An
+            # axis of a mesh keeps its name, and a sum over it remains a `psum`, which moves nothing (`SAME`).
             axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
             if axes:
                 reduction = _COLLECTIVES[name]
                 return self._add_for_each(
                     reduction, [inputs], variables, eqn, place, axes=axes
                 )
-        # What a rewriting gives is not rewritten again: `pad` may stay a `pad`.
-        if name not in _REWRITTEN or source is not None:
-            return self._add(name, eqn.params, inputs, variables, source or eqn, place)
+        # A rewriting is not rewritten again, because `_padded` may return a `pad`. Each of its operations keeps the
+        # equation of the program, which has the user's line.
+        if name not in _REWRITTEN or replaced is not None:
+            source = replaced or eqn
+            return self._add(name, eqn.params, inputs, variables, source, place)
         arrays = []
         for x in inputs:
             aval = self.avals[x]
             arrays.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         other = _rewritten(name, tuple(arrays), tuple(eqn.params.items()))
-        outputs = self._walk(other.jaxpr, (), inputs, place, eqn)
+        outputs = self._walk(other.jaxpr, (), inputs, place, replaced=eqn)
+        # The rewriting has new variables. `variables_of` has to give those of the program.
         self._also_in(outputs, variables, place)
         return outputs
 
-    def _enclosing(
+    def _add_bodies(
         self, eqn: JaxprEqn, position: int, inputs: list[int], place: Place
     ) -> list[int]:
-        """Appends the bodies of an equation, number `position` in its own body, and what joins them."""
+        """Appends what an equation with bodies does, such as a `jit` or a `scan`; returns the values of its results.
+
+        `position`: its index among the equations of the body at `place`.
+        """
         name = eqn.primitive.name
         places = []
         for i in range(len(bodies(eqn))):
             places.append((*place, Step(position, i, name)))
             self.callers[places[i]] = eqn
-        # The first body is the one that counts, but for the branches of a `cond`: `bodies` puts the body of a `while`
-        # before its condition, and the derivatives of a function have no body here. `_loop` notes its own variables.
+        # The first body of a `while` computes its results, and the second is its condition.
         if name in ("scan", "while"):
             return self._loop(places[0], inputs)
         if name == "cond":
-            # Its index comes first; each branch takes all other inputs.
+            # The first input says which branch runs; each branch takes all other inputs.
             which, *operands = inputs
             branches = [self._enter(inner, operands) for inner in places]
             indices = [which] * len(eqn.outvars)
             return self._add_for_each(
                 "join", [indices, *branches], eqn.outvars, eqn, place
             )
+        # All others have one body: the derivatives of a `custom_vjp` are Python's functions, and no jaxprs.
         outputs = self._call(places[0], inputs)
         self._also_in(outputs, eqn.outvars, place)
         return outputs
@@ -480,20 +490,22 @@ class Graph:
         return self._walk(opened(body), self._constants(body), inputs, inner)
 
     def _loop(self, inner: Place, inputs: list[int]) -> list[int]:
-        """Appends the body of a scan or a while, once.
+        """Appends the body of a scan or a while once; returns the values of the loop's results.
 
-        Its inputs are constants, then what is carried, then what a scan slices.
+        `lax.scan(lambda x, w: (x @ w, x), x0, weights)` becomes carry(x0, end), scan_slice(weights), dot_general, whose
+        result is `end`, and scan_stack(carry). The results are `end` and the value of scan_stack.
         """
         eqn = self.callers[inner]
-        # What is carried is inputs[start:stop]; those of a while's condition come first of all and are left out.
+        # The inputs are [constants, carried arrays, arrays that a scan slices]. Those of a while begin with the
+        # constants of its condition, which is not followed, and it slices and stacks nothing.
         if eqn.primitive.name == "scan":
             start, carried = scan_counts(eqn)
         else:
-            conditions, start = while_counts(eqn)
-            inputs, carried = inputs[conditions:], len(eqn.outvars)
+            of_condition, start = while_counts(eqn)
+            inputs, carried = inputs[of_condition:], len(eqn.outvars)
         stop = start + carried
         variables = opened(self._body(inner)).invars
-        # The carry operations, one for each array, come directly before the operations of the body.
+        # One carry operation for each carried array; they are the first operations of the loop.
         first = len(self.nodes)
         carry = self._add_for_each(
             "carry", [inputs[start:stop]], variables[start:stop], eqn, inner
@@ -502,10 +514,11 @@ class Graph:
             "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
         )
         outputs = self._enter(inner, [*inputs[:start], *carry, *slices])
-        # The second source of what is carried is the end of the body.
+        # carry(x0) becomes carry(x0, end): from the second iteration on the array comes from the end of the body.
         for k, end in enumerate(outputs[:carried], start=first):
             self.nodes[k].inputs += (end,)
-        # `follow` repeats the body until what is known of the carried arrays stays the same.
+        # `follow` repeats the body until what is known of the carried arrays stays the same. Without any, as in
+        # `lax.map`, it follows the body once.
         if carry:
             carries = range(first, first + carried)
             self.loops[first] = Loop(carries, len(self.nodes))
@@ -521,7 +534,6 @@ class Graph:
         self, values: Iterable[int], inputs: Callable[[int], Iterable[int]]
     ) -> set[int]:
         """These values and all that they depend on; `inputs` says which inputs of an operation are followed."""
-        # From the values backward through the operations that make them.
         upstream, pending = set(), list(values)
         while pending:
             value = pending.pop()
@@ -536,7 +548,7 @@ class Graph:
         """The arrays that these values depend on and whose numbers are no part of the program."""
         upstream = self.upstream(values, lambda i: self.nodes[i].inputs)
         arrays = upstream.intersection([*self.arguments, *self.constants])
-        return arrays - self.contents.keys()
+        return arrays - self.constant_arrays.keys()
 
     def variables_of(self, value: int) -> dict[Place, Any]:
         """The variable that a value has in each body where it has one."""
@@ -558,18 +570,15 @@ class Graph:
         return next(filter(None, lines), "")
 
     def is_stack_of_scalars(self, value: int) -> bool:
-        """Whether it is made by `jnp.stack` of scalars, as several losses are."""
+        """Whether an array is a concatenation of broadcast scalars, as `jnp.stack([loss_a, loss_b])` is."""
         node = self.maker(value)
         if node is None or node.name != "concatenate":
             return False
         for x in node.inputs:
-            # Each has become an array of one entry.
-            reshape = self.maker(x)
-            if (
-                reshape is None
-                or not reshape.inputs
-                or self.shape(reshape.inputs[0]) != ()
-            ):
+            broadcast = self.maker(x)
+            if broadcast is None or not broadcast.inputs:
+                return False
+            if self.shape(broadcast.inputs[0]) != ():
                 return False
         return True
 
@@ -615,17 +624,19 @@ def _is_same(constant: Any, given: Any) -> bool:
 
     Equal numbers count as a copy: a constant that is taken for an argument is not read, which may cost a refusal.
     """
-    # JAX's own arrays become constants as they are. A constant may be a view or a copy of an array of NumPy's.
-    is_numpy = isinstance(given, np.ndarray) and not isinstance(constant, jax.Array)
-    if constant is given or not is_numpy:
-        return constant is given
+    if constant is given:
+        return True
+    # An array of JAX's becomes a constant as it is. A constant may be a view or a copy of a NumPy array.
+    if isinstance(constant, jax.Array) or not isinstance(given, np.ndarray):
+        return False
     numbers = np.asarray(constant)
     if np.may_share_memory(numbers, given):
         return True
-    # JAX copies numbers of 64 bits to 32 bits, unless `jax_enable_x64` is set.
+    # JAX copies tokens of NumPy's int64 to int32, unless `jax_enable_x64` is set.
     is_copied = given.dtype.kind in "iuf" and given.dtype.itemsize == 8
     if not is_copied or numbers.size != given.size:
         return False
+    # The function may reshape an array before JAX copies it, as in `embedding[tokens.reshape(-1)]`.
     copied = given.reshape(-1).astype(numbers.dtype)
     return np.array_equal(numbers.reshape(-1), copied, equal_nan=True)
 

@@ -34,12 +34,14 @@ class Probe(NamedTuple):
     heads: tuple[int, ...] = ()  # the axes kept; all others are maximized over
     # The logits before mask and bias: measured where `variable` does not mask.
     raw: Var | None = None
-    # Where `variable` is less than `raw` by this number below zero, it is masked.
+    # An entry is masked where `variable - raw` is at most this: -50 with a mask that adds 0 and -100.
     hidden: float = 0.0
-    # The head of each entry of these axes, if they are more or in another order.
+    # The head of each entry along these axes: (0, 1, 0, 1) for an axis of two examples of two heads. Empty if there is
+    # one entry for each head, in their order.
     entries: tuple[int, ...] = ()
-    unit: float = 1.0  # of the logits, in those of exp
-    # Under `vmap`, softmax gets the logits of the first example in all of them.
+    # Factor from `variable` to the logits of `exp`: log(2) where the softmax takes exp2(variable).
+    unit: float = 1.0
+    # For `check_clip`: under `vmap`, softmax gets the logits of the first example in all of them.
     shared: bool = False
 
 
@@ -162,20 +164,22 @@ def _enclosing(
 ) -> tuple[list[Any], list[Any]]:
     """What an equation with bodies returns, and the maxima of the probes in its bodies: there is at least one.
 
-    Bodies return one maximum for each probe after their own results, and so does the equation.
+    The equation is bound with bodies that return one maximum for each probe after their other results.
     """
     name, count = eqn.primitive.name, len(probes)
     # From each probe the first step of its path, and the probe as the body sees it.
     steps = [probe.path[0] for probe in probes]
     inside = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
     bodies = [body for _, body in versions.bodies(eqn)]
+    # A softmax with a `custom_jvp`: its rule gives derivatives of the outputs that it has, so it can't get more.
     if name.startswith("custom_"):
-        # Its derivatives are written for its outputs: the logits are computed from its operands once more.
+        # The body runs once more, for the maxima. The results come from the call itself, with its derivatives.
         again = run(bodies[0], inside, *jax.lax.stop_gradient(operands))
-        # Derivatives need the call itself. `check_clip` takes none, and all of its probes are shared.
-        results = again[:-count] if probes[0].shared else bound(eqn, operands)
-        return results, again[-count:]
-    # JAX has a public call for it, which sets its other parameters.
+        if not probes[0].shared:
+            return bound(eqn, operands), again[-count:]
+        # `check_clip` takes no derivatives, and its results have to come from a softmax that got the shared logits.
+        return again[:-count], again[-count:]
+    # `jax.shard_map` makes the new equation, with all of its parameters.
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], inside, operands)
     new = (
@@ -185,7 +189,8 @@ def _enclosing(
     )
     outputs = bound(eqn, operands, **versions.with_bodies(eqn, new, count))
     maxima = list(outputs[-count:])
-    # A scan stacks the maxima of its iterations: those of layers are kept, of all others the largest is.
+    # A scan stacks the maxima of its iterations. Where the iterations are layers, they are kept; where they are others,
+    # such as blocks of queries, the largest one counts.
     if name == "scan":
         for k, step in enumerate(steps):
             if not step.layer:
@@ -196,32 +201,32 @@ def _enclosing(
 def _shard_map(
     eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """What a `shard_map` returns, and the maxima over all devices."""
-    params = eqn.params
-    mesh, axis_names = params["mesh"], params["newly_manual_axes"]
-    settings = {
-        "mesh": mesh,
-        "axis_names": axis_names,
-        "check_vma": params["check_vma"],
-    }
+    """What a `shard_map` returns, and for each probe the largest logits of all devices."""
+    params, count = eqn.params, len(probes)
+    mesh, check_vma = params["mesh"], params["check_vma"]
+    axis_names = params["newly_manual_axes"]
 
-    def local(*operands: Any) -> Any:
-        """What one device returns, and the maxima over all devices, which `run` returns after it."""
+    def on_one_device(*operands: Any) -> tuple[list[Any], list[Any]]:
+        """What this device returns, and for each probe the largest logits of all devices."""
         outputs = run(body, probes, *operands)
-        maxima = outputs[-len(probes) :]
-        for k, maximum in enumerate(maxima):
-            differs = axis_names
-            # JAX knows along which axes of the mesh an array differs.
-            if params["check_vma"]:
-                differs = axis_names & versions.varying(jax.typeof(maximum))
-            axes = tuple(axis for axis in mesh.axis_names if axis in differs)
-            if axes:
-                maxima[k] = jax.lax.pmax(maximum, axes)
-        return outputs[: -len(probes)], maxima
+        maxima = []
+        for maximum in outputs[-count:]:
+            # With `check_vma`, JAX knows along which axes of the mesh the maximum may differ from device to device.
+            # Without it, it may differ along all of them.
+            differing = axis_names
+            if check_vma:
+                differing = axis_names & versions.varying(jax.typeof(maximum))
+            axes = tuple(axis for axis in mesh.axis_names if axis in differing)
+            maxima.append(jax.lax.pmax(maximum, axes) if axes else maximum)
+        return outputs[:-count], maxima
 
-    out_specs = (list(params["out_specs"]), [PartitionSpec()] * len(probes))
     mapped = jax.shard_map(
-        local, in_specs=params["in_specs"], out_specs=out_specs, **settings
+        on_one_device,
+        mesh=mesh,
+        in_specs=params["in_specs"],
+        out_specs=(list(params["out_specs"]), [PartitionSpec()] * count),
+        axis_names=axis_names,
+        check_vma=check_vma,
     )
     return mapped(*operands)
 
@@ -229,22 +234,27 @@ def _shard_map(
 def _branches(
     bodies: Sequence[Body], steps: Sequence[Step], probes: Sequence[Probe]
 ) -> list[Any]:
-    """The branches of a `cond`, each of which returns the maxima of all probes.
+    """The branches of a `cond`, each of which returns a maximum for every probe after its other results.
 
-    Probe k is in the branch that `steps[k]` says. In all others its maximum is -inf, of the same type.
+    With a probe in each of two branches, the first returns (maximum 0, -inf) and the second (-inf, maximum 1).
+
+    Args:
+      bodies: The branches as they are.
+      steps: For each probe, its branch.
+      probes: The probes, as a branch sees them.
     """
-    # All branches of a `cond` return arrays of the same types, which those of the maxima are.
-    kinds = []
+    # All branches of a `cond` have to return the same types, so -inf needs the type of the maximum.
+    types = []
     for step, probe in zip(steps, probes, strict=True):
         measured = _traced(bodies[step.body], (probe,))
-        kinds.append(opened(measured).outvars[-1].aval)
+        types.append(opened(measured).outvars[-1].aval)
     branches = []
     for branch, body in enumerate(bodies):
-        wanted: list[Any] = list(kinds)
+        probes_or_types: list[Any] = list(types)
         for k, step in enumerate(steps):
             if step.body == branch:
-                wanted[k] = probes[k]
-        branches.append(_traced(body, tuple(wanted)))
+                probes_or_types[k] = probes[k]
+        branches.append(_traced(body, tuple(probes_or_types)))
     return branches
 
 
@@ -287,21 +297,22 @@ def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, b
 
 
 def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
-    """The maximum of the logits over all axes but the heads, float32 [*heads].
+    """The largest logit of each head, float32: for logits [batch, head, query, key] and probe.heads (1,) [head].
 
-    `raw`: the logits before masks and biases, if any were added. An entry to which `probe.hidden` or less was added is
-    masked, and all others are measured without what was added.
+    `raw`: the logits before masks and biases, None if none were added. An entry to which `probe.hidden` or less was
+    added is masked, and all others are measured without what was added.
     """
-    # NaN stays NaN: compared with anything it is false, and so not masked.
+    # A logit that is NaN is not masked, because a comparison with NaN is false: the maximum is NaN.
     if raw is not None:
         raw = raw.reshape(logits.shape)
         logits = jnp.where(logits - raw <= probe.hidden, -jnp.inf, raw)
-    # Softmax's own maximum is not used: one more reader of it changes how XLA rounds.
+    # The maximum that softmax computes is not used: one more reader of it changes how XLA rounds.
     others = other_axes(logits.ndim, probe.heads)
     maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), tuple(others))
     maxima = maxima.astype(jnp.float32)
     if probe.entries:
-        # Entry by entry, without an array of indices: the body of a `jax.checkpoint` can't have constants.
+        # Several entries of a head, as where batch and heads are one axis: its largest is taken entry by entry. An
+        # array of indices would be a constant, which the body of a `jax.checkpoint` can't have.
         of_heads: list[list[jax.Array]] = [[] for _ in range(max(probe.entries) + 1)]
         flat = maxima.reshape(-1)
         for entry, head in enumerate(probe.entries):

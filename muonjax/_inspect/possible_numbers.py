@@ -45,9 +45,9 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     are multiplied by a number as large as those of a mask, they are taken for 0, 1 or -1: `(1 - mask) * -1e9` holds
     -1e9, 0 and 1e9.
     """
-    if value not in graph.numbers:
-        graph.numbers[value] = _numbers_in(graph, value)
-    return graph.numbers[value]
+    if value not in graph.possible_numbers:
+        graph.possible_numbers[value] = _numbers_in(graph, value)
+    return graph.possible_numbers[value]
 
 
 def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
@@ -55,7 +55,7 @@ def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
 
     None: data say which numbers, as those of an argument. `_MANY`, NaN: data do not, but they are more than a few.
     """
-    constant = graph.known.get(value, graph.contents.get(value))
+    constant = graph.known.get(value, graph.constant_arrays.get(value))
     if constant is not None:
         return _in_table(np.asarray(constant))
     if graph.avals[value].dtype == bool:

@@ -28,6 +28,7 @@ from muonjax._inspect.findings import Walk
 from muonjax._inspect.follow import follow, no_collection
 from muonjax._inspect.measure import run
 from muonjax._inspect.possible_numbers import MASKED
+from muonjax._inspect.proposals import Span
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.dimension_numbers import numbers_tree, routes
 
@@ -221,7 +222,7 @@ class Program:
         """Clips each attention by another factor for each head, between 1 and 1/2, and measures what changes.
 
         Use it to verify a clip: it runs the function twice for each attention, vectorized, with the parameters as they
-        are and clipped. Softmax gets the logits of the first in both, so that everything else must stay equal.
+        are and clipped. In both runs softmax gets the logits of the first, so that all results must stay equal.
 
         Args:
           params: Parameters, with arrays as leaves, or an NNX model.
@@ -232,26 +233,25 @@ class Program:
           For each attention the largest relative deviation: of a head's largest logit from its factor times what it
           was, and of what the function returns from what it returned. Some 1e-6 in float32.
         """
-        # One factor for each head, so that heads that are taken for each other show.
         fun, params, args = as_function_of_parameters(self._fun, params, args)
         sites = self.sites
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
         given = jax.tree.leaves((args, kwargs))
 
-        # Under `vmap`, softmax gets the logits of the first example in both, so that what a clip changes besides the
-        # logits shows in the results.
+        # With `shared`, the softmax of both examples of the `vmap` below gets the logits of the first.
         def results_and_maxima(params: Any) -> Any:
             return find_maxima(closed, [params], self._call, given, shared=True)
 
-        shapes = jax.eval_shape(results_and_maxima, params)[1]
-        # No logits of an attention are calm ones: its factors are 1.
-        calm = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
+        _, shapes = jax.eval_shape(results_and_maxima, params)
+        # Largest logits of -inf are below any threshold: an attention that has them is not clipped.
+        below = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
         deviations = {}
         for name, shape in shapes.items():
-            # Largest logits of 1/factor make a clip at 1.0 scale the logits by the factor.
+            # Each head has another factor, so that a clip that takes one head for another shows. To a clip at 1.0,
+            # largest logits of 1 / factor say that it has to scale the logits by the factor.
             factors = jnp.linspace(0.5, 1.0, shape.size).reshape(shape.shape)
-            clipped = apply_qk_clip(params, calm | {name: 1 / factors}, sites, 1.0)
-            # Both sets of parameters in one call, with the first axis for `vmap`.
+            clipped = apply_qk_clip(params, below | {name: 1 / factors}, sites, 1.0)
+            # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones.
             pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, clipped)
             results, maxima = jax.vmap(results_and_maxima)(pair)
             before, after = maxima[name]
@@ -465,13 +465,13 @@ def find_maxima(
 
     Args:
       closed: The jaxpr of the function.
-      arguments: Those whose leaves are the inputs of `closed`. All of them are parameters, or one is: the first with
-        which an attention can be clipped. Then the others are inputs that the loss is differentiated by, too.
+      arguments: Trees whose leaves are the inputs of `closed`. They hold the parameters, and maybe data: `_clippable`
+        finds out which of them do.
       call: What an error names.
       given: The leaves of its other arguments, which are constants of `closed`.
       shared: As in `Probe`.
     """
-    # Each trace reads the program anew: its jaxpr, and so the places of the logits, are new.
+    # Nothing is kept from one trace to the next, whose jaxpr has other variables.
     with no_collection():
         clippable = _clippable(closed, arguments, given, call)
     probes = []
@@ -482,15 +482,15 @@ def find_maxima(
     # What the function returns comes first, then one array for each probe.
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
-    logits = iter(results[count:])
+    measured = iter(results[count:])
     maxima = {}
     for name, calls in clippable:
         # An attention that is called several times has the largest logits of all its calls.
-        shaped = [
-            next(logits).reshape(*attention.layers, attention.heads)
-            for attention in calls
-        ]
-        maxima[name] = functools.reduce(larger, shaped)
+        of_calls = []
+        for attention in calls:
+            shape = (*attention.layers, attention.heads)
+            of_calls.append(next(measured).reshape(shape))
+        maxima[name] = functools.reduce(larger, of_calls)
     return results[:count], maxima
 
 
@@ -499,21 +499,23 @@ def _clippable(
 ) -> list[tuple[str, list[Call]]]:
     """Name and calls of each attention that can be clipped. The arguments are those of `find_maxima`.
 
+    With `argnums=(0, 1)` both arguments may be parameters, or one may be data, such as the images of an adversarial
+    attack. So all arguments are tried as parameters, then each of them alone, until an attention can be clipped.
+
     Raises:
       ValueError: No attention can be clipped; with the reasons.
     """
-    # All of the arguments may be parameters, or one of them alone, where a loss is differentiated by its input too.
-    # Each choice has the number of its first leaf.
-    choices: list[tuple[int, Any]] = [(0, arguments)] if len(arguments) > 1 else []
-    first = 0
+    # Trees that may be the parameters, and which inputs of the jaxpr their leaves are.
+    candidates: list[tuple[range, Any]] = []
+    stop = 0
     for argument in arguments:
-        choices.append((first, argument))
-        first += len(jax.tree.leaves(argument))
-    # The first choice with an attention that can be clipped.
+        start, stop = stop, stop + len(jax.tree.leaves(argument))
+        candidates.append((range(start, stop), argument))
+    if len(arguments) > 1:
+        candidates.insert(0, (range(stop), arguments))
     named, is_used = [], False
-    for start, tree in choices:
-        count = len(jax.tree.leaves(tree))
-        walk = follow(closed, range(start, start + count), given)
+    for inputs, tree in candidates:
+        walk = follow(closed, inputs, given)
         named = _attentions(walk, list(flatten_paths(tree)))
         is_used = is_used or bool(walk.uses.records)
         clippable = [(a.name, calls) for a, calls in named if a.site is not None]
@@ -544,12 +546,14 @@ def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueE
 
 
 def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
-    """Named attentions with their calls; one that is called several times is one.
+    """The attentions of a program, with name and site, each with its calls.
 
-    `paths` are those of the parameters. An attention with its queries in "block_0/attn/q" and its keys in
-    "block_0/attn/k" is named "block_0/attn", if it is the only one there: its site has that path, and scales of "q" and
-    "k". Otherwise it is named by its queries, "block_0/attn/q", and its site has no path, and scales of the whole
-    paths.
+    An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by its module,
+    "block_0/attn". If several attentions share a module, each is named by its queries, "block_0/attn/q".
+
+    Args:
+      walk: The program.
+      paths: The paths of its parameters.
     """
     groups = attentions(walk)
     # For each attention the smallest module that has the parameters of its queries and keys.
@@ -564,34 +568,41 @@ def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[
         if not first.spans:  # it can't be clipped
             named.append((Attention(module, first.line, None, first.problem), calls))
             continue
-        leaves = [paths[span.leaf] for span in first.spans]
-        # Several attentions of one module are told by their queries, and their sites have the paths from the root.
+        # The first span is that of the queries.
+        queries = paths[first.spans[0].leaf]
         is_alone = modules.count(module) == 1
-        name = (module or "max_logits") if is_alone else leaves[0]
+        name = (module or "max_logits") if is_alone else queries
         # Heads of one projection, written one by one, have the same queries.
         count_of[name] += 1
         if count_of[name] > 1:
             name = f"{name}:{count_of[name]}"
-        # The key of its statistic: below its module, or the whole name.
-        path, signal = "", name
-        if is_alone:
-            path, signal = re.escape(module), "max_logits"
-            leaves = [
-                leaf.removeprefix(f"{module}/" if module else "") for leaf in leaves
-            ]
-        # What `proposals` found, with the paths of the parameters.
-        scales = []
-        for span, leaf in zip(first.spans, leaves, strict=True):
-            scales.append(dataclasses.replace(span.scale, path=leaf))
-        site = Site(
-            path=path,
-            scales=tuple(scales),
-            signal=signal,
-            scan_axis=first.spans[0].stack or None,
-            exact=True,
-        )
+        # Attentions that share a module get sites of the root, each with its own signal.
+        module, signal = (module, "max_logits") if is_alone else ("", name)
+        site = _site(first.spans, paths, module, signal)
         named.append((Attention(name, first.line, site, ""), calls))
     return named
+
+
+def _site(
+    spans: Sequence[Span], paths: Sequence[str], module: str, signal: str
+) -> Site:
+    """The spans as a `Site`: of module "attn", the span of "attn/q" becomes the scale of "q".
+
+    `signal`: the name of its largest logits, below the module too.
+    """
+    scales = []
+    prefix = f"{module}/" if module else ""
+    for span in spans:
+        path = paths[span.leaf].removeprefix(prefix)
+        scales.append(dataclasses.replace(span.scale, path=path))
+    # `scan_axis`: the axes of the parameters that a scan takes layer by layer; None if there is no scan.
+    return Site(
+        path=re.escape(module),
+        scales=tuple(scales),
+        signal=signal,
+        scan_axis=spans[0].stack or None,
+        exact=True,
+    )
 
 
 def _is_array(x: Any) -> bool:

@@ -85,40 +85,39 @@ def value_and_grad(
 def _with_max_logits(
     fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool
 ) -> Callable[..., tuple[Any, Any]]:
-    """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)): what is differentiated."""
+    """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)): what is differentiated.
+
+    `fun` is traced by its arguments `argnums` alone, and the jaxpr is run on them with the largest logits as further
+    results. The caller's `jax.value_and_grad` differentiates this run.
+    """
     call = _call(fun)
 
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         chosen = _chosen(argnums)
-        arguments = [args[i] for i in chosen]
-        # The leaves of all others become constants of the jaxpr, which the reader must not take for a program's own.
-        from_front = [i % len(args) for i in chosen]
-        others = [x for i, x in enumerate(args) if i not in from_front]
-        aux_leaves: list[Any] = []
-        aux_structure: Any = None
+        parameters = [args[i] for i in chosen]
+        aux: Any = None  # what `fun` returned with the loss while it was traced
 
-        def traced(*arguments: Any) -> list[Any]:
-            """The loss and the arrays of `aux`; what else is in `aux` is no output of a jaxpr, and is set aside."""
-            nonlocal aux_leaves, aux_structure
+        def loss_and_traced(*parameters: Any) -> list[Any]:
+            """The loss and the traced leaves of `aux`; its other leaves, such as strings, are no output of a jaxpr."""
+            nonlocal aux
             # All other arguments are what they were: flags, strings, tracers of enclosing transformations.
-            given = list(args)
-            for i, argument in zip(chosen, arguments, strict=True):
-                given[i] = argument
-            loss, aux = _loss_and_aux(call, fun(*given, **kwargs), has_aux)
-            aux_leaves, aux_structure = jax.tree.flatten(aux)
-            return [loss, *filter(_is_traced, aux_leaves)]
+            arguments = list(args)
+            for i, parameter in zip(chosen, parameters, strict=True):
+                arguments[i] = parameter
+            loss, aux = _loss_and_aux(call, fun(*arguments, **kwargs), has_aux)
+            return [loss, *filter(_is_traced, jax.tree.leaves(aux))]
 
-        # Only the chosen arguments are inputs; JAX's derivative follows the run of the jaxpr on them.
-        closed = jax.make_jaxpr(traced)(*arguments)
-        given = jax.tree.leaves((others, kwargs))
-        (loss, *results), max_logits = find_maxima(closed, arguments, call, given)
+        closed = jax.make_jaxpr(loss_and_traced)(*parameters)
+        # The jaxpr has the arrays of all other arguments as constants, but they are data and no part of the program.
+        given = jax.tree.leaves((args, kwargs))
+        (loss, *arrays), max_logits = find_maxima(closed, parameters, call, given)
         if not has_aux:
             return loss, max_logits
-        # What was traced is now among the results, in the same order.
-        arrays = iter(results)
-        aux_leaves = [next(arrays) if _is_traced(leaf) else leaf for leaf in aux_leaves]
-        return loss, (jax.tree.unflatten(aux_structure, aux_leaves), max_logits)
+        # `aux` with the results of the run in place of the leaves that were traced, in the same order.
+        results = iter(arrays)
+        aux = jax.tree.map(lambda x: next(results) if _is_traced(x) else x, aux)
+        return loss, (aux, max_logits)
 
     return measured
 
@@ -154,7 +153,7 @@ def _call(fun: Callable[..., Any]) -> str:
 
 def _check_differentiable(call: str, params: Any) -> None:
     """Raise for a leaf that has no derivative, by its path; JAX names its type alone."""
-    # A second model, such as a teacher, has no gradient of Flax's.
+    # A first argument that is a model goes to `nnx.value_and_grad`. Any other one, such as a teacher's, does not.
     if is_model(params):
         raise TypeError(f"{call}: an NNX model must be the first argument of fun.")
     check_arrays(call, params)

@@ -76,12 +76,13 @@ def inlined() -> Any:
 def with_bodies(
     eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int
 ) -> dict[str, Any]:
-    """An equation's parameters with `new` in place of its body or branches; each returns `count` values more.
+    """An equation's parameters with the jaxprs `new` as its bodies, each of which returns `count` values more.
 
-    It is a `cond`, or has one body: not a `while`, in which no logits are measured. What the parameters say of each
-    output, such as its sharding, is extended by what JAX says of any.
+    Parameters that have an entry for each output get `count` entries more, which say nothing about the new outputs: for
+    a `jit` with one output and a count of 1, out_shardings=(s,) becomes (s, UNSPECIFIED). The equation is a `cond`, or
+    has one body: it is not a `while`, in which no logits are measured.
     """
-    # A jaxpr stays of the type that the equation had, with its constants or without.
+    # If the equation holds a plain jaxpr, as `checkpoint` does, it gets a plain jaxpr.
     old = bodies(eqn)
     replaced = []
     for jaxpr, (_, body) in zip(new, old, strict=True):
@@ -90,19 +91,21 @@ def with_bodies(
         return eqn.params | {"branches": tuple(replaced)}
     ((name, _),) = old
     params: dict[str, Any] = eqn.params | {str(name): replaced[0]}
-    if "ft_out" in params:  # a scan, since JAX 0.12
-        carry, ys = params["ft_out"].unpack()
-        tree = type(params["ft_out"])  # a tuple of trees
-        params["ft_out"] = tree(carry, tree(ys, *[_one_sliced_output()] * count))
-    for setting, of_one in _unspecified().items():
+    # Since JAX 0.12 a scan has a tree of what it carries and one of what it stacks, as the new values are stacked.
+    if "ft_out" in params:
+        carry, stacked = params["ft_out"].unpack()
+        tree = type(params["ft_out"])
+        maxima = [_one_stacked_output()] * count
+        params["ft_out"] = tree(carry, tree(stacked, *maxima))
+    for setting, unspecified in _unspecified().items():
         if setting in params:
-            params[setting] = (*params[setting], *[of_one] * count)
+            params[setting] = (*params[setting], *[unspecified] * count)
     return params
 
 
 @functools.cache
 def _unspecified() -> dict[str, Any]:
-    """What `jit` and `checkpoint` have for an output about which nothing is said."""
+    """By the name of a parameter of a `jit` or a `compute_on`, its entry for an output about which nothing is said."""
     (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
     return {
         "out_shardings": eqn.params["out_shardings"][0],
@@ -112,8 +115,8 @@ def _unspecified() -> dict[str, Any]:
 
 
 @functools.cache
-def _one_sliced_output() -> Any:
-    """The tree of a scan's sliced outputs where there is one (JAX 0.12)."""
+def _one_stacked_output() -> Any:
+    """The tree of what a scan stacks if that is one array, since JAX 0.12."""
 
     def one_output() -> Any:
         _, ys = jax.lax.scan(lambda carry, _: (carry, carry), 0.0, length=1)
