@@ -45,13 +45,13 @@ def attentions(walk: Walk) -> list[list[Call]]:
     for product, reader in walk.attention.readers.items():
         if product not in walk.attention.softmaxes:
             calls[product] = _not_followed(walk, product, reader)
-    # What scales the queries of a call scales those of every other call that takes them.
+    # Calls with the same queries are one attention, as the two softmaxes above, or a layer that is called twice.
     by_queries = []
     for _, call in sorted(calls.items()):
-        # The last proposal scales the queries, as far as there are proposals. A refused call has none: it is listed
-        # with others of the same parameters, or by its line.
-        queries = call.proposals[-1:] or call.views or call.line
-        by_queries.append((queries, call))
+        # The last proposal scales the queries alone. A refused call has no proposal: then calls with the same
+        # parameters are one attention, or, if these aren't known, calls in the same line.
+        key = call.proposals[-1:] or call.views or call.line
+        by_queries.append((key, call))
     proved = []
     for group in grouped(by_queries).values():
         if any(call.operation in walk.graph.trained for call in group):
@@ -124,17 +124,27 @@ _DERIVATIVES = "the function takes derivatives of it, which a clip would change 
 
 
 def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> None:
-    """Refuses logits that are not what one softmax over keys takes."""
+    """Refuses logits that are not what one softmax over keys takes.
+
+    Args:
+      walk: What is known of the function.
+      logits: What enters the first softmax of a product of queries and keys.
+      normalized: The axes of the product that this softmax normalizes.
+    """
     attention = walk.attention
     for product, _ in logits.products_and_keys(normalized):
+        # An exponential, or an operation without a rule, takes them in a way that is not followed.
         if product in attention.unseen:
             raise Refused(_not_alone(walk, attention.unseen[product]))
     for other, axes in attention.softmaxes[logits.product]:
+        # Two halves of the weights that multiply values are of one softmax: their layouts alone differ.
         if (other._replace(layout=logits.layout), axes) != (logits, normalized):
             line = walk.graph.line(logits.product)
+            # A loss that is made of the model's derivatives, as of a physicist's network.
             if walk.nodes[logits.product].gradient_pass:
                 raise Refused(f"{_DERIVATIVES}: {line}")
             raise Refused(f"several softmaxes take its logits: {line}")
+    # An operation made something else of them, such as a concatenation with other logits, or a tanh of masked ones.
     if logits.is_lost:
         i = walk.graph.producer[logits.lost]
         if len(softmax.products(walk.inputs(walk.nodes[i]))) > 1:
@@ -142,7 +152,7 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
                 f"its logits are made of several products: {walk.graph.line(i)}"
             )
         raise Refused(_not_alone(walk, i))
-    # What was subtracted is another number for some keys of one query.
+    # One number for each query may be subtracted, and not another one for some of its keys.
     if logits.shifted and logits.shifted & normalized:
         raise Refused(
             "the maximum subtracted from its logits is not taken over its keys"
@@ -163,17 +173,20 @@ def _not_alone(walk: Walk, operation: int) -> str:
 
 
 def _probe(walk: Walk, logits: Logits, hidden: float) -> Probe:
-    """Where the logits can be measured: in one of the bodies, nested in each other, that have them as a variable.
+    """Where the logits that enter softmax are measured: in one of the bodies that have them as a variable.
 
-    Where the difference of masked and raw logits is `hidden` or less, a mask hides them.
+    A `jit` in a scan, say, is a body in a body, and logits that it returns are a variable of both. `raw` logits are
+    those before a mask or a bias was added. Where this adds `hidden` or less, a number below zero, a mask hides a
+    logit.
     """
     variables = walk.graph.variables_of(logits.value)
     raw_variables = walk.graph.variables_of(logits.raw) if logits.has_raw else {}
     made_in = walk.nodes[walk.graph.producer[logits.value]].place
 
     def cost(place: Place) -> tuple[int, bool, bool]:
-        # Inside of a function with derivatives of its own, logits have to be computed once more. Otherwise prefer
-        # a body that has the raw logits as well, then the one that makes the logits.
+        # First, prefer to be outside of functions with derivatives of their own (`jax.custom_vjp`): inside, the logits
+        # have to be computed once more. Next, prefer a body that has the raw logits too; last, the one that makes the
+        # logits.
         custom_calls = sum(step.kind.startswith("custom_") for step in place)
         return custom_calls, place not in raw_variables, place != made_in
 
@@ -201,49 +214,57 @@ def _check_added(walk: Walk, logits: Logits, raw_is_visible: bool) -> None:
 
 
 def _proved(walk: Walk, calls: Sequence[Call]) -> list[Call]:
-    """The calls of one attention, with the first proposal that scales the logits of each of its heads alone."""
+    """The calls of one attention, with the first proposal that scales the logits of each of its heads alone.
+
+    One clip scales the logits of all of these calls: a problem of one is a problem of all.
+    """
     result = list(calls)
     for spans in calls[0].proposals:
         if not all(spans in call.proposals for call in calls):
             continue
-        result = _with_proof(walk, calls, spans)
-        if not result[0].problem:
-            break
+        try:
+            return _with_proof(walk, calls, spans)
+        except Refused as refused:
+            result = [call._replace(problem=str(refused)) for call in calls]
     return result
 
 
 def _with_proof(
     walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]
 ) -> list[Call]:
-    """The calls with these spans, or why a clip of them would not scale the logits of each head alone.
+    """The calls with these spans, their layers and heads, and where the probes find these in the logits.
 
-    One clip scales the logits of all of these calls: a problem of one is a problem of all.
+    Args:
+      walk: What is known of the function.
+      calls: Calls that have `spans` among their proposals, and so a probe.
+      spans: What the clip scales; the first is one of the queries.
+
+    Raises:
+      Refused: A clip would not scale the logits of each head alone.
     """
     layers = tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
-    heads = spans[0].heads
     logs = _random_logarithms(spans, layers)
+    probes = [call.probe for call in calls if call.probe]
     logits = [walk.attention.softmaxes[call.operation][0][0] for call in calls]
-    values = [x.raw if x.has_raw else x.value for x in logits]
-    certificate = Certificate(
-        walk, [call.probe for call in calls if call.probe], values
-    )
-    for leaf, touched in grouped((span.leaf, span) for span in spans).items():
-        scales = [(span.scale, logs[span.scale.factor]) for span in touched]
-        certificate.touch(leaf, touched[0].stack, scales)
+    # A clip scales the logits before a mask or a bias is added, and the probe sees them after that.
+    raw = [x.raw if x.has_raw else x.value for x in logits]
+    certificate = Certificate(walk, probes, raw)
+    for leaf, of_leaf in grouped((span.leaf, span) for span in spans).items():
+        scales = [(span.scale, logs[span.scale.factor]) for span in of_leaf]
+        certificate.touch(leaf, of_leaf[0].stack, scales)
     failure = certificate.failure()
-    why = "" if failure is None else _not_alone(walk, failure)
+    if failure is not None:
+        raise Refused(_not_alone(walk, failure))
     result = []
-    for call, value, x in zip(calls, values, logits, strict=True):
-        # A query that takes the whole factor has the logarithms of the logits.
-        expected = logs["whole"]
-        probe = call.probe and certificate.located(call.probe, value, x.value, expected)
-        if not probe and not why:
-            why = _why_not_located(certificate)
+    for call, probe, value, x in zip(calls, probes, raw, logits, strict=True):
+        located = certificate.located(probe, value, x.value, logs["whole"])
+        if located is None:
+            raise Refused(_why_not_located(certificate))
         result.append(
-            call._replace(spans=spans, probe=probe, layers=layers, heads=heads)
+            call._replace(
+                spans=spans, probe=located, layers=layers, heads=spans[0].heads
+            )
         )
-    if why:
-        return [call._replace(problem=why) for call in calls]
     return result
 
 
@@ -257,24 +278,23 @@ def _why_not_located(certificate: Certificate) -> str:
 def _random_logarithms(
     spans: Sequence[Span], layers: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    """Logarithms [*layers, heads] of what a clip multiplies by, one array for each factor.
+    """Random logarithms of what a clip multiplies by, [*layers, heads] for each name of a factor.
 
-    Queries and keys of one head give the logarithm of its logits together,
+    "whole" is the factor of a head's logits: its query takes it where no key is scaled. Otherwise
 
-        log(query) + log(key) = log(logits),
+        log(query) + log(key) = log(whole).
 
-    and the key of several heads takes half of the smallest. Queries that meet shared keys take the "whole".
-    They are whole numbers, so that no sum is rounded. For logits 8, 6, 2, 4 of four heads, of which two share a key,
-    the keys have 3, 1 and the queries 5, 3, 1, 3.
+    A key takes half of the least logarithm of the heads that it serves. For "whole" 8, 6, 2, 4 of four heads of
+    queries, and two heads of keys for two of them each, "key" is 3, 1 and "query" 5, 3, 1, 3.
 
     `spans` begins with one of the queries.
     """
     heads = spans[0].heads
-    # Even numbers, so that half of each is whole.
-    logits = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
-    keys_heads = next(
+    # Even whole numbers: half of each is whole too, and no sum is rounded.
+    whole = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
+    heads_of_keys = next(
         (span.heads for span in spans if span.scale.factor == "key"), heads
     )
-    keys = logits.reshape(*layers, keys_heads, -1).min(-1) / 2
-    queries = logits - np.repeat(keys, heads // keys_heads, -1)
-    return {"whole": logits, "key": keys, "query": queries}
+    keys = whole.reshape(*layers, heads_of_keys, -1).min(-1) / 2
+    queries = whole - np.repeat(keys, heads // heads_of_keys, -1)
+    return {"whole": whole, "key": keys, "query": queries}

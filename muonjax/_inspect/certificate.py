@@ -46,8 +46,9 @@ Table: TypeAlias = np.ndarray
 # The three of an entry that no clip changes, and of one that is zero.
 _UNTOUCHED = [0.0, np.inf, -np.inf]
 _ZERO = [np.nan, np.inf, -np.inf]
-# Operations that move entries along axes on which nothing depends, or none at all, or change all of them equally.
-_SAME = frozenset(f"{SAME} {RESIZED}".split())
+# Operations that leave the table of their operand as it is: casts, exchanges among devices, and those that cut an array
+# into shards for them.
+_KEEPS_TABLE = frozenset(f"{SAME} {RESIZED}".split())
 _OF_SEVERAL = "mul div add sub add_any max complex select_n join concatenate"
 _SEVERAL = frozenset(_OF_SEVERAL.split())
 
@@ -87,7 +88,7 @@ def _filled(table: Table, axes: Iterable[int]) -> Table:
     return table
 
 
-def _reduced(table: Table, axes: Collection[int]) -> Table:
+def _reduced_if_equal(table: Table, axes: Collection[int]) -> Table:
     """The table of a sum or a maximum over these axes, along which all entries but zeros must have equal factors."""
     total = _total(table, axes)
     # A sum of entries with different factors is no multiple of the sum. Zeros, NaN here, compare as false.
@@ -113,9 +114,9 @@ class Certificate:
     def __init__(self, walk: Walk, probes: Sequence[Probe], logits: Sequence[int]):
         """`logits` are the values where softmax takes over, as the `probes` measure them."""
         self.walk, self.graph, self.logits = walk, walk.graph, logits
-        # After its first axis, the three of the example above, a table has an axis for each scan around the logits. An
-        # array inside of a scan over four layers has a table [3, 4, *axes], which says what the clip does to it in each
-        # of them. Here are the places of the scans' bodies.
+        # After its first axis, of three, a table has an axis for each scan around the logits. An array inside of a scan
+        # over four layers has a table [3, 4, *axes], which says what the clip does to it in each of them. These are the
+        # places of the scans' bodies.
         self.loops: list[Any] = []
         for probe in probes:
             for depth, step in enumerate(probe.path, start=1):
@@ -130,65 +131,72 @@ class Certificate:
         self.at: dict[int, Table] = {}
 
     def touch(
-        self, leaf: int, stack: tuple[int, ...], spans: Sequence[tuple[Any, np.ndarray]]
+        self,
+        leaf: int,
+        stack: tuple[int, ...],
+        scales: Sequence[tuple[Any, np.ndarray]],
     ) -> None:
-        """Says that a clip scales these parts of a parameter.
+        """Records the table [3, *loops, *axes] of a parameter of which a clip scales some parts.
 
         Args:
           leaf: The number of the parameter.
           stack: Its axes that count layers.
-          spans: What is scaled, each a `Scale` and the logarithms of its factors, [*layers, entries].
+          scales: Its parts, each a `Scale` and the logarithms of its factors, [*layers, heads].
         """
         tables = []
-        for scale, logs in spans:
-            # Spans of one factor in one parameter, as two pieces of the keys of each head, would have equal positions.
-            # To those of each further span 2^40 is added, which is more than any position.
-            starts = {other.start for other, _ in spans if other.factor == scale.factor}
+        for scale, logs in scales:
+            # Parts that one factor scales from several starts on, as two pieces of each head's keys, are numbered 0, 1,
+            # ... by these. Those of number k have positions from k 2^40 on, which no other part has.
+            starts = {
+                other.start for other, _ in scales if other.factor == scale.factor
+            }
             part = sorted(starts).index(scale.start)
-            table = self._touched(leaf, stack, scale, logs)
+            table = self._scaled(leaf, stack, scale, logs)
             table[1:] += part << 40
             tables.append(table)
-        # An entry of two spans is scaled twice.
+        # An entry of two parts is scaled twice.
         table = functools.reduce(_product, tables)
+        # The parameter is outside of all scans: the axes of the loops have one entry.
         table = _compact(np.expand_dims(table, tuple(range(1, self.first))))
         # It is None where all factors are 1.
         if table is not None:
             self.tables[self.graph.parameters[leaf]] = table
 
-    def _touched(
-        self, leaf: int, stack: tuple[int, ...], span: Any, logs: np.ndarray
+    def _scaled(
+        self, leaf: int, stack: tuple[int, ...], scale: Any, logs: np.ndarray
     ) -> Table:
-        """The table [3, *axes] of a parameter of which one span is scaled; the top of this file has an example.
+        """The table [3, *axes] of a parameter: a `Scale` says which part of it is scaled, and `logs` by what.
 
-        The positions of head h are h 2^20 and on: it has fewer features.
+        A kernel [64, 2, 16] has two layers along axis 1, `stack` (1,), and four heads along the last axis, -1 of a
+        layer. With `logs` [2 layers, 4 heads] the table is [3, 1, 2, 16]. The positions of head h begin at h 2^20.
         """
         shape = self.walk.shapes[leaf]
-        of_a_layer = np.array(other_axes(len(shape), stack))
-        entry_axes = of_a_layer[list(span.axes)]
-        order = [*stack, *entry_axes]
+        axes_of_layer = np.array(other_axes(len(shape), stack))
+        order = [*stack, *axes_of_layer[list(scale.axes)]]  # (1, 2) in the example
         sizes = np.array(shape)[order]
-        # [3, *layers, positions on the flattened entry_axes]
+        # [3, *layers, positions]: the axes that hold the heads are flattened.
         size = math.prod(sizes[len(stack) :])
         table = np.empty((3, *logs.shape[:-1], size))
-        table.T[:] = _UNTOUCHED
-        scaled = runs_of(span, span.entries, span.size)  # [entries, features]
+        table.T[:] = _UNTOUCHED  # the three of each entry
+        scaled = runs_of(scale, scale.entries, scale.size)  # [heads, features]
         table[0][..., scaled] = logs[..., None]
-        # An entry's features have positions of their own, so that a sum over them can be told from one over others.
-        entry, feature = np.indices(scaled.shape)
-        table[1:, ..., scaled] = (entry << 20) + feature
-        # To the axes of the parameter in their order, of which it has some.
+        # Each feature has a position, so that a sum over some of them is not taken for one over all. A head has fewer
+        # than 2^20.
+        head, feature = np.indices(scaled.shape)
+        table[1:, ..., scaled] = (head << 20) + feature
+        # Back to the order of the parameter's axes. Along those that are not in `order` the table has one entry.
         table = table.reshape(3, *sizes)
         table = table.transpose(0, *(1 + np.argsort(order)))
         return np.expand_dims(table, axes_after(1, other_axes(len(shape), order)))
 
     def failure(self) -> int | None:
-        """The first operation that is not followed; None if a clip changes the logits and no loss besides."""
+        """The first operation that the clip may not pass; None if it changes the logits, and no loss in another way."""
         graph = self.graph
         pending: set[int] = set()
         for value in self.tables:
             pending.update(graph.readers[value])
         while pending:
-            # In the order of the program its operands are known.
+            # In the order of the program: the tables of all operands are there.
             operation = min(pending)
             pending.remove(operation)
             if operation not in graph.live:  # its results are thrown away
@@ -207,9 +215,10 @@ class Certificate:
                     continue
                 self.tables[value] = table
                 pending.update(graph.readers[value])
-        # Other arrays may be returned, as a model's parameters are; the loss may not change.
+        # An array may be returned with the clip's factors, as a parameter is; a loss may not.
         for value in graph.outputs:
             if value in self.tables and self.walk.shape(value) == ():
+                # A parameter of one number has no producer: the first operation stands for it.
                 return graph.producer.get(value, 0)
         return None
 
@@ -236,15 +245,18 @@ class Certificate:
         walk, name = self.walk, node.name
         touched = [x for x in node.inputs if x in self.tables]
         self._check_loops(node, touched)
-        # The logits less their maximum. They change as the clip wants it, and what follows is not looked at.
-        stages = [x.stage for x in walk.values[node.inputs[-1]].logits]
-        if name == "sub" and node.inputs[0] in self.logits and "per query" in stages:
-            return [None]
+        # The logits less their maximum, one number per query: softmax changes as the clip wants it, and what follows is
+        # not looked at. A clip changes the maximum where `jax.nn.softmax` masks the logits once more for it (`where`).
+        if name == "sub" and node.inputs[0] in self.logits:
+            subtracted = walk.values[node.inputs[1]].logits
+            if any(x.stage == "per query" for x in subtracted):
+                return [None]
         if name == "dot_general":
             return [self._dot(node)]
         if name in _SEVERAL:
             return [self._of_several(node)]
-        # Queries of an autoencoder may be a convolution by a kernel, its second operand.
+        # All others take one array that the clip changes: their first operand, or the kernel of a convolution, as of
+        # one that makes the queries of an autoencoder.
         operand = node.inputs[1 if name == "conv_general_dilated" else 0]
         if touched != [operand]:
             raise NotFollowed
@@ -283,7 +295,7 @@ class Certificate:
             return _product(left, right, sign=1 if node.name == "mul" else -1)
         if node.name == "concatenate":
             return self._concatenated(node, tables)
-        return _reduced(np.stack(np.broadcast_arrays(*tables), 1), [1])
+        return _reduced_if_equal(np.stack(np.broadcast_arrays(*tables), 1), [1])
 
     def _concatenated(self, node: Node, tables: Sequence[Table]) -> Table:
         """The tables one after the other, each with as many entries along this axis as its array has."""
@@ -311,7 +323,7 @@ class Certificate:
         stop = middle + right.ndim - count - start
         left = np.expand_dims(left, tuple(range(middle, stop)))
         right = np.expand_dims(right, tuple(range(start, middle)))
-        return _reduced(_product(left, right), range(stop, stop + count))
+        return _reduced_if_equal(_product(left, right), range(stop, stop + count))
 
     def _operand_of_dot(
         self, value: int, batch: Sequence[int], summed: Sequence[int]
@@ -326,25 +338,26 @@ class Certificate:
         return table.transpose(*range(self.first), *order)
 
     def _moved(self, node: Node, table: Table) -> Table:
-        """The table of the result of an operation on one array."""
+        """The table of the result of an operation on one array, from the table of that array."""
         params, name = node.params, node.name
         if name in ("reduce_sum", "reduce_max", "reduce_min"):
-            return _reduced(table, axes_after(self.first, params["axes"]))
+            return _reduced_if_equal(table, axes_after(self.first, params["axes"]))
         if name == "scan_slice":
             return self._slice_of_scan(node, table)
         if name == "conv_general_dilated":
             return self._by_kernel(node, table)
-        if name not in _SAME:
+        if name not in _KEEPS_TABLE:
             return moved_by(self.walk, node, table)
-        # A cast to whole numbers, or to very few digits, rounds to others than a factor times the numbers.
+        # A cast to whole numbers, or to very few digits: rounding f x gives other numbers than f times the rounded x.
         is_float = self.graph.is_float(node.outputs[0])
         if not is_float or rounds_coarsely(self.walk, node):
             raise NotFollowed
         old, new = self.graph.shapes(node)
-        if len(old) != len(new):  # as of an untiled `all_gather`
+        # An untiled `all_gather` adds an axis that counts devices.
+        if len(old) != len(new):
             raise NotFollowed
         for axis, n in enumerate(old):
-            # Into or out of a `shard_map` a device has some of the heads.
+            # A shard has fewer entries along an axis. If that has several heads, it isn't known which the shard has.
             if n != new[axis] and table.shape[self.first + axis] > 1:
                 raise NotFollowed
         return table
@@ -352,7 +365,9 @@ class Certificate:
     def _by_kernel(self, node: Node, table: Table) -> Table:
         """The table of a convolution by a kernel with this table, in which only output features differ."""
         numbers = node.params["dimension_numbers"]
-        of_features = _reduced(table, axes_after(self.first, numbers.rhs_spec[1:]))
+        of_features = _reduced_if_equal(
+            table, axes_after(self.first, numbers.rhs_spec[1:])
+        )
         sizes = [1] * len(numbers.out_spec)
         sizes[numbers.out_spec[1]] = -1
         return of_features.reshape((*table.shape[: self.first], *sizes))
@@ -379,8 +394,8 @@ class Certificate:
 
         Args:
           probe: Where the logits are measured.
-          value: The logits, by the number of their array.
-          seen: The array that the probe measures, which may have another shape.
+          value: The logits up to which the clip was followed, by the number of their array: before masks are added.
+          seen: The logits that the probe measures: after masks, perhaps reshaped.
           expected: The logarithms of the factors, [*layers, heads].
         """
         if value not in self.at:
@@ -390,34 +405,51 @@ class Certificate:
             table = reshaped(self.at[value], old, new)
         except NotFollowed:
             return None
-        # Along all other axes the table has one entry.
+        head_of = _heads_of_entries(table, self.first, expected)
+        if head_of is None:
+            return None
+        # A table has several entries only along the axes of layers, which come first, and of heads.
         varying = 1 + np.flatnonzero(np.array(table.shape[1:]) > 1)
-        layer_axes, head_axes = (
-            varying[varying < self.first],
-            varying[varying >= self.first],
-        )
-        heads = expected.reshape(-1, expected.shape[-1])  # [layers, heads]
-        if math.prod(table.shape[1 : self.first]) != len(heads):
-            return None
-        table = table.reshape(3, len(heads), -1)  # [3, layers, entries of the logits]
-        # The head of each entry, and the first entry of each head.
-        is_head = heads[:, :, None] == table[0, :, None]  # [layers, heads, entries]
-        head_of = is_head.argmax(1)[0]
-        _, first = np.unique(head_of, return_index=True)
-        if not np.array_equal(table[0][:, first], heads):
-            return None
-        # All entries of one head have its factor, and are made of the same positions.
-        if (table[..., first[head_of]] != table).any():
-            return None
         path = list(probe.path)
-        for axis in layer_axes:
-            depth = len(self.loops[axis - 1])
-            if probe.path[:depth] == self.loops[axis - 1]:
+        for axis in varying[varying < self.first]:
+            # This scan goes over layers: `layer` keeps a maximum for each of them. Perhaps it is around another probe
+            # alone.
+            place = self.loops[axis - 1]
+            depth = len(place)
+            if probe.path[:depth] == place:
                 path[depth - 1] = path[depth - 1]._replace(layer=True)
-        # Otherwise the probe has to say which entries are of which head.
+        head_axes = varying[varying >= self.first]
+        # Where the entries are not the heads one by one, the probe has to say which is of which head.
         is_in_order = (np.diff(head_of) == 1).all()
         return probe._replace(
             path=tuple(path),
             heads=axes_after(-self.first, head_axes.tolist()),
             entries=() if is_in_order else tuple(head_of),
         )
+
+
+def _heads_of_entries(
+    table: Table, first: int, expected: np.ndarray
+) -> np.ndarray | None:
+    """The head of each entry of the logits, by its logarithm; None if they got other factors than `expected`.
+
+    A table [3, 1, 4, 1, 1] with the logarithms a, b, a, b and `expected` [a, b] gives [0, 1, 0, 1].
+
+    Args:
+      table: [3, *loops, *axes of the logits]; `first` says where the axes begin.
+      first: 1, and 1 for each loop.
+      expected: The logarithms of the factors, [*layers, heads].
+    """
+    heads = expected.reshape(-1, expected.shape[-1])  # [layers, heads]
+    if math.prod(table.shape[1:first]) != len(heads):
+        return None
+    table = table.reshape(3, len(heads), -1)  # [3, layers, entries]
+    is_head = heads[:, :, None] == table[0, :, None]  # [layers, heads, entries]
+    # The order in the first layer has to be that of all layers.
+    head_of = is_head.argmax(1)[0]
+    _, first_entries = np.unique(head_of, return_index=True)
+    if not np.array_equal(table[0][:, first_entries], heads):
+        return None
+    # All entries of one head have its factor, and are made of the same positions.
+    is_equal = (table[..., first_entries[head_of]] == table).all()
+    return head_of if is_equal else None

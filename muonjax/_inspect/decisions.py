@@ -73,22 +73,19 @@ class _Decider:
                     f"{use.what} is not followed", use.node, by_names=True
                 )
         products = [use for use in uses if use.kind == "product"]
-        # An index along an axis that counts matrices chooses one: an expert's, an adapter's. That is no look-up in a
-        # table.
+        # x @ w[i], with w [experts, d, f] and an index that data give, chooses a matrix along axis 0, and then
+        # multiplies by it: such an axis is one of the product's loops. That is no look-up in a table.
         chosen = {run for use in products for run in use.view.layout.loops}
         for use in uses:
+            # The rows of a look-up are the axes along which the index chooses.
             if use.kind == "looked up" and not chosen.issuperset(use.rows):
-                also = (
-                    f", and multiplied: {self.graph.line(products[0].node)}"
-                    if products
-                    else ""
-                )
-                return Decision(None, f"looked up: {self.graph.line(use.node)}{also}")
-        return (
-            self._of_products(leaf, products)
-            if products
-            else self._without_product(uses)
-        )
+                why = f"looked up: {self.graph.line(use.node)}"
+                if products:
+                    why += f", and multiplied: {self.graph.line(products[0].node)}"
+                return Decision(None, why)
+        if products:
+            return self._of_products(leaf, products)
+        return self._without_product(uses)
 
     def _without_scales(self, leaf: int, uses: list[Use]) -> list[Use]:
         """The uses without products that only make a factor of the parameter, as a spectral norm does."""
@@ -116,33 +113,36 @@ class _Decider:
         return Decision(None, why, trains=False)
 
     def _without_product(self, uses: list[Use]) -> Decision:
-        """The decision on a parameter that is added, or multiplied entry by entry, by the first of its uses."""
+        """The decision on a parameter that is in no product with data, but added or the like, by its first use."""
         for use in uses:
-            # A factor of a product of parameters, of which no layer is followed.
+            # A factor of a @ b that is added to the input, as positions are, or else meets data in no product.
             if use.view.inner:
                 why = f"{PRODUCT_OF_PARAMETERS} is not followed"
                 return self._adam(why, use.node, by_names=True)
-        # Axes with more than one entry in a use: a bias has one, besides axes that count layers.
+        # Axes with more than one entry in a use. A bias [layers, d] has one: a scan over layers makes axis 0 a loop, of
+        # which no run is left.
         axes = set()
         for use in uses:
             axes |= {run.axis for run in use.view.layout.runs if run.positions.size > 1}
-        is_penalty = uses[0].kind == "alone"
-        decision = self._adam(uses[0].what, uses[0].node, by_names=is_penalty)
+        # "alone": without data, as in a penalty. That does not show what the parameter is, and its name has to.
+        is_alone = uses[0].kind == "alone"
+        decision = self._adam(uses[0].what, uses[0].node, by_names=is_alone)
         return decision._replace(is_vector=len(axes) < 2)
 
     def _of_products(self, leaf: int, products: list[Use]) -> Decision:
         """The decision on a parameter that multiplies activations."""
         destinations = {self.ends.destination(use) for use in products}
-        # No layer follows it: an output head, whatever its shape is.
+        # No layer follows any of them: an output head, whatever its shape is.
         if self.is_loss and destinations <= {"output", "inner gradient"}:
             return self._end(products, is_head="output" in destinations)
+        # Products by vectors, and by depthwise kernels, do not count from here on.
         matrices = [use for use in products if use.is_matrix]
         if not matrices:
             is_depthwise = products[0].is_depthwise
             why = "a depthwise convolution" if is_depthwise else "multiplied by vectors"
             return self._adam(why, products[0].node)
         first = matrices[0].node
-        # A model that returns no loss: perhaps a head, or features for what the loss does with them.
+        # The function is a model and returns no loss: perhaps it is a head, or gives features that the loss takes.
         if not self.is_loss and all(
             self.ends.destination(use) == "output" for use in matrices
         ):
@@ -158,18 +158,18 @@ class _Decider:
             if self._is_table(matrices):
                 return self._adam(_TABLE, first)._replace(doubt=f"{_TABLE}: {problem}")
             return Decision(None, str(problem), problem=str(problem))
-        # Where only frozen layers follow, it is a hidden layer before a frozen head, or a head before a transform.
+        # Only matrices that don't train follow: it is a hidden layer before frozen ones, or a head before a transform.
         is_last = self.is_loss and "layer" not in destinations
         doubt = self._doubt(matrices, is_last)
         doubt = f"{doubt}: {self.graph.line(first)}" if doubt else ""
-        return Decision(numbers, why, per_head, doubt=doubt)
+        return Decision(numbers, why, per_head=per_head, doubt=doubt)
 
     def _end(self, products: list[Use], is_head: bool) -> Decision:
-        """The decision on a parameter that no layer follows."""
+        """The decision on a parameter that no layer follows: AdamW, but its name decides if that is not sure."""
         for use in products:
             (result,) = self.graph.nodes[use.node].outputs
-            if result in self.ends.unknown:
-                i = self.ends.unknown[result]
+            if result in self.ends.unknown_after:
+                i = self.ends.unknown_after[result]
                 return self._adam(
                     f"{self.graph.nodes[i].name} is not followed", i, by_names=True
                 )

@@ -29,12 +29,13 @@ class Ends:
       to_frozen_layers: The same without products that may be a transform of the outputs.
       to_gradients: Values from which a path leads to a backward pass.
       to_outputs: Values from which a path leads to an output of the function, without a product on the way.
-      unknown: By value, an operation without a rule that a path leads to; it may be a product.
+      unknown_after: By value, an operation without a rule that a path leads to; it may be a product.
     """
 
     def __init__(self, walk: Walk):
         graph = self.graph = walk.graph
         self.read_by_labels = walk.uses.read_by_labels
+        # Operations, by their numbers.
         backward = {
             i for i in graph.trained if graph.nodes[i].gradient_pass == "backward"
         }
@@ -42,33 +43,41 @@ class Ends:
         products = walk.layers.products & self.trained
         frozen = walk.layers.frozen & self.trained
         self.products = products | frozen
-        self.to_products = self._before(products)
-        self.to_frozen = self._before(frozen)
-        self.to_frozen_layers = self._before(self._without_transforms(frozen))
-        self.to_gradients = self._before(backward)
+        # The values from which a path leads to these operations.
+        self.to_products = self._values_before(products)
+        self.to_frozen = self._values_before(frozen)
+        self.to_frozen_layers = self._values_before(self._without_transforms(frozen))
+        self.to_gradients = self._values_before(backward)
+        # Backward from the outputs, and not over products.
         self.to_outputs = graph.upstream(
-            self._followed(graph.outputs), self._unless_product
+            self._without_indices(graph.outputs), self._inputs_unless_product
         )
-        self.unknown: dict[int, int] = {}
+        # A value may come before several operations without a rule: the last of them counts.
+        self.unknown_after: dict[int, int] = {}
         for i in sorted(walk.layers.without_rule):
-            self.unknown |= dict.fromkeys(self._before([i]), i)
+            self.unknown_after |= dict.fromkeys(self._values_before([i]), i)
 
     def destination(self, use: Use) -> Destination:
-        """Where the result of a product by a parameter goes to."""
-        # The next factor of a product of parameters follows it: the columns of a in x @ (a @ b) meet b.
+        """Where the result of a product by a parameter goes to.
+
+        The first kernel of tanh(x @ w1) @ w2 has "layer", and the second, whose result becomes the loss, "output".
+        """
+        # In x @ (a @ b) the columns of a meet the factor b, as `inner` says, which is the next layer.
         if use.columns and use.columns in use.view.inner:
             return "layer"
         (value,) = self.graph.nodes[use.node].outputs
         is_output = value in self.to_outputs
         if is_output and use.node in self.read_by_labels:  # a cross-entropy follows it
             return "output"
-        # A frozen layer follows, and the loss does not take the result itself: an actor's head goes to the loss, and
-        # into a critic that does not train as well.
+        # A frozen layer follows, and the loss does not take the result itself. An actor's head is no hidden layer: it
+        # goes into a critic that does not train, but to the loss as well.
         is_hidden = value in self.to_frozen_layers and not is_output
         if value in self.to_products or is_hidden:
             return "layer"
+        # A matrix that does not train follows, but it may transform outputs, or the loss takes the result as well.
         if value in self.to_frozen:
             return "frozen layer"
+        # As a layer that is trained inside of the function, or a network whose derivatives make the loss.
         is_for_gradient = value in self.to_gradients and not is_output
         return "inner gradient" if is_for_gradient else "output"
 
@@ -78,8 +87,8 @@ class Ends:
         A cost matrix, or a filter bank that a spectrogram's loss is taken behind, is a transform: what comes before it
         is an output head. What comes before a frozen layer of a tower, or a frozen head, is a hidden layer.
         """
-        to_products = self._before(self._named(PRODUCTS))
-        to_exponentials = self._before(self._named(EXPONENTIALS))
+        to_products = self._values_before(self._named(PRODUCTS))
+        to_exponentials = self._values_before(self._named(EXPONENTIALS))
         layers = []
         for product in frozen:
             (result,) = self.graph.nodes[product].outputs
@@ -92,21 +101,21 @@ class Ends:
     def _named(self, names: Iterable[str]) -> list[int]:
         return [i for i in self.trained if self.graph.nodes[i].name in names]
 
-    def _before(self, operations: Iterable[int]) -> set[int]:
+    def _values_before(self, operations: Iterable[int]) -> set[int]:
         """The inputs of these operations, and all values from which a path leads to one."""
         operands = [x for i in operations for x in self.graph.nodes[i].inputs]
-        return self.graph.upstream(self._followed(operands), self._inputs)
+        return self.graph.upstream(self._without_indices(operands), self._inputs)
 
     def _inputs(self, operation: int) -> list[int]:
         """The inputs of an operation that a path goes over."""
         node = self.graph.nodes[operation]
         if node.gradient_pass == "backward" or node.name == "stop_gradient":
             return []
-        return self._followed(node.inputs)
+        return self._without_indices(node.inputs)
 
-    def _unless_product(self, operation: int) -> list[int]:
+    def _inputs_unless_product(self, operation: int) -> list[int]:
         return [] if operation in self.products else self._inputs(operation)
 
-    def _followed(self, values: Iterable[int]) -> list[int]:
+    def _without_indices(self, values: Iterable[int]) -> list[int]:
         """Without indices, as of an argmax: they end a path."""
         return [x for x in values if self.graph.is_followed(x)]

@@ -122,22 +122,25 @@ def _rows_and_columns(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """The axes of a parameter that are rows in one product, and those that are columns; all others count matrices.
 
+    An einsum "ebd,edf->ebf" with a kernel w [e, d, f] gives the rows {1} and the columns {2}: e counts matrices.
+
     Raises:
-      Contradiction: One axis would be both.
+      Contradiction: An axis would be two of these.
     """
-    # The names without `axes` are runs, of which one axis may have several.
+    # `rows`, `columns` and `batch` are runs, of which one axis may have several.
     product, line = use.product, walk.graph.line(use.node)
     rows, columns = set(use.rows), set(use.columns)
-    # Loops that are not followed have no axis of the parameter.
+    # A loop in an order that is not followed has a run along no axis, -1.
     batch = {run for run in use.batch if run.axis >= 0}
-    # A batch axis along which the result is added up, as heads are, makes rows.
+    # "hbd,hdf->hbf", and then a sum over h, is one product that sums over h and d: both are rows.
     summed = batch & product.added_up
-    # Columns that count experts are no columns, unless there are no others. Those that count heads are.
+    # x @ w with w [d, e, f], whose result a later product, or a gate, takes expert by expert: e counts matrices. Heads
+    # are taken one by one as well, and stay columns. So do columns of which all count experts.
     heads = {run for run, _ in product.heads}
     experts = columns & (product.batches - heads)
     if experts == columns:
         experts = set()
-    # sum_h x[h] @ w[h], written as a loop: h is summed over.
+    # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over.
     slices = walk.uses.summed_slices[leaf]
     row_axes = _axes(rows | summed) | slices
     column_axes = _axes(columns - experts)
@@ -154,7 +157,7 @@ def _cut(
     shape: tuple[int, ...],
     columns: frozenset[int],
     sliced: Collection[int],
-    mixed: Iterable[Layout] = (),
+    mixed: Collection[Layout] = (),
 ) -> _Cut | None:
     """Along which axis, and into which sizes, columns are cut for different purposes.
 
@@ -166,24 +169,25 @@ def _cut(
       regions: The parts of the parameter that operations take.
       shape: Its shape.
       columns: Its axes that are columns.
-      sliced: Axes that are sliced before the product: there, the regions must be all of the axis.
+      sliced: Axes of which this product takes a slice, as x @ w[:, :64]: there, the regions must be all of the axis.
       mixed: Columns that an operation takes together, so that no cut divides them.
     """
     for axis in sorted(columns):
         masks = {dict(region).get(axis, b"") for region in regions}
-        if b"" in masks or len(masks) < 2:  # an operation takes all of the axis
+        # An operation takes all of the axis, or all take the same part of it.
+        if b"" in masks or len(masks) < 2:
             continue
         period = math.lcm(*map(len, masks))
         parts = _parts(masks, period)
         # Operations take columns that overlap, or are no stretch.
         if parts is None:
             continue
-        is_mixed = any(
+        divides_mixed = any(
             _divides(stop, axis, layout) for layout in mixed for _, stop in parts
         )
         covers = sum(stop - start for start, stop in parts) == period
-        if not is_mixed and (covers or axis not in sliced):
-            # Columns of no use become parts, too.
+        if not divides_mixed and (covers or axis not in sliced):
+            # Columns that no operation takes become parts, too.
             edges = sorted({0, period, *itertools.chain(*parts)})
             return _Cut(axis, _sizes(edges), shape[axis] // period)
     return None
@@ -211,7 +215,7 @@ def _parts(masks: Collection[bytes], period: int) -> list[tuple[int, int]] | Non
 
 
 def _divides(position: int, axis: int, layout: Layout) -> bool:
-    """Whether a cut at this position has entries on both sides that are mixed."""
+    """Whether a cut of an axis at this position would put columns on different sides that a norm takes together."""
     starts = sums(run for run in layout.runs if run.axis == axis)
     mixed = sums(run for run in layout.taken if run.axis == axis)
     is_inside = (starts + mixed.min() < position) & (position <= starts + mixed.max())
@@ -235,9 +239,9 @@ def _numbers_per_head(
 ) -> DimensionNumbers:
     """The dimension numbers of `form`, with a matrix for each head.
 
-    An axis that counts heads, 1 of [64, 8, 16], is no column any more. One that they divide, 1 of [64, 128], is cut. If
-    [64, 384] is cut into queries, keys and values of 128 columns each, and the queries have heads of 16, the parts are
-    eight of 16 and two of 128.
+    An axis that counts heads, 1 of [64, 8, 16], is no column any more: it counts matrices. One that heads divide, 1 of
+    [64, 128], is cut. If [64, 384] is cut into queries, keys and values of 128 columns each, and the queries alone have
+    heads of 16, the parts are eight of 16 and two of 128.
 
     Args:
       form: The matrices of the parameter.
@@ -245,19 +249,21 @@ def _numbers_per_head(
       heads: Where its columns count heads: [64, 8, 16] along axis 1, or [64, 128] in steps of 16 along axis 1.
     """
     axes = _axes(run for run, _ in heads)
+    # Axes of which neighboring positions are in different heads.
     counting = _axes(run for run, _ in heads if run.stride == 1)
     if counting:
-        # With one number for each head it stays one matrix: a vector has no orthogonal form.
-        return _numbers(form._replace(columns=form.columns - counting or form.columns))
+        # If no columns are left, each head has one column, a vector, or every eighth one: it stays one matrix.
+        columns = (form.columns - counting) or form.columns
+        return _numbers(form._replace(columns=columns))
     cut = form.cut
     if cut is None or cut.axis not in axes:
         cut = _Cut(min(axes), (shape[min(axes)],))
-    # The parts of all repeats, one after the other.
+    # The parts of all repeats, one after the other, are cut further where heads begin.
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
-        # One axis alone can be cut: heads along another one stay together. Where a region ends, the form is cut.
+        # One axis alone can be cut: heads along another one stay together.
         if run.axis == cut.axis:
-            # The columns of the region, repeated along the axis; without an entry, all of it.
+            # The columns that have these heads: a mask repeats along the axis, and without one it is all of the axis.
             mask = np.frombuffer(dict(region).get(cut.axis, b"\1"), bool)
             columns = np.flatnonzero(np.resize(mask, shape[cut.axis]))
             edges.update(range(columns[0], columns[-1] + 1, run.stride))

@@ -12,7 +12,7 @@ import numpy as np
 
 from muonjax._clip.scaled_entries import Scale, first_positions
 from muonjax._inspect.findings import Walk
-from muonjax._inspect.positions import HOLE, UNORDERED, Layout, Run
+from muonjax._inspect.positions import HOLE, UNORDERED, Layout, Run, other_axes
 from muonjax._inspect.values import PARAMETER, Operand, Projection
 
 
@@ -39,11 +39,12 @@ class Refused(Exception):
 def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[Span, ...]]:
     """What a clip may scale, the best first, where logits are a sum of products of these queries and keys.
 
-    Both sides of a product are scaled if each head has keys of its own, and its queries alone otherwise; or the queries
-    alone of all products.
+    In a sum, q1 @ k1 + q2 @ k2, all that is scaled has to have as many heads. So the first proposal scales both sides
+    of a product where each head has keys of its own, and its queries alone where several heads share keys. The second
+    scales the queries alone of all products.
 
     Raises:
-      Refused: A product has no proposal, or the products have other numbers of heads or of layers.
+      Refused: A product has no proposal, or the products have other numbers of heads, or of axes that count layers.
     """
     if len(pairs) == 1:
         return pairs[0].proposals()
@@ -51,11 +52,9 @@ def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[Span, ...]]:
     queries: list[Span] = []
     for pair in pairs:
         proposals = pair.proposals()
-        queries_alone = proposals[-1]
-        of_equal_heads = [
-            spans for spans in proposals if len({span.heads for span in spans}) == 1
-        ]
-        best += of_equal_heads[0] if of_equal_heads else queries_alone
+        first, queries_alone = proposals[0], proposals[-1]
+        has_equal_heads = len({span.heads for span in first}) == 1
+        best += first if has_equal_heads else queries_alone
         queries += queries_alone
     for spans in (best, queries):
         if len({(span.heads, len(span.stack)) for span in spans}) > 1:
@@ -85,20 +84,19 @@ class QueriesAndKeys:
             self.query, self.key = right, left
 
     def proposals(self) -> list[tuple[Span, ...]]:
-        """At least one proposal: both sides of the product, and last the queries alone, where each is possible.
+        """Both sides of the product, where that is possible, and last the queries alone.
 
         Raises:
-          Refused: Neither is.
+          Refused: The queries can't be scaled, and so neither can both.
         """
-        proposals, why = [], ""
-        for keys, shared in (self.split_keys(), ([], [])):
-            try:
-                proposals.append(self._proposal(keys, shared))
-            except Refused as refused:
-                why = str(refused)
-        if not proposals:
-            raise Refused(why)
-        return list(dict.fromkeys(proposals))
+        queries_alone = self._proposal([], [])
+        try:
+            both = self._proposal(*self.split_keys())
+        # The keys have other heads or features, as where all heads share their bias.
+        except Refused:
+            return [queries_alone]
+        # They are equal where no key can be scaled, such as keys that do not train.
+        return list(dict.fromkeys([both, queries_alone]))
 
     def _proposal(
         self, keys: Sequence[Projection], shared: Sequence[_Features]
@@ -126,25 +124,22 @@ class QueriesAndKeys:
         self, of_queries: Sequence[Span], of_keys: Sequence[Span]
     ) -> None:
         """Refuses queries and keys with other layers or features, or heads of keys that no heads of queries share."""
-        # Features of queries with the factor "query" meet the keys; those with "whole" take all of the factor. Only the
-        # first span of each is compared: the others are biases of it, or further features, which the certificate
-        # checks.
-        first_features = set()
+        # The queries that meet `of_keys` have the factor "query", and as many features. Only the first span of each
+        # side is compared: the others are its biases, or further features, which the certificate checks.
+        features = set()
         meet_keys = [span for span in of_queries if span.scale.factor == "query"]
-        for part in (meet_keys, of_keys):
-            if part:
-                first_features.add(part[0].features)
+        for spans in (meet_keys, of_keys):
+            if spans:
+                features.add(spans[0].features)
         layers = set()
         for span in (*of_queries, *of_keys):
             layers.add(tuple(self.shapes[span.leaf][axis] for axis in span.stack))
         heads_of_queries = {span.heads for span in of_queries}
         heads_of_keys = {span.heads for span in of_keys}
-        several = (
-            max(map(len, (heads_of_queries, heads_of_keys, layers, first_features))) > 1
-        )
-        # With grouped queries, several heads of queries share a head of keys.
+        several = max(map(len, (heads_of_queries, heads_of_keys, layers, features))) > 1
+        # With grouped queries, a whole number of heads shares each head of keys, as four heads each of two.
         heads = of_queries[0].heads
-        if several or any(heads % n for n in heads_of_queries | heads_of_keys):
+        if several or any(heads % n for n in heads_of_keys):
             raise Refused(
                 "its queries and keys are cut into heads, features or layers in several ways"
             )
@@ -158,7 +153,8 @@ class QueriesAndKeys:
             raise Refused("its queries can't be followed to parameters that train")
         self._check_order(self.query, projections, "queries")
         for projection in projections:
-            # Each entry of the queries is made of all columns, so that none is of one head.
+            # The columns differ along no axis of the queries: each entry is made of all of them, and none is of one
+            # head. This is so after a norm over all heads, or after a frozen matrix.
             if not projection.layout.varying:
                 raise Refused(self._why_of_all_columns(projection))
             # concatenate([x @ a, x @ b]) without an axis of heads may be two halves of one head, or two heads that
@@ -182,13 +178,19 @@ class QueriesAndKeys:
     def _check_order(
         self, operand: Operand, projections: Sequence[Projection], name: str
     ) -> None:
-        """Refuses an order of entries that is not followed, and heads from several products."""
+        """Refuses an order of entries that is not followed, and heads from several products.
+
+        Args:
+          operand: The queries or the keys.
+          projections: Those in it that are to be scaled.
+          name: "queries" or "keys".
+        """
         for projection in projections:
             layouts = [projection.layout, *(bias.layout for bias in projection.biases)]
-            # `loops` says so after a move that was not followed, as at unknown indices.
+            # `UNORDERED` among the loops marks what was moved in a way that is not followed, as to unknown indices.
             if any(UNORDERED in layout.loops for layout in layouts):
                 raise Refused(f"its {name} are in another order than the parameter's")
-            # Along a batch axis, which counts heads, it is a part of a concatenation.
+            # stack([x @ a, x @ b]) along the axis of heads: each projection has its place on this batch axis.
             if projection.layout.placed(operand.batch):
                 raise Refused(
                     f"heads of its {name} are put together from several products"
@@ -197,8 +199,9 @@ class QueriesAndKeys:
     def _heads(self, operand: Operand, layout: Layout) -> dict[int, int]:
         """The axes of the product that count heads, and for each the axis of the operand that it comes from.
 
-        Along a batch axis the entries of the parameter repeat; along an axis of heads they are others. Softmax
-        normalizes neither.
+        For a product [batch, head, query, key] of queries [batch, query, head, feature] it is {1: 2}: along the axis of
+        heads the queries come from other entries of the parameter, and along `batch` and `query` from the same. Softmax
+        normalizes the axis of keys, which counts none.
         """
         heads = {}
         for axis, source in enumerate(operand.sources):
@@ -209,10 +212,10 @@ class QueriesAndKeys:
         return heads
 
     def split_keys(self) -> tuple[list[Projection], list[_Features]]:
-        """Keys that each head has for itself; and which features those fill that several heads share.
+        """The keys that a clip may scale; and which features the others fill, as all heads share these.
 
         The keys of latent attention (MLA) are both: features without rotation of each head, then rotated ones of all.
-        Shared keys that fill all features count as the first: then the queries alone may take the factor.
+        If all heads share all features, as in multi-query attention, the keys are one head, which a clip may scale.
         """
         heads: set[int] = set()
         for projection in self.query.value.projections:
@@ -221,7 +224,7 @@ class QueriesAndKeys:
         for projection in self.key.value.projections:
             heads_of_keys = self._heads(self.key, projection.layout)
             is_shared = bool(heads) and heads.isdisjoint(heads_of_keys)
-            features = self._features(self.key, projection)
+            features = self._features(self.key, projection)  # None: all
             if is_shared and features is not None:
                 shared.append(features)
             else:
@@ -229,7 +232,7 @@ class QueriesAndKeys:
         return of_one_head, shared
 
     def _features(self, operand: Operand, projection: Projection) -> _Features | None:
-        """Where in the sum over features a projection is that was concatenated with others."""
+        """Which features of an operand a projection fills that was concatenated with others; None if it has all."""
         (axis, *more) = operand.summed
         placed = projection.layout.placed([axis])
         if more or not placed:
@@ -252,9 +255,9 @@ class QueriesAndKeys:
           factor: That of `Scale`.
           shared: Features of the operand that meet keys which several heads share: they take the whole factor.
         """
-        # Without a concatenation the projection has all features.
+        # All features are those from 0 to HOLE, which is larger than any number of them.
         start, stop = self._features(operand, projection) or (0, HOLE)
-        # Those that shared keys fill, counted from the first feature of the projection.
+        # The shared ones among them, counted from `start`.
         inside = []
         for features in shared:
             first, last = max(features.start, start), min(features.stop, stop)
@@ -270,8 +273,9 @@ class QueriesAndKeys:
     def _span(self, leaf: int, layout: Layout, operand: Operand, factor: str) -> Span:
         """The entries of a parameter that a clip scales by one number for each head.
 
-        The queries x @ w of a kernel w [layers, d, heads * 16], which a scan takes layer by layer: axis 0 is the
-        stack, and on axis 2, the axis -1 of one layer, each head has 16 entries one after the other.
+        A scan takes w [layers, 64, 8 * 16] layer by layer, and x @ w is reshaped to queries [batch, query, 8, 16].
+        Their layout has one run, 0 to 127 along axis 2 of w. The span has the stack (0,) and a `Scale` of 8 entries
+        with 16 positions each along the axis -1 of a layer.
 
         Args:
           leaf: The number of the parameter.
@@ -280,21 +284,23 @@ class QueriesAndKeys:
           factor: As in `Scale`.
         """
         shape = self.shapes[leaf]
-        # The first entry along some axes, and how far the others are from it (`Layout.split`).
-        without_heads, heads = layout.split(self._heads(operand, layout).values())
-        of_one_head, features = without_heads.split(operand.summed)
+        # The first head, 0 to 15, and how far the heads are from it: {0, 16, ..., 112}.
+        first_head, heads = layout.split(self._heads(operand, layout).values())
+        # The features of the first head, {0, ..., 15}. Without them it has no run any more.
+        rest, features = first_head.split(operand.summed)
+        # A head is also made of positions that were mixed, as by a rotation of features (`taken`), and of those along
+        # other axes of the product, or at a fixed index, 0 in w[:, 0]. Runs of an axis below zero have only holes.
+        left = [run for run in rest.runs if run.axis >= 0]
+        features = (*features, *rest.taken, *left)
         # The more significant of two runs along one axis has the larger steps.
         heads = sorted(heads, key=lambda run: (run.axis, -run.stride))
-        # What is left of one head are further features: mixed ones, and those along axes of the product. Runs of an
-        # axis below zero have only holes.
-        left = [run for run in of_one_head.runs if run.axis >= 0]
-        features = (*features, *of_one_head.taken, *left)
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))
         head_axes = {run.axis for run in heads}
         used_axes = head_axes | {run.axis for run in features}
         if not used_axes.isdisjoint(stack):
             raise Refused("a loop goes over a part of an axis of its parameter")
-        # Axes that only features lie along come last, so that those of one head follow each other.
+        # Axes that only features lie along come last, so that the features of one head follow each other: a kernel
+        # [64, 16, 8] with the heads last is flattened along the axes (2, 1).
         feature_axes = {
             run.axis for run in features if run.positions.size > 1
         } - head_axes
@@ -302,10 +308,10 @@ class QueriesAndKeys:
         places = _places(shape, order, heads, features)
         if places is None:
             raise Refused("its heads do not lie one after the other in the parameter")
-        # The same axes as those of one layer, counted from its last.
-        of_a_layer = [axis for axis in range(len(shape)) if axis not in stack]
-        rank = len(of_a_layer)
-        axes = tuple(of_a_layer.index(axis) - rank for axis in order)
+        # A `Scale` counts the axes of one layer from the last.
+        axes_of_layer = other_axes(len(shape), stack)
+        rank = len(axes_of_layer)
+        axes = tuple(axes_of_layer.index(axis) - rank for axis in order)
         return Span(
             leaf, Scale(path="", rank=rank, axes=axes, factor=factor, **places), stack
         )
@@ -365,7 +371,7 @@ def _places(
     first = _positions(heads, weights)
     inside = np.sort(_positions(features, weights))
     entries, width = len(first), len(inside)
-    # From one head to the next: the stride, but for a longer step where a group of heads ends before a gap.
+    # From one head to the next it is a stride, and a longer step where a group of heads ends before a gap.
     steps = np.diff(first)
     stride = int(steps[0]) if entries > 1 else total
     ends = np.flatnonzero(steps != stride)
@@ -374,7 +380,8 @@ def _places(
     is_contiguous = (np.diff(inside) == 1).all()
     if not is_contiguous or stride <= 0 or gap < 0 or entries % groups:
         return None
-    # The features of a head need not begin where its stride begins, if they end before the next one.
+    # With columns q k v q k v ..., 16 each, the keys begin at 16 in each stride of 48: start=0 and span=(16, 32). From
+    # start=16 on, the last stride would end behind the parameter.
     base = int(first[0] + inside[0])
     start = base - base % stride if base % stride + width <= stride else base
     size = entries * stride + (groups - 1) * gap
