@@ -138,10 +138,12 @@ def spread_operands(walk: Walk, node: Node) -> list[Value]:
     spread = []
     for value, array in zip(values, node.inputs, strict=True):
         old = walk.shape(array)
+        # Nothing is known of a number of the program, so that there is nothing to repeat.
         if old == shape or not (value.depends_on or value.facts):
             spread.append(value)
             continue
-        sizes = old or [-1] * len(shape)  # a scalar next to an array
+        # A scalar next to an array repeats along all axes: -1 is no axis's size.
+        sizes = old or [-1] * len(shape)
         sources = [axis if n == shape[axis] else None for axis, n in enumerate(sizes)]
         spread.append(value.repeated(old, sources, shape))
     return spread
@@ -179,7 +181,8 @@ def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
             return value
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
-    # The maximum that softmax subtracts is without gradient.
+    # Operands without parameters and logits. The maximum that softmax subtracts depends on no parameter, for it is
+    # without gradient, but it has logits.
     if not any(
         value.depends_on & PARAMETER or value.logits for value in operation.values
     ):
@@ -231,7 +234,7 @@ def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
 
 
 def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
-    """What is left of parameters in a sum or a product with parameters or numbers, such as a weight and its mask.
+    """The parameters in the result of an operation on parameters and numbers alone, such as a weight times its mask.
 
     A bias or a gain, which repeats along an axis of another operand, is recorded as added or multiplied and not
     followed further. So is the noisy one of several, as s in the sampled weight mu + s * noise.
@@ -242,9 +245,10 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
         value.depends_on & NOISE and not value.is_weight for value in values
     )
     is_scaled_by_noise = operation.is_scale and has_noise
+    # A bias differs along fewer axes than the weight that it is added to.
     extents = [value.varying for value in values]
     if operation.is_sum:
-        # A column plus a row: both repeat. A column times a row is a matrix of rank one.
+        # In a column plus a row each differs along fewer axes than the sum. A column times a row is a matrix instead.
         extents.append(frozenset().union(*extents))
     views = []
     for value in values:
@@ -293,9 +297,9 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     if operation.is_exponential:
         # These are softmax's weights if the scores are those of queries and keys.
         result = result._replace(exponential_of=result.scores)
-        _record_unseen(operation, logits, result.scores)
+        _record_unseen_exponential(operation, logits, result.scores)
     elif operation.is_sum and projections:
-        # What an operation without a rule gives may be one hot. A residual stream that it is added to is not.
+        # The result of an operation without a rule may be one hot, but its sum with a residual stream is not.
         result = result._replace(no_rule=-1)
     return result._replace(
         views=_of_masked_weights(operation),
@@ -308,29 +312,28 @@ def _of_activations(operation: Operation, result: Value) -> Value:
 def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """The parameters in a product of parameters and data, such as w * mask, or in a sum of such products.
 
-    w0 * a + w1 * (1 - a) is a mixture of two matrices. A sum with the results of products is no mixture.
+    w0 * a + w1 * (1 - a) is a mixture of two matrices. A sum is no mixture if an operand is a result of a product, or
+    made of parameters that are not followed any more, as tanh(w0 * a) is.
     """
     values = operation.values
     if operation.is_sum:
-        has_results = any(value.projections or value.logits for value in values)
-        if has_results or not _keep_parameters(values):
-            return ()
+        for value in values:
+            is_not_followed = value.depends_on & PARAMETER and not value.views
+            if is_not_followed or value.projections or value.logits:
+                return ()
     elif not operation.is_scale:
         return ()
     return tuple(view for value in values for view in value.views)
 
 
-def _record_unseen(operation: Operation, logits: Sequence[Logits], scores: int) -> None:
+def _record_unseen_exponential(
+    operation: Operation, logits: Sequence[Logits], scores: int
+) -> None:
     """Records that an exponential takes the product `scores` of two activations in a way that is not followed."""
     is_followed = any(not x.is_lost or x.product == scores for x in logits)
     # The logits of a power are logarithms of its base, which nobody takes.
     if operation.node.name == "pow" or not is_followed:
         operation.walk.attention.unseen[scores] = operation.node.index
-
-
-def _keep_parameters(values: Sequence[Value]) -> bool:
-    """Whether all operands with parameters still show which they are."""
-    return all(value.views for value in values if value.depends_on & PARAMETER)
 
 
 def _columns_of_frozen(values: Sequence[Value]) -> tuple[AxisFact, ...]:
@@ -510,14 +513,16 @@ def _record_factors(walk: Walk, node: Node, x: Value, y: Value) -> None:
         repeats = factor.axes("repeats")
         if repeats:
             walk.record_weights(node, factor, value)
-        # There is one factor for all of it, as a spectral norm is: what makes the factor is no use of the parameter.
+        # In w / norm(w), with the spectral norm, one number scales all of w. The products that make this number are no
+        # uses of w as a matrix, so `decisions` gets what it depends on.
         if value.is_weight and len(repeats) == rank:
             for view in value.views:
                 walk.uses.scales[view.leaf] |= factor.depends_on
         walk.record_choice_by_labels(value, factor.axes("one hot"), factor)
         if factor.is_activation:
             _record_gates(value.projections, factor, repeats)
-    # Perhaps q * k, which a `reduce_sum` turns into a product of two activations; x * x is the square of a norm.
+    # q * k may be summed later, which is a product of two activations as by an einsum. In x * x, as of a norm, both
+    # factors depend on the same.
     if x.projections and y.projections and x.depends_on != y.depends_on:
         projections = x.projections + y.projections
         if all(_is_scaled_only(walk, projection) for projection in projections):
@@ -550,16 +555,18 @@ def _record_meeting_parts(walk: Walk, values: Iterable[Value]) -> None:
 
 
 def _record_sum_of_slices(walk: Walk, terms: Sequence[Projection]) -> None:
-    """Records axes of a parameter along which its slices differ, if a sum has products with several of them.
+    """Records along which axes slices of one parameter differ, if a sum adds products with them.
 
-    A sum over heads, written as a loop, is one, sum_h x[h] @ w[h]: so h counts rows, and not matrices.
+    The sum over heads of x[h] @ w[h], written as a Python loop, is one: so axis h of w counts rows, and not matrices.
     """
     # Nothing but sums and scales lies between the products and this sum.
     linear = [term for term in terms if term.is_linear]
     by_leaf = grouped((term.view.leaf, term) for term in linear)
     for first, *others in by_leaf.values():
         for other in others:
-            # A layer after the first one, in a residual stream, is no further slice of it.
+            # In a residual stream the second layer's input depends on the first layer's product: w[0] and w[1] are
+            # two matrices then.
             input_of_other = walk.values[other.product.use.activation]
-            if not first.product.bit & input_of_other.depends_on:
+            is_later_layer = first.product.bit & input_of_other.depends_on
+            if not is_later_layer:
                 walk.record_added_slices(first.view, other.view)

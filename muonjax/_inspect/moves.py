@@ -86,7 +86,7 @@ def moved_by(walk: Walk, node: Node, x: Facts) -> Facts:
     For `array.T` of an array [3, 4], facts [2, 3, 1], two for each row, become facts [2, 1, 3].
 
     Args:
-      walk: Where the shapes of arrays are known, and numbers such as the index of `array[:, 2]`.
+      walk: Where the shapes of arrays are known, and numbers such as the index of `jnp.take(array, 2, 1)`.
       node: The operation.
       x: The facts [*any, *axes of the operand], with one entry along each axis on which they don't depend.
 
@@ -242,8 +242,8 @@ def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
     size = walk.shape(node.outputs[0])[axis]
     inputs = [x for x in node.inputs if walk.shape(x)[axis]]  # `x[:, 64:]` may be empty
     result = dependent(walk.values[x] for x in inputs)
-    # A single array between zeros is padded. Zeros times any factor stay zeros, so that all of the result counts as the
-    # array's where its positions don't depend on this axis: no part of it is another array's.
+    # Zeros that pad an array stay zeros times any factor: so they count as its entries, unless its positions differ
+    # along this axis.
     is_padding = sum(not is_zero(walk, x) for x in inputs) == 1
     placed, start = [], 0
     for x in inputs:
@@ -286,10 +286,11 @@ def _reassembled(parts: Sequence[Value], axis: int) -> tuple[ParameterView, ...]
             by_leaf.setdefault(key, []).append(view)
     for same in by_leaf.values():
         first = same[0]
-        # Parts that overlap, or are added up, don't merge into one view: each is used on its own. So do parts of which
-        # each is in another order along the axis, as after a permutation that differs from row to row.
         layout = merged(tuple(view.layout for view in same))
-        if layout.taken == first.layout.taken and layout.is_separable([axis]):
+        # `merged` takes parts that overlap for a sum, and then more positions are taken than before. Each of such parts
+        # stays a view, as do parts in another order in each row, after a permutation that differs from row to row.
+        is_concatenation = layout.taken == first.layout.taken
+        if is_concatenation and layout.is_separable([axis]):
             views.append(first._replace(layout=layout))
         else:
             views += same
@@ -298,26 +299,26 @@ def _reassembled(parts: Sequence[Value], axis: int) -> tuple[ParameterView, ...]
 
 @rule("gather")
 def _gather(walk: Walk, node: Node) -> Sequence[Value]:
-    """Slices of an array at indices: `x[:, 2]`, a look-up `table[tokens]`, or the logits that labels choose."""
+    """Slices at indices: `jnp.take(x, 2, 1)`, look-ups `table[tokens]`, and logits that labels choose."""
     x, indices = walk.inputs(node)
-    # An index that the program contains as a number.
+    # The indices, if the program contains them as numbers.
     known = walk.known(node.inputs[1])
     # `jnp.take(x, 2, axis)`.
     if known is not None and walk.shape(node.inputs[1]) == (1,):
         return _rearranged(walk, node, x)
     sources = _sources_of_gather(walk, node)
     old, _ = walk.graph.shapes(node)
-    # The axes along which the indices choose, and whether that chooses parts of a parameter or columns of a product.
+    # The axes along which the indices choose: axis 0 in `table[tokens]`.
     picked = [axis for axis, n in enumerate(old) if axis not in sources and n > 1]
+    # They choose entries of a parameter, or columns of a product.
     is_part = _differs_along(x, picked)
     if is_part and len(picked) == 1 and known is not None:
         every = np.arange(old[picked[0]])
-        # All positions in another order, such as columns permuted by a constant index, are no look-up. They are not
-        # followed, as few models have them.
+        # Columns permuted by a constant index are no look-up. Few models have them, so they are not followed.
         if np.array_equal(np.sort(known, None), every):
             return unknown(walk, node)
-    # A cross-entropy takes the logit of the label: the product's columns are classes. Entries of a parameter that data
-    # choose are a look-up instead.
+    # Without a parameter in `x` this may be a cross-entropy, which takes the logit of the label: then the columns of
+    # the product are classes.
     if not x.views:
         walk.record_choice_by_labels(x, picked, indices)
         if is_part:
@@ -371,7 +372,8 @@ def looked_up(
         layout = view.layout
         picked = other_axes(len(layout.shape), order)
         rows = layout.runs_along(picked)
-        # (table @ w)[tokens], as of a factored embedding: the rows of w are those that meet the table.
+        # In (table @ w)[tokens], a factored embedding, tokens choose rows of the table. For w, the other view in x,
+        # this is a product, whose rows are those that meet the table: `inner` has them.
         if by_data and view.inner and not rows:
             rows = view.inner[0]
             cols = layout.runs_along(range(len(layout.shape)))

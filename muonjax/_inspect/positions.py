@@ -173,16 +173,16 @@ class Layout(NamedTuple):
         return rest._replace(loops=rest.loops + visited)
 
     def is_separable(self, axes: Iterable[int]) -> bool:
-        """Whether each entry along one of these axes is equally far from the first, wherever on the other axes it is.
+        """Whether positions[i, j] = step[i] + start[j], for i along each of these axes and j along all others.
 
-        Positions 0, ..., 63 of shape [4, 16] are: each row adds 16. After `jnp.roll(x, 1, axis=1)` of the second row
-        alone they are not.
+        ((0, 1, 2), (4, 5, 6)) is separable along axis 0: the second row adds 4 everywhere. ((0, 1, 2), (6, 4, 5)) is
+        not: the second row adds 6, 3 and 3.
         """
         for run in self.runs:
             for axis in run.varying.intersection(axes):
-                _, rest = _split(run, axis)
+                _, start = _split(run, axis)
                 varies_along_others = run.positions.size > run.shape[axis]
-                if rest is None and varies_along_others:
+                if start is None and varies_along_others:
                     return False
         return True
 
@@ -220,7 +220,7 @@ class Layout(NamedTuple):
             try:
                 moved = _run_of(run.axis, move(run.positions))
             except NotFollowed:
-                # The result may have any of these positions, in any order.
+                # Each entry of the result may have any of these positions.
                 taken = (*taken, _set_of(run.axis, run.positions))
                 loops = (*loops, UNORDERED)
                 continue
@@ -229,7 +229,7 @@ class Layout(NamedTuple):
             if moved.positions.min(initial=HOLE) == HOLE:
                 return None
             runs.append(moved)
-        return Layout(tuple(shape), self.origin, _known(runs), taken, loops)
+        return Layout(tuple(shape), self.origin, _canonical(runs), taken, loops)
 
     def placed(self, axes: Iterable[int]) -> list[Run]:
         """The runs whose holes differ along one of these axes: there it was put together with other arrays."""
@@ -257,12 +257,12 @@ class Layout(NamedTuple):
                 run = _run_of(run.axis, padded)
             runs.append(run)
         if runs == list(self.runs) and not zeros:
-            # No run has a place for the holes, so that one without positions gets them.
+            # No run depends on the axis, so that none shows the holes: one along `OTHER` does.
             holes = np.full(size, HOLE)
             holes[start : start + length] = 0
             runs.append(_run_of(OTHER, _line(holes, axis, rank)))
         shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
-        return self._replace(shape=shape, runs=_known(runs))
+        return self._replace(shape=shape, runs=_canonical(runs))
 
     def resize(self, shape: Sequence[int]) -> Layout:
         """Another number of entries, on one device of several or on all of them."""
@@ -295,7 +295,8 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
 
     All layouts have one shape and one origin. Along each axis of the origin the result has one run where the parts say
     which; otherwise all of their positions are taken. The halves 0, 1, HOLE, HOLE and HOLE, HOLE, 2, 3 give the run 0,
-    1, 2, 3. The sum of the halves 0, 1 and 2, 3 has the run 0, 1, and {0, 2} are taken.
+    1, 2, 3. The sum of the halves 0, 1 and 2, 3 along the last axis of arrays [8, 2] has the run 0, 1, and {0, 2} are
+    taken.
     """
     first = layouts[0]
     if len(set(layouts)) == 1:
@@ -307,63 +308,75 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
         taken = tuple(run for run in taken if run in layout.taken)
         loops |= dict.fromkeys(layout.loops)
     holes = _holes_of_parts(layouts)
-    along = [_by_axis(layout, taken) for layout in layouts]
+    by_axis = [_by_axis(layout, taken) for layout in layouts]
     runs: list[Run] = []
-    for axis in dict.fromkeys(itertools.chain(*along)):
-        parts = [by_axis[axis] for by_axis in along]
+    # Every axis along which any of the layouts has something.
+    for axis in dict.fromkeys(itertools.chain(*by_axis)):
+        parts = [layout[axis] for layout in by_axis]
         result = _merged_along(axis, parts, holes)
         runs += result.runs
         taken = (*taken, *result.taken)
-    return Layout(first.shape, first.origin, _known(runs), taken, tuple(loops))
+    return Layout(first.shape, first.origin, _canonical(runs), taken, tuple(loops))
 
 
 def _merged_along(
-    axis: int, parts: list[_AlongAxis], holes: Positions | None
+    axis: int, parts: Sequence[_AlongAxis], holes: Positions | None
 ) -> _AlongAxis:
-    """What a sum or a concatenation has along one axis of the origin, of which its parts have `parts`.
+    """The runs and the taken sets of a sum or a concatenation, along one axis of the origin.
 
-    `holes`: those of the parts of a concatenation, [parts, *array]; None for a sum.
+    Args:
+      axis: The axis of the origin.
+      parts: The runs and the taken sets of each part along it, without sets that are taken in all parts.
+      holes: Where each part of a concatenation has holes, [parts, *array]; None for a sum.
     """
-    # As along the rows of a kernel, where only its columns were cut. What is taken in all parts is known already.
+    # As along the rows of a kernel, where only its columns were cut.
     if parts.count(parts[0]) == len(parts):
-        return _AlongAxis(parts[0].runs, [])
+        return parts[0]
     positions = _stacked(parts)
     if positions is not None and holes is not None:
         # A concatenation: of each entry all parts but one have HOLE, the largest number.
         union = np.where(holes, HOLE, positions).min(0)
         return _AlongAxis([_run_of(axis, union)], [])
-    # A sum of parts with one run each: what these have in common stays a run, as the features of heads that are added
-    # up do.
-    runs = []
+    # A sum of heads, with the columns 0 to 15 and 16 to 31: the features stay the run 0, ..., 15, and {0, 16} are
+    # taken.
+    runs, rests = [], parts
     if positions is not None:
         common, starts = _common_run(positions)
         runs.append(_run_of(axis, common))
-        for k, start in enumerate(starts):
-            parts[k] = parts[k]._replace(runs=[_set_of(axis, start)])
-    # A run along `OTHER` has holes, of which none can be taken.
+        rests = []
+        for part, start in zip(parts, starts, strict=True):
+            rests.append(part._replace(runs=[_set_of(axis, start)]))
+    # `OTHER` is no axis of the origin: along it there are no positions that the sum could take.
     if axis == OTHER:
         return _AlongAxis(runs, [])
-    # Each entry is made of all that is left of the parts.
-    return _AlongAxis(runs, [_set_of(axis, *map(_AlongAxis.sums, parts))])
+    # Each entry of the sum is made of what is left of every part.
+    return _AlongAxis(runs, [_set_of(axis, *map(_AlongAxis.sums, rests))])
 
 
-def _known(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Those that say something, sorted, so that equal layouts are equal."""
+def _canonical(runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The runs, sorted, without those that say nothing: so equal layouts have equal runs.
+
+    A run along `OTHER` without holes says nothing.
+    """
     return tuple(sorted(run for run in runs if run.is_known))
 
 
 class _AlongAxis(NamedTuple):
-    """What a layout has along one axis of its origin."""
+    """The runs (one at most, but for `OTHER`) and the taken sets of a layout, along one axis of its origin."""
 
     runs: list[Run]
     taken: list[Run]
 
     def sums(self) -> Positions:
+        """All positions that the entries are made of."""
         return sums([*self.runs, *self.taken])
 
 
 def _by_axis(layout: Layout, others: Sequence[Run]) -> dict[int, _AlongAxis]:
-    """What a layout has along each axis of its origin, without `others` among what is taken."""
+    """The runs and the taken sets of a layout, by axis of its origin; the sets `others` are left out.
+
+    Along an axis that is no key it has none of them.
+    """
     along: dict[int, _AlongAxis] = defaultdict(lambda: _AlongAxis([], []))
     for run in layout.runs:
         along[run.axis].runs.append(run)
@@ -412,9 +425,10 @@ def _common_run(positions: Positions) -> tuple[Positions, Positions]:
     """
     axes = tuple(range(1, positions.ndim))
     for axis in axes:
-        # The least along this axis has what differs along the others, here; from 0 on, without its own start.
-        run = positions.min(axis, keepdims=True)
-        run = _minus(run, run.min(axes, keepdims=True))
+        # If positions[layout, i, j] = start[layout, i] + run[j], with i along this axis and a run whose least is 0, the
+        # least over i is the run plus a number for each layout.
+        least = positions.min(axis, keepdims=True)
+        run = _minus(least, least.min(axes, keepdims=True))
         if (run == run[0]).all():
             return run[0], _minus(positions, run)
     return np.zeros_like(positions[0]), positions
@@ -426,13 +440,16 @@ def _region(layout: Layout) -> Region:
     region = []
     for axis, n in enumerate(layout.origin):
         runs, taken = _of_axis(layout.runs, axis), _of_axis(layout.taken, axis)
+        # Nothing says which positions are there, as along the rows of a kernel after the product with it.
+        if not runs and not taken:
+            continue
         # A loop visits its positions one by one, so that all of them are there.
         visited = _of_axis(layout.loops, axis)
         positions = sums([*runs, *taken, *visited])
         is_there = np.isin(np.arange(n), positions)
-        if is_there.all() or not (runs or taken):
+        if is_there.all():
             continue
-        # Where other positions are there for each position of another axis, nothing is a part by this axis alone.
+        # On a diagonal each row has other columns: no columns are a part of the kernel then.
         if all(_is_product(run, other) for run in runs for other in layout.runs):
             region.append((axis, is_there[: _period(is_there)].tobytes()))
     return frozenset(region)

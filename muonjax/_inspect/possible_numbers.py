@@ -27,7 +27,8 @@ _UNIONS = {
     "join": slice(1, None),
     "select_n": slice(1, None),
 }
-_HELD = dict.fromkeys(_MOVES.split(), slice(1)) | _UNIONS
+# For each of these operations, the operands whose numbers its result holds.
+_HELD_OPERANDS = dict.fromkeys(_MOVES.split(), slice(1)) | _UNIONS
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "log": np.log,
@@ -51,9 +52,9 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
 
 
 def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
-    """`numbers_in` of an array that was not asked for before: those of a constant, or what an operation makes.
+    """The numbers that an array may hold, of a constant or of an operation's result: what `numbers_in` keeps.
 
-    None: data say which numbers, as those of an argument. `_MANY`, NaN: data do not, but they are more than a few.
+    None if data say which, as in an argument; `_MANY` if the program says which, but they are more than a few.
     """
     constant = graph.known.get(value, graph.constant_arrays.get(value))
     if constant is not None:
@@ -70,11 +71,14 @@ def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
 
 def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
     """The numbers that an operation makes of those of its operands; None if data say which."""
-    is_move, is_arithmetic = node.name in _HELD, node.name in _ARITHMETIC
-    if not is_move and not is_arithmetic:
+    is_move = node.name in _HELD_OPERANDS
+    if is_move:
+        inputs = node.inputs[_HELD_OPERANDS[node.name]]
+    elif node.name in _ARITHMETIC:
+        inputs = node.inputs
+    else:
         return None if _depends_on_data(graph, node) else _MANY
-    inputs = node.inputs[_HELD[node.name]] if is_move else node.inputs
-    # The operands that hold few numbers, or the same unknown ones.
+    # The numbers of each operand, but for those of which data say which.
     known = []
     for value in inputs:
         numbers = numbers_in(graph, value)
@@ -82,13 +86,13 @@ def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
             known.append(numbers)
     if len(known) < len(inputs):
         # Data times -1e9 is taken for a mask that is an argument, of 0 and 1, or of 0 and -1 as in (mask - 1) * 1e9.
-        is_large = node.name == "mul" and known and (np.abs(known[0]) >= -MASKED).all()
+        is_large = node.name == "mul" and known and (-np.abs(known[0]) <= MASKED).all()
         if not is_large:
             return None
         return np.concatenate([-known[0], [0.0], known[0]])
     if is_move:
         return np.concatenate(known)
-    # Each number of one operand with each of the other: more than there are, but few.
+    # Each number of one operand with each of the other. Some of these pairs may not occur.
     with np.errstate(all="ignore"):
         combined = _ARITHMETIC[node.name](*np.meshgrid(*known))
     return combined.reshape(-1)
@@ -97,9 +101,9 @@ def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
 def _in_table(table: np.ndarray) -> np.ndarray:
     """The different numbers in an array, or `_MANY`, without sorting one that may be large."""
     rest = table.reshape(-1)
-    # Most tables, as of positions, show in their first numbers that they hold many.
     if np.iscomplexobj(table):
         return _MANY
+    # Most tables, as of positions, show in their first numbers that they hold many.
     if len(np.unique(rest[:1000].astype(float))) > _MOST:
         return _MANY
     numbers: list[float] = []

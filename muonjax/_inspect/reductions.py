@@ -19,14 +19,14 @@ def _reduce(walk: Walk, node: Node) -> Sequence[Value]:
     result = dependent([value])
     if node.name == "reduce_max" and value.logits and value.logits[0].stage == "logits":
         result = result._replace(logits=(value.logits[0]._replace(stage="per query"),))
-    return [_without(result, node.params["axes"])]
+    return [_without_axes(result, node.params["axes"])]
 
 
 @rule("reduce_sum")
 def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
-    """A sum is linear: projections stay what they are, with some of their columns added up."""
+    """A sum over axes. Linear projections are followed on, with their columns along these axes added up."""
     (value,), axes = walk.inputs(node), node.params["axes"]
-    # The projections of two activations that were multiplied entry by entry.
+    # If the operand is a product q * k entry by entry: the projections in q and in k.
     factors = walk.entrywise.get(node.inputs[0], ())
     summed = {factor.product for factor in factors if factor.layout.runs_along(axes)}
     if len(summed) > 1:
@@ -34,12 +34,13 @@ def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
         walk.layers.products.add(node.index)
         value = value._replace(scores=node.index)
     _record_sum_of_exponentials(walk, value, axes)
-    linear, others = [], []
+    linear = []
     for projection in value.projections:
-        (linear if projection.is_linear else others).append(projection)
-    walk.record_reduced(others, axes)
-    for projection in linear:
-        projection.product.added_up.update(projection.layout.runs_along(axes))
+        if projection.is_linear:
+            projection.product.added_up.update(projection.layout.runs_along(axes))
+            linear.append(projection)
+        else:
+            walk.record_reduced([projection], axes)
     # The sum of softmax's weights is one number for each query, as the maximum is. Added logits are not followed.
     totals = [
         logits._replace(stage="per query")
@@ -50,21 +51,23 @@ def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
     result = value._replace(
         views=views, projections=tuple(linear), logits=tuple(totals)
     )
-    return [_without(result, axes)]
+    return [_without_axes(result, axes)]
 
 
 def _record_sum_of_exponentials(walk: Walk, value: Value, axes: Sequence[int]) -> None:
-    """Records that a sum normalizes the exponentials of a product, as a softmax does.
+    """Records that a sum normalizes the exponentials of a product, as a softmax does, if `value` is such exponentials.
 
     A softmax along the columns of a parameter is that of a router or of an output head, not of attention.
     """
     product = value.exponential_of
     if product < 0:
         return
+    has_parameter = (product, 0) in walk.uses.products
     projections = [p for p in value.projections if p.product.use.node == product]
     if any(p.layout.runs_along(axes) for p in projections):
         walk.attention.routers.add(product)
-    elif projections or (product, 0) not in walk.uses.products:
+    # Without its projection nothing says whether a product with a parameter has its columns along these axes.
+    elif projections or not has_parameter:
         walk.attention.summed_exponentials.add(product)
 
 
@@ -75,9 +78,8 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     - Those that keep different axes are factors of one matrix, sum_k a[i, k] * b[k, j]. The first sums over its last
       axis, the others over their first.
 
-    Nothing is left of a parameter that is summed over all its axes, as in a norm or a penalty, or over none. All views
-    in the sum that keep an axis are factors: a sum of a parameter and another, which repeats, holds only the first
-    (`entrywise`).
+    Nothing is left of a parameter that is summed over all its axes, as in a norm or a penalty, or over none. Views that
+    keep different axes can't come from a sum such as kernel + bias, of which `entrywise` keeps the kernel alone.
     """
     summed = []
     kept_sets = set()
@@ -99,7 +101,7 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     return tuple(reduced)
 
 
-def _without(value: Value, axes: Sequence[int]) -> Value:
+def _without_axes(value: Value, axes: Sequence[int]) -> Value:
     """A value with these axes added up, and gone."""
 
     def reduced(layout: Layout) -> Layout:
