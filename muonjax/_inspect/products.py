@@ -104,8 +104,7 @@ def _by_matrix(
     """The product of an activation and an operand made of parameters: a layer, or perhaps a part of an attention.
 
     Then the operand is a product of parameters that may be queries, keys or values, as in x @ (queries @ w).T. These
-    parameters are left to names.
-    `result` has so far what it depends on.
+    parameters are left to names. `result` has so far what it depends on.
     """
     attention = walk.attention
     # The product whose exponentials the activation is made of, which are softmax's weights if a sum normalizes them.
