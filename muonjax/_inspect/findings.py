@@ -55,15 +55,16 @@ class AttentionRecords:
     """Products that may be those of queries and keys, each by the number of its operation (`calls` by the call's)."""
 
     def __init__(self) -> None:
-        # The operands: perhaps queries and keys.
+        # By product of two arrays, perhaps queries and keys:
+        # its operands;
         self.operands: dict[int, tuple[Operand, Operand]] = {}
-        # The logits that enter each softmax over keys, and the axes of the product that it normalizes.
+        # the logits that enter each softmax of it, and which of its axes count keys, over which softmax normalizes;
         self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(
             list
         )
-        # The operation where an exponential of the product multiplies a third array, perhaps values.
+        # the operation where its exponentials multiply a third array, perhaps values;
         self.readers: dict[int, int] = {}
-        # The operation that takes the product and is not followed.
+        # the operation that takes it and is not followed, because of which the attention is refused.
         self.unseen: dict[int, int] = {}
         # Products of one activation with learned queries or with data, such as frozen keys. They are attention if a sum
         # normalizes their exponentials, as a softmax does.
@@ -71,10 +72,10 @@ class AttentionRecords:
         self.summed_exponentials: set[int] = set()
         # Products whose softmax is along columns of a parameter, as of a router, or of an output head.
         self.routers: set[int] = set()
-        # Calls of three arrays, perhaps kernels of attention, with the projections that they take.
+        # By call of three arrays, perhaps a kernel of attention: the projections that it takes.
         self.calls: dict[int, tuple[Projection, ...]] = {}
-        # For the products that give queries, keys and values, the region of the values that the first attention with
-        # them takes. Another region in a later attention shows heads that are written one by one.
+        # By layers that give queries, keys and values: the region of the values that the first attention with them
+        # takes. Another region in a later attention shows heads that are written one by one.
         self.value_parts: dict[tuple[Product, ...], Any] = {}
 
 
@@ -213,21 +214,20 @@ class Walk:
                 self.uses.read_by_labels.add(fact.product)
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
-        """Records that exponentials multiply `values`: perhaps those of a softmax over keys, in an attention."""
+        """Records that an operation multiplies `weights`, if they are exponentials of scores, by `values`.
+
+        They may be softmax's weights and the values of an attention.
+        """
         product = weights.exponential_of
-        attention = self.attention
-        # As in exp(x @ c) * y with a matrix c: no softmax, since no sum divides the exponentials.
-        if (
-            product in attention.one_sided
-            and product not in attention.summed_exponentials
-        ):
+        # Both are made of the same exponentials in softmax's division exp(x) / sum(exp(x)). What depends on no
+        # data, such as a gain, is no value.
+        is_read = values.depends_on & DATA and values.exponential_of != product
+        if product < 0 or not is_read:
             return
-        # A sum times its own exponentials is an activation function.
-        if (
-            product >= 0
-            and values.depends_on & DATA
-            and values.exponential_of != product
-        ):
+        attention = self.attention
+        # In exp(x @ c) * y with a matrix c there is no softmax, unless a sum divides the exponentials.
+        is_normalized = product in attention.summed_exponentials
+        if is_normalized or product not in attention.one_sided:
             attention.readers.setdefault(product, node.index)
 
     def record_parts(self, projections: Iterable[Projection]) -> None:
@@ -242,11 +242,10 @@ class Walk:
     def record_reduced(
         self, projections: Iterable[Projection], axes: Sequence[int]
     ) -> None:
-        """Records that an operation mixes columns along `axes`.
+        """Records which columns of layers an operation mixes along `axes`, such as a norm or a maximum.
 
         A norm along axis 3 of [batch, length, 8, 16] leaves the heads along axis 2 separate: they may still be parts.
-        A norm along axes 2 and 3 takes all columns together, as one part. So does a maximum over the batch: it mixes no
-        columns, but they are not followed further.
+        A norm along axes 2 and 3 takes all columns together, as one part.
         """
         for projection in projections:
             layout = projection.layout
@@ -256,6 +255,7 @@ class Walk:
             if projection.unmixed and is_mixed and layout.runs_not_along(axes):
                 projection.product.mixed.add(layout.add_up(axes))
             else:
+                # All are mixed, or none, as by a maximum over the batch, behind which no columns are followed.
                 self.record_parts([projection])
 
     def record_added_slices(self, first: ParameterView, other: ParameterView) -> None:

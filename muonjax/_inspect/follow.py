@@ -59,12 +59,15 @@ def _follow(walk: Walk, first: int, last: int) -> None:
 
 
 def _follow_loop(walk: Walk, loop: Loop) -> None:
-    """Follows the body of a loop until nothing new is known of what it carries."""
+    """Follows the body of a loop again and again, until nothing new is known of what it carries.
+
+    At first each carried value is what enters the loop; after a round it is also what the body gives.
+    """
     body = range(loop.carries.stop, loop.last)
     carries = [walk.nodes[i] for i in loop.carries if i in walk.graph.live]
     carried = [_at_start(walk, carry) for carry in carries]
-    # What is carried only comes to depend on more, at worst one place further in each round. The last rounds find that
-    # nothing is new.
+    # A round only adds dependencies. They go on by at least one carried value in each round, as in `a, b = x, a`, so
+    # that a round without a new one comes soon.
     for _ in range(len(carries) + 3):
         walk.forget(body)  # what a round recorded that knew less
         for carry, value in zip(carries, carried, strict=True):
@@ -76,7 +79,8 @@ def _follow_loop(walk: Walk, loop: Loop) -> None:
     takes_gradients = any(walk.nodes[i].gradient_pass == "backward" for i in body)
     for carry, value in zip(carries, carried, strict=True):
         start = walk.values[carry.inputs[0]]
-        # Weights that an optimizer inside of the loop trains are left to names; an initial state is no matrix.
+        # The loop changes what entered as a parameter. If it takes gradients, an optimizer in it may train a matrix,
+        # which is left to names. All others are initial states, as of an RNN, and no matrices.
         if start.is_weight and not value.is_weight:
             kind = "unknown" if takes_gradients else "other"
             walk.record_views(
@@ -91,9 +95,13 @@ def _at_start(walk: Walk, carry: Node) -> Value:
 
 
 def _after_round(walk: Walk, carry: Node) -> Value:
-    """What a loop carries after one more round: a parameter that its body does not change stays as it is."""
+    """What a loop carries after one more round: a parameter if its body does not change it.
+
+    All else is known only by what it depends on.
+    """
+    # What was there before the loop, at the end of this round, and before this round.
     start, end = walk.inputs(carry)
-    value = walk.values[carry.outputs[0]]  # before this round
+    value = walk.values[carry.outputs[0]]
     # Projections are not followed from round to round.
     walk.record_parts((*start.projections, *end.projections))
     if (
@@ -103,8 +111,8 @@ def _after_round(walk: Walk, carry: Node) -> Value:
     ):
         return value
     after = dependent([start, end, value])
-    # The body's products are those of the next round from now on, and what comes from the round before is no function
-    # of them. Bits from OF_PRODUCTS on stand for products.
+    # Bits from OF_PRODUCTS on stand for products. In the next round those of the body stand for its new results, and
+    # what comes from this round does not depend on these: only the products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
     return after._replace(depends_on=without_products | start.depends_on)
 

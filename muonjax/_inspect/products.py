@@ -19,6 +19,7 @@ from muonjax._inspect.values import (
     MULTIPLIED,
     NOISE,
     PARAMETER,
+    PRODUCT_OF_PARAMETERS,
     AxisFact,
     Logits,
     Operand,
@@ -42,15 +43,18 @@ def _dot(walk: Walk, node: Node) -> Sequence[Value]:
 
 
 def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
-    """The product of two arrays, by what they are made of.
+    """The product of two arrays, by the first of these cases that holds.
 
-    The order counts: a one-hot operand makes a product a look-up; an operand of parameters alone makes it a layer; all
-    else is a product of two activations, or of an activation with numbers that do not train.
+    - No operand depends on parameters: there is nothing to record.
+    - It sums over no axis, as an einsum `bi,i->bi`: it is a `mul`.
+    - Both are made of parameters alone: factors of an adapter, or a penalty.
+    - one_hot(tokens) @ table is a look-up.
+    - x @ w is a layer, also if w is a parameter plus data, or one of several matrices that data choose.
+    - All else is a product of two activations, or of an activation with numbers that do not train.
     """
-    # So far what it depends on.
-    product = dependent([left.value, right.value])
-    if not product.depends_on & PARAMETER:
-        return product
+    result = dependent([left.value, right.value])
+    if not result.depends_on & PARAMETER:
+        return result
     if not left.summed:
         return _entry_by_entry(walk, node, left, right)
     # Each operand with the other one.
@@ -58,24 +62,24 @@ def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
     for operand, other in pairs:
         walk.record_unknown_factor(operand.value, other.value)
     if left.is_parameter and right.is_parameter:
-        return _of_parameters(product, left, right)
+        return _of_parameters(result, left, right)
     for operand, other in pairs:
         chosen = _chosen_by_one_hot(operand, other)
         if chosen and operand.is_parameter and operand.value.views:
             values = [operand.value, other.value]
             return looked_up(walk, node, values, operand.sources)
         walk.record_choice_by_labels(operand.value, chosen, other.value)
-        # One hot along experts: the product takes the columns of one of them.
+        # In einsum("be,bef->bf", one_hot(expert), y), of a layer's result y, the columns along e count experts.
         for projection in operand.value.projections:
             projection.product.batches.update(projection.layout.runs_along(chosen))
+    # If both operands count as matrices, one of parameters alone comes before one that depends on data.
     for operand, other in pairs:
         if operand.is_parameter and operand.value.views:
-            return _by_matrix(walk, node, product, operand, other)
-    # An activation plus a matrix, or one of several matrices that data choose, counts as a matrix as well.
+            return _by_matrix(walk, node, result, operand, other)
     for operand, other in pairs:
         if operand.is_matrix:
-            return _by_matrix(walk, node, product, operand, other)
-    return _of_activations(walk, node, product, left, right)
+            return _by_matrix(walk, node, result, operand, other)
+    return _of_activations(walk, node, result, left, right)
 
 
 def _entry_by_entry(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
@@ -95,19 +99,25 @@ def _chosen_by_one_hot(operand: Operand, other: Operand) -> list[int]:
 
 
 def _by_matrix(
-    walk: Walk, node: Node, product: Value, operand: Operand, other: Operand
+    walk: Walk, node: Node, result: Value, weights: Operand, activation: Operand
 ) -> Value:
-    """An array times an operand that is made of parameters."""
+    """The product of an activation and an operand made of parameters: a layer, or perhaps a part of an attention.
+
+    Then the operand is a product of parameters that may be queries, keys or values, as in x @ (queries @ w).T. These
+    parameters are left to names. `result` has so far what it depends on.
+    """
     attention = walk.attention
-    scores = other.value.exponential_of
+    # The product whose exponentials the activation is made of, which are softmax's weights if a sum normalizes them.
+    scores = activation.value.exponential_of
     has_weights = scores in attention.summed_exponentials or scores in attention.routers
-    if _may_be_learned_input(operand, has_weights):
-        walk.record_views(node, "", [operand.value])
+    if _may_be_learned_input(weights, has_weights):
+        walk.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
         if has_weights:
             attention.readers[scores] = node.index
+        # With learned queries these are scores, if a sum normalizes their exponentials.
         attention.one_sided.add(node.index)
-        return product._replace(scores=node.index)
-    return _by_parameter(walk, node, product, operand, other)
+        return result._replace(scores=node.index)
+    return _by_parameter(walk, node, result, weights, activation)
 
 
 def _may_be_learned_input(operand: Operand, has_weights: bool) -> bool:
@@ -151,70 +161,77 @@ NO_KERNEL = Kernel()
 def _by_parameter(
     walk: Walk,
     node: Node,
-    product: Value,
-    operand: Operand,
-    other: Operand,
+    result: Value,
+    weights: Operand,
+    activation: Operand,
     kernel: Kernel = NO_KERNEL,
 ) -> Value:
-    """The product of an activation, `other`, with a parameter or a sum of several, `operand`.
+    """The result of a layer, with a projection by each parameter in `weights`, such as w, a and b in x @ (w + a @ b).
 
-    `product` has so far what it depends on.
+    `result` has so far what it depends on, and `kernel` says what is different in a convolution.
     """
-    if other.value.is_weight:
-        walk.record_views(node, "a learned input", [other.value])
-    # Scores that the activation was made of went through a layer, and this product may be one of learned queries or
-    # keys: the scores are its own from here on. Softmax's weights stay what they are, as those of talking heads.
+    # Learned queries [8, 64] that a projection multiplies are its input, and no matrix.
+    if activation.value.is_weight:
+        walk.record_views(node, "a learned input", [activation.value])
+    # The result may be the scores of an attention, as in x @ queries.T with learned queries. Scores that the activation
+    # was made of end at this layer. Softmax's weights stay what they are, as those of talking heads.
     walk.attention.one_sided.add(node.index)
-    product = product._replace(scores=node.index)
-    if product.exponential_of not in walk.attention.summed_exponentials:
-        product = product._replace(exponential_of=-1)
+    result = result._replace(scores=node.index)
+    if result.exponential_of not in walk.attention.summed_exponentials:
+        result = result._replace(exponential_of=-1)
     # A depthwise convolution takes no columns together.
     if not kernel.is_depthwise:
-        walk.record_parts(other.value.projections)
-    projections = _recorded_projections(walk, node, operand, other, kernel)
-    # It sums over no axis of the parameters: a scale, written as a product.
+        walk.record_parts(activation.value.projections)
+    projections = _recorded_projections(walk, node, weights, activation, kernel)
+    # The sum is over axes of one entry, and the parameters only scale, as in the derivative of a network with one
+    # output, whose last matrix is [64, 1].
     if not projections:
-        scaled = other.aligned
-        return product._replace(
+        scaled = activation.aligned
+        return result._replace(
             projections=scaled.projections, logits=softmax.through(node, scaled)
         )
-    # An axis that one product gives and the next, by a matrix for each, has as a batch counts experts. With a vector
-    # for each, as of learned queries, it counts heads.
-    if operand.is_matrix:
-        for projection in other.value.projections:
-            batches = projection.layout.runs_along(other.batch)
+    # In einsum("bef,efd->bed", y, w) of a layer's result y, the columns of y along the batch axis e count experts, each
+    # with a matrix. With a vector each, einsum("bhd,hd->bh", y, queries), they count heads.
+    if weights.is_matrix:
+        for projection in activation.value.projections:
+            batches = projection.layout.runs_along(activation.batch)
             projection.product.batches.update(batches)
-    if walk.graph.is_stack_of_scalars(other.array):  # losses and their weights
-        return product
-    # A layer gives data: what follows is no parameter, also where its input is learned.
-    depends_on = product.depends_on | DATA
+    # Several losses times their weights are no layer.
+    if walk.graph.is_stack_of_scalars(activation.array):
+        return result
+    # What a layer gives counts as data, also where its input is learned: it is no parameter that a layer takes.
+    depends_on = result.depends_on | DATA
     for projection in projections:
         depends_on |= projection.product.bit
-    # Each feature of a depthwise convolution still is one column's of the product before.
+    # Each feature after a depthwise convolution comes from one column of the layer before: that is followed on as well,
+    # as after a nonlinear operation.
     if kernel.is_depthwise:
-        for projection in other.aligned.projections:
+        for projection in activation.aligned.projections:
             projections.append(after_nonlinearity(walk, projection, node, unmixed=True))
     walk.layers.products.add(node.index)
-    return product._replace(
+    return result._replace(
         projections=tuple(projections), depends_on=depends_on, no_rule=-1
     )
 
 
 def _recorded_projections(
-    walk: Walk, node: Node, operand: Operand, other: Operand, kernel: Kernel
+    walk: Walk, node: Node, weights: Operand, activation: Operand, kernel: Kernel
 ) -> list[Projection]:
-    """Records a use of each parameter in `operand`, a sum of several, and returns the projections by them."""
+    """Records how a layer uses each parameter in `weights`, and returns the projections by those that it sums over.
+
+    x @ (w + a @ b) uses w, a and b, each with rows, columns and batch axes of its own.
+    """
     projections = []
-    if operand.value.is_weight:
-        _record_slices_of_one(walk, operand.value)
+    if weights.value.is_weight:
+        _record_slices_of_one(walk, weights.value)
     # A sum over experts, sum_e gate[e] (x[e] @ w[e]), does not make e an axis of rows: it counts matrices.
-    experts = _experts(operand, other)
-    is_patch = kernel.is_patch or _cuts_input(other)
-    for k, view in enumerate(operand.value.views):
+    experts = _experts(weights, activation)
+    is_patch = kernel.is_patch or _cuts_input(activation)
+    for k, view in enumerate(weights.value.views):
         layout = view.layout
-        # Without a sum over an axis of the parameter it is a scale, as w[h] in an einsum `bh,h->bh`. A factor of a
-        # product of parameters is always part of a matrix.
-        is_product = bool(layout.runs_along(operand.summed) or view.inner)
+        # A parameter of which no axis is summed over is a scale. A factor of a product, as b in x @ (a @ b), has no
+        # such axis, and is part of a matrix.
+        is_product = bool(layout.runs_along(weights.summed) or view.inner)
         of_experts = layout.runs_along(experts)
         walk.record(
             node,
@@ -222,17 +239,18 @@ def _recorded_projections(
             view,
             MULTIPLIED,
             k=k,
-            rows=tuple(run for run in operand.rows(view) if run not in of_experts),
-            columns=operand.columns(view),
-            batch=(*layout.runs_along(operand.batch), *layout.loops, *of_experts),
-            activation=other.array,
+            rows=tuple(run for run in weights.rows(view) if run not in of_experts),
+            columns=weights.columns(view),
+            # All that count matrices: batch axes, axes that a loop or a look-up goes over, experts.
+            batch=(*layout.runs_along(weights.batch), *layout.loops, *of_experts),
+            activation=activation.array,
             groups=kernel.groups,
             is_depthwise=kernel.is_depthwise,
             is_patch=is_patch,
         )
         if is_product:
-            projection = Projection(walk.product(node, k), operand.along(layout))
-            projection.product.is_mixture |= _is_mixture(walk, other)
+            projection = Projection(walk.product(node, k), weights.along(layout))
+            projection.product.is_mixture |= _is_mixture(walk, activation)
             projections.append(projection)
     return projections
 
@@ -245,21 +263,24 @@ def _record_slices_of_one(walk: Walk, weights: Value) -> None:
             walk.record_added_slices(first, another)
 
 
-def _experts(operand: Operand, other: Operand) -> list[int]:
+def _experts(weights: Operand, activation: Operand) -> list[int]:
     """The summed axes of a parameter that count experts: the activation was gated along them.
 
-    In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d], the gate makes e a batch of the product that gave h.
+    In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d] the axis 0 of w is one. The gate has made e a batch of the product
+    that gave h (`Product.batches`).
     """
     experts = []
-    # A convolution has no summed axes of its image, and no experts.
-    for axis, axis_of_other in zip(operand.summed, other.summed, strict=False):
-        for projection in other.value.projections:
-            runs = set(projection.layout.runs_along([axis_of_other]))
+    # For a convolution `activation.summed` is empty: it has no experts.
+    pairs = zip(weights.summed, activation.summed, strict=False)
+    for axis, axis_of_activation in pairs:
+        for projection in activation.value.projections:
+            runs = set(projection.layout.runs_along([axis_of_activation]))
+            # An axis that counts heads may be a batch of another product too, and is still one of rows here.
             heads = {run for run, _ in projection.product.heads}
             if runs and runs <= projection.product.batches - heads:
                 experts.append(axis)
     # An axis of features has to be left, or the parameter would have no rows.
-    leaves_rows = len(set(experts)) < len(operand.summed)
+    leaves_rows = len(set(experts)) < len(weights.summed)
     return experts if leaves_rows else []
 
 
@@ -295,19 +316,19 @@ def _cuts_input(operand: Operand) -> bool:
 
 
 def _of_activations(
-    walk: Walk, node: Node, product: Value, left: Operand, right: Operand
+    walk: Walk, node: Node, result: Value, left: Operand, right: Operand
 ) -> Value:
-    """The product of two arrays of which no one is a matrix, and one at least depends on parameters.
+    """The product of two arrays, none of them a matrix of parameters, where at least one depends on parameters.
 
-    It records a mixture of experts, parts and heads of both, and attention if one is softmax's weights. Then it is
-    followed as a product of two activations, or of one and numbers that do not train.
+    It records mixtures of experts, parts, heads, and attention if an operand is softmax's weights. Then it follows the
+    result as a product of two activations, or of one and numbers that do not train.
     """
     # Either operand may be softmax's weights.
     pairs = ((left, right), (right, left))
     for operand, other in pairs:
         if other.value.exponential_of in walk.attention.routers:
             _record_mixture(operand)
-    # A batch axis of both counts heads, also where the queries or the keys do not train.
+    # Queries, keys or values times each other: a batch axis counts heads. One of them may be frozen.
     of_a_model = PARAMETER | FROZEN
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
         for operand in (left, right):
@@ -317,14 +338,15 @@ def _of_activations(
         attentions = _softmaxes_of(weights)
         for logits in attentions:
             _record_attention(walk, logits, weights, values)
-        # Exponentials that are not followed to their logits: an attention to be refused.
+        # The logits of these exponentials may not be known, or an operation without a rule may have changed them. If no
+        # softmax of theirs is recorded, the attention is listed and refused.
         if not attentions or weights.value.no_rule >= 0:
             walk.record_weights(node, weights.value, values.value)
     if not right.value.depends_on & PARAMETER:
-        return _by_constants(walk, node, product, left, right)
+        return _by_constants(walk, node, result, left, right)
     if not left.value.depends_on & PARAMETER:
-        return _by_constants(walk, node, product, right, left)
-    return _of_two_activations(walk, node, product, left, right)
+        return _by_constants(walk, node, result, right, left)
+    return _of_two_activations(walk, node, result, left, right)
 
 
 def _record_mixture(operand: Operand) -> None:
@@ -345,21 +367,29 @@ def _softmaxes_of(weights: Operand) -> list[Logits]:
 def _record_attention(
     walk: Walk, logits: Logits, weights: Operand, values: Operand
 ) -> None:
-    """Records an attention: softmax's weights, made of these logits, times values."""
+    """Records an attention, softmax(logits) @ values: its logits and keys, and which columns count heads.
+
+    `logits` are those that the softmax's weights were made of.
+    """
     product, attention = logits.product, walk.attention
+    # Which axes of the product of queries and keys count keys: those that weights @ values sums over.
     keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
     attention.softmaxes[product].append((logits, keys))
     query_and_key = attention.operands[product]
-    parts = []
+    regions_of_projection = []
+    # Logits may be a sum of products, as q1 @ k1 + q2 @ k2 in latent attention.
     for summand, keys_of_summand in logits.products_and_keys(keys):
         for operand in attention.operands[summand]:
             # Queries that share a key head are counted by an axis of their own.
             walk.record_heads(operand.value.projections, operand.free)
+            # A fused kernel gives both queries and keys, whose regions stay two parts.
             is_query = operand.is_query(keys_of_summand)
             for part in operand.value.projections:
-                parts.append(((part.product, is_query), part.layout.region))
-    for (projected, _), regions in grouped(parts).items():
-        # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together.
+                key = (part.product, is_query)
+                regions_of_projection.append((key, part.layout.region))
+    for (projected, _), regions in grouped(regions_of_projection).items():
+        # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together: as one matrix, and not
+        # as the two parts that were recorded for the two products.
         if len(regions) > 1:
             projected.parts.difference_update(regions)
     _record_heads_one_by_one(walk, product, (*query_and_key, values))
@@ -368,24 +398,27 @@ def _record_attention(
 def _record_heads_one_by_one(
     walk: Walk, product: int, operands: Sequence[Operand]
 ) -> None:
-    """Leaves queries, keys and values to names where attentions take other columns of them: heads written one by one.
+    """Leaves queries, keys and values to names if an earlier attention takes other columns of the same three layers.
 
-    Softmaxes that are subtracted, as in differential attention, take the same values, and are one attention.
+    They are heads written one by one, as softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on.
+    Two softmaxes that are subtracted, as in differential attention, take the same columns of the values, and are one.
 
     Args:
       walk: Gets the records.
       product: The product of queries and keys.
-      operands: Queries, keys and values; the last that is followed tells heads from each other.
+      operands: Queries, keys and values.
     """
+    # The layers that they come from; the first stands for a sum.
     projections: list[Projection] = []
     for operand in operands:
         projections += operand.value.projections[:1]
     if not projections:
         return
     attention = walk.attention
-    products = tuple(projection.product for projection in projections)
-    part = projections[-1].layout.region
-    if attention.value_parts.setdefault(products, part) != part:
+    layers = tuple(projection.product for projection in projections)
+    # The columns of the values, or of the keys if the values come from no layer.
+    columns = projections[-1].layout.region
+    if attention.value_parts.setdefault(layers, columns) != columns:
         for projection in projections:
             walk.record(
                 walk.nodes[product],
@@ -396,18 +429,21 @@ def _record_heads_one_by_one(
 
 
 def _of_two_activations(
-    walk: Walk, node: Node, product: Value, left: Operand, right: Operand
+    walk: Walk, node: Node, result: Value, left: Operand, right: Operand
 ) -> Value:
-    """Perhaps queries times keys, or softmax's weights times values, or the features of two towers, matched."""
-    product = product._replace(scores=node.index, exponential_of=-1)
+    """The product of two activations, with logits if it may be queries times keys.
+
+    It counts as a layer (`Layers`) if both have free axes, or if it matches the features of two towers.
+    """
+    result = result._replace(scores=node.index, exponential_of=-1)
     first, second = left.value, right.value
     # Those in a sum lie along the same axes, so that the first projection tells for all.
     sums_features = True
     for operand in (left, right):
         for projection in operand.value.projections[:1]:
             sums_features &= bool(projection.layout.runs_along(operand.summed))
-    # sum_d a[b, d] c[b, d] over the features of two towers, example by example, keeps no free axis; that of one tower
-    # with itself is its squared norm.
+    # sum_d a[b, d] c[b, d] matches two towers example by example, and keeps no free axis. Two operands that depend on
+    # the same products are one tower, and the sum may be its squared norm.
     has_two_towers = first.depends_on != second.depends_on
     is_match = (
         first.projections and second.projections and sums_features and has_two_towers
@@ -417,9 +453,10 @@ def _of_two_activations(
     # Softmax's weights times values are no new logits.
     has_logits = first.logits or second.logits
     has_projections = first.projections or second.projections
+    # A single query has no free axis of its own.
     if has_projections and not has_logits and (left.free or right.free):
-        return product._replace(logits=_new_logits(walk, node, left, right))
-    return product
+        return result._replace(logits=_new_logits(walk, node, left, right))
+    return result
 
 
 def _new_logits(
@@ -432,63 +469,73 @@ def _new_logits(
 
 
 def _by_constants(
-    walk: Walk, node: Node, product: Value, activation: Operand, other: Operand
+    walk: Walk, node: Node, result: Value, activation: Operand, constants: Operand
 ) -> Value:
-    """An activation times numbers that do not train. The result is linear in what the activation is linear in.
+    """An activation times numbers that do not train: a rotation, an average, a frozen matrix, keys or values.
 
-    - Numbers that the function makes itself, such as a rotation or an average: projections and logits go on.
-    - A frozen layer, x @ c of an array that the function is given: its columns are noted, as labels may choose one.
-    - Frozen keys, which have a batch axis: perhaps logits.
-    - Frozen values, softmax's weights times c: the logits end here.
+    The result is linear in the activation: its projections and logits go on. `_of_frozen_layer` adds what is new with
+    a frozen matrix.
     """
+    # softmax(q k^T) @ c, of frozen values c, ends the logits of these products.
     attentions = [logits.product for logits in _softmaxes_of(activation)]
     logits = []
     for after in softmax.through(node, activation.aligned):
-        # Weights that this product reads are no logits of what follows.
         if after.product not in attentions:
             logits.append(after)
     projections = activation.added_up.projections
-    product = product._replace(projections=projections, logits=tuple(logits))
-    is_layer = _is_frozen_layer(activation, other)
-    if is_layer:
-        walk.layers.frozen.add(node.index)
-    # The exponentials of this product may be those of a softmax, as over frozen keys.
-    has_free = activation.free and other.free
-    if is_layer or attentions or (has_free and product.scores < 0):
+    result = result._replace(projections=projections, logits=tuple(logits))
+    is_layer = _is_frozen_layer(activation, constants)
+    # The result is the last product whose exponentials may be a softmax's, as of frozen keys. A rotation or an average
+    # of scores leaves them what they are.
+    has_free = activation.free and constants.free
+    if is_layer or attentions or (has_free and result.scores < 0):
         walk.attention.one_sided.add(node.index)
-        product = product._replace(scores=node.index, exponential_of=-1)
+        result = result._replace(scores=node.index, exponential_of=-1)
     if not is_layer:
-        return product
-    if not activation.value.logits and other.batch:
-        # Perhaps queries times frozen keys.
-        return product._replace(logits=_new_logits(walk, node, activation, other))
-    # Softmax's weights are no features of a head.
+        return result
+    return _of_frozen_layer(walk, node, result, activation, constants)
+
+
+def _of_frozen_layer(
+    walk: Walk, node: Node, result: Value, activation: Operand, constants: Operand
+) -> Value:
+    """The result of a layer x @ c that does not train.
+
+    It has logits if c may be keys, and else a fact that says which axes are columns of c.
+    """
+    walk.layers.frozen.add(node.index)
+    # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"). Logits that go on are not begun anew.
+    if not activation.value.logits and constants.batch:
+        return result._replace(logits=_new_logits(walk, node, activation, constants))
+    # Labels may choose a column of a frozen head. Softmax's weights are no features of a head.
     if activation.value.exponential_of < 0:
-        layout = other.along(whole(walk.shape(other.array)))
-        product = product._replace(facts=(AxisFact("columns", layout, node.index),))
-    return product
+        layout = constants.along(whole(walk.shape(constants.array)))
+        result = result._replace(facts=(AxisFact("columns", layout, node.index),))
+    return result
 
 
-def _is_frozen_layer(activation: Operand, other: Operand) -> bool:
+def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
     """Whether this is a product of features by a matrix that does not train.
 
-    It is an argument or closed over, drawn at random, or without gradient. Numbers that the function makes itself are
-    no layer, nor are labels.
+    The matrix is an argument or closed over, drawn at random, or without gradient.
     """
     # Numbers that the function makes itself, as a rotation, depend on none of these.
-    if not other.value.depends_on & (DATA | FROZEN | NOISE):
+    if not constants.value.depends_on & (DATA | FROZEN | NOISE):
         return False
-    if not other.free or other.value.axes("one hot"):
+    # A matrix has columns. Those that are one hot choose from the features, as labels do.
+    if not constants.free or constants.value.axes("one hot"):
         return False
-    # Labels, as in an einsum `b,bc->bc` of a weight for each example.
-    if other.batch and not activation.free:
+    # In an einsum `bk,bkc->bc` the activation weighs the rows of an array for each example, as of labels.
+    if constants.batch and not activation.free:
         return False
-    # An adjacency matrix sums over nodes, and over no columns of a product. After a layer norm, which subtracts a mean
-    # of all columns, it is not known along which axis the columns lie.
     column_axes: set[int] = set()
     for projection in activation.value.projections:
         column_axes |= projection.layout.varying
-    return not column_axes or not column_axes.isdisjoint(activation.summed)
+    # After a layer norm, which subtracts a mean of all columns, it is not known along which axis the columns lie.
+    if not column_axes:
+        return True
+    # An adjacency matrix sums over nodes, and over no columns of the product before it.
+    return not column_axes.isdisjoint(activation.summed)
 
 
 # Convolutions, and products of groups of rows.
@@ -507,16 +554,17 @@ def _conv(walk: Walk, node: Node) -> Sequence[Value]:
         is_depthwise=groups > 1 and weight[into] == 1,
         is_patch=tuple(params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     )
-    # For each axis of the result the axis of the image, and of the kernel, that it comes from.
+    # For each axis of the result the axis of the image, and of the kernel, that it comes from. Only features are
+    # followed: the axes of the batch and of pixels have None.
     of_image: list[int | None] = [None] * len(weight)
     of_kernel: list[int | None] = [None] * len(weight)
     of_kernel[numbers.out_spec[1]] = out
     # A depthwise convolution with one output for each feature leaves the features where they are.
     if kernel.is_depthwise and weight[out] == groups:
         of_image[numbers.out_spec[1]] = numbers.lhs_spec[1]
-    left, right = _operands(walk, node, (into, *window), ())
-    left.sources, right.sources = of_image, of_kernel
-    return [_by_kernel(walk, node, left, right, kernel)]
+    image, weights = _operands(walk, node, (into, *window), ())
+    image.sources, weights.sources = of_image, of_kernel
+    return [_by_kernel(walk, node, image, weights, kernel)]
 
 
 @rule("ragged_dot_general")
@@ -524,42 +572,48 @@ def _ragged(walk: Walk, node: Node) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
-    left, right = _operands(walk, node, summed, (*batch, *numbers.rhs_group_dimensions))
-    left.sources = [None] * len(left.shape)
-    right.sources = [None] * (len(right.shape) - len(right.free)) + list(right.free)
-    return [_by_kernel(walk, node, left, right, NO_KERNEL)]
+    batch = (*batch, *numbers.rhs_group_dimensions)
+    rows, matrices = _operands(walk, node, summed, batch)
+    rank = len(rows.shape)
+    rows.sources = [None] * rank
+    matrices.sources = [None] * (rank - len(matrices.free)) + list(matrices.free)
+    return [_by_kernel(walk, node, rows, matrices, NO_KERNEL)]
 
 
 def _operands(
     walk: Walk, node: Node, summed: Sequence[int], batch: Sequence[int]
 ) -> tuple[Operand, Operand]:
-    """The operands of a convolution, or of a product of groups of rows. The second has the parameters.
+    """The activation and the kernel of a convolution, or of a product of groups of rows, without their `sources`.
 
-    `summed` and `batch` are axes of the second. Those of the first are not needed: the caller's `sources` say which of
-    its axes the result has.
+    `summed` and `batch` are axes of the kernel. For the activation both are empty: the rules of these products use only
+    its `sources`, which the caller sets.
     """
     values, ranks = walk.inputs(node), [len(walk.shape(x)) for x in node.inputs]
-    left = Operand(values[0], node.inputs[0], ranks[0], (), ())
-    right = Operand(values[1], node.inputs[1], ranks[1], summed, batch)
-    left.shape = right.shape = walk.shape(node.outputs[0])
-    return left, right
+    activation = Operand(values[0], node.inputs[0], ranks[0], (), ())
+    kernel = Operand(values[1], node.inputs[1], ranks[1], summed, batch)
+    activation.shape = kernel.shape = walk.shape(node.outputs[0])
+    return activation, kernel
 
 
 def _by_kernel(
-    walk: Walk, node: Node, left: Operand, right: Operand, kernel: Kernel
+    walk: Walk, node: Node, activation: Operand, weights: Operand, kernel: Kernel
 ) -> Value:
-    """A convolution, or a product of groups of rows: by a parameter, or by something that is not followed."""
-    values = walk.inputs(node)
-    product, weights = dependent(values), right.value
-    # A kernel of parameters, or of parameters and data, such as a masked one. With groups, a kernel of parameters and
+    """The result of a convolution, or of a product of groups of rows: a layer if its weights are parameters.
+
+    All other weights are not followed: the result only depends on both operands, whose parameters are left to names.
+    """
+    values = [activation.value, weights.value]
+    result = dependent(values)
+    # A kernel of parameters, or of parameters and data, such as a masked one. With groups, a kernel that depends on
     # data may be one for each example, where the examples are the groups.
-    if weights.views and (weights.is_weight or kernel.groups == 1):
-        walk.record_unknown_factor(weights, left.value)
-        return _by_parameter(walk, node, product, right, left, kernel)
-    # A kernel that does not train, or one for each example.
+    is_followed = weights.value.is_weight or kernel.groups == 1
+    if weights.value.views and is_followed:
+        walk.record_unknown_factor(weights.value, activation.value)
+        return _by_parameter(walk, node, result, weights, activation, kernel)
     walk.record_views(node, node.name, values, "unknown")
-    if weights.depends_on & PARAMETER:
+    if weights.value.depends_on & PARAMETER:
         walk.layers.products.add(node.index)
-    elif product.depends_on & PARAMETER and not kernel.is_depthwise:
+    # A frozen kernel over an activation that trains is a frozen layer. A depthwise one, such as a blur, does not count.
+    elif result.depends_on & PARAMETER and not kernel.is_depthwise:
         walk.layers.frozen.add(node.index)
-    return product
+    return result

@@ -35,23 +35,23 @@ _MIXING = frozenset(_MIXES.split())
 def unknown(walk: Walk, node: Node) -> Sequence[Value]:
     """The results of an operation that is not followed. They depend on all operands.
 
-    What it records of the parameters among its operands, and of those whose projections it takes:
+    Parameters among the operands are left to names. What becomes of layers, whose projections it takes, depends on it:
 
-    - a call, as of a kernel: it may be an attention, and takes the columns of each projection together;
-    - one that mixes columns, such as a sort: it takes them together;
-    - one whose rule does not handle its settings: parameters that it takes, and those of unmixed projections, are left
-      to names, since it may choose some of the columns;
-    - one that is in no table: parameters and those of all projections, also behind logits, are left to names.
+    - a call, as of a kernel, may be an attention: the columns of each layer that it takes are one part;
+    - an operation that mixes columns, such as a sort, makes them one part as well;
+    - one whose rule does not handle its settings may choose some of the columns: layers are left to names, but for
+      those whose columns were mixed before;
+    - with one that is in no table all layers are left to names, also the queries and keys of logits that it takes.
     """
     values = walk.inputs(node)
     result = dependent(values)
     # pallas_call, pure_callback, cudnn's attention, ...: none of them is an elementary function.
     is_call = "call" in node.name or "attention" in node.name
-    # A primitive that is in no table may be an exponential, a product, or something that is one hot.
     has_no_rule = not is_call and node.name not in RULES
     if has_no_rule:
-        # The last product of two activations in it counts as normalized: what multiplies it may be values.
+        # It may be a whole softmax of scores: what multiplies its result may be values.
         exponential_of = max(result.exponential_of, result.scores)
+        # It may also be a product, or give something one hot.
         result = result._replace(no_rule=node.index, exponential_of=exponential_of)
         if exponential_of >= 0:
             walk.attention.summed_exponentials.add(exponential_of)
@@ -61,13 +61,12 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
     if has_no_rule:
         projections += _queries_and_keys(walk, node, values)
     walk.record_parts(projections)
-    if not is_call and node.name not in _MIXING:
-        for projection in projections:
-            # It may choose some of the columns, or use some together: unless they were mixed before.
-            if projection.unmixed or has_no_rule:
-                walk.record(node, "unknown", projection.view, node.name)
     if is_call:
         _record_call(walk, node, projections)
+    elif node.name not in _MIXING:
+        for projection in projections:
+            if projection.unmixed or has_no_rule:
+                walk.record(node, "unknown", projection.view, node.name)
     return [result] * len(node.outputs)
 
 
@@ -107,10 +106,15 @@ RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
 
 
 def _long_einsum(walk: Walk, node: Node) -> Sequence[Value]:
-    """Three operands are not followed; a layer, logits, or a softmax's weights and values may be among them."""
+    """The result of an einsum of three or more operands, which is not followed.
+
+    A layer, logits, or a softmax's weights and values may be among them.
+    """
     values = walk.inputs(node)
     walk.layers.without_rule.add(node.index)
+    # Its result may be scores, if a sum normalizes their exponentials.
     walk.attention.one_sided.add(node.index)
+    # Each operand may be softmax's weights, and each other one the values.
     for value in values:
         for other in values:
             walk.record_weights(node, value, other)

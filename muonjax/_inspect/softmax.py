@@ -43,9 +43,10 @@ _STAGES = ("logits", "weights", "per query")
 def after(operation: Operation) -> tuple[Logits, ...]:
     """What an operation entry by entry makes of logits, of their maximum, or of softmax's weights.
 
-    `exp(x - largest)` of logits x makes weights, and x plus the logits of another product are lost.
+    `exp(x - largest)` of logits x makes weights, and x plus an array without parameters is masked logits.
     """
-    # Logits count before the weights of an earlier softmax that they are added to; of several those computed last.
+    # The first value decides: logits before the weights of an earlier softmax that they are added to, weights before
+    # their sum; then those whose product comes last in the program.
     with_logits = [v for v in operation.values if v.logits]
     with_logits.sort(
         key=lambda v: (_STAGES.index(v.logits[0].stage), -v.logits[0].product)
@@ -62,7 +63,7 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     at = next(k for k, v in enumerate(operation.values) if v is value)
     factor = _factor(operation, at)
     if factor is not None and first.has_raw:
-        # Logits and a mask, scaled together: they are measured before, in these units.
+        # (logits + mask) / 8: the logits before the mask are measured, times 1 / 8.
         return tuple(x._replace(unit=x.unit * factor) for x in value.logits)
     # After a concatenation of two products there are the logits of both, all of them lost: they are kept, so that each
     # attention is refused.
@@ -71,14 +72,14 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     return (_chosen(operation, at) if operation.is_choice else _added(operation, at),)
 
 
-def through(node: Node, v: Value) -> tuple[Logits, ...]:
+def through(node: Node, value: Value) -> tuple[Logits, ...]:
     """Logits after an operation that takes no other ones, of any kind: a scale, a tanh, a sum over devices.
 
     Whether it scales them or makes something else of them is for the certificate to say. They are lost if a mask was
     added or a maximum subtracted before: then they are not what softmax takes any more.
     """
     logits = []
-    for x in v.logits:
+    for x in value.logits:
         # Weights and maxima stay what they are. All logits of a value are of one stage.
         if x.stage != "logits":
             logits.append(x)
@@ -99,15 +100,16 @@ def lost(node: Node, x: Logits) -> Logits:
 def _of_weights(
     operation: Operation, with_logits: Sequence[Value]
 ) -> tuple[Logits, ...]:
-    """Softmax's weights, or a maximum, after an operation.
+    """What an operation makes of softmax's weights, or, if there are none, of a maximum or a sum over keys.
 
-    Several softmaxes may be subtracted, as in differential attention. A power of weights, or a product of two, is the
-    softmax of other logits: softmax(x)² is proportional to softmax(2 x).
+    `with_logits` are the operands that are made of logits, the weights first. Weights divided by their sum are weights,
+    and so is a difference of two softmaxes, as in differential attention, which has the logits of both. A power of
+    weights, or a product of two, is the softmax of other logits: softmax(x)² is proportional to softmax(2 x).
     """
-    # `with_logits` begins with the weights: next to them, what is one number for each query scales them.
     name, stage = operation.node.name, with_logits[0].logits[0].stage
+    # Next to weights, a maximum or a sum is left out: it is one number for each query, and only scales them.
     of_stage = [v for v in with_logits if v.logits[0].stage == stage]
-    logits: dict[Logits, None] = {}
+    logits: dict[Logits, None] = {}  # each once
     for value in of_stage:
         logits |= dict.fromkeys(value.logits)
     is_product = name == "mul" and len(of_stage) > 1
@@ -141,20 +143,24 @@ def _factor(operation: Operation, at: int) -> float | None:
 
 
 def _added(operation: Operation, at: int) -> Logits:
-    """Logits, operand number `at`, plus or minus the other operand: a mask, a bias, their maximum, another product."""
+    """The sum or the difference of logits, operand number `at`, and the only other operand.
+
+    That may be other logits, as in q1 @ k1 + q2 @ k2; the maximum of these logits; or a mask or a bias.
+    """
     node, arrays = operation.node, operation.arrays
     logits, other = operation.values[at].logits[0], operation.values[1 - at]
     if products([other]) - products([operation.values[at]]):
         return _sum_of_products(node, logits, other.logits[0])
-    if node.name == "sub" and at == 1:
+    if node.name == "sub" and at == 1:  # mask - logits
         return lost(node, logits)
     if any(
         x.stage == "per query" and x.product == logits.product for x in other.logits
     ):
-        # Softmax may subtract any number that is the same for all keys.
+        # Softmax may subtract any number that is the same for all keys. The maximum [batch, head, query, 1] repeats
+        # along the keys, and differs along the other axes of the product.
         axes = {run.axis for run in logits.layout.runs_not_along(other.axes("repeats"))}
         return logits._replace(shifted=(logits.shifted or frozenset()) | axes)
-    # A second mask in other units, or a bias that is made of parameters, which a clip may scale.
+    # The first mask has another unit, the maximum is subtracted already, or a clip may scale the bias, a learned one.
     if _is_scaled(logits) or _may_change([other]):
         return lost(node, logits)
     sign = -1 if node.name == "sub" else 1
@@ -203,17 +209,18 @@ def _axes_between(first: Layout, second: Layout) -> tuple[tuple[int, int], ...] 
 
 
 def _chosen(operation: Operation, at: int) -> Logits:
-    """Logits, operand number `at`, where a mask chooses them, and other numbers elsewhere, such as -inf.
+    """Logits after `jnp.where(mask, logits, -inf)`, where they are operand number `at`; lost if a clip may change more.
 
-    They are lost if a clip may change the other numbers.
+    The operands are those that the mask chooses between; `operation.chooser` is the mask.
     """
     logits = operation.values[at].logits[0]
     others = [v for k, v in enumerate(operation.values) if k != at]
     if logits.has_raw:
-        # Once a mask is added, what is hidden is told by what it adds: a clip may not choose.
+        # After `logits + bias`, what is hidden is told by what has been added (`masks_in`). A mask that a clip changes,
+        # such as `biased > 0`, would hide others.
         others.append(operation.chooser)
     else:
-        # The same logits, from another branch, change as these do.
+        # The same logits, from another branch of a `cond`, change as these do.
         others = [v for v in others if not _has_unmasked(v, logits.product)]
     if _is_scaled(logits) or _may_change(others):
         return lost(operation.node, logits)
@@ -255,56 +262,55 @@ class Masks(NamedTuple):
 
 
 def masks_in(graph: Graph, added: Sequence[Addend]) -> Masks:
-    """Which of the arrays that are added to logits are masks, and how they are told from biases.
+    """How to tell which logits are hidden, from the arrays that are added to them, masks or biases.
 
-    If a mask of 0 and -100 is all that is added, what adds -50 or less hides a logit. What adds `MASKED` or less hides
-    it in any case, and has to be told by that next to a bias, whose numbers may be anything.
+    If a mask of 0 and -100 is all that is added, what adds -50 or less hides a logit. Next to a bias, whose numbers may
+    be anything, only what adds `MASKED` (-9000) or less does, so that the mask of -100 is a problem.
     """
-    # What masks add to what they hide; biases, of effect 0; and arrays that data give, which may be either.
-    masks: list[float] = []
+    weakest = -math.inf  # the number nearest to 0 by which one of the masks hides
     biases: list[Addend] = []
-    doubts: list[Addend] = []
+    doubts: list[Addend] = []  # masks or biases: data give their numbers
     for addend in added:
-        effect = _effect(graph, addend)
-        if effect is None:
+        hiding = _hiding_number(graph, addend)
+        if hiding is None:
             doubts.append(addend)
-        elif effect == 0:
+        elif hiding == 0:
             biases.append(addend)
         else:
-            masks.append(effect)
-    largest = max(masks, default=-math.inf)
+            weakest = max(weakest, hiding)
     if not biases and not doubts:
-        return Masks(max(largest / 2, MASKED))
-    # A bias of ordinary size stays far above `MASKED`, and a mask of -1e4 below it.
-    if largest <= MASKED:
+        return Masks(max(weakest / 2, MASKED))
+    # There is no mask, or each adds `MASKED` or less, as one of -1e9 does. A bias of ordinary size stays far above.
+    if weakest <= MASKED:
         return Masks(doubt=graph.line(doubts[0].node) if doubts else "")
     line = graph.line((*doubts, *biases)[0].node)
     return Masks(
-        problem=f"a mask that adds {largest:g} can't be told from a bias: {line}"
+        problem=f"a mask that adds {weakest:g} can't be told from a bias: {line}"
     )
 
 
-def _effect(graph: Graph, addend: Addend) -> float | None:
-    """What a mask adds to what it hides, at most; 0 for a bias; None for what may be either.
+def _hiding_number(graph: Graph, addend: Addend) -> float | None:
+    """The number by which a mask hides: -1e9 for an array of 0 and -1e9. 0 for a bias, None for what may be either.
 
-    An array of 0 and -1e9 gives -1e9, an ALiBi bias 0, and an array that data give None.
+    If there are several such numbers, it is the one nearest to 0.
     """
     numbers = numbers_in(graph, addend.value)
-    if numbers is None:
+    if numbers is None:  # data give them
         return None
     numbers = addend.sign * numbers  # each once
-    # Unknown numbers, as of positions, are NaN, which is neither.
+    # NaN are numbers that are not known, as of positions.
     has_unknown = bool(np.isnan(numbers).any())
     hiding, others = numbers[numbers <= _HIDES], numbers[numbers > _HIDES]
-    # Nothing is hidden, or the same is added to all.
+    # Nothing is hidden, or nothing is shown.
     if not hiding.size or not (others.size or has_unknown):
         return 0.0
-    # A mask shows with 0, perhaps a rounded one.
-    largest = float(hiding.max())
+    weakest = float(hiding.max())
+    # What a mask does not hide it adds 0 to, or a rounded 0.
     if not has_unknown and others.min() > -_ROUNDING:
-        return largest
-    # A bias and a mask in one array, as ALiBi's: what hides is told by `MASKED` where it is measured.
-    if largest <= MASKED:
+        return weakest
+    # A bias and a mask in one array, as ALiBi's, counts as a bias: next to one, what adds `MASKED` or less hides.
+    if weakest <= MASKED:
         return 0.0
-    # A bias of many known numbers, some of them large. With fewer it may be a mask that shows with another number.
+    # Many other numbers make a bias, of which some happen to be large, as of distances. One or two may be those by
+    # which a mask shows.
     return 0.0 if len(others) > _MOST_ABOVE and not has_unknown else None

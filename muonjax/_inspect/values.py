@@ -227,13 +227,14 @@ class Value(NamedTuple):
 
     @property
     def without_gradient(self) -> Value:
-        """After a `stop_gradient`: no parameter and no product that trains is followed through it.
+        """The value after a `stop_gradient`, which depends on FROZEN in place of PARAMETER.
 
-        Logits are, since softmax subtracts their maximum without gradient.
+        Its parameters and projections are not followed further. Its logits are, since softmax subtracts their maximum
+        without gradient.
         """
         depends_on = self.depends_on
         if depends_on & PARAMETER:
-            depends_on = depends_on - PARAMETER | FROZEN
+            depends_on = (depends_on - PARAMETER) | FROZEN
         return self._replace(
             depends_on=depends_on,
             views=(),
@@ -341,9 +342,8 @@ class Operand:
         if not self.value.views:  # not followed, such as a weight without its mean
             return True
         varying = self.value.varying
-        shape = self.value.views[
-            0
-        ].layout.shape  # that of this operand, as in all of its views
+        # All views have the operand's shape.
+        shape = self.value.views[0].layout.shape
         return not any(n > 1 and axis not in varying for axis, n in enumerate(shape))
 
     @property
@@ -373,14 +373,17 @@ class Operand:
 
 
 def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
-    """Views, projections, logits or facts with other layouts.
+    """Views, projections, logits or facts after an operation that moves entries, each with the layout `move(layout)`.
 
-    What `move` leaves nothing of is dropped, and so is a fact whose axes are not followed any more.
+    Those of which no entry is left are dropped, as by a slice of the others.
     """
     moved = []
     for item in items:
         layout = move(item.layout)
-        if layout is None or (isinstance(item, AxisFact) and UNORDERED in layout.loops):
+        if layout is None:
+            continue
+        # A fact ends where it is not known any more which entry lies where. All others go on, with a note in `loops`.
+        if isinstance(item, AxisFact) and UNORDERED in layout.loops:
             continue
         item = item._replace(layout=layout)
         if isinstance(item, Projection):
@@ -436,12 +439,12 @@ def _united(parts: Sequence[Projection]) -> Projection:
     for views in by_leaf.values():
         layout = merged(tuple(view.layout for view in views))
         biases.append(views[0]._replace(layout=layout))
-    nonlinear = [part.nonlinear_at for part in parts if not part.is_linear]
+    nonlinear = (part.nonlinear_at for part in parts if not part.is_linear)
     return Projection(
         product=parts[0].product,
         layout=merged(tuple(part.layout for part in parts)),
         biases=tuple(biases),
-        nonlinear_at=nonlinear[0] if nonlinear else -1,
+        nonlinear_at=next(nonlinear, -1),
         unmixed=used_in_one_way(parts) and all(part.unmixed for part in parts),
     )
 
