@@ -101,7 +101,7 @@ def symmetric_product(
 
 
 class SymmetricProduct(NamedTuple):
-    """`symmetric_product` of operands that need no check, where the platform is known: alpha A Y^H + beta C.
+    """`symmetric_product` of operands that need no check, where the platform is known: alpha X Y^H + beta C.
 
     Inside of a loop the arrays don't show where they are.
 
@@ -117,20 +117,21 @@ class SymmetricProduct(NamedTuple):
 
     def __call__(
         self,
-        a: jax.Array,
+        x: jax.Array,
         y: jax.Array | None = None,
         c: jax.Array | None = None,
         alpha: float | jax.Array = 1.0,
         beta: float | jax.Array = 0.0,
     ) -> jax.Array:
-        """alpha A Y^H + beta C of arrays of one dtype, for a Y such that A Y^H is symmetric; Y is A by default.
+        """alpha X Y^H + beta C of arrays of one dtype, for a Y such that X Y^H is symmetric; Y is X by default.
 
-        `alpha` and `beta` are numbers, or [*batch, 1, 1]. By default beta is 0, so that C does not count.
+        `alpha` and `beta` are numbers, or [*batch, 1, 1]. By default beta is 0, so that C does not count. Nothing is
+        checked.
         """
         # The sums' real dtype: float32 for half types, whose own digits would be too few for these numbers.
-        real = jnp.finfo(_xla.accumulator(a.dtype)).dtype
-        operands = Operands(a, y, c, jnp.asarray(alpha, real), jnp.asarray(beta, real))
-        implementation = self.implementation or _choose(self.platform, a)
+        real = jnp.finfo(_xla.accumulator(x.dtype)).dtype
+        operands = Operands(x, y, c, jnp.asarray(alpha, real), jnp.asarray(beta, real))
+        implementation = self.implementation or _choose(self.platform, x)
         return _traced_once(operands, implementation, self.sharing_axes, self.platform)
 
     def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:
@@ -222,16 +223,19 @@ def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
 
 
 def _run(
-    operands: Operands, implementation: str, axis_name: tuple[str, ...], platform: str
+    operands: Operands,
+    implementation: str,
+    sharing_axes: tuple[str, ...],
+    platform: str,
 ) -> Inexact[Array, "*batch m m"]:
-    """The product by the implementation of this name, or in parts shared along mesh axes."""
-    # Devices share plain products; `implementation` is then that of the rule, and not needed.
-    if axis_name:
-        return _xla.shared_product(operands, axis_name=axis_name)
+    """The product by the implementation of this name, or in parts that devices along the sharing axes make."""
+    # Devices share XLA's products, whichever implementation `_choose` takes for whole ones.
+    if sharing_axes:
+        return _xla.shared_product(operands, axis_name=sharing_axes)
     if implementation == "blocked":
         return _xla.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:
-        # Both are traced, and the platform for which the program is compiled chooses.
+        # The platform for which the program is compiled is not known yet, so both are traced.
         on_a_gpu, elsewhere = _hopper.symmetric_product, _xla.symmetric_product
         return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
     # Imported when it first runs, because not every JAX has what a kernel imports.
@@ -244,7 +248,7 @@ def _run(
 _product = jax.custom_jvp(_run, nondiff_argnums=(1, 2, 3))
 
 
-def _product_jvp(implementation, axis_name, platform, primals, tangents):
+def _product_jvp(implementation, sharing_axes, platform, primals, tangents):
     """The derivative in forward mode, as `jax.custom_jvp` asks for it: S and dS.
 
     ``dS = alpha·(dX Yᴴ + X dYᴴ) + dalpha·X Yᴴ + beta·dC + dbeta·C``. As S, dS is symmetric: the lower triangle of each
@@ -270,7 +274,7 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
         precision = _xla.precision(x.dtype)
         return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=precision)
 
-    out = _product(operands, implementation, axis_name, platform)
+    out = _product(operands, implementation, sharing_axes, platform)
     # The sum starts from zeros like S: inside of `jax.shard_map`, a tangent must vary over the same mesh axes as S.
     tangent = jnp.zeros_like(out, wide)
     if dx is not None and y is None:
@@ -280,7 +284,7 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
         tangent += _xla.mirror(scale(alpha, product(dx, y)))
     if dy is not None:
         tangent += _xla.mirror(scale(alpha, product(x, dy)))
-    # C is read below its diagonal only, and so is its tangent.
+    # Only the lower triangle of C is read, and so is that of its tangent.
     if dc is not None:
         tangent += _xla.mirror(scale(beta, dc))
     if dalpha is not None:
@@ -288,7 +292,8 @@ def _product_jvp(implementation, axis_name, platform, primals, tangents):
         plain = operands._replace(
             c=None, alpha=jnp.ones((), alpha.dtype), beta=jnp.zeros((), beta.dtype)
         )
-        tangent += scale(dalpha, _product(plain, implementation, axis_name, platform))
+        unscaled = _product(plain, implementation, sharing_axes, platform)
+        tangent += scale(dalpha, unscaled)
     if dbeta is not None and c is not None:
         tangent += _xla.mirror(scale(dbeta, c))
     return out, tangent.astype(out.dtype)

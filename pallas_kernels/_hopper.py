@@ -113,8 +113,9 @@ def _has_whole_matrices(x: jax.Array) -> bool:
     # Inside of `jax.shard_map` all axes of the mesh are manual, and each device sees its own part as a whole.
     context = jax.sharding.get_abstract_mesh()
     mesh = jax.typeof(x).sharding.mesh if context.empty else context
-    # Without a mesh XLA may still use several devices, unless there is only one.
     if mesh.empty:
+        # Without a mesh XLA may still use several devices. It uses one if the context describes the device for which a
+        # program is compiled ahead of time, or if this process has only one.
         return bool(context.abstract_device) or jax.device_count() == 1
     return mesh.size == 1 or mesh.are_all_axes_manual
 

@@ -57,9 +57,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
     part = BLOCK // 2  # rows of a warpgroup's part of a tile, which is one square high
     squares = BLOCK // SQUARE  # squares of a part, side by side
     steps = k // DEPTH
-    count = num_tiles(m)  # tiles of one matrix
+    tiles = num_tiles(m)  # of one matrix
     # A stage that is never filled would never be free again.
-    stages = min(STAGES, steps * count * batch)
+    stages = min(STAGES, steps * tiles * batch)
     # Squares of the result that wait for their store in each warpgroup. C takes the shared memory of one.
     slots = squares - 1 if addend else squares
 
@@ -81,25 +81,28 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
         c_full=plgpu.Barrier(num_barriers=2 * squares) if addend else None,
         collective_axes="wg",
     )
-    def _(x_smem, y_smem, full, free, direct_smem, mirror_smem, c_smem, c_full):
+    def run_warpgroup(
+        x_smem, y_smem, full, free, direct_smem, mirror_smem, c_smem, c_full
+    ):
         wg = lax.axis_index("wg")
 
         def each_tile(body):
-            """Calls ``stage = body(b, i, j, stage)`` for each tile of this CTA, one after the other.
+            """Decorates ``body(b, i, j, stage)``: runs it at once, for each tile of this CTA, one after the other.
 
             The body gets the stage that it uses first, and returns the one after its last; the stages go round. `b` is
             the matrix. The tile has the rows from i·BLOCK on, and the columns from j·BLOCK on.
             """
 
+            # `nd_loop` runs the loop at once. It divides the tiles of all matrices among the CTAs.
             @plgpu.nd_loop(
-                (batch * count,), collective_axes="cta", init_carry=jnp.int32(0)
+                (batch * tiles,), collective_axes="cta", init_carry=jnp.int32(0)
             )
-            def _(loop, carry):
+            def run_tile(loop, carry):
                 """Calls the body for one tile; `nd_loop` gives what the loop carries, the stage, as `carry`."""
                 # Tiles are numbered matrix after matrix.
                 (number,) = loop.index
-                b = lax.div(number, jnp.int32(count))
-                tile = lax.rem(number, jnp.int32(count))
+                b = lax.div(number, jnp.int32(tiles))
+                tile = lax.rem(number, jnp.int32(tiles))
                 # Row and column of the tile in the triangle of tiles
                 i, j = triangle(tile, pl.cdiv(m, BLOCK))
                 return body(b, i, j, carry)
@@ -114,8 +117,11 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
             plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
 
             @each_tile
-            def _(b, i, j, stage):
-                def step(s, stage):
+            def load_tile(b, i, j, stage):
+                """Copy all slices of k that tile (i, j) of matrix b needs, the first into `stage`."""
+
+                def load_slice(s, stage):
+                    """Copy slice s of X and Y into the stage once it is `free`; `full` tells of their arrival."""
                     columns = pl.ds(s * DEPTH, DEPTH)
                     plgpu.barrier_wait(free.at[stage])
                     # The rows of X and of Y whose products are the tile's rows and columns
@@ -127,10 +133,11 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         plgpu.copy_gmem_to_smem(source, smem.at[stage], full.at[stage])
                     return following(stage)
 
-                return lax.fori_loop(0, steps, step, stage)
+                return lax.fori_loop(0, steps, load_slice, stage)
 
-            # Both multiplying warpgroups hand each stage back once before it is first filled, and after each use. So
-            # one hand-over of each stage is left, which must have ended before its barrier goes.
+            # The multiplying warpgroups hand each stage back once at the start and once after each use, and
+            # `load_slice` waits once before each use. So one wait for each stage is left, before the barriers are
+            # released.
             for stage in range(stages):
                 plgpu.barrier_wait(free.at[stage])
 
@@ -143,7 +150,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                 plgpu.barrier_arrive(free.at[stage])
 
             @each_tile
-            def _(b, i, j, stage):
+            def multiply_tile(b, i, j, stage):
                 # All squares of this warpgroup's part have this first row.
                 row = i * BLOCK + wg * part
 
@@ -152,15 +159,17 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     return j * BLOCK + square * SQUARE
 
                 def load_c(square):
-                    """Starts the copy of C's square into shared memory; `store` awaits it.
+                    """Start the copy of C's entries for a square into shared memory, which `store` awaits.
 
-                    Squares above the diagonal are neither copied nor awaited. `c_gmem` is a list, empty without C.
+                    `square` is 0 or 1, from left to right in this warpgroup's part of the tile.
                     """
                     column = column_of(square)
+                    # Each square of each warpgroup has its own place in `c_smem`.
                     slot = wg * squares + square
 
+                    # Squares above the diagonal are neither copied nor awaited.
                     @pl.when(column <= row)
-                    def _():
+                    def in_lower_triangle():
                         rows = pl.ds(row, SQUARE)
                         columns = pl.ds(column, SQUARE)
                         source = c_gmem[0].at[b, rows, columns]
@@ -169,7 +178,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         )
 
                 def store(square, value):
-                    """Store a 64-square of the product, with its scale and addend, at its place and mirrored."""
+                    """Store alpha·value + beta·C at the place of a 64-square of the result, and mirrored."""
                     column = column_of(square)
                     rows = pl.ds(row, SQUARE)
                     columns = pl.ds(column, SQUARE)
@@ -179,13 +188,15 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     mirror = mirror_smem.at[slot]
 
                     @pl.when(column > row)
-                    def _():
-                        # Nothing to store, and no group of copies to count: the slots are drained instead.
+                    def above_diagonal():
+                        # Nothing is stored. The wait below counts on one group of copies for each square, and here is
+                        # none; so all copies that have begun are awaited.
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                     @pl.when(column <= row)
-                    def _():
-                        # Each stored square is one group of copies: this slot's last one is done.
+                    def in_lower_triangle():
+                        # Each square is one group of copies to the device's memory. When at most the last slots - 1 of
+                        # them still read shared memory, the one that used this slot before has ended.
                         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                         result = value * scale_gmem[b, 0]
                         if addend:
@@ -196,20 +207,22 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         result = result.astype(dtype)
                         mirror.transpose((1, 0))[...] = result
 
-                        # Off the diagonal the square and its mirror image are two places of the result.
+                        # Below the diagonal the square and its mirror image are two places of the result.
                         @pl.when(column < row)
-                        def _():
+                        def below_diagonal():
                             direct[...] = result
                             plgpu.commit_smem()
+                            # The group of copies ends with that of `direct`, after both branches.
                             plgpu.copy_smem_to_gmem(
                                 mirror,
                                 out_gmem.at[b, columns, rows],
                                 commit_group=False,
                             )
 
+                        # The square on the diagonal is one place, and its upper triangle is taken from `mirror`.
+                        # Rounding may differ above and below the diagonal: below counts.
                         @pl.when(column == row)
-                        def _():
-                            # Rounding may differ above and below the diagonal: below counts.
+                        def on_diagonal():
                             plgpu.commit_smem()
                             shape = (SQUARE, SQUARE)
                             row_number = lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -225,7 +238,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     for square in range(squares):
                         load_c(square)
 
-                # `run_scoped` calls the function at once, so that `product` is its result, [part, BLOCK].
+                # `run_scoped` calls `product` at once, with an accumulator in registers. From here on `product` is what
+                # it returns, an array [part, BLOCK].
                 @functools.partial(
                     pl.run_scoped,
                     accumulator=plgpu.WGMMAAccumulatorRef((part, BLOCK), jnp.float32),
@@ -233,7 +247,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                 def product(accumulator):
                     """X Yᵀ of this warpgroup's part of the tile, slice by slice of k."""
 
-                    def step(s, carry):
+                    def add_slice(s, carry):
                         """Add the product of one slice; `carry` is its stage and the stage before."""
                         stage, previous = carry
                         # The loading warpgroup has copied this slice of X and Y into the stage.
@@ -246,12 +260,12 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         plgpu.wgmma_wait(1)
 
                         @pl.when(s > 0)
-                        def _():
+                        def hand_back():
                             plgpu.barrier_arrive(free.at[previous])
 
                         return following(stage), stage
 
-                    _, last = lax.fori_loop(0, steps, step, (stage, stage))
+                    _, last = lax.fori_loop(0, steps, add_slice, (stage, stage))
                     # Reading the accumulator waits for the last product.
                     value = accumulator[...]
                     plgpu.barrier_arrive(free.at[last])

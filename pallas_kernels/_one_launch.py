@@ -41,7 +41,7 @@ def _launched_under_vmap(launch: Launch, *arguments: jax.Array | None) -> jax.Ar
     A kernel can't be vectorized by JAX: under `vmap` over an axis of 5, arrays [5, batch, ...] become
     [5·batch, ...], and the result [5·batch, m, m] becomes [5, batch, m, m]. None stays None.
     """
-    run = jax.custom_batching.custom_vmap(lambda *arguments: launch(*arguments))
+    run = jax.custom_batching.custom_vmap(launch)
 
     @run.def_vmap
     def _(size, batched, *arguments):

@@ -106,7 +106,7 @@ def numbers_from_loop(
     zeros = (jnp.int32(0),) * len(numbers)
 
     def shift_in(i, last):
-        """The last numbers of the table after number i: without the first of them, and with number i."""
+        """Drop the first of the last numbers, and append number i of the table."""
         return (*last[1:], table[i])
 
     return lax.fori_loop(0, len(numbers), shift_in, zeros)

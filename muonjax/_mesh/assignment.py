@@ -147,7 +147,7 @@ def _fastest_column_axes(
 def _column_choices(
     mesh_axes: Axes, leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape
 ) -> list[Axes]:
-    """No mesh axis, and each of these that shards the longer side of all matrices.
+    """The ways to cut the matrices of these leaves: not at all, or along one mesh axis that shards all longer sides.
 
     For kernels [64, 256] with P("fsdp", "tensor") these are () and ("tensor",).
     """
@@ -172,8 +172,8 @@ def seconds_of_unit(kind: UnitKind, mesh_shape: MeshShape) -> float:
     # `columns` is the part of n on one device.
     matrices, m, columns = kind.layout.stack_shape
     devices = devices_along(mesh_shape, kind.group.column_axes)
-    # Full precision makes X X^H and Q X once. In half precision rounding allows the Gram form for a few steps only, so
-    # that both are made again, and the steps are five quintics without a deflation.
+    # The numbers of products are fitted to counts of all multiply-adds. Full precision multiplies X twice, for X X^H
+    # and for Q X. Half precision makes a new X after a few steps, and so a second Gram matrix.
     wide_products, square_products, gram_matrices = 2, 6, 1
     if kind.group.dtype.itemsize <= 2:
         wide_products, square_products, gram_matrices = 5, 11, 2
@@ -250,7 +250,7 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
 
 
 def _give(queue: list[Units], owners: Owners, busy: np.ndarray) -> np.ndarray:
-    """Give the units of one kind, equal matrices, to the owners, devices: each to the one that is least busy then.
+    """Give the units of one kind to the owners, each to the owner that is least busy at that point.
 
     Args:
       queue: The units, which are interchangeable. It is empty afterwards.
@@ -295,14 +295,15 @@ def _take(queue: list[Units], count: int) -> list[Units]:
 
 
 def _round(group: ExchangeGroup, owners: Owners, mesh_shape: MeshShape) -> Round:
-    """The round of a group.
+    """The round of a group, with a list of owners for each replica: 8 owners are two lists of 4 if replicas are 2.
 
     It sorts the list of each of the `owners`, so that units of equal shape follow each other: one loop serves them all.
     """
     for units_of_owner in owners:
         units_of_owner.sort(key=lambda units: units.layout.stack_shape)
     per_replica = devices_along(mesh_shape, group.exchange_axes)
-    # The replica is the first of an owner's coordinates, so consecutive owners belong to one replica.
+    # Owners are numbered by their coordinates along the replica axes first and the exchange axes last. So the owners of
+    # one replica follow each other.
     firsts = range(0, len(owners), per_replica)
     round_ = Round(group, [owners[first : first + per_replica] for first in firsts])
     row_size = round_.row_size

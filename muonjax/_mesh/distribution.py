@@ -86,9 +86,11 @@ def _is_spec(x: Any) -> bool:
 
 def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
     """Raise unless `spec` shards by axes of the mesh alone."""
-    # A sharding with unconstrained axes leaves them to XLA, so that nobody knows the shards.
-    entries = getattr(spec, "spec", spec) if _is_spec(spec) else None
-    if not _is_spec(spec) or PartitionSpec.UNCONSTRAINED in (entries or ()):
+    is_known = _is_spec(spec)
+    if is_known and spec is not None:
+        # Unconstrained axes are left to XLA, so that nobody knows the shards.
+        is_known = PartitionSpec.UNCONSTRAINED not in getattr(spec, "spec", spec)
+    if not is_known:
         raise TypeError(
             f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's axes, a "
             "NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, params)."
@@ -180,7 +182,7 @@ def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[in
             shardings.append(NamedSharding(distribution.mesh, axes))
     shards = []
     for leaf, sharding in zip(leaves, shardings, strict=True):
-        # An array that was made under no mesh has one without axes.
+        # The type of an array that was made under no mesh has a mesh without axes.
         mesh_shape = dict(sharding.mesh.shape)
         axes_by_axis = even_sharding(leaf.shape, sharding.spec, mesh_shape)
         last_axis = axes_by_axis[-1] if axes_by_axis else ()  # of a scalar
@@ -218,7 +220,8 @@ def find_mesh(
 ) -> OnMesh | None:
     """How the `chosen` leaves of `tree` are sharded: as `distribution` says, or else explicit axis types.
 
-    None if no leaf is chosen, all are on one device, or nothing says it.
+    None if no leaf is chosen, or nothing says how they are sharded: they were made under no mesh, are inside of a
+    `jax.shard_map`, or are on an Auto mesh. If that mesh has several devices, this warns.
     """
     if distribution is not None:
         # The specs of all leaves, so that those that fit no leaf are refused.
@@ -227,7 +230,7 @@ def find_mesh(
         return OnMesh(distribution.mesh, specs, explicit=False) if chosen else None
     leaves = jax.tree.leaves(tree)
     shardings = [jax.typeof(leaves[i]).sharding for i in chosen]
-    # Leaves can be on different meshes: an array that was made under none has one without axes.
+    # Leaves can be on different meshes: the type of an array that was made under none has a mesh without axes.
     for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
         if AxisType.Explicit in mesh.axis_types:
             specs = tuple(sharding.spec for sharding in shardings)

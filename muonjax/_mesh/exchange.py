@@ -47,8 +47,8 @@ def map_on_mesh(
 
     Args:
       on_mesh: How the leaves are sharded.
-      f: [*batch, m, n] with m <= n, and the mesh axes that shard the columns -> the same shape and dtype. Its field
-        `exchange_dtype` gives the dtype in which blocks are sent.
+      f: Its field `whole` takes matrices [*batch, m, n] with m <= n, and the mesh axes that shard their columns, and
+        returns the same shape and dtype. Its field `exchange_dtype` gives the dtype in which blocks are sent.
       leaves: Arrays.
       views: The view of each leaf.
       policy: For the mesh's devices.
@@ -67,8 +67,8 @@ def map_on_mesh(
 
     def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         if on_mesh.explicit and mesh.size == 1:
-            # A script that names its mesh axes computes on one device what it would without a mesh. With a
-            # `Distribution`, one device takes the same way as many.
+            # A script with explicit axis types, run on one device, computes the same as without a mesh. A
+            # `Distribution` exchanges matrices even on one device.
             return tuple(map_leaves(f, blocks, views, policy))
         rounds = assign_owners(sharded_leaves, mesh_shape)
         return tuple(exchange(f, blocks, views, rounds, policy))
@@ -87,10 +87,11 @@ def map_on_mesh(
 
 
 def _check_mesh(mesh: Mesh | AbstractMesh, leaves: Arrays) -> None:
-    """Raise unless the leaves are on one device, or on as many devices as the mesh has."""
+    """Raise unless each leaf is on one device, or on as many as the mesh has and outside of any `jax.shard_map`."""
     for leaf in leaves:
         other = jax.typeof(leaf).sharding.mesh
-        if other.size <= 1:  # 0: made under no mesh
+        # An array that was made under no mesh has in its type a mesh of size 0.
+        if other.size <= 1:
             continue
         if AxisType.Manual in other.axis_types:
             raise ValueError(
@@ -173,19 +174,19 @@ def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Re
 
 
 def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
-    """What this device sends in an all-to-all [owners, row_size]: its blocks of each owner's matrices.
+    """What this device sends to the owners of one replica: a row for each, with its blocks of the owner's matrices.
 
-    A unit is a matrix, of which each device has a block; `stacks` has the blocks of a leaf. Each owner has spans of
-    units, from `start` on `count` of one leaf.
+    `stacks` has this device's blocks of each leaf, [units, *block]. An owner with the units 2 and 3 of a leaf with
+    blocks [16, 64] gets a row of 2048 numbers, and zeros up to `row_size`.
     """
     dtype, row_size = round_.group.dtype, round_.row_size
     parts = []
-    for spans in owners:
-        for span in spans:
-            blocks = stacks[span.leaf][span.start : span.start + span.count]
+    for owner in owners:
+        for units in owner:
+            blocks = stacks[units.leaf][units.start : units.start + units.count]
             # A dtype half as wide as the leaf's halves what is sent.
             parts.append(blocks.reshape(-1).astype(dtype))
-        padding = row_size - row_length(spans)
+        padding = row_size - row_length(owner)
         parts.append(jnp.zeros(padding, dtype))
     # Each owner's blocks and padding have row_size numbers together.
     return jnp.concatenate(parts).reshape(-1, row_size)
@@ -220,10 +221,11 @@ def _all_to_all(buffer: jax.Array, round_: Round) -> jax.Array:
 
 
 def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
-    """The buffers of all replicas, on each of them.
+    """The results of all replicas, on each of them: a buffer [owners, columns] for each replica.
 
     Replicas store the same blocks, and each has worked on a part of the matrices: `buffer` [owners, row_size] has the
-    results of its own owners.
+    results of its own owners. An all-gather returns `row_size` columns of each replica, an all-reduce only as many as
+    the replica's longest row, `replica_sizes`.
     """
     replica_axes = round_.group.replica_axes
     if len(round_.replicas) == 1:

@@ -189,12 +189,13 @@ def _view_at_owner(view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
     _, unit_axes = view.batch_and_unit_axes
     # The shorter side becomes the rows, so `to_matrices` transposes the matrices of a tall leaf.
     shorter_side, longer_side = _sides(view)
+    # Axes of the leaf -> axes of the unit
     rows = tuple(map(unit_axes.index, shorter_side))
     columns = tuple(map(unit_axes.index, longer_side))
     if view.fused_axis is None:
         return view_of(shape, rows, columns)
-    # Fused matrices are one unit, which its owner cuts into as many matrices as the leaf's view: there the fused axis
-    # is two axes, of which the first counts matrices.
+    # The owner cuts a unit into as many matrices as the leaf's view does. In `view.shape` the fused axis is two: the
+    # leaf [layers, d, 3 * d] has the shape [layers, d, 3, d], where axis 2 counts the matrices of a unit.
     parts = view.shape[view.fused_axis]
     fused_axis = unit_axes.index(view.fused_axis)
     return view_of(shape, rows, columns, fused_axis, parts)

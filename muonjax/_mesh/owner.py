@@ -26,7 +26,7 @@ from muonjax._mesh.matrix_shards import UnitLayout
 def apply_to_owned(
     f: Function, buffer: jax.Array, round_: Round, policy: Policy
 ) -> jax.Array:
-    """Apply f to each matrix whose blocks are in the columns of the buffer; the results take their place.
+    """Apply `f.whole` to each matrix whose blocks are in the columns of the buffer; the results take their place.
 
     The buffer [devices, columns] has a row from each device along the exchange axes of the round.
     """
@@ -48,8 +48,8 @@ def apply_to_owned(
     owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
     loops = _loops(round_, policy)
     if group.column_axes:
-        # Zeros past the end, on which owners work that have finished: where devices share matrices, all owners take
-        # equally many steps. The batches of a loop have one width.
+        # Where devices share matrices, all owners take equally many steps. An owner that has finished works on zeros
+        # that are appended here. All batches of a loop have one width.
         widest = max(loop.batches[0].width for loop in loops)
         buffer = jnp.pad(buffer, ((0, 0), (0, widest)))
     for loop in loops:
@@ -136,6 +136,7 @@ def _loops(round_: Round, policy: Policy) -> list[Loop]:
     owners = list(itertools.chain(*round_.replicas))
     # The row for an owner has its units one after the other: two with blocks of 256 numbers and one with 512 begin in
     # the columns 0, 256 and 512.
+    # columns_of[shape][i][layout] has the first columns of all units of this layout in the row for owner i.
     columns_of: dict[tuple[int, ...], Columns] = {}
     for i, owner in enumerate(owners):
         column = 0
@@ -156,7 +157,7 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
     """
     # One shape can have several layouts: leaves that are sharded along other axes, or transposed.
     layouts = list(dict.fromkeys(itertools.chain(*columns)))
-    units = 1
+    units_per_batch = 1
     if not policy.is_cpu:
         # Batches have one size for all layouts and owners, because all devices run one program: a divisor of the
         # number of units that any owner has of any layout.
@@ -164,9 +165,9 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
         for owner in columns:
             counts += map(len, owner.values())
         _, m, n = layouts[0].stack_shape
-        units = policy.chunk_size(math.gcd(*counts), (m, n))
+        units_per_batch = policy.chunk_size(math.gcd(*counts), (m, n))
     exchanged = {name: jax.lax.axis_size(name) for name in round_.group.exchange_axes}
-    batches = [Batch(layout, units, exchanged) for layout in layouts]
+    batches = [Batch(layout, units_per_batch, exchanged) for layout in layouts]
 
     # Each owner has a row, with the place of each step's batch: its first column, and the number of its layout.
     rows: list[list[tuple[int, int]]] = []
@@ -174,18 +175,18 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
         row = []
         for layout, firsts in owner.items():
             # Units of a layout follow each other in the buffer, and so do those of a batch.
-            for column in firsts[::units]:
+            for column in firsts[::units_per_batch]:
                 row.append((column, layouts.index(layout)))
         rows.append(row)
     steps = np.array(list(map(len, rows)))
-    # The table has as many places for each owner: those past the end of the buffer fill it up, and are not used but for
-    # shared matrices.
+    # All rows of a table have one length. Rows of owners with fewer steps are filled up with a place past the end of
+    # the buffer, which only owners that share matrices visit.
     past_end = (round_.row_size, 0)
     for row in rows:
         row += [past_end] * (steps.max() - len(row))
     if round_.group.column_axes:
         # Devices that share matrices sum over mesh axes, so all of them must take equally many steps. An owner that has
-        # finished works on the zeros there, which `apply_to_owned` appends.
+        # finished works on the zeros that `apply_to_owned` appends to the buffer.
         steps[:] = steps.max()
     return Loop(batches, np.array(rows, np.int32), steps)
 
