@@ -14,7 +14,13 @@ from muonjax._inspect.graph import LONG_EINSUM, Place
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import reshaped
 from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span, proposals_of
-from muonjax._inspect.values import Logits, ParameterView, Projection, grouped
+from muonjax._inspect.values import (
+    Logits,
+    ParameterView,
+    Projection,
+    Value,
+    grouped,
+)
 
 
 class Call(NamedTuple):
@@ -99,6 +105,7 @@ def _call(walk: Walk, product: int) -> Call:
     call = Call(walk.graph.line(product), product)
     try:
         _check_logits(walk, logits, normalized)
+        _check_readers(walk, logits)
         masks = softmax.masks_in(walk.graph, logits.added)
         if masks.problem:
             raise Refused(masks.problem)
@@ -157,6 +164,42 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
         raise Refused(
             "the maximum subtracted from its logits is not taken over its keys"
         )
+
+
+def _check_readers(walk: Walk, logits: Logits) -> None:
+    """Refuses logits that another operation reads than those of their softmax: a clip would change its results, too.
+
+    Such are a penalty on the logits, their distillation, and the next layer's logits, which these are added to.
+    """
+    graph = walk.graph
+    # The certificate follows the readers of all arrays before the first mask or bias.
+    pending = {logits.raw if logits.has_raw else logits.value}
+    followed: set[int] = set()
+    while pending:
+        value = pending.pop()
+        followed.add(value)
+        for i in graph.readers[value]:
+            node = walk.nodes[i]
+            # Such as a number for a log; or the maximum that an online softmax carries from block to block.
+            if i not in graph.trained or node.name == "carry":
+                continue
+            for result in node.outputs:
+                if not _is_of_softmax(walk.values[result], logits):
+                    why = "something else than its softmax reads its logits"
+                    raise Refused(f"{why}: {graph.line(i)}")
+                # Softmax's weights change as the clip wants it.
+                if node.name not in softmax.EXPONENTIALS and result not in followed:
+                    pending.add(result)
+
+
+def _is_of_softmax(value: Value, logits: Logits) -> bool:
+    """Whether an array is made of these logits on the way to their softmax: masked, their maximum, or the weights."""
+    for x in value.logits:
+        # The weights of another softmax, as of softmax(logits / 2), are made of another array.
+        is_other_softmax = x.stage == "weights" and x.value != logits.value
+        if x.product == logits.product and not is_other_softmax:
+            return True
+    return False
 
 
 def _not_alone(walk: Walk, operation: int) -> str:
