@@ -25,7 +25,7 @@ import optax
 from muonjax import MuonDimensionNumbers, NewtonSchulz, __version__, muon, newton_schulz
 from muonjax._common.policy import policy_of
 from pallas_kernels import symmetric_product
-from pallas_kernels._api import IMPLEMENTATIONS
+from pallas_kernels._symmetric_product import IMPLEMENTATIONS
 
 PRESETS = {
     "fast": NewtonSchulz.fast(),

@@ -109,8 +109,9 @@ def keep_compiled_programs(config):
 @pytest.fixture
 def fresh_products():
     """For a test that replaces an implementation: it meets no traces of another one and leaves none of its own."""
-    from pallas_kernels import _api  # not before its functions are decorated
+    # Not before its functions are decorated.
+    from pallas_kernels import _symmetric_product
 
-    _api._traced_once.clear_cache()
+    _symmetric_product._traced_once.clear_cache()
     yield
-    _api._traced_once.clear_cache()
+    _symmetric_product._traced_once.clear_cache()

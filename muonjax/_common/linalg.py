@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._api import SymmetricProduct as SymmetricProduct
+from pallas_kernels._symmetric_product import SymmetricProduct as SymmetricProduct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact, Shaped

@@ -9,11 +9,12 @@ for each primitive. It keeps for each array a `Value`:
   (`moves.moved_by`, which moves the tables of the certificate too).
 - **projections**: the products with parameters that the array comes from, again with a layout: which columns are
   where. A projection is linear in its parameter until a nonlinear operation takes it.
-- **logits**: a product of two projections, up to the maximum and the exponential of its softmax (`softmax`).
+- **logits**: a product of two projections, up to the maximum and the exponential of its softmax (`softmax`); which
+  arrays added to them are masks say the numbers that these may hold (`masks`).
 - what it depends on at all: data, random numbers, parameters, products.
 
 The rules (of `moves`, `entrywise`, `reductions` and `products`; their table is in `rules`) record in
-`findings` what is done with each parameter: a use as a product with its rows, columns and batch, a look-up, a sum.
+`walk` what is done with each parameter: a use as a product with its rows, columns and batch, a look-up, a sum.
 Columns of one product that different operations take are parts: so a fused query-key-value kernel is three
 matrices. An operation without a rule makes what it touches unknown.
 
@@ -38,8 +39,8 @@ The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, 
 From these records follow two answers:
 
 - `decisions`: for each parameter its axes as a matrix (`matrix_axes`), or AdamW with the line that says why, such as an
-  output head (`destination`), or a refusal that names two uses that contradict each other. Only a parameter that an
-  unknown operation takes is left to names.
+  output head (`product_destination`), or a refusal that names two uses that contradict each other. Only a parameter
+  that an unknown operation takes is left to names.
 - `attention`: for each product of queries and keys of which a softmax reads values, the runs of the parameters that
   a clip has to scale, and where its logits are. These are proposals, queries and keys before queries alone: whether a
   clip scales these logits and nothing else is for the certificate to say. A product whose exponentials read values

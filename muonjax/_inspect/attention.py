@@ -9,8 +9,8 @@ import numpy as np
 
 from muonjax._inspect import softmax
 from muonjax._inspect.certificate import Certificate
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import LONG_EINSUM, Place
+from muonjax._inspect.masks import masks_in
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import reshaped
 from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span, proposals_of
@@ -21,6 +21,7 @@ from muonjax._inspect.values import (
     Value,
     grouped,
 )
+from muonjax._inspect.walk import Walk
 
 
 class Call(NamedTuple):
@@ -106,7 +107,7 @@ def _call(walk: Walk, product: int) -> Call:
     try:
         _check_logits(walk, logits, normalized)
         _check_readers(walk, logits)
-        masks = softmax.masks_in(walk.graph, logits.added)
+        masks = masks_in(walk.graph, logits.added)
         if masks.problem:
             raise Refused(masks.problem)
         proposals = tuple(proposals_of(pairs))

@@ -26,7 +26,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from muonjax._clip.scaled_entries import runs_of
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.moves import (
@@ -40,6 +39,7 @@ from muonjax._inspect.moves import (
 from muonjax._inspect.positions import MOST, NotFollowed, other_axes
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.values import CHOICES
+from muonjax._inspect.walk import Walk
 
 # [3, *loops, *axes of the array]: logarithms, first positions and last positions.
 Table: TypeAlias = np.ndarray

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from muonjax._inspect.destination import Ends
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.matrix_axes import Contradiction, matrices_of
 from muonjax._inspect.possible_numbers import numbers_in
+from muonjax._inspect.product_destination import Ends
 from muonjax._inspect.values import (
     OF_PRODUCTS,
     PARAMETER,
@@ -20,6 +19,7 @@ from muonjax._inspect.values import (
     Use,
     grouped,
 )
+from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import DimensionNumbers
 
 _TABLE = (

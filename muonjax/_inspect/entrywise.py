@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muonjax._inspect import softmax
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.positions import whole
 from muonjax._inspect.rules import rule
@@ -34,6 +33,7 @@ from muonjax._inspect.values import (
     grouped,
     used_in_one_way,
 )
+from muonjax._inspect.walk import Walk
 
 # Numbers that are no function of the parameters.
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from muonjax._inspect import moves, products, reductions  # noqa: F401  they fill RULES
 from muonjax._inspect.entrywise import FOLDED
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Graph, Loop, Node
 from muonjax._inspect.rules import RULES, unknown
 from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
 from muonjax._inspect.versions import Body
+from muonjax._inspect.walk import Walk
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.positions import Layout, Region, Run, sums
 from muonjax._inspect.values import Use
+from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,

@@ -12,7 +12,6 @@ import numpy as np
 
 from muonjax._inspect import softmax
 from muonjax._inspect.entrywise import is_zero, last_projections
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.positions import (
     MOST,
@@ -34,6 +33,7 @@ from muonjax._inspect.values import (
     dependent,
     move_each,
 )
+from muonjax._inspect.walk import Walk
 
 # They leave every entry where it is: casts, annotations, and what devices exchange with each other.
 SAME = """

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from muonjax._inspect import softmax
 from muonjax._inspect.entrywise import after_nonlinearity, entrywise
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.moves import looked_up
 from muonjax._inspect.positions import whole
@@ -28,6 +27,7 @@ from muonjax._inspect.values import (
     dependent,
     grouped,
 )
+from muonjax._inspect.walk import Walk
 
 
 @rule("dot_general")

@@ -24,11 +24,11 @@ from muonjax._common.model_registry import as_function_of_parameters, is_model
 from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
 from muonjax._inspect.attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.follow import follow, no_collection
 from muonjax._inspect.measure import run
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.proposals import Span
+from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.dimension_numbers import numbers_tree, routes
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muonjax._clip.scaled_entries import Scale, first_positions
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.positions import HOLE, UNORDERED, Layout, Run, other_axes
 from muonjax._inspect.values import PARAMETER, Operand, Projection
+from muonjax._inspect.walk import Walk
 
 
 class Span(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import Node
 from muonjax._inspect.positions import Layout
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import ParameterView, Value, dependent
+from muonjax._inspect.walk import Walk
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import LONG_EINSUM, Node
 from muonjax._inspect.values import Projection, Value, dependent
+from muonjax._inspect.walk import Walk
 
 Rule = Callable[[Walk, Node], Sequence[Value]]
 RULES: dict[str, Rule] = {}

@@ -26,10 +26,10 @@ from muonjax._common.explicit_axes import sharded_like
 from muonjax._common.policy import Policy
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import MatrixView
+from muonjax._mesh.apply_to_owned import apply_to_owned
 from muonjax._mesh.assignment import Owners, Round, assign_owners, row_length
 from muonjax._mesh.distribution import OnMesh, even_sharding, partition_spec
 from muonjax._mesh.matrix_shards import ShardedLeaf
-from muonjax._mesh.owner import apply_to_owned
 
 Arrays = Sequence[jax.Array]
 Results = dict[tuple[int, int], jax.Array]

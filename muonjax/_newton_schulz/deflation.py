@@ -45,7 +45,7 @@ from muonjax._common.linalg import (
 )
 from muonjax._matrices.uniform_blocks import Blocks
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
-from pallas_kernels._api import SymmetricProduct
+from pallas_kernels._symmetric_product import SymmetricProduct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Inexact

@@ -44,8 +44,8 @@ from muonjax._newton_schulz.deflation import (
     shrink_dominant,
 )
 from muonjax._newton_schulz.settings import NewtonSchulz, Normalization
-from pallas_kernels._api import SymmetricProduct
 from pallas_kernels._platform import materialize
+from pallas_kernels._symmetric_product import SymmetricProduct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact

@@ -35,7 +35,7 @@ from muonjax._common.linalg import (
 from muonjax._common.policy import Policy
 from muonjax._newton_schulz.coefficients import restarts_of
 from muonjax._newton_schulz.settings import NewtonSchulz
-from pallas_kernels._api import SymmetricProduct, measured_kernel
+from pallas_kernels._symmetric_product import SymmetricProduct, measured_kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32

@@ -17,7 +17,7 @@ from muonjax._newton_schulz.coefficients import (
     checked_rows,
     polar_express,
 )
-from pallas_kernels._api import IMPLEMENTATIONS
+from pallas_kernels._symmetric_product import IMPLEMENTATIONS
 
 Form = Literal["auto", "standard", "gram"]
 Normalization = Literal["schatten", "frobenius"]

@@ -15,7 +15,7 @@ from muonjax import NewtonSchulz
 from muonjax._common.policy import Policy
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.full_precision import gram_restarts
-from pallas_kernels._api import SymmetricProduct
+from pallas_kernels._symmetric_product import SymmetricProduct
 from tests.mesh.layouts import make_mesh
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, nightly, quick, thorough

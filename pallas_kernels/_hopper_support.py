@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import backend
 
-from pallas_kernels._one_launch import launch_batch
-from pallas_kernels._tiles import SQUARE
+from pallas_kernels._batch_axes import launch_batch
+from pallas_kernels._hopper_sizes import SQUARE
 from pallas_kernels._xla import Operands
 
 # Streaming multiprocessors of an H100 SXM, where the device does not say.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import _hopper, _xla
+from pallas_kernels import _hopper_support, _xla
 from pallas_kernels._platform import platform_of
 from pallas_kernels._xla import Operands
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
 
 # Each name and the module, which is imported when the implementation first runs.
-IMPLEMENTATIONS = {"reference": "_xla", "blocked": "_xla", "hopper": "_hopper"}
+IMPLEMENTATIONS = {"reference": "_xla", "blocked": "_xla", "hopper": "_hopper_support"}
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 
@@ -163,7 +163,7 @@ def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None
     """
     if platform != "gpu" or x.size == 0 or x.shape[-2] < 4096:
         return None
-    return _HOPPER_ON_A_GPU if _hopper.is_chosen(x, dtype) else None
+    return _HOPPER_ON_A_GPU if _hopper_support.is_chosen(x, dtype) else None
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
@@ -236,7 +236,7 @@ def _run(
         return _xla.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:
         # The platform for which the program is compiled is not known yet, so both are traced.
-        on_a_gpu, elsewhere = _hopper.symmetric_product, _xla.symmetric_product
+        on_a_gpu, elsewhere = _hopper_support.symmetric_product, _xla.symmetric_product
         return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
     # Imported when it first runs, because not every JAX has what a kernel imports.
     module = importlib.import_module(

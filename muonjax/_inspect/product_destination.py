@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
-from muonjax._inspect.findings import Walk
 from muonjax._inspect.graph import PRODUCTS
 from muonjax._inspect.softmax import EXPONENTIALS
 from muonjax._inspect.values import Use
+from muonjax._inspect.walk import Walk
 
 # What the result of a product reaches without another product on the way. "frozen layer": only matrices that do not
 # train, perhaps a transform of the outputs. "inner gradient": only a gradient that the function takes by itself.
