@@ -270,7 +270,8 @@ def _map_in_blocks(
     # In reverse mode JAX transposes this derivative.
     by_blocks.defjvp(lambda x, dx: jax.jvp(each_whole, x, dx))
     # A block is some rows of a tall matrix [n, m], which follow each other in memory.
-    results = by_blocks(*(x if _is_tall(x) else x.mT for x in parts))
+    tall = [x if _is_tall(x) else x.mT for x in parts]
+    results = by_blocks(*tall)
     outputs = []
     for x, y in zip(parts, results, strict=True):
         outputs.append(y if _is_tall(x) else y.mT)
@@ -288,7 +289,8 @@ def _blockwise(
     """
     in_blocks: Any = f.in_blocks
     m = tall[0].shape[2]
-    size = block_size([(len(x), x.shape[1]) for x in tall], m)
+    counts_and_columns = [(len(x), x.shape[1]) for x in tall]
+    size = block_size(counts_and_columns, m)
     blocks = []
     num_blocks = []
     for x in tall:

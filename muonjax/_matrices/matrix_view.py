@@ -212,14 +212,14 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     if are_equal and repeats == 1:
         # One axis of the view counts the parts, and nothing has to be cut.
         return [Piece(i, view_of(shape, reduction, output, axis, parts))]
+    # Parts of 32, 8 and 8 begin and end at multiples of 8, so shards of 8 entries cut none of them.
+    step = math.gcd(*part_sizes)
     pieces = []
     start = 0
     for size in part_sizes:
         # All stretches of a part are one matrix.
         part_shape = (*shape[:axis], repeats * size, *shape[axis + 1 :])
         view = view_of(part_shape, reduction, output)
-        # Parts of 32, 8 and 8 begin and end at multiples of 8, so shards of 8 entries cut none of them.
-        step = math.gcd(*part_sizes)
         pieces.append(Piece(i, view, axis, start, step, repeats))
         start += size
     return pieces

@@ -105,8 +105,7 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     # A single kernel has all its axes in common with itself: only its first may count layers, and not if it is an
     # attention's, which may be [d, groups, heads, size].
     is_alone = len(parameters) == 1
-    is_not_first = any(axes[0] != 0 for axes in fits)
-    if is_alone and (parameters[0].role.projection or is_not_first):
+    if is_alone and (parameters[0].role.projection or fits != [(0,)]):
         return None
     # Which of several equal axes counts the layers can't be told.
     if len(fits) > 1:
