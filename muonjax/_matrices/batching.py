@@ -76,18 +76,20 @@ def map_groups(
     """
     results: list[Any] = [None] * len(matrices)
     if not policy.is_cpu:
-        # An accelerator has several stacks of one shape, which share a trace.
+        # On an accelerator a group may be several stacks (`_stacks`), and `jit` traces f once for all of one shape. On
+        # a CPU a group is one stack.
         f = dataclasses.replace(f, whole=jax.jit(f.whole))
     # Each stack is a list of indices of `matrices`.
     stacks = []
     for group in _groups(f, matrices, policy):
         stacks += _stacks(group, matrices, policy)
-    # An array of the stack before, whose result stands for that of the whole stack.
+    # The index of the previous stack's last array, whose result the next stack waits for
     previous = None
     for indices in stacks:
         parts = [matrices[i] for i in indices]
         if policy.one_stack_at_a_time and previous is not None:
-            # XLA keeps the previous stack in memory until its result is cut and cast: that comes first.
+            # XLA keeps a stack in memory until its results are cut out of it and cast. The barrier makes the next stack
+            # come after that; without it XLA's scheduler for GPUs keeps several stacks at once.
             waiting = parts, results[previous]
             parts, results[previous] = jax.lax.optimization_barrier(waiting)
         outputs = _map_stack(f, parts, policy)
@@ -104,7 +106,8 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
     m, n = max(shapes)
     has_several_n = len(set(shapes)) > 1
     if f.in_blocks is not None and has_several_n:
-        # `_groups` puts several long sides together only where blocks or zeros make them one.
+        # Where f has a form in blocks, `_groups` puts several n together for that alone. Columns of zeros are for GPUs,
+        # where f has none.
         return _map_in_blocks(f, parts, policy.platform)
     # Small matrices run in batches of `size`, which divides their number; large ones one after the other.
     counts = list(map(len, parts))
@@ -158,11 +161,8 @@ def _groups(
         for n, indices in indices_of_columns.items():
             if policy.chunk_size(2, (m, n)) > 1:
                 batched += sum(len(matrices[i]) for i in indices)
-        in_blocks = f.in_blocks is not None
-        in_blocks = in_blocks and policy.goes_in_blocks(
-            m, len(indices_of_columns), batched
-        )
-        if in_blocks:
+        prefers_blocks = policy.goes_in_blocks(m, len(indices_of_columns), batched)
+        if f.in_blocks is not None and prefers_blocks:
             merged.append(itertools.chain(*indices_of_columns.values()))
         else:
             merged += _groups_by_padding(m, indices_of_columns, matrices, policy)
@@ -256,68 +256,70 @@ def _map_in_blocks(
 ) -> list[jax.Array]:
     """f of each matrix by blocks of columns, in float32 or wider; the matrices have one m and any n.
 
-    The blocks of all matrices are one array [blocks, size * m], over which a loop goes matrix by matrix. So one program
-    serves matrices of any n, which have different numbers of blocks.
-
     Derivatives are those of whole matrices: a loop whose length is not known has none in reverse mode.
     """
-    in_blocks: Any = f.in_blocks
-    # A block is some rows of a tall matrix [n, m], which follow each other in memory.
-    tall = [x if _is_tall(x) else x.mT for x in parts]
-    m = tall[0].shape[2]
-    counts_and_columns = [(len(x), x.shape[1]) for x in tall]
-    size = block_size(counts_and_columns, m)
-    # Matrix number i has the blocks from starts[i] up to stops[i]: with 2, 2 and 3 blocks these are [0, 2, 4] and
-    # [2, 4, 7]. The number of blocks is n / size, rounded up.
-    num_blocks = []
-    for x in tall:
-        num_blocks += [-(-x.shape[1] // size)] * len(x)
-    stops = np.cumsum(num_blocks, dtype=np.int32)
-    starts = stops - np.array(num_blocks, np.int32)
-    # All have the form of the longest one.
-    columns = max(x.shape[1] for x in tall)
 
-    def blockwise(*tall: jax.Array) -> list[jax.Array]:
-        """f of each matrix of several arrays [count, n, m], in a loop over the matrices.
-
-        The blocks of all matrices are one stack [blocks, size * m], of which matrix number i of all has those from
-        starts[i] to stops[i].
-        """
-        blocks = []
-        for x in tall:
-            # Zeros fill the last block: [count, n, m] -> [blocks, size * m].
-            missing = -x.shape[1] % size
-            x = jnp.pad(x, ((0, 0), (0, missing), (0, 0)))
-            blocks.append(x.reshape(-1, size * m))
-        counts = list(map(len, blocks))
-
-        def body(i: jax.Array, stack: jax.Array) -> jax.Array:
-            # The results of matrix number i replace its blocks.
-            start = jnp.asarray(starts)[i]
-            stop = jnp.asarray(stops)[i]
-            return in_blocks(Blocks(stack, (size, m), columns, start, stop)).blocks
-
-        stack = jnp.concatenate(blocks).astype(at_least_float32(tall[0].dtype))
-        stack = jax.lax.fori_loop(0, len(stops), body, stack)
-        results = []
-        for x, y in zip(tall, _unstacked(stack, counts, platform), strict=True):
-            # The zeros of the last block go.
-            y = y.reshape(len(x), -1, m)[:, : x.shape[1]]
-            results.append(y.astype(x.dtype))
-        return results
+    @jax.custom_jvp
+    def by_blocks(*tall: jax.Array) -> list[jax.Array]:
+        return _blockwise(f, tall, platform)
 
     # f.whole takes tall matrices too.
     def each_whole(*tall: jax.Array) -> list[jax.Array]:
         return [f.whole(x) for x in tall]
 
     # In reverse mode JAX transposes this derivative.
-    function = jax.custom_jvp(blockwise)
-    function.defjvp(lambda x, dx: jax.jvp(each_whole, x, dx))
-    results = function(*tall)
+    by_blocks.defjvp(lambda x, dx: jax.jvp(each_whole, x, dx))
+    # A block is some rows of a tall matrix [n, m], which follow each other in memory.
+    tall = [x if _is_tall(x) else x.mT for x in parts]
+    results = by_blocks(*tall)
     outputs = []
     for x, y in zip(parts, results, strict=True):
         outputs.append(y if _is_tall(x) else y.mT)
     return outputs
+
+
+def _blockwise(
+    f: Function, tall: Sequence[jax.Array], platform: str
+) -> list[jax.Array]:
+    """f.in_blocks of each matrix of several arrays [count, n, m], in one loop over all matrices.
+
+    The blocks of all matrices are one array [blocks, size * m]. So one program serves matrices of any n, which have
+    different numbers of blocks: an array [2, 8, m] and an array [1, 12, m], in blocks of size 4, are seven blocks, of
+    which the three matrices have two, two and three.
+    """
+    in_blocks: Any = f.in_blocks
+    m = tall[0].shape[2]
+    counts_and_columns = [(len(x), x.shape[1]) for x in tall]
+    size = block_size(counts_and_columns, m)
+    blocks = []
+    num_blocks = []
+    for x in tall:
+        # Zeros fill the last block of each matrix: [count, n, m] -> [count * (blocks of one), size * m].
+        missing = -x.shape[1] % size
+        padded = jnp.pad(x, ((0, 0), (0, missing), (0, 0)))
+        blocks.append(padded.reshape(-1, size * m))
+        num_blocks += [padded.shape[1] // size] * len(x)
+    # Matrix number i has the blocks from starts[i] up to stops[i]: in the example [0, 2, 4] and [2, 4, 7].
+    stops = np.cumsum(num_blocks, dtype=np.int32)
+    starts = stops - np.array(num_blocks, np.int32)
+    # All matrices take the form of the longest one.
+    columns = max(x.shape[1] for x in tall)
+
+    def body(i: jax.Array, stack: jax.Array) -> jax.Array:
+        # The results of matrix number i replace its blocks.
+        start = jnp.asarray(starts)[i]
+        stop = jnp.asarray(stops)[i]
+        return in_blocks(Blocks(stack, (size, m), columns, start, stop)).blocks
+
+    stack = jnp.concatenate(blocks).astype(at_least_float32(tall[0].dtype))
+    stack = jax.lax.fori_loop(0, len(stops), body, stack)
+    results = []
+    counts = list(map(len, blocks))
+    for x, y in zip(tall, _unstacked(stack, counts, platform), strict=True):
+        # The zeros of the last block go.
+        y = y.reshape(len(x), -1, m)[:, : x.shape[1]]
+        results.append(y.astype(x.dtype))
+    return results
 
 
 def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:

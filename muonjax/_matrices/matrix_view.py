@@ -156,7 +156,11 @@ def matrix_pieces(
 
 
 def _check_leaf(named: str, leaf: Any) -> None:
-    """Raise unless the leaf can hold matrices of floating-point numbers."""
+    """Raise unless the leaf can hold matrices of floating-point numbers.
+
+    `errors_of` begins each message with the public call: "muon needs matrices, but the leaf 'b' has shape (4,)", "muon:
+    the leaf 'w' is ...".
+    """
     if len(leaf.shape) < 2:
         raise ValueError(
             f" needs matrices, but {named} has shape {tuple(leaf.shape)}; give it to Adam, by None."
@@ -208,14 +212,14 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     if are_equal and repeats == 1:
         # One axis of the view counts the parts, and nothing has to be cut.
         return [Piece(i, view_of(shape, reduction, output, axis, parts))]
+    # Parts of 32, 8 and 8 begin and end at multiples of 8, so shards of 8 entries cut none of them.
+    step = math.gcd(*part_sizes)
     pieces = []
     start = 0
     for size in part_sizes:
         # All stretches of a part are one matrix.
         part_shape = (*shape[:axis], repeats * size, *shape[axis + 1 :])
         view = view_of(part_shape, reduction, output)
-        # Parts of 32, 8 and 8 begin and end at multiples of 8, so shards of 8 entries cut none of them.
-        step = math.gcd(*part_sizes)
         pieces.append(Piece(i, view, axis, start, step, repeats))
         start += size
     return pieces
@@ -428,8 +432,7 @@ class Pieces(list[Piece]):
         return [piece.take(leaves) for piece in self]
 
     def _by_leaf(self, values: Sequence[Any]) -> dict[int, list[tuple[Piece, Any]]]:
-        """The pieces of each leaf, each with its value."""
-        # Pieces of one leaf follow each other, in the order in which they lie in it.
+        """By the leaf's index, its pieces in the order in which they lie in it, each with its value."""
         by_leaf: dict[int, list[tuple[Piece, Any]]] = {}
         for piece, value in zip(self, values, strict=True):
             by_leaf.setdefault(piece.leaf, []).append((piece, value))
@@ -444,12 +447,13 @@ class Pieces(list[Piece]):
         """
         leaves = self.treedef.flatten_up_to(tree)
         for i, pairs in self._by_leaf(results).items():
+            # The pieces of leaf i, each with its result: all have the axis and the repeats of the first.
             piece, result = pairs[0]
             axis = piece.axis
             # A piece without an axis is a whole leaf, and the only piece of it.
             if axis is not None:
                 # The leaf was cut: its pieces are put side by side again in each stretch.
-                parts = [piece.in_stretches(part) for piece, part in pairs]
+                parts = [piece.in_stretches(part) for _, part in pairs]
                 whole = jnp.concatenate(parts, axis=axis + 1)
                 result = sharded_like(whole.reshape(leaves[i].shape), leaves[i])
             leaves[i] = result

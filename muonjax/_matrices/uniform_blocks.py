@@ -69,7 +69,8 @@ class Blocks(NamedTuple):
         # Blocks of one size give terms of one shape.
         term = jax.eval_shape(lambda: f(self.block(0)))
         zero = jnp.zeros(term.shape, term.dtype)
-        # With the varying axes of X, inside of `jax.shard_map`: those of one number of the blocks [all, m * size].
+        # In `jax.shard_map` a loop's total has one type from the start, which says over which mesh axes it varies.
+        # Adding a zero made from a number of X gives it those of X.
         zero += jnp.zeros_like(self.blocks[0, 0], term.dtype)
         return jax.lax.fori_loop(self.start, self.stop, body, zero)
 

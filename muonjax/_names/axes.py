@@ -17,7 +17,7 @@ from muonjax._matrices.matrix_view import (
     one_or_several,
 )
 from muonjax._names import roles
-from muonjax._names.convolutions import is_outputs_first, is_window
+from muonjax._names.convolutions import has_leading_window, is_outputs_first
 from muonjax._names.neighbors import Neighbors, Shape, axis_of_parts
 from muonjax._names.paths import words
 from muonjax._names.roles import Parameter
@@ -55,18 +55,15 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """
     first, last = p.shape
     bias = neighbors.bias(p)
-    outputs_first = p.is_weight and neighbors.outputs_first
+    # Flax calls its arrays `kernel`. Without a bias only a `weight` is taken to be stored (out, in).
+    outputs_first = p.is_called_weight and neighbors.outputs_first
+    is_router_weight = p.role is roles.ROUTER and p.is_called_weight
     # A bias is as long as the outputs; for a square matrix it shows nothing.
     if bias and first != last:
         outputs_first = bias == (first,)
-    elif (
-        p.role is roles.ROUTER
-        and p.is_weight
-        and not outputs_first
-        and 8 * first <= last
-    ):
-        # A router has fewer experts than features, so that this one may be (out, in) although nothing else says so. Up
-        # to a factor of eight the order of Flax is believed, as [64, 256] with 256 experts.
+    elif is_router_weight and not outputs_first and 8 * first <= last:
+        # A router has fewer experts than features, so that [64, 4096] may be (out, in), although the other weights of
+        # the tree don't show this order. Up to a factor of eight (in, out) is believed: [64, 256] may have 256 experts.
         return None
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
 
@@ -118,7 +115,7 @@ def _outputs_by_window(p: Parameter, neighbors: Neighbors) -> list[int]:
     if is_outputs_first(p, neighbors):
         return [0]
     # A bare array of such a shape may be a stack of matrices.
-    has_window = is_window(p.shape) and not p.is_bare
+    has_window = has_leading_window(p.shape) and not p.is_bare
     if p.role is roles.CONVOLUTION or has_window:
         return [p.rank - 1]
     return []
@@ -150,13 +147,15 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
     if is_alone and words(p.path)[-1] != "kernel":
         return None
     is_output = p.role.projection == "out"
-    for order in _ORDERS:
+    for input_order, output_order in _ORDERS:
+        # "dhs" is [d features, h heads, s numbers a head]: a query [64, 4, 16] has {"d": 64, "h": 4, "s": 16}.
         sizes = {}
         for name, shape in shapes.items():
-            letters = order[name == "out"]
-            sizes[name] = dict(zip(letters, shape, strict=True))
+            order = output_order if name == "out" else input_order
+            sizes[name] = dict(zip(order, shape, strict=True))
         if sizes and not _contradict(sizes):
-            features = order[is_output].index("d")
+            order = output_order if is_output else input_order
+            features = order.index("d")
             heads = tuple(axis for axis in range(3) if axis != features)
             sides = (heads, features) if is_output else (features, heads)
             return MuonDimensionNumbers(*sides)
@@ -186,8 +185,8 @@ def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     parts = p.role.parts
     axis_of_part = axis_of_parts(p)
     if p.rank == 4 and axis_of_part is not None:
-        # Neighbors know one part of it as a projection, without the axis of parts: (0, (1, 2)) of a part behind axis 0
-        # is (1, (2, 3)) of the kernel. The axis of parts counts matrices.
+        # `_attention` answers for one part, [d, heads, size] of [3, d, heads, size], whose shape `neighbors` has. With
+        # the axis of parts, which counts matrices, its (0, (1, 2)) is (1, (2, 3)).
         numbers_of_part = _attention(p, neighbors)
         if numbers_of_part is not None:
             rows = _behind(axis_of_part, axes_of(numbers_of_part.reduction_axis))

@@ -21,9 +21,9 @@ def patch_embedding(p: Parameter) -> Answer | None:
     embedding. Without such a name a large window over few channels is open.
     """
     # PyTorch stores [out, in, *window], Flax [*window, in, out].
-    if p.is_weight and is_trailing_window(p.shape):
+    if p.is_called_weight and has_trailing_window(p.shape):
         outputs, inputs, side = p.shape[:3]
-    elif is_window(p.shape):
+    elif has_leading_window(p.shape):
         side, inputs, outputs = p.shape[-3:]
     else:
         return None
@@ -74,16 +74,16 @@ def grouped(p: Parameter, widths: Widths) -> Answer | None:
 
 
 def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
-    """Whether a leaf is called `weight` and, if a convolution's, is [out, in, *window], as PyTorch stores it.
+    """Whether a kernel of three axes or more is called `weight` and stored as PyTorch does, (out, in, *window).
 
-    [64, 3, 7, 7] is, and [7, 7, 3, 64] is not.
+    [64, 3, 7, 7] is, and [7, 7, 3, 64] is not. Where the shape shows no window, the other weights of the tree decide.
     """
-    if not p.is_weight or p.rank < 3:
+    if not p.is_called_weight or p.rank < 3:
         return False
     # axlearn calls its kernels [*window, in, out] weights too.
-    if is_window(p.shape):
+    if has_leading_window(p.shape):
         return False
-    if neighbors.outputs_first or is_trailing_window(p.shape):
+    if neighbors.outputs_first or has_trailing_window(p.shape):
         return True
     # Over time, [out, in, width] and [width, in, out] differ by where the shortest axis is.
     if p.role is not roles.CONVOLUTION or p.rank > 3:
@@ -91,7 +91,7 @@ def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
     return p.shape[2] < min(p.shape[:2])
 
 
-def is_window(shape: Shape) -> bool:
+def has_leading_window(shape: Shape) -> bool:
     """Whether the leading axes look like the window of a convolution [*window, in, out].
 
     [3, 3, 16, 32] has one, and [2, 16, 16, 3, 768] with two frames of a video in front. The window
@@ -104,7 +104,7 @@ def is_window(shape: Shape) -> bool:
     return is_square and max(window) < outputs
 
 
-def is_trailing_window(shape: Shape) -> bool:
+def has_trailing_window(shape: Shape) -> bool:
     """Whether the trailing axes look like the window of a convolution [out, in, *window], [32, 16, 3, 3]."""
     if len(shape) not in (4, 5):
         return False

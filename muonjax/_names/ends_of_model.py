@@ -85,7 +85,8 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     """Adam for what is an output head, open for what may be one, None for a hidden layer.
 
     The signs of a head are the name of an end ("out", "q_net"), the last number (Dense_4 of Dense_0 to Dense_4), and an
-    output whose width no other parameter takes. Name and width together are sure; one sign alone is open.
+    output whose width no other parameter takes. Name and width together are sure for a dense layer at the root or in an
+    end; all else with a sign is open.
     """
     place = places.of(p)
     modules = [stem(name) for name in place.scope[places.num_common :]]
@@ -101,7 +102,8 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     is_stacked = p.rank < len(p.leaf_shape)
     is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, modules))
     is_repeated = places.is_repeated(place)
-    is_last = places.is_last(place)
+    # Dense_4 of Dense_0 to Dense_4, or a layer with a plain name such as Dense, if there is one alone.
+    is_last = is_dense and places.is_last(place)
 
     # Each sign is a reason of its own, which the warning prints.
     signs = []
@@ -109,15 +111,15 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     by_name = has_end_name and not is_hidden and (is_in_end or not is_repeated)
     if by_name:
         signs.append("by its name")
-    # Dense_4 of Dense_0 to Dense_4, if no layer next to it is called `out`.
-    by_number = is_last and not has_end_name and not places.has_other_end(place)
-    if by_number and is_dense and is_in_end and not is_hidden:
+    # Dense_4 is not the last layer where another one is called `out`, and `out` itself counts by its name.
+    ends_by_number = is_last and not places.module_has_end_name(place)
+    if ends_by_number and is_in_end and not is_hidden:
         signs.append("the last of its kind")
-    # In blocks that repeat the width alone is no sign, as that of a gate that is split. It takes a name, or a number:
-    # fc2 of fc1 and fc2.
-    ends_series = is_dense and is_last and places.length_of_series(place) > 1
-    is_possible = has_end_name or ends_series or not is_repeated
-    by_width = widths.is_untaken(p) and is_possible
+    # Blocks that repeat continue each other, so that there a width that nothing takes is no sign alone: a fused gate is
+    # split before the next layer takes it. It is a sign with a name, or with a number, as fc2 of fc1 and fc2.
+    ends_series = is_last and places.length_of_series(place) > 1
+    may_end = has_end_name or ends_series or not is_repeated
+    by_width = may_end and widths.is_untaken(p)
     if by_width:
         signs.append("no other parameter takes its output")
     if not signs:
@@ -152,12 +154,12 @@ class _Place(NamedTuple):
     Attributes:
       scope: The path of the module around it, ("block_1",).
       name: Its name in snake case without numbers, "fc".
-      count: Its numbers, (2,); (3, 0) of layers/3/0.
+      indices: The numbers behind its name, (2,); (3, 0) of layers/3/0.
     """
 
     scope: Path
     name: str
-    count: tuple[int, ...]
+    indices: tuple[int, ...]
 
     @property
     def series(self) -> Path:
@@ -180,18 +182,19 @@ class _Places:
     def __init__(self, parameters: Sequence[Parameter], widths: Widths):
         # The names of the layers in each module: {("block_0",): {"fc", "norm"}}.
         self._names: dict[Path, set[str]] = defaultdict(set)
-        # The numbers of the layers in each series: {("block_0", "fc"): [(1,), (2,)]} for fc1 and fc2 in block_0.
+        # The indices of the layers in each series: {("block_0", "fc"): [(1,), (2,)]} for fc1 and fc2 in block_0.
         self._series: dict[Path, list[tuple[int, ...]]] = defaultdict(list)
         # The modules that have layers of each kind: {("block_", "fc"): {("block_0",), ("block_1",)}}.
         self._scopes: dict[Path, set[Path]] = defaultdict(set)
         for p in parameters:
+            # The place of block_0/fc1 has the scope ("block_0",), the name "fc" and the indices (1,).
             place = self.of(p)
             self._names[place.scope].add(place.name)
             self._scopes[place.kind].add(place.scope)
-            # A layer with one output is not a matrix for Muon, but it may be the last of its series.
+            # Only matrices have numbers. A layer with one output has none, but it may be the last of its series.
             is_in_series = widths.numbers[p.path] or 1 in p.shape
             if is_in_series and _is_layer(p):
-                self._series[place.series].append(place.count)
+                self._series[place.series].append(place.indices)
         # The names with which the paths of all modules begin, as "params" in {"params": {...}}.
         scopes = [p.module[:-1] for p in parameters]
         self.num_common = 0
@@ -206,9 +209,9 @@ class _Places:
         # Numbers of a list of lists go together: layers/3/0 is (3, 0) of layers.
         unnumbered = path.rstrip("0123456789/")
         numbers = path.removeprefix(unnumbered)
-        count = tuple(map(int, re.findall(r"\d+", numbers)))
+        indices = tuple(map(int, re.findall(r"\d+", numbers)))
         *scope, name = unnumbered.split("/")
-        return _Place(tuple(scope), stem(name), count)
+        return _Place(tuple(scope), stem(name), indices)
 
     def is_repeated(self, place: _Place) -> bool:
         """Whether the layer is in one of several blocks that differ by number."""
@@ -219,13 +222,12 @@ class _Places:
         is_plain = bool(_PLAIN.fullmatch(place.name or "layers"))
         if self.length_of_series(place) == 1 and not is_plain:
             return False
-        return place.count == max(self._series[place.series])
+        return place.indices == max(self._series[place.series])
 
     def length_of_series(self, place: _Place) -> int:
         """How many layers in the same module have this name."""
         return len(self._series[place.series])
 
-    def has_other_end(self, place: _Place) -> bool:
-        """Whether another layer next to this one has the name of an end."""
-        others = self._names[place.scope] - {place.name}
-        return any(map(_END.fullmatch, others))
+    def module_has_end_name(self, place: _Place) -> bool:
+        """Whether this layer or another one of its module has the name of an end."""
+        return any(map(_END.fullmatch, self._names[place.scope]))

@@ -40,7 +40,7 @@ class Neighbors:
         if shape is None:
             return None
         # Equinox keeps the bias of a convolution as (16, 1, 1), to add it to [channels, *window].
-        is_column = shape[1:] == (1,) and p.is_weight
+        is_column = shape[1:] == (1,) and p.is_called_weight
         if len(shape) > 2 or is_column:
             return tuple(size for size in shape if size > 1) or (1,)
         return shape
@@ -86,7 +86,7 @@ class Neighbors:
         for p in parameters:
             if p.role.name == "embedding":
                 tables.add(p.shape)
-            elif p.role is roles.HEAD and p.is_weight:
+            elif p.role is roles.HEAD and p.is_called_weight:
                 heads.add(p.shape)
         return not tables.isdisjoint(heads)
 
@@ -96,7 +96,7 @@ class Neighbors:
         A weight [80, 32] with a bias [80] votes 1, and so does one called `up`, which widens 32 to 80.
         """
         is_matrix = p.role.muon and p.rank > 1
-        if not is_matrix or not p.is_weight:
+        if not is_matrix or not p.is_called_weight:
             return 0
         first = p.shape[0]
         last = p.shape[-1]

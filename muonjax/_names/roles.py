@@ -76,7 +76,7 @@ class Parameter(NamedTuple):
         return layer_of(self.path)[1]
 
     @property
-    def is_weight(self) -> bool:
+    def is_called_weight(self) -> bool:
         """Whether it is called `weight`, as PyTorch, Equinox and axlearn call Flax's `kernel`."""
         name = "".join(words(self.path)[-1:])
         return bool(re.fullmatch("weights?(_v)?", name))
@@ -258,18 +258,20 @@ def read_roles(paths: Sequence[Path]) -> list[Role]:
     """
     attentions: set[Path] = set()
     names: dict[Path, set[str]] = defaultdict(set)
-    for path in paths:
+    # A tree that is one array has the path (), and no name.
+    named_paths = [words(path) or ("",) for path in paths]
+    for path in named_paths:
         scope, layer = layer_of(path)
-        # `q` may be a Q network: next to queries, the keys or the output show an attention. A gated layer's values
-        # belong to none.
+        # A query, a key or a fused projection makes its scope an attention. Alone, a layer `q` may be a Q network, and
+        # `value` a critic, or one half of a gated layer, as in penzai.
         may_be_q_network = re.match("q(_|$)", layer)
         projection = _first(_PROJECTIONS, layer)
         if not may_be_q_network and projection not in (None, VALUE):
             attentions.add(scope)
-        *module_path, name = words(path) or ("",)
+        *module_path, name = path
         names[tuple(module_path)].add(name)
     tree = _Tree(attentions, names)
-    return [_role(words(path) or ("",), tree) for path in paths]
+    return [_role(path, tree) for path in named_paths]
 
 
 class _Tree(NamedTuple):
@@ -290,8 +292,9 @@ def _role(path: Path, tree: _Tree) -> Role:
     The last two names tell what is never a matrix; the name of the layer tells which matrix it is. The first that fits
     decides: an adapter, a letter, a bias by its weight, a row of `_NOT_MUON`, a matrix.
     """
-    names = [name for name in map(snake, path) if name] or [""]
-    last_two = "/".join(["", *names][-2:])
+    # The module's and the array's name, "ln_f/scale"; "/scale" of an array in no module.
+    names = ["", *filter(None, map(snake, path))]
+    last_two = "/".join(names[-2:])
     # The layer of attn/query/kernel is "query".
     _, layer = layer_of(path)
     beside = tree.names.get(path[:-1], set())
@@ -338,16 +341,16 @@ def _matrix(path: Path, layer: str, tree: _Tree) -> Role:
     if around == "lstm" and layer == "linear":
         return RECURRENT
     if scope in tree.attentions or re.search(r"att(n|en)", around):
-        tables = (*_PROJECTIONS, (RECURRENT, _GATES), *_IN_ATTENTION, *_ANYWHERE)
+        table = (*_PROJECTIONS, (RECURRENT, _GATES), *_IN_ATTENTION, *_ANYWHERE)
         otherwise = UNKNOWN
     else:
-        # A module called gate is a router. A bare array called gate may be the kernel of a gated layer.
-        is_module = layer != snake(path[-1])
-        routers = rf"{_ROUTER}|{_GATE}" if is_module else _ROUTER
-        tables = ((RECURRENT, _GATES), *_ANYWHERE, (ROUTER, routers))
+        # The layer of gate/kernel is a router. An array that is called gate itself may be the kernel of a gated layer.
+        is_bare = layer == snake(path[-1])
+        routers = _ROUTER if is_bare else rf"{_ROUTER}|{_GATE}"
+        table = ((RECURRENT, _GATES), *_ANYWHERE, (ROUTER, routers))
         otherwise = _first([(DENSE, _DENSE)], layer) or UNKNOWN
-    # The first table with the name counts: in an attention `out` is its output, before any other `out`.
-    if role := _first(tables, layer):
+    # The first row that fits decides.
+    if role := _first(table, layer):
         return role
     is_expert = any(
         re.search(r"(^|_)(experts?|moe)(_|$)", snake(name)) for name in path

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from muonjax._names.neighbors import Neighbors
+from muonjax._names.paths import Path
 from muonjax._names.roles import Parameter
 
 
@@ -65,11 +66,11 @@ def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
 def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
     """One layer of each leaf in a module: without the axis of layers if the module is a stack, else as it is.
 
-    A module is a stack if a leaf of it must be one, no leaf can't, and all have an axis of the same size at the same
-    position. In any other module, those inside of it are tried in turn. `depth` is how many names of the paths all
-    leaves share.
+    A module is a stack if one of its leaves must be a stack, all others may be, and all have an axis of the same size
+    at the same position. In any other module, the modules inside of it are tried in turn. All paths begin with the same
+    `depth` names.
     """
-    # Leaves that may or may not be stacks follow the others of their module.
+    # None, for a leaf that may or may not be a stack, fits either answer.
     verdicts = {p.stacked for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)
@@ -77,10 +78,10 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
             return layers
     if len(parameters) == 1:
         return list(parameters)
-    modules: dict[str, list[Parameter]] = defaultdict(list)
+    # By the next name of the path; () for a path without one
+    modules: dict[Path, list[Parameter]] = defaultdict(list)
     for p in parameters:
-        name = "".join(p.path[depth : depth + 1])
-        modules[name].append(p)
+        modules[p.path[depth : depth + 1]].append(p)
     layers = []
     for inside in modules.values():
         layers += _layers(inside, depth + 1)
@@ -104,8 +105,7 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     # A single kernel has all its axes in common with itself: only its first may count layers, and not if it is an
     # attention's, which may be [d, groups, heads, size].
     is_alone = len(parameters) == 1
-    is_not_first = any(axes[0] != 0 for axes in fits)
-    if is_alone and (parameters[0].role.projection or is_not_first):
+    if is_alone and (parameters[0].role.projection or fits != [(0,)]):
         return None
     # Which of several equal axes counts the layers can't be told.
     if len(fits) > 1:
