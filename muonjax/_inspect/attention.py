@@ -78,7 +78,7 @@ def _opaque_call(walk: Walk, operation: int, projections: Iterable[Projection]) 
 
 def _not_followed(walk: Walk, product: int, reader: int) -> Call:
     """A product whose exponentials multiply something in the operation `reader`."""
-    why = "its queries, keys and values can't all be followed to parameters"
+    why = "it can't be followed from parameters through queries and keys to its values"
     if walk.nodes[reader].name == LONG_EINSUM:
         why = f"{LONG_EINSUM} takes its weights"
     problem = f"{why}: {walk.graph.line(reader)}"

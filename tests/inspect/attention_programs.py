@@ -28,7 +28,7 @@ ELSE = "a clip would not scale its logits alone"
 CHANGED_QUERIES = "an operation that is not followed makes its queries"
 LOST_QUERIES = "its queries can't be followed to parameters that train"
 IN_TURNS = "the heads of its logits are not those of its projections"
-NOT_ALL = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
+NOT_ALL = "it can't be followed from parameters through queries and keys to its values: attention_programs.py:"
 CHAIN = "by names: a product of parameters is not followed: attention_programs.py:"
 SEVERAL = "its queries and keys are cut into heads, features or layers in several ways"
 GATHER = "by names: gather is not followed: attention_programs.py:"
@@ -1031,7 +1031,7 @@ def the_local_energy_of_an_attention(p, x):
 
 # No attention is left out: where its logits are lost, it is listed with the line that multiplies its values.
 
-LOST = "its queries, keys and values can't all be followed to parameters: attention_programs.py:"
+LOST = "it can't be followed from parameters through queries and keys to its values: attention_programs.py:"
 
 
 @program(X, sites=CHANGED_QUERIES, **QKVO)

@@ -155,7 +155,7 @@ def prefix_keys(p, x):
 
 @program(
     X,
-    sites="can't all be followed",
+    sites="can't be followed",
     q=((D, S), M),
     k=((D, S), M),
     score=((S,), "vector"),
@@ -314,7 +314,7 @@ def wavenet(p, x):
     w=((D, 4), M),
     mean=((D, 3), M),
     out=((D, 1), "head"),
-    sites="its queries, keys and values",
+    sites="can't be followed",
 )
 def pooled_by_learned_weights(p, x):
     a = jax.nn.softmax(x @ p["w"], 1)
@@ -357,7 +357,7 @@ def a_scale_by_einsum_after_a_bend(p, x):
 
 @program(
     X,
-    sites="can't all be followed",
+    sites="can't be followed",
     probe=((H, S), "vectors"),
     k=((D, H, S), "0 | 1, 2"),
     v=((D, H, S), "0 | 1, 2"),
