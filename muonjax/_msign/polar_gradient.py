@@ -204,8 +204,8 @@ def _iterate_implicitly(
     Args:
       x: Wide, of full row rank, |x|_F about 1. Its scale is a constant: the polar factor has none.
       rows: The steps of the value.
-      polish: The steps that take the value, whose `rows` may be few, to the polar factor, which the derivative needs:
-        it solves a linear equation in the polar factor, by the steps of both.
+      polish: More steps, from the value on to the polar factor; [0, 3] for none. The derivative solves a linear
+        equation with that factor in it, by all steps: `rows`, then `polish`.
       dot: The matrix product.
 
     Returns:

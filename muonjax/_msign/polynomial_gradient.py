@@ -266,8 +266,8 @@ def linear_map_with_known_transpose(
 
     $$\begin{bmatrix} 0 & I \\ I & -J \end{bmatrix}^{-1} \binom{v}{0} = \binom{J v}{v}$$
 
-    is one whose "solver" is `apply`, always invertible whatever J is. Differentiating the solve in `at` gives
-    J' v + J v', the product rule.
+    is one whose "solver" is `apply`, always invertible whatever J is. Differentiating the solve in `at` and v
+    gives J' v + J v', the product rule.
 
     Args:
       apply: (at, v) -> J v, differentiable in `at`; the same shape in and out. It may close over Python values, but

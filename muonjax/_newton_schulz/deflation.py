@@ -155,11 +155,13 @@ def shrink_dominant(
     ps = jnp.concatenate([p, s], axis=-1)
     sp = jnp.concatenate([s, p], axis=-1)
     removed = SymmetricProduct(platform)(ps, sp)
+    # The difference has the rounding errors of A, so a bound of these is added to the diagonal first.
     shrunk = _above_rounding(gram) - removed
 
     # V^H W = w V^H with w = I - V^H V D, so V^H W A W V = w H w^H.
     w = identity_like(d, as_constant=True) - dot(dot(adjoint(v), v), d)
-    return Deflation(p, v, shrunk, dot(dot(w, h), adjoint(w)))
+    dominant = dot(dot(w, h), adjoint(w))
+    return Deflation(p, v, gram=shrunk, dominant=dominant)
 
 
 def _projection_and_shrinkage(

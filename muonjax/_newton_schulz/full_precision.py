@@ -86,8 +86,12 @@ def iterate(
     if rank and 1 not in restarts:
         # In the Gram form the second step takes R from the first, so the rounding of R must be small already.
         shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
-        is_whole = not isinstance(x, Blocks)
-        x = materialize(shrink, x, policy.platform) if is_whole else shrink(x)
+        # XLA for a CPU would compute the new X again for each of its readers. The loop over `Blocks` stores it anyway.
+        x = (
+            shrink(x)
+            if isinstance(x, Blocks)
+            else materialize(shrink, x, policy.platform)
+        )
 
     def first_polynomial(rows: Coefficients, r: jax.Array) -> jax.Array:
         """Q of the first steps, which also deflate and normalize X: Q X is what `rows` make of s W X."""
@@ -154,8 +158,9 @@ def below_one(
 
     `Blocks` [size, m] are transposed on the way, which makes them blocks [m, size] of a wide matrix.
 
-    An array of zeros becomes the identity, as its result is to be multiplied by zero: derivatives at zero overflow. It
-    is added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
+    An array of zeros becomes the identity, because derivatives at zero overflow; the caller multiplies the result by
+    zero. The identity is added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay. `Blocks` of
+    zeros stay zeros: their derivatives are taken of whole matrices.
     """
     if isinstance(x, Blocks):
         # The largest entry of all blocks: this sum begins at zero, and `jnp.maximum` takes the place of the addition.

@@ -183,8 +183,8 @@ class _Products(NamedTuple):
     ) -> _Products:
         """The products for matrices like x."""
         dtype = policy.half_dtype
-        # A named kernel always runs, on a mesh as well. There none is chosen: what it saves was measured on whole
-        # matrices, and each device has a part of z.
+        # A kernel that the settings name always runs. Without a name one is chosen by what was measured on whole
+        # matrices; where mesh axes shard z, each device has only a part, and none is chosen.
         implementation = settings.implementation
         if implementation is None and not axis_name:
             implementation = measured_kernel(policy.platform, x, dtype)
@@ -193,7 +193,8 @@ class _Products(NamedTuple):
             product = product.shared_by(axis_name)
         # Without a kernel and without sharing, XLA's product of rounded operands is all that is needed.
         is_plain = product.implementation is None and not product.sharing_axes
-        return cls(dtype, None if is_plain else product, axis_name)
+        by_kernel = None if is_plain else product
+        return cls(dtype, by_kernel, axis_name)
 
     @property
     def rounded(self) -> MatrixProduct:
@@ -226,11 +227,13 @@ class _Products(NamedTuple):
 
         `alpha` and `beta` are both numbers, or both [*batch, 1, 1]. They are for a product with C.
         """
+        # A `SymmetricProduct` takes the numbers and C too.
         if self.by_kernel is not None:
             return self.by_kernel(a, y, c, alpha, beta)
         product = self.rounded.with_adjoint(a, a if y is None else y)
         if c is None:
             return product
+        # A library of matrix products adds C in the product itself, if no number and no other dtype is between them.
         if isinstance(alpha, float) and alpha == beta == 1.0:
-            return product + c  # which libraries make in the product itself
+            return product + c
         return (alpha * _wide(product) + beta * _wide(c)).astype(self.dtype)

@@ -104,11 +104,13 @@ def polar_function(settings: NewtonSchulz, policy: Policy) -> Function:
     def in_blocks(x: Blocks) -> Blocks:
         return full_precision.iterate(x, settings, policy, x.blocks.dtype)
 
-    # Blocks save compiling, which takes long on a CPU, and are in float32 at least.
-    is_full = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
+    # Blocks save compiling, which takes long on a CPU. Products of them are in their dtype, float32 or that of a wider
+    # input, so that bfloat16 or float64 by the settings' `compute_dtype` needs whole matrices.
+    allows_blocks = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
     return Function(
         whole=functools.partial(polar_factor, settings=settings, policy=policy),
-        in_blocks=in_blocks if is_full else None,
+        in_blocks=in_blocks if allows_blocks else None,
+        # (m, n) -> whether in the Gram form, which is another program than the standard form
         form=settings.takes_gram_form,
         exchange_dtype=lambda dtype: policy.exchange_dtype(
             dtype, settings.compute_dtype

@@ -107,7 +107,7 @@ class NewtonSchulz(metaclass=_Presets):
             # The fields of a frozen dataclass can't be assigned.
             object.__setattr__(self, name, value)
 
-        # The steps of a preset are made above, and need no check.
+        # Only the presets `fast` and `balanced` have `Steps`, constants of this file that need no check.
         if not isinstance(self.coefficients, Steps):
             keep("coefficients", checked_rows(self.coefficients))
         directions = whole_number(

@@ -95,25 +95,27 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
     rates = {}
     values: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
+        # A state that is a single array has no names.
         *holder, name = names(path) or ("",)
         if name not in ("learning_rate", "count", *_GUARDS) or jnp.ndim(leaf) > 0:
             continue
-        # A parameter may have such a name too, but it is a floating-point number.
-        is_floating = jnp.issubdtype(dtype_of(leaf), jnp.inexact)
         if name == "learning_rate":
             rates[tuple(holder)] = leaf
-        elif name == "count" and not is_floating:
+        elif jnp.issubdtype(dtype_of(leaf), jnp.inexact):
+            # A parameter may be called "count" too, but it is a floating-point number.
+            continue
+        elif name == "count":
             counts[tuple(holder)] = leaf
-        elif not is_floating:
+        else:
+            # Optax's "total_notfinite" is "num_not_finite" in a log.
             values[_GUARDS[name]] = leaf
     if counts:
         values["count"] = functools.reduce(jnp.maximum, counts.values())
     for holder, rate in rates.items():
         # A `LearningRateState` has a count next to its rate; `optax.inject_hyperparams` keeps its rates together.
         if holder in counts or holder[-1:] == ("hyperparams",):
-            values["adam_learning_rate" if _is_of_adam(holder) else "learning_rate"] = (
-                rate
-            )
+            name = "adam_learning_rate" if _is_of_adam(holder) else "learning_rate"
+            values[name] = rate
     return values
 
 

@@ -310,7 +310,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
     """
     with errors_of("cast_momentum"):
         dtype = given_dtype("dtype", dtype, *_MOMENTUM)
-        if has_int8(state) is None:
+        if not _momentum_states(state):
             raise ValueError(
                 "(state) finds no momentum; give the state of muon or of trace."
             )
@@ -355,10 +355,14 @@ def _check_real(momentum: Any) -> None:
             )
 
 
+def _momentum_states(state: Any) -> list[Any]:
+    """The states of `trace` or `optax.trace` in a state; `optax.partition` has one for each of its parts."""
+    return list(filter(_is_momentum, jax.tree.leaves(state, is_leaf=_is_momentum)))
+
+
 def has_int8(state: Any) -> bool | None:
     """Whether the momentum in a state is in int8; None if there is none."""
-    # Optax's `partition` has a momentum for each of its parts.
-    momenta = list(filter(_is_momentum, jax.tree.leaves(state, is_leaf=_is_momentum)))
+    momenta = _momentum_states(state)
     if not momenta:
         return None
     return any(isinstance(momentum, Int8TraceState) for momentum in momenta)

@@ -143,6 +143,7 @@ def monitor(
         gradients = updates
         with errors_of("monitor"):
             require_params(params)
+        # An error that `inner` raises names the call of `inner`, and not `monitor`.
         updates, inner_state = inner.update(
             gradients, state.inner, params, **extra_args
         )
@@ -177,15 +178,17 @@ def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
 
     In `monitor(muon(1e-3, program))` the optimizer takes the matrices of the program, and the monitor those of names.
     """
-    # A piece is one matrix of a leaf.
+    # The leaves that hold a matrix or several
     matrices = {piece.leaf for piece in pieces}
-    # `optax.partition` keeps the states of its parts by their labels; muonjax calls the part for matrices "muon".
+    # The state of `optax.partition` has `inner_states`, the states of its parts by their labels; muonjax calls the part
+    # for matrices "muon". The other leaves of this tree are arrays.
     for node in jax.tree.leaves(
         state, is_leaf=lambda node: hasattr(node, "inner_states")
     ):
-        # By the index of their leaf; empty for another partition, and for a Muon without momentum.
+        # {leaf: [array]}; empty for an array, for a partition with other labels, and for a Muon without momentum.
         momenta = _momenta(getattr(node, "inner_states", {}).get("muon"), params)
         if momenta and momenta.keys() != matrices:
+            # The caller's `errors_of` puts "monitor" before it.
             raise ValueError(
                 " needs its optimizer's program: monitor(muon(1e-3, program), program)."
             )
@@ -217,10 +220,8 @@ def _momenta(state: Any, params: Any) -> dict[int, list[jax.Array]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         # state[0].trace["dense"]["kernel"] ends in the path of params["dense"]["kernel"].
         for depth, key in enumerate(path):
-            if not isinstance(key, jax.tree_util.GetAttrKey) or key.name not in (
-                "trace",
-                "mu",
-            ):
+            # Only the key of an attribute, such as a named tuple's field, has a `name`.
+            if getattr(key, "name", None) not in ("trace", "mu"):
                 continue
             index = index_of.get(names(path[depth + 1 :]))
             if index is not None:
