@@ -109,10 +109,11 @@ def _named(modules: Collection[PlacedSite]) -> list[PlacedSite]:
 def _only_path(pattern: str) -> str | None:
     r"""The only path that a regular expression matches; None if it may match others.
 
-    >>> _only_path("decoder/attention"), _only_path(r"layers\.0/attention"), _only_path("layers/.*")
-    ('decoder/attention', 'layers.0/attention', None)
+    >>> _only_path("block:0/attention"), _only_path(r"layers\.0/attention"), _only_path("layers/.*")
+    ('block:0/attention', 'layers.0/attention', None)
     """
-    if re.fullmatch(r"(?:\w|/|\\\W)*", pattern) is None:
+    # Such a pattern has only characters without a meaning in regular expressions, and escaped ones, as of `re.escape`.
+    if re.fullmatch(r"(?:[^.^$*+?{}\[\]\\|()]|\\\W)*", pattern) is None:
         return None
     return re.sub(r"\\(\W)", r"\1", pattern)
 

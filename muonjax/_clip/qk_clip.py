@@ -225,7 +225,9 @@ def _check_product(query: PlacedScale, key: PlacedScale) -> None:
         return
     # The likeliest mistake is mha_site(num_heads=4) for a key of one head of 12 features, in an axis of 12: it is read
     # as 4 heads of 3. The message gives the number of key heads for which they are as wide as the query's.
-    fix = "" if key.size % features else f": give num_kv_heads={key.size // features}"
+    key_heads, rest = divmod(key.size, features)
+    is_possible = rest == 0 and heads % key_heads == 0
+    fix = f": give num_kv_heads={key_heads}" if is_possible else ""
     raise ValueError(
         f"{query.leaf!r} has {heads} heads of {features} features and {key.leaf!r} {key.entries} of {key.features}: "
         "they can't be multiplied; several query heads may share a key head, and not the reverse. See the site's "
