@@ -260,7 +260,8 @@ def clip_factor(
     # JAX's check for NaN sees both branches of a `where`, so the branch that is not used divides by 1.
     positive = jnp.where(is_hot, signal, 1.0)
     gamma = jnp.where(is_hot, threshold / positive, 1.0)
-    # With γ = 0 a head could not recover, and γ·γ^(-1/2) would be NaN.
+    # threshold / S may underflow to 0. Weights times 0 never recover, and a site of `signal_clip` may have a negative
+    # power of γ, which would be infinite.
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
@@ -279,6 +280,7 @@ def parameter_factors(
     factors: dict[str, jax.Array] = {}
     for site in sites:
         for scale in site.scales:
+            # A key that several query heads share stays as it is.
             if scale.power == 0:
                 continue
             factor = scale.spread(_power(gammas[site.name], scale.power))

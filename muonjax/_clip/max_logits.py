@@ -115,7 +115,8 @@ def max_logits(
         """The largest visible logit of each head in one block of queries and keys; -inf where none is visible.
 
         `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys. The block lies inside:
-        i + block_q <= T and j + block_k <= S.
+        i + block_q <= T and j + block_k <= S. From outside come `query` [*batch, T, key_heads, group, depth], `key`
+        [*batch, S, key_heads, depth], the `factor` of all logits, and what is visible: `left`, `right` and `mask`.
         """
         i, j = start
         q = lax.dynamic_slice_in_dim(query, i, block_q, -4)
@@ -165,15 +166,15 @@ def _visible_blocks(
 ) -> np.ndarray:
     """[blocks, 2]: the first query i and the first key j of each block that has a visible pair.
 
-    Queries see keys i - left … i + right. The blocks are known while tracing, so that one without a
-    visible pair costs nothing. The first block always has one.
+    Query i sees keys i - left … i + right. The blocks are known while tracing, so that one without a visible pair costs
+    nothing. The first block always has one: query 0 sees key 0. `block_q` <= T and `block_k` <= S.
 
     >>> _visible_blocks(T=4, S=4, block_q=2, block_k=2, left=4, right=0).tolist()  # causal
     [[0, 0], [2, 0], [2, 2]]
     """
     starts = []
     for i in range(0, T, block_q):
-        # The last block would stick out, and starts earlier: a maximum doesn't mind an overlap.
+        # A last block that would end after T starts earlier. Pairs in two blocks do not change a maximum.
         i = min(i, T - block_q)
         for j in range(0, S, block_k):
             j = min(j, S - block_k)
@@ -229,7 +230,8 @@ def max_logits_bound(
             )
     # lse went through a rounding to its dtype, by at most half a unit in the last place.
     cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
-    # The float32 sum and logarithm have an error too, an absolute one where lse is near 0.
+    # An error δ of the sum is an absolute one of its logarithm, log(sum·(1 + δ)) ≈ lse + δ, and the logarithm's own
+    # rounding is relative to lse. Each is taken as four float32 epsilons.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)
     lse = lax.stop_gradient(lse).astype(jnp.float32)
     top = lse.max(tuple(range(lse.ndim - 1)))

@@ -3,7 +3,7 @@
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,23 +59,23 @@ class Modules:
 def place_sites(
     modules: Modules, sites: Iterable[Site]
 ) -> tuple[list[PlacedSite], set[str]]:
-    """Every module that the sites match, checked against the parameters.
+    """Every module that the sites match, checked against the parameters; and the names of the statistics to skip.
 
-    Also returns which statistics are skipped: those of a program's attentions with parameters that do not train.
+    These belong to attentions of a program with a parameter that does not train: its logits are measured all the same.
     """
     by_signal: dict[str, PlacedSite] = {}
     not_trained: set[str] = set()
     for site in sites:
         only_path = _only_path(site.path)
-        # A program names each attention by its path, and some of them may be frozen. A site by hand is a pattern, and
-        # parameters that it does not find are a mistake, which `_matched` and `_placed` raise.
+        # The sites of a program are exact, each with the path of one attention. Some attentions may be frozen. A site
+        # by hand that finds no parameters is a mistake, for which `_matched` and `_placed` raise.
         if site.exact and only_path is not None:
             paths = [below(only_path, scale.path) for scale in site.scales]
             if not all(modules.is_trained(path) for path in paths):
                 # An attention at the root has the path "", and its statistic the name of its signal.
                 not_trained.add(only_path or site.signal)
                 continue
-        for path in _matched(site, only_path, modules):
+        for path in _matched(site, modules):
             module = _placed(site, path, modules)
             # With two patterns for one module its heads would be scaled twice.
             if module.signal in by_signal:
@@ -83,53 +83,64 @@ def place_sites(
                     f"two sites match {path!r} by {site.signal!r}; narrow or merge them."
                 )
             by_signal[module.signal] = module
-    # A site by hand has a module here, or has raised: all are a program's, and not one of them is trained.
+    # Here every site is an attention of a program that does not train, since a site by hand has a module or has raised.
     if not by_signal:
         raise ValueError(
             f"no attention of the program is trained here: the parameters lack {listed(sorted(not_trained), ', ')}. "
             "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
         )
-    # `signal`, "decoder/max_logits", is unique. In the state an attention has the shorter name of its module,
-    # "decoder", unless that is the root, "", or holds several attentions.
-    signals_of_module = Counter(module.path for module in by_signal.values())
+    return _named(by_signal.values()), not_trained
+
+
+def _named(modules: Collection[PlacedSite]) -> list[PlacedSite]:
+    """The modules with their names in the clip's state and statistics.
+
+    The name is the path, "decoder/attention". For an attention at the root, whose path is "", and for each of several
+    in one module it is the path of the signal, such as "max_logits".
+    """
+    count_of = Counter(module.path for module in modules)
     named = []
-    for module in by_signal.values():
-        is_alone = module.path and signals_of_module[module.path] == 1
+    for module in modules:
+        is_alone = module.path and count_of[module.path] == 1
         named.append(module._replace(name=module.path if is_alone else module.signal))
-    return named, not_trained
+    return named
 
 
 def _only_path(pattern: str) -> str | None:
     r"""The only path that a regular expression matches; None if it may match others.
 
-    >>> _only_path("decoder/attention"), _only_path(r"layers\.0/attention"), _only_path("layers/.*")
-    ('decoder/attention', 'layers.0/attention', None)
+    >>> _only_path("block:0/attention"), _only_path(r"layers\.0/attention"), _only_path("layers/.*")
+    ('block:0/attention', 'layers.0/attention', None)
     """
-    if re.fullmatch(r"(?:\w|/|\\\W)*", pattern) is None:
+    # Such a pattern has only characters without a meaning in regular expressions, and escaped ones, as of `re.escape`.
+    if re.fullmatch(r"(?:[^.^$*+?{}\[\]\\|()]|\\\W)*", pattern) is None:
         return None
     return re.sub(r"\\(\W)", r"\1", pattern)
 
 
-def _matched(site: Site, only_path: str | None, modules: Modules) -> list[str]:
+def _matched(site: Site, modules: Modules) -> list[str]:
     """The paths of the modules that a site matches; raises ValueError if there are none.
 
     A module matches by its path, and by a child with the name of the site's first projection: with the default pattern
-    ".*", `mha_site` finds the modules that have a `query`. `only_path` is what `_only_path` returns for the pattern.
+    ".*", `mha_site` finds the modules that have a `query`.
     """
+    # The child is "query" for the scale of "query/kernel", and "q" for that of a bare array "q".
     first = site.scales[0].path
     child = _parent(first) or first
 
     def with_child(paths: Iterable[str]) -> list[str]:
         return [path for path in paths if modules.has(below(path, child))]
 
-    # A pattern that matches one path alone is looked up and not searched for: a program may have a thousand sites.
+    # A path without wildcards is looked up: a program may have a thousand sites, and each search goes over all modules.
+    only_path = _only_path(site.path)
     candidates = sorted(modules.leaves_of) if only_path is None else [only_path]
     matched = [path for path in with_child(candidates) if re.fullmatch(site.path, path)]
     if matched:
         return matched
-    # For the message, what the caller could have meant.
+    # The pattern matches none of the modules with this child, which the message lists.
     why = "it has to match a whole path, one of"
     known = with_child(sorted(modules.leaves_of))
+    # No module has this child, so that the message lists all modules with parameters.
     if not known:
         why = f"none has {child!r} among those of"
         known = sorted({_parent(path) for path in modules.leaves})
@@ -149,8 +160,9 @@ def _placed(site: Site, path: str, modules: Modules) -> PlacedSite:
         # A layer without a bias has no leaf for it; one whose bias is masked is refused below.
         if not scale.optional or modules.leaves.get(leaf) is not None:
             scales.append(placed(scale, leaf, _shape(path, leaf, modules), scan_axis))
-    # A program has proved that nothing else feeds the logits. By hand only names can tell.
+    # A program shows that nothing else feeds the logits. For a site by hand, the other parameters' names have to tell.
     if not site.exact:
+        # Norms of queries and keys are no part of another signal, whose factors have other names.
         if any(scale.factor in ("query", "key") for scale in site.scales):
             _refuse_norms(path, site.norms, modules)
         _refuse_adapters(path, leaves, modules)
@@ -175,17 +187,12 @@ def _check_entries(module: PlacedSite) -> None:
 
     All parameters of one factor, as a kernel and its bias, have the same number.
     """
-    # `entries` of a module is the number of query heads, and `groups` that of key heads; they may be equal.
-    entries_of: dict[str, int] = {}
-    fits = module.entries % module.groups == 0
-    for scale in module.scales:
-        entries = entries_of.setdefault(scale.factor, scale.entries)
-        fits = (
-            fits
-            and entries == scale.entries
-            and entries in (module.entries, module.groups)
-        )
-    if not fits:
+    # {("query", 8), ("key", 2)}: one number for each factor, and two different numbers at most
+    counts = {(scale.factor, scale.entries) for scale in module.scales}
+    factors = {scale.factor for scale in module.scales}
+    numbers = {scale.entries for scale in module.scales}
+    fits = len(counts) == len(factors) and len(numbers) <= 2
+    if not fits or module.entries % module.key_heads != 0:
         entries = {scale.leaf: scale.entries for scale in module.scales}
         raise ValueError(
             f"head counts of {module.path!r} {entries}: query heads must be a multiple of key heads."

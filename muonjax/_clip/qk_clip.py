@@ -94,16 +94,18 @@ def clip_of_logits(
     every_k: Any = None,
     axis_name: Any = None,
 ) -> ClipByStatistic:
-    """The clip of `qk_clip(threshold, sites)`, `muonclip(learning_rate, program)` or what else `call` names.
+    """The clip by largest logits for the public function `call`: "qk_clip", "muonclip", "adamclip" or "apply_qk_clip".
 
-    Messages of errors are what follows that name.
+    The caller puts its name before the messages of errors, with `errors_of`.
     """
     check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
-    # `None` is allowed by the signature alone: the likeliest first call gets the two lines that it lacks.
+    # `muonclip(2e-3)` is a likely first call. The signature allows it, so that the message can show both lines.
     if sites is None:
+        # `qk_clip` takes a threshold first, and an optimizer a learning rate.
+        first = "100.0" if call == "qk_clip" else "2e-3"
         raise ValueError(
             f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
-            f"tx = muonjax.{call}({'100.0' if call == 'qk_clip' else '2e-3'}, program)"
+            f"tx = muonjax.{call}({first}, program)"
         )
     # γ = threshold / largest logit. `_attentions` sets its power for queries and keys when the modules are found.
     return ClipByStatistic(
@@ -194,7 +196,7 @@ def _with_powers(site: PlacedSite) -> PlacedSite:
     Raises ValueError for a factor other than query, key and whole, and for queries and keys that don't fit each other.
     """
     # Fewer key heads than query heads: each key head is shared.
-    has_own_keys = site.groups == site.entries
+    has_own_keys = site.key_heads == site.entries
     powers = _POWERS_OF_OWN_KEYS if has_own_keys else _POWERS_OF_SHARED_KEYS
     kernels: dict[str, PlacedScale] = {}
     scales = []
@@ -221,9 +223,11 @@ def _check_product(query: PlacedScale, key: PlacedScale) -> None:
     heads, features = query.entries, query.features
     if heads >= key.entries and features == key.features:
         return
-    # In a merged axis, a key with fewer heads than given has narrower ones: the likeliest mistake. Give the number of
-    # heads that makes them as wide as the query's.
-    fix = "" if key.size % features else f": give num_kv_heads={key.size // features}"
+    # The likeliest mistake is mha_site(num_heads=4) for a key of one head of 12 features, in an axis of 12: it is read
+    # as 4 heads of 3. The message gives the number of key heads for which they are as wide as the query's.
+    key_heads, rest = divmod(key.size, features)
+    is_possible = rest == 0 and heads % key_heads == 0
+    fix = f": give num_kv_heads={key_heads}" if is_possible else ""
     raise ValueError(
         f"{query.leaf!r} has {heads} heads of {features} features and {key.leaf!r} {key.entries} of {key.features}: "
         "they can't be multiplied; several query heads may share a key head, and not the reverse. See the site's "

@@ -29,9 +29,9 @@ class Scale:
 
     The signal has entries: heads, output dimensions, or groups of them. Flatten the parameter's `axes`, take `size`
     positions from `start`: they are `entries` runs of equal length, and of each run the positions `span` are scaled.
-    Between `groups` of runs there may be a gap: the keys and values of a group, where one kernel makes all three.
-    So a kernel (d, heads, head_dim) is `axes=(-2, -1)`, and the keys of a fused (d, 3·heads·head_dim) are
-    `axes=(-1,)`, `start=heads·head_dim`, `size=heads·head_dim`, `entries=heads`.
+    The queries of a kernel that makes queries, keys and values group by group, [q q k v | q q k v], are in two `groups`
+    with a `gap` of k and v between them. A kernel (d, heads, head_dim) is `axes=(-2, -1)`, and the keys of a fused
+    (d, 3·heads·head_dim) are `axes=(-1,)`, `start=heads·head_dim`, `size=heads·head_dim`, `entries=heads`.
 
     Attributes:
       path: The parameter's path below the site's module: "query/kernel".
@@ -77,14 +77,13 @@ class Scale:
         check_text(path=self.path, factor=self.factor)
         for name in ("rank", "start", "gap"):
             whole_number(name, getattr(self, name), 0, ", at least 0.")
-        # One kernel for queries, keys and values, group by group, has gaps between the groups of queries.
         whole_number("groups", self.groups, 1, ", at least 1.")
         for name in ("entries", "size"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1, ", at least 1, or None.")
         axes = axis_numbers("axes", self.axes)
         object.__setattr__(self, "axes", axes)
-        # As counted from the front, 1 and -1 of two axes are the same. An axis out of range is not among them either.
+        # In two axes, 1 and -1 are the same, and 2 is out of range: (1, -1) and (1, 2) have one different axis here.
         different = {
             axis % self.rank for axis in axes if -self.rank <= axis < self.rank
         }
@@ -131,7 +130,9 @@ def run_length(scale: Scale, entries: int, size: int) -> int:
 def first_positions(
     entries: int, run: int, *, start: int = 0, groups: int = 1, gap: int = 0
 ) -> np.ndarray:
-    """[entries]: where the run of each entry begins on the flattened axes, `groups` of which are equal.
+    """[entries]: where the run of each entry begins on the flattened axes.
+
+    The entries are `groups` of equally many, with `gap` positions between one group and the next.
 
     >>> first_positions(4, run=6), first_positions(4, run=4, groups=2, gap=8)
     (array([ 0,  6, 12, 18]), array([ 0,  4, 16, 20]))
@@ -278,7 +279,8 @@ def placed(
     on_leaf = PlacedScale(
         leaf, scale, scale.power, shape, stack, entry_axes, entries, size
     )
-    # Heads of unequal sizes, or more positions than the axes have, would scale what is no head.
+    # The run length is 0 if the positions can't be divided among the heads, and no feature is scaled if the span begins
+    # behind the end of a run.
     fits = run_length(scale, entries, size) > 0 and end <= length
     if not fits or on_leaf.features == 0:
         raise ValueError(

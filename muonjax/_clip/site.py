@@ -74,7 +74,7 @@ class Site:
         check_pattern("path", self.path)
         check_text(signal=self.signal)
         self._check_scales()
-        # A dataclass that is frozen takes the checked value in this way alone.
+        # A field of a frozen dataclass is set in this way alone.
         if self.scan_axis is not None:
             axes = axis_numbers("scan_axis", self.scan_axis)
             object.__setattr__(self, "scan_axis", axes)
@@ -166,13 +166,12 @@ class PlacedSite(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Entries of the signal in one layer."""
-        # Query heads, which are as many as key heads or more.
+        """Entries of the signal in one layer: the query heads of an attention, which has no more key heads."""
         return max(scale.entries for scale in self.scales)
 
     @property
-    def groups(self) -> int:
-        """How many groups of entries share a key head: the key heads; `entries` where none are shared."""
+    def key_heads(self) -> int:
+        """How many key heads an attention has: 2 where 8 query heads share them by fours, and at most `entries`."""
         return min(scale.entries for scale in self.scales)
 
     @property

@@ -77,6 +77,8 @@ def _largest_of_batch(
 ) -> Float32[Array, "*layers entries"]:
     """The largest over the axes of a batch: [*layers, *batch, entries] -> [*layers, entries].
 
+    With 12 layers and 8 heads, [12, 8], [12, 4, 8] and [12, 2, 4, 8] give [12, 8].
+
     A batch as long as an axis of layers is refused: `scan` and `vmap` put an axis of micro-batches in front of the
     layers, and with equal lengths the shape does not show that.
 
@@ -95,8 +97,9 @@ def _largest_of_batch(
         statistic = statistic.reshape(*site.layers, -1)
     count = len(site.layers)
     shape = statistic.shape
-    has_all = len(shape) > count and 0 not in shape
-    if not has_all or (*shape[:count], shape[-1]) != site.shape:
+    # A statistic [8] has no axis of heads for 8 layers of 8 heads, and an empty batch has no largest logit.
+    is_complete = len(shape) > count and 0 not in shape
+    if not is_complete or (*shape[:count], shape[-1]) != site.shape:
         raise ValueError(
             f"{what} has shape {jnp.shape(value)}; the parameters say {site.shape}, layers before heads, and a batch "
             "between them. What value_and_grad returns fits the sites of muonjax.inspect."

@@ -177,7 +177,7 @@ def fitted_mask(name: str, mask: Any) -> Any:
     def fitted(params: Any) -> Any:
         try:
             # This raises unless the mask is a prefix of the parameters' tree.
-            jax.tree.map(lambda decays, part: None, mask, params)
+            jax.tree.map(lambda *_: None, mask, params)
         except ValueError as error:
             raise ValueError(
                 f"({name}={shown(mask)}) does not fit the parameters: give True for all, False for "
@@ -318,8 +318,9 @@ def warn_user(message: str) -> None:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What arguments of optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and MaxText are here.
-_OTHERS = {
+# The name here, or advice, and what it is called in optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and
+# MaxText: their `beta` or `momentum` is `decay` here.
+_NAMES_ELSEWHERE = {
     "learning_rate": "lr",
     "decay": "beta momentum",
     "decay, or adam=optax.adamw(...) for the other parameters": "b1",
@@ -351,36 +352,14 @@ def explains_keywords(
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        # For a wrong keyword in `**settings`, Python's error names an inner function, and no similar keyword. So wrong
-        # keywords and too many positions are refused here, by a signature that has the keywords of the `sources` in
-        # place of `**settings`. A missing argument is left to Python.
         signature = _full_signature(function, sources)
-        by_name = []
-        by_position = []
-        for key, parameter in signature.parameters.items():
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                by_name.append(key)
-            elif key != "self":
-                by_position.append(key)
-        known = by_position + by_name
-        # The object is no argument that a user gives.
-        is_method = "self" in signature.parameters
 
         # `errors_of` begins each message with the name: "muon(learning_rate) takes settings by name: ...".
         # `wraps` keeps the docstring.
         @functools.wraps(function)
         @errors_of(name)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            if len(args) > len(by_position) + is_method:
-                settings = "=, ".join(by_name)
-                raise TypeError(
-                    f"({', '.join(by_position)}) takes settings by name: {settings}=."
-                )
-            for keyword in kwargs:
-                if keyword not in known:
-                    raise TypeError(
-                        f" has no argument {keyword!r}{_meant(keyword, known)}."
-                    )
+            _check_call(signature, args, kwargs)
             return function(*args, **kwargs)
 
         # `help` and editors read it here.
@@ -389,6 +368,34 @@ def explains_keywords(
         return checked
 
     return decorate
+
+
+def _check_call(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise on more positional arguments than the signature has, and on a keyword that it lacks.
+
+    Python's own error for a keyword in `**settings` would name an inner function, and no similar keyword. Python finds
+    missing arguments.
+    """
+    by_name = []
+    by_position = []
+    for key, parameter in signature.parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            by_name.append(key)
+        elif key != "self":
+            by_position.append(key)
+    # Python passes `self` of a method such as `NewtonSchulz.__init__`, and a user does not see it.
+    is_method = "self" in signature.parameters
+    if len(args) > len(by_position) + is_method:
+        settings = "=, ".join(by_name)
+        raise TypeError(
+            f"({', '.join(by_position)}) takes settings by name: {settings}=."
+        )
+    known = by_position + by_name
+    for keyword in kwargs:
+        if keyword not in known:
+            raise TypeError(f" has no argument {keyword!r}{_meant(keyword, known)}.")
 
 
 def _full_signature(
@@ -416,12 +423,15 @@ def _full_signature(
 
 
 def _meant(keyword: str, known: Sequence[str]) -> str:
-    """Ends the message on an unknown keyword: what it is called here, or which arguments there are."""
+    """The end of the message on an unknown keyword: what it is called here, or which arguments there are.
+
+    "beta" gives ": in muonjax it is decay", and "weight_decy" gives ". Did you mean weight_decay".
+    """
     # Only optimizers have counterparts in other libraries.
     is_optimizer = "learning_rate" in known
-    # optax.contrib.muon has adam_b1 and others, which are settings of `adam` here, as `b2` is.
+    # optax.contrib.muon takes adam_b1, adam_weight_decay and others. Each has the answer of `b2`: a setting of `adam`.
     synonym = "b2" if keyword.startswith("adam_") else keyword
-    for here, elsewhere in _OTHERS.items():
+    for here, elsewhere in _NAMES_ELSEWHERE.items():
         if is_optimizer and synonym in elsewhere.split():
             return f": in muonjax it is {here}"
     # Otherwise it is perhaps a mistyped name of these.

@@ -31,9 +31,15 @@ def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:
 def whole_along(
     x: Shaped[Array, "*x"], axis: int, step: int | None = None
 ) -> Shaped[Array, "*x"]:
-    """x, gathered along `axis` where it is on a mesh with explicit axis types: its parts need not end where shards do.
+    """x, gathered along `axis` so that it can be cut there; as it is where its mesh has no explicit axis types.
 
-    With `step`, x stays as it is if a part of so many entries can be sharded as well.
+    With explicit axis types JAX refuses to cut a sharded axis into parts that the shards can't share equally.
+
+    Args:
+      x: An array, such as a kernel of queries, keys and values with all their columns on one axis.
+      axis: The axis that the caller cuts.
+      step: If given, the caller cuts at multiples of it. Where the shards can share `step` entries equally, x is not
+        gathered: on 4 devices, parts of 16 and 8 entries with the step 8 stay sharded, and 18 and 6 are gathered.
     """
     if not is_explicit(x):
         return x
@@ -44,7 +50,6 @@ def whole_along(
     num_shards = math.prod(
         sharding.mesh.shape[name] for name in names if name is not None
     )
-    # Then each part, whose size is a multiple of `step`, can have a piece on every shard.
     if step and step % num_shards == 0:
         return x
     spec[axis] = None

@@ -159,22 +159,23 @@ def square_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
 def square_of_any_size(
     x: jax.Array, sum_of_squares: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """A power of two c for each matrix, and `sum_of_squares(c x)`, where that of x could overflow or underflow.
+    """A power of two c for each matrix x, and `sum_of_squares(c x)`, which neither overflows nor underflows.
 
-    The sums at three scales together are one pass over x, and one all-reduce. One of them is between 2^-84 and 2^114,
-    for up to 2^26 entries below 2^128, unless x is zero.
+    c is 1 for a usual x, 2^84 for a tiny one and 2^-84 for a huge one. A float32 entry that is not subnormal is between
+    2^-126 and 2^128, so for up to 2^26 of them the sum that is returned is between 2^-84 and 2^114. Zeros give 0.
+    The sums at all three scales take one pass over x, and one all-reduce.
 
     Args:
       x: Matrices [*batch, m, n] in float32 or wider.
-      sum_of_squares: Gives [*batch, 1, 1], from an x of any scale.
+      sum_of_squares: The sum, or the mean, of the squares of the entries: [*batch, m, n] -> [*batch, 1, 1].
     """
-    # Behind a barrier, or XLA would multiply by the square of a scale, which is no number of float32.
+    # XLA would make c^2 sum(x^2) of sum((c x)^2), and c^2 = 2^168 is too large for float32. The barrier hides c.
     scales = jnp.float32(2.0**-84), jnp.float32(2.0**84)
     lowering, lifting = jax.lax.optimization_barrier(scales)
     square = sum_of_squares(x)
     square_of_lowered = sum_of_squares(scaled(x, lowering))
     square_of_lifted = sum_of_squares(scaled(x, lifting))
-    # The same two numbers are bounds of a square, which is 0 or infinite where it has underflowed or overflowed.
+    # The sum of x itself counts between 2^-84 and 2^84. It is 0 after an underflow and infinite after an overflow.
     is_small = square < lowering.astype(square.dtype)
     is_large = square > lifting.astype(square.dtype)
     unchanged = jnp.ones_like(lowering)

@@ -49,10 +49,10 @@ def parameters_of(tree: Any) -> Any:
 def as_function_of_parameters(
     fun: Callable[..., Any], params: Any, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """A function of a model as one of its parameters and its other state; any other function as it is.
+    """A function of a model, as one of its parameters, and its arguments; for a tree, what was given.
 
-    Returns:
-      The function, its first argument, and its other arguments.
+    For a model, `loss(model, batch)` becomes a function of (parameters, other state, batch). The three results are this
+    function, the parameters, and (other state, batch).
     """
     functions = functions_for(params)
     if functions is None:

@@ -87,17 +87,19 @@ class Policy:
     def stack_elements(self) -> float:
         """How many elements are stacked at most, to run as one batch.
 
-        On a CPU the loop over chunks reads the stack where it is. On an accelerator a stack is traffic and memory, and
-        small ones are launches. Counted (docs/kernels.md): on a GPU two matrices of 4096 x 4096
-        at a time. On a v5p one of these, or all 24 of 768 x 768 or 6 of 768 x 3072 that were counted. A v5e and a v6e
-        keep in their fast memory only what is smaller: 8 matrices of 1024 x 4096 take 16 and 53 % more time in two
-        stacks than one by one, on a v5p 29 % less.
+        On an accelerator a stack costs a copy and memory, and saves launches. The bounds follow from operations that
+        were counted (docs/kernels.md).
         """
+        # The loop over chunks reads the stack where it is.
         if self.is_cpu:
             return math.inf
+        if self._is_lite_tpu:
+            # One matrix of 1024 x 4096, since the fast memory keeps no larger stack: 8 matrices in two stacks take
+            # 16 % more of the counted time than one by one on a v5e, and 53 % more on a v6e.
+            return 4 << 20
         if self.platform == "tpu":
-            # One matrix of 1024 x 4096, or a little more than one of 4096 x 4096.
-            return (4 if self._is_lite_tpu else 17) << 20
+            # One matrix of 4096 x 4096, 24 of 768 x 768 or 6 of 768 x 3072. On a v5p the two stacks take 29 % less.
+            return 17 << 20
         # Two matrices of 4096 x 4096.
         return 32 << 20
 

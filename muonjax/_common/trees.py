@@ -51,15 +51,16 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
 
     {"dense": {"kernel": x, "bias": y}} gives [("dense", "bias"), ("dense", "kernel")], [y, x] and the structure.
 
-    Two leaves or modules never have the same "/"-joined names: {"a/b": x, "a": {"b": y}} is refused. An attribute
-    called `value` among others, as an attention module of dataclasses has it, is a name and not a box: a box of Flax,
-    such as an `nnx.Param`, has one leaf, `.value`, and `kernel.value` gives ("kernel",).
+    Two leaves or modules never have the same "/"-joined names: {"a/b": x, "a": {"b": y}} is refused.
+
+    A box of Flax, such as an `nnx.Param`, adds no name: its one leaf `kernel.value` gives ("kernel",). An attribute
+    `value` next to others, such as the arrays `query`, `key` and `value` of an Equinox module, gives a name.
 
     A key that is a tuple is a path, as in Flax's `flatten_dict`; so is the path of an array in an `nnx.FlatState`.
     """
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
     keys = [_with_flat_state_path(path, tree) for path, _ in entries]
-    # A box holds one leaf, so `value` is a name where its module has other leaves: how many leaves each node has.
+    # How many leaves each node has directly: a box has one.
     leaves_of_module = Counter(path[:-1] for path in keys)
     paths = []
     for path in keys:
@@ -109,7 +110,8 @@ def dtype_of(leaf: Any) -> Any:
 def tree_of(tree_or_function: Any, params: Any) -> Any:
     """The tree itself, or what the function returns for `params`, or what a `Program` says of them.
 
-    A tree may be callable too (an Equinox module, an `nnx.Module`): only what has no structure is a function.
+    A model that is callable, such as an Equinox module or an `nnx.Module`, is a tree. A `jax.tree_util.Partial` is a
+    function, although JAX sees a tree in it.
     """
     is_leaf = jax.tree_util.all_leaves([tree_or_function])
     # A program has no method __call__: optax.inject_hyperparams would take it for a schedule.

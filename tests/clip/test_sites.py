@@ -403,6 +403,10 @@ def test_exact_sites_skip_what_is_not_trained_by_one_path_alone():
     a, b, anything = (
         muonjax.Site(path=path, scales=scales, exact=True) for path in ("a", "b", "a|c")
     )
+    # `re.escape` leaves a colon as it is.
+    colon = muonjax.Site(path="block:0", scales=scales, exact=True)
+    given = {"a": attention()}
+    assert set(muonjax.qk_clip(1.0, [a, colon]).init(given).factors) == {"a"}
     assert set(muonjax.qk_clip(1.0, [a, b]).init({"a": attention()}).factors) == {"a"}
     assert set(muonjax.qk_clip(1.0, anything).init({"a": attention()}).factors) == {"a"}
     masked = {
@@ -467,6 +471,13 @@ def test_key_heads_that_were_forgotten():
     with pytest.raises(ValueError, match="does not hold 4 heads"):
         muonjax.qk_clip(1.0, muonjax.mha_site(**site)).init(params)
     assert muonjax.qk_clip(1.0, muonjax.mha_site(**site, num_kv_heads=1)).init(params)
+
+
+def test_more_key_heads_than_query_heads():
+    """No number of key heads mends this: the advice would repeat what the shapes say."""
+    params = {"attention": weights(query__kernel=(D, 2, DH), key__kernel=(D, 4, DH))}
+    with pytest.raises(ValueError, match=r"can't be multiplied.*head counts\.$"):
+        muonjax.qk_clip(1.0, muonjax.mha_site()).init(params)
 
 
 # Leaves that people have.
