@@ -276,18 +276,19 @@ def placed(
     entries = shape[entry_axes[0]] if scale.entries is None else scale.entries
     size = length - scale.start if scale.size is None else scale.size
     end = scale.start + size
-    on_leaf = PlacedScale(
-        leaf, scale, scale.power, shape, stack, entry_axes, entries, size
-    )
-    # The run length is 0 if the positions can't be divided among the heads, and no feature is scaled if the span begins
-    # behind the end of a run.
-    fits = run_length(scale, entries, size) > 0 and end <= length
-    if not fits or on_leaf.features == 0:
+    # The run of each head; 0 if the positions can't be divided among the heads.
+    run = run_length(scale, entries, size)
+    first, last = scale.span
+    if last is None:
+        last = run
+    if not first < last <= run or end > length:
         raise ValueError(
             f"{leaf!r} of shape {shape} does not hold {entries} heads, features {scale.span} of each, in positions "
             f"{scale.start}:{end} of {length}. See the site's layout and sizes."
         )
-    return on_leaf
+    return PlacedScale(
+        leaf, scale, scale.power, shape, stack, entry_axes, entries, size
+    )
 
 
 def _stack(

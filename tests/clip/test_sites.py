@@ -553,3 +553,11 @@ def test_finding_attentions_is_linear(sites):
     few = calls(20, sites)
     many = calls(80, sites)
     assert many < 4.5 * few
+
+
+def test_a_span_ends_where_its_run_does():
+    """A head of eight features has no 16 to scale."""
+    scale = muonjax.Scale(path="kernel", rank=2, entries=2, span=(0, 16))
+    site = muonjax.Site(path="head", scales=(scale,), signal="largest", threshold=1.0)
+    with pytest.raises(ValueError, match=r"2 heads, features \(0, 16\) of each"):
+        muonjax.signal_clip(site).init({"head": {"kernel": jnp.ones((D, 16))}})

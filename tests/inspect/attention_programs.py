@@ -534,41 +534,26 @@ for sides in ((1, 0), (0, 1), (1, 1)):
 # Something else reads the logits.
 
 READ = "something else than its softmax reads its logits: attention_programs.py:"
-TEACHER = constant((B, H, T, T))
 
 
-def read_twice(logits, x):
-    """The functions of logits by which a loss changes with a clip, and which are no softmax of an attention."""
-    masked = jnp.where(CAUSAL, logits, -1e9)
-    return {
-        "a penalty": jnp.mean(logits**2),
-        "a mean, which is linear": jnp.mean(logits),
-        "a feature": jnp.mean((logits.mean(1) @ x) ** 2),
-        "the largest": jnp.mean(jax.nn.relu(logits.max((-1, -2)) - 1)),
-        "a distillation": jnp.mean(jnp.where(CAUSAL, masked - TEACHER, 0) ** 2),
-        "a distillation at another temperature": -jnp.mean(
-            jax.nn.softmax(TEACHER) * jax.nn.log_softmax(logits / 2)
-        ),
-        "a number for a log": lax.stop_gradient(jnp.max(logits)),
-        "softmax's normalizer": jnp.mean(jax.nn.logsumexp(logits, -1) ** 2),
-    }
+def reading(term, name, sites=READ):
+    """A loss with a further term, made of the logits."""
 
-
-def with_a_second_reader(name):
     def fun(p, x):
         q, k, v = projected(p, x)
         logits = logits_of(q, k)
         loss, _ = end(p, logits, v)
-        return loss + read_twice(logits, x)[name], logits
+        return loss + term(logits), logits
 
-    return fun
+    fun.__name__ = name
+    attention(sites=sites, **QKVO)(fun)
 
 
-for name in read_twice(np.zeros((B, H, T, T)), np.zeros((B, T, D))):
-    fun = with_a_second_reader(name)
-    fun.__name__ = name.replace(" ", "_")
-    is_clipped = name in ("a number for a log", "softmax's normalizer")
-    attention(sites=1 if is_clipped else READ, **QKVO)(fun)
+reading(lambda x: jnp.mean(x**2), "a_penalty")
+reading(lambda x: jnp.mean(jnp.where(CAUSAL, x - 1, 0)), "a_distillation")
+reading(lambda x: jnp.mean(jax.nn.relu(x.max(-1) - 1)), "the_largest")
+reading(lambda x: jnp.mean(jax.nn.log_softmax(x / 2)), "another_temperature")
+reading(lambda x: lax.stop_gradient(jnp.max(x)), "a_number_for_a_log", sites=1)
 
 
 @program(
