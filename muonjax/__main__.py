@@ -75,7 +75,7 @@ def checks(quick: bool) -> Iterator[Check]:
     yield from times(quick)
 
 
-def hostile(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
+def hostile_matrices(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
     """Matrices [count, m, n] that break factorizations and bounds."""
     normal = rng.standard_normal((m, n))
     matrices = [
@@ -91,13 +91,13 @@ def hostile(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
         np.eye(m, n),
         rng.choice([-1.0, 1.0], (m, n)),
     ]
-    # Norms of the last one, squared, are no numbers of float32.
+    # In float32 the squares of some of these norms overflow, and others underflow.
     for scale in (1, 1e-30, 1e-20, 1e20, 1e30, 1e37):
         matrices.append(scale * normal)
     return np.stack(matrices)
 
 
-def recorded(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
+def recorded_momenta(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
     """Matrices [count, m, n] with the singular values of recorded momentum, and random singular vectors."""
     count = len(RECORDED)
     # The singular vectors are random, and each spectrum is stretched to m values.
@@ -116,14 +116,14 @@ def polar_errors(preset: str, shape: tuple[int, int]) -> list[Check]:
     bits = jnp.finfo(dtype).bits
     rng = np.random.default_rng(0)
     m, n = shape
-    adversaries = hostile(m, n, rng)
-    momenta = recorded(m, n, rng)
-    # One program for all matrices, [matrices, m, n]
+    adversaries = hostile_matrices(m, n, rng)
+    momenta = recorded_momenta(m, n, rng)
+    num_momenta = len(momenta)
+    # One program for all matrices, [matrices, m, n], the momenta first
     x = np.concatenate([momenta, adversaries]).astype(np.float32)
     y = jax.jit(lambda x: newton_schulz(x, settings))(x)
     y = np.asarray(y, np.float64)
-    # The momenta are the first ones.
-    errors = list(map(_error, x[: len(momenta)], y))
+    errors = list(map(_polar_error, x[:num_momenta], y[:num_momenta]))
 
     # NumPy's SVD refuses a NaN.
     largest = np.nan
@@ -142,7 +142,7 @@ def _compared(what: str, error: float, stated: float) -> Check:
     return f"{what}: {error:.2g} (at most {stated:.2g})", bool(error <= stated)
 
 
-def _error(x: np.ndarray, y: np.ndarray) -> float:
+def _polar_error(x: np.ndarray, y: np.ndarray) -> float:
     """The polar error |Y - U V^T|_F / sqrt(m) of a result Y for X = U S V^T [m, n] of full rank, in float64."""
     u, _, vh = np.linalg.svd(x.astype(np.float64), full_matrices=False)
     return float(np.linalg.norm(y - u @ vh) / len(x) ** 0.5)
@@ -174,26 +174,33 @@ def product_error(name: str, dtype: str, m: int) -> Check:
     return _compared(what, error, stated)
 
 
-def times(quick: bool) -> Iterator[Check]:
-    """The median time of an update of GPT-2-small's matrices by each preset, and by Optax."""
-    # A CPU takes seconds for all layers.
-    width = 64 if quick else 768
-    on_cpu = jax.default_backend() == "cpu"
-    layers = 1 if quick or on_cpu else 12
-    methods = {"Optax": optax.contrib.muon(1e-3)}
-    for name in ("fast", "balanced"):
-        settings = PRESETS[name]
-        methods[name] = muon(
-            1e-3, newton_schulz=settings, program=MuonDimensionNumbers()
-        )
-
+def gpt2_matrices(width: int, layers: int) -> dict[str, list[jax.Array]]:
+    """Random matrices of the shapes in GPT-2, by their names, one for each layer."""
     shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
     shapes |= dict.fromkeys(("query", "key", "value", "out"), (width, width))
     draw = np.random.default_rng(2).standard_normal
     params = {}
     for name, shape in shapes.items():
         params[name] = [jnp.asarray(draw(shape), "float32") for _ in range(layers)]
+    return params
 
+
+def times(quick: bool) -> list[Check]:
+    """The median time of an update of GPT-2-small's matrices by each preset, and by Optax: one line.
+
+    What is checked is that the updates are finite.
+    """
+    width = 64 if quick else 768
+    # A CPU takes seconds for all layers.
+    on_cpu = jax.default_backend() == "cpu"
+    layers = 1 if quick or on_cpu else 12
+    params = gpt2_matrices(width, layers)
+    methods = {"Optax": optax.contrib.muon(1e-3)}
+    for name in ("fast", "balanced"):
+        # One entry for the whole tree: every leaf is a matrix.
+        methods[name] = muon(1e-3, MuonDimensionNumbers(), newton_schulz=PRESETS[name])
+
+    # The first call of each compiles it.
     steps = {}
     finite = True
     for name, method in methods.items():
@@ -205,6 +212,7 @@ def times(quick: bool) -> Iterator[Check]:
             finite &= bool(jnp.isfinite(update).all())
         steps[name] = step
 
+    # The methods take turns, so that what slows the device down slows all of them down. A slow device takes two turns.
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     end = time.perf_counter() + (1 if quick else 8)
     while time.perf_counter() < end or len(seconds["balanced"]) < 2:
@@ -213,13 +221,12 @@ def times(quick: bool) -> Iterator[Check]:
             jax.block_until_ready(step())
             seconds[name].append(time.perf_counter() - start)
 
-    # The methods took turns, so that what slows the device down slows all of them down.
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     cells = []
     for name, median in medians.items():
         cells.append(f"{name} {1e3 * median:.1f} ({median / medians['Optax']:.2f})")
     what = f"an update of {layers} of 12 layers of width {width}, float32"
-    yield f"{what}: {', '.join(cells)}", finite
+    return [(f"{what}: {', '.join(cells)}", finite)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -221,9 +221,9 @@ def _merged(
     shapes = [factor.shape for factor in factors]
     # A factor of one layer has two axes.
     num_stacked = len(shapes[0]) - 2
-    # All leaves of a stack begin with the same axes of layers, and a scale has no others: 5 layers have w1a [5, m, r],
-    # w1b [5, r, n] and a scale [5]. Stacked along axis 1, w1a [m, 5, r] begins otherwise, unless m is 5; then it does
-    # not end in what w1b [r, 5, n] has before its last axis, r, unless r is 5 too.
+    # 5 layers have a scale [5], and all other leaves begin with its axes: w1a [5, m, r], w1b [5, r, n].
+    # Stacked along axis 1 or 2, w1a begins with m and w1b with r. If m and r are 5 too, w1a [m, r, 5] and w1b [r, n, 5]
+    # seem to have the ranks 5 and n; axis 1 can't be told from axis 0 then.
     stacks = {leaf.shape[:num_stacked] for leaf in (*factors, kernel)}
     ranks_agree = shapes[0][-1] == shapes[1][-2]
     if stacks != {scale.shape} or not ranks_agree:

@@ -83,10 +83,12 @@ def hadamard_linear(
     # The product has the precision of x and w: a layer in half precision may hold its factors in float32.
     dtype = common_dtype(x, w)
     # The sums have that of all arguments, as those of a plain layer with a float32 parameter do.
-    result = common_dtype(x, w, *factors)
+    result_dtype = common_dtype(x, w, *factors)
 
     def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.matmul(x, w, precision=precision, preferred_element_type=result)
+        return jnp.matmul(
+            x, w, precision=precision, preferred_element_type=result_dtype
+        )
 
     return multiply(matmul, x.astype(dtype), w.astype(dtype), factors, scale, precision)
 

@@ -44,7 +44,7 @@ class LoHa(nnx.Module):
         _check_layer(layer)
         kernel = layer.kernel
         # By name: [in, rank] and [rank, out], twice
-        shapes = shared.factor_shapes(kernel.shape, _inputs(layer), rank)
+        shapes = shared.factor_shapes(kernel.shape, _num_input_axes(layer), rank)
         keys = jax.random.split(rngs.params(), len(shapes))
         for (name, shape), key in zip(shapes.items(), keys, strict=True):
             factor = shared.initial(name, key, shape, kernel.dtype)
@@ -239,8 +239,9 @@ def merge(model: nnx.Module) -> None:
         kernel[...] = shared.adapted_kernel(
             kernel[...], adapter.factors(), adapter.scale
         )
-        # The layer multiplies as before it had an adapter.
-        setattr(layer, attribute, nnx.static(_flax_value(layer)))
+        # The layer multiplies as before it had an adapter. `nnx.static` takes back the mark of `nnx.data`, with which
+        # the function would be a leaf of the model.
+        setattr(layer, attribute, nnx.static(_default_product(layer)))
     if not has_adapter:
         raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
 
@@ -254,7 +255,7 @@ def _layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
             yield "/".join(names), module
 
 
-def _inputs(layer: Layer) -> int:
+def _num_input_axes(layer: Layer) -> int:
     """The number of the kernel's first axes that are summed over: of a convolution the window and the channels."""
     if isinstance(layer, nnx.Conv):
         return len(layer.kernel_size) + 1
@@ -266,13 +267,14 @@ def _product_attribute(layer: Layer) -> str:
     return "conv_general_dilated" if isinstance(layer, nnx.Conv) else "dot_general"
 
 
-def _flax_value(layer: Layer) -> Any:
-    """Flax's own value of this attribute; an `nnx.LinearGeneral` takes lax.dot_general when it is called."""
-    return (
-        None
-        if isinstance(layer, nnx.LinearGeneral)
-        else getattr(lax, _product_attribute(layer))
-    )
+def _default_product(layer: Layer) -> Any:
+    """What `_product_attribute` holds if the user gives no product: lax.dot_general or lax.conv_general_dilated.
+
+    An `nnx.LinearGeneral` holds None, and takes lax.dot_general when it is called.
+    """
+    if isinstance(layer, nnx.LinearGeneral):
+        return None
+    return getattr(lax, _product_attribute(layer))
 
 
 def _check_layer(layer: Layer) -> None:
@@ -287,13 +289,13 @@ def _check_layer(layer: Layer) -> None:
         raise ValueError("the layer has a mask, and ΔW is not masked; remove the mask.")
     # LinearGeneral prefers its dot_general_cls to its dot_general.
     has_class = getattr(layer, "dot_general_cls", None) is not None
-    if has_class or function is not _flax_value(layer):
+    if has_class or function is not _default_product(layer):
         raise ValueError(
             f"the layer multiplies by its own {_product_attribute(layer)}, which an adapter would replace; "
             "leave it out."
         )
     # A stack of layers, as `nnx.vmap` makes it, has an axis more.
-    if layer.kernel.ndim != _inputs(layer) + np.size(layer.out_features):
+    if layer.kernel.ndim != _num_input_axes(layer) + np.size(layer.out_features):
         raise ValueError(
             "the layer has a batch of matrices or a stack of layers; leave it out, or adapt inside nnx.vmap."
         )
@@ -336,7 +338,8 @@ def value_and_grad_of_model(
     """`nnx.value_and_grad` of `fun(model, ...)` that also returns the largest logits.
 
     Args:
-      with_max_logits: (fun, argnums, has_aux) -> `fun` that returns (loss, (aux, max_logits)), not differentiated.
+      with_max_logits: Makes of (fun, argnums, has_aux) a function with the arguments of `fun` that returns
+        (loss, (aux, max_logits)). It does not differentiate.
       fun: The loss.
       argnums: As in `nnx.value_and_grad`.
       has_aux: Whether `fun` returns (loss, aux).
@@ -347,16 +350,20 @@ def value_and_grad_of_model(
     """
 
     def measured(*given: Any) -> tuple[Any, Any]:
-        """(loss, max_logits), or (loss, (aux, max_logits)) where `fun` returns (loss, aux)."""
-        # All arguments are split together, because they may share random numbers. The last one holds the keywords.
+        """(loss, max_logits), or (loss, (aux, max_logits)) where `fun` has aux, from (model, *args, kwargs)."""
+        # `params` has the model's parameters at {0: ...}, its place among the arguments. `others` has all else: running
+        # means, random numbers, the arrays of a batch. Arguments may share variables, so they are split together.
         structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
-        of_model = params.get(0, {})  # 0: the first argument
+        # A model without parameters has no entry.
+        params_of_model = params.get(0, {})
 
-        def of_parameters(params: Any, others: Any) -> tuple[Any, Any]:
+        def of_parameters(params_of_model: Any, others: Any) -> tuple[Any, Any]:
+            """(loss, (aux, variables)): `fun` as a function of arrays, with the variables as it leaves them."""
             # New variables, which belong to the trace of this function: NNX refuses to change those of another.
             # `jax.tree.map` builds the tree, and with it every variable, anew.
             others_here = jax.tree.map(lambda array: array, others)
-            merged = nnx.merge(structure, nnx.State({0: params}), others_here)
+            params = nnx.State({0: params_of_model})
+            merged = nnx.merge(structure, params, others_here)
             *args, kwargs = merged
             result = fun(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
@@ -364,10 +371,9 @@ def value_and_grad_of_model(
 
         # Errors name the caller's function.
         of_parameters.__name__ = getattr(fun, "__name__", "loss")
-        # By its first argument, of_model; and `of_parameters` returns (loss, aux).
-        with_maxima = with_max_logits(of_parameters, 0, True)
-        loss, ((aux, variables), max_logits) = with_maxima(of_model, others)
-        # The function may have changed running means or counts of random numbers.
+        with_maxima = with_max_logits(of_parameters, argnums=0, has_aux=True)
+        loss, ((aux, variables), max_logits) = with_maxima(params_of_model, others)
+        # `fun` may have changed running means or counts of random numbers: the caller's variables get them.
         nnx.update(given, variables)
         return loss, ((aux, max_logits) if has_aux else max_logits)
 

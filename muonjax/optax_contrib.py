@@ -127,17 +127,19 @@ def muon(
             check_choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
             ns_coeffs = _PRESETS[ns_coeffs]
     # As in Optax, a function of the parameters decides when they are known.
-    numbers = (
+    dimension_numbers = (
         _two_axes
         if muon_weight_dimension_numbers is None
         else muon_weight_dimension_numbers
     )
-    # Optax's two rules are two of `match_rms`.
-    rule = "width" if consistent_rms is None else "rms"
-    rms = 1.0 if consistent_rms is None else consistent_rms
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
-        # The order is Optax's, and so is the state.
+        """The chain for matrices, in Optax's order, so that its state is Optax's."""
+        # Optax scales by the width where no root mean square is given.
+        if consistent_rms is None:
+            scale_by_shape = match_rms(rule="width", dimension_numbers=numbers)
+        else:
+            scale_by_shape = match_rms(consistent_rms, dimension_numbers=numbers)
         return optax.chain(
             scale_by_muon(
                 ns_coeffs,
@@ -151,7 +153,7 @@ def muon(
                 weight_dimension_numbers=numbers,
                 distribution=distribution,
             ),
-            match_rms(rms, dimension_numbers=numbers, rule=rule),
+            scale_by_shape,
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )
@@ -170,7 +172,7 @@ def muon(
         adam_weight_decay,
         nesterov=nesterov,
     )
-    return partition_by_route(call, matrices, lambda _: adam, numbers)
+    return partition_by_route(call, matrices, lambda _: adam, dimension_numbers)
 
 
 def scale_by_muon(
@@ -248,8 +250,8 @@ def scale_by_muon(
         # mu <- beta mu + (1 - beta) G
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
-            # beta mu + (1 - beta) G, each without the bias of a mean that began at zero. As in Nadam and in Optax, beta
-            # mu stands for the next step's mean, and so has its bias.
+            # beta mu / (1 - beta^(t + 1)) + (1 - beta) G / (1 - beta^t) at step t, as in Nadam and in Optax: a mean
+            # that began at zero is too small by 1 - beta^t, and beta mu is a part of the next step's mean.
             unbiased_mu = optax.tree.bias_correction(
                 mu, beta, optax.safe_increment(count)
             )
@@ -259,8 +261,8 @@ def scale_by_muon(
             )
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
-        # The coefficients are an array of the state, which a checkpoint may replace, and so may be traced.
-        updates = map_matrices(
+        # The coefficients come from the state, for a restored checkpoint may hold others than `ns_coeffs`.
+        polar_factors = map_matrices(
             lambda policy: _iteration(
                 state.ns_coeffs, ns_steps, preconditioning, eps, policy
             ),
@@ -270,12 +272,12 @@ def scale_by_muon(
         )
         if adaptive:
             # <X, Y> Y over all matrices of a leaf together, as in Optax
-            updates = jax.tree.map(
-                lambda x, y: jnp.sum(x.conj() * y) * y, direction, updates
+            polar_factors = jax.tree.map(
+                lambda x, y: jnp.sum(x.conj() * y) * y, direction, polar_factors
             )
         # `update_moment` promotes to the gradient's dtype.
         mu = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
-        return updates, MuonState(count, mu, state.ns_coeffs)
+        return polar_factors, MuonState(count, mu, state.ns_coeffs)
 
     return optax.GradientTransformation(init, update)
 
@@ -294,30 +296,41 @@ def _iteration(
     eps: jax.typing.ArrayLike,
     policy: Policy,
 ) -> Function:
-    """The map of one matrix with m <= n that Optax computes. The coefficients are arrays: they come from the state.
+    """Optax's Newton-Schulz iteration, as a function for `map_matrices`.
 
-    On a mesh the columns of a matrix may be divided among the devices along `axis_name`, and Gram matrices are summed.
+    Args:
+      coefficients: A polynomial a, b, c for all steps [3], or one for each step [steps, 3]; an array of the state.
+      ns_steps: The number of steps; not used where each step has a row of its own.
+      preconditioning: What the rows are scaled by first (see `_row_factors`).
+      eps: As in `_row_factors`.
+      policy: Says whether the matrices are on a CPU.
     """
 
-    # `map_groups` and a mesh give wide matrices, m <= n.
     def iterate(
         x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
     ) -> Inexact[Array, "*batch m n"]:
-        # In the leaf's dtype and JAX's own precision, as Optax; but a CPU has no units for half types.
+        """The nearly orthogonal matrix that Optax computes from X, m <= n.
+
+        On a mesh a device may have some of the columns, the others being along the mesh axes `axis_name`. Then X X^H
+        is a sum over these.
+        """
+        # As in Optax, products have the leaf's dtype and JAX's default precision; but a CPU has no units for half
+        # types.
         dtype = at_least_float32(x.dtype) if policy.is_cpu else x.dtype
         product = MatrixProduct(dtype.name, None)
         symmetric_product = SymmetricProduct(policy.platform)
 
         def square(a: jax.Array) -> jax.Array:
-            """A A^H."""
+            """A A^H: at half the work on a CPU, elsewhere by a plain product, as in Optax."""
             return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a, a)
 
         def gram_of(x: jax.Array) -> jax.Array:
+            """X X^H of all columns."""
             return sum_over(axis_name, square(x))
 
         def step(row: jax.Array, x: jax.Array, gram: jax.Array) -> jax.Array:
             a, b, c = row
-            # (a I + b A + c A^2) X with A = X X^H
+            # (a I + b A + c A^2) X with A = X X^H, which is Hermitian: A^2 = A A^H
             return scaled(x, a) + product(scaled(gram, b) + scaled(square(gram), c), x)
 
         wide = x.astype(at_least_float32(x.dtype))
@@ -330,7 +343,7 @@ def _iteration(
         diagonal = _row_factors(gram, preconditioning, eps, scale)
         y = scaled(y, diagonal)
         gram = scaled(scaled(gram, diagonal), diagonal.mT)
-        # [rows, 3]: one row serves all of `ns_steps`; of several each serves one step, whatever `ns_steps` says.
+        # One row serves all of `ns_steps`; of several each serves one step.
         rows = jnp.atleast_2d(coefficients)
         num_steps = ns_steps if coefficients.ndim == 1 else len(rows)
         last = len(rows) - 1

@@ -92,17 +92,17 @@ def _orthogonalized(
       call: Names the optimizer in errors.
       members: For the dimension numbers, the transformations that follow in the chain.
       others: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
-      program: As in `muon`, and so are the settings.
+      program: As in `muon`, and so are the settings; `decay` is that of the momentum.
     """
-    # Mistakes raise under the names that these arguments have here.
+    # `trace` would name its own argument, accumulator_dtype, in an error.
     momentum_dtype("mu_dtype", mu_dtype)
     check_program("program", program)
     if adam is not None:
         check_transformation("adam", adam)
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
-        # `trace` moves its own state to the host and back, and `orthogonalize` has none.
-        # What else keeps a state, such as `normalize_neurons`, copies it as a whole.
+        # A state may be in host memory. `trace` copies its own leaf by leaf, and `orthogonalize` has none; `offload`
+        # copies the states of all other members, such as `normalize_neurons`.
         momentum = trace(decay, nesterov, mu_dtype, distribution=distribution)
         polar = orthogonalize(
             dimension_numbers=numbers,
@@ -111,8 +111,8 @@ def _orthogonalized(
         )
         return optax.chain(momentum, polar, *map(offload, members(numbers)))
 
-    # The members check their settings where they are made: a mistake shall be seen before the first step. What the
-    # dimension numbers are, None here, does not matter until then.
+    # This chain is thrown away: the members check their settings where they are made, so that a mistake shows before
+    # the first step. They read dimension numbers only when they get a tree, so None will do.
     matrices(None)
     return partition_by_route(
         call, matrices, others if adam is None else lambda _: adam, program
@@ -178,8 +178,8 @@ def muon(
             return [match_rms(rule="width", dimension_numbers=numbers)]
         return [match_rms(rms, dimension_numbers=numbers)]
 
-    decay = _WeightDecay(learning_rate, weight_decay, weight_decay_mask)
-    return _decayed("muon", members, decay, program, settings)
+    rate = _RateAndDecay(learning_rate, weight_decay, weight_decay_mask)
+    return _with_rate_and_decay("muon", members, rate, program, settings)
 
 
 @explains_keywords("normuon", muon)
@@ -225,8 +225,8 @@ def normuon(
             match_rms(rms, dimension_numbers=numbers),
         ]
 
-    decay = _WeightDecay(learning_rate, weight_decay, weight_decay_mask)
-    return _decayed("normuon", members, decay, program, settings)
+    rate = _RateAndDecay(learning_rate, weight_decay, weight_decay_mask)
+    return _with_rate_and_decay("normuon", members, rate, program, settings)
 
 
 @explains_keywords("muonh", _orthogonalized)
@@ -272,12 +272,12 @@ def muonh(
             f"(adam_learning_rate={adam_learning_rate}) needs a rate for all but matrices, such as 1e-3, or adam=, "
             "and not both."
         )
-    # `adam` takes the place of `others`, which then are never made: the rate of 0 is never used.
+    # Where `adam` is given it takes the place of `others`, and the rate of 0 is never used.
     adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
     check_rates(adam_learning_rate=adam_rate)
-    others = partial(
-        _adamw, _WeightDecay(adam_rate, 0.0), None, settings.get("mu_dtype")
-    )
+    # Nothing decays, so no program has to say which leaves are vectors.
+    rate = _RateAndDecay(adam_rate, weight_decay=0.0)
+    others = partial(_adamw_for_others, rate, None, settings.get("mu_dtype"))
 
     def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
         return [hyperball(learning_rate, dimension_numbers=numbers)]
@@ -285,56 +285,63 @@ def muonh(
     return _orthogonalized("muonh", members, others, program, **settings)
 
 
-class _WeightDecay(NamedTuple):
-    """The learning rate, and what it multiplies: a decay of the leaves in a mask."""
+class _RateAndDecay(NamedTuple):
+    """The end of a chain, W <- W - learning_rate (O + weight_decay W) for an update O.
+
+    Attributes:
+      learning_rate: A number or a schedule.
+      weight_decay: A number or a schedule.
+      mask: The leaves that decay, as `weight_decay_mask` in `muon`; None: all but biases, norms and other vectors.
+    """
 
     learning_rate: optax.ScalarOrSchedule
     weight_decay: optax.ScalarOrSchedule
-    # None: all but vectors, as the program says
     mask: Any = None
 
 
-def _decayed(
+def _with_rate_and_decay(
     call: str,
     members: Members,
-    decay: _WeightDecay,
+    rate: _RateAndDecay,
     program: DimensionNumbersTree | None,
     settings: MatrixSettings,
 ) -> optax.GradientTransformationExtraArgs:
     """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
     # `optax.add_decayed_weights` and the rate check nothing.
-    check_rates(learning_rate=decay.learning_rate, weight_decay=decay.weight_decay)
+    check_rates(learning_rate=rate.learning_rate, weight_decay=rate.weight_decay)
     # A mask that does not fit would be Optax's error, about trees.
-    decay = decay._replace(mask=fitted_mask("weight_decay_mask", decay.mask))
+    rate = rate._replace(mask=fitted_mask("weight_decay_mask", rate.mask))
 
-    # W <- W - rate (O + weight_decay W), where O is what `members` return
-    def decayed(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
+    # W <- W - learning_rate (O + weight_decay W), where O is the update that `members` give
+    def chain(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
         return [
             *members(numbers),
-            optax.add_decayed_weights(decay.weight_decay, decay.mask),
-            scale_by_learning_rate(decay.learning_rate),
+            optax.add_decayed_weights(rate.weight_decay, rate.mask),
+            scale_by_learning_rate(rate.learning_rate),
         ]
 
-    others = partial(_adamw, decay, program, settings.get("mu_dtype"))
-    return _orthogonalized(call, decayed, others, program, **settings)
+    others = partial(_adamw_for_others, rate, program, settings.get("mu_dtype"))
+    return _orthogonalized(call, chain, others, program, **settings)
 
 
-def _adamw(
-    decay: _WeightDecay, program: Any, mu_dtype: jax.typing.DTypeLike | None, tree: Any
+def _adamw_for_others(
+    rate: _RateAndDecay, program: Any, mu_dtype: jax.typing.DTypeLike | None, tree: Any
 ) -> optax.GradientTransformation:
-    """AdamW for the leaves of a tree that are no matrices; a program knows more vectors than names do."""
-    # A tree of booleans. `Program.vectors` are the paths of the leaves that the function uses as vectors, as a norm's
-    # scale, whatever their names.
-    decaying = decays(tree, getattr(program, "vectors", ()))
+    """AdamW for the leaves of a tree that are no matrices, which decays all of them but vectors.
+
+    Names tell biases and norms; a program tells vectors of any name, by the paths in `Program.vectors`.
+    """
+    # A tree of booleans, {"embedding": True, "scale": False}
+    is_decayed = decays(tree, getattr(program, "vectors", ()))
     # A function, for Optax would call a tree that is callable, as an Equinox module is.
-    mask = (lambda _: decaying) if decay.mask is None else decay.mask
+    mask = (lambda _: is_decayed) if rate.mask is None else rate.mask
     # Adam's first moment has no 8-bit form.
     is_int8 = mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
     return adamw(
-        decay.learning_rate,
+        rate.learning_rate,
         b2=0.95,
         eps=_adam_eps(tree),
-        weight_decay=decay.weight_decay,
+        weight_decay=rate.weight_decay,
         mask=mask,
         mu_dtype=None if is_int8 else mu_dtype,
     )

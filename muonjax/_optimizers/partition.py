@@ -24,7 +24,7 @@ from muonjax._matrices.matrix_view import (
 )
 from muonjax._mesh.host_memory import offload
 from muonjax._names.check_parameters import check_parameters
-from muonjax._names.dimension_numbers import numbers_tree, routes
+from muonjax._names.dimension_numbers import routes
 from muonjax._transforms.momentum import check_int8, has_int8
 
 
@@ -42,34 +42,38 @@ def partition_by_route(
       others: Makes that of all other leaves from the whole tree.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-    # What the last tree looked like, and its partition: routing a large tree takes long, and depends on paths, shapes
-    # and dtypes alone. A partition made while tracing holds no tracers.
+    # The routing key and the partition of the last tree, in one assignment: threads may share the optimizer.
     last: Any = (None, None)
 
     def partition_of(
         tree: Any, params: Any, *, warn: bool = False
     ) -> optax.GradientTransformationExtraArgs:
-        """The partition for a tree of parameters or of their gradients: the last one, if this tree looks like its.
+        """The partition for a tree of parameters or of their gradients.
+
+        Routing a large tree takes long, so the last partition is kept for trees with its paths, shapes and dtypes. One
+        that was made while tracing serves later calls too, for it holds no tracers.
 
         `params` are the parameters: a gradient of an integer has another dtype than the integer.
         """
         nonlocal last
-        looks = _looks(tree, params)
-        # Another tree is routed anew, and so is each tree of `init`, which warns.
-        if looks != last[0] or warn:
+        last_key, partition = last
+        key = _routing_key(tree, params)
+        # `init` warns, and routes its tree in any case, since a kept partition would not warn again.
+        if key != last_key or warn:
             # The whole tree is routed: a decision looks at the neighbors of a leaf, which a partition hides.
             route = _route(dimension_numbers, tree, params, warn=warn)
             inner: dict[Hashable, optax.GradientTransformation] = {
                 "muon": matrices(route.pieces),
-                # A state in host memory is copied as a whole; that of the matrices is copied by `matrices`.
+                # `offload` lets the state be in host memory; for the matrices' state `matrices` does that itself.
                 "adam": offload(others(tree)),
             }
             # Integers, such as a count of steps, get an update of zero.
             if "fixed" in jax.tree.leaves(route.labels):
                 inner["fixed"] = _fixed()
             # A function, for Optax would call a tree that is callable, as an Equinox module is.
-            last = looks, optax.partition(inner, lambda _: route.labels)
-        return last[1]
+            partition = optax.partition(inner, lambda _: route.labels)
+            last = key, partition
+        return partition
 
     @errors_of(call)
     def init(params):
@@ -79,7 +83,7 @@ def partition_by_route(
     def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(updates, state, params, unnamed)
         # Parameters without gradient are left out, as the gradients leave them out.
-        params = _with_gradients(updates, params)
+        params = _params_with_gradients(updates, params)
         partition = partition_of(updates, params)
         # What the state should be like: gradients have the shapes of their parameters. Nothing is allocated.
         _check_state(state, jax.eval_shape(partition.init, updates))
@@ -96,24 +100,29 @@ def sharded_as(params: Any, updates: Any) -> Any:
     return jax.tree.map(sharded_like, updates, params)
 
 
-def _looks(*trees: Any) -> list[Any]:
-    """Structure, shapes and dtypes of trees: all that routing depends on, to be compared with those of another call."""
-    looks = []
+def _routing_key(*trees: Any) -> list[Any]:
+    """Structure, shapes and dtypes of trees: equal keys are routed equally."""
+    key = []
     for tree in trees:
         leaves, treedef = jax.tree.flatten(tree)
         # A leaf need not be an array: a number of Python has its type alone.
         kinds = [
             (getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves
         ]
-        looks.append((treedef, kinds))
-    return looks
+        key.append((treedef, kinds))
+    return key
 
 
 def check_program(argument: str, given: Any) -> None:
-    """Raise unless it is a program, dimension numbers or a function: `muon(1e-3, params)` is a likely mistake."""
+    """Raise TypeError unless the value of this argument can say which leaves are matrices.
+
+    A program can, and so can dimension numbers, a tree of them, or a function that makes such a tree from the
+    parameters. `muon(1e-3, params)` is a likely mistake. The caller's `errors_of` puts its name before the message.
+    """
     # A program and a function are leaves for JAX.
-    for leaf in jax.tree.leaves(given, is_leaf=_is_numbers):
-        if _is_numbers(leaf) or hasattr(leaf, "dimension_numbers") or callable(leaf):
+    for leaf in jax.tree.leaves(given, is_leaf=_is_dimension_numbers):
+        is_program = hasattr(leaf, "dimension_numbers")
+        if _is_dimension_numbers(leaf) or is_program or callable(leaf):
             continue
         advice = ""
         # `optax.inject_hyperparams` makes arrays of arguments that it takes for numbers.
@@ -125,7 +134,7 @@ def check_program(argument: str, given: Any) -> None:
         )
 
 
-def _is_numbers(node: Any) -> bool:
+def _is_dimension_numbers(node: Any) -> bool:
     """Whether it is a `MuonDimensionNumbers` or `FusedDimensionNumbers`, which are trees for JAX."""
     return hasattr(node, "reduction_axis")
 
@@ -165,10 +174,10 @@ def _route(
       warn: Whether to warn of doubts, once for an optimizer.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    # There is an entry for each leaf: dimension numbers, or None. Without a program names and shapes decide, by routes
-    # of which a tree of dimension numbers is made.
+    # An entry for each leaf: its dimension numbers, or None for a leaf that is no matrix.
     if given is None:
-        numbers = treedef.flatten_up_to(numbers_tree(*routes(tree, warn=warn)))
+        routes_of_leaves, _ = routes(tree, warn=warn)
+        numbers = [route.numbers for route in routes_of_leaves]
     else:
         check_parameters(tree, warn=warn)
         numbers = resolve_dimension_numbers(given, tree)
@@ -177,28 +186,28 @@ def _route(
         warn_user(
             f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
         )
-    # `tree` may be gradients, which for integers are of another dtype than the parameters.
+    # `tree` may be gradients, and the gradient of an integer has another dtype than the integer.
     labels = []
     for entry, param in zip(numbers, jax.tree.leaves(params), strict=True):
         if entry is not None:
             labels.append("muon")
         else:
             labels.append("adam" if _is_trainable(param) else "fixed")
-    # `optax.partition` calls the transformation of the matrices with a tree in which all other leaves are masked, and
-    # the pieces are those of such a tree.
+    # `optax.partition` calls the transformation of the matrices with a tree in which all other leaves are masked. So
+    # the pieces have to be those of such a tree.
     masked = []
     for leaf, label in zip(leaves, labels, strict=True):
         masked.append(leaf if label == "muon" else optax.MaskedNode())
-    # Checks the axes of every matrix, so that a mistake shows before the first step.
+    # This checks the axes of every matrix, so that a mistake shows before the first step.
     pieces = matrix_pieces(treedef.unflatten(numbers), treedef.unflatten(masked))
     return _Route(pieces, treedef.unflatten(labels))
 
 
-def _with_gradients(updates: Any, params: Any) -> Any:
-    """The parameters in the structure of the gradients, after a check that each has one of its shape.
+def _params_with_gradients(updates: Any, params: Any) -> Any:
+    """The parameters that have gradients, in the structure of the gradients; raises where the two don't fit.
 
-    What can't be trained and has no gradient is left out: in an Equinox module numbers and functions, in whose places
-    `eqx.filter_grad` has None, which is no leaf of `updates`.
+    A leaf that can't be trained may lack a gradient, and is left out: {"w": w, "name": "mlp"} with the gradients
+    {"w": g, "name": None} gives {"w": w, "name": None}. Such are the gradients that `eqx.filter_grad` returns.
     """
     gradients = flatten_paths(updates)
     leaves = flatten_paths(params)
@@ -214,9 +223,10 @@ def _with_gradients(updates: Any, params: Any) -> Any:
                 f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}"
             )
     if without_gradient:
+        # `gradients` is in the order of the tree, and an entry of it may be a masked leaf.
         structure = jax.tree.structure(updates, is_leaf=is_masked)
         params = structure.unflatten(leaves[path] for path in gradients)
-    # A gradient of another shape could broadcast.
+    # A gradient of another shape could broadcast. Leaves that another optimizer takes are masked, as in `optax.masked`.
     for path, gradient in gradients.items():
         if is_masked(gradient) or is_masked(leaves[path]):
             continue
