@@ -182,7 +182,7 @@ def test_a_factor_that_underflows_is_not_zero():
     clipped = muonjax.apply_qk_clip(
         PARAMS, {"max_logits": jnp.full_like(MAXIMA(PARAMS), 1e30)}, SITE, 1e-20
     )
-    assert all(bool((x != 0).any()) for x in jax.tree.leaves(clipped))
+    assert all((x != 0).any() for x in jax.tree.leaves(clipped))
 
 
 # The bugs of others, one test each.

@@ -489,46 +489,20 @@ def an_order_by_reshape(p, x):
     return end(p, logits_of(q, k), v)
 
 
-def over_logits(groups):
-    def fun(p, x):
-        q, k, v = projected(p, x)
-        logits = logits_of(q, k)
-        shape = logits.shape
-        kernel = p["c"][:, : H // groups]
-        logits = lax.conv_general_dilated(
-            logits, kernel, (1, 1), "SAME", feature_group_count=groups
-        )
-        return end(p, logits.reshape(shape), v)
-
-    return fun
+@attention(sites=None, c=(H, H, 3, 3), **QKVO)
+def a_convolution_over_logits(p, x):
+    q, k, v = projected(p, x)
+    logits = logits_of(q, k)
+    logits = lax.conv_general_dilated(logits, p["c"], (1, 1), "SAME")
+    return end(p, logits.reshape(B, H, T, T), v)
 
 
-for groups, name in (
-    (1, "a_convolution_over_logits"),
-    (H, "a_depthwise_convolution_over_logits"),
-):
-    fun = over_logits(groups)
-    fun.__name__ = name
-    attention(sites=None, c=(H, H, 3, 3), **QKVO)(fun)
-
-
-def talking_heads(before, after):
-    """Heads are mixed in the logits, in softmax's weights, or in both."""
-
-    def fun(p, x):
-        q, k, v = projected(p, x)
-        mix = functools.partial(jnp.einsum, "bhqk,hg->bgqk")
-        logits = logits_of(q, k)
-        shares = jax.nn.softmax(mix(logits, p["before"]) if before else logits)
-        return loss_of(p, mixed(mix(shares, p["after"]) if after else shares, v))
-
-    return fun
-
-
-for sides in ((1, 0), (0, 1), (1, 1)):
-    fun = talking_heads(*sides)
-    fun.__name__ = "talking_heads_{}{}".format(*sides)
-    program(X, sites=NOT_ALL, before=(H, H), after=(H, H), **QKVO)(fun)
+@program(X, sites=NOT_ALL, before=(H, H), after=(H, H), **QKVO)
+def talking_heads(p, x):
+    q, k, v = projected(p, x)
+    logits = jnp.einsum("bhqk,hg->bgqk", logits_of(q, k), p["before"])
+    shares = jnp.einsum("bhqk,hg->bgqk", jax.nn.softmax(logits), p["after"])
+    return loss_of(p, mixed(shares, v))
 
 
 # Something else reads the logits.
@@ -542,18 +516,16 @@ def reading(term, name, sites=READ):
     def fun(p, x):
         q, k, v = projected(p, x)
         logits = logits_of(q, k)
-        loss, _ = end(p, logits, v)
-        return loss + term(logits), logits
+        return end(p, logits, v)[0] + term(logits), logits
 
     fun.__name__ = name
     attention(sites=sites, **QKVO)(fun)
 
 
-reading(lambda x: jnp.mean(x**2), "a_penalty")
-reading(lambda x: jnp.mean(jnp.where(CAUSAL, x - 1, 0)), "a_distillation")
-reading(lambda x: jnp.mean(jax.nn.relu(x.max(-1) - 1)), "the_largest")
-reading(lambda x: jnp.mean(jax.nn.log_softmax(x / 2)), "another_temperature")
-reading(lambda x: lax.stop_gradient(jnp.max(x)), "a_number_for_a_log", sites=1)
+reading(lambda x: x.std(), "a_penalty")
+reading(lambda x: jax.nn.relu(x.max(-1) - 1).mean(), "the_largest")
+reading(lambda x: jax.nn.log_softmax(x / 2).mean(), "another_temperature")
+reading(lambda x: lax.stop_gradient(x.max()), "a_number_for_a_log", sites=1)
 
 
 @program(
