@@ -318,8 +318,9 @@ def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     values = operation.values
     if operation.is_sum:
         for value in values:
-            is_not_followed = value.depends_on & PARAMETER and not value.views
-            if is_not_followed or value.projections or value.logits:
+            is_result = not value.views or value.projections or value.logits
+            # Without PARAMETER it doesn't train, as the gradients that first-order MAML and SAM add.
+            if value.depends_on & PARAMETER and is_result:
                 return ()
     elif not operation.is_scale:
         return ()

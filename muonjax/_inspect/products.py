@@ -114,7 +114,9 @@ def _by_matrix(
         walk.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
         if has_weights:
             attention.readers[scores] = node.index
-        # With learned queries these are scores, if a sum normalizes their exponentials.
+        # It follows a layer, as a head (items @ w).T does. With learned queries these are scores, if a sum normalizes
+        # their exponentials.
+        walk.layers.products.add(node.index)
         attention.one_sided.add(node.index)
         return result._replace(scores=node.index)
     return _by_parameter(walk, node, result, weights, activation)

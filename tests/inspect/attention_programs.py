@@ -489,14 +489,6 @@ def an_order_by_reshape(p, x):
     return end(p, logits_of(q, k), v)
 
 
-@attention(sites=None, c=(H, H, 3, 3), **QKVO)
-def a_convolution_over_logits(p, x):
-    q, k, v = projected(p, x)
-    logits = logits_of(q, k)
-    logits = lax.conv_general_dilated(logits, p["c"], (1, 1), "SAME")
-    return end(p, logits.reshape(B, H, T, T), v)
-
-
 @program(X, sites=NOT_ALL, before=(H, H), after=(H, H), **QKVO)
 def talking_heads(p, x):
     q, k, v = projected(p, x)
@@ -522,25 +514,10 @@ def reading(term, name, sites=READ):
     attention(sites=sites, **QKVO)(fun)
 
 
-reading(lambda x: x.std(), "a_penalty")
-reading(lambda x: jax.nn.relu(x.max(-1) - 1).mean(), "the_largest")
+reading(lambda x: x.max(-1).std(), "a_penalty_on_the_largest")
+reading(lambda x: jax.nn.softmax(x + x.mT).std(), "the_next_layer_adds_them")
 reading(lambda x: jax.nn.log_softmax(x / 2).mean(), "another_temperature")
 reading(lambda x: lax.stop_gradient(x.max()), "a_number_for_a_log", sites=1)
-
-
-@program(
-    X,
-    sites=(READ, ADDED),
-    **{f"layer{i}/{n}": (D, D) for i in range(2) for n in "qkvo"},
-)
-def the_next_layer_adds_its_logits(p, x):
-    """RealFormer's residual attention."""
-    logits = 0.0
-    for name in ("layer0", "layer1"):
-        q, k, v = projected(p[name], x)
-        logits = logits_of(q, k) + logits
-        x = x + mixed(jax.nn.softmax(logits), v) @ p[name]["o"]
-    return jnp.mean(x**2)
 
 
 # Heads one by one, in the batch, in pairs.

@@ -487,16 +487,10 @@ def a_kernel_for_each_example(p, x, z):
 
 
 @program(IMAGES, ROWS, w=((3, 3, 4, 8), "by names: reshape is not followed: hostile_programs.py:"),
-         style=((D, 4), "0 | 1"), out=((8, 2), "an output head"))  # fmt: skip
-def a_normalized_kernel_for_each_example(p, x, z):
-    """A `vmap` over examples makes groups, too."""
-
-    def of_example(x, z):
-        kernel = p["w"] * (z @ p["style"])[:, None]
-        kernel = kernel * lax.rsqrt((kernel**2).sum((0, 1, 2)) + 1e-8)
-        return convolved(x[None], kernel)[0]
-
-    return end(p, jax.vmap(of_example)(x, z).mean((1, 2)))
+         style=(D, 4), out=((8, 2), "an output head"))  # fmt: skip
+def a_kernel_for_each_example_by_vmap(p, x, z):
+    each = jax.vmap(lambda x, style: convolved(x[None], p["w"] * style[:, None])[0])
+    return end(p, each(x, z @ p["style"]).mean((1, 2)))
 
 
 @program(

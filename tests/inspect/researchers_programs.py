@@ -238,6 +238,22 @@ def maml(p, x):
     return loss(jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p)))
 
 
+@program(ROWS, w=((D, D), M), mid=((D, D), M), out=((D, 4), "head"))
+def first_order_maml(p, x):
+    """So does SAM: what it adds to the weights has no gradient."""
+    net = lambda p: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["mid"]) @ p["out"]
+    loss = lambda p: cross_entropy(net(p), jnp.zeros(B, int))
+    g = lax.stop_gradient(jax.grad(loss)(p))
+    return loss(jax.tree.map(jnp.subtract, p, g))
+
+
+@program(ROWS, w=((D, D), M), u=((D, S), M), items=((V, 4), CHAIN), i=((4, S), CHAIN))
+def a_head_of_encoded_items(p, x):
+    """Two towers with a softmax over all items."""
+    u = jnp.tanh(x @ p["w"]) @ p["u"]
+    return cross_entropy(u @ (p["items"] @ p["i"]).T, jnp.zeros(B, int))
+
+
 @program(ROWS, w=((D, D), M), mid=((D, D), M), out=((D, 1), "head"))
 def pinn(p, x):
     u = lambda x: (jnp.tanh(jnp.tanh(x @ p["w"]) @ p["mid"]) @ p["out"])[0]
