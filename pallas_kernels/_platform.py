@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-_NAMES = {"cuda": "gpu", "rocm": "gpu"}
+_ALIASES = {"cuda": "gpu", "rocm": "gpu"}
 
 
 def platform_of(*arrays: Any, mesh: Any = None) -> str:
@@ -37,7 +37,7 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
     """
     device = _device_of(arrays, mesh)
     name = device if isinstance(device, str) else device.platform
-    return _NAMES.get(name, name)
+    return _ALIASES.get(name, name)
 
 
 def kind_of(*arrays: Any, mesh: Any = None) -> str:

@@ -48,14 +48,16 @@ From these records follow two answers:
 
 `certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
 the factors through every operation that a clip changes: the logits of each head must get exactly their factor, and
-no scalar that the function returns may change (an array may, such as a returned parameter). It trusts no layout and
+no scalar that the function returns may change (an array may, such as a returned parameter). It ends at the logits:
+that nothing but their softmax reads them is for `attention` to check. It trusts no layout and
 no projection, so a mistake in them costs a refusal. One thing it does not see, and `attention` refuses: heads of one
 kernel each that are put together.
 
 `measure` runs the function with its largest logits as further results, and is otherwise the function to the bit;
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
-A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry, in
+A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry (an exponential also in
+`softmax.EXPONENTIALS`, or an attention would be missed, and a root or a power in `softmax._ROOTS` or `_POWERS`), in
 `SAME` (`moves`) if it moves nothing, in `_MIXES` (`rules`) if it mixes columns, in `_ENTERED`
 (`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`); these others
 need rules, and are not rewritten again: no split, squeeze, pad or neg. One that moves the entries of one operand has
@@ -63,5 +65,6 @@ a case in `moves.moved_by`, which the certificate uses too, and its name at `mov
 it, also in `possible_numbers._MOVES`. Otherwise write a function (walk, node) -> values under `@rule("its name")`:
 `walk.inputs(node)` has the values of the operands, `node.params` the equation's parameters.
 Return `unknown(walk, node)` for settings that you do not handle. If it has several operands and a
-clip may pass it, the certificate needs its own line.
+clip may pass it, the certificate needs its own line. Tests: a program in `tests/inspect/hostile_programs.py`, and in
+`attention_programs.py` if a clip may pass it.
 """
