@@ -288,7 +288,8 @@ def _with_proof(
     """
     layers = tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
     logs = _random_logarithms(spans, layers)
-    probes = [call.probe for call in calls if call.probe]
+    probes = [call.probe for call in calls if call.probe]  # all have one
+    # `_check_logits` has seen that the softmaxes of a call take equal logits.
     logits = [walk.attention.softmaxes[call.operation][0][0] for call in calls]
     # A clip scales the logits before a mask or a bias is added, and the probe sees them after that.
     raw = [x.raw if x.has_raw else x.value for x in logits]
@@ -301,6 +302,7 @@ def _with_proof(
         raise Refused(_not_alone(walk, failure))
     result = []
     for call, probe, value, x in zip(calls, probes, raw, logits, strict=True):
+        # The logits of a head get γ, "whole": what its queries and its keys get, "query" and "key", is multiplied.
         located = certificate.located(probe, value, x.value, logs["whole"])
         if located is None:
             raise Refused(_why_not_located(certificate))

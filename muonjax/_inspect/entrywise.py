@@ -292,6 +292,11 @@ def _of_activations(operation: Operation, result: Value) -> Value:
         _record_factors(walk, node, *values)
     elif operation.is_sum:
         _record_meeting_parts(walk, values)
+        # What an operation without a rule gives may be without gradient, and the sum a weight.
+        for other in values:
+            if other.no_rule >= 0:
+                without_rule = walk.nodes[other.no_rule].name
+                walk.record_views(node, without_rule, weights, "unknown")
     projections = _projections(operation)
     logits = softmax.after(operation)
     if operation.is_exponential:

@@ -95,14 +95,14 @@ def _at_start(walk: Walk, carry: Node) -> Value:
 
 
 def _after_round(walk: Walk, carry: Node) -> Value:
-    """What a loop carries after one more round: a parameter if its body does not change it.
+    """What a loop carries after one more round; its body is followed again until this does not change any more.
 
-    All else is known only by what it depends on.
+    A parameter that the body hands on as it is stays one. All else is known only by what it depends on.
     """
     # What was there before the loop, at the end of this round, and before this round.
     start, end = walk.inputs(carry)
     value = walk.values[carry.outputs[0]]
-    # Projections are not followed from round to round.
+    # Projections are not followed from round to round: what they are of counts as taken together.
     walk.record_parts((*start.projections, *end.projections))
     if (
         start.is_weight
@@ -111,8 +111,8 @@ def _after_round(walk: Walk, carry: Node) -> Value:
     ):
         return value
     after = dependent([start, end, value])
-    # Bits from OF_PRODUCTS on stand for products. In the next round those of the body stand for its new results, and
-    # what comes from this round does not depend on these: only the products before the loop stay.
+    # Bits from OF_PRODUCTS on stand for products. h = tanh(h @ w) comes from this round's h @ w, whose bit will stand
+    # for that of the next round, which can't depend on itself: only the products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
     return after._replace(depends_on=without_products | start.depends_on)
 

@@ -159,7 +159,7 @@ def _cut(
     sliced: Collection[int],
     mixed: Collection[Layout] = (),
 ) -> _Cut | None:
-    """Along which axis, and into which sizes, columns are cut for different purposes.
+    """Along which axis, and into which sizes, columns are cut for different purposes; None: they are one matrix.
 
     Columns of [64, 96] in regions 0 to 31, 32 to 63 and 64 to 95 are cut along axis 1 into (32, 32, 32). The region of
     the first is {(1, mask)}, with 32 times true and 64 times false in the mask, which may repeat along the axis; an
@@ -182,13 +182,13 @@ def _cut(
         # Operations take columns that overlap, or are no stretch.
         if parts is None:
             continue
+        # Columns that no operation takes become parts, too.
+        edges = sorted({0, period, *itertools.chain(*parts)})
         divides_mixed = any(
-            _divides(stop, axis, layout) for layout in mixed for _, stop in parts
+            _divides(edge, axis, layout) for layout in mixed for edge in edges
         )
         covers = sum(stop - start for start, stop in parts) == period
         if not divides_mixed and (covers or axis not in sliced):
-            # Columns that no operation takes become parts, too.
-            edges = sorted({0, period, *itertools.chain(*parts)})
             return _Cut(axis, _sizes(edges), shape[axis] // period)
     return None
 

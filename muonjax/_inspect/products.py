@@ -38,7 +38,7 @@ def _dot(walk: Walk, node: Node) -> Sequence[Value]:
     left, right = map(Operand, walk.inputs(node), node.inputs, ranks, sums, batches)
     left.sources = (*left.batch, *left.free, *[None] * len(right.free))
     right.sources = (*right.batch, *[None] * len(left.free), *right.free)
-    left.shape = right.shape = walk.shape(node.outputs[0])
+    left.product_shape = right.product_shape = walk.shape(node.outputs[0])
     return [_multiply(walk, node, left, right)]
 
 
@@ -87,7 +87,9 @@ def _entry_by_entry(walk: Walk, node: Node, left: Operand, right: Operand) -> Va
     repeated = []
     for operand in (left, right):
         old = walk.shape(operand.array)
-        repeated.append(operand.value.repeated(old, operand.sources, operand.shape))
+        repeated.append(
+            operand.value.repeated(old, operand.sources, operand.product_shape)
+        )
     return entrywise(walk, dataclasses.replace(node, name="mul"), repeated)
 
 
@@ -576,7 +578,7 @@ def _ragged(walk: Walk, node: Node) -> Sequence[Value]:
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     batch = (*batch, *numbers.rhs_group_dimensions)
     rows, matrices = _operands(walk, node, summed, batch)
-    rank = len(rows.shape)
+    rank = len(rows.product_shape)
     rows.sources = [None] * rank
     matrices.sources = [None] * (rank - len(matrices.free)) + list(matrices.free)
     return [_by_kernel(walk, node, rows, matrices, NO_KERNEL)]
@@ -585,7 +587,7 @@ def _ragged(walk: Walk, node: Node) -> Sequence[Value]:
 def _operands(
     walk: Walk, node: Node, summed: Sequence[int], batch: Sequence[int]
 ) -> tuple[Operand, Operand]:
-    """The activation and the kernel of a convolution, or of a product of groups of rows, without their `sources`.
+    """The activation and the kernel of a convolution, or of `ragged_dot`, without their `sources`.
 
     `summed` and `batch` are axes of the kernel. For the activation both are empty: the rules of these products use only
     its `sources`, which the caller sets.
@@ -593,7 +595,7 @@ def _operands(
     values, ranks = walk.inputs(node), [len(walk.shape(x)) for x in node.inputs]
     activation = Operand(values[0], node.inputs[0], ranks[0], (), ())
     kernel = Operand(values[1], node.inputs[1], ranks[1], summed, batch)
-    activation.shape = kernel.shape = walk.shape(node.outputs[0])
+    activation.product_shape = kernel.product_shape = walk.shape(node.outputs[0])
     return activation, kernel
 
 

@@ -101,7 +101,11 @@ class QueriesAndKeys:
     def _proposal(
         self, keys: Sequence[Projection], shared: Sequence[_Features]
     ) -> tuple[Span, ...]:
-        """What to scale if these keys take a part of the factor, and the queries the rest.
+        """What to scale if these keys take a part of the factor γ, and the queries the rest.
+
+        "query" and "key" say √γ each, "whole" says γ. In latent attention keys and queries have features "key" and
+        "query", but the rotary features of the queries, `shared`, are "whole". With one key head for all, so are all
+        queries.
 
         Args:
           keys: The projections that give each head keys of its own; none: the queries take the whole factor.

@@ -292,8 +292,9 @@ class Value(NamedTuple):
 class Operand:
     """One operand of a product, an array whose axes are summed over, or batches, or free.
 
-    The product has the batch axes and the free axes of both operands. Whoever makes the operands of a product sets
-    `sources` and `shape` once both are known.
+    The product has the batch axes and the free axes of both operands. In `bqd,bkd->bqk` the left one has the batch axis
+    0, the free axis 1 and the summed axis 2, and `sources` (0, 1, None). Whoever makes the operands of a product sets
+    `sources` and `product_shape` once both are known.
     """
 
     def __init__(
@@ -311,7 +312,7 @@ class Operand:
         )
         # For each axis of the product, the axis of this operand that it comes from, if any.
         self.sources: Sequence[int | None] = ()
-        self.shape: tuple[int, ...] = ()  # of the product
+        self.product_shape: tuple[int, ...] = ()
 
     def is_query(self, keys: Iterable[int]) -> bool:
         """Whether it is the queries of a product whose axes `keys` count keys: they come from the other operand."""
@@ -319,7 +320,7 @@ class Operand:
 
     def along(self, layout: Layout) -> Layout:
         """A layout of this operand, with the axes of the product in place of the operand's."""
-        return layout.pick(tuple(self.sources), self.shape)
+        return layout.pick(tuple(self.sources), self.product_shape)
 
     @property
     def aligned(self) -> Value:

@@ -67,7 +67,9 @@ def map_groups(
     """f of each matrix, compiled once for each group.
 
     Args:
-      f: [*batch, m, n] -> [*batch, m, n], each matrix by itself; f(x.mT) = f(x).mT, and columns of zeros stay zero.
+      f: Its `whole` maps [*batch, m, n] to the same shape, each matrix by itself; f(x.mT) = f(x).mT, and columns of
+      zeros
+        stay zero. Its `in_blocks`, if it has one, does so for `Blocks`.
       matrices: Matrices of any sizes.
       policy: The policy for the device.
 
@@ -89,7 +91,8 @@ def map_groups(
         parts = [matrices[i] for i in indices]
         if policy.one_stack_at_a_time and previous is not None:
             # XLA keeps a stack in memory until its results are cut out of it and cast. The barrier makes the next stack
-            # come after that; without it XLA's scheduler for GPUs keeps several stacks at once.
+            # come after that of the last result, which is cut out with the others; without it XLA's scheduler for GPUs
+            # keeps several stacks at once.
             waiting = parts, results[previous]
             parts, results[previous] = jax.lax.optimization_barrier(waiting)
         outputs = _map_stack(f, parts, policy)

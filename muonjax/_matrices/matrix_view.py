@@ -134,6 +134,8 @@ def matrix_pieces(
 ) -> Pieces:
     """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order.
 
+    A fused kernel [64, 128] of queries with 64 columns, and of keys and values with 32 each, is three pieces.
+
     `numbers` may be `Pieces`, which an optimizer has found for such trees already. Errors begin with `call`; a caller
     that gives none has an `errors_of` around it, whose call they name.
     """
@@ -145,7 +147,7 @@ def matrix_pieces(
         pieces = Pieces(treedef)
         for i, (path, leaf) in enumerate(leaves):
             entry = entries[i]
-            if entry is None:
+            if entry is None:  # no matrix
                 continue
             # The leaf as errors name it; a tree may be one array.
             name = jax.tree_util.keystr(path, simple=True, separator="/")
