@@ -168,7 +168,8 @@ def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
     """The operands of ``alpha·X Yᵀ + beta·C``, or ValueError where shapes or dtypes don't fit."""
-    x, y, c = (None if value is None else jnp.asarray(value) for value in (x, y, c))
+    x = jnp.asarray(x)
+    y, c = (None if value is None else jnp.asarray(value) for value in (y, c))
     if x.ndim < 2:
         raise ValueError(
             f"symmetric_product(x) needs a matrix [*batch, m, k], got shape {x.shape}."

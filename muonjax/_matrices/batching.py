@@ -68,8 +68,7 @@ def map_groups(
 
     Args:
       f: Its `whole` maps [*batch, m, n] to the same shape, each matrix by itself; f(x.mT) = f(x).mT, and columns of
-      zeros
-        stay zero. Its `in_blocks`, if it has one, does so for `Blocks`.
+        zeros stay zero. Its `in_blocks`, if it has one, does so for `Blocks`.
       matrices: Matrices of any sizes.
       policy: The policy for the device.
 
