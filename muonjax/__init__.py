@@ -21,9 +21,9 @@ from muonjax._mesh.distribution import Distribution as Distribution
 from muonjax._mesh.host_memory import offload as offload
 from muonjax._mesh.state_shardings import state_shardings as state_shardings
 from muonjax._msign.mcsgn import mcsgn as mcsgn
-from muonjax._msign.mcsgn import sylvester as sylvester
 from muonjax._msign.msign import msign as msign
-from muonjax._names.dimension_numbers import dimension_numbers as dimension_numbers
+from muonjax._msign.sylvester import sylvester as sylvester
+from muonjax._names.routes import dimension_numbers as dimension_numbers
 from muonjax._names.tabulate import tabulate as tabulate
 from muonjax._newton_schulz.coefficients import JORDAN as JORDAN
 from muonjax._newton_schulz.coefficients import YOU as YOU

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from muonjax import MuonDimensionNumbers, NewtonSchulz, __version__, muon, newton_schulz
-from muonjax._common.policy import policy_of
+from muonjax._common.platform_policy import policy_of
 from pallas_kernels import symmetric_product
 from pallas_kernels._symmetric_product import IMPLEMENTATIONS
 

@@ -34,12 +34,12 @@ from muonjax._common.linalg import (
     square_norm,
     sum_over,
 )
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
+from muonjax._common.power_of_two_scale import power_of_two_scale
 from muonjax._matrices.batching import Function
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
-from muonjax._newton_schulz.full_precision import power_of_two_scale
 from muonjax._optimizers.partition import check_program, partition_by_route
 from muonjax._transforms.orthogonalize import map_matrices, match_rms
 

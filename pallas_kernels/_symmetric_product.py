@@ -11,7 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_kernels import _hopper_support, _xla
-from pallas_kernels._platform import platform_of
+from pallas_kernels._platform_of import platform_of
 from pallas_kernels._xla import Operands
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels._platform import numbers_from_loop
+from pallas_kernels._xla_workarounds import numbers_from_loop
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact

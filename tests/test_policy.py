@@ -16,9 +16,9 @@ from jax.sharding import (
 from jax.sharding import PartitionSpec as P
 
 import muonjax
-from muonjax._common.policy import Policy, policy_of
+from muonjax._common.platform_policy import Policy, policy_of
 from pallas_kernels import symmetric_product
-from pallas_kernels._platform import kind_of, platform_of
+from pallas_kernels._platform_of import kind_of, platform_of
 from tests.tools.products import equations
 
 KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5 lite", "cpu": "cpu"}

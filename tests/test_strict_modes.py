@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import muonjax
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
 from tests.tools.oracles import queries_and_keys
 from tests.tools.tiers import quick

@@ -38,7 +38,7 @@ from benchmarks.common import (
     momentum,
     roofline,
 )
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from pallas_kernels import symmetric_product
 
 # The names of `jax.Device.device_kind` for which the roofline of an H100 holds.

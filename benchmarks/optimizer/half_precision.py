@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from benchmarks.common import measure, momentum
 from benchmarks.common.accelerator_model import optax_matrix
 from muonjax import NewtonSchulz
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
 
 PRESETS = {"fast": NewtonSchulz.fast(), "balanced": NewtonSchulz.balanced()}

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.common import measure
 from pallas_kernels import symmetric_product
-from pallas_kernels._platform import platform_of
+from pallas_kernels._platform_of import platform_of
 from pallas_kernels._symmetric_product import _choose
 
 SHAPES = [

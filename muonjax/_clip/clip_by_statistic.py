@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from muonjax._clip.match_statistics import larger, largest_of_devices, match_statistics
 from muonjax._clip.place_sites import Modules, place_sites
 from muonjax._clip.site import PlacedSite, Site
-from muonjax._clip.statistics import larger, largest_of_devices, match_statistics
 from muonjax._common.arguments import (
     check_order,
     errors_of,

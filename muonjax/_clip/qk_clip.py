@@ -12,10 +12,10 @@ from muonjax._clip.clip_by_statistic import (
     parameter_factors,
     scaled_leaves,
 )
+from muonjax._clip.match_statistics import match_statistics
 from muonjax._clip.place_sites import Modules
 from muonjax._clip.scaled_entries import PlacedScale
 from muonjax._clip.site import PlacedSite, Sites, as_sites
-from muonjax._clip.statistics import match_statistics
 from muonjax._common.arguments import check_range, errors_of
 
 _USUAL = "; Kimi K2 used 100."

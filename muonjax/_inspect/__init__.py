@@ -6,17 +6,17 @@ for each primitive. It keeps for each array a `Value`:
 
 - **views**: the parameters that the array is made of, each with a `layout`: for each axis of the parameter the
   position of every entry, an array of NumPy's that a reshape, a slice or a transpose moves as it moves the entries
-  (`moves.moved_by`, which moves the tables of the certificate too).
+  (`move_rules.moved_by`, which moves the tables of the certificate too).
 - **projections**: the products with parameters that the array comes from, again with a layout: which columns are
   where. A projection is linear in its parameter until a nonlinear operation takes it.
-- **logits**: a product of two projections, up to the maximum and the exponential of its softmax (`softmax`); which
-  arrays added to them are masks say the numbers that these may hold (`masks`).
+- **logits**: a product of two projections, up to the maximum and the exponential of its softmax (`logit_rules`); which
+  arrays added to them are masks say the numbers that these may hold (`masks_or_biases`).
 - what it depends on at all: data, random numbers, parameters, products.
 
-The rules (of `moves`, `entrywise`, `reductions` and `products`; their table is in `rules`) record in
-`walk` what is done with each parameter: a use as a product with its rows, columns and batch, a look-up, a sum.
-Columns of one product that different operations take are parts: so a fused query-key-value kernel is three
-matrices. An operation without a rule makes what it touches unknown.
+The rules (of `move_rules`, `entrywise_rules`, `reduction_rules` and `product_rules`; their table is in `rules`) record
+in `records` what is done with each parameter: a use as a product with its rows, columns and batch, a look-up, a sum.
+Columns of one product that different operations take are parts: so a fused query-key-value kernel is three matrices. An
+operation without a rule makes what it touches unknown.
 
 The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, reshaped to [batch, length, 8, 16]:
 
@@ -41,30 +41,30 @@ From these records follow two answers:
 - `decisions`: for each parameter its axes as a matrix (`matrix_axes`), or AdamW with the line that says why, such as an
   output head (`product_destination`), or a refusal that names two uses that contradict each other. Only a parameter
   that an unknown operation takes is left to names.
-- `attention`: for each product of queries and keys of which a softmax reads values, the runs of the parameters that
-  a clip has to scale, and where its logits are. These are proposals, queries and keys before queries alone: whether a
-  clip scales these logits and nothing else is for the certificate to say. A product whose exponentials read values
-  and that can't be followed is listed and refused with its line; so no attention is missed silently.
+- `clippable_attention`: for each product of queries and keys of which a softmax reads values, the runs of the
+  parameters that a clip has to scale, and where its logits are. These are proposals, queries and keys before queries
+  alone: whether a clip scales these logits and nothing else is for the certificate to say. A product whose exponentials
+  read values and that can't be followed is listed and refused with its line; so no attention is missed silently.
 
 `certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
 the factors through every operation that a clip changes: the logits of each head must get exactly their factor, and
 no scalar that the function returns may change (an array may, such as a returned parameter). It ends at the logits:
-that nothing but their softmax reads them is for `attention` to check. It trusts no layout and
-no projection, so a mistake in them costs a refusal. One thing it does not see, and `attention` refuses: heads of one
-kernel each that are put together.
+that nothing but their softmax reads them is for `clippable_attention` to check. It trusts no layout and no projection,
+so a mistake in them costs a refusal. One thing it does not see, and `clippable_attention` refuses: heads of one kernel
+each that are put together.
 
 `measure` runs the function with its largest logits as further results, and is otherwise the function to the bit;
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
-A new primitive often needs one word: in `_ENTRYWISE` (`entrywise`) if it works entry by entry (an exponential also in
-`softmax.EXPONENTIALS`, or an attention would be missed, and a root or a power in `softmax._ROOTS` or `_POWERS`), in
-`SAME` (`moves`) if it moves nothing, in `_MIXES` (`rules`) if it mixes columns, in `_ENTERED`
-(`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`); these others
-need rules, and are not rewritten again: no split, squeeze, pad or neg. One that moves the entries of one operand has
-a case in `moves.moved_by`, which the certificate uses too, and its name at `moves._one_operand`; if a mask may pass
-it, also in `possible_numbers._MOVES`. Otherwise write a function (walk, node) -> values under `@rule("its name")`:
-`walk.inputs(node)` has the values of the operands, `node.params` the equation's parameters.
-Return `unknown(walk, node)` for settings that you do not handle. If it has several operands and a
+A new primitive often needs one word: in `_ENTRYWISE` (`entrywise_rules`) if it works entry by entry (an exponential
+also in `logit_rules.EXPONENTIALS`, or an attention would be missed, and a root or a power in `logit_rules._ROOTS` or
+`_POWERS`), in `SAME` (`move_rules`) if it moves nothing, in `_MIXES` (`rules`) if it mixes columns, in `_ENTERED`
+(`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`); these others need
+rules, and are not rewritten again: no split, squeeze, pad or neg. One that moves the entries of one operand has a case
+in `move_rules.moved_by`, which the certificate uses too, and its name at `move_rules._one_operand`; if a mask may pass
+it, also in `possible_numbers._MOVES`. Otherwise write a function (records, node) -> values under `@rule("its name")`:
+`records.inputs(node)` has the values of the operands, `node.params` the equation's parameters.
+Return `unknown(records, node)` for settings that you do not handle. If it has several operands and a
 clip may pass it, the certificate needs its own line. Tests: a program in `tests/inspect/hostile_programs.py`, and in
 `attention_programs.py` if a clip may pass it.
 """

@@ -27,8 +27,9 @@ import numpy as np
 
 from muonjax._clip.scaled_entries import runs_of
 from muonjax._inspect.graph import Node
+from muonjax._inspect.layouts import MOST, NotFollowed, other_axes
 from muonjax._inspect.measure import Probe
-from muonjax._inspect.moves import (
+from muonjax._inspect.move_rules import (
     RESIZED,
     SAME,
     axes_after,
@@ -36,10 +37,9 @@ from muonjax._inspect.moves import (
     reshaped,
     rounds_coarsely,
 )
-from muonjax._inspect.positions import MOST, NotFollowed, other_axes
 from muonjax._inspect.possible_numbers import MASKED
+from muonjax._inspect.records import Records
 from muonjax._inspect.values import CHOICES
-from muonjax._inspect.walk import Walk
 
 # [3, *loops, *axes of the array]: logarithms, first positions and last positions.
 Table: TypeAlias = np.ndarray
@@ -111,9 +111,11 @@ def _compact(table: Table | None) -> Table | None:
 class Certificate:
     """One pass over the operations that a clip changes, up to the logits."""
 
-    def __init__(self, walk: Walk, probes: Sequence[Probe], logits: Sequence[int]):
+    def __init__(
+        self, records: Records, probes: Sequence[Probe], logits: Sequence[int]
+    ):
         """`logits` are the values where softmax takes over, as the `probes` measure them."""
-        self.walk, self.graph, self.logits = walk, walk.graph, logits
+        self.records, self.graph, self.logits = records, records.graph, logits
         # After its first axis, of three, a table has an axis for each scan around the logits. An array inside of a scan
         # over four layers has a table [3, 4, *axes], which says what the clip does to it in each of them. These are the
         # places of the scans' bodies.
@@ -170,7 +172,7 @@ class Certificate:
         A kernel [64, 2, 16] has two layers along axis 1, `stack` (1,), and four heads along the last axis, -1 of a
         layer. With `logs` [2 layers, 4 heads] the table is [3, 1, 2, 16]. The positions of head h begin at h 2^20.
         """
-        shape = self.walk.shapes[leaf]
+        shape = self.records.shapes[leaf]
         axes_of_layer = np.array(other_axes(len(shape), stack))
         order = [*stack, *axes_of_layer[list(scale.axes)]]  # (1, 2) in the example
         sizes = np.array(shape)[order]
@@ -217,7 +219,7 @@ class Certificate:
                 pending.update(graph.readers[value])
         # An array may be returned with the clip's factors, as a parameter is; a loss may not.
         for value in graph.outputs:
-            if value in self.tables and self.walk.shape(value) == ():
+            if value in self.tables and self.records.shape(value) == ():
                 # A parameter of one number has no producer: the first operation stands for it.
                 return graph.producer.get(value, 0)
         return None
@@ -231,24 +233,24 @@ class Certificate:
             table = self.tables[value]
             is_scalar = table.ndim == self.first
             return table.reshape(*table.shape, *[1] * rank) if is_scalar else table
-        known = self.walk.known(value)
+        known = self.records.known(value)
         is_zero = False
         if known is not None and np.ndim(known) == 0:
             is_zero = known == 0 or known <= least
         # One entry for the array, with the axes that it has, or the other operand has.
-        rank = len(self.walk.shape(value)) or rank
+        rank = len(self.records.shape(value)) or rank
         shape = (3, *[1] * (len(self.loops) + rank))
         return np.reshape(_ZERO if is_zero else _UNTOUCHED, shape)
 
     def _followed(self, node: Node) -> Sequence[Table | None]:
         """The tables of the results of an operation, None where nothing changes."""
-        walk, name = self.walk, node.name
+        records, name = self.records, node.name
         touched = [x for x in node.inputs if x in self.tables]
         self._check_loops(node, touched)
         # The logits less their maximum, one number per query: softmax changes as the clip wants it, and what follows is
         # not looked at. A clip changes the maximum where `jax.nn.softmax` masks the logits once more for it (`where`).
         if name == "sub" and node.inputs[0] in self.logits:
-            subtracted = walk.values[node.inputs[1]].logits
+            subtracted = records.values[node.inputs[1]].logits
             if any(x.stage == "per query" for x in subtracted):
                 return [None]
         if name == "dot_general":
@@ -286,9 +288,9 @@ class Certificate:
                 raise NotFollowed
         # What a mask puts in the place of logits, `MASKED` or less, counts as zero: softmax gives it no weight, so that
         # it fits every factor.
-        is_mask = node.name == "select_n" and self.walk.values[out].logits
+        is_mask = node.name == "select_n" and self.records.values[out].logits
         least = MASKED if is_mask else -np.inf
-        rank = len(self.walk.shape(out))
+        rank = len(self.records.shape(out))
         tables = [self._table(x, rank, least) for x in inputs]
         if node.name in ("mul", "div"):
             left, right = tables
@@ -305,7 +307,7 @@ class Certificate:
         shape = list(np.broadcast_shapes(*firsts))
         full = []
         for table, x in zip(tables, node.inputs, strict=True):
-            shape[axis] = self.walk.shape(x)[dimension]
+            shape[axis] = self.records.shape(x)[dimension]
             full.append(np.broadcast_to(table, shape))
         return np.concatenate(full, axis)
 
@@ -329,7 +331,7 @@ class Certificate:
         self, value: int, batch: Sequence[int], summed: Sequence[int]
     ) -> Table:
         """The table of an operand with its axes in another order, [3, *loops, *batch, *free, *summed]."""
-        free = other_axes(len(self.walk.shape(value)), (*summed, *batch))
+        free = other_axes(len(self.records.shape(value)), (*summed, *batch))
         table = self._table(value, 0)
         # Zeros, as of padded queries or of a further key, take the factor of the other entries.
         free_axes = axes_after(self.first, free)
@@ -347,10 +349,10 @@ class Certificate:
         if name == "conv_general_dilated":
             return self._by_kernel(node, table)
         if name not in _KEEPS_TABLE:
-            return moved_by(self.walk, node, table)
+            return moved_by(self.records, node, table)
         # A cast to whole numbers, or to very few digits: rounding f x gives other numbers than f times the rounded x.
         is_float = self.graph.is_float(node.outputs[0])
-        if not is_float or rounds_coarsely(self.walk, node):
+        if not is_float or rounds_coarsely(self.records, node):
             raise NotFollowed
         old, new = self.graph.shapes(node)
         # An untiled `all_gather` adds an axis that counts devices.
@@ -401,7 +403,7 @@ class Certificate:
         if value not in self.at:
             return None
         try:
-            old, new = self.walk.shape(value), self.walk.shape(seen)
+            old, new = self.records.shape(value), self.records.shape(seen)
             table = reshaped(self.at[value], old, new)
         except NotFollowed:
             return None

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from muonjax._inspect.matrix_axes import Contradiction, matrices_of
 from muonjax._inspect.possible_numbers import numbers_in
 from muonjax._inspect.product_destination import Ends
+from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
     OF_PRODUCTS,
     PARAMETER,
@@ -19,7 +20,6 @@ from muonjax._inspect.values import (
     Use,
     grouped,
 )
-from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import DimensionNumbers
 
 _TABLE = (
@@ -43,22 +43,27 @@ class Decision(NamedTuple):
     doubt: str = ""
 
 
-def decide(walk: Walk, is_loss: bool) -> list[Decision]:
+def decide(records: Records, is_loss: bool) -> list[Decision]:
     """One decision for each parameter."""
-    decider = _Decider(walk, is_loss)
-    uses = [use for use in walk.uses.records.values() if use.node in walk.graph.trained]
+    decider = _Decider(records, is_loss)
+    uses = [
+        use
+        for use in records.uses.by_operation.values()
+        if use.node in records.graph.trained
+    ]
     by_leaf = grouped((use.view.leaf, use) for use in uses)
     return [
-        decider.decide(leaf, by_leaf.get(leaf, [])) for leaf in range(len(walk.shapes))
+        decider.decide(leaf, by_leaf.get(leaf, []))
+        for leaf in range(len(records.shapes))
     ]
 
 
 class _Decider:
     """Decides on the parameters of one function, a loss or a model."""
 
-    def __init__(self, walk: Walk, is_loss: bool):
-        self.walk, self.graph, self.is_loss = walk, walk.graph, is_loss
-        self.ends = Ends(walk)
+    def __init__(self, records: Records, is_loss: bool):
+        self.records, self.graph, self.is_loss = records, records.graph, is_loss
+        self.ends = Ends(records)
 
     def decide(self, leaf: int, uses: list[Use]) -> Decision:
         """The decision on a parameter with these uses, by the cases at the top of this file."""
@@ -89,7 +94,7 @@ class _Decider:
 
     def _without_scales(self, leaf: int, uses: list[Use]) -> list[Use]:
         """The uses without products that only make a factor of the parameter, as a spectral norm does."""
-        scales = self.walk.uses.scales[leaf]
+        scales = self.records.uses.scales[leaf]
         others = []
         for use in uses:
             if use.kind != "product" or not use.product.bit & scales:
@@ -152,7 +157,7 @@ class _Decider:
                 "an embedding of patches, windows that do not overlap", first
             )
         try:
-            numbers, per_head, why = matrices_of(self.walk, leaf, matrices)
+            numbers, per_head, why = matrices_of(self.records, leaf, matrices)
         except Contradiction as problem:
             # A table may be used in several ways, as that of positions in images of two sizes.
             if self._is_table(matrices):
@@ -185,7 +190,8 @@ class _Decider:
     def _cuts_patches(self, use: Use) -> bool:
         """Whether a product takes windows of the model's input, and not of features."""
         return (
-            use.is_patch and self.walk.values[use.activation].depends_on < OF_PRODUCTS
+            use.is_patch
+            and self.records.values[use.activation].depends_on < OF_PRODUCTS
         )
 
     def _is_table(self, uses: list[Use]) -> bool:
@@ -194,7 +200,7 @@ class _Decider:
         So is a table of positions that is resized, or one of coefficients of fixed functions.
         """
         activations = [use.activation for use in uses]
-        if any(self.walk.values[x].depends_on & PARAMETER for x in activations):
+        if any(self.records.values[x].depends_on & PARAMETER for x in activations):
             return False
         return bool(self.graph.arguments) and not self.graph.data_before(activations)
 

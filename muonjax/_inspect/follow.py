@@ -1,6 +1,6 @@
 """Follow every parameter through a function, operation by operation.
 
-The rules are in `entrywise`, `reductions`, `moves` and `products`.
+The rules are in `entrywise_rules`, `reduction_rules`, `move_rules` and `products`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from muonjax._inspect import moves, products, reductions  # noqa: F401  they fill RULES
-from muonjax._inspect.entrywise import FOLDED
+from muonjax._inspect import move_rules, product_rules, reduction_rules  # noqa: F401  they fill RULES
+from muonjax._inspect.entrywise_rules import FOLDED
 from muonjax._inspect.graph import Graph, Loop, Node
+from muonjax._inspect.records import Records
 from muonjax._inspect.rules import RULES, unknown
 from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
 from muonjax._inspect.versions import Body
-from muonjax._inspect.walk import Walk
 
 
 @contextlib.contextmanager
@@ -34,76 +34,76 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def follow(body: Body, parameters: range, given: Sequence[Any] = ()) -> Walk:
+def follow(body: Body, parameters: range, given: Sequence[Any] = ()) -> Records:
     """What one pass over the operations of a jaxpr finds out about these of its inputs.
 
     `given` as in `Graph`.
     """
-    walk = Walk(Graph(body, parameters, given))
-    _follow(walk, 0, len(walk.nodes))
-    return walk
+    records = Records(Graph(body, parameters, given))
+    _follow(records, 0, len(records.nodes))
+    return records
 
 
-def _follow(walk: Walk, first: int, last: int) -> None:
+def _follow(records: Records, first: int, last: int) -> None:
     """Applies its rule to every live operation in nodes[first:last]; follows loops."""
     i = first
     while i < last:
-        loop = walk.graph.loops.get(i)
+        loop = records.graph.loops.get(i)
         if loop is not None:
-            _follow_loop(walk, loop)
+            _follow_loop(records, loop)
             i = loop.last
             continue
-        if i in walk.graph.live:
-            _apply(walk, walk.nodes[i])
+        if i in records.graph.live:
+            _apply(records, records.nodes[i])
         i += 1
 
 
-def _follow_loop(walk: Walk, loop: Loop) -> None:
+def _follow_loop(records: Records, loop: Loop) -> None:
     """Follows the body of a loop again and again, until nothing new is known of what it carries.
 
     At first each carried value is what enters the loop; after a round it is also what the body gives.
     """
     body = range(loop.carries.stop, loop.last)
-    carries = [walk.nodes[i] for i in loop.carries if i in walk.graph.live]
-    carried = [_at_start(walk, carry) for carry in carries]
+    carries = [records.nodes[i] for i in loop.carries if i in records.graph.live]
+    carried = [_at_start(records, carry) for carry in carries]
     # A round only adds dependencies. They go on by at least one carried value in each round, as in `a, b = x, a`, so
     # that a round without a new one comes soon.
     for _ in range(len(carries) + 3):
-        walk.forget(body)  # what a round recorded that knew less
+        records.forget(body)  # what a round recorded that knew less
         for carry, value in zip(carries, carried, strict=True):
-            walk.values[carry.outputs[0]] = value
-        _follow(walk, body.start, body.stop)
-        before, carried = carried, [_after_round(walk, carry) for carry in carries]
+            records.values[carry.outputs[0]] = value
+        _follow(records, body.start, body.stop)
+        before, carried = carried, [_after_round(records, carry) for carry in carries]
         if carried == before:
             break
-    takes_gradients = any(walk.nodes[i].gradient_pass == "backward" for i in body)
+    takes_gradients = any(records.nodes[i].gradient_pass == "backward" for i in body)
     for carry, value in zip(carries, carried, strict=True):
-        start = walk.values[carry.inputs[0]]
+        start = records.values[carry.inputs[0]]
         # The loop changes what entered as a parameter. If it takes gradients, an optimizer in it may train a matrix,
         # which is left to names. All others are initial states, as of an RNN, and no matrices.
         if start.is_weight and not value.is_weight:
             kind = "unknown" if takes_gradients else "other"
-            walk.record_views(
+            records.record_views(
                 carry, "the start of a loop that changes it", [start], kind
             )
 
 
-def _at_start(walk: Walk, carry: Node) -> Value:
+def _at_start(records: Records, carry: Node) -> Value:
     """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
-    value = walk.values[carry.inputs[0]]
+    value = records.values[carry.inputs[0]]
     return value if value.is_weight else dependent([value])
 
 
-def _after_round(walk: Walk, carry: Node) -> Value:
+def _after_round(records: Records, carry: Node) -> Value:
     """What a loop carries after one more round; its body is followed again until this does not change any more.
 
     A parameter that the body hands on as it is stays one. All else is known only by what it depends on.
     """
     # What was there before the loop, at the end of this round, and before this round.
-    start, end = walk.inputs(carry)
-    value = walk.values[carry.outputs[0]]
+    start, end = records.inputs(carry)
+    value = records.values[carry.outputs[0]]
     # Projections are not followed from round to round: what they are of counts as taken together.
-    walk.record_parts((*start.projections, *end.projections))
+    records.record_parts((*start.projections, *end.projections))
     if (
         start.is_weight
         and end.views == start.views
@@ -117,20 +117,20 @@ def _after_round(walk: Walk, carry: Node) -> Value:
     return after._replace(depends_on=without_products | start.depends_on)
 
 
-def _apply(walk: Walk, node: Node) -> None:
+def _apply(records: Records, node: Node) -> None:
     """Applies the rule of an operation, and keeps the values of its results."""
     if node.name in FOLDED:
-        _fold(walk, node)
-    results = RULES.get(node.name, unknown)(walk, node)
+        _fold(records, node)
+    results = RULES.get(node.name, unknown)(records, node)
     for output, value in zip(node.outputs, results, strict=True):
-        if not walk.graph.is_followed(output):  # an index, as of an argmax
+        if not records.graph.is_followed(output):  # an index, as of an argmax
             value = value._replace(projections=(), logits=())
-        walk.values[output] = value
+        records.values[output] = value
 
 
-def _fold(walk: Walk, node: Node) -> None:
+def _fold(records: Records, node: Node) -> None:
     """Computes an operation on numbers of the program, if each is one number or as many as the result has."""
-    operands = [walk.known(x) for x in node.inputs]
-    size = math.prod(walk.shape(node.outputs[0]))
+    operands = [records.known(x) for x in node.inputs]
+    size = math.prod(records.shape(node.outputs[0]))
     if all(x is not None and np.size(x) in (1, size) for x in operands):
-        walk.graph.known[node.outputs[0]] = FOLDED[node.name](*operands)
+        records.graph.known[node.outputs[0]] = FOLDED[node.name](*operands)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._inspect.positions import Layout, Region, Run, sums
+from muonjax._inspect.layouts import Layout, Region, Run, sums
+from muonjax._inspect.records import Records
 from muonjax._inspect.values import Use
-from muonjax._inspect.walk import Walk
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
@@ -57,23 +57,25 @@ class _Form(NamedTuple):
         return f"multiplied along {'axis' if len(self.rows) == 1 else 'axes'} {axes}{parts}"
 
 
-def matrices_of(walk: Walk, leaf: int, uses: Sequence[Use]) -> Matrices:
+def matrices_of(records: Records, leaf: int, uses: Sequence[Use]) -> Matrices:
     """The matrices that all of these products, at least one, agree on.
 
     Raises:
       Contradiction: They do not agree, or one of them has no such axes.
     """
-    shape = walk.shapes[leaf]
+    shape = records.shapes[leaf]
     # The backward pass of an inner gradient multiplies by the same matrix, perhaps part by part.
-    forward = [use for use in uses if walk.nodes[use.node].gradient_pass != "backward"]
+    forward = [
+        use for use in uses if records.nodes[use.node].gradient_pass != "backward"
+    ]
     uses = forward or uses
     forms: dict[_Form, Use] = {}
     for use in uses:
-        form = _form(walk, leaf, use)
+        form = _form(records, leaf, use)
         # A tied matrix, x @ w and y @ w.T, is orthogonalized the same either way.
         if form.transposed not in forms:
             forms.setdefault(form, use)
-    lines = [f"{form} in {walk.graph.line(use.node)}" for form, use in forms.items()]
+    lines = [f"{form} in {records.graph.line(use.node)}" for form, use in forms.items()]
     if len(forms) > 1:
         raise Contradiction(f"{lines[0]}, but {lines[1]}")
     ((form, use),) = forms.items()
@@ -88,21 +90,21 @@ def matrices_of(walk: Walk, leaf: int, uses: Sequence[Use]) -> Matrices:
                 heads.add((run, region))
     numbers = _numbers(form)
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
-    return Matrices(numbers, per_head, f"{form}: {walk.graph.line(use.node)}")
+    return Matrices(numbers, per_head, f"{form}: {records.graph.line(use.node)}")
 
 
 def _axes(runs: Iterable[Run]) -> frozenset[int]:
     return frozenset(run.axis for run in runs)
 
 
-def _form(walk: Walk, leaf: int, use: Use) -> _Form:
+def _form(records: Records, leaf: int, use: Use) -> _Form:
     """Rows and columns of a parameter in one product, and how its columns are cut.
 
     x @ w with w [64, 192], of which three operations take 64 columns each, is a form with rows {0}, columns {1} and
     _Cut(axis=1, sizes=(64, 64, 64)).
     """
-    product, shape = use.product, walk.shapes[leaf]
-    row_axes, column_axes = _rows_and_columns(walk, leaf, use)
+    product, shape = use.product, records.shapes[leaf]
+    row_axes, column_axes = _rows_and_columns(records, leaf, use)
     form = _Form(row_axes, column_axes)
     # A convolution by groups has a matrix for each, of as many output features: its kernel has one axis of columns.
     if use.groups > 1:
@@ -118,7 +120,7 @@ def _form(walk: Walk, leaf: int, use: Use) -> _Form:
 
 
 def _rows_and_columns(
-    walk: Walk, leaf: int, use: Use
+    records: Records, leaf: int, use: Use
 ) -> tuple[frozenset[int], frozenset[int]]:
     """The axes of a parameter that are rows in one product, and those that are columns; all others count matrices.
 
@@ -128,7 +130,7 @@ def _rows_and_columns(
       Contradiction: An axis would be two of these.
     """
     # `rows`, `columns` and `batch` are runs, of which one axis may have several.
-    product, line = use.product, walk.graph.line(use.node)
+    product, line = use.product, records.graph.line(use.node)
     rows, columns = set(use.rows), set(use.columns)
     # A loop in an order that is not followed has a run along no axis, -1.
     batch = {run for run in use.batch if run.axis >= 0}
@@ -141,7 +143,7 @@ def _rows_and_columns(
     if experts == columns:
         experts = set()
     # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over.
-    slices = walk.uses.summed_slices[leaf]
+    slices = records.uses.summed_slices[leaf]
     row_axes = _axes(rows | summed) | slices
     column_axes = _axes(columns - experts)
     batch_axes = _axes((batch - summed) | experts) - slices

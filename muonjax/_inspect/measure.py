@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from muonjax._inspect import versions
 from muonjax._inspect.graph import Step
-from muonjax._inspect.positions import other_axes
+from muonjax._inspect.layouts import other_axes
 from muonjax._inspect.versions import Body, opened
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from muonjax._inspect.graph import PRODUCTS
-from muonjax._inspect.softmax import EXPONENTIALS
+from muonjax._inspect.logit_rules import EXPONENTIALS
+from muonjax._inspect.records import Records
 from muonjax._inspect.values import Use
-from muonjax._inspect.walk import Walk
 
 # What the result of a product reaches without another product on the way. "frozen layer": only matrices that do not
 # train, perhaps a transform of the outputs. "inner gradient": only a gradient that the function takes by itself.
@@ -32,16 +32,16 @@ class Ends:
       unknown_after: By value, an operation without a rule that a path leads to; it may be a product.
     """
 
-    def __init__(self, walk: Walk):
-        graph = self.graph = walk.graph
-        self.read_by_labels = walk.uses.read_by_labels
+    def __init__(self, records: Records):
+        graph = self.graph = records.graph
+        self.read_by_labels = records.uses.read_by_labels
         # Operations, by their numbers.
         backward = {
             i for i in graph.trained if graph.nodes[i].gradient_pass == "backward"
         }
         self.trained = graph.trained - backward
-        products = walk.layers.products & self.trained
-        frozen = walk.layers.frozen & self.trained
+        products = records.layers.products & self.trained
+        frozen = records.layers.frozen & self.trained
         self.products = products | frozen
         # The values from which a path leads to these operations.
         self.to_products = self._values_before(products)
@@ -54,7 +54,7 @@ class Ends:
         )
         # A value may come before several operations without a rule: the last of them counts.
         self.unknown_after: dict[int, int] = {}
-        for i in sorted(walk.layers.without_rule):
+        for i in sorted(records.layers.without_rule):
             self.unknown_after |= dict.fromkeys(self._values_before([i]), i)
 
     def destination(self, use: Use) -> Destination:

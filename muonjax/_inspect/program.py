@@ -15,22 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from muonjax._clip.match_statistics import larger
 from muonjax._clip.place_sites import module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.site import Site
-from muonjax._clip.statistics import larger
 from muonjax._common.arguments import warn_user
 from muonjax._common.model_registry import as_function_of_parameters, is_model
 from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
-from muonjax._inspect.attention import Call, attentions
+from muonjax._inspect.clippable_attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow, no_collection
 from muonjax._inspect.measure import run
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.proposals import Span
-from muonjax._inspect.walk import Walk
+from muonjax._inspect.records import Records
 from muonjax._matrices.matrix_view import DimensionNumbersTree
-from muonjax._names.dimension_numbers import numbers_tree, routes
+from muonjax._names.routes import numbers_tree, routes
 
 
 class Attention(NamedTuple):
@@ -328,9 +328,9 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     # Leaves and decisions come in the order of the tree.
     paths = list(flatten_paths(params))
     with no_collection():
-        walk = follow(closed, range(len(jax.tree.leaves(params))))
-        decisions = dict(zip(paths, decide(walk, is_loss), strict=True))
-        attentions = _attentions(walk, paths)
+        records = follow(closed, range(len(jax.tree.leaves(params))))
+        decisions = dict(zip(paths, decide(records, is_loss), strict=True))
+        attentions = _attentions(records, paths)
     _check_uses(call, decisions)
     _warn_of_masks(call, attentions)
     shapes = jax.tree.map(_shape, params)
@@ -515,9 +515,9 @@ def _clippable(
         candidates.insert(0, (range(stop), arguments))
     named, is_used = [], False
     for inputs, tree in candidates:
-        walk = follow(closed, inputs, given)
-        named = _attentions(walk, list(flatten_paths(tree)))
-        is_used = is_used or bool(walk.uses.records)
+        records = follow(closed, inputs, given)
+        named = _attentions(records, list(flatten_paths(tree)))
+        is_used = is_used or bool(records.uses.by_operation)
         clippable = [(a.name, calls) for a, calls in named if a.site is not None]
         if clippable:
             return clippable
@@ -545,17 +545,19 @@ def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueE
     return ValueError(f"{call}{why}. Use {instead}.")
 
 
-def _attentions(walk: Walk, paths: Sequence[str]) -> list[tuple[Attention, list[Call]]]:
+def _attentions(
+    records: Records, paths: Sequence[str]
+) -> list[tuple[Attention, list[Call]]]:
     """The attentions of a program, with name and site, each with its calls.
 
     An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by its module,
     "block_0/attn". If several attentions share a module, each is named by its queries, "block_0/attn/q".
 
     Args:
-      walk: The program.
+      records: The program.
       paths: The paths of its parameters.
     """
-    groups = attentions(walk)
+    groups = attentions(records)
     # For each attention the smallest module that has the parameters of its queries and keys.
     modules = []
     for calls in groups:

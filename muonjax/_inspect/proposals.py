@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muonjax._clip.scaled_entries import Scale, first_positions
-from muonjax._inspect.positions import HOLE, UNORDERED, Layout, Run, other_axes
+from muonjax._inspect.layouts import HOLE, UNORDERED, Layout, Run, other_axes
+from muonjax._inspect.records import Records
 from muonjax._inspect.values import PARAMETER, Operand, Projection
-from muonjax._inspect.walk import Walk
 
 
 class Span(NamedTuple):
@@ -74,10 +74,10 @@ class _Features(NamedTuple):
 class QueriesAndKeys:
     """The two operands of one product of queries and keys."""
 
-    def __init__(self, walk: Walk, product: int, normalized: frozenset[int]):
+    def __init__(self, records: Records, product: int, normalized: frozenset[int]):
         """`normalized`: the axes of the product that count keys."""
-        self.walk, self.shapes, self.normalized = walk, walk.shapes, normalized
-        left, right = walk.attention.operands[product]
+        self.records, self.shapes, self.normalized = records, records.shapes, normalized
+        left, right = records.attention.operands[product]
         if left.is_query(normalized):
             self.query, self.key = left, right
         else:
@@ -176,7 +176,7 @@ class QueriesAndKeys:
             return "a product of several parameters makes its queries"
         if projection.is_linear:
             return "the heads of its queries can't be told apart"
-        line = self.walk.graph.line(projection.nonlinear_at)
+        line = self.records.graph.line(projection.nonlinear_at)
         return f"a function of all heads, as a norm, makes its queries: {line}"
 
     def _check_order(

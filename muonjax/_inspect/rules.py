@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from muonjax._inspect.graph import LONG_EINSUM, Node
+from muonjax._inspect.records import Records
 from muonjax._inspect.values import Projection, Value, dependent
-from muonjax._inspect.walk import Walk
 
-Rule = Callable[[Walk, Node], Sequence[Value]]
+Rule = Callable[[Records, Node], Sequence[Value]]
 RULES: dict[str, Rule] = {}
 
 
@@ -32,7 +32,7 @@ _MIXES = """
 _MIXING = frozenset(_MIXES.split())
 
 
-def unknown(walk: Walk, node: Node) -> Sequence[Value]:
+def unknown(records: Records, node: Node) -> Sequence[Value]:
     """The results of an operation that is not followed. They depend on all operands.
 
     Parameters among the operands are left to names. What becomes of layers, whose projections it takes, depends on it:
@@ -43,7 +43,7 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
       those whose columns were mixed before;
     - with one that is in no table all layers are left to names, also the queries and keys of logits that it takes.
     """
-    values = walk.inputs(node)
+    values = records.inputs(node)
     result = dependent(values)
     # pallas_call, pure_callback, cudnn's attention, ...: none of them is an elementary function.
     is_call = "call" in node.name or "attention" in node.name
@@ -54,71 +54,75 @@ def unknown(walk: Walk, node: Node) -> Sequence[Value]:
         # It may also be a product, or give something one hot.
         result = result._replace(no_rule=node.index, exponential_of=exponential_of)
         if exponential_of >= 0:
-            walk.attention.summed_exponentials.add(exponential_of)
-        walk.layers.without_rule.add(node.index)
-    _record_parameters(walk, node, values)
+            records.attention.summed_exponentials.add(exponential_of)
+        records.layers.without_rule.add(node.index)
+    _record_parameters(records, node, values)
     projections = [projection for value in values for projection in value.projections]
     if has_no_rule:
-        projections += _queries_and_keys(walk, node, values)
-    walk.record_parts(projections)
+        projections += _queries_and_keys(records, node, values)
+    records.record_parts(projections)
     if is_call:
-        _record_call(walk, node, projections)
+        _record_call(records, node, projections)
     elif node.name not in _MIXING:
         for projection in projections:
             if projection.unmixed or has_no_rule:
-                walk.record(node, "unknown", projection.view, node.name)
+                records.record(node, "unknown", projection.view, node.name)
     return [result] * len(node.outputs)
 
 
-def _record_parameters(walk: Walk, node: Node, values: Sequence[Value]) -> None:
+def _record_parameters(records: Records, node: Node, values: Sequence[Value]) -> None:
     """Records that the operation takes parameters; without data it may be a penalty, such as a determinant."""
     has_data = any(value.depends_on and not value.is_weight for value in values)
-    walk.record_views(node, node.name, values, "unknown" if has_data else "alone")
+    records.record_views(node, node.name, values, "unknown" if has_data else "alone")
 
 
 def _queries_and_keys(
-    walk: Walk, node: Node, values: Iterable[Value]
+    records: Records, node: Node, values: Iterable[Value]
 ) -> list[Projection]:
     """The queries and keys whose logits an operation without a rule takes."""
     projections: list[Projection] = []
     for value in values:
         for logits in value.logits:
-            walk.attention.unseen[logits.product] = node.index
-            for operand in walk.attention.operands[logits.product]:
+            records.attention.unseen[logits.product] = node.index
+            for operand in records.attention.operands[logits.product]:
                 projections += operand.value.projections
     return projections
 
 
-def _record_call(walk: Walk, node: Node, projections: Sequence[Projection]) -> None:
+def _record_call(
+    records: Records, node: Node, projections: Sequence[Projection]
+) -> None:
     """Records a call that takes three activations, perhaps queries, keys and values."""
-    arrays = [x for x in node.inputs if walk.values[x].is_activation and walk.shape(x)]
+    arrays = [
+        x for x in node.inputs if records.values[x].is_activation and records.shape(x)
+    ]
     if len(arrays) < 3:
         return
     parts = {
         (projection.product, projection.layout.region): projection
         for projection in projections
     }
-    walk.attention.calls[node.index] = tuple(parts.values())
-    walk.layers.products.add(node.index)
+    records.attention.calls[node.index] = tuple(parts.values())
+    records.layers.products.add(node.index)
 
 
 RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
 
 
-def _long_einsum(walk: Walk, node: Node) -> Sequence[Value]:
+def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
     """The result of an einsum of three or more operands, which is not followed.
 
     A layer, logits, or a softmax's weights and values may be among them.
     """
-    values = walk.inputs(node)
-    walk.layers.without_rule.add(node.index)
+    values = records.inputs(node)
+    records.layers.without_rule.add(node.index)
     # Its result may be scores, if a sum normalizes their exponentials.
-    walk.attention.one_sided.add(node.index)
+    records.attention.one_sided.add(node.index)
     # Each operand may be softmax's weights, and each other one the values.
     for value in values:
         for other in values:
-            walk.record_weights(node, value, other)
-    (result,) = unknown(walk, node)
+            records.record_weights(node, value, other)
+    (result,) = unknown(records, node)
     return [result._replace(scores=node.index) if result.is_activation else result]
 
 

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from muonjax._inspect.positions import UNORDERED, Layout, Region, Run, merged, whole
+from muonjax._inspect.layouts import UNORDERED, Layout, Region, Run, merged, whole
 
 # What is done with a parameter; "alone": without data, as in a penalty.
 Kind: TypeAlias = Literal["product", "looked up", "unknown", "alone", "other"]

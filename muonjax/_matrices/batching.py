@@ -2,7 +2,7 @@
 
 A group holds arrays [batch, m, n] of one dtype whose matrices have the same m <= n (tall ones are transposed). Several
 n share a program where the policy says that this costs less than one more program: on a CPU by blocks of columns
-(`uniform_blocks`), on a GPU by columns of zeros, which stay zero.
+(`column_blocks`), on a GPU by columns of zeros, which stay zero.
 
 The arrays of a group are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: a large array
 stays alone and is never copied. A loop goes over a stack in chunks and writes each chunk's result over its input. The
@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from muonjax._common.linalg import at_least_float32, entry, with_entry
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
+from muonjax._matrices.column_blocks import Blocks, block_size
 from muonjax._matrices.matrix_view import MatrixView
-from muonjax._matrices.uniform_blocks import Blocks, block_size
-from pallas_kernels._platform import numbers_from_loop
+from pallas_kernels._xla_workarounds import numbers_from_loop
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._matrices.batching import Function
 from muonjax._mesh.assignment import Round
 from muonjax._mesh.matrix_shards import UnitLayout

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._common.policy import BYTES_A_SECOND, flops_a_second
+from muonjax._common.platform_policy import BYTES_A_SECOND, flops_a_second
 from muonjax._mesh.distribution import Axes, MeshShape, devices_along
 from muonjax._mesh.matrix_shards import (
     ExchangeGroup,

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from muonjax._common.explicit_axes import sharded_like
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.apply_to_owned import apply_to_owned

@@ -11,8 +11,8 @@ from jax import lax
 
 from muonjax._common.arguments import check_precision, shown
 from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32, square_norm
+from muonjax._common.power_of_two_scale import power_of_two_scale
 from muonjax._newton_schulz.coefficients import Coefficients, polar_express
-from muonjax._newton_schulz.full_precision import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from muonjax._common.linalg import MatrixProduct, adjoint, hermitian_part, identity_like
+from muonjax._common.power_of_two_scale import power_of_two_scale
 from muonjax._msign.inputs import oriented_like, rows_beside, unit_norm, widened
 from muonjax._msign.polynomial_gradient import about_mean, iterate, plus_transpose
 from muonjax._newton_schulz.coefficients import (
@@ -26,7 +27,6 @@ from muonjax._newton_schulz.coefficients import (
     evaluate,
     polar_express_rows,
 )
-from muonjax._newton_schulz.full_precision import power_of_two_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float

@@ -1,7 +1,7 @@
 """Routing by names: which parameters Muon takes, and as which matrices, from paths and shapes.
 
-Read it in this order. `dimension_numbers` lists the evidence, decides, and says what can't be
-decided. `paths` and `roles` read names, `neighbors` what the leaves of a tree say about each other,
-`stacked` which axes count layers, `axes` and `convolutions` which are rows and columns. `widths`
+Read it in this order. `routes` lists the evidence, decides, and says what can't be
+decided. `path_words` and `roles` read names, `neighbors` what the leaves of a tree say about each other,
+`stacked` which axes count layers, `axes` and `convolutions` which are rows and columns. `input_and_output_widths`
 and `ends_of_model` find where a model begins and ends.
 """

@@ -19,7 +19,7 @@ from muonjax._matrices.matrix_view import (
 from muonjax._names import roles
 from muonjax._names.convolutions import has_leading_window, is_outputs_first
 from muonjax._names.neighbors import Neighbors, Shape, axis_of_parts
-from muonjax._names.paths import words
+from muonjax._names.path_words import words
 from muonjax._names.roles import Parameter
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from muonjax._common import trees
 from muonjax._common.arguments import check_pattern
 from muonjax._matrices.matrix_view import DimensionNumbers, matrix_pieces
-from muonjax._names.paths import Path
+from muonjax._names.path_words import Path
 
 PathRules = Sequence[tuple[str, DimensionNumbers | None]]
 

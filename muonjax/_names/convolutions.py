@@ -4,10 +4,10 @@ import re
 from collections.abc import Sequence
 
 from muonjax._names import roles
+from muonjax._names.input_and_output_widths import Matrices, Widths, channels
 from muonjax._names.neighbors import Neighbors, Shape
-from muonjax._names.paths import Path, words
+from muonjax._names.path_words import Path, words
 from muonjax._names.roles import Answer, Parameter
-from muonjax._names.widths import Matrices, Widths, channels
 
 _LARGEST_WINDOW = 32
 # An image has three channels, and no parameter gives a model's input.

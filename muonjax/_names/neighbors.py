@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from muonjax._names import roles
-from muonjax._names.paths import Path, attention_scope
+from muonjax._names.path_words import Path, attention_scope
 from muonjax._names.roles import Parameter
 
 Shape = tuple[int, ...]

@@ -1,7 +1,7 @@
 """Read what a parameter is from its path: a bias, an attention's kernel, a convolution, a table.
 
 Names only; `axes` and `ends_of_model` read shapes. A path is read in snake case, without numbers,
-and split at slashes and dots (`paths`). Each row of the tables below says which library needs it.
+and split at slashes and dots (`path_words`). Each row of the tables below says which library needs it.
 """
 
 import re
@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from muonjax._matrices.matrix_view import DimensionNumbers, MuonDimensionNumbers
-from muonjax._names.paths import VECTOR, WEIGHT, Path, layer_of, module, snake, words
+from muonjax._names.path_words import (
+    VECTOR,
+    WEIGHT,
+    Path,
+    layer_of,
+    module,
+    snake,
+    words,
+)
 
 
 class Role(NamedTuple):

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from muonjax._names.neighbors import Neighbors
-from muonjax._names.paths import Path
+from muonjax._names.path_words import Path
 from muonjax._names.roles import Parameter
 
 

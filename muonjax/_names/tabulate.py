@@ -13,7 +13,7 @@ from muonjax._common.model_registry import parameters_of
 from muonjax._common.trees import dtype_of, leaf_paths
 from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
 from muonjax._names.check_parameters import check_parameters
-from muonjax._names.dimension_numbers import Route, routes
+from muonjax._names.routes import Route, routes
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 

@@ -43,7 +43,7 @@ from muonjax._common.linalg import (
     square_norm,
     sum_over,
 )
-from muonjax._matrices.uniform_blocks import Blocks
+from muonjax._matrices.column_blocks import Blocks
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from pallas_kernels._symmetric_product import SymmetricProduct
 

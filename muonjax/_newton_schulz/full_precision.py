@@ -33,8 +33,9 @@ from muonjax._common.linalg import (
     square_norm,
     sum_over,
 )
-from muonjax._common.policy import Policy
-from muonjax._matrices.uniform_blocks import Blocks
+from muonjax._common.platform_policy import Policy
+from muonjax._common.power_of_two_scale import largest_entry, scale_of_largest
+from muonjax._matrices.column_blocks import Blocks
 from muonjax._newton_schulz.coefficients import Coefficients, restarts_of
 from muonjax._newton_schulz.deflation import (
     ROUNDING,
@@ -44,8 +45,8 @@ from muonjax._newton_schulz.deflation import (
     shrink_dominant,
 )
 from muonjax._newton_schulz.settings import NewtonSchulz, Normalization
-from pallas_kernels._platform import materialize
 from pallas_kernels._symmetric_product import SymmetricProduct
+from pallas_kernels._xla_workarounds import materialize
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact
@@ -164,67 +165,17 @@ def below_one(
     """
     if isinstance(x, Blocks):
         # The largest entry of all blocks: this sum begins at zero, and `jnp.maximum` takes the place of the addition.
-        largest = x.sum(_largest_entry, jnp.maximum)
-        factor = _scale_of_largest(largest)
+        largest = x.sum(largest_entry, jnp.maximum)
+        factor = scale_of_largest(largest)
         return x.transposed(lambda block: scaled(block, factor)), largest != 0
     x = x.astype(dtype)
     # [*batch, 1, 1]; NaN is not zero, and so stays.
-    largest = _largest_entry(x, axis_name)
+    largest = largest_entry(x, axis_name)
     nonzero = largest != 0
     identity = jnp.eye(*x.shape[-2:], dtype=dtype)
     identity = jnp.expand_dims(identity, tuple(range(x.ndim - 2)))
-    below = scaled(x, _scale_of_largest(largest))
+    below = scaled(x, scale_of_largest(largest))
     return jnp.where(nonzero, below, x + identity), nonzero
-
-
-def power_of_two_scale(
-    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
-) -> Float[Array, "*batch 1 1"]:
-    """The power of two that brings the largest entry of each matrix into [0.5, 1).
-
-    Multiplying by it is exact. Zero (and what counts as zero in every product: subnormal numbers), inf and NaN take
-    1/2, as the number 1 does. An entry above a quarter of the dtype's largest number comes to [1, 4) only, since the
-    power that brings it lower is a subnormal number. A constant for differentiation: what follows is invariant to
-    positive scaling.
-
-    Args:
-      x: Matrices in float32, float64 or complex.
-      axis_name: Mesh axes over which each matrix is cut.
-    """
-    return _scale_of_largest(_largest_entry(x, axis_name))
-
-
-def _scale_of_largest(
-    largest: Float[Array, "*batch 1 1"],
-) -> Float[Array, "*batch 1 1"]:
-    """The power of two that brings a largest entry into [0.5, 1), with the exceptions of `power_of_two_scale`."""
-    info = jnp.finfo(largest.dtype)
-    # Zero, subnormal numbers, inf and NaN count as 1.
-    is_normal = (largest >= info.tiny) & (largest < jnp.inf)
-    largest = jnp.where(is_normal, largest, jnp.ones_like(largest))
-    # By bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
-    bits = jax.lax.bitcast_convert_type(
-        largest, jnp.int32 if info.bits == 32 else jnp.int64
-    )
-    # A number in [2^(e - bias), 2^(e - bias + 1)) has the bits of e before its `nmant` bits of fraction. The result
-    # 2^(bias - 1 - e) has 2 bias - 1 - e there, and no fraction. It is a normal number, whose exponent is 1 or more, so
-    # that entries of the two largest binades end below 2 and 4.
-    bias = info.maxexp - 1
-    exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
-    return jax.lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
-
-
-def _largest_entry(
-    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
-) -> Float[Array, "*batch 1 1"]:
-    """The largest absolute value of each matrix (complex: of real and imaginary parts); a constant to derivatives."""
-    x = jax.lax.stop_gradient(x)
-    entries = jnp.abs(x.real)
-    if jnp.iscomplexobj(x):
-        # The larger part of a complex entry, because its absolute value can overflow.
-        entries = jnp.maximum(entries, jnp.abs(x.imag))
-    largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
-    return jax.lax.pmax(largest, axis_name) if axis_name else largest
 
 
 def normalize(

@@ -32,7 +32,7 @@ from muonjax._common.linalg import (
     square_of_any_size,
     sum_over,
 )
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz.coefficients import restarts_of
 from muonjax._newton_schulz.settings import NewtonSchulz
 from pallas_kernels._symmetric_product import SymmetricProduct, measured_kernel

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from muonjax._common.arguments import errors_of, mesh_axes
-from muonjax._common.policy import Policy, policy_of
+from muonjax._common.platform_policy import Policy, policy_of
 from muonjax._matrices.batching import Function
-from muonjax._matrices.uniform_blocks import Blocks
+from muonjax._matrices.column_blocks import Blocks
 from muonjax._newton_schulz import full_precision, half_precision
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 

@@ -29,7 +29,7 @@ from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.host_memory import offload
-from muonjax._names.dimension_numbers import decays
+from muonjax._names.routes import decays
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._optimizers.partition import check_program, partition_by_route, sharded_as
 from muonjax._transforms.hyperball import hyperball

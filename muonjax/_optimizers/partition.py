@@ -24,7 +24,7 @@ from muonjax._matrices.matrix_view import (
 )
 from muonjax._mesh.host_memory import offload
 from muonjax._names.check_parameters import check_parameters
-from muonjax._names.dimension_numbers import routes
+from muonjax._names.routes import routes
 from muonjax._transforms.momentum import check_int8, has_int8
 
 

@@ -26,7 +26,7 @@ from muonjax._matrices.matrix_view import (
     Pieces,
     matrix_pieces,
 )
-from muonjax._names.dimension_numbers import dimension_numbers as by_names
+from muonjax._names.routes import dimension_numbers as by_names
 from muonjax._transforms.momentum import cast_momentum, has_int8
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import optax
 from muonjax._common.arguments import check_choice, check_range, errors_of
 from muonjax._common.explicit_axes import zero_beside
 from muonjax._common.linalg import at_least_float32, or_one
-from muonjax._common.policy import Policy, policy_of
+from muonjax._common.platform_policy import Policy, policy_of
 from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import (
     DimensionNumbersTree,

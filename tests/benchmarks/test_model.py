@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks.common import accelerator_model, ahead_of_time, measure
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 
 CASES = [("H100", "balanced"), ("H100", "fast"), ("v5e", "balanced")]
 

@@ -65,9 +65,9 @@ def said_by_rules(read, params):
     names = set()
 
     def noted(name, rule):
-        def apply(walk, node):
+        def apply(records, node):
             names.add(name)
-            return rule(walk, node)
+            return rule(records, node)
 
         return apply
 

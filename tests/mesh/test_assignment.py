@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.common import hlo_counts
 from benchmarks.optimizer import sharding
-from muonjax._common.policy import BYTES_A_SECOND, Policy, flops_a_second
+from muonjax._common.platform_policy import BYTES_A_SECOND, Policy, flops_a_second
 from muonjax._matrices.matrix_view import MuonDimensionNumbers
 from muonjax._mesh.assignment import _owner_devices, assign_owners, seconds_of_unit
 from muonjax._mesh.matrix_shards import ShardedLeaf, unit_kind

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
 from muonjax import NewtonSchulz
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._mesh.exchange import exchange
 from pallas_kernels import _xla
 from tests.mesh.layouts import (
@@ -110,7 +110,8 @@ def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_pr
     for worth in (False, True):
         flops = 0.0 if worth else np.inf
         monkeypatch.setattr(
-            "muonjax._common.policy.flops_a_second", lambda _, flops=flops: flops
+            "muonjax._common.platform_policy.flops_a_second",
+            lambda _, flops=flops: flops,
         )
         products.clear()
         found.append(

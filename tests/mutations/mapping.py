@@ -15,7 +15,7 @@ USED_BY = {
     "muonjax/_common/linalg": "newton_schulz msign optimizers/test_orthogonalize.py",
     "muonjax/_common/model_registry": "nnx inspect/test_inspect.py inspect/test_value_and_grad.py names",
     "muonjax/_common/explicit_axes": "mesh optimizers/test_orthogonalize.py",
-    "muonjax/_common/policy": "test_policy.py newton_schulz optimizers/test_orthogonalize.py mesh",
+    "muonjax/_common/platform_policy": "test_policy.py newton_schulz optimizers/test_orthogonalize.py mesh",
     "muonjax/_common/trees": "test_trees.py inspect/test_inspect.py names optimizers clip nnx",
     "muonjax/_inspect/": "inspect/test_inspect.py inspect/test_measure.py inspect/test_programs.py",
     "muonjax/_matrices/": "optimizers/test_orthogonalize.py names/test_dimension_numbers.py mesh",

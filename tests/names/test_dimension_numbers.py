@@ -16,7 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import muonjax
 from muonjax._matrices.matrix_view import FusedDimensionNumbers, matrix_pieces
-from muonjax._names.dimension_numbers import dimension_numbers, routes
+from muonjax._names.routes import dimension_numbers, routes
 from tests.tools.views import leaf
 
 D, H, S, MLP, VOCAB = 32, 4, 8, 80, 100  # no two equal, and H·S = D

@@ -12,7 +12,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 import muonjax
-from muonjax._names.dimension_numbers import routes
+from muonjax._names.routes import routes
 from tests.tools.views import leaf
 
 

@@ -6,7 +6,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from muonjax import FusedDimensionNumbers
-from muonjax._names.dimension_numbers import dimension_numbers
+from muonjax._names.routes import dimension_numbers
 from muonjax._names.tabulate import tabulate
 from tests.tools.views import leaf
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import NewtonSchulz
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.full_precision import gram_restarts
 from pallas_kernels._symmetric_product import SymmetricProduct

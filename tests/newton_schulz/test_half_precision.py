@@ -14,7 +14,7 @@ import muonjax
 from benchmarks.common import momentum
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import NewtonSchulz
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz import half_precision
 from muonjax._newton_schulz.coefficients import restarts_of
 from muonjax._newton_schulz.polar_factor import polar_factor

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muonjax._newton_schulz.full_precision import power_of_two_scale
+from muonjax._common.power_of_two_scale import power_of_two_scale
 
 SPECIAL = [0.0, 1e-40, jnp.inf, jnp.nan]
 

@@ -9,9 +9,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 import muonjax
 from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import MuonDimensionNumbers, NewtonSchulz
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._matrices.batching import Function, map_groups
-from muonjax._matrices.uniform_blocks import block_size
+from muonjax._matrices.column_blocks import block_size
 from muonjax._newton_schulz.polar_factor import polar_function
 from tests.tools import oracles
 from tests.tools.oracles import normal

@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from muonjax import NewtonSchulz
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
 from pallas_kernels import _hopper_support, symmetric_product
 from pallas_kernels._symmetric_product import IMPLEMENTATIONS, SymmetricProduct, _choose

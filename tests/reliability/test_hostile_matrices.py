@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.common import hostile
 from benchmarks.optimizer.half_precision import EMULATED, PRESETS
-from muonjax._common.policy import Policy
+from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.polar_factor import polar_factor
 from tests.tools.tiers import nightly, thorough

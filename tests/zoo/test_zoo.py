@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from muonjax._names.dimension_numbers import routes
+from muonjax._names.routes import routes
 from tests.zoo.reader import matches, params, read_zoo
 
 ZOO = read_zoo()

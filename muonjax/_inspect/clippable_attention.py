@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._inspect import softmax
+from muonjax._inspect import logit_rules
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.graph import LONG_EINSUM, Place
-from muonjax._inspect.masks import masks_in
+from muonjax._inspect.masks_or_biases import masks_in
 from muonjax._inspect.measure import Probe
-from muonjax._inspect.moves import reshaped
+from muonjax._inspect.move_rules import reshaped
 from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span, proposals_of
+from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
     Logits,
     ParameterView,
@@ -21,7 +22,6 @@ from muonjax._inspect.values import (
     Value,
     grouped,
 )
-from muonjax._inspect.walk import Walk
 
 
 class Call(NamedTuple):
@@ -40,18 +40,20 @@ class Call(NamedTuple):
     doubt: str = ""  # what can't be told of its masks, for a warning
 
 
-def attentions(walk: Walk) -> list[list[Call]]:
+def attentions(records: Records) -> list[list[Call]]:
     """The calls of each attention that trains, in the order of the program.
 
     A clip of q scales softmax(q @ k1) and softmax(q @ k2): these are proved together.
     """
     # Followed to their softmax; then calls of kernels, and exponentials that multiply something unknown.
-    calls = {product: _call(walk, product) for product in walk.attention.softmaxes}
-    for i, projections in walk.attention.calls.items():
-        calls[i] = _opaque_call(walk, i, projections)
-    for product, reader in walk.attention.readers.items():
-        if product not in walk.attention.softmaxes:
-            calls[product] = _not_followed(walk, product, reader)
+    calls = {
+        product: _call(records, product) for product in records.attention.softmaxes
+    }
+    for i, projections in records.attention.calls.items():
+        calls[i] = _opaque_call(records, i, projections)
+    for product, reader in records.attention.readers.items():
+        if product not in records.attention.softmaxes:
+            calls[product] = _not_followed(records, product, reader)
     # Calls with the same queries are one attention, as the two softmaxes above, or a layer that is called twice.
     by_queries = []
     for _, call in sorted(calls.items()):
@@ -61,28 +63,30 @@ def attentions(walk: Walk) -> list[list[Call]]:
         by_queries.append((key, call))
     proved = []
     for group in grouped(by_queries).values():
-        if any(call.operation in walk.graph.trained for call in group):
-            proved.append(_proved(walk, group))
+        if any(call.operation in records.graph.trained for call in group):
+            proved.append(_proved(records, group))
     return proved
 
 
-def _opaque_call(walk: Walk, operation: int, projections: Iterable[Projection]) -> Call:
+def _opaque_call(
+    records: Records, operation: int, projections: Iterable[Projection]
+) -> Call:
     """The call of a kernel, of which nothing but its operands is known."""
-    node = walk.nodes[operation]
+    node = records.nodes[operation]
     name = str(node.params.get("name") or node.name)
     why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
     return Call(
-        walk.graph.line(operation), operation, problem=why, views=_views(projections)
+        records.graph.line(operation), operation, problem=why, views=_views(projections)
     )
 
 
-def _not_followed(walk: Walk, product: int, reader: int) -> Call:
+def _not_followed(records: Records, product: int, reader: int) -> Call:
     """A product whose exponentials multiply something in the operation `reader`."""
     why = "it can't be followed from parameters through queries and keys to its values"
-    if walk.nodes[reader].name == LONG_EINSUM:
+    if records.nodes[reader].name == LONG_EINSUM:
         why = f"{LONG_EINSUM} takes its weights"
-    problem = f"{why}: {walk.graph.line(reader)}"
-    return Call(walk.graph.line(product), product, problem=problem)
+    problem = f"{why}: {records.graph.line(reader)}"
+    return Call(records.graph.line(product), product, problem=problem)
 
 
 def _views(projections: Iterable[Projection]) -> tuple[ParameterView, ...]:
@@ -92,26 +96,26 @@ def _views(projections: Iterable[Projection]) -> tuple[ParameterView, ...]:
 # What a clip scales and where its logits are.
 
 
-def _call(walk: Walk, product: int) -> Call:
+def _call(records: Records, product: int) -> Call:
     """The attention whose queries and keys this operation multiplies: what a clip may scale, or why it is refused.
 
     Its `views`, of which it gets its name, are the parameters of queries and keys.
     """
     # If several softmaxes take the logits, `_check_logits` asks for equal ones.
-    logits, normalized = walk.attention.softmaxes[product][0]
+    logits, normalized = records.attention.softmaxes[product][0]
     # Logits may be a sum of products, q1 @ k1 + q2 @ k2, each with queries and keys.
     pairs = []
     for summand, keys in logits.products_and_keys(normalized):
-        pairs.append(QueriesAndKeys(walk, summand, keys))
-    call = Call(walk.graph.line(product), product)
+        pairs.append(QueriesAndKeys(records, summand, keys))
+    call = Call(records.graph.line(product), product)
     try:
-        _check_logits(walk, logits, normalized)
-        _check_readers(walk, logits)
-        masks = masks_in(walk.graph, logits.added)
+        _check_logits(records, logits, normalized)
+        _check_readers(records, logits)
+        masks = masks_in(records.graph, logits.added)
         if masks.problem:
             raise Refused(masks.problem)
         proposals = tuple(proposals_of(pairs))
-        probe = _probe(walk, logits, masks.hidden)
+        probe = _probe(records, logits, masks.hidden)
     except Refused as refused:
         projections = []
         for pair in pairs:
@@ -131,35 +135,35 @@ def _call(walk: Walk, product: int) -> Call:
 _DERIVATIVES = "the function takes derivatives of it, which a clip would change too"
 
 
-def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> None:
+def _check_logits(records: Records, logits: Logits, normalized: frozenset[int]) -> None:
     """Refuses logits that are not what one softmax over keys takes.
 
     Args:
-      walk: What is known of the function.
+      records: What is known of the function.
       logits: What enters the first softmax of a product of queries and keys.
       normalized: The axes of the product that this softmax normalizes.
     """
-    attention = walk.attention
+    attention = records.attention
     for product, _ in logits.products_and_keys(normalized):
         # An exponential, or an operation without a rule, takes them in a way that is not followed.
         if product in attention.unseen:
-            raise Refused(_not_alone(walk, attention.unseen[product]))
+            raise Refused(_not_alone(records, attention.unseen[product]))
     for other, axes in attention.softmaxes[logits.product]:
         # Two halves of the weights that multiply values are of one softmax: their layouts alone differ.
         if (other._replace(layout=logits.layout), axes) != (logits, normalized):
-            line = walk.graph.line(logits.product)
+            line = records.graph.line(logits.product)
             # A loss that is made of the model's derivatives, as of a physicist's network.
-            if walk.nodes[logits.product].gradient_pass:
+            if records.nodes[logits.product].gradient_pass:
                 raise Refused(f"{_DERIVATIVES}: {line}")
             raise Refused(f"several softmaxes take its logits: {line}")
     # An operation made something else of them, such as a concatenation with other logits, or a tanh of masked ones.
     if logits.is_lost:
-        i = walk.graph.producer[logits.lost]
-        if len(softmax.products(walk.inputs(walk.nodes[i]))) > 1:
+        i = records.graph.producer[logits.lost]
+        if len(logit_rules.products(records.inputs(records.nodes[i]))) > 1:
             raise Refused(
-                f"its logits are made of several products: {walk.graph.line(i)}"
+                f"its logits are made of several products: {records.graph.line(i)}"
             )
-        raise Refused(_not_alone(walk, i))
+        raise Refused(_not_alone(records, i))
     # One number for each query may be subtracted, and not another one for some of its keys.
     if logits.shifted and logits.shifted & normalized:
         raise Refused(
@@ -167,12 +171,12 @@ def _check_logits(walk: Walk, logits: Logits, normalized: frozenset[int]) -> Non
         )
 
 
-def _check_readers(walk: Walk, logits: Logits) -> None:
+def _check_readers(records: Records, logits: Logits) -> None:
     """Refuses logits that another operation reads than those of their softmax: a clip would change its results, too.
 
     Such are a penalty on the logits, their distillation, and the next layer's logits, which these are added to.
     """
-    graph = walk.graph
+    graph = records.graph
     # The certificate follows the readers of all arrays before the first mask or bias.
     pending = {logits.raw if logits.has_raw else logits.value}
     followed: set[int] = set()
@@ -180,16 +184,16 @@ def _check_readers(walk: Walk, logits: Logits) -> None:
         value = pending.pop()
         followed.add(value)
         for i in graph.readers[value]:
-            node = walk.nodes[i]
+            node = records.nodes[i]
             # Such as a number for a log; or the maximum that an online softmax carries from block to block.
             if i not in graph.trained or node.name == "carry":
                 continue
             for result in node.outputs:
-                if not _is_of_softmax(walk.values[result], logits):
+                if not _is_of_softmax(records.values[result], logits):
                     why = "something else than its softmax reads its logits"
                     raise Refused(f"{why}: {graph.line(i)}")
                 # Softmax's weights change as the clip wants it.
-                if node.name not in softmax.EXPONENTIALS and result not in followed:
+                if node.name not in logit_rules.EXPONENTIALS and result not in followed:
                     pending.add(result)
 
 
@@ -203,12 +207,12 @@ def _is_of_softmax(value: Value, logits: Logits) -> bool:
     return False
 
 
-def _not_alone(walk: Walk, operation: int) -> str:
+def _not_alone(records: Records, operation: int) -> str:
     """Why a clip can't go through this operation."""
-    node, line = walk.nodes[operation], walk.graph.line(operation)
+    node, line = records.nodes[operation], records.graph.line(operation)
     if node.gradient_pass and node.name == "add_any":
         return f"{_DERIVATIVES}: {line}"
-    values = walk.inputs(node)
+    values = records.inputs(node)
     is_biased = any(value.is_weight for value in values)
     has_logits = any(value.is_activation for value in values)
     if node.name in ("add", "sub") and is_biased and has_logits:
@@ -216,16 +220,16 @@ def _not_alone(walk: Walk, operation: int) -> str:
     return f"a clip would not scale its logits alone: {line} ({node.name})"
 
 
-def _probe(walk: Walk, logits: Logits, hidden: float) -> Probe:
+def _probe(records: Records, logits: Logits, hidden: float) -> Probe:
     """Where the logits that enter softmax are measured: in one of the bodies that have them as a variable.
 
     A `jit` in a scan, say, is a body in a body, and logits that it returns are a variable of both. `raw` logits are
     those before a mask or a bias was added. Where this adds `hidden` or less, a number below zero, a mask hides a
     logit.
     """
-    variables = walk.graph.variables_of(logits.value)
-    raw_variables = walk.graph.variables_of(logits.raw) if logits.has_raw else {}
-    made_in = walk.nodes[walk.graph.producer[logits.value]].place
+    variables = records.graph.variables_of(logits.value)
+    raw_variables = records.graph.variables_of(logits.raw) if logits.has_raw else {}
+    made_in = records.nodes[records.graph.producer[logits.value]].place
 
     def cost(place: Place) -> tuple[int, bool, bool]:
         # First, prefer to be outside of functions with derivatives of their own (`jax.custom_vjp`): inside, the logits
@@ -238,18 +242,18 @@ def _probe(walk: Walk, logits: Logits, hidden: float) -> Probe:
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
     if logits.has_raw:  # a mask was added, or a bias as ALiBi's
-        _check_added(walk, logits, raw_is_visible=place in raw_variables)
+        _check_added(records, logits, raw_is_visible=place in raw_variables)
     raw = raw_variables.get(place)
     return Probe(place, variables[place], raw=raw, hidden=hidden, unit=logits.unit)
 
 
-def _check_added(walk: Walk, logits: Logits, raw_is_visible: bool) -> None:
+def _check_added(records: Records, logits: Logits, raw_is_visible: bool) -> None:
     """Refuses a mask or a bias where logits can't be compared with and without it."""
     if not raw_is_visible:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
         )
-    raw, seen = (walk.values[x].logits[0].layout for x in (logits.raw, logits.value))
+    raw, seen = (records.values[x].logits[0].layout for x in (logits.raw, logits.value))
     if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
         raise Refused("something is added to its logits before their axes change order")
 
@@ -257,7 +261,7 @@ def _check_added(walk: Walk, logits: Logits, raw_is_visible: bool) -> None:
 # The proof.
 
 
-def _proved(walk: Walk, calls: Sequence[Call]) -> list[Call]:
+def _proved(records: Records, calls: Sequence[Call]) -> list[Call]:
     """The calls of one attention, with the first proposal that scales the logits of each of its heads alone.
 
     One clip scales the logits of all of these calls: a problem of one is a problem of all.
@@ -267,39 +271,39 @@ def _proved(walk: Walk, calls: Sequence[Call]) -> list[Call]:
         if not all(spans in call.proposals for call in calls):
             continue
         try:
-            return _with_proof(walk, calls, spans)
+            return _with_proof(records, calls, spans)
         except Refused as refused:
             result = [call._replace(problem=str(refused)) for call in calls]
     return result
 
 
 def _with_proof(
-    walk: Walk, calls: Sequence[Call], spans: tuple[Span, ...]
+    records: Records, calls: Sequence[Call], spans: tuple[Span, ...]
 ) -> list[Call]:
     """The calls with these spans, their layers and heads, and where the probes find these in the logits.
 
     Args:
-      walk: What is known of the function.
+      records: What is known of the function.
       calls: Calls that have `spans` among their proposals, and so a probe.
       spans: What the clip scales; the first is one of the queries.
 
     Raises:
       Refused: A clip would not scale the logits of each head alone.
     """
-    layers = tuple(walk.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
+    layers = tuple(records.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
     logs = _random_logarithms(spans, layers)
     probes = [call.probe for call in calls if call.probe]  # all have one
     # `_check_logits` has seen that the softmaxes of a call take equal logits.
-    logits = [walk.attention.softmaxes[call.operation][0][0] for call in calls]
+    logits = [records.attention.softmaxes[call.operation][0][0] for call in calls]
     # A clip scales the logits before a mask or a bias is added, and the probe sees them after that.
     raw = [x.raw if x.has_raw else x.value for x in logits]
-    certificate = Certificate(walk, probes, raw)
+    certificate = Certificate(records, probes, raw)
     for leaf, of_leaf in grouped((span.leaf, span) for span in spans).items():
         scales = [(span.scale, logs[span.scale.factor]) for span in of_leaf]
         certificate.touch(leaf, of_leaf[0].stack, scales)
     failure = certificate.failure()
     if failure is not None:
-        raise Refused(_not_alone(walk, failure))
+        raise Refused(_not_alone(records, failure))
     result = []
     for call, probe, value, x in zip(calls, probes, raw, logits, strict=True):
         # The logits of a head get γ, "whole": what its queries and its keys get, "query" and "key", is multiplied.

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._inspect import softmax
+from muonjax._inspect import logit_rules
 from muonjax._inspect.graph import Node
-from muonjax._inspect.positions import whole
+from muonjax._inspect.layouts import whole
+from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
     ADDED,
@@ -33,23 +34,22 @@ from muonjax._inspect.values import (
     grouped,
     used_in_one_way,
 )
-from muonjax._inspect.walk import Walk
 
 # Numbers that are no function of the parameters.
 
 
 @rule("iota")
-def _iota(walk: Walk, node: Node) -> Sequence[Value]:
-    shape = [1] * len(walk.shape(node.outputs[0]))
+def _iota(records: Records, node: Node) -> Sequence[Value]:
+    shape = [1] * len(records.shape(node.outputs[0]))
     axis = node.params["dimension"]
-    shape[axis] = walk.shape(node.outputs[0])[axis]
+    shape[axis] = records.shape(node.outputs[0])[axis]
     return [Value(facts=(AxisFact("counts", whole(tuple(shape))),))]
 
 
 @rule("eq")
-def _eq(walk: Walk, node: Node) -> Sequence[Value]:
+def _eq(records: Records, node: Node) -> Sequence[Value]:
     """An index equals one of the numbers that count along an axis, so the result is one hot along it."""
-    values = spread_operands(walk, node)
+    values = spread_operands(records, node)
     result = dependent(values)
     first, second = (value.axes("counts") for value in values)
     if not set(first).isdisjoint(second):
@@ -66,7 +66,7 @@ def _eq(walk: Walk, node: Node) -> Sequence[Value]:
     "axis_index platform_index random_bits random_clone random_wrap random_unwrap random_seed random_fold_in "
     "random_split random_gamma threefry2x32 rng_bit_generator rng_uniform"
 )
-def _number(walk: Walk, node: Node) -> Sequence[Value]:
+def _number(records: Records, node: Node) -> Sequence[Value]:
     """The number of a device, or random ones."""
     value = Value() if node.name.endswith("_index") else Value(NOISE)
     return [value] * len(node.outputs)
@@ -98,7 +98,7 @@ _MOST_PROJECTIONS = 6  # of one value that are followed
 class Operation(NamedTuple):
     """An operation entry by entry."""
 
-    walk: Walk
+    records: Records
     node: Node
     values: Sequence[Value]  # of its operands, but for the one that a choice chooses by
     arrays: Sequence[int]  # the numbers of these operands
@@ -118,7 +118,7 @@ class Operation(NamedTuple):
 
     @property
     def is_exponential(self) -> bool:
-        return self.node.name in softmax.EXPONENTIALS or self.node.name == "pow"
+        return self.node.name in logit_rules.EXPONENTIALS or self.node.name == "pow"
 
     @property
     def what(self) -> str:
@@ -128,16 +128,16 @@ class Operation(NamedTuple):
         return MULTIPLIED if self.is_scale else self.node.name
 
 
-def spread_operands(walk: Walk, node: Node) -> list[Value]:
+def spread_operands(records: Records, node: Node) -> list[Value]:
     """The operands of an operation entry by entry, each repeated along the axes where it has one entry."""
-    values = walk.inputs(node)
+    values = records.inputs(node)
     # The index of a `cond` has no axes, and its branches have those of the result.
     if node.name == "join":
         return values
-    shape = walk.shape(node.outputs[0])
+    shape = records.shape(node.outputs[0])
     spread = []
     for value, array in zip(values, node.inputs, strict=True):
-        old = walk.shape(array)
+        old = records.shape(array)
         # Nothing is known of a number of the program, so that there is nothing to repeat.
         if old == shape or not (value.depends_on or value.facts):
             spread.append(value)
@@ -150,25 +150,25 @@ def spread_operands(walk: Walk, node: Node) -> list[Value]:
 
 
 @rule(_ENTRYWISE)
-def _entrywise(walk: Walk, node: Node) -> Sequence[Value]:
-    return [entrywise(walk, node, spread_operands(walk, node))]
+def _entrywise(records: Records, node: Node) -> Sequence[Value]:
+    return [entrywise(records, node, spread_operands(records, node))]
 
 
-def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
+def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
     """The result of an operation entry by entry.
 
     `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
     """
     result = dependent(values)
-    operation = Operation(walk, node, values, node.inputs)
+    operation = Operation(records, node, values, node.inputs)
     if operation.is_choice:
         chooser, *cases = values
-        operation = Operation(walk, node, cases, node.inputs[1:], chooser)
+        operation = Operation(records, node, cases, node.inputs[1:], chooser)
         # As in `jnp.where(mask, w[:4], w[4:])`: which entries of w the result has is not known.
         chosen = _chosen_parts(cases)
         if chosen:
             for view in chosen:
-                walk.record(node, "unknown", view, node.name)
+                records.record(node, "unknown", view, node.name)
             return result
     elif operation.is_sum:
         operation = _without_zeros(operation)
@@ -177,7 +177,7 @@ def entrywise(walk: Walk, node: Node, values: Sequence[Value]) -> Value:
             # 0 - x has another sign, and other logits.
             is_negated = node.name == "sub" and operation.arrays[0] != node.inputs[0]
             if is_negated:
-                return value._replace(logits=softmax.through(node, value))
+                return value._replace(logits=logit_rules.through(node, value))
             return value
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
@@ -194,15 +194,15 @@ def _without_zeros(operation: Operation) -> Operation:
     """A sum without operands that are the number 0, with which Python's `sum` begins."""
     values, arrays = [], []
     for value, array in zip(operation.values, operation.arrays, strict=True):
-        if not is_zero(operation.walk, array):
+        if not is_zero(operation.records, array):
             values.append(value)
             arrays.append(array)
     return operation._replace(values=values, arrays=arrays)
 
 
-def is_zero(walk: Walk, array: int) -> bool:
+def is_zero(records: Records, array: int) -> bool:
     """Whether an array is the number 0. A table of zeros is not: it may be a state that changes, as a running mean."""
-    known = walk.known(array)
+    known = records.known(array)
     return known is not None and np.ndim(known) == 0 and known == 0
 
 
@@ -257,7 +257,7 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
             if _is_statistic(view, value.varying, values):
                 continue  # the whole parameter is in another operand
             if repeats or (several and view.noisy):
-                operation.walk.record(operation.node, "other", view, operation.what)
+                operation.records.record(operation.node, "other", view, operation.what)
             else:
                 views.append(view._replace(noisy=view.noisy or is_scaled_by_noise))
     return tuple(dict.fromkeys(views))
@@ -285,20 +285,20 @@ def _of_activations(operation: Operation, result: Value) -> Value:
 
     `result` has so far what it depends on.
     """
-    walk, node, values = operation.walk, operation.node, operation.values
+    records, node, values = operation.records, operation.node, operation.values
     weights = [value for value in values if value.is_weight]
-    walk.record_views(node, operation.what, weights)
+    records.record_views(node, operation.what, weights)
     if operation.is_scale:
-        _record_factors(walk, node, *values)
+        _record_factors(records, node, *values)
     elif operation.is_sum:
-        _record_meeting_parts(walk, values)
+        _record_meeting_parts(records, values)
         # What an operation without a rule gives may be without gradient, and the sum a weight.
         for other in values:
             if other.no_rule >= 0:
-                without_rule = walk.nodes[other.no_rule].name
-                walk.record_views(node, without_rule, weights, "unknown")
+                without_rule = records.nodes[other.no_rule].name
+                records.record_views(node, without_rule, weights, "unknown")
     projections = _projections(operation)
-    logits = softmax.after(operation)
+    logits = logit_rules.after(operation)
     if operation.is_exponential:
         # These are softmax's weights if the scores are those of queries and keys.
         result = result._replace(exponential_of=result.scores)
@@ -339,7 +339,7 @@ def _record_unseen_exponential(
     is_followed = any(not x.is_lost or x.product == scores for x in logits)
     # The logits of a power are logarithms of its base, which nobody takes.
     if operation.node.name == "pow" or not is_followed:
-        operation.walk.attention.unseen[scores] = operation.node.index
+        operation.records.attention.unseen[scores] = operation.node.index
 
 
 def _columns_of_frozen(values: Sequence[Value]) -> tuple[AxisFact, ...]:
@@ -356,15 +356,15 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
 
     A choice counts as a sum here, of which each entry has one summand.
     """
-    walk, node = operation.walk, operation.node
+    records, node = operation.records, operation.node
     operands = []
     for value in operation.values:
         projections = _projections_of_operand(operation, value)
         operands.append(value._replace(projections=projections))
     projections = all_projections(operands)
     if operation.is_sum and not operation.is_choice:
-        _record_sum_of_slices(walk, projections)
-    projections = last_projections(walk, node, projections)
+        _record_sum_of_slices(records, projections)
+    projections = last_projections(records, node, projections)
     if not operation.is_sum:
         return projections
     added = [
@@ -394,10 +394,10 @@ def _projections_of_operand(
     for projection in value.projections:
         stays_separate = True
         if projection.layout.runs_along(axes):
-            operation.walk.record_reduced([projection], axes)
+            operation.records.record_reduced([projection], axes)
             stays_separate = bool(projection.layout.runs_not_along(axes))
         after = after_nonlinearity(
-            operation.walk, projection, operation.node, unmixed=stays_separate
+            operation.records, projection, operation.node, unmixed=stays_separate
         )
         projections.append(after)
     return tuple(projections)
@@ -420,7 +420,7 @@ def _after_sum(operation: Operation, value: Value) -> tuple[Projection, ...]:
     for projection in value.projections:
         unmixed = all(_keeps_columns(projection, other) for other in others)
         after = after_nonlinearity(
-            operation.walk, projection, operation.node, unmixed=unmixed
+            operation.records, projection, operation.node, unmixed=unmixed
         )
         projections.append(after)
     return tuple(projections)
@@ -445,7 +445,7 @@ def _after_scale(operation: Operation, value: Value) -> tuple[Projection, ...]:
         is_itself = (projection.product, projection.layout) in in_factor
         unmixed = is_itself or _keeps_columns(projection, factor)
         after = after_nonlinearity(
-            operation.walk, projection, operation.node, unmixed=unmixed
+            operation.records, projection, operation.node, unmixed=unmixed
         )
         projections.append(after)
     return tuple(projections)
@@ -465,14 +465,14 @@ def _keeps_columns(projection: Projection, other: Value) -> bool:
 
 
 def after_nonlinearity(
-    walk: Walk, projection: Projection, node: Node, unmixed: bool = False
+    records: Records, projection: Projection, node: Node, unmixed: bool = False
 ) -> Projection:
     """A projection after an operation that does not commute with scaling.
 
     `unmixed` says that each entry is still one column's.
     """
     if not unmixed:
-        walk.record_parts([projection])
+        records.record_parts([projection])
     nonlinear_at = node.index if projection.is_linear else projection.nonlinear_at
     return projection._replace(
         nonlinear_at=nonlinear_at, unmixed=projection.unmixed and unmixed
@@ -480,7 +480,7 @@ def after_nonlinearity(
 
 
 def last_projections(
-    walk: Walk, node: Node, projections: tuple[Projection, ...]
+    records: Records, node: Node, projections: tuple[Projection, ...]
 ) -> tuple[Projection, ...]:
     """The last projections of a residual stream, which is a sum over all layers: no more are followed.
 
@@ -494,13 +494,13 @@ def last_projections(
         if projection.layout.varying:
             with_columns.append(projection)
         else:  # a product with data has summed over its columns: no part of them can be used any more
-            walk.record_parts([projection])
+            records.record_parts([projection])
     # All that still have columns are kept, so that these stay linear.
     if len(with_columns) <= _MOST_PROJECTIONS:
         return tuple(with_columns)
     # This records all of them, also those that are left out.
     nonlinear = [
-        after_nonlinearity(walk, projection, node) for projection in with_columns
+        after_nonlinearity(records, projection, node) for projection in with_columns
     ]
     return tuple(nonlinear[-_MOST_PROJECTIONS:])
 
@@ -508,36 +508,38 @@ def last_projections(
 # What sums and products entry by entry say about parameters.
 
 
-def _record_factors(walk: Walk, node: Node, x: Value, y: Value) -> None:
+def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
     """Records what two factors say about each other: weights of a softmax, labels, a norm, a gate.
 
     Each is looked at as the factor of the other.
     """
     (result,) = node.outputs
-    rank = sum(n > 1 for n in walk.shape(result))
+    rank = sum(n > 1 for n in records.shape(result))
     for value, factor in ((x, y), (y, x)):
         repeats = factor.axes("repeats")
         if repeats:
-            walk.record_weights(node, factor, value)
+            records.record_weights(node, factor, value)
         # In w / norm(w), with the spectral norm, one number scales all of w. The products that make this number are no
         # uses of w as a matrix, so `decisions` gets what it depends on.
         if value.is_weight and len(repeats) == rank:
             for view in value.views:
-                walk.uses.scales[view.leaf] |= factor.depends_on
-        walk.record_choice_by_labels(value, factor.axes("one hot"), factor)
+                records.uses.scales[view.leaf] |= factor.depends_on
+        records.record_choice_by_labels(value, factor.axes("one hot"), factor)
         if factor.is_activation:
             _record_gates(value.projections, factor, repeats)
     # q * k may be summed later, which is a product of two activations as by an einsum. In x * x, as of a norm, both
     # factors depend on the same.
     if x.projections and y.projections and x.depends_on != y.depends_on:
         projections = x.projections + y.projections
-        if all(_is_scaled_only(walk, projection) for projection in projections):
-            walk.entrywise[result] = projections
+        if all(_is_scaled_only(records, projection) for projection in projections):
+            records.entrywise[result] = projections
 
 
-def _is_scaled_only(walk: Walk, projection: Projection) -> bool:
+def _is_scaled_only(records: Records, projection: Projection) -> bool:
     """Whether nothing but products happened to a projection."""
-    return projection.is_linear or walk.nodes[projection.nonlinear_at].name in _SCALES
+    return (
+        projection.is_linear or records.nodes[projection.nonlinear_at].name in _SCALES
+    )
 
 
 def _record_gates(
@@ -550,17 +552,17 @@ def _record_gates(
             projection.product.batches.update(layout.runs_not_along(repeated))
 
 
-def _record_meeting_parts(walk: Walk, values: Iterable[Value]) -> None:
+def _record_meeting_parts(records: Records, values: Iterable[Value]) -> None:
     """Records parts of one product that a sum puts together after a different function of each, as a rotation does."""
     projections = [projection for value in values for projection in value.projections]
     for parts in grouped(
         (projection.product, projection) for projection in projections
     ).values():
         if not used_in_one_way(parts):
-            walk.record_parts(parts)
+            records.record_parts(parts)
 
 
-def _record_sum_of_slices(walk: Walk, terms: Sequence[Projection]) -> None:
+def _record_sum_of_slices(records: Records, terms: Sequence[Projection]) -> None:
     """Records along which axes slices of one parameter differ, if a sum adds products with them.
 
     The sum over heads of x[h] @ w[h], written as a Python loop, is one: so axis h of w counts rows, and not matrices.
@@ -572,7 +574,7 @@ def _record_sum_of_slices(walk: Walk, terms: Sequence[Projection]) -> None:
         for other in others:
             # In a residual stream the second layer's input depends on the first layer's product: w[0] and w[1] are
             # two matrices then.
-            input_of_other = walk.values[other.product.use.activation]
+            input_of_other = records.values[other.product.use.activation]
             is_later_layer = first.product.bit & input_of_other.depends_on
             if not is_later_layer:
-                walk.record_added_slices(first.view, other.view)
+                records.record_added_slices(first.view, other.view)

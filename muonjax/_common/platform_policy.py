@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._platform import kind_of, platform_of
+from pallas_kernels._platform_of import kind_of, platform_of
 
 # What a device sends in a second: an H100's 200 GB/s to the others of its node. Over slower links a byte is worth
 # more, and what is chosen by this sends too much.

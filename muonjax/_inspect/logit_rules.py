@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.positions import Layout
+from muonjax._inspect.layouts import Layout
 from muonjax._inspect.values import FROZEN, PARAMETER, Addend, Logits, Summand, Value
 
 if TYPE_CHECKING:
-    from muonjax._inspect.entrywise import Operation
+    from muonjax._inspect.entrywise_rules import Operation
 
 EXPONENTIALS = ("exp", "exp2", "logistic")
 _ROOTS = ("sqrt", "rsqrt", "cbrt")
@@ -127,7 +127,7 @@ def _factor(operation: Operation, at: int) -> float | None:
     if not operation.is_scale:
         return None
     # It has to stand in the program: with a learned temperature the logits are lost.
-    number = operation.walk.known(operation.arrays[1 - at])
+    number = operation.records.known(operation.arrays[1 - at])
     if number is None or np.ndim(number) or not number > 0:
         return None
     if operation.node.name == "mul":
@@ -209,8 +209,8 @@ def _chosen(operation: Operation, at: int) -> Logits:
     logits = operation.values[at].logits[0]
     others = [v for k, v in enumerate(operation.values) if k != at]
     if logits.has_raw:
-        # After `logits + bias`, what is hidden is told by what has been added (`masks`). A mask that a clip changes,
-        # such as `biased > 0`, would hide others.
+        # After `logits + bias`, what is hidden is told by what has been added (`masks_or_biases`). A mask that a clip
+        # changes, such as `biased > 0`, would hide others.
         others.append(operation.chooser)
     else:
         # The same logits, from another branch of a `cond`, change as these do.

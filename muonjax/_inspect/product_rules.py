@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from muonjax._inspect import softmax
-from muonjax._inspect.entrywise import after_nonlinearity, entrywise
+from muonjax._inspect import logit_rules
+from muonjax._inspect.entrywise_rules import after_nonlinearity, entrywise
 from muonjax._inspect.graph import Node
-from muonjax._inspect.moves import looked_up
-from muonjax._inspect.positions import whole
+from muonjax._inspect.layouts import whole
+from muonjax._inspect.move_rules import looked_up
+from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
     DATA,
@@ -27,22 +28,21 @@ from muonjax._inspect.values import (
     dependent,
     grouped,
 )
-from muonjax._inspect.walk import Walk
 
 
 @rule("dot_general")
-def _dot(walk: Walk, node: Node) -> Sequence[Value]:
+def _dot(records: Records, node: Node) -> Sequence[Value]:
     """The result has the batch axes, then the free axes of the left operand, then those of the right one."""
     sums, batches = node.params["dimension_numbers"]
-    ranks = [len(walk.shape(x)) for x in node.inputs]
-    left, right = map(Operand, walk.inputs(node), node.inputs, ranks, sums, batches)
+    ranks = [len(records.shape(x)) for x in node.inputs]
+    left, right = map(Operand, records.inputs(node), node.inputs, ranks, sums, batches)
     left.sources = (*left.batch, *left.free, *[None] * len(right.free))
     right.sources = (*right.batch, *[None] * len(left.free), *right.free)
-    left.product_shape = right.product_shape = walk.shape(node.outputs[0])
-    return [_multiply(walk, node, left, right)]
+    left.product_shape = right.product_shape = records.shape(node.outputs[0])
+    return [_multiply(records, node, left, right)]
 
 
-def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
+def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Value:
     """The product of two arrays, by the first of these cases that holds.
 
     - No operand depends on parameters: there is nothing to record.
@@ -56,41 +56,43 @@ def _multiply(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
     if not result.depends_on & PARAMETER:
         return result
     if not left.summed:
-        return _entry_by_entry(walk, node, left, right)
+        return _entry_by_entry(records, node, left, right)
     # Each operand with the other one.
     pairs = ((left, right), (right, left))
     for operand, other in pairs:
-        walk.record_unknown_factor(operand.value, other.value)
+        records.record_unknown_factor(operand.value, other.value)
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
     for operand, other in pairs:
         chosen = _chosen_by_one_hot(operand, other)
         if chosen and operand.is_parameter and operand.value.views:
             values = [operand.value, other.value]
-            return looked_up(walk, node, values, operand.sources)
-        walk.record_choice_by_labels(operand.value, chosen, other.value)
+            return looked_up(records, node, values, operand.sources)
+        records.record_choice_by_labels(operand.value, chosen, other.value)
         # In einsum("be,bef->bf", one_hot(expert), y), of a layer's result y, the columns along e count experts.
         for projection in operand.value.projections:
             projection.product.batches.update(projection.layout.runs_along(chosen))
     # If both operands count as matrices, one of parameters alone comes before one that depends on data.
     for operand, other in pairs:
         if operand.is_parameter and operand.value.views:
-            return _by_matrix(walk, node, result, operand, other)
+            return _by_matrix(records, node, result, operand, other)
     for operand, other in pairs:
         if operand.is_matrix:
-            return _by_matrix(walk, node, result, operand, other)
-    return _of_activations(walk, node, result, left, right)
+            return _by_matrix(records, node, result, operand, other)
+    return _of_activations(records, node, result, left, right)
 
 
-def _entry_by_entry(walk: Walk, node: Node, left: Operand, right: Operand) -> Value:
+def _entry_by_entry(
+    records: Records, node: Node, left: Operand, right: Operand
+) -> Value:
     """A product that sums over nothing, as an einsum `bi,i->bi` is, by the rule of `mul`."""
     repeated = []
     for operand in (left, right):
-        old = walk.shape(operand.array)
+        old = records.shape(operand.array)
         repeated.append(
             operand.value.repeated(old, operand.sources, operand.product_shape)
         )
-    return entrywise(walk, dataclasses.replace(node, name="mul"), repeated)
+    return entrywise(records, dataclasses.replace(node, name="mul"), repeated)
 
 
 def _chosen_by_one_hot(operand: Operand, other: Operand) -> list[int]:
@@ -101,27 +103,27 @@ def _chosen_by_one_hot(operand: Operand, other: Operand) -> list[int]:
 
 
 def _by_matrix(
-    walk: Walk, node: Node, result: Value, weights: Operand, activation: Operand
+    records: Records, node: Node, result: Value, weights: Operand, activation: Operand
 ) -> Value:
     """The product of an activation and an operand made of parameters: a layer, or perhaps a part of an attention.
 
     Then the operand is a product of parameters that may be queries, keys or values, as in x @ (queries @ w).T. These
     parameters are left to names. `result` has so far what it depends on.
     """
-    attention = walk.attention
+    attention = records.attention
     # The product whose exponentials the activation is made of, which are softmax's weights if a sum normalizes them.
     scores = activation.value.exponential_of
     has_weights = scores in attention.summed_exponentials or scores in attention.routers
     if _may_be_learned_input(weights, has_weights):
-        walk.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
+        records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
         if has_weights:
             attention.readers[scores] = node.index
         # It follows a layer, as a head (items @ w).T does. With learned queries these are scores, if a sum normalizes
         # their exponentials.
-        walk.layers.products.add(node.index)
+        records.layers.products.add(node.index)
         attention.one_sided.add(node.index)
         return result._replace(scores=node.index)
-    return _by_parameter(walk, node, result, weights, activation)
+    return _by_parameter(records, node, result, weights, activation)
 
 
 def _may_be_learned_input(operand: Operand, has_weights: bool) -> bool:
@@ -163,7 +165,7 @@ NO_KERNEL = Kernel()
 
 
 def _by_parameter(
-    walk: Walk,
+    records: Records,
     node: Node,
     result: Value,
     weights: Operand,
@@ -176,23 +178,23 @@ def _by_parameter(
     """
     # Learned queries [8, 64] that a projection multiplies are its input, and no matrix.
     if activation.value.is_weight:
-        walk.record_views(node, "a learned input", [activation.value])
+        records.record_views(node, "a learned input", [activation.value])
     # The result may be the scores of an attention, as in x @ queries.T with learned queries. Scores that the activation
     # was made of end at this layer. Softmax's weights stay what they are, as those of talking heads.
-    walk.attention.one_sided.add(node.index)
+    records.attention.one_sided.add(node.index)
     result = result._replace(scores=node.index)
-    if result.exponential_of not in walk.attention.summed_exponentials:
+    if result.exponential_of not in records.attention.summed_exponentials:
         result = result._replace(exponential_of=-1)
     # A depthwise convolution takes no columns together.
     if not kernel.is_depthwise:
-        walk.record_parts(activation.value.projections)
-    projections = _recorded_projections(walk, node, weights, activation, kernel)
+        records.record_parts(activation.value.projections)
+    projections = _recorded_projections(records, node, weights, activation, kernel)
     # The sum is over axes of one entry, and the parameters only scale, as in the derivative of a network with one
     # output, whose last matrix is [64, 1].
     if not projections:
         scaled = activation.aligned
         return result._replace(
-            projections=scaled.projections, logits=softmax.through(node, scaled)
+            projections=scaled.projections, logits=logit_rules.through(node, scaled)
         )
     # In einsum("bef,efd->bed", y, w) of a layer's result y, the columns of y along the batch axis e count experts, each
     # with a matrix. With a vector each, einsum("bhd,hd->bh", y, queries), they count heads.
@@ -201,7 +203,7 @@ def _by_parameter(
             batches = projection.layout.runs_along(activation.batch)
             projection.product.batches.update(batches)
     # Several losses times their weights are no layer.
-    if walk.graph.is_stack_of_scalars(activation.array):
+    if records.graph.is_stack_of_scalars(activation.array):
         return result
     # What a layer gives counts as data, also where its input is learned: it is no parameter that a layer takes.
     depends_on = result.depends_on | DATA
@@ -211,15 +213,17 @@ def _by_parameter(
     # as after a nonlinear operation.
     if kernel.is_depthwise:
         for projection in activation.aligned.projections:
-            projections.append(after_nonlinearity(walk, projection, node, unmixed=True))
-    walk.layers.products.add(node.index)
+            projections.append(
+                after_nonlinearity(records, projection, node, unmixed=True)
+            )
+    records.layers.products.add(node.index)
     return result._replace(
         projections=tuple(projections), depends_on=depends_on, no_rule=-1
     )
 
 
 def _recorded_projections(
-    walk: Walk, node: Node, weights: Operand, activation: Operand, kernel: Kernel
+    records: Records, node: Node, weights: Operand, activation: Operand, kernel: Kernel
 ) -> list[Projection]:
     """Records how a layer uses each parameter in `weights`, and returns the projections by those that it sums over.
 
@@ -227,7 +231,7 @@ def _recorded_projections(
     """
     projections = []
     if weights.value.is_weight:
-        _record_slices_of_one(walk, weights.value)
+        _record_slices_of_one(records, weights.value)
     # A sum over experts, sum_e gate[e] (x[e] @ w[e]), does not make e an axis of rows: it counts matrices.
     experts = _experts(weights, activation)
     is_patch = kernel.is_patch or _cuts_input(activation)
@@ -237,7 +241,7 @@ def _recorded_projections(
         # such axis, and is part of a matrix.
         is_product = bool(layout.runs_along(weights.summed) or view.inner)
         of_experts = layout.runs_along(experts)
-        walk.record(
+        records.record(
             node,
             "product" if is_product else "other",
             view,
@@ -253,18 +257,18 @@ def _recorded_projections(
             is_patch=is_patch,
         )
         if is_product:
-            projection = Projection(walk.product(node, k), weights.along(layout))
-            projection.product.is_mixture |= _is_mixture(walk, activation)
+            projection = Projection(records.product(node, k), weights.along(layout))
+            projection.product.is_mixture |= _is_mixture(records, activation)
             projections.append(projection)
     return projections
 
 
-def _record_slices_of_one(walk: Walk, weights: Value) -> None:
+def _record_slices_of_one(records: Records, weights: Value) -> None:
     """Records slices of one parameter that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix: one matrix."""
     views = grouped((view.leaf, view) for view in weights.views)
     for first, *others in views.values():
         for another in others:
-            walk.record_added_slices(first, another)
+            records.record_added_slices(first, another)
 
 
 def _experts(weights: Operand, activation: Operand) -> list[int]:
@@ -288,11 +292,11 @@ def _experts(weights: Operand, activation: Operand) -> list[int]:
     return experts if leaves_rows else []
 
 
-def _is_mixture(walk: Walk, operand: Operand) -> bool:
+def _is_mixture(records: Records, operand: Operand) -> bool:
     """Whether a router's weights along some summed axes multiply features along others: a mixture of experts."""
-    if operand.value.exponential_of not in walk.attention.routers:
+    if operand.value.exponential_of not in records.attention.routers:
         return False
-    shape = walk.shape(operand.array)
+    shape = records.shape(operand.array)
     summed = {axis for axis in operand.summed if shape[axis] > 1}
     varying = [
         projection.layout.varying & summed for projection in operand.value.projections
@@ -320,7 +324,7 @@ def _cuts_input(operand: Operand) -> bool:
 
 
 def _of_activations(
-    walk: Walk, node: Node, result: Value, left: Operand, right: Operand
+    records: Records, node: Node, result: Value, left: Operand, right: Operand
 ) -> Value:
     """The product of two arrays, none of them a matrix of parameters, where at least one depends on parameters.
 
@@ -330,27 +334,27 @@ def _of_activations(
     # Either operand may be softmax's weights.
     pairs = ((left, right), (right, left))
     for operand, other in pairs:
-        if other.value.exponential_of in walk.attention.routers:
+        if other.value.exponential_of in records.attention.routers:
             _record_mixture(operand)
     # Queries, keys or values times each other: a batch axis counts heads. One of them may be frozen.
     of_a_model = PARAMETER | FROZEN
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
         for operand in (left, right):
-            walk.record_parts(operand.value.projections)
-            walk.record_heads(operand.value.projections, operand.batch)
+            records.record_parts(operand.value.projections)
+            records.record_heads(operand.value.projections, operand.batch)
     for weights, values in pairs:
         attentions = _softmaxes_of(weights)
         for logits in attentions:
-            _record_attention(walk, logits, weights, values)
+            _record_attention(records, logits, weights, values)
         # The logits of these exponentials may not be known, or an operation without a rule may have changed them. If no
         # softmax of theirs is recorded, the attention is listed and refused.
         if not attentions or weights.value.no_rule >= 0:
-            walk.record_weights(node, weights.value, values.value)
+            records.record_weights(node, weights.value, values.value)
     if not right.value.depends_on & PARAMETER:
-        return _by_constants(walk, node, result, left, right)
+        return _by_constants(records, node, result, left, right)
     if not left.value.depends_on & PARAMETER:
-        return _by_constants(walk, node, result, right, left)
-    return _of_two_activations(walk, node, result, left, right)
+        return _by_constants(records, node, result, right, left)
+    return _of_two_activations(records, node, result, left, right)
 
 
 def _record_mixture(operand: Operand) -> None:
@@ -369,13 +373,13 @@ def _softmaxes_of(weights: Operand) -> list[Logits]:
 
 
 def _record_attention(
-    walk: Walk, logits: Logits, weights: Operand, values: Operand
+    records: Records, logits: Logits, weights: Operand, values: Operand
 ) -> None:
     """Records an attention, softmax(logits) @ values: its logits and keys, and which columns count heads.
 
     `logits` are those that the softmax's weights were made of.
     """
-    product, attention = logits.product, walk.attention
+    product, attention = logits.product, records.attention
     # Which axes of the product of queries and keys count keys: those that weights @ values sums over.
     keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
     attention.softmaxes[product].append((logits, keys))
@@ -385,7 +389,7 @@ def _record_attention(
     for summand, keys_of_summand in logits.products_and_keys(keys):
         for operand in attention.operands[summand]:
             # Queries that share a key head are counted by an axis of their own.
-            walk.record_heads(operand.value.projections, operand.free)
+            records.record_heads(operand.value.projections, operand.free)
             # A fused kernel gives both queries and keys, whose regions stay two parts.
             is_query = operand.is_query(keys_of_summand)
             for part in operand.value.projections:
@@ -396,11 +400,11 @@ def _record_attention(
         # as the two parts that were recorded for the two products.
         if len(regions) > 1:
             projected.parts.difference_update(regions)
-    _record_heads_one_by_one(walk, product, (*query_and_key, values))
+    _record_heads_one_by_one(records, product, (*query_and_key, values))
 
 
 def _record_heads_one_by_one(
-    walk: Walk, product: int, operands: Sequence[Operand]
+    records: Records, product: int, operands: Sequence[Operand]
 ) -> None:
     """Leaves queries, keys and values to names if an earlier attention takes other columns of the same three layers.
 
@@ -408,7 +412,7 @@ def _record_heads_one_by_one(
     Two softmaxes that are subtracted, as in differential attention, take the same columns of the values, and are one.
 
     Args:
-      walk: Gets the records.
+      records: Gets the records.
       product: The product of queries and keys.
       operands: Queries, keys and values.
     """
@@ -418,14 +422,14 @@ def _record_heads_one_by_one(
         projections += operand.value.projections[:1]
     if not projections:
         return
-    attention = walk.attention
+    attention = records.attention
     layers = tuple(projection.product for projection in projections)
     # The columns of the values, or of the keys if the values come from no layer.
     columns = projections[-1].layout.region
     if attention.value_parts.setdefault(layers, columns) != columns:
         for projection in projections:
-            walk.record(
-                walk.nodes[product],
+            records.record(
+                records.nodes[product],
                 "unknown",
                 projection.view,
                 "attention head by head",
@@ -433,7 +437,7 @@ def _record_heads_one_by_one(
 
 
 def _of_two_activations(
-    walk: Walk, node: Node, result: Value, left: Operand, right: Operand
+    records: Records, node: Node, result: Value, left: Operand, right: Operand
 ) -> Value:
     """The product of two activations, with logits if it may be queries times keys.
 
@@ -453,27 +457,27 @@ def _of_two_activations(
         first.projections and second.projections and sums_features and has_two_towers
     )
     if (left.free and right.free) or is_match:
-        walk.layers.products.add(node.index)
+        records.layers.products.add(node.index)
     # Softmax's weights times values are no new logits.
     has_logits = first.logits or second.logits
     has_projections = first.projections or second.projections
     # A single query has no free axis of its own.
     if has_projections and not has_logits and (left.free or right.free):
-        return result._replace(logits=_new_logits(walk, node, left, right))
+        return result._replace(logits=_new_logits(records, node, left, right))
     return result
 
 
 def _new_logits(
-    walk: Walk, node: Node, left: Operand, right: Operand
+    records: Records, node: Node, left: Operand, right: Operand
 ) -> tuple[Logits, ...]:
     """A product that may be the logits of an attention: queries times keys."""
-    walk.attention.operands[node.index] = left, right
+    records.attention.operands[node.index] = left, right
     (result,) = node.outputs
-    return (Logits(node.index, whole(walk.shape(result)), value=result),)
+    return (Logits(node.index, whole(records.shape(result)), value=result),)
 
 
 def _by_constants(
-    walk: Walk, node: Node, result: Value, activation: Operand, constants: Operand
+    records: Records, node: Node, result: Value, activation: Operand, constants: Operand
 ) -> Value:
     """An activation times numbers that do not train: a rotation, an average, a frozen matrix, keys or values.
 
@@ -483,7 +487,7 @@ def _by_constants(
     # softmax(q k^T) @ c, of frozen values c, ends the logits of these products.
     attentions = [logits.product for logits in _softmaxes_of(activation)]
     logits = []
-    for after in softmax.through(node, activation.aligned):
+    for after in logit_rules.through(node, activation.aligned):
         if after.product not in attentions:
             logits.append(after)
     projections = activation.added_up.projections
@@ -493,27 +497,27 @@ def _by_constants(
     # of scores leaves them what they are.
     has_free = activation.free and constants.free
     if is_layer or attentions or (has_free and result.scores < 0):
-        walk.attention.one_sided.add(node.index)
+        records.attention.one_sided.add(node.index)
         result = result._replace(scores=node.index, exponential_of=-1)
     if not is_layer:
         return result
-    return _of_frozen_layer(walk, node, result, activation, constants)
+    return _of_frozen_layer(records, node, result, activation, constants)
 
 
 def _of_frozen_layer(
-    walk: Walk, node: Node, result: Value, activation: Operand, constants: Operand
+    records: Records, node: Node, result: Value, activation: Operand, constants: Operand
 ) -> Value:
     """The result of a layer x @ c that does not train.
 
     It has logits if c may be keys, and else a fact that says which axes are columns of c.
     """
-    walk.layers.frozen.add(node.index)
+    records.layers.frozen.add(node.index)
     # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"). Logits that go on are not begun anew.
     if not activation.value.logits and constants.batch:
-        return result._replace(logits=_new_logits(walk, node, activation, constants))
+        return result._replace(logits=_new_logits(records, node, activation, constants))
     # Labels may choose a column of a frozen head. Softmax's weights are no features of a head.
     if activation.value.exponential_of < 0:
-        layout = constants.along(whole(walk.shape(constants.array)))
+        layout = constants.along(whole(records.shape(constants.array)))
         result = result._replace(facts=(AxisFact("columns", layout, node.index),))
     return result
 
@@ -546,9 +550,9 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
 
 
 @rule("conv_general_dilated")
-def _conv(walk: Walk, node: Node) -> Sequence[Value]:
+def _conv(records: Records, node: Node) -> Sequence[Value]:
     """A convolution, whose kernel has axes of output features, of input features, and of its window."""
-    params, weight = node.params, walk.shape(node.inputs[1])
+    params, weight = node.params, records.shape(node.inputs[1])
     numbers = params["dimension_numbers"]
     out, into, *window = numbers.rhs_spec
     sizes = tuple(weight[axis] for axis in window)
@@ -566,41 +570,41 @@ def _conv(walk: Walk, node: Node) -> Sequence[Value]:
     # A depthwise convolution with one output for each feature leaves the features where they are.
     if kernel.is_depthwise and weight[out] == groups:
         of_image[numbers.out_spec[1]] = numbers.lhs_spec[1]
-    image, weights = _operands(walk, node, (into, *window), ())
+    image, weights = _operands(records, node, (into, *window), ())
     image.sources, weights.sources = of_image, of_kernel
-    return [_by_kernel(walk, node, image, weights, kernel)]
+    return [_by_kernel(records, node, image, weights, kernel)]
 
 
 @rule("ragged_dot_general")
-def _ragged(walk: Walk, node: Node) -> Sequence[Value]:
+def _ragged(records: Records, node: Node) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     batch = (*batch, *numbers.rhs_group_dimensions)
-    rows, matrices = _operands(walk, node, summed, batch)
+    rows, matrices = _operands(records, node, summed, batch)
     rank = len(rows.product_shape)
     rows.sources = [None] * rank
     matrices.sources = [None] * (rank - len(matrices.free)) + list(matrices.free)
-    return [_by_kernel(walk, node, rows, matrices, NO_KERNEL)]
+    return [_by_kernel(records, node, rows, matrices, NO_KERNEL)]
 
 
 def _operands(
-    walk: Walk, node: Node, summed: Sequence[int], batch: Sequence[int]
+    records: Records, node: Node, summed: Sequence[int], batch: Sequence[int]
 ) -> tuple[Operand, Operand]:
     """The activation and the kernel of a convolution, or of `ragged_dot`, without their `sources`.
 
     `summed` and `batch` are axes of the kernel. For the activation both are empty: the rules of these products use only
     its `sources`, which the caller sets.
     """
-    values, ranks = walk.inputs(node), [len(walk.shape(x)) for x in node.inputs]
+    values, ranks = records.inputs(node), [len(records.shape(x)) for x in node.inputs]
     activation = Operand(values[0], node.inputs[0], ranks[0], (), ())
     kernel = Operand(values[1], node.inputs[1], ranks[1], summed, batch)
-    activation.product_shape = kernel.product_shape = walk.shape(node.outputs[0])
+    activation.product_shape = kernel.product_shape = records.shape(node.outputs[0])
     return activation, kernel
 
 
 def _by_kernel(
-    walk: Walk, node: Node, activation: Operand, weights: Operand, kernel: Kernel
+    records: Records, node: Node, activation: Operand, weights: Operand, kernel: Kernel
 ) -> Value:
     """The result of a convolution, or of a product of groups of rows: a layer if its weights are parameters.
 
@@ -612,12 +616,12 @@ def _by_kernel(
     # data may be one for each example, where the examples are the groups.
     is_followed = weights.value.is_weight or kernel.groups == 1
     if weights.value.views and is_followed:
-        walk.record_unknown_factor(weights.value, activation.value)
-        return _by_parameter(walk, node, result, weights, activation, kernel)
-    walk.record_views(node, node.name, values, "unknown")
+        records.record_unknown_factor(weights.value, activation.value)
+        return _by_parameter(records, node, result, weights, activation, kernel)
+    records.record_views(node, node.name, values, "unknown")
     if weights.value.depends_on & PARAMETER:
-        walk.layers.products.add(node.index)
+        records.layers.products.add(node.index)
     # A frozen kernel over an activation that trains is a frozen layer. A depthwise one, such as a blur, does not count.
     elif result.depends_on & PARAMETER and not kernel.is_depthwise:
-        walk.layers.frozen.add(node.index)
+        records.layers.frozen.add(node.index)
     return result

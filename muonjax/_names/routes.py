@@ -37,7 +37,7 @@ from muonjax._names.check_parameters import INSPECT, check_parameters, types_of_
 from muonjax._names.convolutions import patch_embedding
 from muonjax._names.ends_of_model import ends
 from muonjax._names.neighbors import Neighbors
-from muonjax._names.paths import Path
+from muonjax._names.path_words import Path
 from muonjax._names.roles import Answer, Parameter
 from muonjax._names.stacked import unstack
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.positions import Layout
+from muonjax._inspect.layouts import Layout
+from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import ParameterView, Value, dependent
-from muonjax._inspect.walk import Walk
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
-def _reduce(walk: Walk, node: Node) -> Sequence[Value]:
+def _reduce(records: Records, node: Node) -> Sequence[Value]:
     """All but the maximum of logits is not followed further."""
-    (value,) = walk.inputs(node)
-    walk.record_reduced(value.projections, node.params["axes"])
+    (value,) = records.inputs(node)
+    records.record_reduced(value.projections, node.params["axes"])
     result = dependent([value])
     if node.name == "reduce_max" and value.logits and value.logits[0].stage == "logits":
         result = result._replace(logits=(value.logits[0]._replace(stage="per query"),))
@@ -23,24 +23,24 @@ def _reduce(walk: Walk, node: Node) -> Sequence[Value]:
 
 
 @rule("reduce_sum")
-def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
+def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     """A sum over axes. Linear projections are followed on, with their columns along these axes added up."""
-    (value,), axes = walk.inputs(node), node.params["axes"]
+    (value,), axes = records.inputs(node), node.params["axes"]
     # If the operand is a product q * k entry by entry: the projections in q and in k.
-    factors = walk.entrywise.get(node.inputs[0], ())
+    factors = records.entrywise.get(node.inputs[0], ())
     summed = {factor.product for factor in factors if factor.layout.runs_along(axes)}
     if len(summed) > 1:
         # sum_d q[i, d] k[j, d]: a product of two activations, as by an einsum.
-        walk.layers.products.add(node.index)
+        records.layers.products.add(node.index)
         value = value._replace(scores=node.index)
-    _record_sum_of_exponentials(walk, value, axes)
+    _record_sum_of_exponentials(records, value, axes)
     linear = []
     for projection in value.projections:
         if projection.is_linear:
             projection.product.added_up.update(projection.layout.runs_along(axes))
             linear.append(projection)
         else:
-            walk.record_reduced([projection], axes)
+            records.record_reduced([projection], axes)
     # The sum of softmax's weights is one number for each query, as the maximum is. Added logits are not followed.
     totals = [
         logits._replace(stage="per query")
@@ -54,7 +54,9 @@ def _reduce_sum(walk: Walk, node: Node) -> Sequence[Value]:
     return [_without_axes(result, axes)]
 
 
-def _record_sum_of_exponentials(walk: Walk, value: Value, axes: Sequence[int]) -> None:
+def _record_sum_of_exponentials(
+    records: Records, value: Value, axes: Sequence[int]
+) -> None:
     """Records that a sum normalizes the exponentials of a product, as a softmax does, if `value` is such exponentials.
 
     A softmax along the columns of a parameter is that of a router or of an output head, not of attention.
@@ -62,13 +64,13 @@ def _record_sum_of_exponentials(walk: Walk, value: Value, axes: Sequence[int]) -
     product = value.exponential_of
     if product < 0:
         return
-    has_parameter = (product, 0) in walk.uses.products
+    has_parameter = (product, 0) in records.uses.products
     projections = [p for p in value.projections if p.product.use.node == product]
     if any(p.layout.runs_along(axes) for p in projections):
-        walk.attention.routers.add(product)
+        records.attention.routers.add(product)
     # Without its projection nothing says whether a product with a parameter has its columns along these axes.
     elif projections or not has_parameter:
-        walk.attention.summed_exponentials.add(product)
+        records.attention.summed_exponentials.add(product)
 
 
 def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ...]:
@@ -79,7 +81,7 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
       axis, the others over their first.
 
     Nothing is left of a parameter that is summed over all its axes, as in a norm or a penalty, or over none. Views that
-    keep different axes can't come from a sum such as kernel + bias, of which `entrywise` keeps the kernel alone.
+    keep different axes can't come from a sum such as kernel + bias, of which `entrywise_rules` keeps the kernel alone.
     """
     summed = []
     kept_sets = set()

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._inspect.graph import Graph, Node
-from muonjax._inspect.positions import whole
+from muonjax._inspect.layouts import whole
 from muonjax._inspect.values import (
     ADDED,
     DATA,
@@ -41,7 +41,7 @@ class Uses:
 
     def __init__(self) -> None:
         # By operation, parameter, and the number of the view, which counts the factors of a product of parameters.
-        self.records: dict[tuple[int, int, int], Use] = {}
+        self.by_operation: dict[tuple[int, int, int], Use] = {}
         self.products: dict[tuple[int, int], Product] = {}
         # Products with columns of which labels choose one, as a cross-entropy does.
         self.read_by_labels: set[int] = set()
@@ -88,7 +88,7 @@ class Layers:
         self.without_rule: set[int] = set()  # perhaps products
 
 
-class Walk:
+class Records:
     """What one pass over the operations finds out."""
 
     def __init__(self, graph: Graph):
@@ -127,16 +127,16 @@ class Walk:
 
         All other records only grow from one round to the next: what a round adds that knows less stays true.
         """
-        uses = self.uses.records
+        uses = self.uses.by_operation
         for key in [key for key in uses if key[0] in operations]:
             del uses[key]
-        for records in (
+        for table in (
             self.attention.softmaxes,
             self.attention.readers,
             self.attention.unseen,
         ):
             for i in operations:
-                records.pop(i, None)
+                table.pop(i, None)
 
     def product(self, node: Node, k: int) -> Product:
         """The product of an operation with its view number `k`. Each new one gets the next bit."""
@@ -169,7 +169,7 @@ class Walk:
         """
         product = self.product(node, k) if kind == "product" else None
         use = Use(kind, what, node.index, view, product=product, **axes)
-        self.uses.records[node.index, view.leaf, k] = use
+        self.uses.by_operation[node.index, view.leaf, k] = use
         if product is not None:
             product.use = use
 

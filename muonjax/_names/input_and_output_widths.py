@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from muonjax._matrices.matrix_view import DimensionNumbers, axes_of
 from muonjax._names import roles
-from muonjax._names.paths import Path
+from muonjax._names.path_words import Path
 from muonjax._names.roles import Parameter
 
 Matrices = Mapping[Path, DimensionNumbers | None]

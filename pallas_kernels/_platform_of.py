@@ -1,14 +1,8 @@
-"""The platform of a call, read off its arrays while it is traced; and what XLA compiles badly there.
+"""The platform of a call, read off its arrays while it is traced."""
 
-Against the latter: constants that XLA does not know, so that it compiles less, and results that it puts in memory.
-"""
-
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 
 _ALIASES = {"cuda": "gpu", "rocm": "gpu"}
@@ -88,42 +82,3 @@ def _of_device(array: Any) -> Any:
     # A tracer is an instance of `jax.Array` too.
     concrete = isinstance(array, jax.Array) and not isinstance(array, Tracer)
     return next(iter(array.devices())) if concrete else None
-
-
-def numbers_from_loop(
-    numbers: Sequence[int], platform: str
-) -> Sequence[jax.typing.ArrayLike]:
-    """The same numbers, on a CPU as int32 results of a loop, so that XLA does not know them.
-
-    Slices at numbers that XLA does not know are one kernel; at constants each is a kernel of its own. With 96 layers of
-    one shape, to compile such slices took more than half of the time.
-    """
-    # Elsewhere each pass of the loop would be a launch; and a single slice is a single kernel either way.
-    if platform != "cpu" or len(numbers) < 2:
-        return numbers
-    # XLA does not run loops while compiling, so that their results are unknown to it.
-    table = jnp.asarray(numbers, jnp.int32)
-    zeros = (jnp.int32(0),) * len(numbers)
-
-    def shift_in(i, last):
-        """Drop the first of the last numbers, and append number i of the table."""
-        return (*last[1:], table[i])
-
-    return lax.fori_loop(0, len(numbers), shift_in, zeros)
-
-
-def materialize(
-    f: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str
-) -> jax.Array:
-    """f(x), of the shape and dtype of x, as an array that XLA keeps in memory and does not compute again.
-
-    On a CPU, XLA computes elementwise operations again for each reader of their result, and keeps their operands until
-    the last reader has run. It can't do so with the result of a branch. An `optimization_barrier` is no help, because
-    XLA removes it before it fuses. Without this, an update of replicated matrices on a mesh takes a third more memory
-    (tests/mesh/test_hlo_table.py).
-    """
-    if platform != "cpu":
-        return f(x)
-    # XLA does not know that this number is 1, and so that the branch is always taken.
-    _, last_number = numbers_from_loop((0, 1), platform)
-    return lax.cond(last_number == 1, f, lambda x: x, x)

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from muonjax._inspect import softmax
-from muonjax._inspect.entrywise import is_zero, last_projections
+from muonjax._inspect import logit_rules
+from muonjax._inspect.entrywise_rules import is_zero, last_projections
 from muonjax._inspect.graph import Node
-from muonjax._inspect.positions import (
+from muonjax._inspect.layouts import (
     MOST,
     UNORDERED,
     Layout,
@@ -21,6 +21,7 @@ from muonjax._inspect.positions import (
     merged,
     other_axes,
 )
+from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule, unknown
 from muonjax._inspect.values import (
     DATA,
@@ -33,7 +34,6 @@ from muonjax._inspect.values import (
     dependent,
     move_each,
 )
-from muonjax._inspect.walk import Walk
 
 # They leave every entry where it is: casts, annotations, and what devices exchange with each other.
 SAME = """
@@ -53,17 +53,17 @@ Facts: TypeAlias = np.ndarray
 
 
 @rule(SAME)
-def _same(walk: Walk, node: Node) -> Sequence[Value]:
+def _same(records: Records, node: Node) -> Sequence[Value]:
     """Operations that leave every entry where it is, such as a cast to bfloat16."""
-    values = walk.inputs(node)
+    values = records.inputs(node)
     if node.name == "stop_gradient":
         return [v.without_gradient for v in values]
-    if node.name in _OTHER_LOGITS or rounds_coarsely(walk, node):
-        return [v._replace(logits=softmax.through(node, v)) for v in values]
+    if node.name in _OTHER_LOGITS or rounds_coarsely(records, node):
+        return [v._replace(logits=logit_rules.through(node, v)) for v in values]
     return values
 
 
-def rounds_coarsely(walk: Walk, node: Node) -> bool:
+def rounds_coarsely(records: Records, node: Node) -> bool:
     """Whether it keeps fewer than eight significant bits, as a cast to int8 or float8 does.
 
     Then logits times a factor are rounded to others than the logits: a factor changes what is rounded off.
@@ -71,7 +71,7 @@ def rounds_coarsely(walk: Walk, node: Node) -> bool:
     if node.name not in ("convert_element_type", "reduce_precision"):
         return False
     # bfloat16, of two bytes, has seven bits of mantissa besides the leading one.
-    size = walk.graph.avals[node.outputs[0]].dtype.itemsize
+    size = records.graph.avals[node.outputs[0]].dtype.itemsize
     return size < 2 or node.params.get("mantissa_bits", 7) < 7
 
 
@@ -80,20 +80,20 @@ def axes_after(first: int, axes: Iterable[int]) -> tuple[int, ...]:
     return tuple(first + axis for axis in axes)
 
 
-def moved_by(walk: Walk, node: Node, x: Facts) -> Facts:
+def moved_by(records: Records, node: Node, x: Facts) -> Facts:
     """Facts about each entry of an operation's operand, as its result has them after the operation moves the entries.
 
     For `array.T` of an array [3, 4], facts [2, 3, 1], two for each row, become facts [2, 1, 3].
 
     Args:
-      walk: Where the shapes of arrays are known, and numbers such as the index of `jnp.take(array, 2, 1)`.
+      records: Where the shapes of arrays are known, and numbers such as the index of `jnp.take(array, 2, 1)`.
       node: The operation.
       x: The facts [*any, *axes of the operand], with one entry along each axis on which they don't depend.
 
     Raises:
       NotFollowed: There is no rule for the operation, or there would be too many facts.
     """
-    old, new = walk.graph.shapes(node)
+    old, new = records.graph.shapes(node)
     params = node.params
     first = x.ndim - len(old)  # axis k of the operand is axis first + k of the facts
     if node.name == "transpose":
@@ -117,7 +117,7 @@ def moved_by(walk: Walk, node: Node, x: Facts) -> Facts:
             x = _sliced(x, axis, range(start, stop, stride))
         return x
     if node.name == "gather":
-        return _gathered(walk, node, x)
+        return _gathered(records, node, x)
     raise NotFollowed
 
 
@@ -135,13 +135,13 @@ def _spread(x: Facts, first: int, axes: Sequence[int], rank: int) -> Facts:
     return x.reshape([*x.shape[:first], *sizes])
 
 
-def _gathered(walk: Walk, node: Node, x: Facts) -> Facts:
+def _gathered(records: Records, node: Node, x: Facts) -> Facts:
     """Facts after a `gather`: of a slice at an index that the program contains, or of slices with the same facts.
 
     `x` is [*any, *axes of the operand], with one entry along each axis on which they don't depend.
     """
-    old, new = walk.graph.shapes(node)
-    index = walk.known(node.inputs[1])
+    old, new = records.graph.shapes(node)
+    index = records.known(node.inputs[1])
     numbers = node.params["dimension_numbers"]
     sizes = node.params["slice_sizes"]
     first = x.ndim - len(old)
@@ -202,28 +202,30 @@ def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
 
 
 @rule("transpose reshape rev slice scan_stack broadcast_in_dim")
-def _one_operand(walk: Walk, node: Node) -> Sequence[Value]:
+def _one_operand(records: Records, node: Node) -> Sequence[Value]:
     """Operations that move the entries of their operand, as `moved_by` says."""
-    (x,) = walk.inputs(node)
+    (x,) = records.inputs(node)
     # A gain that is broadcast to an activation repeats along the other axes.
     if node.name == "broadcast_in_dim":
-        x = x.repeating(walk.shape(node.inputs[0]))
-    return _rearranged(walk, node, x)
+        x = x.repeating(records.shape(node.inputs[0]))
+    return _rearranged(records, node, x)
 
 
-def _rearranged(walk: Walk, node: Node, x: Value) -> Sequence[Value]:
+def _rearranged(records: Records, node: Node, x: Value) -> Sequence[Value]:
     """The first operand `x` after `moved_by`, unless that loses the order of entries of parameters."""
-    shape = walk.shape(node.outputs[0])
-    move = functools.partial(moved_by, walk, node)
-    return _in_known_order(walk, node, x, lambda layout: layout.moved(shape, move))
+    shape = records.shape(node.outputs[0])
+    move = functools.partial(moved_by, records, node)
+    return _in_known_order(records, node, x, lambda layout: layout.moved(shape, move))
 
 
-def _in_known_order(walk: Walk, node: Node, x: Value, move: Move) -> Sequence[Value]:
+def _in_known_order(
+    records: Records, node: Node, x: Value, move: Move
+) -> Sequence[Value]:
     """The operand `x` with other layouts; unknown if `move` loses the order of entries of parameters."""
     result = x.map(move)
     # What was without order before, such as the weights of a loop's layer, stays so.
     if not _is_unordered(x) and _is_unordered(result):
-        return unknown(walk, node)
+        return unknown(records, node)
     return [result]
 
 
@@ -236,26 +238,28 @@ def _is_unordered(x: Value) -> bool:
 
 
 @rule("concatenate")
-def _concatenate(walk: Walk, node: Node) -> Sequence[Value]:
+def _concatenate(records: Records, node: Node) -> Sequence[Value]:
     """Arrays one after the other: each keeps its positions, with holes where the others are."""
     axis = node.params["dimension"]
-    size = walk.shape(node.outputs[0])[axis]
-    inputs = [x for x in node.inputs if walk.shape(x)[axis]]  # `x[:, 64:]` may be empty
-    result = dependent(walk.values[x] for x in inputs)
+    size = records.shape(node.outputs[0])[axis]
+    inputs = [
+        x for x in node.inputs if records.shape(x)[axis]
+    ]  # `x[:, 64:]` may be empty
+    result = dependent(records.values[x] for x in inputs)
     # Zeros that pad an array stay zeros times any factor: so they count as its entries, unless its positions differ
     # along this axis.
-    is_padding = sum(not is_zero(walk, x) for x in inputs) == 1
+    is_padding = sum(not is_zero(records, x) for x in inputs) == 1
     placed, start = [], 0
     for x in inputs:
-        value = walk.values[x]
+        value = records.values[x]
         if value.is_weight and not result.is_weight:
-            walk.record_views(node, "joined with data", [value])
+            records.record_views(node, "joined with data", [value])
         place = functools.partial(
             Layout.place, axis=axis, start=start, size=size, zeros=is_padding
         )
         placed.append(value.map(place))
-        start += walk.shape(x)[axis]
-    projections = last_projections(walk, node, all_projections(placed))
+        start += records.shape(x)[axis]
+    projections = last_projections(records, node, all_projections(placed))
     # Parts of one parameter, put together again, are that parameter.
     views = _reassembled(placed, axis) if result.is_weight else ()
     logits = _joined_logits(node, placed)
@@ -268,7 +272,7 @@ def _joined_logits(node: Node, parts: Sequence[Value]) -> tuple[Logits, ...]:
     if len(logits) > 1:
         for k, x in enumerate(logits):
             if x.stage == "logits":
-                logits[k] = softmax.lost(node, x)
+                logits[k] = logit_rules.lost(node, x)
     return tuple(logits)
 
 
@@ -298,16 +302,16 @@ def _reassembled(parts: Sequence[Value], axis: int) -> tuple[ParameterView, ...]
 
 
 @rule("gather")
-def _gather(walk: Walk, node: Node) -> Sequence[Value]:
+def _gather(records: Records, node: Node) -> Sequence[Value]:
     """Slices at indices: `jnp.take(x, 2, 1)`, look-ups `table[tokens]`, and logits that labels choose."""
-    x, indices = walk.inputs(node)
+    x, indices = records.inputs(node)
     # The indices, if the program contains them as numbers.
-    known = walk.known(node.inputs[1])
+    known = records.known(node.inputs[1])
     # `jnp.take(x, 2, axis)`.
-    if known is not None and walk.shape(node.inputs[1]) == (1,):
-        return _rearranged(walk, node, x)
-    sources = _sources_of_gather(walk, node)
-    old, _ = walk.graph.shapes(node)
+    if known is not None and records.shape(node.inputs[1]) == (1,):
+        return _rearranged(records, node, x)
+    sources = _sources_of_gather(records, node)
+    old, _ = records.graph.shapes(node)
     # The axes along which the indices choose: axis 0 in `table[tokens]`.
     picked = [axis for axis, n in enumerate(old) if axis not in sources and n > 1]
     # They choose entries of a parameter, or columns of a product.
@@ -316,24 +320,24 @@ def _gather(walk: Walk, node: Node) -> Sequence[Value]:
         every = np.arange(old[picked[0]])
         # Columns permuted by a constant index are no look-up. Few models have them, so they are not followed.
         if np.array_equal(np.sort(known, None), every):
-            return unknown(walk, node)
+            return unknown(records, node)
     # Without a parameter in `x` this may be a cross-entropy, which takes the logit of the label: then the columns of
     # the product are classes.
     if not x.views:
-        walk.record_choice_by_labels(x, picked, indices)
+        records.record_choice_by_labels(x, picked, indices)
         if is_part:
-            walk.record_parts(x.projections)
+            records.record_parts(x.projections)
             return [dependent([x, indices])]
-    return [looked_up(walk, node, [x, indices], sources)]
+    return [looked_up(records, node, [x, indices], sources)]
 
 
-def _sources_of_gather(walk: Walk, node: Node) -> list[int | None]:
+def _sources_of_gather(records: Records, node: Node) -> list[int | None]:
     """For each axis of the result the operand's axis that it has all of; None for an axis of indices or of a part.
 
     `table[tokens]` of a table [256, 64] and tokens [2, 8] gives [None, None, 1].
     """
     numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
-    old, new = walk.graph.shapes(node)
+    old, new = records.graph.shapes(node)
     sources: list[int | None] = [None] * len(new)
     kept = other_axes(len(old), _gone(numbers))
     for axis, source in zip(numbers.offset_dims, kept, strict=True):
@@ -351,12 +355,12 @@ def _differs_along(x: Value, axes: Sequence[int]) -> bool:
 
 
 def looked_up(
-    walk: Walk, node: Node, values: Sequence[Value], sources: Sequence[int | None]
+    records: Records, node: Node, values: Sequence[Value], sources: Sequence[int | None]
 ) -> Value:
     """Entries of an array, the first of the values, at indices that are known only when it runs: the other values.
 
     Args:
-      walk: Gets a record of each parameter that data look up.
+      records: Gets a record of each parameter that data look up.
       node: The operation.
       values: The array and its indices.
       sources: For each axis of the result the axis of the array that it has all of, if it is one. So [None, None, 1] of
@@ -364,7 +368,7 @@ def looked_up(
     """
     x, *indices = values
     # The axes of the result, and where each comes from.
-    shape, order = walk.shape(node.outputs[0]), tuple(sources)
+    shape, order = records.shape(node.outputs[0]), tuple(sources)
     # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
     by_data = bool(dependent(indices).depends_on & DATA)
     views = []
@@ -377,10 +381,12 @@ def looked_up(
         if by_data and view.inner and not rows:
             rows = view.inner[0]
             cols = layout.runs_along(range(len(layout.shape)))
-            walk.record(node, "product", view, MULTIPLIED, k=k, rows=rows, columns=cols)
+            records.record(
+                node, "product", view, MULTIPLIED, k=k, rows=rows, columns=cols
+            )
             continue
         if by_data and rows:
-            walk.record(node, "looked up", view, "looked up", rows=rows)
+            records.record(node, "looked up", view, "looked up", rows=rows)
         # It is followed on: an index may choose the matrix of an expert, which is multiplied then.
         views.append(view._replace(layout=layout.visit(picked).pick(order, shape)))
     # If an array holds parameters, only these are followed.
@@ -391,10 +397,10 @@ def looked_up(
 
 
 @rule("dynamic_slice")
-def _dynamic_slice(walk: Walk, node: Node) -> Sequence[Value]:
+def _dynamic_slice(records: Records, node: Node) -> Sequence[Value]:
     """One entry along some axes, at an index that is known only when it runs, as a loop takes its layer's weights."""
-    values = walk.inputs(node)
-    old, new = walk.graph.shapes(node)
+    values = records.inputs(node)
+    old, new = records.graph.shapes(node)
     sources: list[int | None] = list(range(len(old)))
     for axis, n in enumerate(new):
         if n != old[axis]:
@@ -402,26 +408,26 @@ def _dynamic_slice(walk: Walk, node: Node) -> Sequence[Value]:
     # Which entries a stretch of an axis takes, such as a block of columns, is not known.
     stretches = [axis for axis, n in enumerate(new) if 1 < n < old[axis]]
     if _differs_along(values[0], stretches):
-        return unknown(walk, node)
-    return [looked_up(walk, node, values, sources)]
+        return unknown(records, node)
+    return [looked_up(records, node, values, sources)]
 
 
 @rule("scan_slice")
-def _scan_slice(walk: Walk, node: Node) -> Sequence[Value]:
+def _scan_slice(records: Records, node: Node) -> Sequence[Value]:
     """What an iteration of a scan takes of an array [iterations, ...]."""
-    value = walk.inputs(node)[0]
+    value = records.inputs(node)[0]
     # Its first axis is gone, and visited: of weights [layers, ...] it is a batch of matrices.
-    shape = walk.shape(node.outputs[0])
+    shape = records.shape(node.outputs[0])
     rest = tuple(range(1, 1 + len(shape)))
     return [value.map(lambda layout: layout.visit([0]).pick(rest, shape))]
 
 
 @rule(RESIZED)
-def _resize(walk: Walk, node: Node) -> Sequence[Value]:
+def _resize(records: Records, node: Node) -> Sequence[Value]:
     """Into or out of the shards of a `shard_map`, where axes have fewer entries."""
-    (value,) = walk.inputs(node)
-    old, new = walk.graph.shapes(node)
+    (value,) = records.inputs(node)
+    old, new = records.graph.shapes(node)
     # An untiled `all_gather` adds an axis that counts devices.
     if len(old) != len(new):
-        return unknown(walk, node)
-    return _in_known_order(walk, node, value, lambda layout: layout.resize(new))
+        return unknown(records, node)
+    return _in_known_order(records, node, value, lambda layout: layout.resize(new))
