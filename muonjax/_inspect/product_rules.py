@@ -333,9 +333,8 @@ def _of_activations(
     """
     # Either operand may be softmax's weights.
     pairs = ((left, right), (right, left))
-    for operand, other in pairs:
-        if other.value.exponential_of in records.attention.routers:
-            _record_mixture(operand)
+    for operand, _ in pairs:
+        _record_mixture(operand)
     # Queries, keys or values times each other: a batch axis counts heads. One of them may be frozen.
     of_a_model = PARAMETER | FROZEN
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
@@ -358,11 +357,15 @@ def _of_activations(
 
 
 def _record_mixture(operand: Operand) -> None:
-    """Records that a router's weights choose among columns of a product, perhaps of linear experts."""
+    """Records a product that sums over some columns of a layer and keeps others: perhaps the layer is several experts.
+
+    With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) does. So does a product with
+    kernels that were mixed for each example, x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
+    """
     for projection in operand.value.projections:
-        chosen = set(projection.layout.runs_along(operand.summed))
         columns = set(projection.product.use.columns)
-        if chosen & columns and not chosen >= columns:
+        summed = columns & set(projection.layout.runs_along(operand.summed))
+        if summed and columns & set(projection.layout.runs_along(operand.free)):
             projection.product.is_mixture = True
 
 
@@ -619,6 +622,7 @@ def _by_kernel(
         records.record_unknown_factor(weights.value, activation.value)
         return _by_parameter(records, node, result, weights, activation, kernel)
     records.record_views(node, node.name, values, "unknown")
+    _record_mixture(weights)
     if weights.value.depends_on & PARAMETER:
         records.layers.products.add(node.index)
     # A frozen kernel over an activation that trains is a frozen layer. A depthwise one, such as a blur, does not count.

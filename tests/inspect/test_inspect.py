@@ -285,11 +285,26 @@ def of_outputs(r, x, w):
     return jnp.einsum("be,bef->bf", r, jnp.einsum("bd,edf->bef", x, w))
 
 
+def of_kernels(r, x, w):
+    return jnp.einsum("bd,bdf->bf", x, jnp.einsum("be,edf->bdf", jnp.log(r), w))
+
+
+def of_convolutions(r, x, w):
+    kernels = jnp.einsum("be,edf->bfd", jnp.log(r), w).reshape(64, 8, 1)
+    images = x.reshape(1, 32, 1)
+    y = jax.lax.conv_general_dilated(
+        images, kernels, (1,), "SAME", feature_group_count=4
+    )
+    return y.reshape(4, 16)
+
+
 @pytest.mark.parametrize(
     ("loss", "params"),
     [
         mixture(of_features),
         mixture(of_outputs),
+        mixture(of_kernels),
+        mixture(of_convolutions),
         (
             lambda p, x: jnp.mean((jnp.tanh(x + np.eye(4) @ p["w"]) @ p["out"]) ** 2),
             {"w": leaf(4, 8), "out": leaf(8, 4)},
