@@ -49,9 +49,12 @@ def kind_of(*arrays: Any, mesh: Any = None) -> str:
 def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:
     """The device that decides in `platform_of`: a device, an `AbstractDevice`, or the name of a platform."""
     candidates = (
+        # What the caller says, and then what the arrays' types say, which traced arrays have too.
         _of_mesh(mesh),
         *map(_of_sharding, arrays),
+        # Where concrete arrays lie.
         *map(_of_device, arrays),
+        # Where JAX puts arrays of which nothing is said: on the mesh of `jax.set_mesh`, or on its default device.
         _of_mesh(jax.sharding.get_abstract_mesh()),
         jax.config.jax_default_device,  # pyright: ignore[reportAttributeAccessIssue]
     )

@@ -48,10 +48,14 @@ def _iota(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("eq")
 def _eq(records: Records, node: Node) -> Sequence[Value]:
-    """An index equals one of the numbers that count along an axis, so the result is one hot along it."""
+    """An index equals one of the numbers that count along an axis: the result is one hot along it.
+
+    So `(tokens[:, None] == jnp.arange(10)) @ table`, as `jax.nn.one_hot` has it, is a look-up.
+    """
     values = spread_operands(records, node)
     result = dependent(values)
     first, second = (value.axes("counts") for value in values)
+    # Two that count along the same axis may be equal everywhere.
     if not set(first).isdisjoint(second):
         return [result]
     facts = []

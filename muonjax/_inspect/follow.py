@@ -1,6 +1,6 @@
 """Follow every parameter through a function, operation by operation.
 
-The rules are in `entrywise_rules`, `reduction_rules`, `move_rules` and `products`.
+The rules are in `entrywise_rules`, `reduction_rules`, `move_rules` and `product_rules`.
 """
 
 from __future__ import annotations

@@ -122,7 +122,9 @@ class Layout(NamedTuple):
         """Whether all positions of the origin are there, those along one axis with all along another."""
         if self.region:
             return False
-        return all(itertools.starmap(_is_product, itertools.combinations(self.runs, 2)))
+        return all(
+            itertools.starmap(_is_independent, itertools.combinations(self.runs, 2))
+        )
 
     def runs_along(self, axes: Collection[int]) -> tuple[Run, ...]:
         """The positions of the origin along each of these axes of the array, as sets.
@@ -173,13 +175,14 @@ class Layout(NamedTuple):
         return rest._replace(loops=rest.loops + visited)
 
     def is_separable(self, axes: Iterable[int]) -> bool:
-        """Whether positions[i, j] = step[i] + start[j], for i along each of these axes and j along all others.
+        """Whether positions[i, j] = step[i] + start[j] for each of these axes alone: i along it, j along all others.
 
         ((0, 1, 2), (4, 5, 6)) is separable along axis 0: the second row adds 4 everywhere. ((0, 1, 2), (6, 4, 5)) is
         not: the second row adds 6, 3 and 3.
         """
         for run in self.runs:
             for axis in run.varying.intersection(axes):
+                # `_split` gives no start where the positions are no such sum, or if nothing but this axis moves them.
                 _, start = _split(run, axis)
                 varies_along_others = run.positions.size > run.shape[axis]
                 if start is None and varies_along_others:
@@ -449,8 +452,9 @@ def _region(layout: Layout) -> Region:
         is_there = np.isin(np.arange(n), positions)
         if is_there.all():
             continue
-        # On a diagonal each row has other columns: no columns are a part of the kernel then.
-        if all(_is_product(run, other) for run in runs for other in layout.runs):
+        # On a diagonal each row has other columns: no columns are a part of the kernel then. A mask that repeats, such
+        # as 10101010 of every second column, is kept as 10.
+        if all(_is_independent(run, other) for run in runs for other in layout.runs):
             region.append((axis, is_there[: _period(is_there)].tobytes()))
     return frozenset(region)
 
@@ -465,7 +469,7 @@ def _period(pattern: Positions) -> int:
     return n
 
 
-def _is_product(first: Run, second: Run) -> bool:
+def _is_independent(first: Run, second: Run) -> bool:
     """Whether all positions of one come with all of the other, as they do not on the diagonal of a matrix.
 
     Runs along one axis of the origin are two parts of one position, and a run along `OTHER` has none.

@@ -69,11 +69,11 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
     """Logits after an operation that takes no other ones, of any kind: a scale, a tanh, a sum over devices.
 
     Whether it scales them or makes something else of them is for the certificate to say. They are lost if a mask was
-    added or a maximum subtracted before: then they are not what softmax takes any more.
+    added (`has_raw`) or a maximum subtracted (`shifted`) before: then they are not what softmax takes any more.
     """
     logits = []
     for x in value.logits:
-        # Weights and maxima stay what they are. All logits of a value are of one stage.
+        # This is an exponential already, or a maximum: what follows only shows to which attention it belongs.
         if x.stage != "logits":
             logits.append(x)
         elif not x.has_raw and x.shifted is None:

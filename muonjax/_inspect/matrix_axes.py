@@ -248,7 +248,8 @@ def _numbers_per_head(
     Args:
       form: The matrices of the parameter.
       shape: Its shape.
-      heads: Where its columns count heads: [64, 8, 16] along axis 1, or [64, 128] in steps of 16 along axis 1.
+      heads: Where its columns count heads: the run from head to head, along axis 1 of [64, 8, 16], or in steps of 16
+        along axis 1 of [64, 128]; and the region of the columns that have these heads.
     """
     axes = _axes(run for run, _ in heads)
     # Axes of which neighboring positions are in different heads.
@@ -258,12 +259,14 @@ def _numbers_per_head(
         columns = (form.columns - counting) or form.columns
         return _numbers(form._replace(columns=columns))
     cut = form.cut
+    # One axis alone can be cut. If heads lie along another axis than the parts, the heads are cut and the parts are
+    # not.
     if cut is None or cut.axis not in axes:
         cut = _Cut(min(axes), (shape[min(axes)],))
     # The parts of all repeats, one after the other, are cut further where heads begin.
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
-        # One axis alone can be cut: heads along another one stay together.
+        # Heads along a second axis stay together.
         if run.axis == cut.axis:
             # The columns that have these heads: a mask repeats along the axis, and without one it is all of the axis.
             mask = np.frombuffer(dict(region).get(cut.axis, b"\1"), bool)

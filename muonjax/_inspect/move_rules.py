@@ -246,12 +246,13 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
         x for x in node.inputs if records.shape(x)[axis]
     ]  # `x[:, 64:]` may be empty
     result = dependent(records.values[x] for x in inputs)
-    # Zeros that pad an array stay zeros times any factor: so they count as its entries, unless its positions differ
-    # along this axis.
+    # Zeros that pad an array stay zeros times any factor. So `Layout.place` counts them as its entries, unless its
+    # positions differ along this axis.
     is_padding = sum(not is_zero(records, x) for x in inputs) == 1
     placed, start = [], 0
     for x in inputs:
         value = records.values[x]
+        # Only what is made of parameters and numbers alone is still a weight.
         if value.is_weight and not result.is_weight:
             records.record_views(node, "joined with data", [value])
         place = functools.partial(

@@ -225,9 +225,11 @@ def _by_parameter(
 def _recorded_projections(
     records: Records, node: Node, weights: Operand, activation: Operand, kernel: Kernel
 ) -> list[Projection]:
-    """Records how a layer uses each parameter in `weights`, and returns the projections by those that it sums over.
+    """Records how a layer uses each parameter in `weights`, and returns a projection for each that is part of a matrix.
 
-    x @ (w + a @ b) uses w, a and b, each with rows, columns and batch axes of its own.
+    x @ (w + a @ b) uses w, a and b, each with rows, columns and batch axes of its own. The product sums over an axis of
+    w and of a; b is a factor (`view.inner` holds the axes between the factors). A parameter of which no axis is summed
+    over, and that is no factor, is a scale.
     """
     projections = []
     if weights.value.is_weight:
@@ -237,8 +239,6 @@ def _recorded_projections(
     is_patch = kernel.is_patch or _cuts_input(activation)
     for k, view in enumerate(weights.value.views):
         layout = view.layout
-        # A parameter of which no axis is summed over is a scale. A factor of a product, as b in x @ (a @ b), has no
-        # such axis, and is part of a matrix.
         is_product = bool(layout.runs_along(weights.summed) or view.inner)
         of_experts = layout.runs_along(experts)
         records.record(
@@ -594,14 +594,18 @@ def _ragged(records: Records, node: Node) -> Sequence[Value]:
 def _operands(
     records: Records, node: Node, summed: Sequence[int], batch: Sequence[int]
 ) -> tuple[Operand, Operand]:
-    """The activation and the kernel of a convolution, or of `ragged_dot`, without their `sources`.
+    """The activation and the kernel of a convolution, or of `ragged_dot`, which have two operands each.
 
     `summed` and `batch` are axes of the kernel. For the activation both are empty: the rules of these products use only
-    its `sources`, which the caller sets.
+    its `sources`, for each axis of the result the axis of the operand that it comes from. The caller sets them.
     """
     values, ranks = records.inputs(node), [len(records.shape(x)) for x in node.inputs]
-    activation = Operand(values[0], node.inputs[0], ranks[0], (), ())
-    kernel = Operand(values[1], node.inputs[1], ranks[1], summed, batch)
+    activation = Operand(
+        values[0], array=node.inputs[0], rank=ranks[0], summed=(), batch=()
+    )
+    kernel = Operand(
+        values[1], array=node.inputs[1], rank=ranks[1], summed=summed, batch=batch
+    )
     activation.product_shape = kernel.product_shape = records.shape(node.outputs[0])
     return activation, kernel
 

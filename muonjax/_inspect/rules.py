@@ -92,17 +92,22 @@ def _queries_and_keys(
 def _record_call(
     records: Records, node: Node, projections: Sequence[Projection]
 ) -> None:
-    """Records a call that takes three activations, perhaps queries, keys and values."""
+    """Records an operation without a rule that takes three activations, perhaps queries, keys and values.
+
+    A fused kernel of attention is one. `clippable_attention` lists the call, and refuses to clip these projections.
+    """
     arrays = [
         x for x in node.inputs if records.values[x].is_activation and records.shape(x)
     ]
     if len(arrays) < 3:
         return
+    # Each part once: an operand that is a sum may hold the same part several times.
     parts = {
         (projection.product, projection.layout.region): projection
         for projection in projections
     }
     records.attention.calls[node.index] = tuple(parts.values())
+    # A matrix before the call is no output head: attention multiplies what it gives.
     records.layers.products.add(node.index)
 
 
