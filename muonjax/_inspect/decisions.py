@@ -114,7 +114,8 @@ class _Decider:
         elif graph.trained.isdisjoint(readers):
             why = f"no gradient, by stop_gradient: {graph.line(readers[0])}"
         else:
-            why = f"used without data, as in a penalty: {graph.line(readers[0])}"
+            # As in a penalty, or if its mean over an axis, which is not followed, meets data later.
+            why = f"in no product with data that was followed: {graph.line(readers[0])}"
         return Decision(None, why, trains=False)
 
     def _without_product(self, uses: list[Use]) -> Decision:

@@ -290,7 +290,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
       ValueError: no product, look-up or sum uses `params`.
 
     Warns:
-      UserWarning: a parameter is never used, or only without the batch, as in a penalty.
+      UserWarning: a parameter is never used, or not seen to meet the batch, as in a penalty.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax
@@ -378,7 +378,7 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
     if unused:
         names = listed(unused, ", ")
         warn_user(
-            f"{call}: parameters that meet no data, or have no gradient, go to Adam: {names}."
+            f"{call}: parameters that were not seen to meet data, or have no gradient, go to Adam: {names}."
         )
     # Decided, but on what may be a coincidence of the program.
     doubts = [f"{name} ({d.doubt})" for name, d in decisions.items() if d.doubt]

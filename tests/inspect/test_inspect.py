@@ -187,7 +187,7 @@ def test_parameters_in_a_penalty_alone_are_told_from_those_that_are_never_used()
 
     with pytest.warns(
         UserWarning,
-        match=r"no gradient, go to Adam: spare \(used without data, as in a penalty: .*test_inspect.py:\d+\)",
+        match=r"no gradient, go to Adam: spare \(in no product with data that was followed: .*test_inspect.py:\d+\)",
     ):
         program = muonjax.inspect(loss, {**PARAMS, "spare": leaf(3, 3)}, X)
     assert program.dimension_numbers()["spare"] is None
