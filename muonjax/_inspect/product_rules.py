@@ -435,7 +435,7 @@ def _record_heads_one_by_one(
                 records.nodes[product],
                 "unknown",
                 projection.view,
-                "attention head by head",
+                "attention with other columns of one layer",
             )
 
 

@@ -169,7 +169,10 @@ def bahdanau_attention(p, x):
 
 @program(
     X,
-    **A4 | dict.fromkeys("qkv", ((D, D), "by names: attention head by head")),
+    **A4
+    | dict.fromkeys(
+        "qkv", ((D, D), "by names: attention with other columns of one layer")
+    ),
     **OUT,
     sites=2,
 )
