@@ -5,9 +5,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 
-from muonjax._inspect import follow  # noqa: F401  it fills RULES
+from muonjax._inspect import (
+    entrywise_rules,
+    follow,  # noqa: F401  it fills RULES
+    logit_rules,
+)
 from muonjax._inspect.rules import RULES
 from tests.inspect.library_models import MODELS
 from tests.inspect.library_models.answers import found_attention
@@ -140,3 +145,31 @@ def test_less_is_known_without_a_rule(monkeypatch, rule):
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_less_is_known_of_models_without_a_rule(monkeypatch, rule):
     assert other_answers(monkeypatch, rule, "models") == []
+
+
+def ratio(function, x, y):
+    """f(y) / f(x), if it is one number for all x; else 1."""
+    with np.errstate(all="ignore"):
+        ratios = [
+            np.divide(function(b), function(a)) for a, b in zip(x, y, strict=True)
+        ]
+    is_constant = np.allclose(ratios, ratios[0], rtol=1e-4)
+    return ratios[0] if is_constant else 1
+
+
+def test_what_may_make_a_softmax_or_another_is_listed():
+    """Without its name in these lists, an attention by a new exponential would be missed."""
+    x = np.linspace(0.5, 2, 4, dtype=np.float32)
+    exponentials, powers = set(), set()
+    for name in entrywise_rules._ENTRYWISE.split():
+        try:
+            function = getattr(jax.lax, name)
+            if abs(ratio(function, x, x + 1) - 1) > 0.1:
+                exponentials.add(name)
+            # abs(x) is a first power.
+            if min(abs(ratio(function, x, 2 * x) - np.array([1, 2]))) > 0.1:
+                powers.add(name)
+        except (AttributeError, TypeError, ValueError):  # of several operands
+            continue
+    assert exponentials == {"exp", "exp2"} < set(logit_rules.EXPONENTIALS)
+    assert powers == {"sqrt", "rsqrt", "cbrt", "square"} < set(logit_rules._POWERS)
