@@ -129,6 +129,9 @@ def test_paths_exist(document):
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (
             module
         )
+    # A table's second row has a line of its own: refilled, the table would be a paragraph.
+    for line in text.splitlines():
+        assert "| --- |" not in line or set(line) <= set("|: -"), line
 
 
 def test_errors_of_the_index_are_messages_of_the_library():
