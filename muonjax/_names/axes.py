@@ -13,12 +13,11 @@ from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
     MuonDimensionNumbers,
-    axes_of,
     one_or_several,
 )
 from muonjax._names import roles
 from muonjax._names.convolutions import has_leading_window, is_outputs_first
-from muonjax._names.neighbors import Neighbors, Shape, axis_of_parts
+from muonjax._names.neighbors import Neighbors, Shape
 from muonjax._names.path_words import words
 from muonjax._names.roles import Parameter
 
@@ -36,22 +35,27 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     # The window of a convolution has at least one axis, next to its inputs and outputs.
     if role is roles.CONVOLUTION and rank == 2:
         return None
-    if role is roles.GATE_UP:
+    # `unstack` took parts that have an axis of their own apart, so that these lie along another one.
+    if role.parts > 1:
+        return _side_by_side(p)
+    if role.name == roles.GATE_UP.name:
         return _gate_up(p, neighbors)
-    if role in (roles.FUSED_QKV, roles.FUSED_KV):
-        return _fused(p, neighbors)
     if rank == 2:
         return _dense(p, neighbors)
+    if role is roles.MLA_UP:
+        return MuonDimensionNumbers(0, (1, 2))
     if role.projection:
         return _attention(p, neighbors)
-    # Experts [experts, in, out] have one layout; of other kernels a bias or a window tells the outputs.
-    return role.layouts.get(rank) or _kernel(p, neighbors)
+    if role is roles.EXPERTS:
+        # [experts, in, out]
+        return MuonDimensionNumbers(1, 2)
+    return _kernel(p, neighbors)
 
 
 def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """Whether a matrix of two axes is stored (in, out), as Flax does, or (out, in), as PyTorch does.
 
-    None for a router that seems to have many more experts than features, as [64, 4096].
+    None for the `weight` of a router, where neither a bias nor the other weights show the order.
     """
     first, last = p.shape
     bias = neighbors.bias(p)
@@ -61,9 +65,9 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     # A bias is as long as the outputs; for a square matrix it shows nothing.
     if bias and first != last:
         outputs_first = bias == (first,)
-    elif is_router_weight and not outputs_first and 8 * first <= last:
+    elif is_router_weight and not outputs_first:
         # A router has fewer experts than features, so that [64, 4096] may be (out, in), although the other weights of
-        # the tree don't show this order. Up to a factor of eight (in, out) is believed: [64, 256] may have 256 experts.
+        # the tree don't show this order.
         return None
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
 
@@ -176,24 +180,14 @@ def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
     return sizes["query"]["h"] != sizes["out"]["h"]
 
 
-def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """The matrices of a kernel that holds query, key and value, or key and value.
+def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
+    """The matrices of query, key and value that lie side by side in one of two axes, as in [d, 3·d] on axis 1.
 
-    They lie along an axis of their own, as [3, d, heads, size], or side by side in one of two axes: [d, 3·d] has three
-    parts on axis 1.
+    Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. A key and value [d, 2·d]
+    may be two of d × d, or [2·n, 4·n] that is stored (out, in) for keys of n features; gate and up of Phi 3 can't be
+    told from a single matrix.
     """
     parts = p.role.parts
-    axis_of_part = axis_of_parts(p)
-    if p.rank == 4 and axis_of_part is not None:
-        # `_attention` answers for one part, [d, heads, size] of [3, d, heads, size], whose shape `neighbors` has. With
-        # the axis of parts, which counts matrices, its (0, (1, 2)) is (1, (2, 3)).
-        numbers_of_part = _attention(p, neighbors)
-        if numbers_of_part is not None:
-            rows = _behind(axis_of_part, axes_of(numbers_of_part.reduction_axis))
-            columns = _behind(axis_of_part, axes_of(numbers_of_part.output_axis))
-            return MuonDimensionNumbers(one_or_several(rows), one_or_several(columns))
-    # Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. A key and value [d, 2·d]
-    # may be two of d × d, or [2·n, 4·n] that is stored (out, in) for keys of n features.
     if p.rank != 2 or parts != 3:
         return None
     first, last = p.shape
@@ -204,28 +198,13 @@ def _fused(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     return None
 
 
-def _behind(removed: int, axes: tuple[int, ...]) -> list[int]:
-    """Axes of a shape from which one was removed, as axes of the whole shape: without axis 1, 0 and 1 are 0 and 2."""
-    return [axis + (axis >= removed) for axis in axes]
-
-
-def _gate_up(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """Rows and columns of gate and up in one kernel, [2, in, out] or [experts, 2, in, out]."""
-    # Side by side along a longer axis, as in Phi 3, gate and up can't be told from a single matrix.
-    if p.rank == 2:
-        return None
-    # Two of the last three axes are rows and columns, and the third is that of gate and up, of size 2. If no axis
-    # before the last has this size, three remain, and nothing tells.
-    axis_of_part = axis_of_parts(p)
-    axes = [axis for axis in range(p.rank - 3, p.rank) if axis != axis_of_part]
-    if len(axes) != 2:
-        return None
-    rows, columns = axes
-    sides = (p.shape[rows], p.shape[columns])
-    is_square = sides[0] == sides[1]
+def _gate_up(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
+    """Rows and columns of a gate, or of an up: the last two axes, of one [in, out] or of experts [experts, in, out]."""
+    rows, columns = p.rank - 2, p.rank - 1
+    is_square = p.shape[rows] == p.shape[columns]
     for other in neighbors.beside(p):
-        may_be_down = other.role.muon and other.rank == p.rank - 1
-        # A down kernel is [hidden, d]. Gate and up of the same sides are stored as [hidden, d] too, which is (out, in).
-        if may_be_down and other.shape[-2:] == sides and not is_square:
+        # A down kernel is [hidden, d]. A gate of the same shape is stored as [hidden, d] too, which is (out, in).
+        is_down = other.role.muon and other.role != p.role and other.shape == p.shape
+        if is_down and not is_square:
             return MuonDimensionNumbers(columns, rows)
     return MuonDimensionNumbers(rows, columns)

@@ -1,12 +1,11 @@
 """Tell a convolution's window from its channels, and find patches, depthwise ones and groups."""
 
 import re
-from collections.abc import Sequence
 
 from muonjax._names import roles
-from muonjax._names.input_and_output_widths import Matrices, Widths, channels
+from muonjax._names.input_and_output_widths import Widths, channels
 from muonjax._names.neighbors import Neighbors, Shape
-from muonjax._names.path_words import Path, words
+from muonjax._names.path_words import words
 from muonjax._names.roles import Answer, Parameter
 
 _LARGEST_WINDOW = 32
@@ -37,30 +36,19 @@ def patch_embedding(p: Parameter) -> Answer | None:
     return Answer(None, roles.PATCHES.name, is_open=not is_named)
 
 
-def depthwise(parameters: Sequence[Parameter], numbers: Matrices) -> dict[Path, Answer]:
-    """Adam for convolutions whose window sees one channel, [3, 3, 1, 32].
-
-    If there is only one, it is open, because it may be a model's first convolution over gray images.
-    """
-    # Each of its outputs is made of one channel, so that a channel has its own small filter and no matrix.
-    paths = []
-    for p in parameters:
-        if channels(p, numbers[p.path]) == 1:
-            paths.append(p.path)
-    answer = Answer(None, "one input channel: depthwise", is_open=len(paths) == 1)
-    return dict.fromkeys(paths, answer)
-
-
 def grouped(p: Parameter, widths: Widths) -> Answer | None:
-    """Open for a convolution that may have groups, each a matrix by itself; None for other leaves.
+    """Adam for a depthwise convolution, [3, 3, 1, 32], open for one that may have groups; None for other leaves.
 
-    With 4 groups a kernel over 16 channels is [3, 3, 4, 16]: no other parameter gives 4 channels, but one gives a
-    multiple, 16. If only one convolution takes three channels, these are an image's.
+    Each output of a depthwise one is made of one channel, which has its own small filter and no matrix. With 4 groups a
+    kernel over 16 channels is [3, 3, 4, 16]: no other parameter gives 4 channels, but one gives a multiple, 16.
     """
     inputs = channels(p, widths.numbers[p.path])
-    if inputs is None or widths.given[inputs]:
-        return None
-    if inputs == _IMAGE_CHANNELS and widths.readers_of_channels[inputs] == 1:
+    # A convolution that alone takes one or three channels may be the first of a model over gray or colored images.
+    may_be_first = widths.readers_of_channels[inputs] == 1
+    if inputs == 1:
+        return Answer(None, "one input channel: depthwise", is_open=may_be_first)
+    is_over_image = inputs == _IMAGE_CHANNELS and may_be_first
+    if inputs is None or widths.given[inputs] or is_over_image:
         return None
     (outputs,) = widths.gives[p.path]
     # With g groups, a width of g·inputs is given somewhere, and g divides the outputs.
@@ -106,8 +94,6 @@ def has_leading_window(shape: Shape) -> bool:
 
 def has_trailing_window(shape: Shape) -> bool:
     """Whether the trailing axes look like the window of a convolution [out, in, *window], [32, 16, 3, 3]."""
-    if len(shape) not in (4, 5):
-        return False
-    outputs, _, *window = shape
-    is_cube = len(set(window)) == 1
-    return is_cube and window[0] <= _LARGEST_WINDOW and window[0] < outputs
+    outputs_and_inputs = shape[:2]
+    window = shape[2:]
+    return has_leading_window((*window, *reversed(outputs_and_inputs)))

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from muonjax._names import roles
-from muonjax._names.convolutions import depthwise, grouped
+from muonjax._names.convolutions import grouped
 from muonjax._names.input_and_output_widths import Widths
 from muonjax._names.path_words import Path, stem
 from muonjax._names.roles import Answer, Parameter
@@ -60,22 +60,18 @@ def ends(
     `roles`. `answers` says of each parameter which matrix it is, wherever it is in the model.
     """
     matrices = {path: answer.numbers for path, answer in answers.items()}
-    new_answers = depthwise(parameters, matrices)
-    # Nothing comes before or after a single layer.
-    if sum(p.rank > 1 for p in parameters) == 1:
-        return new_answers
-    # A depthwise convolution takes and gives no width: it changes each channel by itself.
-    for path in new_answers:
-        matrices[path] = None
     widths = Widths(parameters, matrices)
     places = _Places(parameters, widths)
+    # Nothing comes before or after a single layer.
+    is_single = sum(p.rank > 1 for p in parameters) == 1
+    new_answers = {}
     for p in parameters:
         if matrices[p.path] is None:
             continue
         # A matrix that may be several of these counts as the first, whose reason the warning gives.
-        answer = _output_head(p, places, widths)
-        answer = answer or _table(p, widths)
-        answer = answer or grouped(p, widths)
+        answer = grouped(p, widths)
+        if not is_single:
+            answer = answer or _output_head(p, places, widths) or _table(p, widths)
         if answer is not None:
             new_answers[p.path] = answer
     return new_answers

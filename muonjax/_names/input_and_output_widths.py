@@ -88,9 +88,10 @@ def _widths(
     is_head = p.role is roles.HEAD or (p.role.muon and 1 in p.shape)
     if p.rank == 2 and is_head:
         return {p.shape[0]}, set()
-    if numbers is None:
+    # A depthwise convolution changes each channel by itself.
+    if numbers is None or channels(p, numbers) == 1:
         return set(), set()
     rows = [p.shape[axis] for axis in axes_of(numbers.reduction_axis)]
     columns = [p.shape[axis] for axis in axes_of(numbers.output_axis)]
-    # Each of several rows counts too: the channels without the window, or the features of one head.
-    return {*rows, math.prod(rows)}, {math.prod(columns)}
+    # Each of several rows counts: the channels without the window, or the features of one head.
+    return {*rows}, {math.prod(columns)}

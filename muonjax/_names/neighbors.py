@@ -64,16 +64,9 @@ class Neighbors:
 
     def _add_projection(self, p: Parameter) -> None:
         """Record the shape of an attention's projection under its name, "query" to "out"."""
-        shapes = self._attentions[attention_scope(p.scope)]
-        if p.role.projection:
+        if p.role.projection and p.role.parts == 1:
+            shapes = self._attentions[attention_scope(p.scope)]
             shapes[p.role.projection] = p.shape
-        # In Gemma one kernel [2, heads, d, size] holds keys and values: a key is [heads, d, size].
-        is_fused = p.role in (roles.FUSED_QKV, roles.FUSED_KV)
-        axis = axis_of_parts(p)
-        if is_fused and p.rank == 4 and axis is not None:
-            name = "query" if p.role is roles.FUSED_QKV else "key"
-            one_part = p.shape[:axis] + p.shape[axis + 1 :]
-            shapes.setdefault(name, one_part)
 
     def _are_outputs_first(self, parameters: Sequence[Parameter]) -> bool:
         """Whether the majority of weights that show an order is stored (out, in)."""
@@ -107,10 +100,3 @@ class Neighbors:
         if p.rank > 2 or not re.search(_WIDENING, p.layer):
             return 0
         return (first > last) - (first < last)
-
-
-def axis_of_parts(p: Parameter) -> int | None:
-    """The axis before the last that counts the parts of a fused kernel, 1 of [d, 3, heads, size]; None without."""
-    if p.role.parts in p.shape[:-1]:
-        return p.shape.index(p.role.parts)
-    return None

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from muonjax._matrices.matrix_view import DimensionNumbers, MuonDimensionNumbers
+from muonjax._matrices.matrix_view import DimensionNumbers
 from muonjax._names.path_words import (
     VECTOR,
     WEIGHT,
@@ -29,8 +29,6 @@ class Role(NamedTuple):
       muon: False for what is never a matrix for Muon: biases, scales, embeddings, output heads.
       ranks: The ranks that the parameter of one layer, not a stack of layers, may have; empty:
         unknown.
-      layouts: Rank of one layer's parameter to its matrices, where nothing but the rank has to be
-        known.
       parts: Number of matrices fused along one axis, for query, key and value in one kernel.
       projection: "query", "key", "value" or "out" of an attention; "norm" of what is called a norm;
         else "".
@@ -39,7 +37,6 @@ class Role(NamedTuple):
     name: str
     muon: bool = True
     ranks: tuple[int, ...] = ()
-    layouts: Mapping[int, DimensionNumbers] = {}
     parts: int = 1
     projection: str = ""
 
@@ -114,16 +111,14 @@ QUERY = Role("attention query", ranks=(2, 3), projection="query")
 KEY = Role("attention key", ranks=(2, 3), projection="key")
 VALUE = Role("attention value", ranks=(2, 3), projection="value")
 OUT = Role("attention output", ranks=(2, 3), projection="out")
-FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3)
-FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2)
+FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3, projection="query")
+FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2, projection="key")
 # In multi-head latent attention this projection takes latents, which are narrower than the model.
-MLA_UP = Role(
-    "attention key, value", ranks=(2, 3), layouts={3: MuonDimensionNumbers(0, (1, 2))}
-)
+MLA_UP = Role("attention key, value", ranks=(2, 3))
 
 # Other matrices.
 GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
-EXPERTS = Role("experts", ranks=(2, 3), layouts={3: MuonDimensionNumbers(1, 2)})
+EXPERTS = Role("experts", ranks=(2, 3))
 CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
 ADAPTER = Role("adapter factor", ranks=(2, 3))
 DENSE = Role("dense", ranks=(2,))
@@ -232,7 +227,10 @@ _IN_ATTENTION = (
     # PyTorch's MultiheadAttention.
     (FUSED_QKV, "in_proj"),
 )
+# PyTorch's weight_ih, Flax' dense_i, Elman's W_h.
+_GATES = r"weight_[ih]h(_l\d+)?(_reverse)?|(dense|w)_[ih]|[ih]h"
 _ANYWHERE = (
+    (RECURRENT, _GATES),
     # Gemma's gating_einsum, Phi 3's gate_up_proj, Flaxformer's wi_fused.
     (GATE_UP, r"(gate_(and_)?up|up_gate)(_proj)?|wi_fused|gating_einsum"),
     # pw: pointwise convolutions by a dense layer, as in ConvNeXt.
@@ -245,8 +243,6 @@ _ADAPTER = rf"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_{_FACTOR}|w[12]_?[ab]"
 _ADAPTER_LEAF = rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]"
 # S4's B and C, an adapter's A. K, O, Q and V are an attention's, U, V and W a layer's.
 _LETTER = "[A-JL-NPRSTX-Z]|[A-D]_(re|im|real|imag)"
-# PyTorch's weight_ih, Flax' dense_i, Elman's W_h.
-_GATES = r"weight_[ih]h(_l\d+)?(_reverse)?|(dense|w)_[ih]|[ih]h"
 _ROUTER = r"(\w+_)?router(_logits)?"
 _GATE = r"(\w+_)?(gate|gating)(_logits)?"
 _DENSE = (
@@ -313,14 +309,14 @@ def _role(path: Path, tree: _Tree) -> Role:
     if re.fullmatch(_LETTER, path[-1]):
         return LONE_LETTER
     # Haiku and AlphaFold have a bias output_b next to its weight output_w.
-    weight = re.sub("_b$", "_w", path[-1])
-    if weight != path[-1] and weight in beside:
-        _, layer_of_weight = layer_of((*path[:-1], weight))
-        return _bias(path, layer_of_weight, tree)
-    role = _first(_NOT_MUON, last_two)
+    has_weight = re.sub("_b$", "_w", path[-1]) in beside - {path[-1]}
+    role = BIAS if has_weight else _first(_NOT_MUON, last_two)
     if role is BIAS:
-        # TransformerLens' b_q is the bias of the layer q.
-        return _bias(path, re.sub("^b_", "", layer), tree)
+        # This is the bias of the layer `output`, and TransformerLens' b_q that of the layer `q`.
+        matrix = _matrix(path, re.sub("^b_|_b$", "", layer), tree)
+        # The bias of a query may be [heads, size], and a layer of unknown kind may be a DenseGeneral.
+        may_have_axes = matrix is UNKNOWN or matrix.projection not in ("", "out")
+        return BIAS._replace(ranks=()) if may_have_axes else BIAS
     # An array called queries is an attention's projection next to keys or values; alone it holds learned tokens.
     is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
     # The logits of a router are no output of the model.
@@ -328,17 +324,6 @@ def _role(path: Path, tree: _Tree) -> Role:
     if role is None or is_query or is_router:
         return _matrix(path, layer, tree)
     return role
-
-
-def _bias(path: Path, layer: str, tree: _Tree) -> Role:
-    """A bias, with the numbers of axes that it may have in one layer: 1 or 2 of a query [d, heads, size]."""
-    if projection := _first(_PROJECTIONS, layer):
-        ranks = (1, 2) if projection.parts == 1 else (1, 2, 3)
-        return BIAS._replace(ranks=ranks)
-    # A layer of unknown kind may be a DenseGeneral, whose outputs may have several axes.
-    if _matrix(path, layer, tree) is UNKNOWN:
-        return BIAS._replace(ranks=(1, 2, 3, 4))
-    return BIAS
 
 
 def _matrix(path: Path, layer: str, tree: _Tree) -> Role:
@@ -349,13 +334,13 @@ def _matrix(path: Path, layer: str, tree: _Tree) -> Role:
     if around == "lstm" and layer == "linear":
         return RECURRENT
     if scope in tree.attentions or re.search(r"att(n|en)", around):
-        table = (*_PROJECTIONS, (RECURRENT, _GATES), *_IN_ATTENTION, *_ANYWHERE)
+        table = (*_PROJECTIONS, *_IN_ATTENTION, *_ANYWHERE)
         otherwise = UNKNOWN
     else:
         # The layer of gate/kernel is a router. An array that is called gate itself may be the kernel of a gated layer.
         is_bare = layer == snake(path[-1])
         routers = _ROUTER if is_bare else rf"{_ROUTER}|{_GATE}"
-        table = ((RECURRENT, _GATES), *_ANYWHERE, (ROUTER, routers))
+        table = (*_ANYWHERE, (ROUTER, routers))
         otherwise = _first([(DENSE, _DENSE)], layer) or UNKNOWN
     # The first row that fits decides.
     if role := _first(table, layer):

@@ -38,7 +38,7 @@ def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
         layers = {p.path: p for p in _layers(judged, depth=0)}
         current = [layers[p.path] for p in judged]
         if current == judged:
-            return current
+            return list(map(_one_part, current))
 
 
 def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
@@ -52,9 +52,7 @@ def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     if len(bias) == 1 and p.rank > 1 and bias[0] in p.shape:
         return False
     # Queries that are grouped by key head, [d, groups, heads, size], have an axis more than their keys.
-    keys = neighbors.attention(p).get("key", ())
-    has_groups = p.role.projection in ("query", "out") and p.rank == 4
-    if has_groups and len(keys) == 3:
+    if p.role.projection in ("query", "out") and p.rank == 4:
         return None
     # The role tells how many axes one layer's parameter may have: (2, 3) for a query.
     ranks = p.role.ranks
@@ -137,3 +135,17 @@ def _without(p: Parameter, axis: int) -> Parameter:
     shape = p.shape[:axis] + p.shape[axis + 1 :]
     axes = p.axes[:axis] + p.axes[axis + 1 :]
     return p._replace(shape=shape, axes=axes, stacked=None)
+
+
+def _one_part(p: Parameter) -> Parameter:
+    """One of the parts that have an axis of their own: of queries, keys and values [3, d, heads, size] the queries.
+
+    A gate [in, out] of gate and up [2, in, out] or [in, 2, out]. What has its parts along another axis stays as it is.
+    """
+    role = p.role
+    # An attention's parts have the axes d, heads and size; gate and up have rows and columns.
+    least_rank = 4 if role.projection else 3
+    if role.parts == 1 or p.rank < least_rank or role.parts not in p.shape[:-1]:
+        return p
+    part = _without(p, p.shape.index(role.parts))
+    return part._replace(role=role._replace(parts=1), stacked=p.stacked)
