@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -116,19 +116,9 @@ def trace(
         check_distribution(distribution)
         dtype = momentum_dtype("accumulator_dtype", accumulator_dtype)
 
-    def at(decay: Any) -> optax.GradientTransformation:
-        return _trace(decay, nesterov, dtype, distribution)
-
-    return _scheduled(decay, at) if callable(decay) else at(decay)
-
-
-def _trace(
-    decay: Any, nesterov: bool, dtype: Any, distribution: Distribution | None
-) -> optax.GradientTransformation:
-    """`trace` of checked arguments with one decay, a number that may be traced."""
     is_int8 = dtype == jnp.int8
 
-    def step(g: jax.Array, *stored: jax.Array) -> tuple[jax.Array, ...]:
+    def step(decay: Any, g: jax.Array, *stored: jax.Array) -> tuple[jax.Array, ...]:
         """The update of a leaf and its new momentum, which is stored as an array, or as integers and scales."""
         # `stored` has the leaf of each field of the state: of `trace`, and in int8 of `scale` too.
         m = dequantize(*stored) if is_int8 else stored[0]
@@ -147,10 +137,13 @@ def _trace(
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
 
-    @errors_of("trace")
-    def init(params) -> Any:
-        if not is_int8:
-            return optax.trace(0.0, accumulator_dtype=dtype).init(params)
+    # As `leaf_by_leaf` calls it: with an update, which is not read, and with the state of the leaf.
+    def evaluate(_, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The decay that the schedule gives at this update, and the count of the next one."""
+        decay_at_count = jnp.asarray(decay(count), jnp.result_type(float))
+        return decay_at_count, jnp.asarray(optax.safe_increment(count))
+
+    def int8_zeros(params: Any) -> Int8TraceState:
         _check_blocks(params, distribution)
 
         # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
@@ -163,40 +156,35 @@ def _trace(
         return Int8TraceState(values, jax.tree.map(zero_scales, values))
 
     @errors_of("trace")
-    def update(updates, state, params=None):
-        del params
-        check_int8(state, is_int8)
-        if is_int8:
-            _check_blocks(updates, distribution)
-        updates, *arrays = leaf_by_leaf(step, updates, *state)
-        return updates, Int8TraceState(*arrays) if is_int8 else optax.TraceState(
-            *arrays
+    def init(params) -> Any:
+        zeros = (
+            int8_zeros if is_int8 else optax.trace(0.0, accumulator_dtype=dtype).init
         )
-
-    return optax.GradientTransformation(init, update)
-
-
-def _scheduled(
-    schedule: optax.Schedule, trace_of: Callable[[Any], optax.GradientTransformation]
-) -> optax.GradientTransformation:
-    """`trace_of(decay)` with the decay that a schedule gives at each update, which the state counts."""
-
-    # As `leaf_by_leaf` calls it: with an update, which is not read, and with the state of the leaf.
-    def evaluate(_, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        decay = jnp.asarray(schedule(count), jnp.result_type(float))
-        return decay, jnp.asarray(optax.safe_increment(count))
-
-    def init(params) -> ScheduledTraceState:
-        # The state does not depend on the decay.
-        return ScheduledTraceState(jnp.zeros([], jnp.int32), trace_of(0.0).init(params))
+        momentum = zeros(params)
+        if not callable(decay):
+            return momentum
+        return ScheduledTraceState(jnp.zeros([], jnp.int32), momentum)
 
     @errors_of("trace")
     def update(updates, state, params=None):
-        if not hasattr(state, "momentum"):
-            raise ValueError(message_for_other_state(state))
-        # The count may be in host memory, as the momentum is: a tree with one leaf, whose update is not read.
-        decay, count = leaf_by_leaf(evaluate, 0.0, state.count)
-        updates, momentum = trace_of(decay).update(updates, state.momentum, params)
+        del params
+        momentum = state
+        decay_now = decay
+        count = None
+        if callable(decay):
+            if not hasattr(state, "momentum"):
+                raise ValueError(message_for_other_state(state))
+            momentum = state.momentum
+            # The count may be in host memory, as the momentum is: a tree with one leaf, whose update is not read.
+            decay_now, count = leaf_by_leaf(evaluate, 0.0, state.count)
+        check_int8(momentum, is_int8)
+        if is_int8:
+            _check_blocks(updates, distribution)
+        step_with_decay = functools.partial(step, decay_now)
+        updates, *arrays = leaf_by_leaf(step_with_decay, updates, *momentum)
+        momentum = Int8TraceState(*arrays) if is_int8 else optax.TraceState(*arrays)
+        if count is None:
+            return updates, momentum
         return updates, ScheduledTraceState(count, momentum)
 
     return optax.GradientTransformation(init, update)
@@ -310,7 +298,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
     """
     with errors_of("cast_momentum"):
         dtype = given_dtype("dtype", dtype, *_MOMENTUM)
-        if not _momentum_states(state):
+        if has_int8(state) is None:
             raise ValueError(
                 "(state) finds no momentum; give the state of muon or of trace."
             )
@@ -322,12 +310,8 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
             if is_int8 and dtype == jnp.int8:
                 # Rounding twice would lose digits.
                 return node
-            momentum = (
-                jax.tree.map(dequantize, node.trace, node.scale)
-                if is_int8
-                else node.trace
-            )
-            # From here on `momentum` is a tree of floats, whatever the state was.
+            # A tree of floats, whatever the state was
+            momentum = jax.tree.map(dequantize, *node) if is_int8 else node.trace
             if dtype != jnp.int8:
                 return optax.TraceState(optax.tree.cast(momentum, dtype))
             _check_real(momentum)
@@ -355,17 +339,12 @@ def _check_real(momentum: Any) -> None:
             )
 
 
-def _momentum_states(state: Any) -> list[Any]:
-    """The states of `trace` or `optax.trace` in a state; `optax.partition` has one for each of its parts."""
-    return list(filter(_is_momentum, jax.tree.leaves(state, is_leaf=_is_momentum)))
-
-
 def has_int8(state: Any) -> bool | None:
     """Whether the momentum in a state is in int8; None if there is none."""
-    momenta = _momentum_states(state)
-    if not momenta:
-        return None
-    return any(isinstance(momentum, Int8TraceState) for momentum in momenta)
+    # `optax.partition` has one for each of its parts.
+    nodes = jax.tree.leaves(state, is_leaf=_is_momentum)
+    kinds = {type(node) for node in nodes if _is_momentum(node)}
+    return Int8TraceState in kinds if kinds else None
 
 
 def check_int8(state: Any, wanted: bool | None) -> None:

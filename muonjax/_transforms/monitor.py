@@ -18,7 +18,13 @@ from muonjax._common.arguments import (
     whole_number,
 )
 from muonjax._common.explicit_axes import is_explicit
-from muonjax._common.linalg import at_least_float32, dot, or_one, square_norm
+from muonjax._common.linalg import (
+    at_least_float32,
+    dot,
+    or_one,
+    square_norm,
+    square_of_any_size,
+)
 from muonjax._common.trees import is_masked, leaf_paths, names
 from muonjax._matrices.matrix_view import (
     DimensionNumbersTree,
@@ -157,11 +163,13 @@ def monitor(
 
         # `cond` computes this only at the steps that are measured.
         def measured() -> dict[str, dict[str, jax.Array]]:
-            step = _Step(pieces, gradients, updates, params, inner_state)
-            return {
-                group: step.measure(leaves)
-                for group, leaves in leaves_of_groups.items()
-            }
+            # All trees have the structure of the parameters, so their leaves are in one order.
+            trees = map(jax.tree.leaves, (gradients, updates, params))
+            step = _Step(pieces, *trees, _momenta(inner_state, params))
+            statistics = {}
+            for group, leaves in leaves_of_groups.items():
+                statistics[group] = _measure(step, leaves)
+            return statistics
 
         # A checkpoint may have been restored in another dtype.
         last = optax.tree.cast(state.statistics, jnp.float32)
@@ -178,7 +186,6 @@ def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
 
     In `monitor(muon(1e-3, program))` the optimizer takes the matrices of the program, and the monitor those of names.
     """
-    # The leaves that hold a matrix or several
     matrices = {piece.leaf for piece in pieces}
     # The state of `optax.partition` has `inner_states`, the states of its parts by their labels; muonjax calls the part
     # for matrices "muon". The other leaves of this tree are arrays.
@@ -215,6 +222,9 @@ def _momenta(state: Any, params: Any) -> dict[int, list[jax.Array]]:
 
     A chain may have several of one parameter.
     """
+    # The norm of int8 momentum is that of integers times scales.
+    if has_int8(state):
+        state = cast_momentum(state, jnp.float32)
     index_of = {path: index for index, path in enumerate(leaf_paths(params))}
     momenta: dict[int, list[jax.Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -229,7 +239,7 @@ def _momenta(state: Any, params: Any) -> dict[int, list[jax.Array]]:
     return momenta
 
 
-class _Step:
+class _Step(NamedTuple):
     """One step of the optimizer, to measure.
 
     Attributes:
@@ -238,75 +248,57 @@ class _Step:
       momenta: The first moments by the index of their leaf, {0: [array]}; no entry for a leaf without one.
     """
 
-    def __init__(
-        self, pieces: Pieces, gradients: Any, updates: Any, params: Any, state: Any
-    ):
-        # All trees have the structure of the parameters, so their leaves are in one order.
-        self.pieces = pieces
-        self.gradients = jax.tree.leaves(gradients)
-        self.updates = jax.tree.leaves(updates)
-        self.weights = jax.tree.leaves(params)
-        # The norm of int8 momentum is that of integers times scales.
-        if has_int8(state):
-            state = cast_momentum(state, jnp.float32)
-        self.momenta = _momenta(state, params)
-
-    def measure(self, leaves: list[int]) -> dict[str, jax.Array]:
-        """The statistics of a group of leaves, {"update_rms": float32 [], ...} as `monitor` describes them.
-
-        `leaves` are the indices of the leaves, one at least.
-        """
-        size = sum(jnp.size(self.weights[i]) for i in leaves)
-        update_rms = _root_of_squares([self.updates[i] for i in leaves], size)
-        weight_rms = _root_of_squares([self.weights[i] for i in leaves], size)
-        # A weight of zero that does not move has the ratio 0, and one that moves infinity.
-        are_zero = (update_rms == 0) & (weight_rms == 0)
-        # All momenta count as one vector, whose norm is 0 without any. A chain may have several of one leaf.
-        momenta = []
-        num_non_finite = jnp.float32(0)
-        for i in leaves:
-            momenta += self.momenta.get(i, [])
-            is_non_finite = jnp.any(~jnp.isfinite(self.gradients[i]))
-            num_non_finite += is_non_finite.astype(jnp.float32)
-        return {
-            "update_rms": update_rms,
-            "weight_rms": weight_rms,
-            "update_to_weight": update_rms / jnp.where(are_zero, 1, weight_rms),
-            "momentum_norm": _root_of_squares(momenta),
-            "orthogonality": self._orthogonality(leaves),
-            "non_finite": num_non_finite / len(leaves),
-        }
-
-    def _orthogonality(self, leaves: list[int]) -> Float32[Array, ""]:
-        """The root mean square deviation from orthogonality of the updates of all matrices in these leaves."""
-        # [matrices of the piece] each
-        deviations = []
-        for piece in self.pieces:
-            if piece.leaf in leaves:
-                deviations.append(_deviation(piece.take(self.updates), piece.view))
-        if not deviations:
-            return jnp.float32(0)
-        return jnp.sqrt(jnp.mean(jnp.concatenate(deviations)))
+    pieces: Pieces
+    gradients: list[jax.Array]
+    updates: list[jax.Array]
+    weights: list[jax.Array]
+    momenta: dict[int, list[jax.Array]]
 
 
-def _root_of_squares(arrays: Sequence[jax.Array], count: int = 1) -> Float32[Array, ""]:
-    """sqrt(sum x^2 / count) over all entries x of the arrays, whose squares need not be numbers of float32.
+def _measure(step: _Step, leaves: list[int]) -> dict[str, jax.Array]:
+    """The statistics of a group of leaves, {"update_rms": float32 [], ...} as `monitor` describes them.
 
-    Without arrays it is 0.
+    `leaves` are the indices of the leaves, one at least.
     """
-    magnitudes = [jnp.abs(x).astype(jnp.float32) for x in arrays]
-    # `jnp.maximum` passes NaN on.
-    largest = jnp.float32(0)
-    for x in magnitudes:
-        largest = jnp.maximum(largest, jnp.max(x))
-    # Zeros, NaN and infinities stay as they are.
-    is_normal = (largest >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(largest)
-    scale = jnp.where(is_normal, largest, 1)
-    # sqrt(sum x^2 / count) = scale sqrt(sum (x / scale)^2 / count), whose squares don't overflow.
-    square = jnp.float32(0)
-    for x in magnitudes:
-        square += jnp.sum((x / scale) ** 2)
-    return scale * jnp.sqrt(square / count)
+    # Each root mean square is a norm over the root of the number of entries.
+    size = sum(jnp.size(step.weights[i]) for i in leaves)
+    update_rms = _norm([step.updates[i] for i in leaves]) / size**0.5
+    weight_rms = _norm([step.weights[i] for i in leaves]) / size**0.5
+    # A weight of zero that does not move has the ratio 0, and one that moves infinity.
+    are_zero = (update_rms == 0) & (weight_rms == 0)
+    # All momenta count as one vector, whose norm is 0 without any. A chain may have several of one leaf.
+    momenta = []
+    num_non_finite = jnp.float32(0)
+    for i in leaves:
+        momenta += step.momenta.get(i, [])
+        is_non_finite = jnp.any(~jnp.isfinite(step.gradients[i]))
+        num_non_finite += is_non_finite.astype(jnp.float32)
+    # [matrices of the piece] each
+    deviations = []
+    for piece in step.pieces:
+        if piece.leaf in leaves:
+            deviations.append(_deviation(piece.take(step.updates), piece.view))
+    orthogonality = jnp.float32(0)
+    if deviations:
+        orthogonality = jnp.sqrt(jnp.mean(jnp.concatenate(deviations)))
+    return {
+        "update_rms": update_rms,
+        "weight_rms": weight_rms,
+        "update_to_weight": update_rms / jnp.where(are_zero, 1, weight_rms),
+        "momentum_norm": _norm(momenta),
+        "orthogonality": orthogonality,
+        "non_finite": num_non_finite / len(leaves),
+    }
+
+
+def _norm(arrays: Sequence[jax.Array]) -> Float32[Array, ""]:
+    """sqrt(sum x^2) over all entries x of the arrays, whose squares need not be numbers of float32."""
+    norm = jnp.float32(0)
+    for x in arrays:
+        magnitudes = jnp.abs(x).astype(jnp.float32)
+        factor, square = square_of_any_size(magnitudes, lambda x: jnp.sum(x**2))
+        norm = jnp.hypot(norm, jnp.sqrt(square) / factor)
+    return norm
 
 
 def _deviation(update: jax.Array, view: MatrixView) -> Float32[Array, " batch"]:
