@@ -1,7 +1,6 @@
 """The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -73,10 +72,38 @@ class MuonSettings(MatrixSettings, total=False):
     rms: float | None
 
 
+class _RateAndDecay(NamedTuple):
+    """The end of a chain, W <- W - learning_rate (O + weight_decay W) for an update O.
+
+    Attributes:
+      learning_rate: A number or a schedule.
+      weight_decay: A number or a schedule.
+      mask: The leaves that decay, as `weight_decay_mask` in `muon`; None: all but biases, norms and other vectors.
+    """
+
+    learning_rate: optax.ScalarOrSchedule
+    weight_decay: optax.ScalarOrSchedule
+    mask: Any = None
+
+    def checked(self) -> "_RateAndDecay":
+        """The same, which raises where a rate is out of its range, or the mask does not fit the parameters."""
+        # `optax.add_decayed_weights` and the rate check nothing, and a mask that does not fit would be Optax's error,
+        # about trees.
+        check_rates(learning_rate=self.learning_rate, weight_decay=self.weight_decay)
+        return self._replace(mask=fitted_mask("weight_decay_mask", self.mask))
+
+    def members(self) -> list[optax.GradientTransformation]:
+        """The last members of the chain for matrices."""
+        return [
+            optax.add_decayed_weights(self.weight_decay, self.mask),
+            scale_by_learning_rate(self.learning_rate),
+        ]
+
+
 def _orthogonalized(
     call: str,
     members: Members,
-    others: Callable[[Any], optax.GradientTransformation],
+    adam_rate: _RateAndDecay,
     program: DimensionNumbersTree | None,
     *,
     decay: optax.ScalarOrSchedule = 0.95,
@@ -91,7 +118,7 @@ def _orthogonalized(
     Args:
       call: Names the optimizer in errors.
       members: For the dimension numbers, the transformations that follow in the chain.
-      others: Makes the transformation of all other leaves from the whole tree, where `adam` is None.
+      adam_rate: Rate and decay of AdamW for all other leaves, where `adam` is None.
       program: As in `muon`, and so are the settings; `decay` is that of the momentum.
     """
     # `trace` would name its own argument, accumulator_dtype, in an error.
@@ -111,12 +138,13 @@ def _orthogonalized(
         )
         return optax.chain(momentum, polar, *map(offload, members(numbers)))
 
+    def others(tree: Any) -> optax.GradientTransformation:
+        return adam or _adamw_for_others(adam_rate, program, mu_dtype, tree)
+
     # This chain is thrown away: the members check their settings where they are made, so that a mistake shows before
     # the first step. They read dimension numbers only when they get a tree, so None will do.
     matrices(None)
-    return partition_by_route(
-        call, matrices, others if adam is None else lambda _: adam, program
-    )
+    return partition_by_route(call, matrices, others, program)
 
 
 @explains_keywords("muon", _orthogonalized)
@@ -171,15 +199,13 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
+    rate = _RateAndDecay(learning_rate, weight_decay, weight_decay_mask).checked()
+    scale: dict[str, Any] = {"rule": "width"} if rms is None else {"rms": rms}
 
     def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
-        # Follows `orthogonalize`; decay and rate come after it.
-        if rms is None:
-            return [match_rms(rule="width", dimension_numbers=numbers)]
-        return [match_rms(rms, dimension_numbers=numbers)]
+        return [match_rms(**scale, dimension_numbers=numbers), *rate.members()]
 
-    rate = _RateAndDecay(learning_rate, weight_decay, weight_decay_mask)
-    return _with_rate_and_decay("muon", members, rate, program, settings)
+    return _orthogonalized("muon", members, rate, program, **settings)
 
 
 @explains_keywords("normuon", muon)
@@ -216,6 +242,7 @@ def normuon(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
+    rate = _RateAndDecay(learning_rate, weight_decay, weight_decay_mask).checked()
     # `normalize_neurons` has another name for it.
     check_range("neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
 
@@ -223,10 +250,10 @@ def normuon(
         return [
             normalize_neurons(neuron_decay, dimension_numbers=numbers),
             match_rms(rms, dimension_numbers=numbers),
+            *rate.members(),
         ]
 
-    rate = _RateAndDecay(learning_rate, weight_decay, weight_decay_mask)
-    return _with_rate_and_decay("normuon", members, rate, program, settings)
+    return _orthogonalized("normuon", members, rate, program, **settings)
 
 
 @explains_keywords("muonh", _orthogonalized)
@@ -272,56 +299,16 @@ def muonh(
             f"(adam_learning_rate={adam_learning_rate}) needs a rate for all but matrices, such as 1e-3, or adam=, "
             "and not both."
         )
-    # Where `adam` is given it takes the place of `others`, and the rate of 0 is never used.
+    # Where `adam` is given, the rate of 0 is never used.
     adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
     check_rates(adam_learning_rate=adam_rate)
-    # Nothing decays, so no program has to say which leaves are vectors.
-    rate = _RateAndDecay(adam_rate, weight_decay=0.0)
-    others = partial(_adamw_for_others, rate, None, settings.get("mu_dtype"))
 
     def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
         return [hyperball(learning_rate, dimension_numbers=numbers)]
 
-    return _orthogonalized("muonh", members, others, program, **settings)
-
-
-class _RateAndDecay(NamedTuple):
-    """The end of a chain, W <- W - learning_rate (O + weight_decay W) for an update O.
-
-    Attributes:
-      learning_rate: A number or a schedule.
-      weight_decay: A number or a schedule.
-      mask: The leaves that decay, as `weight_decay_mask` in `muon`; None: all but biases, norms and other vectors.
-    """
-
-    learning_rate: optax.ScalarOrSchedule
-    weight_decay: optax.ScalarOrSchedule
-    mask: Any = None
-
-
-def _with_rate_and_decay(
-    call: str,
-    members: Members,
-    rate: _RateAndDecay,
-    program: DimensionNumbersTree | None,
-    settings: MatrixSettings,
-) -> optax.GradientTransformationExtraArgs:
-    """`_orthogonalized` with these members, then weight decay and the rate; AdamW with both for all other leaves."""
-    # `optax.add_decayed_weights` and the rate check nothing.
-    check_rates(learning_rate=rate.learning_rate, weight_decay=rate.weight_decay)
-    # A mask that does not fit would be Optax's error, about trees.
-    rate = rate._replace(mask=fitted_mask("weight_decay_mask", rate.mask))
-
-    # W <- W - learning_rate (O + weight_decay W), where O is the update that `members` give
-    def chain(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
-        return [
-            *members(numbers),
-            optax.add_decayed_weights(rate.weight_decay, rate.mask),
-            scale_by_learning_rate(rate.learning_rate),
-        ]
-
-    others = partial(_adamw_for_others, rate, program, settings.get("mu_dtype"))
-    return _orthogonalized(call, chain, others, program, **settings)
+    # The norms of matrices are fixed, and nothing decays.
+    rate = _RateAndDecay(adam_rate, weight_decay=0.0)
+    return _orthogonalized("muonh", members, rate, program, **settings)
 
 
 def _adamw_for_others(
