@@ -88,7 +88,7 @@ def _iterate(
     x: Float[Array, "*batch n n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
 ) -> Float[Array, "*batch n n"]:
     """X <- (a I + b X^2 + c X^4) X, once for each row."""
-    return iterate(x, rows, dot, lambda x: dot(x, x))
+    return iterate(x, rows, dot, square=lambda x, dot: dot(x, x))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -102,10 +102,7 @@ def polynomial_mcsgn(
 
 @polynomial_mcsgn.defjvp
 def _polynomial_mcsgn_jvp(dot, primals, tangents):
-    def derivative(x, direction, rows):
-        # Nine products a step, in a rolled loop that keeps nothing.
-        _, tangent = jax.jvp(lambda x: _iterate(x, rows, dot), (x,), (direction,))
-        return tangent
-
-    tangent = tangent_by_normalization(_unit, adjoint, derivative, primals, tangents)
+    # Nine products a step, in a rolled loop that keeps nothing.
+    f = functools.partial(_iterate, dot=dot)
+    tangent = tangent_by_normalization(_unit, adjoint, f, primals, tangents)
     return polynomial_mcsgn(*primals, dot), tangent

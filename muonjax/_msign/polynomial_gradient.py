@@ -28,6 +28,24 @@ def plus_transpose(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
     return x + adjoint(x)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def gram(
+    x: Float[Array, "*batch m n"], dot: MatrixProduct
+) -> Float[Array, "*batch m m"]:
+    """X X^T. Its derivative dX X^T + X dX^T takes one product, where JAX's own would take two."""
+    return dot.with_adjoint(x, x)
+
+
+@gram.defjvp
+def _gram_jvp(dot, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return gram(x, dot), plus_transpose(dot.with_adjoint(dx, x))
+
+
+Square = Callable[[jax.Array, MatrixProduct], jax.Array]
+"""Makes a square of a matrix with these products, such as `gram`."""
+
+
 class AboutMean(NamedTuple):
     """A quintic step's polynomial of A = X X^T, in powers of D, A's distance from its mean eigenvalue tau.
 
@@ -45,7 +63,10 @@ class AboutMean(NamedTuple):
 
 
 def about_mean(
-    gram: Float[Array, "*batch m m"], row: Float[Array, " 3"], dot: MatrixProduct
+    a: Float[Array, "*batch m m"],
+    row: Float[Array, " 3"],
+    dot: MatrixProduct,
+    square: Square = gram,
 ) -> AboutMean:
     r"""One polynomial of A = X X^T, in powers of A's distance D from its mean eigenvalue:
 
@@ -54,17 +75,17 @@ def about_mean(
     The closer the singular values are to each other, the smaller D is, and with it the rounding of the products;
     the identity's share needs no product.
     """
-    a, b, c = row
-    m = gram.shape[-1]
+    constant, linear, quadratic = row
     # The sum is the same about any number, so the mean may be a constant.
-    trace = jnp.trace(gram, axis1=-2, axis2=-1)
-    tau = lax.stop_gradient(trace[..., None, None] / m)
+    trace = jnp.trace(a, axis1=-2, axis2=-1)
+    tau = lax.stop_gradient(trace[..., None, None] / a.shape[-1])
     # D = A - tau I
-    distance = gram - tau * identity_like(gram)
+    distance = a - tau * identity_like(a)
     # alpha = a + b tau + c tau^2,  beta = b + 2 c tau
-    slope = b + 2 * c * tau
-    share = a + tau * (b + c * tau)
-    rest = slope * distance + c * dot(distance, distance)
+    slope = linear + 2 * quadratic * tau
+    share = constant + tau * (linear + quadratic * tau)
+    # beta D + c D^2
+    rest = slope * distance + quadratic * square(distance, dot)
     return AboutMean(share, rest, slope, distance)
 
 
@@ -72,7 +93,7 @@ def iterate(
     x: Float[Array, "*batch m n"],
     rows: Float[Array, "steps 3"],
     dot: MatrixProduct,
-    gram: Callable[[jax.Array], jax.Array] | None = None,
+    square: Square = gram,
 ) -> Float[Array, "*batch m n"]:
     """X <- (a I + b A + c A^2) X with A = X X^T, once for each row of `rows`, as a rolled loop.
 
@@ -80,7 +101,7 @@ def iterate(
       x: Wide for speed; singular values inside the rows' interval.
       rows: Each (a, b, c).
       dot: The matrix product.
-      gram: Makes A from X; None: A = X X^T.
+      square: Makes A of X, and D^2 of A's distance D from its mean; by default A = X X^T.
 
     Returns:
       U diag(f(s)) V^T, f the composition of the odd quintics.
@@ -88,105 +109,11 @@ def iterate(
 
     def step(x, row):
         # X <- alpha X + (beta D + c D^2) X
-        a = dot.with_adjoint(x, x) if gram is None else gram(x)
-        polynomial = about_mean(a, row, dot)
+        a = square(x, dot)
+        polynomial = about_mean(a, row, dot, square)
         return polynomial.share * x + dot(polynomial.rest, x), None
 
     return lax.scan(step, x, rows)[0]
-
-
-def directional_derivative(
-    x: Float[Array, "*batch m n"],
-    direction: Float[Array, "*batch m n"],
-    rows: Float[Array, "steps 3"],
-    dot: MatrixProduct,
-) -> Float[Array, "*batch m n"]:
-    """The derivative of `iterate` at x in `direction`; symmetric as a map of `direction`.
-
-    A rolled loop over segments of one or two steps (`_segment_length`), which keeps nothing. A segment takes five
-    products of m^2 n however long it is, and of m^3 two for one step, twelve for two.
-    """
-
-    def segment(x, dx, rows):
-        """The segment at x as the map X -> share X + R X, and its derivative in the direction dx."""
-        # A = X X^T,  dA = dX X^T + X dX^T
-        gram = dot.with_adjoint(x, x)
-        dgram = plus_transpose(dot.with_adjoint(dx, x))
-        # The segment is X -> share X + R X, so dX -> share dX + dR X + R dX: the share is a constant.
-        share, rest, drest = _composition(gram, dgram, rows, dot)
-        dx = share * dx + dot(drest, x) + dot(rest, dx)
-        return share, rest, dx
-
-    def advance(carry, rows):
-        x, dx = carry
-        share, rest, dx = segment(x, dx, rows)
-        return (share * x + dot(rest, x), dx), None
-
-    num_steps = len(rows)
-    length = min(_segment_length(x, dot), num_steps)
-    # X, and its derivative in `direction`
-    carry = (x, direction)
-    # An odd step comes first, then segments of equal length.
-    odd = num_steps % length
-    if odd:
-        carry, _ = advance(carry, rows[:odd])
-    # [segments, length, 3]: five steps in twos are one odd step, one segment, and the last one below.
-    segments = rows[odd:-length].reshape(-1, length, 3)
-    (x, dx), _ = lax.scan(advance, carry, segments)
-    # The last segment needs no new X.
-    _, _, dx = segment(x, dx, rows[-length:])
-    return dx
-
-
-def _segment_length(x: Float[Array, "*batch m n"], dot: MatrixProduct) -> int:
-    """How many steps of a derivative share the Gram matrix of x: two where that is less work, else one.
-
-    One in half precision, where the rounding of a Gram matrix that is carried over a step can be far larger than its
-    small eigenvalues.
-    """
-    m, n = x.shape[-2:]
-    # The work of two steps, in units of m^2, by the products that `directional_derivative` counts.
-    work_together = 5 * n + 12 * m
-    work_singly = 2 * (5 * n + 2 * m)
-    is_half = jnp.finfo(dot.operands).bits < 32
-    return 1 if is_half or work_together >= work_singly else 2
-
-
-def _composition(
-    gram: Float[Array, "*batch m m"],
-    dgram: Float[Array, "*batch m m"],
-    rows: Float[Array, "steps 3"],
-    dot: MatrixProduct,
-) -> tuple[
-    Float[Array, "*batch 1 1"], Float[Array, "*batch m m"], Float[Array, "*batch m m"]
-]:
-    """The composition of `rows` as a map of X, X -> share X + R X, made of A = X X^T alone; and dR, the tangent.
-
-    Returns:
-      The share, R, and dR.
-    """
-
-    def polynomial(gram, dgram, row):
-        # d(beta D + c D^2) = beta dA + c (dA D + D dA), as D differs from A by a constant.
-        c = row[2]
-        share, rest, slope, distance = about_mean(gram, row, dot)
-        return share, rest, slope * dgram + c * plus_transpose(dot(dgram, distance))
-
-    # A step maps X to (alpha I + P) X.
-    alpha, p, dp = polynomial(gram, dgram, rows[0])
-    share, rest, drest = alpha, p, dp
-    for row in rows[1:]:
-        # With B = alpha I + P: A <- B A B and dA <- T + T^T, where T = (B dA / 2 + dP A) B.
-        half = 0.5 * (alpha * dgram + dot(p, dgram)) + dot(dp, gram)
-        dgram = plus_transpose(alpha * half + dot(half, p))
-        product = alpha * gram + dot(p, gram)
-        gram = alpha * product + dot(product, p)
-        alpha, p, dp = polynomial(gram, dgram, row)
-        # (alpha I + P) (share I + R) = alpha share I + (alpha R + share P + P R)
-        drest = alpha * drest + share * dp + dot(dp, rest) + dot(p, drest)
-        rest = alpha * rest + share * p + dot(p, rest)
-        share = alpha * share
-    return share, rest, drest
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -204,9 +131,12 @@ def polynomial_msign(
 
 @polynomial_msign.defjvp
 def _polynomial_msign_jvp(dot, primals, tangents):
-    derivative = functools.partial(directional_derivative, dot=dot)
     tangent = tangent_by_normalization(
-        normalized, lambda unit: unit, derivative, primals, tangents
+        normalized,
+        lambda unit: unit,
+        functools.partial(iterate, dot=dot),
+        primals,
+        tangents,
     )
     return polynomial_msign(*primals, dot), tangent
 
@@ -214,11 +144,11 @@ def _polynomial_msign_jvp(dot, primals, tangents):
 def tangent_by_normalization(
     normalized: Callable[..., tuple[jax.Array, jax.Array]],
     dual: Callable[[jax.Array], jax.Array],
-    derivative: Callable[..., jax.Array],
+    f: Callable[..., jax.Array],
     primals: tuple[jax.Array, jax.Array],
     tangents: tuple[jax.Array, jax.Array],
 ) -> Float[Array, "*batch m n"]:
-    """The tangent of f(u), u = x / r, from `derivative` J of f; it keeps x alone, forward and transposed.
+    """The tangent of f(u), u = x / r, where J is the derivative of f; it keeps x alone, forward and transposed.
 
     With r^2 = <x*, x>, where * is the linear `dual`, du = (dx - u <u*, dx>) / r. The transpose of J at u is J at u*; so
     the transpose of v -> J(u) (v - u <u*, v>) / r is w -> (v - u* <u, v>) / r with v = J(u*) w.
@@ -226,10 +156,15 @@ def tangent_by_normalization(
     Args:
       normalized: x -> u and 1 / r, wide (a tall x transposed) and in float32 or wider, as `widened` is.
       dual: The identity for the Frobenius norm, the transpose for tr(x^2).
-      derivative: (u, v, rows) -> J(u) v.
+      f: (u, rows) -> f(u), as a rolled loop: its derivative keeps nothing.
       primals: x and the rows, which are the coefficients of the steps.
       tangents: dx and none of the rows, which are constants.
     """
+
+    def derivative(u, v, rows):
+        # J(u) v
+        _, tangent = jax.jvp(lambda u: f(u, rows), (u,), (v,))
+        return tangent
 
     def jacobian(at, dx):
         # `at` is the point, which is `primals`. u and dx are wide, and `oriented_like` undoes that for a tall x.

@@ -420,9 +420,10 @@ def compiled_vjp(f, x):
     return jax.jit(lambda x, c: jax.vjp(f, x)[1](c)[0]).lower(x, x).compile().as_text()
 
 
-@quick("polar")
-@pytest.mark.parametrize("mode", ["polynomial", "polar"])
-def test_the_loops_are_rolled_and_stack_nothing(mode):
+@quick("polar-16")
+@pytest.mark.parametrize(("mode", "products"), [("polynomial", 7), ("polar", 16)])
+def test_the_loops_are_rolled_and_stack_nothing(mode, products):
+    """Polynomial: 3 of a step and 4 of its tangent. Polar: a step, 8 of the solve's, and 5 before and after it."""
     few, many = (
         compiled_vjp(
             functools.partial(msign, coefficients=polar_express(t), gradient=mode),
@@ -430,31 +431,15 @@ def test_the_loops_are_rolled_and_stack_nothing(mode):
         )
         for t in (7, 23)
     )
-    assert few.count(" dot(") == many.count(" dot(") > 0
-    assert (
-        "f32[23,3]" in many or "f32[10,2,3]" in many
-    )  # the coefficients, one or two rows a turn
-    for turns in (10, 20, 21, 22, 23):
+    assert few.count(" dot(") == many.count(" dot(") == products
+    assert "f32[23,3]" in many  # the coefficients
+    for turns in (21, 22, 23):
         assert f"[{turns},3,5]" not in many
         assert f"[{turns},3,3]" not in many
     assert "[23,3,5]" in compiled_vjp(
         functools.partial(msign, coefficients=polar_express(23), gradient="autodiff"),
         jnp.ones((3, 5)),
     )
-
-
-@pytest.mark.parametrize(("shape", "dtype", "turns"), [
-    ((4, 64), jnp.float32, "[3,2,3]"),
-    thorough((64, 4), jnp.float32, "[3,2,3]"),
-    ((4, 64), jnp.bfloat16, "[7,1,3]"),
-    ((16, 16), jnp.float32, "[7,1,3]"),
-])  # fmt: skip
-def test_wide_matrices_take_two_steps_a_turn(shape, dtype, turns):
-    """Eight steps end with a turn of one step, and half precision makes a new Gram matrix in each step."""
-    text = compiled_vjp(
-        functools.partial(msign, coefficients=polar_express(8)), jnp.ones(shape, dtype)
-    )
-    assert f"f32{turns}" in text
 
 
 # Mistakes
