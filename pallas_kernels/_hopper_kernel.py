@@ -15,8 +15,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels._batch_axes import rectangle, unfold
-from pallas_kernels._hopper_sizes import BLOCK, DEPTH, GROUP, SQUARE, STAGES, num_tiles
+from pallas_kernels._hopper_tiles import (
+    BLOCK,
+    DEPTH,
+    GROUP,
+    SQUARE,
+    STAGES,
+    num_tiles,
+    rectangle,
+    unfold,
+)
 
 # Registers of a thread: 512 are shared by the three threads of the same rank, one of each warpgroup. The one
 # that loads gives up what it doesn't need (`setmaxnreg`) to the two that hold the accumulators.

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import backend
 
-from pallas_kernels._batch_axes import launch_batch
-from pallas_kernels._hopper_sizes import SQUARE
+from pallas_kernels._hopper_tiles import SQUARE
 from pallas_kernels._xla import Operands
 
 # Streaming multiprocessors of an H100 SXM, where the device does not say.
@@ -18,9 +17,17 @@ NEEDS_JAX = (0, 11)
 
 
 def symmetric_product(o: Operands) -> jax.Array:
-    """The product by the kernel; raises NotImplementedError where it can't run."""
+    """The product by the kernel, in one launch; raises NotImplementedError where it can't run.
+
+    A kernel can't be vectorized by JAX: `jax.vmap` launches it once for each index.
+    """
     cores = require(o.x, o.x.dtype)
-    return launch_batch(functools.partial(launched, cores), o)
+    x, y, c, alpha, beta = o.with_one_batch_axis()
+    # [batch, 2], as the kernel reads them from the device's memory
+    scale = jnp.concatenate([alpha, beta], axis=-1)[:, 0]
+    launch = jax.custom_batching.sequential_vmap(functools.partial(launched, cores))
+    *batch, m, _ = o.x.shape
+    return launch(x, y, c, scale).reshape(*batch, m, m)
 
 
 def launched(

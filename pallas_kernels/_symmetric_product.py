@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,8 +16,7 @@ from pallas_kernels._xla import Operands
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
 
-# Each name and the module, which is imported when the implementation first runs.
-IMPLEMENTATIONS = {"reference": "_xla", "blocked": "_xla", "hopper": "_hopper_support"}
+IMPLEMENTATIONS = ("reference", "blocked", "hopper")
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128")
 
@@ -51,7 +49,7 @@ def symmetric_product(
       y: the same shape and dtype. The caller must know that the product is symmetric, such as A·B of commuting
         symmetric matrices. Default: X itself.
       c: [*batch, m, m], symmetric, in X's dtype. Default: nothing is added.
-      alpha: real; a number, or one for each matrix (broadcast against ``batch``). May be traced.
+      alpha: real; a number, or one for each matrix, [*batch]. May be traced.
       beta: as `alpha`; counts only where `c` is given.
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
         ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
@@ -198,29 +196,19 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
 
 
 def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
-    """A real number as an array [], or one for each matrix as [*batch, 1, 1], which multiplies matrices [*batch, m, m].
-
-    For matrices [4, 3, m, m] three numbers [3] give [1, 3, 1, 1].
-    """
+    """A real number as an array [], or one for each matrix, [*batch], as [*batch, 1, 1]."""
     # A boolean or a complex number converts without an error, and would be a mistake.
     dtype = np.dtype(getattr(value, "dtype", type(value)))
     is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not is_real:
         raise ValueError(f"symmetric_product({name}={value!r}) needs real numbers.")
     scale = jnp.asarray(value)
-    # It broadcasts to the batch: aligned at the last axis, each size is 1 or the batch's own.
-    sizes = zip(reversed(scale.shape), reversed(batch), strict=False)
-    if scale.ndim > len(batch) or any(
-        size not in (1, matrices) for size, matrices in sizes
-    ):
+    if scale.shape not in ((), tuple(batch)):
         raise ValueError(
             f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
             f"{tuple(batch)}, got shape {scale.shape}."
         )
-    if scale.ndim == 0:
-        return scale
-    leading = (1,) * (len(batch) - scale.ndim)
-    return scale.reshape(*leading, *scale.shape, 1, 1)
+    return scale[..., None, None] if scale.ndim else scale
 
 
 def _run(
@@ -239,65 +227,50 @@ def _run(
         # The platform for which the program is compiled is not known yet, so both are traced.
         on_a_gpu, elsewhere = _hopper_support.symmetric_product, _xla.symmetric_product
         return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
-    # Imported when it first runs, because not every JAX has what a kernel imports.
-    module = importlib.import_module(
-        f"pallas_kernels.{IMPLEMENTATIONS[implementation]}"
-    )
-    return module.symmetric_product(operands)
+    if implementation == "hopper":
+        return _hopper_support.symmetric_product(operands)
+    return _xla.symmetric_product(operands)
 
 
 _product = jax.custom_jvp(_run, nondiff_argnums=(1, 2, 3))
 
 
-def _product_jvp(implementation, sharing_axes, platform, primals, tangents):
-    """The derivative in forward mode, as `jax.custom_jvp` asks for it: S and dS.
+@jax.custom_jvp
+def _gram(x: Inexact[Array, "*batch m k"]) -> Inexact[Array, "*batch m m"]:
+    """``X Xᴴ``. Its derivative is ``M + Mᴴ`` with the one product ``M = dX Xᴴ``; JAX's own has two."""
+    return _xla.product(x, x)
 
-    ``dS = alpha·(dX Yᴴ + X dYᴴ) + dalpha·X Yᴴ + beta·dC + dbeta·C``. As S, dS is symmetric: the lower triangle of each
-    term, mirrored. For Y = X the first two terms are ``alpha·(M + Mᴴ)`` with the one product ``M = dX Xᴴ``.
+
+@_gram.defjvp
+def _gram_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    m = _xla.product(dx, x)
+    return _gram(x), m + m.mT.conj()
+
+
+def _product_jvp(implementation, sharing_axes, platform, primals, tangents):
+    """S and dS, the derivative in forward mode as `jax.custom_jvp` asks for it: that of the product in plain `jnp`.
 
     Every term is linear in its tangent, so JAX transposes it for reverse mode. A tangent that is known to be zero has
     no term.
     """
     (operands,), (tangents_of_operands,) = primals, tangents
-    x, y, c, alpha, beta = operands
-    dx, dy, dc, dalpha, dbeta = (
-        None if isinstance(tangent, SymbolicZero) else tangent
-        for tangent in tangents_of_operands
-    )
-    wide = _xla.accumulator(x.dtype)
+    values = {}
+    directions = {}
+    for name, tangent in tangents_of_operands._asdict().items():
+        if tangent is not None and not isinstance(tangent, SymbolicZero):
+            values[name] = getattr(operands, name)
+            directions[name] = tangent
 
-    # A number may be of another type than the sums, as float32 for complex64, and JAX's strict mode promotes nothing.
-    def scale(number, matrix):
-        return number.astype(wide) * matrix.astype(wide)
-
-    def product(a, b):
-        # In X's dtype: the transposed product then has two operands of X's dtype as well.
-        precision = _xla.precision(x.dtype)
-        return jnp.einsum("...ik,...jk->...ij", a, b.conj(), precision=precision)
+    def plain(values):
+        o = operands._replace(**values)
+        p = _gram(o.x) if o.y is None else _xla.product(o.x, o.y)
+        return _xla.scaled_sum(_xla.mirror(p), o)
 
     out = _product(operands, implementation, sharing_axes, platform)
-    # The sum starts from zeros like S: inside of `jax.shard_map`, a tangent must vary over the same mesh axes as S.
-    tangent = jnp.zeros_like(out, wide)
-    if dx is not None and y is None:
-        m = product(dx, x).astype(wide)
-        tangent += scale(alpha, m + m.mT.conj())
-    elif dx is not None:
-        tangent += _xla.mirror(scale(alpha, product(dx, y)))
-    if dy is not None:
-        tangent += _xla.mirror(scale(alpha, product(x, dy)))
-    # Only the lower triangle of C is read, and so is that of its tangent.
-    if dc is not None:
-        tangent += _xla.mirror(scale(beta, dc))
-    if dalpha is not None:
-        # X Yᴴ alone, without its scale and its addend.
-        plain = operands._replace(
-            c=None, alpha=jnp.ones((), alpha.dtype), beta=jnp.zeros((), beta.dtype)
-        )
-        unscaled = _product(plain, implementation, sharing_axes, platform)
-        tangent += scale(dalpha, unscaled)
-    if dbeta is not None and c is not None:
-        tangent += _xla.mirror(scale(dbeta, c))
-    return out, tangent.astype(out.dtype)
+    _, tangent = jax.jvp(plain, (values,), (directions,))
+    # Inside of `jax.shard_map`, a tangent must vary over the same mesh axes as S.
+    return out, jnp.zeros_like(out) + tangent
 
 
 _product.defjvp(_product_jvp, symbolic_zeros=True)

@@ -64,6 +64,17 @@ class Operands(NamedTuple):
         """Y, or X in its place."""
         return self.x if self.y is None else self.y
 
+    def with_one_batch_axis(self) -> Operands:
+        """The operands of all matrices, [batch, m, k] and so on, with an alpha and a beta for each: [batch, 1, 1]."""
+        *batch, _, _ = self.x.shape
+        alpha = jnp.broadcast_to(self.alpha, (*batch, 1, 1))
+        beta = jnp.broadcast_to(self.beta, (*batch, 1, 1))
+        size = math.prod(batch)
+        return jax.tree.map(
+            lambda a: a.reshape(size, *a.shape[-2:]),
+            self._replace(alpha=alpha, beta=beta),
+        )
+
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype that products are summed in: float32 for half types, otherwise the dtype itself."""
@@ -129,11 +140,16 @@ def mirror(p: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
 
 def symmetric_product(o: Operands) -> Inexact[Array, "*batch m m"]:
     """The product with one full product of XLA's."""
-    p = mirror(product(o.x, o.second))
+    return scaled_sum(mirror(product(o.x, o.second)), o)
+
+
+def scaled_sum(
+    p: Inexact[Array, "*batch m m"], o: Operands
+) -> Inexact[Array, "*batch m m"]:
+    """``alpha·P + beta·C`` of a symmetric P, in X's dtype."""
     c = None if o.c is None else mirror(o.c)
-    s = epilogue(p, c, o.alpha, o.beta)
     # From the accumulator's dtype, once, after C is added.
-    return s.astype(o.x.dtype)
+    return epilogue(p, c, o.alpha, o.beta).astype(o.x.dtype)
 
 
 # How many rows of blocks there are at most, and how many rows the smallest block has.
@@ -154,62 +170,41 @@ def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m
     in_blocks = functools.partial(_in_blocks, rows=rows, platform=platform)
     if math.prod(batch) <= 1 or platform != "cpu":
         return in_blocks(o)
-    # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main memory. All operands
-    # but alpha and beta have the axes of the batch.
-    alpha = jnp.broadcast_to(o.alpha, (*batch, 1, 1))
-    beta = jnp.broadcast_to(o.beta, (*batch, 1, 1))
-    # [*batch, m, k] -> [matrices, m, k]
-    operands = jax.tree.map(
-        lambda a: a.reshape(-1, *a.shape[len(batch) :]),
-        o._replace(alpha=alpha, beta=beta),
-    )
-    return lax.map(in_blocks, operands).reshape(*batch, m, m)
+    # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main memory.
+    products = lax.map(in_blocks, o.with_one_batch_axis())
+    return products.reshape(*batch, m, m)
 
 
 def _in_blocks(
     o: Operands, *, rows: int, platform: str
 ) -> Inexact[Array, "*batch m m"]:
-    """The product from blocks: S_ij = alpha·X_i Y_jᴴ + beta·C_ij for i >= j, and S_ji = S_ijᴴ."""
-    x, _, c, alpha, beta = o
+    """The product from blocks: ``P_ij = X_i Y_jᴴ`` for i >= j, and ``P_ji = P_ijᴴ``."""
     # Block i takes the rows from bounds[i] to bounds[i + 1].
-    m = x.shape[-2]
+    m = o.x.shape[-2]
     bounds = [m * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
     # At starts that XLA does not know, all slices of one size are one compiled kernel.
     starts = numbers_from_loop(bounds[:-1], platform)
 
-    def cut(a: jax.Array, i: int, axis: int = -2) -> jax.Array:
+    def cut(a: jax.Array, i: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(
-            a, starts[i], sizes[i], axis, allow_negative_indices=False
+            a, starts[i], sizes[i], axis=-2, allow_negative_indices=False
         )
 
     # Each block below the diagonal is used twice, each on it is mirrored.
     blocks = {}
     for i in range(rows):
-        x_i = cut(x, i)
-        c_i = None if c is None else cut(c, i)
+        x_i = cut(o.x, i)
         for j in range(i + 1):
             block = product(x_i, cut(o.second, j))
-            if i == j:
-                block = mirror(block)
-            if c_i is not None:
-                c_ij = cut(c_i, j, axis=-1)
-                if i == j:
-                    c_ij = mirror(c_ij)
-                block = epilogue(block, c_ij, alpha, beta)
             blocks[i, j] = block
-            if i > j:
-                blocks[j, i] = block.mT.conj()
+            blocks[j, i] = mirror(block) if i == j else block.mT.conj()
     # Column by column: two concatenations in all, which take the mirrored blocks along.
     columns = []
     for j in range(rows):
         column = [blocks[i, j] for i in range(rows)]
         columns.append(jnp.concatenate(column, axis=-2))
-    s = jnp.concatenate(columns, axis=-1)
-    # Without C the whole is scaled at once, so that XLA compiles the blocks of all products as the same kernels.
-    if c is None:
-        s = epilogue(s, None, alpha, beta)
-    return s.astype(x.dtype)
+    return scaled_sum(jnp.concatenate(columns, axis=-1), o)
 
 
 def shared_product(

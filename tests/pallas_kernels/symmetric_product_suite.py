@@ -141,8 +141,8 @@ class SymmetricProductSuite:
     def test_one_alpha_and_beta_for_each_matrix(self, dtype):
         x = draw((2, 3, 20, 8), dtype)
         c = draw((2, 3, 20, 20), dtype)
-        alpha = jnp.asarray([[0.5], [2.0]])
-        beta = jnp.asarray([1.0, 0.0, -1.0])
+        alpha = jnp.asarray([[0.5, 2.0, 1.0], [0.0, -1.0, 3.0]])
+        beta = jnp.asarray([[1.0, 0.0, -1.0], [2.0, 0.5, 1.0]])
         out = self.product(x, c=c, alpha=alpha, beta=beta)
         assert_as_accurate_as_xla(out, x, None, c, np.asarray(alpha), np.asarray(beta))
 
@@ -200,8 +200,9 @@ class SymmetricProductSuite:
             out = jax.vmap(
                 lambda x, alpha: self.product(x, c=c, alpha=alpha, beta=0.5)
             )(x, alpha)
+        every_alpha = jnp.broadcast_to(alpha[:, None], (2, 3))
         want = self.product(
-            x, c=jnp.broadcast_to(c, (2, *c.shape)), alpha=alpha[:, None], beta=0.5
+            x, c=jnp.broadcast_to(c, (2, *c.shape)), alpha=every_alpha, beta=0.5
         )
         np.testing.assert_array_equal(np.asarray(out), np.asarray(want))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _hopper_support, symmetric_product
-from pallas_kernels._hopper_sizes import num_tiles
+from pallas_kernels._hopper_tiles import num_tiles
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
     assert_as_accurate_as_xla,
@@ -175,10 +175,10 @@ def test_any_shape_lowers(shape, result):
     assert _cuda(hopper, shape) == [result]
 
 
-def test_vmap_stays_one_launch():
-    assert _cuda(jax.vmap(jax.vmap(hopper)), (5, 2, 3, 128, 64)) == ["30x128x128"]
+def test_vmap_is_a_loop_of_launches():
+    assert _cuda(jax.vmap(jax.vmap(hopper)), (5, 2, 3, 128, 64)) == ["3x128x128"]
     mapped = jax.vmap(lambda x, y: hopper(x, y=y, c=y @ y.mT), in_axes=(0, None))
-    assert _cuda(mapped, (5, 128, 64), (128, 64)) == ["5x128x128"]
+    assert _cuda(mapped, (5, 128, 64), (128, 64)) == ["1x128x128"]
 
 
 def test_derivatives_lower():
