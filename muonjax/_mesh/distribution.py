@@ -1,7 +1,7 @@
 """Say how parameters are sharded over a mesh: by a `Distribution`, or by the types of the arrays themselves.
 
-`Distribution` is the public value: a mesh and the specs of the parameters. `find_mesh` decides which of the two says
-it for the matrices of one update. On a mesh with explicit axis types the arrays' types do. On any other mesh an
+`Distribution` is the public value: a mesh and the specs of the parameters. `shardings_on_mesh` decides which of the two
+says it for the matrices of one update. On a mesh with explicit axis types the arrays' types do. On any other mesh an
 array inside of `jit` does not show how it is sharded, so only a `Distribution` can, and muonjax warns without one.
 
 Inside of this folder a sharding is a tuple with the names of the mesh axes for each axis of the array: `even_sharding`.
@@ -13,7 +13,7 @@ import itertools
 import math
 import reprlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -164,24 +164,30 @@ def spread_specs(specs: Any, tree: Any) -> list[Any]:
     return entries
 
 
+def shardings_of(tree: Any, distribution: Distribution | None) -> list[NamedSharding]:
+    """How each leaf of `tree` is sharded: as the `distribution` says, or else the types of the arrays.
+
+    On an Auto mesh an array inside of `jit` does not show its sharding, and seems not to be sharded.
+    """
+    if distribution is None:
+        return [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(tree)]
+    shardings = []
+    for spec in spread_specs(distribution.param_specs, tree):
+        # A spec is a `PartitionSpec` or a `NamedSharding`, perhaps on another mesh.
+        axes = partition_spec(_mesh_axes_by_axis(spec))
+        shardings.append(NamedSharding(distribution.mesh, axes))
+    return shardings
+
+
 def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[int]:
     """Into how many shards the last axis of each leaf is cut, as far as that is known.
 
-    The `distribution` says it, or else the types of the arrays. A weight with P(None, "tensor") on a mesh {"fsdp": 4,
-    "tensor": 2} has two; an axis that the mesh does not divide evenly is in one piece.
+    A weight with P(None, "tensor") on a mesh {"fsdp": 4, "tensor": 2} has two; an axis that the mesh does not divide
+    evenly is in one piece.
     """
-    leaves = jax.tree.leaves(tree)
-    shardings: list[Any] = []
-    if distribution is None:
-        # On an Auto mesh an array inside of `jit` does not show its sharding, and counts as one shard.
-        shardings = [jax.typeof(leaf).sharding for leaf in leaves]
-    else:
-        # A spec is a `PartitionSpec` or a `NamedSharding`, perhaps on another mesh.
-        for spec in spread_specs(distribution.param_specs, tree):
-            axes = partition_spec(_mesh_axes_by_axis(spec))
-            shardings.append(NamedSharding(distribution.mesh, axes))
     shards = []
-    for leaf, sharding in zip(leaves, shardings, strict=True):
+    shardings = shardings_of(tree, distribution)
+    for leaf, sharding in zip(jax.tree.leaves(tree), shardings, strict=True):
         # The type of an array that was made under no mesh has a mesh without axes.
         mesh_shape = dict(sharding.mesh.shape)
         axes_by_axis = even_sharding(leaf.shape, sharding.spec, mesh_shape)
@@ -201,40 +207,21 @@ def check_distribution(distribution: Any) -> None:
         )
 
 
-class OnMesh(NamedTuple):
-    """A mesh, and how the chosen leaves are sharded over it.
-
-    Attributes:
-      mesh: With devices, or that of the leaves' own types.
-      specs: The spec of each chosen leaf.
-      explicit: Whether the types of the leaves say it, and not a `Distribution`.
-    """
-
-    mesh: Mesh | AbstractMesh
-    specs: tuple[Any, ...]
-    explicit: bool
-
-
-def find_mesh(
+def shardings_on_mesh(
     distribution: Distribution | None, tree: Any, chosen: list[int]
-) -> OnMesh | None:
-    """How the `chosen` leaves of `tree` are sharded: as `distribution` says, or else explicit axis types.
+) -> list[NamedSharding] | None:
+    """How the `chosen` leaves of `tree` are sharded over a mesh: as `distribution` says, or else explicit axis types.
 
     None if no leaf is chosen, or nothing says how they are sharded: they were made under no mesh, are inside of a
     `jax.shard_map`, or are on an Auto mesh. If that mesh has several devices, this warns.
     """
-    if distribution is not None:
-        # The specs of all leaves, so that those that fit no leaf are refused.
-        all_specs = spread_specs(distribution.param_specs, tree)
-        specs = tuple(all_specs[i] for i in chosen)
-        return OnMesh(distribution.mesh, specs, explicit=False) if chosen else None
-    leaves = jax.tree.leaves(tree)
-    shardings = [jax.typeof(leaves[i]).sharding for i in chosen]
+    # Those of all leaves, so that specs that fit no leaf are refused.
+    shardings = shardings_of(tree, distribution)
+    shardings = [shardings[i] for i in chosen]
     # Leaves can be on different meshes: the type of an array that was made under none has a mesh without axes.
     for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
-        if AxisType.Explicit in mesh.axis_types:
-            specs = tuple(sharding.spec for sharding in shardings)
-            return OnMesh(mesh, specs, explicit=True)
+        if distribution is not None or AxisType.Explicit in mesh.axis_types:
+            return [NamedSharding(mesh, sharding.spec) for sharding in shardings]
         # Inside of a user's shard_map (manual axes) an array is what one device has.
         if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
             _warn_of(mesh)

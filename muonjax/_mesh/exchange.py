@@ -28,7 +28,7 @@ from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.apply_to_owned import apply_to_owned
 from muonjax._mesh.assignment import Owners, Round, assign_owners, row_length
-from muonjax._mesh.distribution import OnMesh, even_sharding, partition_spec
+from muonjax._mesh.distribution import even_sharding, partition_spec
 from muonjax._mesh.matrix_shards import ShardedLeaf
 
 Arrays = Sequence[jax.Array]
@@ -37,38 +37,37 @@ Results = dict[tuple[int, int], jax.Array]
 
 
 def map_on_mesh(
-    on_mesh: OnMesh,
     f: Function,
     leaves: Arrays,
     views: Sequence[MatrixView],
+    shardings: Sequence[NamedSharding],
     policy: Policy,
 ) -> list[jax.Array]:
     """f on each matrix of the leaves, once; the results are sharded as the leaves are.
 
     Args:
-      on_mesh: How the leaves are sharded.
       f: Its field `whole` takes matrices [*batch, m, n] with m <= n, and the mesh axes that shard their columns, and
         returns the same shape and dtype. Its field `exchange_dtype` gives the dtype in which blocks are sent.
       leaves: Arrays.
       views: The view of each leaf.
+      shardings: The sharding of each leaf, all on one mesh.
       policy: For the mesh's devices.
     """
     # Everything about the exchange follows from shapes and shardings.
-    mesh = on_mesh.mesh
+    mesh = shardings[0].mesh
     mesh_shape = dict(mesh.shape)
     _check_mesh(mesh, leaves)
     sharded_leaves = []
     specs = []
-    for leaf, view, spec in zip(leaves, views, on_mesh.specs, strict=True):
-        sharding = even_sharding(leaf.shape, spec, mesh_shape)
-        sharded_leaves.append(ShardedLeaf(view, sharding, f.exchange_dtype(leaf.dtype)))
+    for leaf, view, sharding in zip(leaves, views, shardings, strict=True):
         # A mesh axis that does not divide its axis of the leaf evenly is left out.
-        specs.append(partition_spec(sharding))
+        axes = even_sharding(leaf.shape, sharding.spec, mesh_shape)
+        sharded_leaves.append(ShardedLeaf(view, axes, f.exchange_dtype(leaf.dtype)))
+        specs.append(partition_spec(axes))
 
     def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-        if on_mesh.explicit and mesh.size == 1:
-            # A script with explicit axis types, run on one device, computes the same as without a mesh. A
-            # `Distribution` exchanges matrices even on one device.
+        if mesh.size == 1:
+            # A script for a mesh, run on one device, computes the same as without one.
             return tuple(map_leaves(f, blocks, views, policy))
         rounds = assign_owners(sharded_leaves, mesh_shape)
         return tuple(exchange(f, blocks, views, rounds, policy))
@@ -81,8 +80,8 @@ def map_on_mesh(
     if AxisType.Explicit not in mesh.axis_types:
         return list(run(*leaves))
     # The types of the arrays may differ from the specs of a Distribution.
-    shardings = [NamedSharding(mesh, spec) for spec in specs]
-    results = run(*map(jax.sharding.reshard, leaves, shardings))
+    even = [NamedSharding(mesh, spec) for spec in specs]
+    results = run(*map(jax.sharding.reshard, leaves, even))
     return list(map(sharded_like, results, leaves))
 
 

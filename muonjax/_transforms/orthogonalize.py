@@ -21,7 +21,11 @@ from muonjax._matrices.matrix_view import (
     MatrixView,
     matrix_pieces,
 )
-from muonjax._mesh.distribution import Distribution, check_distribution, find_mesh
+from muonjax._mesh.distribution import (
+    Distribution,
+    check_distribution,
+    shardings_on_mesh,
+)
 from muonjax._mesh.exchange import map_on_mesh
 from muonjax._newton_schulz.polar_factor import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
@@ -102,12 +106,12 @@ def map_matrices(
     mesh = None if distribution is None else distribution.mesh
     policy = policy_of(*(leaves[i] for i in indices), mesh=mesh)
     f = function(policy)
-    on_mesh = find_mesh(distribution, tree, indices)
-    if on_mesh is None:
+    shardings = shardings_on_mesh(distribution, tree, indices)
+    if shardings is None:
         results = map_leaves(f, inputs, views, policy)
     else:
         # Each matrix goes to its owner and comes back.
-        results = map_on_mesh(on_mesh, f, inputs, views, policy)
+        results = map_on_mesh(f, inputs, views, shardings, policy)
     return pieces.replaced(tree, results)
 
 
