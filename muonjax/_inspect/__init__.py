@@ -64,7 +64,7 @@ rules, and are not rewritten again: no split, squeeze, pad or neg. One that move
 in `move_rules.moved_by`, which the certificate uses too, and its name at `move_rules._one_operand`; if a mask may pass
 it, also in `possible_numbers._MOVES`. Otherwise write a function (records, node) -> values under `@rule("its name")`:
 `records.inputs(node)` has the values of the operands, `node.params` the equation's parameters.
-Return `unknown(records, node)` for settings that you do not handle. If it has several operands and a
-clip may pass it, the certificate needs its own line. Tests: a program in `tests/inspect/hostile_programs.py`, and in
-`attention_programs.py` if a clip may pass it.
+Raise `NotFollowed` for settings that you do not handle. If it has several operands and a clip may pass it, the
+certificate needs its own line. Tests: a program in `tests/inspect/hostile_programs.py`, and in `attention_programs.py`
+if a clip may pass it.
 """

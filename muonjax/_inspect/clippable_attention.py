@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from muonjax._inspect import logit_rules
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.graph import LONG_EINSUM, Place
+from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import masks_in
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.move_rules import reshaped
@@ -254,7 +256,10 @@ def _check_added(records: Records, logits: Logits, raw_is_visible: bool) -> None
             "something is added to its logits in a function that does not return them without it"
         )
     raw, seen = (records.values[x].logits[0].layout for x in (logits.raw, logits.value))
-    if raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape)) != seen:
+    moved = None
+    with contextlib.suppress(NotFollowed):
+        moved = raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape))
+    if moved != seen:
         raise Refused("something is added to its logits before their axes change order")
 
 

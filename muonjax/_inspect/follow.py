@@ -16,6 +16,7 @@ import numpy as np
 from muonjax._inspect import move_rules, product_rules, reduction_rules  # noqa: F401  they fill RULES
 from muonjax._inspect.entrywise_rules import FOLDED
 from muonjax._inspect.graph import Graph, Loop, Node
+from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import RULES, unknown
 from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
@@ -121,7 +122,10 @@ def _apply(records: Records, node: Node) -> None:
     """Applies the rule of an operation, and keeps the values of its results."""
     if node.name in FOLDED:
         _fold(records, node)
-    results = RULES.get(node.name, unknown)(records, node)
+    try:
+        results = RULES.get(node.name, unknown)(records, node)
+    except NotFollowed:  # the rule does not handle its settings
+        results = unknown(records, node)
     for output, value in zip(node.outputs, results, strict=True):
         if not records.graph.is_followed(output):  # an index, as of an argmax
             value = value._replace(projections=(), logits=())

@@ -88,8 +88,7 @@ class Layout(NamedTuple):
     runs: tuple[Run, ...]
     # Positions that are added up or mixed: sets. The array is made of all sums of one of them and one of the run.
     taken: tuple[Run, ...] = ()
-    # Positions that a loop, a lookup or a batch axis visits: sets. `UNORDERED` among them says that entries are in an
-    # order that is not followed, or that the loop visits others too.
+    # Positions that a loop, a lookup or a batch axis visits: sets.
     loops: tuple[Run, ...] = ()
 
     @property
@@ -167,11 +166,15 @@ class Layout(NamedTuple):
         return rest._replace(taken=rest.taken + summed)
 
     def visit(self, axes: Collection[int]) -> Layout:
-        """One entry along axes that a loop, a lookup or a batch goes over."""
-        rest, visited = self.split(axes)
-        # The first iteration stands for all of them if the others are as far from it everywhere, with the same holes.
+        """One entry along axes that a loop, a lookup or a batch goes over.
+
+        Raises:
+          NotFollowed: The first iteration does not stand for all of them.
+        """
+        # It does if the others are as far from it everywhere, with the same holes.
         if not self.is_separable(axes) or self.placed(axes):
-            visited = (*visited, UNORDERED)
+            raise NotFollowed
+        rest, visited = self.split(axes)
         return rest._replace(loops=rest.loops + visited)
 
     def is_separable(self, axes: Iterable[int]) -> bool:
@@ -216,23 +219,21 @@ class Layout(NamedTuple):
     def moved(
         self, shape: Sequence[int], move: Callable[[Positions], Positions]
     ) -> Layout | None:
-        """The layout after an operation that moves entries as `move` moves positions; None if it leaves only holes."""
-        # What was taken or visited before is so wherever the entries go.
-        runs, taken, loops = [], self.taken, self.loops
+        """The layout after an operation that moves entries as `move` moves positions; None if it leaves only holes.
+
+        Raises:
+          NotFollowed: As `move`.
+        """
+        runs = []
         for run in self.runs:
-            try:
-                moved = _run_of(run.axis, move(run.positions))
-            except NotFollowed:
-                # Each entry of the result may have any of these positions.
-                taken = (*taken, _set_of(run.axis, run.positions))
-                loops = (*loops, UNORDERED)
-                continue
+            moved = _run_of(run.axis, move(run.positions))
             # HOLE is larger than any position: the array has no entry of the origin any more, as a slice of its padding
             # has none.
             if moved.positions.min(initial=HOLE) == HOLE:
                 return None
             runs.append(moved)
-        return Layout(tuple(shape), self.origin, _canonical(runs), taken, loops)
+        # What was taken or visited before is so wherever the entries go.
+        return self._replace(shape=tuple(shape), runs=_canonical(runs))
 
     def placed(self, axes: Iterable[int]) -> list[Run]:
         """The runs whose holes differ along one of these axes: there it was put together with other arrays."""
@@ -266,19 +267,6 @@ class Layout(NamedTuple):
             runs.append(_run_of(OTHER, _line(holes, axis, rank)))
         shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
         return self._replace(shape=shape, runs=_canonical(runs))
-
-    def resize(self, shape: Sequence[int]) -> Layout:
-        """Another number of entries, on one device of several or on all of them."""
-        # A device has some of the positions along these axes, as an iteration of a loop has.
-        changed = [axis for axis, n in enumerate(shape) if n != self.shape[axis]]
-        rest = self.visit(changed)._replace(shape=tuple(shape))
-        # Which of them it has is not followed.
-        if rest.loops != self.loops:
-            rest = rest._replace(loops=(*rest.loops, UNORDERED))
-        return rest
-
-
-UNORDERED = Run(OTHER, (1,), np.int32(HOLE).tobytes())
 
 
 @functools.lru_cache(4096)

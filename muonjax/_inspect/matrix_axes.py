@@ -132,8 +132,7 @@ def _rows_and_columns(
     # `rows`, `columns` and `batch` are runs, of which one axis may have several.
     product, line = use.product, records.graph.line(use.node)
     rows, columns = set(use.rows), set(use.columns)
-    # A loop in an order that is not followed has a run along no axis, -1.
-    batch = {run for run in use.batch if run.axis >= 0}
+    batch = set(use.batch)
     # "hbd,hdf->hbf", and then a sum over h, is one product that sums over h and d: both are rows.
     summed = batch & product.added_up
     # x @ w with w [d, e, f], whose result a later product, or a gate, takes expert by expert: e counts matrices. Heads

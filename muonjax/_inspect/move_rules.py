@@ -15,19 +15,17 @@ from muonjax._inspect.entrywise_rules import is_zero, last_projections
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import (
     MOST,
-    UNORDERED,
     Layout,
     NotFollowed,
     merged,
     other_axes,
 )
 from muonjax._inspect.records import Records
-from muonjax._inspect.rules import rule, unknown
+from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
     DATA,
     MULTIPLIED,
     Logits,
-    Move,
     ParameterView,
     Value,
     all_projections,
@@ -212,29 +210,10 @@ def _one_operand(records: Records, node: Node) -> Sequence[Value]:
 
 
 def _rearranged(records: Records, node: Node, x: Value) -> Sequence[Value]:
-    """The first operand `x` after `moved_by`, unless that loses the order of entries of parameters."""
+    """The first operand `x` after `moved_by`."""
     shape = records.shape(node.outputs[0])
     move = functools.partial(moved_by, records, node)
-    return _in_known_order(records, node, x, lambda layout: layout.moved(shape, move))
-
-
-def _in_known_order(
-    records: Records, node: Node, x: Value, move: Move
-) -> Sequence[Value]:
-    """The operand `x` with other layouts; unknown if `move` loses the order of entries of parameters."""
-    result = x.map(move)
-    # What was without order before, such as the weights of a loop's layer, stays so.
-    if not _is_unordered(x) and _is_unordered(result):
-        return unknown(records, node)
-    return [result]
-
-
-def _is_unordered(x: Value) -> bool:
-    """Whether it has entries of a parameter, or columns of a product, in an order that is not followed."""
-    for part in (*x.views, *x.projections):
-        if UNORDERED in part.layout.loops:
-            return True
-    return False
+    return [x.map(lambda layout: layout.moved(shape, move))]
 
 
 @rule("concatenate")
@@ -321,7 +300,7 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
         every = np.arange(old[picked[0]])
         # Columns permuted by a constant index are no look-up. Few models have them, so they are not followed.
         if np.array_equal(np.sort(known, None), every):
-            return unknown(records, node)
+            raise NotFollowed
     # Without a parameter in `x` this may be a cross-entropy, which takes the logit of the label: then the columns of
     # the product are classes.
     if not x.views:
@@ -409,14 +388,14 @@ def _dynamic_slice(records: Records, node: Node) -> Sequence[Value]:
     # Which entries a stretch of an axis takes, such as a block of columns, is not known.
     stretches = [axis for axis, n in enumerate(new) if 1 < n < old[axis]]
     if _differs_along(values[0], stretches):
-        return unknown(records, node)
+        raise NotFollowed
     return [looked_up(records, node, values, sources)]
 
 
 @rule("scan_slice")
 def _scan_slice(records: Records, node: Node) -> Sequence[Value]:
     """What an iteration of a scan takes of an array [iterations, ...]."""
-    value = records.inputs(node)[0]
+    (value,) = records.inputs(node)
     # Its first axis is gone, and visited: of weights [layers, ...] it is a batch of matrices.
     shape = records.shape(node.outputs[0])
     rest = tuple(range(1, 1 + len(shape)))
@@ -430,5 +409,14 @@ def _resize(records: Records, node: Node) -> Sequence[Value]:
     old, new = records.graph.shapes(node)
     # An untiled `all_gather` adds an axis that counts devices.
     if len(old) != len(new):
-        return unknown(records, node)
-    return _in_known_order(records, node, value, lambda layout: layout.resize(new))
+        raise NotFollowed
+    resized = [axis for axis, n in enumerate(new) if n != old[axis]]
+    # Which of these entries a device has is not followed.
+    if _differs_along(value, resized):
+        raise NotFollowed
+
+    def move(layout: Layout) -> Layout:
+        rest, _ = layout.split(resized)
+        return rest._replace(shape=new)
+
+    return [value._replace(facts=()).map(move)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muonjax._clip.scaled_entries import Scale, first_positions
-from muonjax._inspect.layouts import HOLE, UNORDERED, Layout, Run, other_axes
+from muonjax._inspect.layouts import HOLE, Layout, Run, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import PARAMETER, Operand, Projection
 
@@ -182,7 +182,7 @@ class QueriesAndKeys:
     def _check_order(
         self, operand: Operand, projections: Sequence[Projection], name: str
     ) -> None:
-        """Refuses an order of entries that is not followed, and heads from several products.
+        """Refuses heads from several products.
 
         Args:
           operand: The queries or the keys.
@@ -190,10 +190,6 @@ class QueriesAndKeys:
           name: "queries" or "keys".
         """
         for projection in projections:
-            layouts = [projection.layout, *(bias.layout for bias in projection.biases)]
-            # `UNORDERED` among the loops marks what was moved in a way that is not followed, as to unknown indices.
-            if any(UNORDERED in layout.loops for layout in layouts):
-                raise Refused(f"its {name} are in another order than the parameter's")
             # stack([x @ a, x @ b]) along the axis of heads: each projection has its place on this batch axis.
             if projection.layout.placed(operand.batch):
                 raise Refused(

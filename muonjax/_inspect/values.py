@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from muonjax._inspect.layouts import UNORDERED, Layout, Region, Run, merged, whole
+from muonjax._inspect.layouts import Layout, Region, Run, merged, whole
 
 # What is done with a parameter; "alone": without data, as in a penalty.
 Kind: TypeAlias = Literal["product", "looked up", "unknown", "alone", "other"]
@@ -382,9 +382,6 @@ def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
     for item in items:
         layout = move(item.layout)
         if layout is None:
-            continue
-        # A fact ends where it is not known any more which entry lies where. All others go on, with a note in `loops`.
-        if isinstance(item, AxisFact) and UNORDERED in layout.loops:
             continue
         item = item._replace(layout=layout)
         if isinstance(item, Projection):
