@@ -90,7 +90,7 @@ for _name in ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "res
 
 _ENTRYWISE = """
     abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    clz complex cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div erf erf_inv erfc exp exp2 expm1 floor
+    clz complex cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor
     ge gt igamma igammac integer_pow is_finite join le lgamma log log1p log2 logistic lt max min mul ne nextafter not
     and one_minus_square or xor polygamma polynomial population_count pow random_gamma_grad rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
@@ -174,15 +174,10 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
             for view in chosen:
                 records.record(node, "unknown", view, node.name)
             return result
-    elif operation.is_sum:
+    elif node.name in ("add", "add_any"):
         operation = _without_zeros(operation)
         if len(operation.values) == 1:
-            (value,) = operation.values
-            # 0 - x has another sign, and other logits.
-            is_negated = node.name == "sub" and operation.arrays[0] != node.inputs[0]
-            if is_negated:
-                return value._replace(logits=logit_rules.through(node, value))
-            return value
+            return operation.values[0]
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
     # Operands without parameters and logits. The maximum that softmax subtracts depends on no parameter, for it is
@@ -385,41 +380,12 @@ def _projections_of_operand(
     operation: Operation, value: Value
 ) -> tuple[Projection, ...]:
     """The projections in one operand, as they are after the operation."""
-    if operation.is_sum:
-        return _after_sum(operation, value)
-    if operation.is_scale:
-        return _after_scale(operation, value)
-    # All others, such as tanh, count as nonlinear, a running sum as well. Running sums and maxima (cumsum, cummax, ...)
-    # have an axis, along which they mix the columns; `record_reduced` notes which. Columns along other axes stay
-    # separate, and may still be parts.
-    params = operation.node.params
-    axes = [params["axis"]] if "axis" in params else []
-    projections = []
-    for projection in value.projections:
-        stays_separate = True
-        if projection.layout.runs_along(axes):
-            operation.records.record_reduced([projection], axes)
-            stays_separate = bool(projection.layout.runs_not_along(axes))
-        after = after_nonlinearity(
-            operation.records, projection, operation.node, unmixed=stays_separate
-        )
-        projections.append(after)
-    return tuple(projections)
-
-
-def _after_sum(operation: Operation, value: Value) -> tuple[Projection, ...]:
-    """The projections of one operand of a sum or a choice, as the result has them.
-
-    They stay linear if each other operand has projections too, is a bias, or is a number in place of what a mask
-    hides. Any other, as the data in x + x @ w, makes them nonlinear.
-    """
-    others = []
-    for other in operation.values:
-        is_in_place_of_hidden = operation.is_choice and not other.depends_on
-        if not other.is_weight and not other.projections and not is_in_place_of_hidden:
-            others.append(other)
-    if not others:
-        return value.projections
+    others: list[Value] = []
+    if operation.is_sum or operation.is_scale:
+        others = _others_not_linear(operation, value)
+        if not others:
+            return value.projections
+    # All other operations, such as tanh, are functions of each column.
     projections = []
     for projection in value.projections:
         unmixed = all(_keeps_columns(projection, other) for other in others)
@@ -430,29 +396,24 @@ def _after_sum(operation: Operation, value: Value) -> tuple[Projection, ...]:
     return tuple(projections)
 
 
-def _after_scale(operation: Operation, value: Value) -> tuple[Projection, ...]:
-    """The projections of one operand of a product or a quotient, as the result has them.
+def _others_not_linear(operation: Operation, value: Value) -> list[Value]:
+    """The other operands of a sum, a product or a quotient because of which it is not linear in projections of `value`.
 
-    They stay linear if the other operand is a parameter, a number or data, and are not linear as a divisor.
+    - A product is linear if the factor is a parameter, a number or data. In a divisor it is not linear.
+    - A sum is linear if each other operand has projections too, is a bias, or is a number in place of what a mask
+      hides. Any other, as the data in x + x @ w, makes it nonlinear.
     """
-    first, second = operation.values
-    factor = second if value is first else first
-    is_divisor = operation.node.name == "div" and value is second
-    if not factor.is_activation and not is_divisor:
-        return value.projections
-    in_factor = {
-        (projection.product, projection.layout) for projection in factor.projections
-    }
-    projections = []
-    for projection in value.projections:
-        # SiLU is a projection times a function of itself.
-        is_itself = (projection.product, projection.layout) in in_factor
-        unmixed = is_itself or _keeps_columns(projection, factor)
-        after = after_nonlinearity(
-            operation.records, projection, operation.node, unmixed=unmixed
-        )
-        projections.append(after)
-    return tuple(projections)
+    if operation.is_scale:
+        first, second = operation.values
+        factor = second if value is first else first
+        is_divisor = operation.node.name == "div" and value is second
+        return [factor] if factor.is_activation or is_divisor else []
+    others = []
+    for other in operation.values:
+        is_in_place_of_hidden = operation.is_choice and not other.depends_on
+        if not other.is_weight and not other.projections and not is_in_place_of_hidden:
+            others.append(other)
+    return others
 
 
 def _keeps_columns(projection: Projection, other: Value) -> bool:
@@ -462,6 +423,10 @@ def _keeps_columns(projection: Projection, other: Value) -> bool:
     """
     if not projection.product.bit & other.depends_on:
         return True
+    # SiLU is a projection times a function of itself.
+    for part in other.projections:
+        if (part.product, part.layout) == (projection.product, projection.layout):
+            return True
     repeats = other.axes("repeats")
     return bool(
         repeats and not other.projections and projection.layout.runs_not_along(repeats)
@@ -493,18 +458,9 @@ def last_projections(
     """
     if len(projections) <= _MOST_PROJECTIONS:
         return projections
-    with_columns = []
-    for projection in projections:
-        if projection.layout.varying:
-            with_columns.append(projection)
-        else:  # a product with data has summed over its columns: no part of them can be used any more
-            records.record_parts([projection])
-    # All that still have columns are kept, so that these stay linear.
-    if len(with_columns) <= _MOST_PROJECTIONS:
-        return tuple(with_columns)
     # This records all of them, also those that are left out.
     nonlinear = [
-        after_nonlinearity(records, projection, node) for projection in with_columns
+        after_nonlinearity(records, projection, node) for projection in projections
     ]
     return tuple(nonlinear[-_MOST_PROJECTIONS:])
 
@@ -517,8 +473,7 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
 
     Each is looked at as the factor of the other.
     """
-    (result,) = node.outputs
-    rank = sum(n > 1 for n in records.shape(result))
+    rank = sum(n > 1 for n in records.shape(node.outputs[0]))
     for value, factor in ((x, y), (y, x)):
         repeats = factor.axes("repeats")
         if repeats:
@@ -531,19 +486,6 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
         records.record_choice_by_labels(value, factor.axes("one hot"), factor)
         if factor.is_activation:
             _record_gates(value.projections, factor, repeats)
-    # q * k may be summed later, which is a product of two activations as by an einsum. In x * x, as of a norm, both
-    # factors depend on the same.
-    if x.projections and y.projections and x.depends_on != y.depends_on:
-        projections = x.projections + y.projections
-        if all(_is_scaled_only(records, projection) for projection in projections):
-            records.entrywise[result] = projections
-
-
-def _is_scaled_only(records: Records, projection: Projection) -> bool:
-    """Whether nothing but products happened to a projection."""
-    return (
-        projection.is_linear or records.nodes[projection.nonlinear_at].name in _SCALES
-    )
 
 
 def _record_gates(

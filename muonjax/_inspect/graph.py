@@ -569,19 +569,6 @@ class Graph:
         lines = map(_line_of, equations)
         return next(filter(None, lines), "")
 
-    def is_stack_of_scalars(self, value: int) -> bool:
-        """Whether an array is a concatenation of broadcast scalars, as `jnp.stack([loss_a, loss_b])` is."""
-        node = self.maker(value)
-        if node is None or node.name != "concatenate":
-            return False
-        for x in node.inputs:
-            broadcast = self.maker(x)
-            if broadcast is None or not broadcast.inputs:
-                return False
-            if self.shape(broadcast.inputs[0]) != ():
-                return False
-        return True
-
     def shape(self, value: int) -> tuple[int, ...]:
         return self.avals[value].shape
 

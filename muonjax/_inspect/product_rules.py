@@ -202,8 +202,9 @@ def _by_parameter(
         for projection in activation.value.projections:
             batches = projection.layout.runs_along(activation.batch)
             projection.product.batches.update(batches)
-    # Several losses times their weights are no layer.
-    if records.graph.is_stack_of_scalars(activation.array):
+    # Several losses times their weights are no layer. A number may also be what a model gives for one example.
+    if records.shape(node.outputs[0]) == ():
+        records.layers.without_rule.add(node.index)
         return result
     # What a layer gives counts as data, also where its input is learned: it is no parameter that a layer takes.
     depends_on = result.depends_on | DATA

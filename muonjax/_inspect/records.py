@@ -99,8 +99,6 @@ class Records:
         self.uses = Uses()
         self.attention = AttentionRecords()
         self.layers = Layers()
-        # Products of two activations entry by entry, with the projections in both.
-        self.entrywise: dict[int, tuple[Projection, ...]] = {}
         for leaf, parameter in enumerate(graph.parameters):
             views: tuple[ParameterView, ...] = ()
             if graph.is_float(parameter):

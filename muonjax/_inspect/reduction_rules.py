@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layouts import Layout
+from muonjax._inspect.layouts import Layout, NotFollowed
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import ParameterView, Value, dependent
@@ -26,11 +26,7 @@ def _reduce(records: Records, node: Node) -> Sequence[Value]:
 def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     """A sum over axes. Linear projections are followed on, with their columns along these axes added up."""
     (value,), axes = records.inputs(node), node.params["axes"]
-    # If the operand is a product q * k entry by entry: the projections in q and in k.
-    factors = records.entrywise.get(node.inputs[0], ())
-    summed = {factor.product for factor in factors if factor.layout.runs_along(axes)}
-    if len(summed) > 1:
-        # sum_d q[i, d] k[j, d]: a product of two activations, as by an einsum.
+    if _multiplies_layers(records, node):
         records.layers.products.add(node.index)
         value = value._replace(scores=node.index)
     _record_sum_of_exponentials(records, value, axes)
@@ -52,6 +48,22 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
         views=views, projections=tuple(linear), logits=tuple(totals)
     )
     return [_without_axes(result, axes)]
+
+
+def _multiplies_layers(records: Records, node: Node) -> bool:
+    """Whether a sum is a product of two activations, sum_d q[i, d] k[j, d] of q * k, as by an einsum."""
+    factors = records.graph.maker(node.inputs[0])
+    if factors is None or factors.name != "mul":
+        return False
+    first, second = records.inputs(factors)
+    # In x * x, as of a norm, both factors depend on the same.
+    if not second.projections or first.depends_on == second.depends_on:
+        return False
+    layers = set()
+    for projection in (*first.projections, *second.projections):
+        if projection.layout.runs_along(node.params["axes"]):
+            layers.add(projection.product)
+    return len(layers) > 1
 
 
 def _record_sum_of_exponentials(
@@ -76,30 +88,21 @@ def _record_sum_of_exponentials(
 def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ...]:
     """The parameters in a sum over `axes` of parameters multiplied by numbers or by each other.
 
-    - Those that keep the same axes are a mixture, as sum_e share[e] * w[e, i, j] of experts: a loop visits them.
-    - Those that keep different axes are factors of one matrix, sum_k a[i, k] * b[k, j]. The first sums over its last
-      axis, the others over their first.
+    They are a mixture, as sum_e share[e] * w[e, i, j] of experts, which a loop visits. Nothing is left of a parameter
+    that is summed over all its axes, as in a norm or a penalty, or over none.
 
-    Nothing is left of a parameter that is summed over all its axes, as in a norm or a penalty, or over none. Views that
-    keep different axes can't come from a sum such as kernel + bias, of which `entrywise_rules` keeps the kernel alone.
+    Raises:
+      NotFollowed: The parameters keep different axes, as the factors in sum_k a[i, k] * b[k, j].
     """
-    summed = []
+    reduced = []
     kept_sets = set()
     for view in value.views:
-        runs = view.layout.runs_along(axes)
         kept = view.layout.varying.difference(axes)
-        if runs and kept:
-            summed.append((view, runs))
-            kept_sets.add(kept)
-    are_factors = len(kept_sets) > 1
-    reduced = []
-    for k, (view, runs) in enumerate(summed):
-        if not are_factors:
+        if kept and view.layout.runs_along(axes):
             reduced.append(view._replace(layout=view.layout.visit(axes)))
-        elif k == 0:
-            reduced.append(view._replace(inner=(*view.inner, runs)))
-        else:
-            reduced.append(view._replace(inner=(runs, *view.inner)))
+            kept_sets.add(kept)
+    if len(kept_sets) > 1:
+        raise NotFollowed
     return tuple(reduced)
 
 

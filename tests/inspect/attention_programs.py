@@ -101,7 +101,7 @@ def spelled(
 R, BIAS = constant((S, S), 9), constant((T, T), 3)
 SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
 spelled("negative", spell=lambda a, p: -a)
-spelled("zero_minus", spell=lambda a, p: 0 - a)
+spelled("zero_minus", ADDED, spell=lambda a, p: 0 - a)
 spelled("subtracted", ELSE, spell=lambda a, p: 1.0 - a)
 spelled("ones_beside_the_features", ELSE,
         lambda q, k, p, x: tuple(jnp.concatenate([z, jnp.ones_like(z)], -1) for z in (q, k)))  # fmt: skip

@@ -418,8 +418,8 @@ def a_gate_cut_through_normalized_heads(p, x):
 
 
 FACTORS = {
-    "u": ((D, 2), "0 | 1"),
-    "v": ((D, 2), "1 | 0"),
+    "u": ((D, 2), "by names: reduce_sum: hostile_programs.py:"),
+    "v": ((D, 2), "by names: reduce_sum: hostile_programs.py:"),
     "o": ONE["o"],
     "out": ONE["out"],
 }

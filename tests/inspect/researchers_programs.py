@@ -35,6 +35,7 @@ program = functools.partial(add_program, to=PROGRAMS)
 A4 = ATTENTION
 M = "0 | 1"
 CHAIN = "by names: a product of parameters is not followed: researchers_programs.py:"
+DOT = "by names: dot_general is not followed: researchers_programs.py:"
 LABEL = jax.ShapeDtypeStruct((B,), "int32")
 
 
@@ -110,7 +111,7 @@ def experts_that_labels_choose(p, x, task):
     return cross_entropy(jnp.tanh(h) @ p["out"], task)
 
 
-@program(ROWS, w=((D, D), M), a=((D, 4), "head"), b=((D, 3), "head"), s=((2,), ""))
+@program(ROWS, w=((D, D), M), a=((D, 4), DOT), b=((D, 3), DOT), s=((2,), ""))
 def task_weights_by_a_dot(p, x):
     h = jnp.tanh(x @ p["w"])
     losses = jnp.stack([cross_entropy(h @ p[n], jnp.zeros(B, int)) for n in "ab"])
