@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -299,49 +298,37 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
         taken = tuple(run for run in taken if run in layout.taken)
         loops |= dict.fromkeys(layout.loops)
     holes = _holes_of_parts(layouts)
-    by_axis = [_by_axis(layout, taken) for layout in layouts]
     runs: list[Run] = []
-    # Every axis along which any of the layouts has something.
-    for axis in dict.fromkeys(itertools.chain(*by_axis)):
-        parts = [layout[axis] for layout in by_axis]
-        result = _merged_along(axis, parts, holes)
-        runs += result.runs
-        taken = (*taken, *result.taken)
+    for axis in range(OTHER, len(first.origin)):
+        # For each part its run, if it has one, and what else is taken.
+        parts = [_of_axis(layout.runs, axis) for layout in layouts]
+        others = []
+        for layout in layouts:
+            of_part = _of_axis(layout.taken, axis)
+            others.append([run for run in of_part if run not in taken])
+        # As along the rows of a kernel, where only its columns were cut.
+        if parts.count(parts[0]) == len(parts) and not any(others):
+            runs += parts[0]
+            continue
+        positions = _stacked(parts)
+        if positions is not None and holes is not None:
+            # A concatenation: of each entry all parts but one have HOLE, the largest number.
+            runs.append(_run_of(axis, np.where(holes, HOLE, positions).min(0)))
+            continue
+        # A sum of heads, with the columns 0 to 15 and 16 to 31: the features stay the run 0, ..., 15, and {0, 16} are
+        # taken.
+        if positions is not None:
+            run, starts = _common_run(positions)
+            runs.append(_run_of(axis, run))
+            parts = [[_set_of(axis, start)] for start in starts]
+        # Each entry of the sum is made of what is left of every part. `OTHER` is no axis of the origin: along it there
+        # are no positions that the sum could take.
+        if axis != OTHER:
+            sets = [
+                sums((*part, *more)) for part, more in zip(parts, others, strict=True)
+            ]
+            taken = (*taken, _set_of(axis, *sets))
     return Layout(first.shape, first.origin, _canonical(runs), taken, tuple(loops))
-
-
-def _merged_along(
-    axis: int, parts: Sequence[_AlongAxis], holes: Positions | None
-) -> _AlongAxis:
-    """The runs and the taken sets of a sum or a concatenation, along one axis of the origin.
-
-    Args:
-      axis: The axis of the origin.
-      parts: The runs and the taken sets of each part along it, without sets that are taken in all parts.
-      holes: Where each part of a concatenation has holes, [parts, *array]; None for a sum.
-    """
-    # As along the rows of a kernel, where only its columns were cut.
-    if parts.count(parts[0]) == len(parts):
-        return parts[0]
-    positions = _stacked(parts)
-    if positions is not None and holes is not None:
-        # A concatenation: of each entry all parts but one have HOLE, the largest number.
-        union = np.where(holes, HOLE, positions).min(0)
-        return _AlongAxis([_run_of(axis, union)], [])
-    # A sum of heads, with the columns 0 to 15 and 16 to 31: the features stay the run 0, ..., 15, and {0, 16} are
-    # taken.
-    runs, rests = [], parts
-    if positions is not None:
-        common, starts = _common_run(positions)
-        runs.append(_run_of(axis, common))
-        rests = []
-        for part, start in zip(parts, starts, strict=True):
-            rests.append(part._replace(runs=[_set_of(axis, start)]))
-    # `OTHER` is no axis of the origin: along it there are no positions that the sum could take.
-    if axis == OTHER:
-        return _AlongAxis(runs, [])
-    # Each entry of the sum is made of what is left of every part.
-    return _AlongAxis(runs, [_set_of(axis, *map(_AlongAxis.sums, rests))])
 
 
 def _canonical(runs: Iterable[Run]) -> tuple[Run, ...]:
@@ -352,44 +339,19 @@ def _canonical(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(sorted(run for run in runs if run.is_known))
 
 
-class _AlongAxis(NamedTuple):
-    """The runs (one at most, but for `OTHER`) and the taken sets of a layout, along one axis of its origin."""
-
-    runs: list[Run]
-    taken: list[Run]
-
-    def sums(self) -> Positions:
-        """All positions that the entries are made of."""
-        return sums([*self.runs, *self.taken])
-
-
-def _by_axis(layout: Layout, others: Sequence[Run]) -> dict[int, _AlongAxis]:
-    """The runs and the taken sets of a layout, by axis of its origin; the sets `others` are left out.
-
-    Along an axis that is no key it has none of them.
-    """
-    along: dict[int, _AlongAxis] = defaultdict(lambda: _AlongAxis([], []))
-    for run in layout.runs:
-        along[run.axis].runs.append(run)
-    for run in layout.taken:
-        if run not in others:
-            along[run.axis].taken.append(run)
-    return along
-
-
 def _of_axis(runs: Iterable[Run], axis: int) -> list[Run]:
     """The runs along an axis of the origin."""
     return [run for run in runs if run.axis == axis]
 
 
-def _stacked(parts: Sequence[_AlongAxis]) -> Positions | None:
+def _stacked(parts: Sequence[Sequence[Run]]) -> Positions | None:
     """The positions [parts, *array], if each part has one run."""
     positions = []
     for part in parts:
         # In one part the axis may be added up, or visited by a loop, and in another not.
-        if len(part.runs) != 1:
+        if len(part) != 1:
             return None
-        positions.append(part.runs[0].positions)
+        positions.append(part[0].positions)
     return np.stack(np.broadcast_arrays(*positions))
 
 
