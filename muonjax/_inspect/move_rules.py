@@ -17,7 +17,6 @@ from muonjax._inspect.layouts import (
     MOST,
     Layout,
     NotFollowed,
-    merged,
     other_axes,
 )
 from muonjax._inspect.records import Records
@@ -240,10 +239,14 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
         placed.append(value.map(place))
         start += records.shape(x)[axis]
     projections = last_projections(records, node, all_projections(placed))
-    # Parts of one parameter, put together again, are that parameter.
-    views = _reassembled(placed, axis) if result.is_weight else ()
+    views: list[ParameterView] = []
+    if result.is_weight:
+        views = [view for value in placed for view in value.views]
+        # Parts of one parameter are not put together again.
+        if len({view.leaf for view in views}) < len(views):
+            raise NotFollowed
     logits = _joined_logits(node, placed)
-    return [result._replace(views=views, projections=projections, logits=logits)]
+    return [result._replace(views=tuple(views), projections=projections, logits=logits)]
 
 
 def _joined_logits(node: Node, parts: Sequence[Value]) -> tuple[Logits, ...]:
@@ -254,31 +257,6 @@ def _joined_logits(node: Node, parts: Sequence[Value]) -> tuple[Logits, ...]:
             if x.stage == "logits":
                 logits[k] = logit_rules.lost(node, x)
     return tuple(logits)
-
-
-def _reassembled(parts: Sequence[Value], axis: int) -> tuple[ParameterView, ...]:
-    """The views in a concatenation of parameters along an axis.
-
-    Parts of one parameter become one view where that can be told, as after `jnp.roll`: positions 3, HOLE, HOLE, HOLE
-    and HOLE, 0, 1, 2 give 3, 0, 1, 2.
-    """
-    views: list[ParameterView] = []
-    by_leaf: dict[Any, list[ParameterView]] = {}
-    for part in parts:
-        for view in part.views:
-            key = view.leaf, view.inner, view.noisy
-            by_leaf.setdefault(key, []).append(view)
-    for same in by_leaf.values():
-        first = same[0]
-        layout = merged(tuple(view.layout for view in same))
-        # `merged` takes parts that overlap for a sum, and then more positions are taken than before. Each of such parts
-        # stays a view, as do parts in another order in each row, after a permutation that differs from row to row.
-        is_concatenation = layout.taken == first.layout.taken
-        if is_concatenation and layout.is_separable([axis]):
-            views.append(first._replace(layout=layout))
-        else:
-            views += same
-    return tuple(views)
 
 
 @rule("gather")

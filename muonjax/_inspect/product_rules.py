@@ -294,15 +294,11 @@ def _experts(weights: Operand, activation: Operand) -> list[int]:
 
 
 def _is_mixture(records: Records, operand: Operand) -> bool:
-    """Whether a router's weights along some summed axes multiply features along others: a mixture of experts."""
-    if operand.value.exponential_of not in records.attention.routers:
-        return False
+    """Whether a product sums a router's weights along several axes, perhaps experts and their features."""
     shape = records.shape(operand.array)
-    summed = {axis for axis in operand.summed if shape[axis] > 1}
-    varying = [
-        projection.layout.varying & summed for projection in operand.value.projections
-    ]
-    return any(axes and axes < summed for axes in varying) and summed not in varying
+    summed = [axis for axis in operand.summed if shape[axis] > 1]
+    is_of_router = operand.value.exponential_of in records.attention.routers
+    return is_of_router and len(summed) > 1
 
 
 def _cuts_input(operand: Operand) -> bool:
@@ -364,9 +360,8 @@ def _record_mixture(operand: Operand) -> None:
     kernels that were mixed for each example, x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
     """
     for projection in operand.value.projections:
-        columns = set(projection.product.use.columns)
-        summed = columns & set(projection.layout.runs_along(operand.summed))
-        if summed and columns & set(projection.layout.runs_along(operand.free)):
+        layout = projection.layout
+        if layout.runs_along(operand.summed) and layout.runs_along(operand.free):
             projection.product.is_mixture = True
 
 
@@ -384,6 +379,7 @@ def _record_attention(
     `logits` are those that the softmax's weights were made of.
     """
     product, attention = logits.product, records.attention
+    node = records.nodes[product]
     # Which axes of the product of queries and keys count keys: those that weights @ values sums over.
     keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
     attention.softmaxes[product].append((logits, keys))
@@ -404,40 +400,19 @@ def _record_attention(
         # as the two parts that were recorded for the two products.
         if len(regions) > 1:
             projected.parts.difference_update(regions)
-    _record_heads_one_by_one(records, product, (*query_and_key, values))
-
-
-def _record_heads_one_by_one(
-    records: Records, product: int, operands: Sequence[Operand]
-) -> None:
-    """Leaves queries, keys and values to names if an earlier attention takes other columns of the same three layers.
-
-    They are heads written one by one, as softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on.
-    Two softmaxes that are subtracted, as in differential attention, take the same columns of the values, and are one.
-
-    Args:
-      records: Gets the records.
-      product: The product of queries and keys.
-      operands: Queries, keys and values.
-    """
-    # The layers that they come from; the first stands for a sum.
-    projections: list[Projection] = []
-    for operand in operands:
-        projections += operand.value.projections[:1]
-    if not projections:
-        return
-    attention = records.attention
-    layers = tuple(projection.product for projection in projections)
-    # The columns of the values, or of the keys if the values come from no layer.
-    columns = projections[-1].layout.region
-    if attention.value_parts.setdefault(layers, columns) != columns:
-        for projection in projections:
-            records.record(
-                records.nodes[product],
-                "unknown",
-                projection.view,
-                "attention with other columns of one layer",
-            )
+    # An earlier attention took other columns of the same values. These are heads written one by one, as
+    # softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on.
+    for projection in values.value.projections:
+        columns = projection.layout.region
+        if attention.value_parts.setdefault(projection.product, columns) != columns:
+            for operand in (*query_and_key, values):
+                for part in operand.value.projections:
+                    records.record(
+                        node,
+                        "unknown",
+                        part.view,
+                        "attention with other columns of one layer",
+                    )
 
 
 def _of_two_activations(

@@ -74,9 +74,8 @@ class AttentionRecords:
         self.routers: set[int] = set()
         # By call of three arrays, perhaps a kernel of attention: the projections that it takes.
         self.calls: dict[int, tuple[Projection, ...]] = {}
-        # By layers that give queries, keys and values: the region of the values that the first attention with them
-        # takes. Another region in a later attention shows heads that are written one by one.
-        self.value_parts: dict[tuple[Product, ...], Any] = {}
+        # By layer that gives values: the region of them that the first attention takes.
+        self.value_parts: dict[Product, Any] = {}
 
 
 class Layers:

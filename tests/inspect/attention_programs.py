@@ -1022,7 +1022,6 @@ def additive_attention_of_two_steps(p, x):
 
 STACK = dict.fromkeys("qkvo", ((3, D, D), "1 | 2"))
 AS_MANY = dict.fromkeys("qkvo", (H, D, D))
-UNFOLLOWED = dict.fromkeys("qkvo", ((3, D, D), "by names: scan_slice: attention"))
 
 
 def scanned(p, x, reverse=False):
@@ -1051,15 +1050,16 @@ def as_many_layers_as_heads(p, x):
 
 
 CHANGES = {
-    "one_after_the_other": (lambda w: jnp.concatenate([w, w]), IN_TURNS, STACK),
-    "padded": (lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]), NOT_ALL, UNFOLLOWED),
+    "one_after_the_other": (lambda w: jnp.concatenate([w, w]), "concatenate"),
+    "padded": (lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]), "scan_slice"),
 }
-for name, (change, sites, stack) in CHANGES.items():
+for name, (change, operation) in CHANGES.items():
     fun = functools.partial(
         lambda p, x, change: scanned(jax.tree.map(change, p), x)[0], change=change
     )
     fun.__name__ = f"layers_{name}"
-    program(X, sites=sites, **stack)(fun)
+    reason = f"by names: {operation}: attention_programs.py:"
+    program(X, sites=NOT_ALL, **dict.fromkeys("qkvo", ((3, D, D), reason)))(fun)
 
 
 @attention(sites=1, **STACK)
