@@ -281,9 +281,11 @@ def parameter_factors(
     for site in sites:
         for scale in site.scales:
             # A key that several query heads share stays as it is.
-            if scale.power == 0:
+            power = scale.scale.power
+            if power == 0:
                 continue
-            factor = scale.spread(_power(gammas[site.name], scale.power))
+            gamma = _power(gammas[site.name], power)
+            factor = scale.spread(gamma[..., None], 1.0)
             # A kernel may have two scales, as the query and the rotary features of latent attention. Each is 1 where
             # the other one holds, so their product is the factor of the kernel.
             if scale.leaf in factors:

@@ -1,5 +1,6 @@
 """QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
+import dataclasses
 from collections import defaultdict
 from typing import Any
 
@@ -208,7 +209,8 @@ def _with_powers(site: PlacedSite) -> PlacedSite:
             )
         # The scale of a kernel comes before that of its bias, and so is the first of its factor.
         kernels.setdefault(factor, scale)
-        scales.append(scale._replace(power=powers[factor]))
+        with_power = dataclasses.replace(scale.scale, power=powers[factor])
+        scales.append(scale._replace(scale=with_power))
     if "query" in kernels and "key" in kernels:
         _check_product(kernels["query"], kernels["key"])
     return site._replace(scales=tuple(scales))
@@ -225,7 +227,7 @@ def _check_product(query: PlacedScale, key: PlacedScale) -> None:
         return
     # The likeliest mistake is mha_site(num_heads=4) for a key of one head of 12 features, in an axis of 12: it is read
     # as 4 heads of 3. The message gives the number of key heads for which they are as wide as the query's.
-    key_heads, rest = divmod(key.size, features)
+    key_heads, rest = divmod(key.entries * key.features, features)
     is_possible = rest == 0 and heads % key_heads == 0
     fix = f": give num_kv_heads={key_heads}" if is_possible else ""
     raise ValueError(

@@ -103,7 +103,7 @@ def _each_scales_its_own(sites: list[PlacedSite]) -> list[PlacedSite]:
     # A shared key head has one weight for several query heads, of which each has its own factor.
     for site in sites:
         for scale in site.scales:
-            if scale.power != 0 and scale.entries != site.entries:
+            if scale.scale.power != 0 and scale.entries != site.entries:
                 raise ValueError(
                     f"several entries of {site.signal!r} share {scale.leaf!r}: give it power=0."
                 )

@@ -157,8 +157,8 @@ def fused_qkv_site(
     Example:
       >>> import muonjax
       >>> site = muonjax.fused_qkv_site(num_heads=8, head_dim=64, num_kv_heads=2)
-      >>> [(s.path, s.start, s.size, s.entries) for s in site.scales if not s.optional]
-      [('qkv/kernel', 0, 512, 8), ('qkv/kernel', 512, 128, 2)]
+      >>> [(s.path, s.part, s.entries) for s in site.scales if not s.optional]
+      [('qkv/kernel', (0, 512), 8), ('qkv/kernel', (512, 640), 2)]
     """
     key_heads = num_heads if num_kv_heads is None else num_kv_heads
     with errors_of("fused_qkv_site"):
@@ -187,10 +187,9 @@ def fused_qkv_site(
             )
         else:
             width = num_heads * head_dim
-            queries = kernel.scales(name, "query", entries=num_heads, size=width)
-            keys = kernel.scales(
-                name, "key", entries=key_heads, start=width, size=key_heads * head_dim
-            )
+            end = width + key_heads * head_dim
+            queries = kernel.scales(name, "query", entries=num_heads, part=(0, width))
+            keys = kernel.scales(name, "key", entries=key_heads, part=(width, end))
         return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
 
 

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from muonjax._clip.scaled_entries import runs_of
+from muonjax._clip.scaled_entries import PlacedScale
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import MOST, NotFollowed, other_axes
 from muonjax._inspect.measure import Probe
@@ -132,64 +132,32 @@ class Certificate:
         # The tables that arrive at the logits, which are not followed further.
         self.at: dict[int, Table] = {}
 
-    def touch(
-        self,
-        leaf: int,
-        stack: tuple[int, ...],
-        scales: Sequence[tuple[Any, np.ndarray]],
-    ) -> None:
+    def touch(self, spans: Sequence[PlacedScale], logs: dict[str, np.ndarray]) -> None:
         """Records the table [3, *loops, *axes] of a parameter of which a clip scales some parts.
 
+        A kernel [64, 2, 16] has two layers along axis 1 and four heads along the last axis. With logarithms [2 layers,
+        4 heads] its table is [3, 1, 2, 16], without loops. The positions of head h begin at h 2^20.
+
         Args:
-          leaf: The number of the parameter.
-          stack: Its axes that count layers.
-          scales: Its parts, each a `Scale` and the logarithms of its factors, [*layers, heads].
+          spans: Its parts, all of one parameter.
+          logs: The logarithms of their factors, [*layers, heads], by the name of the factor.
         """
         tables = []
-        for scale, logs in scales:
-            # Parts that one factor scales from several starts on, as two pieces of each head's keys, are numbered 0, 1,
-            # ... by these. Those of number k have positions from k 2^40 on, which no other part has.
-            starts = {
-                other.start for other, _ in scales if other.factor == scale.factor
-            }
-            part = sorted(starts).index(scale.start)
-            table = self._scaled(leaf, stack, scale, logs)
-            table[1:] += part << 40
-            tables.append(table)
+        for number, span in enumerate(spans):
+            # Each feature has a position, so that a sum over some of them is not taken for one over all. A head has
+            # fewer than 2^20, and part number k those from k 2^40 on, which no other part has.
+            head, feature = np.indices((span.entries, span.features))
+            positions = float(number << 40) + (head << 20) + feature
+            positions = np.broadcast_to(positions, (*span.layers, *positions.shape))
+            three = (logs[span.factor][..., None], positions, positions)
+            tables.append(np.stack(list(map(span.spread, three, _UNTOUCHED))))
         # An entry of two parts is scaled twice.
         table = functools.reduce(_product, tables)
         # The parameter is outside of all scans: the axes of the loops have one entry.
         table = _compact(np.expand_dims(table, tuple(range(1, self.first))))
         # It is None where all factors are 1.
         if table is not None:
-            self.tables[self.graph.parameters[leaf]] = table
-
-    def _scaled(
-        self, leaf: int, stack: tuple[int, ...], scale: Any, logs: np.ndarray
-    ) -> Table:
-        """The table [3, *axes] of a parameter: a `Scale` says which part of it is scaled, and `logs` by what.
-
-        A kernel [64, 2, 16] has two layers along axis 1, `stack` (1,), and four heads along the last axis, -1 of a
-        layer. With `logs` [2 layers, 4 heads] the table is [3, 1, 2, 16]. The positions of head h begin at h 2^20.
-        """
-        shape = self.records.shapes[leaf]
-        axes_of_layer = np.array(other_axes(len(shape), stack))
-        order = [*stack, *axes_of_layer[list(scale.axes)]]  # (1, 2) in the example
-        sizes = np.array(shape)[order]
-        # [3, *layers, positions]: the axes that hold the heads are flattened.
-        size = math.prod(sizes[len(stack) :])
-        table = np.empty((3, *logs.shape[:-1], size))
-        table.T[:] = _UNTOUCHED  # the three of each entry
-        scaled = runs_of(scale, scale.entries, scale.size)  # [heads, features]
-        table[0][..., scaled] = logs[..., None]
-        # Each feature has a position, so that a sum over some of them is not taken for one over all. A head has fewer
-        # than 2^20.
-        head, feature = np.indices(scaled.shape)
-        table[1:, ..., scaled] = (head << 20) + feature
-        # Back to the order of the parameter's axes. Along those that are not in `order` the table has one entry.
-        table = table.reshape(3, *sizes)
-        table = table.transpose(0, *(1 + np.argsort(order)))
-        return np.expand_dims(table, axes_after(1, other_axes(len(shape), order)))
+            self.tables[self.graph.parameters[spans[0].leaf]] = table
 
     def failure(self) -> int | None:
         """The first operation that the clip may not pass; None if it changes the logits, and no loss in another way."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from muonjax._clip.scaled_entries import PlacedScale
 from muonjax._inspect import logit_rules
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.graph import LONG_EINSUM, Place
@@ -15,7 +16,7 @@ from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import masks_in
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.move_rules import reshaped
-from muonjax._inspect.proposals import QueriesAndKeys, Refused, Span, proposals_of
+from muonjax._inspect.proposals import QueriesAndKeys, Refused, proposals_of
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
     Logits,
@@ -31,14 +32,14 @@ class Call(NamedTuple):
 
     line: str
     operation: int  # the product of queries and keys, or the call
-    spans: tuple[Span, ...] = ()
+    spans: tuple[PlacedScale, ...] = ()
     probe: Probe | None = None
     layers: tuple[int, ...] = ()
     heads: int = 1
     problem: str = ""
     views: tuple[ParameterView, ...] = ()  # the parameters of its queries and keys
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
-    proposals: tuple[tuple[Span, ...], ...] = ()
+    proposals: tuple[tuple[PlacedScale, ...], ...] = ()
     doubt: str = ""  # what can't be told of its masks, for a warning
 
 
@@ -283,7 +284,7 @@ def _proved(records: Records, calls: Sequence[Call]) -> list[Call]:
 
 
 def _with_proof(
-    records: Records, calls: Sequence[Call], spans: tuple[Span, ...]
+    records: Records, calls: Sequence[Call], spans: tuple[PlacedScale, ...]
 ) -> list[Call]:
     """The calls with these spans, their layers and heads, and where the probes find these in the logits.
 
@@ -295,7 +296,7 @@ def _with_proof(
     Raises:
       Refused: A clip would not scale the logits of each head alone.
     """
-    layers = tuple(records.shapes[spans[0].leaf][axis] for axis in spans[0].stack)
+    layers = spans[0].layers
     logs = _random_logarithms(spans, layers)
     probes = [call.probe for call in calls if call.probe]  # all have one
     # `_check_logits` has seen that the softmaxes of a call take equal logits.
@@ -303,9 +304,8 @@ def _with_proof(
     # A clip scales the logits before a mask or a bias is added, and the probe sees them after that.
     raw = [x.raw if x.has_raw else x.value for x in logits]
     certificate = Certificate(records, probes, raw)
-    for leaf, of_leaf in grouped((span.leaf, span) for span in spans).items():
-        scales = [(span.scale, logs[span.scale.factor]) for span in of_leaf]
-        certificate.touch(leaf, of_leaf[0].stack, scales)
+    for of_leaf in grouped((span.leaf, span) for span in spans).values():
+        certificate.touch(of_leaf, logs)
     failure = certificate.failure()
     if failure is not None:
         raise Refused(_not_alone(records, failure))
@@ -317,7 +317,7 @@ def _with_proof(
             raise Refused(_why_not_located(certificate))
         result.append(
             call._replace(
-                spans=spans, probe=located, layers=layers, heads=spans[0].heads
+                spans=spans, probe=located, layers=layers, heads=spans[0].entries
             )
         )
     return result
@@ -331,7 +331,7 @@ def _why_not_located(certificate: Certificate) -> str:
 
 
 def _random_logarithms(
-    spans: Sequence[Span], layers: tuple[int, ...]
+    spans: Sequence[PlacedScale], layers: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
     """Random logarithms of what a clip multiplies by, [*layers, heads] for each name of a factor.
 
@@ -344,11 +344,11 @@ def _random_logarithms(
 
     `spans` begins with one of the queries.
     """
-    heads = spans[0].heads
+    heads = spans[0].entries
     # Even whole numbers: half of each is whole too, and no sum is rounded.
     whole = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
     heads_of_keys = next(
-        (span.heads for span in spans if span.scale.factor == "key"), heads
+        (span.entries for span in spans if span.factor == "key"), heads
     )
     keys = whole.reshape(*layers, heads_of_keys, -1).min(-1) / 2
     queries = whole - np.repeat(keys, heads // heads_of_keys, -1)

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from muonjax._clip.match_statistics import larger
 from muonjax._clip.place_sites import module_of
 from muonjax._clip.qk_clip import apply_qk_clip
+from muonjax._clip.scaled_entries import PlacedScale
 from muonjax._clip.site import Site
 from muonjax._common.arguments import warn_user
 from muonjax._common.model_registry import as_function_of_parameters, is_model
@@ -27,7 +28,6 @@ from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow, no_collection
 from muonjax._inspect.measure import run
 from muonjax._inspect.possible_numbers import MASKED
-from muonjax._inspect.proposals import Span
 from muonjax._inspect.records import Records
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.routes import numbers_tree, routes
@@ -586,7 +586,7 @@ def _attentions(
 
 
 def _site(
-    spans: Sequence[Span], paths: Sequence[str], module: str, signal: str
+    spans: Sequence[PlacedScale], paths: Sequence[str], module: str, signal: str
 ) -> Site:
     """The spans as a `Site`: of module "attn", the span of "attn/q" becomes the scale of "q".
 

@@ -5,38 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from muonjax._clip.scaled_entries import Scale, first_positions
+from muonjax._clip.scaled_entries import PlacedScale, Scale
 from muonjax._inspect.layouts import HOLE, Layout, Run, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import PARAMETER, Operand, Projection
-
-
-class Span(NamedTuple):
-    """The positions in one parameter that feed the heads."""
-
-    leaf: int
-    scale: Scale  # without its path
-    stack: tuple[int, ...]  # axes of the parameter that count layers
-
-    @property
-    def heads(self) -> int:
-        return self.scale.entries or 1
-
-    @property
-    def features(self) -> int:
-        return (self.scale.span[1] or 0) - self.scale.span[0]
 
 
 class Refused(Exception):
     """Why this attention can't be clipped."""
 
 
-def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[Span, ...]]:
+def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[PlacedScale, ...]]:
     """What a clip may scale, the best first, where logits are a sum of products of these queries and keys.
 
     In a sum, q1 @ k1 + q2 @ k2, all that is scaled has to have as many heads. So the first proposal scales both sides
@@ -48,27 +32,20 @@ def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[Span, ...]]:
     """
     if len(pairs) == 1:
         return pairs[0].proposals()
-    best: list[Span] = []
-    queries: list[Span] = []
+    best: list[PlacedScale] = []
+    queries: list[PlacedScale] = []
     for pair in pairs:
         proposals = pair.proposals()
         first, queries_alone = proposals[0], proposals[-1]
-        has_equal_heads = len({span.heads for span in first}) == 1
+        has_equal_heads = len({span.entries for span in first}) == 1
         best += first if has_equal_heads else queries_alone
         queries += queries_alone
     for spans in (best, queries):
-        if len({(span.heads, len(span.stack)) for span in spans}) > 1:
+        if len({(span.entries, len(span.stack)) for span in spans}) > 1:
             raise Refused(
                 "its logits are a sum of products with other numbers of heads"
             )
     return list(dict.fromkeys([tuple(best), tuple(queries)]))
-
-
-class _Features(NamedTuple):
-    """Features from `start` up to `stop`."""
-
-    start: int
-    stop: int
 
 
 class QueriesAndKeys:
@@ -83,13 +60,13 @@ class QueriesAndKeys:
         else:
             self.query, self.key = right, left
 
-    def proposals(self) -> list[tuple[Span, ...]]:
+    def proposals(self) -> list[tuple[PlacedScale, ...]]:
         """Both sides of the product, where that is possible, and last the queries alone.
 
         Raises:
           Refused: The queries can't be scaled, and so neither can both.
         """
-        queries_alone = self._proposal([], [])
+        queries_alone = self._proposal([], ())
         try:
             both = self._proposal(*self.split_keys())
         # The keys have other heads or features, as where all heads share their bias.
@@ -99,8 +76,8 @@ class QueriesAndKeys:
         return list(dict.fromkeys([both, queries_alone]))
 
     def _proposal(
-        self, keys: Sequence[Projection], shared: Sequence[_Features]
-    ) -> tuple[Span, ...]:
+        self, keys: Sequence[Projection], shared: Collection[int]
+    ) -> tuple[PlacedScale, ...]:
         """What to scale if these keys take a part of the factor γ, and the queries the rest.
 
         "query" and "key" say √γ each, "whole" says γ. In latent attention keys and queries have features "key" and
@@ -114,10 +91,10 @@ class QueriesAndKeys:
         self._check_queries()
         self._check_order(self.key, keys, "keys")
         factor = "query" if keys else "whole"
-        of_queries: list[Span] = []
+        of_queries: list[PlacedScale] = []
         for projection in self.query.value.projections:
             of_queries += self._spans(self.query, projection, factor, shared)
-        of_keys: list[Span] = []
+        of_keys: list[PlacedScale] = []
         for projection in keys:
             of_keys += self._spans(self.key, projection, "key")
         spans = (*of_queries, *of_keys)
@@ -125,24 +102,19 @@ class QueriesAndKeys:
         return spans
 
     def _check_equal_heads(
-        self, of_queries: Sequence[Span], of_keys: Sequence[Span]
+        self, of_queries: Sequence[PlacedScale], of_keys: Sequence[PlacedScale]
     ) -> None:
         """Refuses queries and keys with other layers or features, or heads of keys that no heads of queries share."""
         # The queries that meet `of_keys` have the factor "query", and as many features. Only the first span of each
         # side is compared: the others are its biases, or further features, which the certificate checks.
-        features = set()
-        meet_keys = [span for span in of_queries if span.scale.factor == "query"]
-        for spans in (meet_keys, of_keys):
-            if spans:
-                features.add(spans[0].features)
-        layers = set()
-        for span in (*of_queries, *of_keys):
-            layers.add(tuple(self.shapes[span.leaf][axis] for axis in span.stack))
-        heads_of_queries = {span.heads for span in of_queries}
-        heads_of_keys = {span.heads for span in of_keys}
+        meet_keys = [span for span in of_queries if span.factor == "query"]
+        features = {spans[0].features for spans in (meet_keys, of_keys) if spans}
+        layers = {span.layers for span in (*of_queries, *of_keys)}
+        heads_of_queries = {span.entries for span in of_queries}
+        heads_of_keys = {span.entries for span in of_keys}
         several = max(map(len, (heads_of_queries, heads_of_keys, layers, features))) > 1
         # With grouped queries, a whole number of heads shares each head of keys, as four heads each of two.
-        heads = of_queries[0].heads
+        heads = of_queries[0].entries
         if several or any(heads % n for n in heads_of_keys):
             raise Refused(
                 "its queries and keys are cut into heads, features or layers in several ways"
@@ -211,8 +183,8 @@ class QueriesAndKeys:
                 heads[axis] = source
         return heads
 
-    def split_keys(self) -> tuple[list[Projection], list[_Features]]:
-        """The keys that a clip may scale; and which features the others fill, as all heads share these.
+    def split_keys(self) -> tuple[list[Projection], set[int]]:
+        """The keys that a clip may scale; and the features, by number, that the others fill, as all heads share them.
 
         The keys of latent attention (MLA) are both: features without rotation of each head, then rotated ones of all.
         If all heads share all features, as in multi-query attention, the keys are one head, which a clip may scale.
@@ -220,33 +192,34 @@ class QueriesAndKeys:
         heads: set[int] = set()
         for projection in self.query.value.projections:
             heads.update(self._heads(self.query, projection.layout))
-        of_one_head, shared = [], []
+        of_one_head: list[Projection] = []
+        shared: set[int] = set()
         for projection in self.key.value.projections:
             heads_of_keys = self._heads(self.key, projection.layout)
             is_shared = bool(heads) and heads.isdisjoint(heads_of_keys)
             features = self._features(self.key, projection)  # None: all
             if is_shared and features is not None:
-                shared.append(features)
+                shared.update(features)
             else:
                 of_one_head.append(projection)
         return of_one_head, shared
 
-    def _features(self, operand: Operand, projection: Projection) -> _Features | None:
+    def _features(self, operand: Operand, projection: Projection) -> range | None:
         """Which features of an operand a projection fills that was concatenated with others; None if it has all."""
         (axis, *more) = operand.summed
         placed = projection.layout.placed([axis])
         if more or not placed:
             return None
         there = np.argwhere(placed[0].positions < HOLE)[:, axis]
-        return _Features(int(there.min()), int(there.max()) + 1)
+        return range(int(there.min()), int(there.max()) + 1)
 
     def _spans(
         self,
         operand: Operand,
         projection: Projection,
         factor: str,
-        shared: Sequence[_Features] = (),
-    ) -> list[Span]:
+        shared: Collection[int] = (),
+    ) -> list[PlacedScale]:
         """The spans in the kernel and in the biases of one projection.
 
         Args:
@@ -255,22 +228,20 @@ class QueriesAndKeys:
           factor: That of `Scale`.
           shared: Features of the operand that meet keys which several heads share: they take the whole factor.
         """
-        # All features are those from 0 to HOLE, which is larger than any number of them.
-        start, stop = self._features(operand, projection) or (0, HOLE)
-        # The shared ones among them, counted from `start`.
-        inside = []
-        for features in shared:
-            first, last = max(features.start, start), min(features.stop, stop)
-            if first < last:
-                inside.append(_Features(first - start, last - start))
+        # The shared ones, counted from the first feature of the projection.
+        features = self._features(operand, projection)
+        first = features.start if features else 0
+        shared = {feature - first for feature in shared}
         views = [(projection.view.leaf, projection.layout)]
         views += [(bias.leaf, bias.layout) for bias in projection.biases]
-        spans: list[Span] = []
+        spans: list[PlacedScale] = []
         for leaf, layout in views:
-            spans += _divided(self._span(leaf, layout, operand, factor), inside)
+            spans += _divided(self._span(leaf, layout, operand, factor), shared)
         return spans
 
-    def _span(self, leaf: int, layout: Layout, operand: Operand, factor: str) -> Span:
+    def _span(
+        self, leaf: int, layout: Layout, operand: Operand, factor: str
+    ) -> PlacedScale:
         """The entries of a parameter that a clip scales by one number for each head.
 
         A scan takes w [layers, 64, 8 * 16] layer by layer, and x @ w is reshaped to queries [batch, query, 8, 16].
@@ -305,36 +276,31 @@ class QueriesAndKeys:
             run.axis for run in features if run.positions.size > 1
         } - head_axes
         order = sorted(used_axes, key=lambda axis: (axis in feature_axes, axis))
-        places = _places(shape, order, heads, features)
-        if places is None:
-            raise Refused("its heads do not lie one after the other in the parameter")
+        places = _places([shape[axis] for axis in order], order, heads, features)
         # A `Scale` counts the axes of one layer from the last.
         axes_of_layer = other_axes(len(shape), stack)
         rank = len(axes_of_layer)
         axes = tuple(axes_of_layer.index(axis) - rank for axis in order)
-        return Span(
-            leaf, Scale(path="", rank=rank, axes=axes, factor=factor, **places), stack
-        )
+        scale = Scale(path="", rank=rank, axes=axes, factor=factor, **places)
+        return PlacedScale(leaf, scale, shape, stack, tuple(order))
 
 
-def _divided(span: Span, shared: Sequence[_Features]) -> Iterator[Span]:
+def _divided(span: PlacedScale, shared: Collection[int]) -> Iterator[PlacedScale]:
     """A span, cut where features that meet shared keys begin and end; these take the "whole" factor.
 
-    A span of features 0 to 8 with 4 to 6 `shared`, counted from its first, gives 0 to 4, 4 to 6 as "whole", 6 to 8.
+    A span of features 0 to 8 with 4 and 5 `shared`, counted from its first, gives 0 to 4, 4 to 6 as "whole", 6 to 8.
     """
-    first, last = span.scale.span
-    shared = [
-        _Features(first + features.start, first + features.stop) for features in shared
-    ]
-    edges = [first, *sorted({edge for features in shared for edge in features}), last]
-    for start, stop in itertools.pairwise(edges):
-        is_shared = any(
-            features.start <= start and stop <= features.stop for features in shared
+    first = span.scale.span[0]
+    features = itertools.groupby(range(span.features), shared.__contains__)
+    for is_shared, piece in features:
+        start, *others = piece
+        stop = start + len(others) + 1
+        scale = dataclasses.replace(
+            span.scale,
+            span=(first + start, first + stop),
+            factor="whole" if is_shared else span.factor,
         )
-        factor = "whole" if is_shared else span.scale.factor
-        if start < stop:
-            scale = dataclasses.replace(span.scale, span=(start, stop), factor=factor)
-            yield span._replace(scale=scale)
+        yield span._replace(scale=scale)
 
 
 def _positions(runs: Sequence[Run], weights: dict[int, int]) -> np.ndarray:
@@ -347,54 +313,52 @@ def _positions(runs: Sequence[Run], weights: dict[int, int]) -> np.ndarray:
 
 
 def _places(
-    shape: Sequence[int],
+    sizes: Sequence[int],
     axes: Sequence[int],
     heads: Sequence[Run],
     features: Sequence[Run],
-) -> dict[str, Any] | None:
-    """Where the heads lie on flattened axes of a parameter, in the words of `Scale`; None if not in equal runs.
+) -> dict[str, Any]:
+    """Where the heads lie on flattened axes of a parameter, in the words of `Scale`.
 
-    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, start=128, size=128, span=(0, 16). With the
-    columns q q k v q q k v, 16 each, the queries are entries=4, start=0, size=96, span=(0, 16) in groups=2 of two
-    heads, with a gap=32 between them.
+    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, part=(128, 256), span=(0, 16). With the
+    columns q q k v q q k v, 16 each, the queries are entries=4, part=(0, 32), span=(0, 16) in groups=2 of two heads.
 
     Args:
-      shape: The shape of the parameter.
-      axes: The axes that are flattened, the outermost first.
+      sizes: Those of the axes that are flattened.
+      axes: These axes, the outermost first.
       heads: The positions that count heads.
       features: The positions of one head, which add to those.
+
+    Raises:
+      Refused: The heads are no equal runs.
     """
-    weights = {
-        axis: math.prod(shape[x] for x in axes[k + 1 :]) for k, axis in enumerate(axes)
-    }
-    total = math.prod(shape[axis] for axis in axes)
+    weights = {axis: math.prod(sizes[k + 1 :]) for k, axis in enumerate(axes)}
     first = _positions(heads, weights)
     inside = np.sort(_positions(features, weights))
     entries, width = len(first), len(inside)
-    # From one head to the next it is a stride, and a longer step where a group of heads ends before a gap.
+    # From one head to the next it is a stride, and a longer step from one group of heads to the next.
     steps = np.diff(first)
-    stride = int(steps[0]) if entries > 1 else total
-    ends = np.flatnonzero(steps != stride)
-    groups = entries // (int(ends[0]) + 1) if len(ends) else 1
-    gap = int(steps[ends[0]]) - stride if len(ends) else 0
-    is_contiguous = (np.diff(inside) == 1).all()
-    if not is_contiguous or stride <= 0 or gap < 0 or entries % groups:
-        return None
-    # With columns q k v q k v ..., 16 each, the keys begin at 16 in each stride of 48: start=0 and span=(16, 32). From
-    # start=16 on, the last stride would end behind the parameter.
+    stride = int(steps[0]) if entries > 1 else math.prod(sizes)
+    in_group = int(np.argmax([*(steps != stride), True])) + 1
+    groups = entries // in_group
+    group = math.prod(sizes) // groups
+    # With columns q k v q k v ..., 16 each, the keys begin at 16 in each stride of 48: part=(0, ...) and span=(16, 32).
+    # From 16 on, the last stride would end behind the parameter.
     base = int(first[0] + inside[0])
     start = base - base % stride if base % stride + width <= stride else base
-    size = entries * stride + (groups - 1) * gap
-    expected = first_positions(
-        entries, stride, start=base - inside[0], groups=groups, gap=gap
-    )
-    if start + size > total or not np.array_equal(expected, first):
-        return None
+    stop = start + in_group * stride
+    expected = np.arange(groups)[:, None] * group + np.arange(in_group) * stride
+    is_contiguous = (np.diff(inside) == 1).all()
+    if (
+        not is_contiguous
+        or stride <= 0
+        or stop > group
+        or not np.array_equal(first[0] + expected.ravel(), first)
+    ):
+        raise Refused("its heads do not lie one after the other in the parameter")
     return {
         "entries": entries,
-        "start": start,
-        "size": size,
+        "part": (start, stop),
         "span": (base - start, base - start + width),
         "groups": groups,
-        "gap": gap,
     }

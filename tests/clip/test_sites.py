@@ -376,6 +376,7 @@ SCALES = muonjax.mha_site().scales
     ({"entries": 0}, "at least 1, or None"),
     ({"span": (2, 1)}, "above 2"),
     ({"span": (-1, None)}, "at least 0"),
+    ({"part": (2, 2)}, "above 2"),
 ])  # fmt: skip
 def test_a_scale_by_hand_is_checked(fields, message):
     with pytest.raises(
