@@ -360,8 +360,9 @@ def _record_mixture(operand: Operand) -> None:
     kernels that were mixed for each example, x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
     """
     for projection in operand.value.projections:
-        layout = projection.layout
-        if layout.runs_along(operand.summed) and layout.runs_along(operand.free):
+        columns = set(projection.product.use.columns)
+        summed = columns & set(projection.layout.runs_along(operand.summed))
+        if summed and columns & set(projection.layout.runs_along(operand.free)):
             projection.product.is_mixture = True
 
 
