@@ -51,6 +51,7 @@ class MatrixSettings(TypedDict, total=False):
     nesterov: bool
     mu_dtype: jax.typing.DTypeLike | None
     newton_schulz: NewtonSchulz | None
+    adam_learning_rate: optax.ScalarOrSchedule | None
     adam: optax.GradientTransformation | None
     distribution: Distribution | None
 
@@ -110,6 +111,7 @@ def _orthogonalized(
     nesterov: bool = True,
     mu_dtype: jax.typing.DTypeLike | None = None,
     newton_schulz: NewtonSchulz | None = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam: optax.GradientTransformation | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -118,7 +120,7 @@ def _orthogonalized(
     Args:
       call: Names the optimizer in errors.
       members: For the dimension numbers, the transformations that follow in the chain.
-      adam_rate: Rate and decay of AdamW for all other leaves, where `adam` is None.
+      adam_rate: Rate and decay of AdamW for all other leaves; `adam_learning_rate` and `adam` come before it.
       program: As in `muon`, and so are the settings; `decay` is that of the momentum.
     """
     # `trace` would name its own argument, accumulator_dtype, in an error.
@@ -126,6 +128,13 @@ def _orthogonalized(
     check_program("program", program)
     if adam is not None:
         check_transformation("adam", adam)
+    if adam_learning_rate is not None:
+        check_rates(adam_learning_rate=adam_learning_rate)
+        if adam is not None:
+            raise ValueError(
+                "(adam_learning_rate=..., adam=...) takes one of them: `adam` has a rate of its own."
+            )
+        adam_rate = adam_rate._replace(learning_rate=adam_learning_rate)
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         # A state may be in host memory. `trace` copies its own leaf by leaf, and `orthogonalize` has none; `offload`
@@ -179,8 +188,9 @@ def muon(
       mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's. A
         float type is that of AdamW's first moment too.
       newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
-      adam: Transformation for all other leaves, learning rate included; None is `optax.adamw` with b2 = 0.95.
-        For its rate in `metrics` under a schedule, give `optax.inject_hyperparams(optax.adamw)(schedule)`.
+      adam_learning_rate: Rate of AdamW for all other leaves, a number or a schedule, >= 0; None is `learning_rate`.
+      adam: In place of AdamW (`optax.adamw` with b2 = 0.95), a transformation with a learning rate of its own. It says
+        itself which leaves decay.
       distribution: How the parameters are sharded (see `orthogonalize`).
 
     Returns:
@@ -260,8 +270,6 @@ def normuon(
 def muonh(
     learning_rate: optax.ScalarOrSchedule,
     program: DimensionNumbersTree | None = None,
-    *,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
     **settings: Unpack[MatrixSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """MuonH: orthogonalized momentum, and each weight matrix keeps its Frobenius norm (see `hyperball`).
@@ -281,7 +289,7 @@ def muonh(
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
 
     Raises:
-      ValueError, TypeError: Without `adam_learning_rate` and `adam`, or with both; otherwise as `muon` and `hyperball`.
+      ValueError, TypeError: Without `adam_learning_rate` and `adam`; otherwise as `muon` and `hyperball`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
@@ -294,21 +302,17 @@ def muonh(
     Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
     (arXiv:2606.16899).
     """
-    if (adam_learning_rate is None) == (settings.get("adam") is None):
+    if settings.get("adam_learning_rate") is None and settings.get("adam") is None:
         raise ValueError(
-            f"(adam_learning_rate={adam_learning_rate}) needs a rate for all but matrices, such as 1e-3, or adam=, "
-            "and not both."
+            "(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3, or adam=."
         )
-    # Where `adam` is given, the rate of 0 is never used.
-    adam_rate = 0.0 if adam_learning_rate is None else adam_learning_rate
-    check_rates(adam_learning_rate=adam_rate)
 
     def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
         return [hyperball(learning_rate, dimension_numbers=numbers)]
 
     # The norms of matrices are fixed, and nothing decays.
-    rate = _RateAndDecay(adam_rate, weight_decay=0.0)
-    return _orthogonalized("muonh", members, rate, program, **settings)
+    adam_rate = _RateAndDecay(0.0, weight_decay=0.0)
+    return _orthogonalized("muonh", members, adam_rate, program, **settings)
 
 
 def _adamw_for_others(

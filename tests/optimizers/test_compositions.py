@@ -68,10 +68,20 @@ def test_muonhs_own_adam_has_no_weight_decay():
     assert_array_equal(found["dense"]["bias"], PARAMS["dense"]["bias"])
 
 
-@pytest.mark.parametrize("settings", [{}, {"adam_learning_rate": 1e-3, "adam": optax.sgd(0.1)}])  # fmt: skip
-def test_muonh_needs_one_optimizer_for_the_other_leaves(settings):
-    with pytest.raises(ValueError, match=r"muonh\(adam_learning_rate=.*and not both"):
-        muonjax.muonh(0.02, **settings)
+def test_adam_has_one_rate():
+    with pytest.raises(ValueError, match=r"muonh\(adam_learning_rate=None\) needs"):
+        muonjax.muonh(0.02)
+    with pytest.raises(ValueError, match=r"muon\(adam_learning_rate=.*takes one"):
+        muonjax.muon(0.02, adam_learning_rate=1e-3, adam=optax.sgd(0.1))
+
+
+def test_another_rate_of_adam_decays_neither_biases_nor_matrices_otherwise():
+    tx = muonjax.muon(0.02, adam_learning_rate=1.0, newton_schulz=SHORT)
+    still = jax.tree.map(jnp.zeros_like, PARAMS)
+    found = run(tx, [still])
+    assert_array_equal(found["dense"]["bias"], PARAMS["dense"]["bias"])
+    kernel = PARAMS["dense"]["kernel"]
+    chex.assert_trees_all_close(found["dense"]["kernel"], 0.998 * kernel, rtol=1e-6)
 
 
 NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}

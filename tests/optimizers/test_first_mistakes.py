@@ -28,7 +28,7 @@ MUON = functools.partial(muonjax.muon, 1e-2)
     (lambda: MUON(beta=1), "muon has no argument 'beta': in muonjax it is decay"),
     (lambda: MUON(b1=1), "muon has no argument 'b1': in muonjax it is decay, or adam=optax.adamw"),
     (lambda: MUON(lr=1), "it is learning_rate"),
-    (lambda: MUON(adam_learning_rate=1), "adam=optax.adamw"),
+    (lambda: MUON(adam_b2=1), "adam=optax.adamw"),
     (lambda: MUON(consistent_rms=1), "it is rms"),
     (lambda: MUON(muon_weight_dimension_numbers=1), "it is program, the second argument"),
     (lambda: MUON(dimension_numbers=1), "it is program, the second argument"),

@@ -110,6 +110,7 @@ INJECTED = optax.inject_hyperparams(optax.adamw)(ADAM_RATE)
 @pytest.mark.parametrize(("make", "adam_rate"), [
     (lambda: muonjax.muon(RATE, NUMBERS, newton_schulz=SHORT), RATE),
     (lambda: muonjax.muon(RATE, NUMBERS, newton_schulz=SHORT, adam=INJECTED), ADAM_RATE),
+    (lambda: muonjax.muon(RATE, NUMBERS, newton_schulz=SHORT, adam_learning_rate=ADAM_RATE), ADAM_RATE),
     (lambda: muonjax.normuon(RATE, NUMBERS, newton_schulz=SHORT), RATE),
     (lambda: muonjax.muonh(RATE, NUMBERS, newton_schulz=SHORT, adam_learning_rate=ADAM_RATE), ADAM_RATE),
     (lambda: optax.chain(optax.clip(1.0), muonjax.muon(RATE, NUMBERS, newton_schulz=SHORT)), RATE),
