@@ -39,7 +39,7 @@ def partition_by_route(
     Args:
       call: Names the optimizer in errors.
       matrices: Makes the transformation of the matrices from their pieces, which stand for dimension numbers.
-      others: Makes that of all other leaves from the whole tree.
+      others: Makes that of all other leaves from the parameters, in which all that it does not take is masked.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
     # The routing key and the partition of the last tree, in one assignment: threads may share the optimizer.
@@ -65,7 +65,7 @@ def partition_by_route(
             inner: dict[Hashable, optax.GradientTransformation] = {
                 "muon": matrices(route.pieces),
                 # `offload` lets the state be in host memory; for the matrices' state `matrices` does that itself.
-                "adam": offload(others(tree)),
+                "adam": offload(others(route.others)),
             }
             # Integers, such as a count of steps, get an update of zero.
             if "fixed" in jax.tree.leaves(route.labels):
@@ -153,10 +153,12 @@ class _Route(NamedTuple):
 
     Attributes:
       pieces: The matrices of the leaves that are Muon's, in a tree whose other leaves are masked.
+      others: The parameters that are AdamW's; all others are masked.
       labels: A tree of "muon", "adam" and "fixed".
     """
 
     pieces: Pieces
+    others: Any
     labels: Any
 
 
@@ -186,21 +188,25 @@ def _route(
         warn_user(
             f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
         )
-    # `tree` may be gradients, and the gradient of an integer has another dtype than the integer.
+    # `tree` may be gradients, whose dtypes may be others.
+    parameters = jax.tree.leaves(params)
     labels = []
-    for entry, param in zip(numbers, jax.tree.leaves(params), strict=True):
+    for entry, param in zip(numbers, parameters, strict=True):
         if entry is not None:
             labels.append("muon")
         else:
             labels.append("adam" if _is_trainable(param) else "fixed")
-    # `optax.partition` calls the transformation of the matrices with a tree in which all other leaves are masked. So
-    # the pieces have to be those of such a tree.
-    masked = []
-    for leaf, label in zip(leaves, labels, strict=True):
-        masked.append(leaf if label == "muon" else optax.MaskedNode())
+
+    def part(leaves: list[Any], label: str) -> Any:
+        """What `optax.partition` calls the transformation of a label with: all other leaves are masked."""
+        masked = []
+        for leaf, label_of_leaf in zip(leaves, labels, strict=True):
+            masked.append(leaf if label_of_leaf == label else optax.MaskedNode())
+        return treedef.unflatten(masked)
+
     # This checks the axes of every matrix, so that a mistake shows before the first step.
-    pieces = matrix_pieces(treedef.unflatten(numbers), treedef.unflatten(masked))
-    return _Route(pieces, treedef.unflatten(labels))
+    pieces = matrix_pieces(treedef.unflatten(numbers), part(leaves, "muon"))
+    return _Route(pieces, part(parameters, "adam"), treedef.unflatten(labels))
 
 
 def _params_with_gradients(updates: Any, params: Any) -> Any:

@@ -251,6 +251,16 @@ def test_parameters_keep_their_dtype(dtype):
     assert error < 0.05 * np.linalg.norm(single["mlp"]["kernel"])
 
 
+def test_a_float16_matrix_leaves_the_update_of_a_float32_bias():
+    """Its leaf's eps, 6e-5, would divide the update of a gradient of 1e-6 by 60."""
+    wide = {"dense": {"kernel": jnp.eye(8), "bias": jnp.zeros(8)}}
+    grads = jax.tree.map(lambda w: jnp.full_like(w, 1e-6), wide)
+    narrow = {"dense": wide["dense"] | {"kernel": jnp.eye(8, dtype=jnp.float16)}}
+    tx = muonjax.muon(0.01, newton_schulz=SHORT)
+    updates, _ = tx.update(grads, tx.init(narrow), narrow)
+    assert_allclose(updates["dense"]["bias"], -0.01 / (1 + 1e-2), rtol=1e-4)
+
+
 # Where an optimizer lives.
 
 
