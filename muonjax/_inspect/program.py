@@ -8,7 +8,7 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from muonjax._clip.place_sites import module_of
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.scaled_entries import PlacedScale
 from muonjax._clip.site import Site
-from muonjax._common.arguments import warn_user
+from muonjax._common.arguments import errors_of, warn_user
 from muonjax._common.model_registry import as_function_of_parameters, is_model
 from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
 from muonjax._inspect.clippable_attention import Call, attentions
@@ -30,6 +30,7 @@ from muonjax._inspect.measure import run
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.records import Records
 from muonjax._matrices.matrix_view import DimensionNumbersTree
+from muonjax._names.callers_rules import PathRules, apply_rules
 from muonjax._names.routes import numbers_tree, routes
 
 
@@ -82,16 +83,45 @@ class Program:
         self._decisions, self._params, self._fun = decisions, params, fun
         self._call = _name(fun)
 
-    def dimension_numbers(
-        self, params: Any = None, *, attention: Literal["whole", "heads"] = "whole"
-    ) -> DimensionNumbersTree:
-        """The tree that optimizers take in place of the program: for each parameter its axes as a matrix, or None.
+    def with_rules(self, rules: PathRules) -> Program:
+        """The same program with other decisions on some parameters: `muon(lr, program.with_rules([("router", None)]))`.
+
+        Args:
+          rules: As in `muonjax.dimension_numbers`: pairs of a regular expression, searched for in "/"-joined paths, and
+            `MuonDimensionNumbers`, or None for AdamW. The first that matches counts.
+
+        Raises:
+          ValueError: A rule matches no parameter, or its numbers do not fit one.
+          TypeError: A rule is no such pair.
+        """
+        paths, leaves, _ = flatten_with_names(self._params)
+        with errors_of("with_rules"):
+            ruled = apply_rules(paths, leaves, rules)
+        decisions = dict(self._decisions)
+        for path, numbers in ruled.items():
+            name = "/".join(path)
+            decisions[name] = decisions[name]._replace(
+                numbers=numbers,
+                per_head=numbers,
+                why="a rule of yours",
+                problem="",
+                by_names=False,
+            )
+        return Program(decisions, self.attentions, self._params, self._fun)
+
+    def per_head(self) -> Program:
+        """The same program with a matrix for each head of an attention's queries, keys and values."""
+        decisions = {}
+        for name, decision in self._decisions.items():
+            decisions[name] = decision._replace(numbers=decision.per_head)
+        return Program(decisions, self.attentions, self._params, self._fun)
+
+    def dimension_numbers(self, params: Any = None) -> DimensionNumbersTree:
+        """For each parameter its axes as a matrix, or None: what `muonjax.orthogonalize` and Optax's Muon take.
 
         Args:
           params: Some or all of the parameters that were inspected, by their paths; sizes may differ. What is masked
             (`optax.MaskedNode`) stays so. None: all of them.
-          attention: "whole" makes one matrix of an attention projection, "heads" one for each head of queries, keys
-            and values.
 
         Returns:
           A tree like the parameters.
@@ -115,8 +145,6 @@ class Program:
                 numbers.append(leaf)
             elif name in by_names:
                 numbers.append(by_names[name])
-            elif attention == "heads":
-                numbers.append(decisions[name].per_head)
             else:
                 numbers.append(decisions[name].numbers)
         return structure.unflatten(numbers)
@@ -141,8 +169,8 @@ class Program:
         ]
         if problems:
             raise ValueError(
-                f"{self._call} uses a parameter in two ways: {listed(problems)}. Say which one counts, with a tree in "
-                "place of the program: program.dimension_numbers(others) | {name: MuonDimensionNumbers(...)}."
+                f"{self._call} uses a parameter in two ways: {listed(problems)}. Say which one counts: "
+                "program.with_rules([(path, MuonDimensionNumbers(...))])."
             )
         return decisions
 
@@ -385,7 +413,7 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
     if doubts:
         warn_user(
             f"{call} can't tell what these are: {listed(doubts, ', ')}. "
-            "See program.why(name); to decide otherwise, change the tree program.dimension_numbers()."
+            "See program.why(name); program.with_rules([(name, None)]) decides otherwise."
         )
 
 

@@ -275,7 +275,7 @@ def _warn(
     if open_leaves and reasons:
         warn_user(
             "Neither the program nor names tell what these leaves are, so that Adam takes them: "
-            f"{trees.listed(open_leaves)}. A tree in place of the program decides otherwise."
+            f"{trees.listed(open_leaves)}. program.with_rules([(path, None)]) decides otherwise."
         )
     elif open_leaves:
         warn_user(
@@ -288,7 +288,7 @@ def _warn(
         warn_user(
             "The program does not decide these leaves, and their names do: "
             f"{trees.listed(unfollowed)}. Check them with "
-            "muonjax.tabulate(params, program); a tree in place of the program corrects them."
+            "muonjax.tabulate(params, program); program.with_rules([(path, None)]) corrects them."
         )
 
 

@@ -327,6 +327,36 @@ def test_a_matrix_that_may_be_several_or_a_table_is_named(loss, params):
     assert "can't tell what these are: w (" in message
 
 
+def test_rules_change_decisions_and_leave_gains_without_weight_decay():
+    """Stacked gains [layers, d] look like matrices to a tree of dimension numbers."""
+
+    def loss(p, x):
+        def layer(h, weights):
+            return jnp.tanh(h * weights["gain"] @ weights["w"]), None
+
+        h, _ = jax.lax.scan(layer, x, p["layers"])
+        return jnp.mean((jnp.tanh(h @ p["router"]) @ p["out"]) ** 2)
+
+    layers = {"gain": leaf(3, 8), "w": leaf(3, 8, 8)}
+    params = {"layers": layers, "router": leaf(8, 8), "out": leaf(8, 2)}
+    program = muonjax.inspect(loss, params, leaf(4, 8))
+    ruled = program.with_rules([("router", None), ("out", NUMBERS(0, 1))])
+    assert ruled.why("router") == "a rule of yours"
+    assert ruled.dimension_numbers() == program.dimension_numbers() | {
+        "router": None,
+        "out": NUMBERS(0, 1),
+    }
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), params)
+    tx = muonjax.muon(1.0, ruled)
+    still = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(tx.update)(still, tx.init(params), params)
+    assert not jnp.any(updates["layers"]["gain"])
+    np.testing.assert_allclose(updates["router"], -0.1 * params["router"], rtol=1e-6)
+    assert ruled.per_head().dimension_numbers() == ruled.dimension_numbers()
+    with pytest.raises(ValueError, match=r"with_rules\(rules=.*'nope' matches no leaf"):
+        program.with_rules([("nope", None)])
+
+
 def test_a_matrix_that_names_decide_is_named_with_the_reason_of_the_program():
     def loss(params, x):
         y = jax.pure_callback(
