@@ -43,16 +43,16 @@ class Policy:
     ) -> jnp.dtype:
         """The dtype of the operands of products of arrays of `dtype`; `asked` decides for real types up to float32.
 
-        A CPU has no matrix units for half types; on accelerators these are 8 times faster or more. bfloat16 stands for
-        half precision: `half_dtype` says which.
+        A CPU has no matrix units for half types; on accelerators these are 8 times faster or more.
         """
         dtype = jnp.dtype(dtype)
         # Half types have no complex products, and float64 is asked for by its arrays.
         if jnp.issubdtype(dtype, jnp.complexfloating) or dtype == jnp.float64:
             return dtype
         if asked is not None:
-            return jnp.dtype(asked)
-        return jnp.dtype(jnp.float32 if self.is_cpu else jnp.bfloat16)
+            # float64 is float32 unless JAX's x64 mode is on.
+            return jax.dtypes.canonicalize_dtype(asked)
+        return jnp.dtype(jnp.float32) if self.is_cpu else self.half_dtype
 
     def exchange_dtype(
         self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None

@@ -59,9 +59,12 @@ def iterate(
     x: Float[Array, "*batch m n"],
     settings: NewtonSchulz,
     policy: Policy,
+    dtype: jnp.dtype,
     axis_name: tuple[str, ...] = (),
 ) -> Float32[Array, "*batch m n"]:
-    """The polar factor of x with m <= n, nearly; the mesh axes `axis_name` may shard the columns.
+    """The polar factor of x with m <= n, nearly, by products of operands in `dtype`: float16 or bfloat16.
+
+    The mesh axes `axis_name` may shard the columns.
 
     X is sqrt(u) z and its Gram matrix R is u r, with z and r in half precision and a number u. A step maps X to
     a X + (b R + c R^2) X = a (1 + Q) X. Then z, or r alone, becomes that of the new X (see the top of this file).
@@ -74,14 +77,14 @@ def iterate(
         )
     # Keeps XLA from fusing what is before it with what is after it.
     barrier = jax.lax.optimization_barrier
-    products = _Products.of(x, settings, policy, axis_name)
+    products = _Products.of(x, settings, policy, dtype, axis_name)
     # Before all other steps r is updated.
     restarts: Sequence[int] = range(1, len(rows))
     if settings.takes_gram_form(*sizes(x, axis_name)):
-        restarts = restarts_of(rows, LARGEST_GROWTH[products.dtype.name])
+        restarts = restarts_of(rows, LARGEST_GROWTH[dtype.name])
 
     # z [*batch, m, n] with |z|_F = _NORM, in half precision from here on
-    z = _scaled_to_norm(x.astype(jnp.float32), axis_name).astype(products.dtype)
+    z = _scaled_to_norm(x.astype(jnp.float32), axis_name).astype(dtype)
     z = barrier(z)
     # An r that is not exactly symmetric is amplified by the first steps, whose factors are the largest.
     r = hermitian_part(products.gram(z))
@@ -128,8 +131,6 @@ def iterate(
     # 1 + T
     total = jnp.where(on_diagonal(total), total + 1, total)
     last = (gain * jnp.sqrt(u) * total).astype(z.dtype)
-    if x.ndim == 2:
-        return products.summed(last, z)
     # A stack's result is cut into leaves, and in half precision that moves half as much.
     return _wide(products.rounded(last, z))
 
@@ -179,10 +180,10 @@ class _Products(NamedTuple):
         x: jax.Array,
         settings: NewtonSchulz,
         policy: Policy,
+        dtype: jnp.dtype,
         axis_name: tuple[str, ...],
     ) -> _Products:
         """The products for matrices like x."""
-        dtype = policy.half_dtype
         # A kernel that the settings name always runs. Without a name one is chosen by what was measured on whole
         # matrices; where mesh axes shard z, each device has only a part, and none is chosen.
         implementation = settings.implementation

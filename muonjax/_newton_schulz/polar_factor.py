@@ -85,13 +85,12 @@ def polar_factor(
       settings: The polynomials, and what they say of precision.
       policy: The policy for the device of x.
     """
-    # "bfloat16" stands for half precision; which half type it is, `half_precision` asks the policy.
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     # A mesh cuts the longer side of a matrix: then x is a device's share of the columns, of a matrix that is wide.
     is_tall = not axis_name and x.shape[-2] > x.shape[-1]
     wide = x.mT if is_tall else x
-    if dtype == jnp.bfloat16:
-        y = half_precision.iterate(wide, settings, policy, axis_name)
+    if jnp.finfo(dtype).bits == 16:
+        y = half_precision.iterate(wide, settings, policy, dtype, axis_name)
     else:
         y = full_precision.iterate(wide, settings, policy, dtype, axis_name)
     y = y.mT if is_tall else y
@@ -105,7 +104,7 @@ def polar_function(settings: NewtonSchulz, policy: Policy) -> Function:
         return full_precision.iterate(x, settings, policy, x.blocks.dtype)
 
     # Blocks save compiling, which takes long on a CPU. Products of them are in their dtype, float32 or that of a wider
-    # input, so that bfloat16 or float64 by the settings' `compute_dtype` needs whole matrices.
+    # input, so that another dtype by the settings' `compute_dtype` needs whole matrices.
     allows_blocks = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
     return Function(
         whole=functools.partial(polar_factor, settings=settings, policy=policy),

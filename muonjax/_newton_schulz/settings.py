@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._common.arguments import (
+    WIDE_FLOATS,
     check_choice,
     explains_keywords,
     given_dtype,
@@ -74,14 +75,14 @@ class NewtonSchulz(metaclass=_Presets):
       deflation: How many dominant directions are shrunk before the steps, at most; never more than m / 8 (m: the
         matrix's shorter side). 0 turns it off. A setting of full precision: in half precision there is none, nor up to
         m = 64 with the steps of `fast` and `balanced`.
-      form: "standard", "gram", or "auto", which takes the Gram form for n > 1.5 m. In half precision only float16 (on
-        a GPU) is accurate enough for the Gram form.
+      form: "standard", "gram", or "auto", which takes the Gram form for n > 1.5 m. In half precision only float16
+        is accurate enough for the Gram form.
       normalization: The bound of the largest singular value: "schatten" (Schatten-8, free) or "frobenius" (as in most
         implementations; wastes a step or more).
-      compute_dtype: Dtype of the products' operands; None is the input's own precision on a CPU (half types
-        are widened to float32) and "bfloat16" on accelerators, as the arrays' devices or mesh say. "bfloat16" means
-        half precision: float16, which has three more bits, on a GPU and on a CPU, bfloat16 on a TPU. float32 means true
-        float32 everywhere, never TF32. float64 and complex inputs keep their own.
+      compute_dtype: Dtype of the products' operands, a float type of 16 bits or more. None is the input's own
+        precision on a CPU (half types are widened to float32), float16, which has three more bits than bfloat16, on a
+        GPU, and bfloat16 on a TPU, as the arrays' devices or mesh say. float32 means true float32 everywhere, never
+        TF32. float64 and complex inputs keep their own.
       implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. A named one computes
         whole products on each device, also where devices share a matrix.
 
@@ -118,11 +119,10 @@ class NewtonSchulz(metaclass=_Presets):
         check_choice("normalization", self.normalization, get_args(Normalization))
         check_choice("implementation", self.implementation, (None, *IMPLEMENTATIONS))
         if self.compute_dtype is not None:
-            kinds = (jnp.bfloat16, jnp.float32, jnp.float64)
-            wanted = "one of bfloat16, float32, float64: others lack the range for products of products"
+            wanted = "a float type of 16 bits or more"
             keep(
                 "compute_dtype",
-                given_dtype("compute_dtype", self.compute_dtype, kinds, wanted),
+                given_dtype("compute_dtype", self.compute_dtype, WIDE_FLOATS, wanted),
             )
 
     @property
@@ -156,7 +156,7 @@ class NewtonSchulz(metaclass=_Presets):
 
     @classmethod
     def balanced(cls) -> "NewtonSchulz":
-        """The default: four quintics after a deflation; in half precision five quintics without."""
+        """The default: three quintics and a cubic after a deflation; in half precision five quintics without."""
         return cls()
 
     @classmethod

@@ -68,17 +68,20 @@ def test_a_tall_matrix_is_the_transpose_of_a_wide_one(platform):
 @pytest.mark.rounding
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [nightly((64, 64)), (64, 160)], ids=str)
-def test_a_cpu_computes_as_a_gpu_where_it_is_asked_to(shape):
-    """Bit for bit; a TPU has bfloat16 only."""
+@pytest.mark.parametrize(
+    ("dtype", "platform"), [("float16", "gpu"), ("bfloat16", "tpu")]
+)
+def test_a_cpu_computes_in_the_half_type_that_is_asked_for(shape, dtype, platform):
+    """Bit for bit as the platform whose type it is."""
     x = jnp.stack(
         [
             momentum.matrix(s, *shape, np.random.default_rng(0))[0]
             for s in momentum.spectra()[::36]
         ]
     )
-    asked = NewtonSchulz(compute_dtype="bfloat16")
+    asked = NewtonSchulz(compute_dtype=dtype)
     here = jax.jit(lambda x: muonjax.newton_schulz(x, asked), compiler_options=EMULATED)
-    np.testing.assert_array_equal(here(x), orthogonalize(x, "gpu"))
+    np.testing.assert_array_equal(here(x), orthogonalize(x, platform))
     assert np.abs(here(x) - muonjax.newton_schulz(x)).max() > 1e-3  # not in float32
 
 
