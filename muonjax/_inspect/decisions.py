@@ -213,7 +213,7 @@ class _Decider:
                 return "a layer, or a table whose rows zeros and ones choose"
         if self._is_table(matrices):
             return _TABLE
-        if any(use.product.is_mixture for use in matrices):
+        if any(use.product.mixtures for use in matrices):
             return "one matrix, or one for each expert: a later product sums over a part of its columns"
         if is_last:
             return "a hidden layer, or an output head: what follows it does not train"

@@ -259,7 +259,8 @@ def _recorded_projections(
         )
         if is_product:
             projection = Projection(records.product(node, k), weights.along(layout))
-            projection.product.is_mixture |= _is_mixture(records, activation)
+            if _is_mixture(records, activation):
+                projection.product.mixtures.add(node.index)
             projections.append(projection)
     return projections
 
@@ -331,7 +332,7 @@ def _of_activations(
     # Either operand may be softmax's weights.
     pairs = ((left, right), (right, left))
     for operand, _ in pairs:
-        _record_mixture(operand)
+        _record_mixture(node, operand)
     # Queries, keys or values times each other: a batch axis counts heads. One of them may be frozen.
     of_a_model = PARAMETER | FROZEN
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
@@ -353,7 +354,7 @@ def _of_activations(
     return _of_two_activations(records, node, result, left, right)
 
 
-def _record_mixture(operand: Operand) -> None:
+def _record_mixture(node: Node, operand: Operand) -> None:
     """Records a product that sums over some columns of a layer and keeps others: perhaps the layer is several experts.
 
     With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) does. So does a product with
@@ -363,7 +364,7 @@ def _record_mixture(operand: Operand) -> None:
         columns = set(projection.product.use.columns)
         summed = columns & set(projection.layout.runs_along(operand.summed))
         if summed and columns & set(projection.layout.runs_along(operand.free)):
-            projection.product.is_mixture = True
+            projection.product.mixtures.add(node.index)
 
 
 def _softmaxes_of(weights: Operand) -> list[Logits]:
@@ -394,6 +395,8 @@ def _record_attention(
             # A fused kernel gives both queries and keys, whose regions stay two parts.
             is_query = operand.is_query(keys_of_summand)
             for part in operand.value.projections:
+                # Queries that share a key head keep the columns that count heads, and are no experts.
+                part.product.mixtures.discard(summand)
                 key = (part.product, is_query)
                 regions_of_projection.append((key, part.layout.region))
     for (projected, _), regions in grouped(regions_of_projection).items():
@@ -603,7 +606,7 @@ def _by_kernel(
         records.record_unknown_factor(weights.value, activation.value)
         return _by_parameter(records, node, result, weights, activation, kernel)
     records.record_views(node, node.name, values, "unknown")
-    _record_mixture(weights)
+    _record_mixture(node, weights)
     if weights.value.depends_on & PARAMETER:
         records.layers.products.add(node.index)
     # A frozen kernel over an activation that trains is a frozen layer. A depthwise one, such as a blur, does not count.

@@ -87,7 +87,8 @@ class Product:
     # Where a norm of each head mixes columns, and others stay separate: the layout in which the mixed ones are taken.
     # The separate ones may count heads.
     mixed: set[Layout] = dataclasses.field(default_factory=set)
-    is_mixture: bool = False  # perhaps of experts: see `_record_mixture`
+    # Operations after which it may be several experts: see `_record_mixture`.
+    mixtures: set[int] = dataclasses.field(default_factory=set)
 
 
 class Projection(NamedTuple):

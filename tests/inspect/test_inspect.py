@@ -357,6 +357,20 @@ def test_rules_change_decisions_and_leave_gains_without_weight_decay():
         program.with_rules([("nope", None)])
 
 
+def test_queries_that_share_a_key_head_are_no_experts():
+    def loss(p, x):
+        q = jnp.einsum("td,dhs->ths", x, p["q"])
+        weights = jax.nn.softmax(jnp.einsum("ths,us->htu", q, x @ p["k"]))
+        y = jnp.einsum("htu,us->ths", weights, x @ p["v"])
+        return jnp.mean((jnp.einsum("ths,hsd->td", y, p["o"]) @ p["out"]) ** 2)
+
+    params = {"q": leaf(8, 2, 4), "k": leaf(8, 4), "v": leaf(8, 4)}
+    params |= {"o": leaf(2, 4, 8), "out": leaf(8, 4)}
+    program, messages = inspected(loss, params)
+    assert messages == []
+    assert program.dimension_numbers()["q"] == NUMBERS(0, (1, 2))
+
+
 def test_a_matrix_that_names_decide_is_named_with_the_reason_of_the_program():
     def loss(params, x):
         y = jax.pure_callback(
