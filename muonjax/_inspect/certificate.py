@@ -235,10 +235,10 @@ class Certificate:
     def _check_loops(self, node: Node, touched: Sequence[int]) -> None:
         """Refuses an operation outside of a scan on what differs between the scan's iterations.
 
-        It takes the last iteration of the loop, or an iteration of another loop.
+        It takes the last iteration of the loop, or one of another loop. What the scan collects has all of them.
         """
         for axis, place in enumerate(self.loops, start=1):
-            if place == node.place[: len(place)]:
+            if place in (node.place[: len(place)], node.params.get("scan")):
                 continue
             for x in touched:
                 if self.tables[x].shape[axis] > 1:
@@ -314,6 +314,8 @@ class Certificate:
             return _reduced_if_equal(table, axes_after(self.first, params["axes"]))
         if name == "scan_slice":
             return self._slice_of_scan(node, table)
+        if name == "scan_stack":
+            return self._stack_of_scan(node, table)
         if name == "conv_general_dilated":
             return self._by_kernel(node, table)
         if name not in _KEEPS_TABLE:
@@ -352,6 +354,14 @@ class Certificate:
                 raise NotFollowed
             table = np.swapaxes(table, loop, self.first)
         return table.squeeze(self.first)
+
+    def _stack_of_scan(self, node: Node, table: Table) -> Table:
+        """What a scan collects, as an array [iterations, ...]: the axis of the loop becomes its first axis."""
+        table = np.expand_dims(table, self.first)
+        if node.params["scan"] in self.loops:
+            loop = 1 + self.loops.index(node.params["scan"])
+            table = np.swapaxes(table, loop, self.first)
+        return table
 
     def located(
         self, probe: Probe, value: int, seen: int, expected: np.ndarray

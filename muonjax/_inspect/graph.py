@@ -524,7 +524,12 @@ class Graph:
             self.loops[first] = Loop(carries, len(self.nodes))
         # What a scan collects of each iteration is an array [iterations, ...] outside of it.
         stacked = self._add_for_each(
-            "scan_stack", [outputs[carried:]], eqn.outvars[carried:], eqn, inner[:-1]
+            "scan_stack",
+            [outputs[carried:]],
+            eqn.outvars[carried:],
+            eqn,
+            inner[:-1],
+            scan=inner,
         )
         return [*outputs[:carried], *stacked]
 

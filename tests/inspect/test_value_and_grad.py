@@ -115,6 +115,26 @@ def test_auxiliary_output_of_any_kind():
     assert jax.tree.structure(grads) == jax.tree.structure(W)
 
 
+def test_layers_that_a_rematerialized_scan_gives_back():
+    """As `nnx.scan` over `nnx.remat` does; what is computed from these layers may change a loss."""
+
+    def loss(w, x):
+        step = jax.checkpoint(lambda x, w: (layer(x, w), w))
+        x, given_back = jax.lax.scan(step, x, w)
+        return jnp.mean(x**2), given_back
+
+    def with_penalty(w, x):
+        value, given_back = loss(w, x)
+        return value + jnp.sum(given_back["q"] ** 2), given_back
+
+    w = weights(2)
+    (_, (given_back, maxima)), _ = value_and_grad(loss, has_aux=True)(w, X)
+    chex.assert_trees_all_equal(given_back, w)
+    assert_allclose(maxima["max_logits"], by_hand(w, X).max(1), rtol=2e-5)
+    with pytest.raises(ValueError, match="would not scale its logits alone"):
+        value_and_grad(with_penalty, has_aux=True)(w, X)
+
+
 def test_constants_in_the_auxiliary_output():
     """JAX has them as literals in the jaxpr."""
 
