@@ -7,7 +7,7 @@ import functools
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -128,7 +128,7 @@ class Program:
 
         Raises:
           ValueError: two uses of a parameter contradict each other; names both, with their lines. Or `params` has a
-            parameter that was not inspected.
+            parameter that was not inspected, or not with so many axes.
         """
         paths, leaves, structure = flatten_with_names(
             self._params if params is None else params
@@ -136,7 +136,7 @@ class Program:
         leaf_of = {
             "/".join(path): leaf for path, leaf in zip(paths, leaves, strict=True)
         }
-        trained = [name for name, leaf in leaf_of.items() if not is_masked(leaf)]
+        trained = {n: leaf for n, leaf in leaf_of.items() if not is_masked(leaf)}
         decisions = self._decisions_on(trained)
         by_names = _numbers_by_names(structure, leaf_of, decisions)
         numbers = []
@@ -149,20 +149,27 @@ class Program:
                 numbers.append(decisions[name].numbers)
         return structure.unflatten(numbers)
 
-    def _decisions_on(self, paths: Sequence[str]) -> dict[str, Decision]:
+    def _decisions_on(self, leaves: Mapping[str, Any]) -> dict[str, Decision]:
         """The decisions on these parameters, by path.
 
         Raises:
           ValueError: as `dimension_numbers`.
         """
-        # Sizes may be others, but each parameter needs a decision.
-        missing = [path for path in paths if path not in self._decisions]
+        # Sizes may be others, but each parameter needs a decision, and the axes that it is about: a stack of several
+        # models has one more.
+        inspected = flatten_paths(self._params)
+        missing = []
+        for path, leaf in leaves.items():
+            if path not in self._decisions:
+                missing.append(path)
+            elif jnp.ndim(leaf) != jnp.ndim(inspected[path]):
+                missing.append(f"{path} {jnp.shape(leaf)}")
         if missing:
             raise ValueError(
                 f"{self._call} was inspected without the parameters {listed(missing, ', ')}; inspect it with the tree "
                 "that the optimizer gets."
             )
-        decisions = {path: self._decisions[path] for path in paths}
+        decisions = {path: self._decisions[path] for path in leaves}
         # Two uses that contradict each other: neither is taken silently.
         problems = [
             f"{path!r}: {d.problem}" for path, d in decisions.items() if d.problem

@@ -103,6 +103,9 @@ def test_other_sizes_than_those_inspected():
 def test_parameters_that_were_not_inspected_are_named():
     with pytest.raises(ValueError, match="without the parameters extra"):
         PROGRAM.dimension_numbers({**PARAMS, "extra": leaf(2)})
+    stacked = {**PARAMS, "up": leaf(3, *PARAMS["up"].shape)}
+    with pytest.raises(ValueError, match=r"without the parameters up \(3, 8, 16\)"):
+        muonjax.muon(1e-3, PROGRAM).init(jax.tree.map(jnp.zeros_like, stacked))
 
 
 def two_layers(params, x):
