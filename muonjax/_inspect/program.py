@@ -322,7 +322,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
 
     Raises:
       TypeError: `fun` does not take these arguments.
-      ValueError: no product, look-up or sum uses `params`.
+      ValueError: no product, look-up or sum uses `params`, or `fun` is a training step or a gradient.
 
     Warns:
       UserWarning: a parameter is never used, or not seen to meet the batch, as in a penalty.
@@ -348,7 +348,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     check_arrays(call, params)
     try:
         # Only shapes are traced: arrays of any size cost nothing.
-        closed, is_loss = _traced(fun, params, args, kwargs)
+        closed, result = _traced(fun, params, args, kwargs)
     except Exception as error:
         # Flax's, for a model that `fun` closes over.
         if type(error).__name__ == "TraceContextError":
@@ -360,6 +360,16 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"{call} called your function with ({types}): first the parameters, then the batch."
         )
         raise
+    shapes = jax.tree.map(_shape, params)
+    first = result[0] if isinstance(result, tuple | list) and result else result
+    if len(jax.tree.leaves(params)) > 1 and _form(first) == _form(shapes):
+        raise ValueError(
+            f"{call} returns a tree like the parameters, as a training step or a gradient does; give the loss function."
+        )
+    # A loss may come with other results, as with `has_aux`.
+    loss = next(iter(jax.tree.leaves(result)), None)
+    is_loss = loss is not None and jnp.issubdtype(loss.dtype, jnp.inexact)
+    is_loss = is_loss and loss.shape == ()
     # Leaves and decisions come in the order of the tree.
     paths = list(flatten_paths(params))
     with no_collection():
@@ -368,17 +378,14 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         attentions = _attentions(records, paths)
     _check_uses(call, decisions)
     _warn_of_masks(call, attentions)
-    shapes = jax.tree.map(_shape, params)
     return Program(decisions, [attention for attention, _ in attentions], shapes, whole)
 
 
 def _traced(
     fun: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[ClosedJaxpr, bool]:
-    """The jaxpr of `fun`, whose inputs are the leaves of `params` and then the arrays in the arguments.
-
-    The second result says whether `fun` is a loss: whether the first thing that it returns is a scalar.
-    """
+) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of `fun`, whose inputs are the leaves of `params` and then the arrays in the arguments; and the shapes
+    of what it returns."""
     # What is no array, such as a flag, a string or a function, is given to `fun` as it is.
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
@@ -389,12 +396,13 @@ def _traced(
         return fun(params, *args, **kwargs)
 
     shapes = jax.tree.map(_shape, params)
-    closed, outputs = jax.make_jaxpr(call, return_shape=True)(shapes, arrays)
-    # A loss may come with other results, as with `has_aux`.
-    first = next(iter(jax.tree.leaves(outputs)), None)
-    if first is None:
-        return closed, False
-    return closed, first.shape == () and jnp.issubdtype(first.dtype, jnp.inexact)
+    return jax.make_jaxpr(call, return_shape=True)(shapes, arrays)
+
+
+def _form(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    """The structure of a tree and the shapes of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [leaf.shape for leaf in leaves]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -360,6 +360,16 @@ def test_rules_change_decisions_and_leave_gains_without_weight_decay():
         program.with_rules([("nope", None)])
 
 
+def test_a_training_step_is_no_loss():
+    def step(params, x):
+        grads = jax.grad(mlp)(params, x)
+        return optax.apply_updates(params, grads), jnp.zeros(())
+
+    for fun in (step, jax.jit(step), jax.grad(mlp)):
+        with pytest.raises(ValueError, match="returns a tree like the parameters"):
+            muonjax.inspect(fun, PARAMS, X)
+
+
 def test_queries_that_share_a_key_head_are_no_experts():
     def loss(p, x):
         q = jnp.einsum("td,dhs->ths", x, p["q"])
