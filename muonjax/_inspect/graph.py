@@ -34,7 +34,7 @@ from muonjax._inspect.versions import (
 )
 
 # In which order such an einsum multiplies its operands depends on their sizes.
-LONG_EINSUM = "an einsum of three or more operands"
+LONG_EINSUM = "an einsum of three or more operands (split it)"
 # A collective over an axis of a `vmap` is a reduction over an axis of the array.
 _COLLECTIVES = {
     "psum": "reduce_sum",

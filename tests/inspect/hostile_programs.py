@@ -38,7 +38,7 @@ class HostileProgram(NamedTuple):
 
 PROGRAMS = []
 ANYTHING = "anything"
-EINSUM = "by names: an einsum of three or more operands is not followed"
+EINSUM = "by names: an einsum of three or more operands (split it) is not followed"
 
 
 def program(
