@@ -99,11 +99,9 @@ class LoHaLinear(nnx.Linear):
         **linear: Any,
     ):
         with errors_of("LoHaLinear"):
-            scale = shared.scale_of(rank, alpha)
             super().__init__(in_features, out_features, rngs=rngs, **linear)
-            # `LoHa` reads the shape of the layer's kernel and which function it replaces, and keeps no layer.
-            # `nnx.data` says that the attribute holds variables, since Flax declares it as a plain function.
-            self.dot_general = nnx.data(LoHa(self, rank, scale, rngs))
+            # The layer is a model with one layer, whose path is "".
+            add_loha(self, "", rank=rank, alpha=alpha, rngs=rngs)
 
 
 class LoHaConv(nnx.Conv):
@@ -140,9 +138,8 @@ class LoHaConv(nnx.Conv):
         **conv: Any,
     ):
         with errors_of("LoHaConv"):
-            scale = shared.scale_of(rank, alpha)
             super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
-            self.conv_general_dilated = nnx.data(LoHa(self, rank, scale, rngs))
+            add_loha(self, "", rank=rank, alpha=alpha, rngs=rngs)
 
 
 def add_loha(
@@ -202,6 +199,7 @@ def add_loha(
             adapters.append(LoHa(layers[path], rank, scale, rngs))
     for path, adapter in zip(paths, adapters, strict=True):
         layer = layers[path]
+        # `nnx.data` says that the attribute holds variables, since Flax declares it as a plain function.
         setattr(layer, _product_attribute(layer), nnx.data(adapter))
     return paths
 

@@ -18,7 +18,6 @@ from muonjax._matrices.matrix_view import (
 from muonjax._names import roles
 from muonjax._names.convolutions import has_leading_window, is_outputs_first
 from muonjax._names.neighbors import Neighbors, Shape
-from muonjax._names.path_words import words
 from muonjax._names.roles import Parameter
 
 
@@ -55,19 +54,18 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
 def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """Whether a matrix of two axes is stored (in, out), as Flax does, or (out, in), as PyTorch does.
 
-    None for the `weight` of a router, where neither a bias nor the other weights show the order.
+    None for a `weight` where neither its bias nor the other weights of the tree show the order.
     """
     first, last = p.shape
     bias = neighbors.bias(p)
     # Flax calls its arrays `kernel`. Without a bias only a `weight` is taken to be stored (out, in).
     outputs_first = p.is_called_weight and neighbors.outputs_first
+    # The weights of routers are often stored in another order than the other weights.
     is_router_weight = p.role is roles.ROUTER and p.is_called_weight
     # A bias is as long as the outputs; for a square matrix it shows nothing.
     if bias and first != last:
         outputs_first = bias == (first,)
-    elif is_router_weight and not outputs_first:
-        # A router has fewer experts than features, so that [64, 4096] may be (out, in), although the other weights of
-        # the tree don't show this order.
+    elif outputs_first is None or (is_router_weight and not outputs_first):
         return None
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
 
@@ -146,9 +144,8 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
             return None
         if len(shape) == 3:
             shapes[name] = shape
-    # An output alone has one order in Flax, whose arrays are called kernel; an einsum's could be any.
-    is_alone = [*shapes] == ["out"]
-    if is_alone and words(p.path)[-1] != "kernel":
+    # An output alone may have any order, as that of an einsum.
+    if [*shapes] == ["out"]:
         return None
     is_output = p.role.projection == "out"
     for input_order, output_order in _ORDERS:

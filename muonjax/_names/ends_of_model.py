@@ -98,8 +98,11 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     is_stacked = p.rank < len(p.leaf_shape)
     is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, modules))
     is_repeated = places.is_repeated(place)
-    # Dense_4 of Dense_0 to Dense_4, or a layer with a plain name such as Dense, if there is one alone.
-    is_last = is_dense and places.is_last(place)
+    # The indices of all layers with its name in its module: (0,) to (4,) of Dense_0 to Dense_4.
+    series = places.series_of(place)
+    is_last = is_dense and place.indices == max(series)
+    is_last_of_several = is_last and len(series) > 1
+    is_plain = bool(_PLAIN.fullmatch(place.name or "layers"))
 
     # Each sign is a reason of its own, which the warning prints.
     signs = []
@@ -107,14 +110,15 @@ def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | No
     by_name = has_end_name and not is_hidden and (is_in_end or not is_repeated)
     if by_name:
         signs.append("by its name")
-    # Dense_4 is not the last layer where another one is called `out`, and `out` itself counts by its name.
-    ends_by_number = is_last and not places.module_has_end_name(place)
-    if ends_by_number and is_in_end and not is_hidden:
+    # Dense_4, or a layer with a plain name such as Dense, if there is one alone. It is not the last layer where another
+    # one is called `out`, and `out` itself counts by its name.
+    ends_by_number = is_last_of_several or (is_last and is_plain)
+    may_end_module = is_in_end and not is_hidden and not places.has_end_name(place)
+    if ends_by_number and may_end_module:
         signs.append("the last of its kind")
     # Blocks that repeat continue each other, so that there a width that nothing takes is no sign alone: a fused gate is
     # split before the next layer takes it. It is a sign with a name, or with a number, as fc2 of fc1 and fc2.
-    ends_series = is_last and places.length_of_series(place) > 1
-    may_end = has_end_name or ends_series or not is_repeated
+    may_end = has_end_name or is_last_of_several or not is_repeated
     by_width = may_end and widths.is_untaken(p)
     if by_width:
         signs.append("no other parameter takes its output")
@@ -144,8 +148,7 @@ def _is_layer(p: Parameter) -> bool:
 class _Place(NamedTuple):
     """Where a layer is in its model: block_1/fc2 is number 2 of the layers `fc` in block_1.
 
-    Its series is ("block_1", "fc"), which fc1 of this block shares, and its kind ("block_", "fc"), which all blocks
-    share.
+    Its kind is ("block_", "fc"), which all blocks share.
 
     Attributes:
       scope: The path of the module around it, ("block_1",).
@@ -158,14 +161,9 @@ class _Place(NamedTuple):
     indices: tuple[int, ...]
 
     @property
-    def series(self) -> Path:
-        """The same for all layers of this name in a module."""
-        return (*self.scope, self.name)
-
-    @property
-    def kind(self) -> Path:
+    def kind(self) -> str:
         """The same for the layers of this name in all blocks that differ by number: block_0/fc1 and block_1/fc2."""
-        return tuple(re.sub(r"\d+", "", name) for name in self.series)
+        return re.sub(r"\d+", "", "/".join((*self.scope, self.name)))
 
 
 class _Places:
@@ -176,21 +174,19 @@ class _Places:
     """
 
     def __init__(self, parameters: Sequence[Parameter], widths: Widths):
-        # The names of the layers in each module: {("block_0",): {"fc", "norm"}}.
-        self._names: dict[Path, set[str]] = defaultdict(set)
-        # The indices of the layers in each series: {("block_0", "fc"): [(1,), (2,)]} for fc1 and fc2 in block_0.
-        self._series: dict[Path, list[tuple[int, ...]]] = defaultdict(list)
-        # The modules that have layers of each kind: {("block_", "fc"): {("block_0",), ("block_1",)}}.
-        self._scopes: dict[Path, set[Path]] = defaultdict(set)
+        # The layers in each module by name, and their indices: {("block_0",): {"fc": [(1,), (2,)], "norm": []}}.
+        self._series: dict[Path, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
+        # The modules that have layers of each kind: {"block_/fc": {("block_0",), ("block_1",)}}.
+        self._scopes: dict[str, set[Path]] = defaultdict(set)
         for p in parameters:
             # The place of block_0/fc1 has the scope ("block_0",), the name "fc" and the indices (1,).
             place = self.of(p)
-            self._names[place.scope].add(place.name)
             self._scopes[place.kind].add(place.scope)
+            series = self._series[place.scope].setdefault(place.name, [])
             # Only matrices have numbers. A layer with one output has none, but it may be the last of its series.
             is_in_series = widths.numbers[p.path] or 1 in p.shape
             if is_in_series and _is_layer(p):
-                self._series[place.series].append(place.indices)
+                series.append(place.indices)
         # The names with which the paths of all modules begin, as "params" in {"params": {...}}.
         scopes = [p.module[:-1] for p in parameters]
         self.num_common = 0
@@ -213,17 +209,10 @@ class _Places:
         """Whether the layer is in one of several blocks that differ by number."""
         return len(self._scopes[place.kind]) > 1
 
-    def is_last(self, place: _Place) -> bool:
-        """Whether the layer is the last of a series, or the only one of a plain name."""
-        is_plain = bool(_PLAIN.fullmatch(place.name or "layers"))
-        if self.length_of_series(place) == 1 and not is_plain:
-            return False
-        return place.indices == max(self._series[place.series])
+    def series_of(self, place: _Place) -> list[tuple[int, ...]]:
+        """The indices of the layers with this name in the same module."""
+        return self._series[place.scope][place.name]
 
-    def length_of_series(self, place: _Place) -> int:
-        """How many layers in the same module have this name."""
-        return len(self._series[place.series])
-
-    def module_has_end_name(self, place: _Place) -> bool:
+    def has_end_name(self, place: _Place) -> bool:
         """Whether this layer or another one of its module has the name of an end."""
-        return any(map(_END.fullmatch, self._names[place.scope]))
+        return any(map(_END.fullmatch, self._series[place.scope]))

@@ -19,7 +19,7 @@ class Neighbors:
 
     Attributes:
       outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox
-        store them; else (*window, in, out).
+        store them, or (*window, in, out); None if no leaf shows it.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
@@ -32,7 +32,9 @@ class Neighbors:
                 self._biases[p.module] = p.shape
             self._beside[p.scope].append(p)
             self._add_projection(p)
-        self.outputs_first = self._are_outputs_first(parameters)
+        # The majority of the weights that show an order.
+        votes = sum(map(self._vote, parameters))
+        self.outputs_first = votes > 0 if votes else None
 
     def bias(self, p: Parameter) -> Shape | None:
         """The shape of the bias of a weight, on one layer's axes; None if it has none."""
@@ -67,21 +69,6 @@ class Neighbors:
         if p.role.projection and p.role.parts == 1:
             shapes = self._attentions[attention_scope(p.scope)]
             shapes[p.role.projection] = p.shape
-
-    def _are_outputs_first(self, parameters: Sequence[Parameter]) -> bool:
-        """Whether the majority of weights that show an order is stored (out, in)."""
-        votes = sum(map(self._vote, parameters))
-        if votes:
-            return votes > 0
-        # If no weight shows an order, a head may: stored (out, in), it has the shape of the table, (tokens, features).
-        tables = set()
-        heads = set()
-        for p in parameters:
-            if p.role.name == "embedding":
-                tables.add(p.shape)
-            elif p.role is roles.HEAD and p.is_called_weight:
-                heads.add(p.shape)
-        return not tables.isdisjoint(heads)
 
     def _vote(self, p: Parameter) -> int:
         """1 if a weight is stored (out, in), -1 if (in, out), 0 if its bias and its name don't show it.

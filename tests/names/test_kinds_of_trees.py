@@ -57,7 +57,8 @@ def test_an_equinox_embedding_is_a_table():
     def make(key):
         return {
             "items": eqx.nn.Embedding(30, 8, key=key),
-            "up": eqx.nn.Linear(8, 8, key=key),
+            "up": eqx.nn.Linear(8, 16, key=key),
+            "down": eqx.nn.Linear(16, 8, key=key),
         }
 
     model = eqx.filter_eval_shape(make, jax.random.key(0))
