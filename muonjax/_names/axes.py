@@ -13,7 +13,6 @@ from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
     MuonDimensionNumbers,
-    one_or_several,
 )
 from muonjax._names import roles
 from muonjax._names.convolutions import has_leading_window, is_outputs_first
@@ -28,7 +27,7 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     MuonDimensionNumbers(0, (1, 2)).
     """
     role, rank = p.role, p.rank
-    # Such as the gates of a recurrent cell, of which names don't show the axes
+    # Names don't show the axes of these, such as the gates of a recurrent cell.
     if role in roles.OPEN:
         return None
     # The window of a convolution has at least one axis, next to its inputs and outputs.
@@ -37,8 +36,6 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     # `unstack` took parts that have an axis of their own apart, so that these lie along another one.
     if role.parts > 1:
         return _side_by_side(p)
-    if role.name == roles.GATE_UP.name:
-        return _gate_up(p, neighbors)
     if rank == 2:
         return _dense(p, neighbors)
     if role is roles.MLA_UP:
@@ -71,56 +68,41 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
 
 
 def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
-    """Rows and columns of a kernel of three axes or more: a convolution, a DenseGeneral, an einsum.
-
-    Its bias tells which axes are outputs; without a bias only the window of a convolution does.
-    """
-    outputs_of = _outputs_by_bias if neighbors.bias(p) else _outputs_by_window
-    outputs = outputs_of(p, neighbors)
-    if not outputs:
+    """Rows and columns of a kernel of three axes or more, ((0, 1, 2), 3) of a convolution [3, 3, 16, 32]."""
+    output = _output_axis(p, neighbors)
+    if output is None:
         return None
     # Everything else is summed over: the inputs, and the window of a convolution.
-    inputs = [axis for axis in range(p.rank) if axis not in outputs]
-    return MuonDimensionNumbers(one_or_several(inputs), one_or_several(outputs))
+    inputs = [axis for axis in range(p.rank) if axis != output]
+    return MuonDimensionNumbers(tuple(inputs), output)
 
 
-def _outputs_by_bias(p: Parameter, neighbors: Neighbors) -> list[int]:
-    """The axes of a kernel that its bias has too; empty if the bias does not show them.
+def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
+    """The axis of a kernel's outputs: the one that its bias has, or the last axis of a convolution; else None.
 
-    A kernel [5, 3, 32] with a bias [32] has the outputs [2]; [32, 3, 4, 8] with [4, 8] has [2, 3].
+    A bias of several axes does not tell: it may be that of a DenseGeneral [*inputs, *outputs], or of a matrix for each
+    block.
     """
-    shape, rank = p.shape, p.rank
-    bias = neighbors.bias(p) or ()
-    if len(bias) == 1:
-        # Where several axes are as long as the bias, the order of axes in the library decides.
-        order = [rank - 1, rank - 2]
-        # A transposed convolution is [*window, out, in] in Keras and Haiku.
-        if "transpose" in p.name.lower():
-            order.reverse()
-        # PyTorch has the outputs first, other libraries last.
-        order = [0, *order] if is_outputs_first(p, neighbors) else [*order, 0]
-        for axis in order:
-            if shape[axis] == bias[0]:
-                return [axis]
-        return []
-    # The outputs of a DenseGeneral come last: [*inputs, *outputs] with a bias [*outputs]. A kernel with one matrix for
-    # each block, [blocks, in, out] with a bias [blocks, out], has such a bias too if blocks = in.
-    inputs = rank - len(bias)
-    is_block = bias == (*shape[:-2], shape[-1])
-    if inputs > 0 and shape[inputs:] == bias and not is_block:
-        return list(range(inputs, rank))
-    return []
-
-
-def _outputs_by_window(p: Parameter, neighbors: Neighbors) -> list[int]:
-    """The axis of a convolution's outputs, [3] of [3, 3, 16, 32]; empty for other kernels."""
-    if is_outputs_first(p, neighbors):
-        return [0]
-    # A bare array of such a shape may be a stack of matrices.
-    has_window = has_leading_window(p.shape) and not p.is_bare
-    if p.role is roles.CONVOLUTION or has_window:
-        return [p.rank - 1]
-    return []
+    bias = neighbors.bias(p)
+    # PyTorch has the outputs first, other libraries last.
+    outputs_first = is_outputs_first(p, neighbors)
+    if not bias:
+        # A bare array with the shape of a convolution may be a stack of matrices.
+        has_window = has_leading_window(p.shape) and not p.is_bare
+        is_convolution = p.role is roles.CONVOLUTION or has_window
+        if outputs_first:
+            return 0
+        return p.rank - 1 if is_convolution else None
+    # Where several axes are as long as the bias, the order of axes in the library decides.
+    order = [p.rank - 1, p.rank - 2]
+    # A transposed convolution is [*window, out, in] in Keras and Haiku.
+    if "transpose" in p.name.lower():
+        order.reverse()
+    order = [0, *order] if outputs_first else [*order, 0]
+    for axis in order:
+        if bias == (p.shape[axis],):
+            return axis
+    return None
 
 
 # The order of axes in query, key and value, and in the output, for d features and h heads of size s.
@@ -181,8 +163,7 @@ def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
     """The matrices of query, key and value that lie side by side in one of two axes, as in [d, 3·d] on axis 1.
 
     Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. A key and value [d, 2·d]
-    may be two of d × d, or [2·n, 4·n] that is stored (out, in) for keys of n features; gate and up of Phi 3 can't be
-    told from a single matrix.
+    may be two of d × d, or [2·n, 4·n] that is stored (out, in) for keys of n features.
     """
     parts = p.role.parts
     if p.rank != 2 or parts != 3:
@@ -193,15 +174,3 @@ def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
     if last == 3 * first:
         return FusedDimensionNumbers(0, 1, parts, 1)
     return None
-
-
-def _gate_up(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers:
-    """Rows and columns of a gate, or of an up: the last two axes, of one [in, out] or of experts [experts, in, out]."""
-    rows, columns = p.rank - 2, p.rank - 1
-    is_square = p.shape[rows] == p.shape[columns]
-    for other in neighbors.beside(p):
-        # A down kernel is [hidden, d]. A gate of the same shape is stored as [hidden, d] too, which is (out, in).
-        is_down = other.role.muon and other.role != p.role and other.shape == p.shape
-        if is_down and not is_square:
-            return MuonDimensionNumbers(columns, rows)
-    return MuonDimensionNumbers(rows, columns)

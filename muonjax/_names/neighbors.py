@@ -25,12 +25,10 @@ class Neighbors:
     def __init__(self, parameters: Sequence[Parameter]):
         # A bias belongs to the weight of its module; the projections of an attention are in one scope, or below it.
         self._biases: dict[Path, Shape] = {}
-        self._beside: dict[Path, list[Parameter]] = defaultdict(list)
         self._attentions: dict[Path, dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
             if p.role.name == "bias":
                 self._biases[p.module] = p.shape
-            self._beside[p.scope].append(p)
             self._add_projection(p)
         # The majority of the weights that show an order.
         votes = sum(map(self._vote, parameters))
@@ -50,10 +48,6 @@ class Neighbors:
     def attention(self, p: Parameter) -> dict[str, Shape]:
         """The shapes of all projections of the attention that p belongs to, {"query": ..., "out": ...}."""
         return self._attentions.get(attention_scope(p.scope), {})
-
-    def beside(self, p: Parameter) -> Sequence[Parameter]:
-        """The parameters whose layer is in the same scope."""
-        return self._beside[p.scope]
 
     def contradict_name(self, p: Parameter) -> bool:
         """Whether a leaf of several axes can't be the vector or the table that its name says."""

@@ -29,7 +29,7 @@ class Role(NamedTuple):
       muon: False for what is never a matrix for Muon: biases, scales, embeddings, output heads.
       ranks: The ranks that the parameter of one layer, not a stack of layers, may have; empty:
         unknown.
-      parts: Number of matrices fused along one axis, for query, key and value in one kernel.
+      parts: Number of matrices in one kernel, 3 for query, key and value.
       projection: "query", "key", "value" or "out" of an attention; "norm" of what is called a norm;
         else "".
     """
@@ -117,7 +117,6 @@ FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2, projection="ke
 MLA_UP = Role("attention key, value", ranks=(2, 3))
 
 # Other matrices.
-GATE_UP = Role("gate and up", ranks=(2, 3, 4), parts=2)
 EXPERTS = Role("experts", ranks=(2, 3))
 CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
 ADAPTER = Role("adapter factor", ranks=(2, 3))
@@ -128,9 +127,11 @@ UNKNOWN = Role("matrix")
 # Names show that these exist, but not how their axes are used.
 INTERLEAVED = Role("projections interleaved by head")
 RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
+# Gemma's are [2, in, out] or [2, out, in], and Phi 3's lie side by side.
+GATE_UP = Role("gate and up", ranks=(2, 3, 4))
 LONE_LETTER = Role("a letter")  # S4's B, or an adapter's
 SPECIAL = Role("kernel with groups or an einsum of its own")
-OPEN = (INTERLEAVED, RECURRENT, LONE_LETTER, SPECIAL)
+OPEN = (INTERLEAVED, RECURRENT, GATE_UP, LONE_LETTER, SPECIAL)
 
 # Adam's.
 BIAS = Role("bias", muon=False, ranks=(1,))

@@ -140,12 +140,11 @@ def _without(p: Parameter, axis: int) -> Parameter:
 def _one_part(p: Parameter) -> Parameter:
     """One of the parts that have an axis of their own: of queries, keys and values [3, d, heads, size] the queries.
 
-    A gate [in, out] of gate and up [2, in, out] or [in, 2, out]. What has its parts along another axis stays as it is.
+    What has its parts along another axis stays as it is.
     """
     role = p.role
-    # An attention's parts have the axes d, heads and size; gate and up have rows and columns.
-    least_rank = 4 if role.projection else 3
-    if role.parts == 1 or p.rank < least_rank or role.parts not in p.shape[:-1]:
+    # The axes of one part are d, heads and size.
+    if role.parts == 1 or p.rank != 4 or role.parts not in p.shape[:-1]:
         return p
     part = _without(p, p.shape.index(role.parts))
     return part._replace(role=role._replace(parts=1), stacked=p.stacked)

@@ -50,4 +50,4 @@ def test_the_zoo_is_large_and_few_of_its_matrices_are_open():
     matrices = [
         leaf for leaves in ZOO.values() for leaf in leaves if None not in leaf.right
     ]
-    assert sum("warn" in leaf.right for leaf in matrices) <= 0.035 * len(matrices)
+    assert sum("warn" in leaf.right for leaf in matrices) <= 0.042 * len(matrices)
