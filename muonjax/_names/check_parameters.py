@@ -65,35 +65,32 @@ def types_of_modules(params: Any) -> dict[str, Role]:
       TypeError: The arrays have axes with names, as Haliax's and penzai's have them, which only a program reads.
     """
     roles_by_path: dict[str, Role] = {}
-
-    def is_told(node: Any) -> bool:
-        return _has_named_axes(node) or _type(node) is not None
-
     # Other modules tell nothing, and what is inside of them is looked at in turn.
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_told):
-        if _has_named_axes(node):
+    modules = jax.tree.leaves_with_path(params, is_leaf=lambda node: bool(_type(node)))
+    for path, module in modules:
+        role = _type(module)
+        if role is None:
+            continue
+        if role is _NAMED_AXES:
             name = "/".join(trees.names(path))
             raise TypeError(
                 f"{name!r} has axes with names, which nothing reads here. {INSPECT}"
             )
-        role = _type(node)
-        if role is not None:
-            for rest, _ in jax.tree_util.tree_leaves_with_path(node):
-                names = trees.names((*path, *rest))
-                # A bias has it too; who reads this asks for weights alone.
-                roles_by_path["/".join(names)] = role
+        for rest, _ in jax.tree.leaves_with_path(module):
+            # A bias has it too; who reads this asks for weights alone.
+            roles_by_path["/".join(trees.names((*path, *rest)))] = role
     return roles_by_path
 
 
-def _has_named_axes(node: Any) -> bool:
-    """Whether a node is an array of penzai (`named_axes`) or of Haliax (`array` and `axes`)."""
-    return hasattr(node, "named_axes") or (
-        hasattr(node, "array") and hasattr(node, "axes")
-    )
+_NAMED_AXES = Role("array with named axes")
 
 
 def _type(node: Any) -> Role | None:
     """The role of a module's parameters, if its type or its settings show it."""
+    # penzai's arrays have `named_axes`, Haliax's have `array` and `axes`.
+    is_haliax = hasattr(node, "array") and hasattr(node, "axes")
+    if hasattr(node, "named_axes") or is_haliax:
+        return _NAMED_AXES
     # Flax calls the groups of a convolution feature_group_count, Equinox groups.
     groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))
     if hasattr(node, "einsum_str") or (isinstance(groups, int) and groups > 1):

@@ -61,7 +61,7 @@ def ends(
     """
     matrices = {path: answer.numbers for path, answer in answers.items()}
     widths = Widths(parameters, matrices)
-    places = _Places(parameters, widths)
+    places = _Places(parameters)
     # Nothing comes before or after a single layer.
     is_single = sum(p.rank > 1 for p in parameters) == 1
     new_answers = {}
@@ -173,7 +173,7 @@ class _Places:
       num_common: How many modules are around all parameters: 1 if all paths begin with "params".
     """
 
-    def __init__(self, parameters: Sequence[Parameter], widths: Widths):
+    def __init__(self, parameters: Sequence[Parameter]):
         # The layers in each module by name, and their indices: {("block_0",): {"fc": [(1,), (2,)], "norm": []}}.
         self._series: dict[Path, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
         # The modules that have layers of each kind: {"block_/fc": {("block_0",), ("block_1",)}}.
@@ -183,9 +183,7 @@ class _Places:
             place = self.of(p)
             self._scopes[place.kind].add(place.scope)
             series = self._series[place.scope].setdefault(place.name, [])
-            # Only matrices have numbers. A layer with one output has none, but it may be the last of its series.
-            is_in_series = widths.numbers[p.path] or 1 in p.shape
-            if is_in_series and _is_layer(p):
+            if p.rank > 1 and _is_layer(p):
                 series.append(place.indices)
         # The names with which the paths of all modules begin, as "params" in {"params": {...}}.
         scopes = [p.module[:-1] for p in parameters]

@@ -69,6 +69,11 @@ class Parameter(NamedTuple):
         return len(self.shape)
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it has more than a vector's axes, not counting those of size 1."""
+        return sum(size > 1 for size in self.shape) > 1
+
+    @property
     def module(self) -> Path:
         return module(self.path)
 

@@ -26,7 +26,6 @@ from muonjax._common.model_registry import parameters_of
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
-    MuonDimensionNumbers,
     axes_of,
     one_or_several,
 )
@@ -198,27 +197,24 @@ def _answers(parameters: Sequence[Parameter]) -> dict[Path, Answer]:
 
 def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     """What names say of one layer's parameter, whether or not it is an end of the model."""
-    is_matrix = sum(size > 1 for size in p.shape) > 1
     # The name is that of a vector or a table, as `scale` or `embed`, but a bias next to it shows a matrix. Whether the
     # name is wrong or the bias belongs elsewhere can't be told, so that such a leaf is open.
-    is_misnamed = is_matrix and neighbors.contradict_name(p)
+    is_misnamed = p.is_matrix and neighbors.contradict_name(p)
     if not p.role.muon and not is_misnamed:
         return Answer(None, p.role.name)
     # Before its axes are asked for: an embedding of patches is Adam's however it is stored.
     if patch := patch_embedding(p):
         return patch
-    if not is_matrix:
+    if not p.is_matrix:
         return Answer(None, "vector")
     # `stacked` is True only where it could not be told which axes count layers.
     numbers = None if p.stacked or is_misnamed else matrices(p, neighbors)
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
     # A matrix with one row or one column is a vector in another shape.
-    sides = {"row": numbers.reduction_axis, "column": numbers.output_axis}
-    for name, axes in sides.items():
-        size = math.prod(p.shape[axis] for axis in axes_of(axes))
-        if size == 1:
-            return Answer(None, f"{p.role.name} with one {name}")
+    for axes in (numbers.reduction_axis, numbers.output_axis):
+        if math.prod(p.shape[axis] for axis in axes_of(axes)) == 1:
+            return Answer(None, f"{p.role.name} with one row or column")
     is_stacked = math.prod(p.shape) < math.prod(p.leaf_shape)
     return Answer(numbers, f"{p.role.name}, stacked" if is_stacked else p.role.name)
 
@@ -234,11 +230,10 @@ def _on_leaf(
         return None
     rows = one_or_several([leaf_axes[i] for i in axes_of(numbers.reduction_axis)])
     columns = one_or_several([leaf_axes[i] for i in axes_of(numbers.output_axis)])
+    numbers = numbers._replace(reduction_axis=rows, output_axis=columns)
     if isinstance(numbers, FusedDimensionNumbers):
-        return FusedDimensionNumbers(
-            rows, columns, numbers.parts, leaf_axes[numbers.axis]
-        )
-    return MuonDimensionNumbers(rows, columns)
+        numbers = numbers._replace(axis=leaf_axes[numbers.axis])
+    return numbers
 
 
 def _warn(
@@ -261,8 +256,7 @@ def _warn(
         leaf = f"{p.name!r} {p.leaf_shape}"
         reason = reasons.get(p.name)
         # A vector that goes to Adam is no surprise, even if the program could not follow it.
-        is_matrix = sum(n > 1 for n in p.shape) > 1
-        is_surprise = answer.numbers is not None or is_matrix
+        is_surprise = answer.numbers is not None or p.is_matrix
         if answer.is_open:
             open_paths.append(p.path)
             why = f"{answer.why} ({reason})" if reason else answer.why
