@@ -29,7 +29,10 @@ class Neighbors:
         for p in parameters:
             if p.role.name == "bias":
                 self._biases[p.module] = p.shape
-            self._add_projection(p)
+            # Its parts have no shape of their own as long as they lie along one axis.
+            if p.role.projection and p.role.parts == 1:
+                shapes = self._attentions[attention_scope(p.path)]
+                shapes[p.role.projection] = p.shape
         # The majority of the weights that show an order.
         votes = sum(map(self._vote, parameters))
         self.outputs_first = votes > 0 if votes else None
@@ -47,7 +50,7 @@ class Neighbors:
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
         """The shapes of all projections of the attention that p belongs to, {"query": ..., "out": ...}."""
-        return self._attentions.get(attention_scope(p.scope), {})
+        return self._attentions[attention_scope(p.path)]
 
     def contradict_name(self, p: Parameter) -> bool:
         """Whether a leaf of several axes can't be the vector or the table that its name says."""
@@ -57,12 +60,6 @@ class Neighbors:
             return len(bias) < p.rank
         # The scale of a norm is a vector; a kernel of two axes is the dense layer of an adaptive norm.
         return p.role is roles.NORM and p.path[-1] == "kernel"
-
-    def _add_projection(self, p: Parameter) -> None:
-        """Record the shape of an attention's projection under its name, "query" to "out"."""
-        if p.role.projection and p.role.parts == 1:
-            shapes = self._attentions[attention_scope(p.scope)]
-            shapes[p.role.projection] = p.shape
 
     def _vote(self, p: Parameter) -> int:
         """1 if a weight is stored (out, in), -1 if (in, out), 0 if its bias and its name don't show it.

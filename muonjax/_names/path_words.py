@@ -75,12 +75,13 @@ def module(path: Path) -> Path:
 
 
 @functools.cache
-def attention_scope(scope: Path) -> Path:
-    """The scope up to the last module with "attn" or "attention" in its name; all of it without such a name.
+def attention_scope(path: Path) -> Path:
+    """A layer's scope up to the last module with "attn" or "attention" in its name; all of it without such a name.
 
-    >>> attention_scope(("block_0", "self_attn", "qkv")), attention_scope(("block_0", "mlp"))
-    (('block_0', 'self_attn'), ('block_0', 'mlp'))
+    >>> attention_scope(("block_0", "self_attn", "qkv", "query", "kernel"))
+    ('block_0', 'self_attn')
     """
+    scope, _ = layer_of(path)
     for end in range(len(scope), 0, -1):
         if re.search(r"att(n|en)", snake(scope[end - 1])):
             return scope[:end]

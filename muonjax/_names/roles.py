@@ -78,10 +78,6 @@ class Parameter(NamedTuple):
         return module(self.path)
 
     @property
-    def scope(self) -> Path:
-        return layer_of(self.path)[0]
-
-    @property
     def layer(self) -> str:
         return layer_of(self.path)[1]
 

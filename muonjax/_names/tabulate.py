@@ -110,7 +110,7 @@ def _matrices(route: Route) -> Counter[tuple[int, int]]:
     return sizes
 
 
-def _cells(route: Route) -> tuple[str, ...]:
+def _cells(route: Route) -> Sequence[str]:
     """The line of a leaf, in the columns of the header: "3 of 64×64" for three matrices."""
     sizes = []
     for (m, n), count in _matrices(route).items():

@@ -1,9 +1,8 @@
 """Make one dictionary for a log of what an optimizer's state keeps: counts, rates, what clips and monitors measured."""
 
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,36 +86,30 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
     Parts of an optimizer count by themselves, and one without leaves stays at 0: the largest count is the step. A rate
     is kept by `optax.inject_hyperparams`, or by a `LearningRateState`.
     """
-    # By the path of the state that holds the number: ("inner_states", "adam", "1").
-    counts = {}
-    rates = {}
-    values: dict[str, Any] = {}
+    # By the names in their path, such as ("inner_states", "adam", "1", "count"); a single array has no names.
+    numbers = {}
     for path, leaf in jax.tree.leaves_with_path(state):
-        # A state that is a single array has no names.
         *holder, name = names(path) or ("",)
-        if name not in ("learning_rate", "count", *_GUARDS) or jnp.ndim(leaf) > 0:
-            continue
-        if name == "learning_rate":
-            rates[tuple(holder)] = leaf
-        elif jnp.issubdtype(dtype_of(leaf), jnp.inexact):
-            # A parameter may be called "count" too, but it is a floating-point number.
-            continue
-        elif name == "count":
-            counts[tuple(holder)] = leaf
-        else:
-            # Optax's "total_notfinite" is "num_not_finite" in a log.
-            values[_GUARDS[name]] = leaf
-    if counts:
-        values["count"] = functools.reduce(jnp.maximum, counts.values())
-    for holder, rate in rates.items():
+        # A parameter may be called "count" too, but it is a floating-point number.
+        is_integer = not jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+        if jnp.ndim(leaf) == 0 and (is_integer or name == "learning_rate"):
+            numbers[(*holder, name)] = leaf
+    values: dict[str, Any] = {}
+    for (*holder, name), number in numbers.items():
         # A `LearningRateState` has a count next to its rate; `optax.inject_hyperparams` keeps its rates together.
-        if holder in counts or holder[-1:] == ("hyperparams",):
-            name = "adam_learning_rate" if _is_of_adam(holder) else "learning_rate"
-            values[name] = rate
+        is_kept = (*holder, "count") in numbers or holder[-1:] == ["hyperparams"]
+        if name == "learning_rate" and is_kept:
+            rate = "adam_learning_rate" if _is_of_adam(holder) else name
+            values[rate] = number
+        elif name == "count":
+            values[name] = jnp.maximum(number, values.get(name, 0))
+        elif name in _GUARDS:
+            # Optax's "total_notfinite" is "num_not_finite" in a log.
+            values[_GUARDS[name]] = number
     return values
 
 
-def _is_of_adam(holder: tuple[str, ...]) -> bool:
+def _is_of_adam(holder: Sequence[str]) -> bool:
     """Whether the innermost partition around a state gives it to the part for all but matrices."""
     labels = [
         label for name, label in itertools.pairwise(holder) if name == "inner_states"
