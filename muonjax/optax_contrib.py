@@ -233,15 +233,8 @@ def scale_by_muon(
             )
         check_range("ns_steps", ns_steps, "positive and finite", "; it counts steps.")
 
-    @errors_of("scale_by_muon")
-    def init(params) -> MuonState:
-        if len(shape) == 2 and shape[0] > ns_steps:
-            raise ValueError(
-                f"(ns_steps={ns_steps}) is less than the {shape[0]} rows of ns_coeffs; give as many "
-                "steps, and Optax takes each row once."
-            )
-        mu: Any = optax.tree.zeros_like(params, dtype=mu_dtype)
-        return MuonState(jnp.zeros([], jnp.int32), mu, jnp.asarray(ns_coeffs))
+    # The state is Optax's own. It refuses more rows of coefficients than steps.
+    theirs = optax.contrib.scale_by_muon(ns_coeffs, ns_steps, mu_dtype=mu_dtype)
 
     @errors_of("scale_by_muon")
     def update(updates, state, params=None):
@@ -279,7 +272,7 @@ def scale_by_muon(
         mu = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
         return polar_factors, MuonState(count, mu, state.ns_coeffs)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(errors_of("scale_by_muon")(theirs.init), update)
 
 
 def _two_axes(params: Any) -> Any:

@@ -122,7 +122,7 @@ def _common_axes(parameters: Sequence[Parameter]) -> dict[tuple[int, ...], int]:
     """
     shortest = min(p.rank for p in parameters)
     sizes: dict[tuple[int, ...], int] = {}
-    for position in [*range(shortest), *range(-shortest, 0)]:
+    for position in range(-shortest, shortest):
         sizes_there = {p.shape[position] for p in parameters}
         if len(sizes_there) == 1:
             axes = tuple(position % p.rank for p in parameters)

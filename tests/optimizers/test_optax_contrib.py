@@ -283,7 +283,7 @@ def test_the_momentum_keeps_its_dtype():
         ),
         (
             lambda: optax_contrib.scale_by_muon(muonjax.YOU, 3).init({}),
-            "less than the 5 rows",
+            "^scale_by_muon: Not enough coeffs to perform 3 steps",
         ),
         (
             lambda: optax_contrib.muon(0.1, ns_steps=0),
