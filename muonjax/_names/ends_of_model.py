@@ -148,7 +148,7 @@ def _is_layer(p: Parameter) -> bool:
 class _Place(NamedTuple):
     """Where a layer is in its model: block_1/fc2 is number 2 of the layers `fc` in block_1.
 
-    Its kind is ("block_", "fc"), which all blocks share.
+    Its kind is "block_/fc", which all blocks share.
 
     Attributes:
       scope: The path of the module around it, ("block_1",).
