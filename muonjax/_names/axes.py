@@ -45,7 +45,12 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     if role is roles.EXPERTS:
         # [experts, in, out]
         return MuonDimensionNumbers(1, 2)
-    return _kernel(p, neighbors)
+    output = _output_axis(p, neighbors)
+    if output is None:
+        return None
+    # Everything else is summed over: the inputs, and the window of a convolution [*window, in, out].
+    inputs = [axis for axis in range(rank) if axis != output]
+    return MuonDimensionNumbers(tuple(inputs), output)
 
 
 def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
@@ -65,16 +70,6 @@ def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     elif outputs_first is None or (is_router_weight and not outputs_first):
         return None
     return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
-
-
-def _kernel(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
-    """Rows and columns of a kernel of three axes or more, ((0, 1, 2), 3) of a convolution [3, 3, 16, 32]."""
-    output = _output_axis(p, neighbors)
-    if output is None:
-        return None
-    # Everything else is summed over: the inputs, and the window of a convolution.
-    inputs = [axis for axis in range(p.rank) if axis != output]
-    return MuonDimensionNumbers(tuple(inputs), output)
 
 
 def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:

@@ -6,7 +6,7 @@ and split at slashes and dots (`path_words`). Each row of the tables below says 
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from muonjax._matrices.matrix_view import DimensionNumbers
@@ -276,34 +276,25 @@ def read_roles(paths: Sequence[Path]) -> list[Role]:
             attentions.add(scope)
         *module_path, name = path
         names[tuple(module_path)].add(name)
-    tree = _Tree(attentions, names)
-    return [_role(path, tree) for path in named_paths]
+    return [_role(path, attentions, names[path[:-1]]) for path in named_paths]
 
 
-class _Tree(NamedTuple):
-    """What the role of one leaf depends on in the rest of the tree.
-
-    Attributes:
-      attentions: The scopes that hold queries or keys.
-      names: The names of all leaves of a module, {("Dense_0",): {"kernel", "bias"}}.
-    """
-
-    attentions: set[Path]
-    names: Mapping[Path, set[str]]
-
-
-def _role(path: Path, tree: _Tree) -> Role:
+def _role(path: Path, attentions: set[Path], siblings: set[str]) -> Role:
     """What a leaf is in its layer: ("Dense_0", "kernel") is a dense layer's kernel, ("ln_f", "scale") a scale.
 
     The last two names tell what is never a matrix; the name of the layer tells which matrix it is. The first that fits
     decides: an adapter, a letter, a bias by its weight, a row of `_NOT_MUON`, a matrix.
+
+    Args:
+      path: The names of the leaf from the root.
+      attentions: The scopes that hold queries or keys.
+      siblings: The names of all leaves of its module, {"kernel", "bias"}.
     """
     # The module's and the array's name, "ln_f/scale"; "/scale" of an array in no module.
     names = ["", *filter(None, map(snake, path))]
     last_two = "/".join(names[-2:])
     # The layer of attn/query/kernel is "query".
     _, layer = layer_of(path)
-    beside = tree.names.get(path[:-1], set())
     # An adapter has its factors in arrays such as lora_a, or as `a` in a module called lora.
     if re.fullmatch(_ADAPTER, layer) or re.fullmatch(_ADAPTER_LEAF, last_two):
         return ADAPTER
@@ -311,31 +302,33 @@ def _role(path: Path, tree: _Tree) -> Role:
     if re.fullmatch(_LETTER, path[-1]):
         return LONE_LETTER
     # Haiku and AlphaFold have a bias output_b next to its weight output_w.
-    has_weight = re.sub("_b$", "_w", path[-1]) in beside - {path[-1]}
+    has_weight = re.sub("_b$", "_w", path[-1]) in siblings - {path[-1]}
     role = BIAS if has_weight else _first(_NOT_MUON, last_two)
     if role is BIAS:
         # This is the bias of the layer `output`, and TransformerLens' b_q that of the layer `q`.
-        matrix = _matrix(path, re.sub("^b_|_b$", "", layer), tree)
+        matrix = _matrix(path, re.sub("^b_|_b$", "", layer), attentions)
         # The bias of a query may be [heads, size], and a layer of unknown kind may be a DenseGeneral.
         may_have_axes = matrix is UNKNOWN or matrix.projection not in ("", "out")
         return BIAS._replace(ranks=()) if may_have_axes else BIAS
     # An array called queries is an attention's projection next to keys or values; alone it holds learned tokens.
-    is_query = role is TOKENS and names[-1] == "queries" and beside & {"keys", "values"}
+    is_query = (
+        role is TOKENS and names[-1] == "queries" and siblings & {"keys", "values"}
+    )
     # The logits of a router are no output of the model.
     is_router = role is HEAD and "router" in names
     if role is None or is_query or is_router:
-        return _matrix(path, layer, tree)
+        return _matrix(path, layer, attentions)
     return role
 
 
-def _matrix(path: Path, layer: str, tree: _Tree) -> Role:
+def _matrix(path: Path, layer: str, attentions: set[Path]) -> Role:
     """What a matrix is, by the name of its layer: `out` is an attention's output next to queries, and else UNKNOWN."""
     scope = layer_of(path)[0]
     around = snake(scope[-1]) if scope else ""
     # Haiku keeps the gates of an LSTM in a layer called linear.
     if around == "lstm" and layer == "linear":
         return RECURRENT
-    if scope in tree.attentions or re.search(r"att(n|en)", around):
+    if scope in attentions or re.search(r"att(n|en)", around):
         table = (*_PROJECTIONS, *_IN_ATTENTION, *_ANYWHERE)
         otherwise = UNKNOWN
     else:

@@ -94,7 +94,13 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     """
     # {the axis of each leaf: its size} at the same place from the front or from the back: {(0, 0): 6} for the two
     # above, {(1, 0): 6, (2, 1): 80} for a kernel [32, 6, 80] and its bias [6, 80].
-    common_axes = _common_axes(parameters)
+    common_axes: dict[tuple[int, ...], int] = {}
+    shortest = min(p.rank for p in parameters)
+    for position in range(-shortest, shortest):
+        sizes = {p.shape[position] for p in parameters}
+        if len(sizes) == 1:
+            axes = tuple(position % p.rank for p in parameters)
+            common_axes[axes] = sizes.pop()
     if not common_axes:
         return None
     # Square layers have more axes in common. There are fewer layers than features, so the shortest axis counts layers.
@@ -112,22 +118,6 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     for p, axis in zip(parameters, fits[0], strict=True):
         layers.append(_without(p, axis))
     return layers
-
-
-def _common_axes(parameters: Sequence[Parameter]) -> dict[tuple[int, ...], int]:
-    """The positions at which all leaves have an axis of one size, from the front or from the back.
-
-    Returns:
-      For each position the axis of every leaf, and the size: [32, 6, 80] and [80, 6] give {(1, 1): 6}.
-    """
-    shortest = min(p.rank for p in parameters)
-    sizes: dict[tuple[int, ...], int] = {}
-    for position in range(-shortest, shortest):
-        sizes_there = {p.shape[position] for p in parameters}
-        if len(sizes_there) == 1:
-            axes = tuple(position % p.rank for p in parameters)
-            sizes[axes] = sizes_there.pop()
-    return sizes
 
 
 def _without(p: Parameter, axis: int) -> Parameter:
