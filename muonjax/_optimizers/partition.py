@@ -69,7 +69,7 @@ def partition_by_route(
             }
             # Integers, such as a count of steps, get an update of zero.
             if "fixed" in jax.tree.leaves(route.labels):
-                inner["fixed"] = _fixed()
+                inner["fixed"] = optax.stateless(_zeros_like_params)
             # A function, for Optax would call a tree that is callable, as an Equinox module is.
             partition = optax.partition(inner, lambda _: route.labels)
             last = key, partition
@@ -139,13 +139,9 @@ def _is_dimension_numbers(node: Any) -> bool:
     return hasattr(node, "reduction_axis")
 
 
-def _fixed() -> optax.GradientTransformation:
-    """Leave integers as they are: with AdamW's float update, weight decay would count them down."""
-
-    def no_step(updates, params):
-        return optax.tree.zeros_like(updates if params is None else params)
-
-    return optax.stateless(no_step)
+def _zeros_like_params(_: Any, params: Any) -> Any:
+    """No step for integers: AdamW's float update would count them down by weight decay."""
+    return optax.tree.zeros_like(params)
 
 
 class _Route(NamedTuple):

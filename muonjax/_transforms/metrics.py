@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from muonjax._common.trees import dtype_of, names, unboxed
+from muonjax._common.trees import dtype_of, flatten_paths, names, unboxed
 
 # What Optax's guards against bad gradients call their numbers, and what a log calls them.
 _GUARDS = {"total_notfinite": "num_not_finite", "should_skip": "is_skipped"}
@@ -62,7 +62,8 @@ def metrics(state: Any) -> dict[str, Any]:
     for part in _parts(state):
         is_clip = "maxima" in part
         kind = "qk_clip" if is_clip else "monitor"
-        measured = _of_clip(part) if is_clip else _of_monitor(part)
+        # A monitor has {"muon": {"update_rms": ...}}, which is "muon/update_rms" in a log.
+        measured = _of_clip(part) if is_clip else flatten_paths(part["statistics"])
         # The first is monitor/…, the second monitor_1/….
         prefix = f"{kind}_{num_parts[kind]}" if num_parts[kind] else kind
         num_parts[kind] += 1
@@ -163,12 +164,3 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
         "total_clipped": total_clipped,
         "smallest_factor": smallest,
     }
-
-
-def _of_monitor(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The statistics of each group as "<group>/<statistic>"."""
-    measured = {}
-    for group, statistics in state["statistics"].items():
-        for name, value in statistics.items():
-            measured[f"{group}/{name}"] = unboxed(value)
-    return measured
