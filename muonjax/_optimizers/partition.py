@@ -1,7 +1,7 @@
 """Split the parameters between two optimizers, one for matrices and one for everything else, as routing says."""
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,17 +61,17 @@ def partition_by_route(
         # `init` warns, and routes its tree in any case, since a kept partition would not warn again.
         if key != last_key or warn:
             # The whole tree is routed: a decision looks at the neighbors of a leaf, which a partition hides.
-            route = _route(dimension_numbers, tree, params, warn=warn)
+            pieces, rest, labels = _route(dimension_numbers, tree, params, warn=warn)
             inner: dict[Hashable, optax.GradientTransformation] = {
-                "muon": matrices(route.pieces),
+                "muon": matrices(pieces),
                 # `offload` lets the state be in host memory; for the matrices' state `matrices` does that itself.
-                "adam": offload(others(route.others)),
+                "adam": offload(others(rest)),
             }
             # Integers, such as a count of steps, get an update of zero.
-            if "fixed" in jax.tree.leaves(route.labels):
+            if "fixed" in jax.tree.leaves(labels):
                 inner["fixed"] = optax.stateless(_zeros_like_params)
             # A function, for Optax would call a tree that is callable, as an Equinox module is.
-            partition = optax.partition(inner, lambda _: route.labels)
+            partition = optax.partition(inner, lambda _: labels)
             last = key, partition
         return partition
 
@@ -144,26 +144,13 @@ def _zeros_like_params(_: Any, params: Any) -> Any:
     return optax.tree.zeros_like(params)
 
 
-class _Route(NamedTuple):
-    """Where each leaf of a tree goes.
-
-    Attributes:
-      pieces: The matrices of the leaves that are Muon's, in a tree whose other leaves are masked.
-      others: The parameters that are AdamW's; all others are masked.
-      labels: A tree of "muon", "adam" and "fixed".
-    """
-
-    pieces: Pieces
-    others: Any
-    labels: Any
-
-
 def _route(
     given: DimensionNumbersTree, tree: Any, params: Any, *, warn: bool
-) -> _Route:
-    """Which leaves are Muon's, AdamW's or fixed, and the matrices of Muon's.
+) -> tuple[Pieces, Any, Any]:
+    """The matrices of the leaves that are Muon's, the parameters that are AdamW's, and a tree of labels.
 
-    A kernel, a bias and an integer that counts steps get the labels "muon", "adam" and "fixed".
+    A kernel, a bias and an integer that counts steps get the labels "muon", "adam" and "fixed". In the first two, the
+    leaves of the others are masked.
 
     Args:
       given: What says which leaves are matrices: a program, dimension numbers, or None for names.
@@ -202,7 +189,7 @@ def _route(
 
     # This checks the axes of every matrix, so that a mistake shows before the first step.
     pieces = matrix_pieces(treedef.unflatten(numbers), part(leaves, "muon"))
-    return _Route(pieces, part(parameters, "adam"), treedef.unflatten(labels))
+    return pieces, part(parameters, "adam"), treedef.unflatten(labels)
 
 
 def _params_with_gradients(updates: Any, params: Any) -> Any:
