@@ -136,10 +136,12 @@ def trace(
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
 
+    schedule: Any = decay
+
     # As `leaf_by_leaf` calls it: with an update, which is not read, and with the state of the leaf.
     def evaluate(_, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The decay that the schedule gives at this update, and the count of the next one."""
-        decay_at_count = jnp.asarray(decay(count), jnp.result_type(float))
+        decay_at_count = jnp.asarray(schedule(count), jnp.result_type(float))
         return decay_at_count, jnp.asarray(optax.safe_increment(count))
 
     def int8_zeros(params: Any) -> Int8TraceState:

@@ -164,8 +164,13 @@ def monitor(
         # `cond` computes this only at the steps that are measured.
         def measured() -> dict[str, dict[str, jax.Array]]:
             # All trees have the structure of the parameters, so their leaves are in one order.
-            trees = map(jax.tree.leaves, (gradients, updates, params))
-            step = _Step(pieces, *trees, _momenta(inner_state, params))
+            step = _Step(
+                pieces,
+                gradients=jax.tree.leaves(gradients),
+                updates=jax.tree.leaves(updates),
+                weights=jax.tree.leaves(params),
+                momenta=_momenta(inner_state, params),
+            )
             statistics = {}
             for group, leaves in leaves_of_groups.items():
                 statistics[group] = _measure(step, leaves)
