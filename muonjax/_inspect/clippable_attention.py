@@ -57,6 +57,11 @@ def attentions(records: Records) -> list[list[Call]]:
     for product, reader in records.attention.readers.items():
         if product not in records.attention.softmaxes:
             calls[product] = _not_followed(records, product, reader)
+    # It may be an attention, or hide one.
+    i = records.without_rule
+    if i >= 0:
+        problem = f"{records.nodes[i].name} is not followed"
+        calls[i] = Call(records.graph.line(i), i, problem=problem)
     # Calls with the same queries are one attention, as the two softmaxes above, or a layer that is called twice.
     by_queries = []
     for _, call in sorted(calls.items()):

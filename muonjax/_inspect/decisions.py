@@ -71,6 +71,9 @@ class _Decider:
             return Decision(None, "whole numbers")
         if not uses:
             return self._without_uses(leaf)
+        without_rule = self.records.without_rule
+        if without_rule >= 0:
+            return self._not_followed(without_rule)
         uses = self._without_scales(leaf, uses)
         for use in uses:
             if use.kind == "unknown":
@@ -104,6 +107,11 @@ class _Decider:
     def _adam(self, why: str, node: int, by_names: bool = False) -> Decision:
         """AdamW, for a reason with the line of an operation; `by_names` leaves it to names, with a warning."""
         return Decision(None, f"{why}: {self.graph.line(node)}", by_names=by_names)
+
+    def _not_followed(self, node: int) -> Decision:
+        """Left to names because of an operation."""
+        name = self.graph.nodes[node].name
+        return self._adam(f"{name} is not followed", node, by_names=True)
 
     def _without_uses(self, leaf: int) -> Decision:
         """Why nothing that trains uses a parameter."""
@@ -175,10 +183,7 @@ class _Decider:
         for use in products:
             (result,) = self.graph.nodes[use.node].outputs
             if result in self.ends.unknown_after:
-                i = self.ends.unknown_after[result]
-                return self._adam(
-                    f"{self.graph.nodes[i].name} is not followed", i, by_names=True
-                )
+                return self._not_followed(self.ends.unknown_after[result])
         if is_head:
             return self._adam(
                 "an output head, as no product follows it", products[0].node

@@ -291,20 +291,12 @@ def _of_activations(operation: Operation, result: Value) -> Value:
         _record_factors(records, node, *values)
     elif operation.is_sum:
         _record_meeting_parts(records, values)
-        # What an operation without a rule gives may be without gradient, and the sum a weight.
-        for other in values:
-            if other.no_rule >= 0:
-                without_rule = records.nodes[other.no_rule].name
-                records.record_views(node, without_rule, weights, "unknown")
     projections = _projections(operation)
     logits = logit_rules.after(operation)
     if operation.is_exponential:
         # These are softmax's weights if the scores are those of queries and keys.
         result = result._replace(exponential_of=result.scores)
         _record_unseen_exponential(operation, logits, result.scores)
-    elif operation.is_sum and projections:
-        # The result of an operation without a rule may be one hot, but its sum with a residual stream is not.
-        result = result._replace(no_rule=-1)
     return result._replace(
         views=_of_masked_weights(operation),
         projections=projections,

@@ -59,8 +59,6 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         return _entry_by_entry(records, node, left, right)
     # Each operand with the other one.
     pairs = ((left, right), (right, left))
-    for operand, other in pairs:
-        records.record_unknown_factor(operand.value, other.value)
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
     for operand, other in pairs:
@@ -218,9 +216,7 @@ def _by_parameter(
                 after_nonlinearity(records, projection, node, unmixed=True)
             )
     records.layers.products.add(node.index)
-    return result._replace(
-        projections=tuple(projections), depends_on=depends_on, no_rule=-1
-    )
+    return result._replace(projections=tuple(projections), depends_on=depends_on)
 
 
 def _recorded_projections(
@@ -343,9 +339,8 @@ def _of_activations(
         attentions = _softmaxes_of(weights)
         for logits in attentions:
             _record_attention(records, logits, weights, values)
-        # The logits of these exponentials may not be known, or an operation without a rule may have changed them. If no
-        # softmax of theirs is recorded, the attention is listed and refused.
-        if not attentions or weights.value.no_rule >= 0:
+        # The logits of these exponentials may not be known: the attention is listed and refused.
+        if not attentions:
             records.record_weights(node, weights.value, values.value)
     if not right.value.depends_on & PARAMETER:
         return _by_constants(records, node, result, left, right)
@@ -603,7 +598,6 @@ def _by_kernel(
     # data may be one for each example, where the examples are the groups.
     is_followed = weights.value.is_weight or kernel.groups == 1
     if weights.value.views and is_followed:
-        records.record_unknown_factor(weights.value, activation.value)
         return _by_parameter(records, node, result, weights, activation, kernel)
     records.record_views(node, node.name, values, "unknown")
     _record_mixture(node, weights)

@@ -98,6 +98,8 @@ class Records:
         self.uses = Uses()
         self.attention = AttentionRecords()
         self.layers = Layers()
+        # The last operation of which nothing is known, so that nothing can be decided; -1 if there is none.
+        self.without_rule = -1
         for leaf, parameter in enumerate(graph.parameters):
             views: tuple[ParameterView, ...] = ()
             if graph.is_float(parameter):
@@ -181,18 +183,6 @@ class Records:
                     self.record(node, "unknown", view, PRODUCT_OF_PARAMETERS)
                 else:
                     self.record(node, kind, view, what)
-
-    def record_unknown_factor(self, value: Value, factor: Value) -> None:
-        """Records the parameters in `value` as unknown if the `factor` comes from an operation without a rule.
-
-        What that operation gives may be one hot, and then the product is a look-up. Nothing is recorded otherwise.
-        """
-        if factor.no_rule < 0:
-            return
-        operation = self.nodes[factor.no_rule]
-        behind = [projection.product.use.view for projection in value.projections]
-        for view in (*value.views, *behind):
-            self.record(operation, "unknown", view, operation.name)
 
     def record_choice_by_labels(
         self, value: Value, axes: Sequence[int], labels: Value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from muonjax._inspect.graph import LONG_EINSUM, Node
 from muonjax._inspect.records import Records
@@ -42,52 +42,29 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     - an operation that mixes columns, such as a sort, makes them one part as well;
     - one whose rule does not handle its settings may choose some of the columns: layers are left to names, but for
       those whose columns were mixed before;
-    - with one that is in no table all layers are left to names, also the queries and keys of logits that it takes.
+    - one that is in no table may be anything, a softmax or something one hot: all parameters are left to names.
     """
     values = records.inputs(node)
-    result = dependent(values)
     # pallas_call, pure_callback, cudnn's attention, ...: none of them is an elementary function.
     is_call = "call" in node.name or "attention" in node.name
-    has_no_rule = not is_call and node.name not in RULES
-    if has_no_rule:
-        # It may be a whole softmax of scores: what multiplies its result may be values.
-        exponential_of = max(result.exponential_of, result.scores)
-        # It may also be a product, or give something one hot.
-        result = result._replace(no_rule=node.index, exponential_of=exponential_of)
-        if exponential_of >= 0:
-            records.attention.summed_exponentials.add(exponential_of)
-        records.layers.without_rule.add(node.index)
+    if not is_call and node.name not in RULES:
+        records.without_rule = node.index
     _record_parameters(records, node, values)
     projections = [projection for value in values for projection in value.projections]
-    if has_no_rule:
-        projections += _queries_and_keys(records, node, values)
     records.record_parts(projections)
     if is_call:
         _record_call(records, node, projections)
     elif node.name not in _MIXING:
         for projection in projections:
-            if projection.unmixed or has_no_rule:
+            if projection.unmixed:
                 records.record(node, "unknown", projection.view, node.name)
-    return [result] * len(node.outputs)
+    return [dependent(values)] * len(node.outputs)
 
 
 def _record_parameters(records: Records, node: Node, values: Sequence[Value]) -> None:
     """Records that the operation takes parameters; without data it may be a penalty, such as a determinant."""
     has_data = any(value.depends_on and not value.is_weight for value in values)
     records.record_views(node, node.name, values, "unknown" if has_data else "alone")
-
-
-def _queries_and_keys(
-    records: Records, node: Node, values: Iterable[Value]
-) -> list[Projection]:
-    """The queries and keys whose logits an operation without a rule takes."""
-    projections: list[Projection] = []
-    for value in values:
-        for logits in value.logits:
-            records.attention.unseen[logits.product] = node.index
-            for operand in records.attention.operands[logits.product]:
-                projections += operand.value.projections
-    return projections
 
 
 def _record_call(

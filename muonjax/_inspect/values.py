@@ -203,8 +203,6 @@ class Value(NamedTuple):
     scores: int = -1
     # The last such product whose exponential it is made of, perhaps softmax's weights; -1 if there is none.
     exponential_of: int = -1
-    # The last operation without a rule: what it gives may be indices, one hot, or windows of an argument.
-    no_rule: int = -1
 
     @property
     def is_weight(self) -> bool:
@@ -393,15 +391,12 @@ def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
 
 def dependent(values: Iterable[Value]) -> Value:
     """A value that depends on all of these, in a way that is not followed."""
-    depends_on, scores, exponential_of, no_rule = 0, -1, -1, -1
+    depends_on, scores, exponential_of = 0, -1, -1
     for value in values:
         depends_on |= value.depends_on
         scores = max(scores, value.scores)
         exponential_of = max(exponential_of, value.exponential_of)
-        no_rule = max(no_rule, value.no_rule)
-    return Value(
-        depends_on, scores=scores, exponential_of=exponential_of, no_rule=no_rule
-    )
+    return Value(depends_on, scores=scores, exponential_of=exponential_of)
 
 
 def used_in_one_way(projections: Sequence[Projection]) -> bool:
