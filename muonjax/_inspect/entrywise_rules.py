@@ -54,10 +54,6 @@ def _eq(records: Records, node: Node) -> Sequence[Value]:
     """
     values = spread_operands(records, node)
     result = dependent(values)
-    first, second = (value.axes("counts") for value in values)
-    # Two that count along the same axis may be equal everywhere.
-    if not set(first).isdisjoint(second):
-        return [result]
     facts = []
     for value in values:
         for fact in value.facts:

@@ -50,9 +50,9 @@ _ENTERED = EXTENSIBLE | {
 }
 
 
-def _without(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def _squeezed(x: jax.Array, dimensions: Sequence[int]) -> jax.Array:
     """`squeeze`, as a reshape."""
-    shape = np.delete(x.shape, axes)
+    shape = np.delete(x.shape, dimensions)
     return lax.reshape(x, shape.tolist())
 
 
@@ -74,7 +74,7 @@ def _stacked(*arrays: jax.Array, axis: int) -> jax.Array:
 def _unstacked(x: jax.Array, axis: int) -> list[jax.Array]:
     """`unstack`, as slices."""
     parts = _split(x, [1] * x.shape[axis], axis)
-    return [_without(part, (axis,)) for part in parts]
+    return [_squeezed(part, (axis,)) for part in parts]
 
 
 def _tiled(x: jax.Array, reps: Sequence[int]) -> jax.Array:
@@ -91,33 +91,27 @@ def _padded(
     x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
 ) -> jax.Array:
     """`pad`, as a slice where the padding is negative and a concatenation where it is not."""
-    for n, (low, high, inside) in zip(x.shape, padding_config, strict=True):
-        size = n + max(n - 1, 0) * inside
-        if size + min(low, 0) + min(high, 0) < 0:  # more is cut off than there is
-            return lax.pad(x, value, padding_config)  # not followed
     # One axis after the other: what a negative padding leaves, between what a positive one adds.
     for axis, (low, high, inside) in enumerate(padding_config):
         if inside:
             x = _with_gaps(x, value, axis, inside)
         start, stop = max(-low, 0), x.shape[axis] - max(-high, 0)
-        parts = [lax.slice_in_dim(x, start, stop, axis=axis)]
-        shape = list(parts[0].shape)
-        if low > 0:
-            shape[axis] = low
-            parts.insert(0, lax.broadcast_in_dim(value, shape, ()))
-        if high > 0:
-            shape[axis] = high
-            parts.append(lax.broadcast_in_dim(value, shape, ()))
-        x = lax.concatenate(parts, axis)
+        x = lax.slice_in_dim(x, start, stop, axis=axis)
+        before = _filled(value, x.shape, axis, max(low, 0))
+        after = _filled(value, x.shape, axis, max(high, 0))
+        x = lax.concatenate([before, x, after], axis)
     return x
+
+
+def _filled(value: jax.Array, shape: Sequence[int], axis: int, size: int) -> jax.Array:
+    """The value in an array of this shape, but with `size` entries along an axis."""
+    return lax.broadcast_in_dim(value, (*shape[:axis], size, *shape[axis + 1 :]), ())
 
 
 def _with_gaps(x: jax.Array, value: jax.Array, axis: int, size: int) -> jax.Array:
     """An array with `size` times the value between its entries, as `associative_scan` makes it: 1 2 3 as 1 0 2 0 3."""
     entries = lax.expand_dims(x, (axis + 1,))
-    shape = [*entries.shape]
-    shape[axis + 1] = size
-    gaps = lax.broadcast_in_dim(value, shape, ())
+    gaps = _filled(value, entries.shape, axis + 1, size)
     with_gaps = lax.concatenate([entries, gaps], axis + 1)
     # [..., entries, 1 + size, ...] as one axis, without the gap after the last entry.
     length = x.shape[axis] * (1 + size)
@@ -130,7 +124,7 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "neg": lambda x: lax.mul(x, np.array(-1).astype(x.dtype)),
     "pad": _padded,
     "split": _split,
-    "squeeze": lambda x, dimensions: _without(x, dimensions),
+    "squeeze": _squeezed,
     "stack": _stacked,
     "tile": _tiled,
     "unstack": _unstacked,
@@ -612,25 +606,16 @@ def _is_readable(array: Any) -> bool:
 
 
 def _is_same(constant: Any, given: Any) -> bool:
-    """Whether this constant of a jaxpr is an array that the function was called with, a view of it or a copy.
+    """Whether this constant of a jaxpr is an array that the function was called with, or a copy of it.
 
     Equal numbers count as a copy: a constant that is taken for an argument is not read, which may cost a refusal.
     """
-    if constant is given:
-        return True
-    # An array of JAX's becomes a constant as it is. A constant may be a view or a copy of a NumPy array.
+    # An array of JAX's becomes a constant as it is. An array of NumPy's may be reshaped, as in
+    # `embedding[tokens.reshape(-1)]`, and JAX copies its int64 to int32.
     if isinstance(constant, jax.Array) or not isinstance(given, np.ndarray):
-        return False
-    numbers = np.asarray(constant)
-    if np.may_share_memory(numbers, given):
-        return True
-    # JAX copies tokens of NumPy's int64 to int32, unless `jax_enable_x64` is set.
-    is_copied = given.dtype.kind in "iuf" and given.dtype.itemsize == 8
-    if not is_copied or numbers.size != given.size:
-        return False
-    # The function may reshape an array before JAX copies it, as in `embedding[tokens.reshape(-1)]`.
-    copied = given.reshape(-1).astype(numbers.dtype)
-    return np.array_equal(numbers.reshape(-1), copied, equal_nan=True)
+        return constant is given
+    copied = given.reshape(-1).astype(constant.dtype)
+    return np.array_equal(constant.reshape(-1), copied)
 
 
 def _is_index(array: Any) -> bool:

@@ -170,26 +170,18 @@ class Layout(NamedTuple):
         Raises:
           NotFollowed: The first iteration does not stand for all of them.
         """
-        # It does if the others are as far from it everywhere, with the same holes.
-        if not self.is_separable(axes) or self.placed(axes):
-            raise NotFollowed
-        rest, visited = self.split(axes)
-        return rest._replace(loops=rest.loops + visited)
-
-    def is_separable(self, axes: Iterable[int]) -> bool:
-        """Whether positions[i, j] = step[i] + start[j] for each of these axes alone: i along it, j along all others.
-
-        ((0, 1, 2), (4, 5, 6)) is separable along axis 0: the second row adds 4 everywhere. ((0, 1, 2), (6, 4, 5)) is
-        not: the second row adds 6, 3 and 3.
-        """
+        # It does if the others are as far from it everywhere, with the same holes. In ((0, 1, 2), (4, 5, 6)) the second
+        # row adds 4 everywhere, and in ((0, 1, 2), (6, 4, 5)) it adds 6, 3 and 3.
         for run in self.runs:
             for axis in run.varying.intersection(axes):
                 # `_split` gives no start where the positions are no such sum, or if nothing but this axis moves them.
                 _, start = _split(run, axis)
-                varies_along_others = run.positions.size > run.shape[axis]
-                if start is None and varies_along_others:
-                    return False
-        return True
+                if start is None and run.positions.size > run.shape[axis]:
+                    raise NotFollowed
+        if self.placed(axes):
+            raise NotFollowed
+        rest, visited = self.split(axes)
+        return rest._replace(loops=rest.loops + visited)
 
     @functools.lru_cache(4096)  # noqa: B019
     def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
@@ -464,13 +456,7 @@ def sums(sets: Iterable[Run]) -> Positions:
     total = np.zeros(1, int)
     for run in sets:
         positions = run.positions[run.positions < HOLE]
-        # Too many sums: take all numbers between the first and the last.
-        if total.size * positions.size > MOST:
-            first = total.min() + positions.min()
-            last = total.max() + positions.max()
-            total = np.arange(first, last + 1)
-        else:
-            total = np.unique(total[:, None] + positions)
+        total = np.unique(total[:, None] + positions)
     return total
 
 

@@ -119,7 +119,6 @@ def _by_matrix(
         # It follows a layer, as a head (items @ w).T does. With learned queries these are scores, if a sum normalizes
         # their exponentials.
         records.layers.products.add(node.index)
-        attention.one_sided.add(node.index)
         return result._replace(scores=node.index)
     return _by_parameter(records, node, result, weights, activation)
 
@@ -179,7 +178,6 @@ def _by_parameter(
         records.record_views(node, "a learned input", [activation.value])
     # The result may be the scores of an attention, as in x @ queries.T with learned queries. Scores that the activation
     # was made of end at this layer. Softmax's weights stay what they are, as those of talking heads.
-    records.attention.one_sided.add(node.index)
     result = result._replace(scores=node.index)
     if result.exponential_of not in records.attention.summed_exponentials:
         result = result._replace(exponential_of=-1)
@@ -421,6 +419,7 @@ def _of_two_activations(
 
     It counts as a layer (`Layers`) if both have free axes, or if it matches the features of two towers.
     """
+    records.attention.two_sided.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
     first, second = left.value, right.value
     # Those in a sum lie along the same axes, so that the first projection tells for all.
@@ -475,7 +474,6 @@ def _by_constants(
     # of scores leaves them what they are.
     has_free = activation.free and constants.free
     if is_layer or attentions or (has_free and result.scores < 0):
-        records.attention.one_sided.add(node.index)
         result = result._replace(scores=node.index, exponential_of=-1)
     if not is_layer:
         return result

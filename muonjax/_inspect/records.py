@@ -66,9 +66,9 @@ class AttentionRecords:
         self.readers: dict[int, int] = {}
         # the operation that takes it and is not followed, because of which the attention is refused.
         self.unseen: dict[int, int] = {}
-        # Products of one activation with learned queries or with data, such as frozen keys. They are attention if a sum
+        # Products of two activations. All others, as with learned queries or frozen keys, are attention only if a sum
         # normalizes their exponentials, as a softmax does.
-        self.one_sided: set[int] = set()
+        self.two_sided: set[int] = set()
         self.summed_exponentials: set[int] = set()
         # Products whose softmax is along columns of a parameter, as of a router, or of an output head.
         self.routers: set[int] = set()
@@ -213,8 +213,7 @@ class Records:
             return
         attention = self.attention
         # In exp(x @ c) * y with a matrix c there is no softmax, unless a sum divides the exponentials.
-        is_normalized = product in attention.summed_exponentials
-        if is_normalized or product not in attention.one_sided:
+        if product in attention.summed_exponentials | attention.two_sided:
             attention.readers.setdefault(product, node.index)
 
     def record_parts(self, projections: Iterable[Projection]) -> None:

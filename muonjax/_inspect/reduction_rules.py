@@ -28,6 +28,7 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     (value,), axes = records.inputs(node), node.params["axes"]
     if _multiplies_layers(records, node):
         records.layers.products.add(node.index)
+        records.attention.two_sided.add(node.index)
         value = value._replace(scores=node.index)
     _record_sum_of_exponentials(records, value, axes)
     linear = []

@@ -99,8 +99,6 @@ def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
     """
     values = records.inputs(node)
     records.layers.without_rule.add(node.index)
-    # Its result may be scores, if a sum normalizes their exponentials.
-    records.attention.one_sided.add(node.index)
     # Each operand may be softmax's weights, and each other one the values.
     for value in values:
         for other in values:

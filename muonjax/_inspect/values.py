@@ -244,8 +244,6 @@ class Value(NamedTuple):
 
     def map(self, move: Move) -> Value:
         """After an operation that only moves entries."""
-        if not (self.projections or self.views or self.logits or self.facts):
-            return self
         return self._replace(
             views=move_each(self.views, move),
             projections=move_each(self.projections, move),
