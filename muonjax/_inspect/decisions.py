@@ -152,7 +152,7 @@ class _Decider:
         # Products by vectors, and by depthwise kernels, do not count from here on.
         matrices = [use for use in products if use.is_matrix]
         if not matrices:
-            is_depthwise = products[0].is_depthwise
+            is_depthwise = products[0].kernel.is_depthwise
             why = "a depthwise convolution" if is_depthwise else "multiplied by vectors"
             return self._adam(why, products[0].node)
         first = matrices[0].node
@@ -196,7 +196,7 @@ class _Decider:
     def _cuts_patches(self, use: Use) -> bool:
         """Whether a product takes windows of the model's input, and not of features."""
         return (
-            use.is_patch
+            use.kernel.is_patch
             and self.records.values[use.activation].depends_on < OF_PRODUCTS
         )
 

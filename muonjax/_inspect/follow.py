@@ -62,11 +62,11 @@ def _follow(records: Records, first: int, last: int) -> None:
 def _follow_loop(records: Records, loop: Loop) -> None:
     """Follows the body of a loop again and again, until nothing new is known of what it carries.
 
-    At first each carried value is what enters the loop; after a round it is also what the body gives.
+    At first each carried value depends on what enters the loop; after a round also on what the body gives.
     """
     body = range(loop.carries.stop, loop.last)
     carries = [records.nodes[i] for i in loop.carries if i in records.graph.live]
-    carried = [_at_start(records, carry) for carry in carries]
+    carried = [dependent([records.values[carry.inputs[0]]]) for carry in carries]
     # A round only adds dependencies. They go on by at least one carried value in each round, as in `a, b = x, a`, so
     # that a round without a new one comes soon.
     for _ in range(len(carries) + 3):
@@ -78,39 +78,27 @@ def _follow_loop(records: Records, loop: Loop) -> None:
         if carried == before:
             break
     takes_gradients = any(records.nodes[i].gradient_pass == "backward" for i in body)
-    for carry, value in zip(carries, carried, strict=True):
+    for carry in carries:
         start = records.values[carry.inputs[0]]
         # The loop changes what entered as a parameter. If it takes gradients, an optimizer in it may train a matrix,
         # which is left to names. All others are initial states, as of an RNN, and no matrices.
-        if start.is_weight and not value.is_weight:
+        if start.is_weight:
             kind = "unknown" if takes_gradients else "other"
             records.record_views(
                 carry, "the start of a loop that changes it", [start], kind
             )
 
 
-def _at_start(records: Records, carry: Node) -> Value:
-    """What a loop carries at first: a parameter as it is; of an activation only what it depends on."""
-    value = records.values[carry.inputs[0]]
-    return value if value.is_weight else dependent([value])
-
-
 def _after_round(records: Records, carry: Node) -> Value:
-    """What a loop carries after one more round; its body is followed again until this does not change any more.
+    """What a loop carries after one more round, by what it depends on.
 
-    A parameter that the body hands on as it is stays one. All else is known only by what it depends on.
+    Its body is followed again until this does not change any more.
     """
     # What was there before the loop, at the end of this round, and before this round.
     start, end = records.inputs(carry)
     value = records.values[carry.outputs[0]]
     # Projections are not followed from round to round: what they are of counts as taken together.
     records.record_parts((*start.projections, *end.projections))
-    if (
-        start.is_weight
-        and end.views == start.views
-        and end.depends_on == start.depends_on
-    ):
-        return value
     after = dependent([start, end, value])
     # Bits from OF_PRODUCTS on stand for products. h = tanh(h @ w) comes from this round's h @ w, whose bit will stand
     # for that of the next round, which can't depend on itself: only the products before the loop stay.

@@ -498,7 +498,8 @@ class Graph:
             of_condition, start = while_counts(eqn)
             inputs, carried = inputs[of_condition:], len(eqn.outvars)
         stop = start + carried
-        variables = opened(self._body(inner)).invars
+        body = opened(self._body(inner))
+        variables = body.invars
         # One carry operation for each carried array; they are the first operations of the loop.
         first = len(self.nodes)
         carry = self._add_for_each(
@@ -507,6 +508,10 @@ class Graph:
         slices = self._add_for_each(
             "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
         )
+        # What the body hands on as it is is a constant, such as parameters in a carry.
+        for k in range(carried):
+            if body.outvars[k] is variables[start + k]:
+                carry[k] = inputs[start + k]
         outputs = self._enter(inner, [*inputs[:start], *carry, *slices])
         # carry(x0) becomes carry(x0, end): from the second iteration on the array comes from the end of the body.
         for k, end in enumerate(outputs[:carried], start=first):

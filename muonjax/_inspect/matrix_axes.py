@@ -107,9 +107,10 @@ def _form(records: Records, leaf: int, use: Use) -> _Form:
     row_axes, column_axes = _rows_and_columns(records, leaf, use)
     form = _Form(row_axes, column_axes)
     # A convolution by groups has a matrix for each, of as many output features: its kernel has one axis of columns.
-    if use.groups > 1:
+    groups = use.kernel.groups
+    if groups > 1:
         axis = min(column_axes)
-        return form._replace(cut=_Cut(axis, (shape[axis] // use.groups,) * use.groups))
+        return form._replace(cut=_Cut(axis, (shape[axis] // groups,) * groups))
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, column_axes, sliced, product.mixed)
     if cut is not None and cut.sizes == (1,) * shape[cut.axis]:

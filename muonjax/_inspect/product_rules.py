@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from muonjax._inspect import logit_rules
 from muonjax._inspect.entrywise_rules import after_nonlinearity, entrywise
@@ -21,6 +20,7 @@ from muonjax._inspect.values import (
     PARAMETER,
     PRODUCT_OF_PARAMETERS,
     AxisFact,
+    Kernel,
     Logits,
     Operand,
     Projection,
@@ -34,11 +34,9 @@ from muonjax._inspect.values import (
 def _dot(records: Records, node: Node) -> Sequence[Value]:
     """The result has the batch axes, then the free axes of the left operand, then those of the right one."""
     sums, batches = node.params["dimension_numbers"]
-    ranks = [len(records.shape(x)) for x in node.inputs]
-    left, right = map(Operand, records.inputs(node), node.inputs, ranks, sums, batches)
+    left, right = (records.operand(node, k, sums[k], batches[k]) for k in (0, 1))
     left.sources = (*left.batch, *left.free, *[None] * len(right.free))
     right.sources = (*right.batch, *[None] * len(left.free), *right.free)
-    left.product_shape = right.product_shape = records.shape(node.outputs[0])
     return [_multiply(records, node, left, right)]
 
 
@@ -120,7 +118,7 @@ def _by_matrix(
         # their exponentials.
         records.layers.products.add(node.index)
         return result._replace(scores=node.index)
-    return _by_parameter(records, node, result, weights, activation)
+    return _by_parameter(records, node, result, weights, activation, Kernel())
 
 
 def _may_be_learned_input(operand: Operand, has_weights: bool) -> bool:
@@ -150,24 +148,13 @@ def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
 # Products by a parameter.
 
 
-class Kernel(NamedTuple):
-    """What is different in a convolution."""
-
-    groups: int = 1
-    is_depthwise: bool = False  # each group of one feature
-    is_patch: bool = False  # of windows that do not overlap
-
-
-NO_KERNEL = Kernel()
-
-
 def _by_parameter(
     records: Records,
     node: Node,
     result: Value,
     weights: Operand,
     activation: Operand,
-    kernel: Kernel = NO_KERNEL,
+    kernel: Kernel,
 ) -> Value:
     """The result of a layer, with a projection by each parameter in `weights`, such as w, a and b in x @ (w + a @ b).
 
@@ -231,7 +218,8 @@ def _recorded_projections(
         _record_slices_of_one(records, weights.value)
     # A sum over experts, sum_e gate[e] (x[e] @ w[e]), does not make e an axis of rows: it counts matrices.
     experts = _experts(weights, activation)
-    is_patch = kernel.is_patch or _cuts_input(activation)
+    if _cuts_input(activation):
+        kernel = kernel._replace(is_patch=True)
     for k, view in enumerate(weights.value.views):
         layout = view.layout
         is_product = bool(layout.runs_along(weights.summed) or view.inner)
@@ -247,9 +235,7 @@ def _recorded_projections(
             # All that count matrices: batch axes, axes that a loop or a look-up goes over, experts.
             batch=(*layout.runs_along(weights.batch), *layout.loops, *of_experts),
             activation=activation.array,
-            groups=kernel.groups,
-            is_depthwise=kernel.is_depthwise,
-            is_patch=is_patch,
+            kernel=kernel,
         )
         if is_product:
             projection = Projection(records.product(node, k), weights.along(layout))
@@ -546,7 +532,8 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
     # A depthwise convolution with one output for each feature leaves the features where they are.
     if kernel.is_depthwise and weight[out] == groups:
         of_image[numbers.out_spec[1]] = numbers.lhs_spec[1]
-    image, weights = _operands(records, node, (into, *window), ())
+    image = records.operand(node, 0)
+    weights = records.operand(node, 1, (into, *window))
     image.sources, weights.sources = of_image, of_kernel
     return [_by_kernel(records, node, image, weights, kernel)]
 
@@ -556,31 +543,12 @@ def _ragged(records: Records, node: Node) -> Sequence[Value]:
     """Each expert's matrix times the rows that belong to it."""
     numbers = node.params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
-    batch = (*batch, *numbers.rhs_group_dimensions)
-    rows, matrices = _operands(records, node, summed, batch)
+    rows = records.operand(node, 0)
+    matrices = records.operand(node, 1, summed, (*batch, *numbers.rhs_group_dimensions))
     rank = len(rows.product_shape)
     rows.sources = [None] * rank
     matrices.sources = [None] * (rank - len(matrices.free)) + list(matrices.free)
-    return [_by_kernel(records, node, rows, matrices, NO_KERNEL)]
-
-
-def _operands(
-    records: Records, node: Node, summed: Sequence[int], batch: Sequence[int]
-) -> tuple[Operand, Operand]:
-    """The activation and the kernel of a convolution, or of `ragged_dot`, which have two operands each.
-
-    `summed` and `batch` are axes of the kernel. For the activation both are empty: the rules of these products use only
-    its `sources`, for each axis of the result the axis of the operand that it comes from. The caller sets them.
-    """
-    values, ranks = records.inputs(node), [len(records.shape(x)) for x in node.inputs]
-    activation = Operand(
-        values[0], array=node.inputs[0], rank=ranks[0], summed=(), batch=()
-    )
-    kernel = Operand(
-        values[1], array=node.inputs[1], rank=ranks[1], summed=summed, batch=batch
-    )
-    activation.product_shape = kernel.product_shape = records.shape(node.outputs[0])
-    return activation, kernel
+    return [_by_kernel(records, node, rows, matrices, Kernel())]
 
 
 def _by_kernel(

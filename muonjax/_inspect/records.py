@@ -137,6 +137,17 @@ class Records:
             for i in operations:
                 table.pop(i, None)
 
+    def operand(
+        self, node: Node, k: int, summed: Sequence[int] = (), batch: Sequence[int] = ()
+    ) -> Operand:
+        """Operand number `k` of a product, without its `sources`."""
+        array = node.inputs[k]
+        operand = Operand(
+            self.values[array], array, len(self.shape(array)), summed, batch
+        )
+        operand.product_shape = self.shape(node.outputs[0])
+        return operand
+
     def product(self, node: Node, k: int) -> Product:
         """The product of an operation with its view number `k`. Each new one gets the next bit."""
         products = self.uses.products

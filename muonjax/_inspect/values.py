@@ -46,6 +46,14 @@ class ParameterView(NamedTuple):
     noisy: bool = False  # multiplied by random numbers
 
 
+class Kernel(NamedTuple):
+    """What is different in a convolution."""
+
+    groups: int = 1
+    is_depthwise: bool = False  # each group of one feature
+    is_patch: bool = False  # of windows that do not overlap
+
+
 class Use(NamedTuple):
     """One thing that is done with a parameter; axes are those of the parameter."""
 
@@ -59,15 +67,13 @@ class Use(NamedTuple):
     columns: tuple[Run, ...] = ()  # a product gives them
     batch: tuple[Run, ...] = ()  # they count matrices: batch axes, loops, experts
     activation: int = -1  # the activation that it is multiplied with
-    groups: int = 1  # of a convolution
-    is_depthwise: bool = False  # each group of one feature
-    is_patch: bool = False  # a convolution with windows that do not overlap
+    kernel: Kernel = Kernel()
     product: Any = None  # if it is one, what becomes of it: a `Product`
 
     @property
     def is_matrix(self) -> bool:
         """Whether the product sums over axes of the parameter and gives others: not one by a vector."""
-        return bool(self.rows and self.columns) and not self.is_depthwise
+        return bool(self.rows and self.columns) and not self.kernel.is_depthwise
 
 
 @dataclasses.dataclass(eq=False, slots=True)
