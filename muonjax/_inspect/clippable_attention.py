@@ -235,8 +235,8 @@ def _probe(records: Records, logits: Logits, hidden: float) -> Probe:
     those before a mask or a bias was added. Where this adds `hidden` or less, a number below zero, a mask hides a
     logit.
     """
-    variables = records.graph.variables_of(logits.value)
-    raw_variables = records.graph.variables_of(logits.raw) if logits.has_raw else {}
+    variables = records.graph.variables[logits.value]
+    raw_variables = records.graph.variables[logits.raw] if logits.has_raw else {}
     made_in = records.nodes[records.graph.producer[logits.value]].place
 
     def cost(place: Place) -> tuple[int, bool, bool]:

@@ -181,7 +181,13 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
     if not any(
         value.depends_on & PARAMETER or value.logits for value in operation.values
     ):
-        return result._replace(facts=_facts_of_data(operation))
+        # A sum of an argument's entries is made of these still.
+        kinds: tuple[str, ...] = ()
+        if operation.is_scale:
+            kinds = ("input", "one hot")
+        elif operation.is_sum:
+            kinds = ("input",)
+        return result._replace(facts=_facts(operation, *kinds))
     return _of_activations(operation, result)
 
 
@@ -215,14 +221,10 @@ def _chosen_parts(values: Sequence[Value]) -> list[ParameterView]:
     return [view for origin, _, view in parts if len(set(regions[origin])) > 1]
 
 
-def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
-    """What stays true of numbers without parameters: a sum of an argument's entries is made of these still."""
-    kept: tuple[str, ...] = ()
-    if operation.is_scale:
-        kept = ("input", "one hot")
-    elif operation.is_sum:
-        kept = ("input",)
-    return tuple(f for value in operation.values for f in value.facts if f.what in kept)
+def _facts(operation: Operation, *kinds: str) -> tuple[AxisFact, ...]:
+    """The facts of these kinds in all operands, each once."""
+    facts = [fact for value in operation.values for fact in value.facts]
+    return tuple(dict.fromkeys(fact for fact in facts if fact.what in kinds))
 
 
 # Operands that are made of parameters alone.
@@ -297,7 +299,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
         views=_of_masked_weights(operation),
         projections=projections,
         logits=logits,
-        facts=_columns_of_frozen(values),
+        facts=_facts(operation, "columns"),
     )
 
 
@@ -327,15 +329,6 @@ def _record_unseen_exponential(
     # The logits of a power are logarithms of its base, which nobody takes.
     if operation.node.name == "pow" or not is_followed:
         operation.records.attention.unseen[scores] = operation.node.index
-
-
-def _columns_of_frozen(values: Sequence[Value]) -> tuple[AxisFact, ...]:
-    """The columns of the last frozen matrix that these come from."""
-    columns = [
-        fact for value in values for fact in value.facts if fact.what == "columns"
-    ]
-    last = max((fact.product for fact in columns), default=-1)
-    return tuple(dict.fromkeys(fact for fact in columns if fact.product == last))
 
 
 def _projections(operation: Operation) -> tuple[Projection, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from muonjax._inspect import move_rules, product_rules, reduction_rules  # noqa: F401  they fill RULES
 from muonjax._inspect.entrywise_rules import FOLDED
-from muonjax._inspect.graph import Graph, Loop, Node
+from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import RULES, unknown
@@ -49,23 +49,22 @@ def _follow(records: Records, first: int, last: int) -> None:
     """Applies its rule to every live operation in nodes[first:last]; follows loops."""
     i = first
     while i < last:
-        loop = records.graph.loops.get(i)
-        if loop is not None:
-            _follow_loop(records, loop)
-            i = loop.last
+        if i in records.graph.loops:
+            start, stop = records.graph.loops[i]
+            _follow_loop(records, range(i, start), range(start, stop))
+            i = stop
             continue
         if i in records.graph.live:
             _apply(records, records.nodes[i])
         i += 1
 
 
-def _follow_loop(records: Records, loop: Loop) -> None:
-    """Follows the body of a loop again and again, until nothing new is known of what it carries.
+def _follow_loop(records: Records, first: range, body: range) -> None:
+    """Follows the body of a loop again and again, until nothing new is known of what its `first` operations carry.
 
     At first each carried value depends on what enters the loop; after a round also on what the body gives.
     """
-    body = range(loop.carries.stop, loop.last)
-    carries = [records.nodes[i] for i in loop.carries if i in records.graph.live]
+    carries = [records.nodes[i] for i in first if i in records.graph.live]
     carried = [dependent([records.values[carry.inputs[0]]]) for carry in carries]
     # A round only adds dependencies. They go on by at least one carried value in each round, as in `a, b = x, a`, so
     # that a round without a new one comes soon.

@@ -194,13 +194,6 @@ def _is_long_einsum(name_stack: Any) -> bool:
     return False
 
 
-class Loop(NamedTuple):
-    """The "carry" operations of a loop, and where the operations of its body end that come after them."""
-
-    carries: range
-    last: int
-
-
 class Graph:
     """The operations of a function in an order in which they can run.
 
@@ -220,13 +213,12 @@ class Graph:
         jaxpr = opened(closed)
         self._given = given
         self.nodes: list[Node] = []
-        # By value: its shape and dtype, and its variable in the body where it is first seen.
+        # By value: its shape and dtype, and its variable in each body where it has one: where it is made, inside of a
+        # `jit` that takes it, and outside of one that returns it.
         self.avals: list[Any] = []
-        self.variables: list[Any] = []
-        # By value, its variables in other bodies: inside of a `jit` that takes it, and outside of one that returns it.
-        self.elsewhere: dict[int, list[tuple[Place, Any]]] = {}
+        self.variables: list[dict[Place, Any]] = []
         # What the function is given: parameters and data.
-        inputs = [self._new(v) for v in jaxpr.invars]
+        inputs = [self._new(v, ()) for v in jaxpr.invars]
         self.parameters = [inputs[i] for i in parameters]
         self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
         # In `x * 2.0 + table` the function closes over `table`. `constants` has its value, and `constant_arrays` the
@@ -238,11 +230,11 @@ class Graph:
         self.known: dict[int, Any] = {}
         # By value, the results of `possible_numbers.numbers_in`, which fills it.
         self.possible_numbers: dict[int, Any] = {}
-        # By the index of a loop's first operation.
-        self.loops: dict[int, Loop] = {}
+        # By the index of a loop's first operation: where its "carry" operations end, and where its body does.
+        self.loops: dict[int, tuple[int, int]] = {}
         # By the place of a body: the equation that has it.
         self.callers: dict[Place, JaxprEqn] = {}
-        self.outputs = self._walk(jaxpr, self._constants(closed), inputs, ())
+        self.outputs = self._walk(jaxpr, self._constants(closed, ()), inputs, ())
         # The list is complete from here on. By value: the index of the operation that makes it.
         self.producer: dict[int, int] = {}
         for node in self.nodes:
@@ -288,15 +280,15 @@ class Graph:
 
     # How the list is made.
 
-    def _new(self, variable: Any) -> int:
-        """A new value for a variable."""
+    def _new(self, variable: Any, place: Place) -> int:
+        """A new value for a variable of the body at `place`."""
         self.avals.append(variable.aval)
-        self.variables.append(variable)
+        self.variables.append({place: variable})
         return len(self.avals) - 1
 
-    def _constants(self, body: Body) -> list[int]:
+    def _constants(self, body: Body, place: Place) -> list[int]:
         """The values of the arrays that a body closes over."""
-        values = [self._new(v) for v in opened(body).constvars]
+        values = [self._new(v, place) for v in opened(body).constvars]
         self.constants += values
         # A plain jaxpr has variables for its constants and not their values.
         for x, array in zip(values, constants(body), strict=False):
@@ -321,7 +313,7 @@ class Graph:
         place: Place,
     ) -> list[int]:
         """Appends an operation of the body at `place`; returns the values of its `variables`, which are new."""
-        outputs = [self._new(v) for v in variables]
+        outputs = [self._new(v, place) for v in variables]
         # An einsum of three or more operands multiplies them in an order that depends on their sizes. All of its
         # operations get one name, whose rule follows none of them.
         scopes = equation.source_info.name_stack
@@ -378,7 +370,7 @@ class Graph:
             if not isinstance(atom, Literal):
                 return values[atom]
             # A number that stands in the equation, as 2.0 in x * 2.0.
-            value = self._new(atom)
+            value = self._new(atom, place)
             self.known[value] = atom.val
             return value
 
@@ -420,7 +412,7 @@ class Graph:
             arrays.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         other = _rewritten(name, tuple(arrays), tuple(eqn.params.items()))
         outputs = self._walk(other.jaxpr, (), inputs, place, replaced=eqn)
-        # The rewriting has new variables. `variables_of` has to give those of the program.
+        # The rewriting has new variables. Those of the program take their place.
         self._also_in(outputs, variables, place)
         return outputs
 
@@ -457,7 +449,7 @@ class Graph:
     ) -> None:
         """Notes that these values have these variables in this body too."""
         for x, v in zip(values, variables, strict=True):
-            self.elsewhere.setdefault(x, []).append((place, v))
+            self.variables[x][place] = v
 
     def _body(self, place: Place) -> Body:
         """The jaxpr of a body."""
@@ -481,7 +473,7 @@ class Graph:
         # Inside, the inputs of the call have the variables of the body.
         body = self._body(inner)
         self._also_in(inputs, opened(body).invars, inner)
-        return self._walk(opened(body), self._constants(body), inputs, inner)
+        return self._walk(opened(body), self._constants(body, inner), inputs, inner)
 
     def _loop(self, inner: Place, inputs: list[int]) -> list[int]:
         """Appends the body of a scan or a while once; returns the values of the loop's results.
@@ -519,8 +511,7 @@ class Graph:
         # `follow` repeats the body until what is known of the carried arrays stays the same. Without any, as in
         # `lax.map`, it follows the body once.
         if carry:
-            carries = range(first, first + carried)
-            self.loops[first] = Loop(carries, len(self.nodes))
+            self.loops[first] = first + carried, len(self.nodes)
         # What a scan collects of each iteration is an array [iterations, ...] outside of it.
         stacked = self._add_for_each(
             "scan_stack",
@@ -553,15 +544,6 @@ class Graph:
         upstream = self.upstream(values, lambda i: self.nodes[i].inputs)
         arrays = upstream.intersection([*self.arguments, *self.constants])
         return arrays - self.constant_arrays.keys()
-
-    def variables_of(self, value: int) -> dict[Place, Any]:
-        """The variable that a value has in each body where it has one."""
-        variables = {}
-        node = self.maker(value)
-        if node is not None:
-            variables[node.place] = self.variables[value]
-        variables.update(self.elsewhere.get(value, ()))
-        return variables
 
     def line(self, operation: int) -> str:
         """File and line of the user's code that an operation comes from, or a call of the library's that has it."""

@@ -24,14 +24,6 @@ class Contradiction(Exception):
     """Why the products with a parameter do not make it a stack of matrices."""
 
 
-class Matrices(NamedTuple):
-    """A parameter as one matrix, or a stack of them, and the line that shows it."""
-
-    numbers: DimensionNumbers
-    per_head: DimensionNumbers  # with a matrix for each attention head
-    why: str
-
-
 class _Cut(NamedTuple):
     """Parts of an axis."""
 
@@ -57,8 +49,10 @@ class _Form(NamedTuple):
         return f"multiplied along {'axis' if len(self.rows) == 1 else 'axes'} {axes}{parts}"
 
 
-def matrices_of(records: Records, leaf: int, uses: Sequence[Use]) -> Matrices:
-    """The matrices that all of these products, at least one, agree on.
+def matrices_of(
+    records: Records, leaf: int, uses: Sequence[Use]
+) -> tuple[DimensionNumbers, DimensionNumbers, str]:
+    """The matrices that all of these products, at least one, agree on; those with one for each head; and why.
 
     Raises:
       Contradiction: They do not agree, or one of them has no such axes.
@@ -90,7 +84,7 @@ def matrices_of(records: Records, leaf: int, uses: Sequence[Use]) -> Matrices:
                 heads.add((run, region))
     numbers = _numbers(form)
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
-    return Matrices(numbers, per_head, f"{form}: {records.graph.line(use.node)}")
+    return numbers, per_head, f"{form}: {records.graph.line(use.node)}"
 
 
 def _axes(runs: Iterable[Run]) -> frozenset[int]:

@@ -23,7 +23,6 @@ from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
     DATA,
-    MULTIPLIED,
     Logits,
     ParameterView,
     Value,
@@ -330,19 +329,13 @@ def looked_up(
     # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
     by_data = bool(dependent(indices).depends_on & DATA)
     views = []
-    for k, view in enumerate(x.views):
+    for view in x.views:
         layout = view.layout
         picked = other_axes(len(layout.shape), order)
         rows = layout.runs_along(picked)
-        # In (table @ w)[tokens], a factored embedding, tokens choose rows of the table. For w, the other view in x,
-        # this is a product, whose rows are those that meet the table: `inner` has them.
-        if by_data and view.inner and not rows:
-            rows = view.inner[0]
-            cols = layout.runs_along(range(len(layout.shape)))
-            records.record(
-                node, "product", view, MULTIPLIED, k=k, rows=rows, columns=cols
-            )
-            continue
+        # In (table @ w)[tokens], a factored embedding, tokens choose rows of the table, and w multiplies these.
+        if by_data and view.inner:
+            raise NotFollowed
         if by_data and rows:
             records.record(node, "looked up", view, "looked up", rows=rows)
         # It is followed on: an index may choose the matrix of an expert, which is multiplied then.

@@ -495,9 +495,6 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
     # A matrix has columns. Those that are one hot choose from the features, as labels do.
     if not constants.free or constants.value.axes("one hot"):
         return False
-    # In an einsum `bk,bkc->bc` the activation weighs the rows of an array for each example, as of labels.
-    if constants.batch and not activation.free:
-        return False
     column_axes: set[int] = set()
     for projection in activation.value.projections:
         column_axes |= projection.layout.varying

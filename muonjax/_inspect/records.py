@@ -224,7 +224,8 @@ class Records:
             return
         attention = self.attention
         # In exp(x @ c) * y with a matrix c there is no softmax, unless a sum divides the exponentials.
-        if product in attention.summed_exponentials | attention.two_sided:
+        is_normalized = product in attention.summed_exponentials
+        if is_normalized or product in attention.two_sided:
             attention.readers.setdefault(product, node.index)
 
     def record_parts(self, projections: Iterable[Projection]) -> None:

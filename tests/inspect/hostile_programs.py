@@ -107,9 +107,10 @@ def tied_embedding(p, t):
     return cross_entropy(x @ p["embed"].T, t)
 
 
-@program(
-    TOKENS, embed=((V, 4), "looked up"), factor=((4, D), "0 | 1"), head=((D, V), "head")
-)
+CHAIN = "by names: a product of parameters is not followed: hostile_programs.py:"
+
+
+@program(TOKENS, embed=((V, 4), CHAIN), factor=((4, D), CHAIN), head=((D, V), "head"))
 def a_factored_embedding(p, t):
     return cross_entropy(jnp.tanh((p["embed"] @ p["factor"])[t]) @ p["head"], t)
 
