@@ -171,9 +171,13 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
                 records.record(node, "unknown", view, node.name)
             return result
     elif node.name in ("add", "add_any"):
-        operation = _without_zeros(operation)
-        if len(operation.values) == 1:
-            return operation.values[0]
+        terms = []
+        for value, array in zip(values, node.inputs, strict=True):
+            if not is_zero(records, array):
+                terms.append(value)
+        # The number 0, with which Python's `sum` begins, is no term.
+        if len(terms) == 1:
+            return terms[0]
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
     # Operands without parameters and logits. The maximum that softmax subtracts depends on no parameter, for it is
@@ -189,16 +193,6 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
             kinds = ("input",)
         return result._replace(facts=_facts(operation, *kinds))
     return _of_activations(operation, result)
-
-
-def _without_zeros(operation: Operation) -> Operation:
-    """A sum without operands that are the number 0, with which Python's `sum` begins."""
-    values, arrays = [], []
-    for value, array in zip(operation.values, operation.arrays, strict=True):
-        if not is_zero(operation.records, array):
-            values.append(value)
-            arrays.append(array)
-    return operation._replace(values=values, arrays=arrays)
 
 
 def is_zero(records: Records, array: int) -> bool:

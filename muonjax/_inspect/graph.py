@@ -174,10 +174,8 @@ class Node:
 def _gradient_pass(name_stack: Any) -> str:
     """Which pass of a gradient an operation belongs to, by the transformations that JAX notes; "" if there is none."""
     # A user's scope of the same name is no `Transform`.
-    transforms = set()
-    for scope in name_stack.stack:
-        if type(scope).__name__ == "Transform":
-            transforms.add(scope.name)
+    scopes = name_stack.stack
+    transforms = {x.name for x in scopes if type(x).__name__ == "Transform"}
     if "transpose" in transforms:
         return "backward"
     return "forward" if "jvp" in transforms else ""
@@ -601,8 +599,9 @@ def _is_same(constant: Any, given: Any) -> bool:
     # `embedding[tokens.reshape(-1)]`, and JAX copies its int64 to int32.
     if isinstance(constant, jax.Array) or not isinstance(given, np.ndarray):
         return constant is given
-    copied = given.reshape(-1).astype(constant.dtype)
-    return np.array_equal(constant.reshape(-1), copied)
+    numbers = np.asarray(constant)
+    copied = given.reshape(-1).astype(numbers.dtype)
+    return np.array_equal(numbers.reshape(-1), copied)
 
 
 def _is_index(array: Any) -> bool:

@@ -106,11 +106,11 @@ def moved_by(records: Records, node: Node, x: Facts) -> Facts:
     if node.name == "slice":
         # [start, stop, stride] for each axis, as in x[2:8:3].
         strides = params["strides"] or [1] * len(old)
-        bounds = zip(
+        all_bounds = zip(
             params["start_indices"], params["limit_indices"], strides, strict=True
         )
-        for axis, (start, stop, stride) in enumerate(bounds, start=first):
-            x = _sliced(x, axis, range(start, stop, stride))
+        for axis, bounds in enumerate(all_bounds, start=first):
+            x = _sliced(x, axis, range(*bounds))
         return x
     if node.name == "gather":
         return _gathered(records, node, x)

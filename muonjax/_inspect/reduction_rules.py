@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layouts import Layout, NotFollowed
+from muonjax._inspect.layouts import NotFollowed, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import ParameterView, Value, dependent
@@ -19,7 +19,7 @@ def _reduce(records: Records, node: Node) -> Sequence[Value]:
     result = dependent([value])
     if node.name == "reduce_max" and value.logits and value.logits[0].stage == "logits":
         result = result._replace(logits=(value.logits[0]._replace(stage="per query"),))
-    return [_without_axes(result, node.params["axes"])]
+    return [_without_axes(records, node, result)]
 
 
 @rule("reduce_sum")
@@ -48,7 +48,7 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     result = value._replace(
         views=views, projections=tuple(linear), logits=tuple(totals)
     )
-    return [_without_axes(result, axes)]
+    return [_without_axes(records, node, result)]
 
 
 def _multiplies_layers(records: Records, node: Node) -> bool:
@@ -107,12 +107,9 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     return tuple(reduced)
 
 
-def _without_axes(value: Value, axes: Sequence[int]) -> Value:
-    """A value with these axes added up, and gone."""
-
-    def reduced(layout: Layout) -> Layout:
-        left = tuple(axis for axis in range(len(layout.shape)) if axis not in axes)
-        shape = tuple(layout.shape[axis] for axis in left)
-        return layout.add_up(axes).pick(left, shape)
-
-    return value.map(reduced)
+def _without_axes(records: Records, node: Node, value: Value) -> Value:
+    """A value with the axes of a reduction added up, and gone."""
+    old, new = records.graph.shapes(node)
+    axes = node.params["axes"]
+    kept = tuple(other_axes(len(old), axes))
+    return value.map(lambda layout: layout.add_up(axes).pick(kept, new))

@@ -49,7 +49,9 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     is_call = "call" in node.name or "attention" in node.name
     if not is_call and node.name not in RULES:
         records.without_rule = node.index
-    _record_parameters(records, node, values)
+    # Without data it may be a penalty, such as a determinant.
+    has_data = any(value.depends_on and not value.is_weight for value in values)
+    records.record_views(node, node.name, values, "unknown" if has_data else "alone")
     projections = [projection for value in values for projection in value.projections]
     records.record_parts(projections)
     if is_call:
@@ -59,12 +61,6 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
             if projection.unmixed:
                 records.record(node, "unknown", projection.view, node.name)
     return [dependent(values)] * len(node.outputs)
-
-
-def _record_parameters(records: Records, node: Node, values: Sequence[Value]) -> None:
-    """Records that the operation takes parameters; without data it may be a penalty, such as a determinant."""
-    has_data = any(value.depends_on and not value.is_weight for value in values)
-    records.record_views(node, node.name, values, "unknown" if has_data else "alone")
 
 
 def _record_call(
@@ -89,7 +85,7 @@ def _record_call(
     records.layers.products.add(node.index)
 
 
-RULES |= dict.fromkeys([*_MIXING, "pad"], unknown)
+RULES |= dict.fromkeys(_MIXING, unknown)
 
 
 def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
