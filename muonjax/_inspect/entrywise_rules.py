@@ -14,7 +14,7 @@ import numpy as np
 
 from muonjax._inspect import logit_rules
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layouts import whole
+from muonjax._inspect.layouts import NotFollowed, whole
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
@@ -138,8 +138,7 @@ def spread_operands(records: Records, node: Node) -> list[Value]:
     spread = []
     for value, array in zip(values, node.inputs, strict=True):
         old = records.shape(array)
-        # Nothing is known of a number of the program, so that there is nothing to repeat.
-        if old == shape or not (value.depends_on or value.facts):
+        if old == shape:
             spread.append(value)
             continue
         # A scalar next to an array repeats along all axes: -1 is no axis's size.
@@ -165,11 +164,8 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
         chooser, *cases = values
         operation = Operation(records, node, cases, node.inputs[1:], chooser)
         # As in `jnp.where(mask, w[:4], w[4:])`: which entries of w the result has is not known.
-        chosen = _chosen_parts(cases)
-        if chosen:
-            for view in chosen:
-                records.record(node, "unknown", view, node.name)
-            return result
+        if _are_several_parts(cases):
+            raise NotFollowed
     elif node.name in ("add", "add_any"):
         terms = []
         for value, array in zip(values, node.inputs, strict=True):
@@ -201,18 +197,14 @@ def is_zero(records: Records, array: int) -> bool:
     return known is not None and np.ndim(known) == 0 and known == 0
 
 
-def _chosen_parts(values: Sequence[Value]) -> list[ParameterView]:
-    """The parameters of which a choice takes one of several parts, before or after a product with them."""
-    parts: list[tuple[Any, Any, ParameterView]] = []
+def _are_several_parts(values: Sequence[Value]) -> bool:
+    """Whether these have several parts of one parameter, before or after a product with it."""
+    parts: list[tuple[Any, Any]] = []
     for value in values:
-        for view in value.views:
-            parts.append((view.leaf, view.layout.region, view))
+        parts += [(view.leaf, view.layout.region) for view in value.views]
         for projection in value.projections:
-            parts.append(
-                (projection.product, projection.layout.region, projection.view)
-            )
-    regions = grouped((origin, region) for origin, region, _ in parts)
-    return [view for origin, _, view in parts if len(set(regions[origin])) > 1]
+            parts.append((projection.product, projection.layout.region))
+    return any(len(set(regions)) > 1 for regions in grouped(parts).values())
 
 
 def _facts(operation: Operation, *kinds: str) -> tuple[AxisFact, ...]:

@@ -76,11 +76,7 @@ def _record_call(
     if len(arrays) < 3:
         return
     # Each part once: an operand that is a sum may hold the same part several times.
-    parts = {
-        (projection.product, projection.layout.region): projection
-        for projection in projections
-    }
-    records.attention.calls[node.index] = tuple(parts.values())
+    records.attention.calls[node.index] = tuple(projections)
     # A matrix before the call is no output head: attention multiplies what it gives.
     records.layers.products.add(node.index)
 
