@@ -58,7 +58,7 @@ def attentions(records: Records) -> list[list[Call]]:
         if product not in records.attention.softmaxes:
             calls[product] = _not_followed(records, product, reader)
     # It may be an attention, or hide one.
-    i = records.without_rule
+    i = records.unlisted
     if i >= 0:
         problem = f"{records.nodes[i].name} is not followed"
         calls[i] = Call(records.graph.line(i), i, problem=problem)

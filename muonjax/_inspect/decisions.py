@@ -71,7 +71,7 @@ class _Decider:
             return Decision(None, "whole numbers")
         if not uses:
             return self._without_uses(leaf)
-        without_rule = self.records.without_rule
+        without_rule = self.records.unlisted
         if without_rule >= 0:
             return self._not_followed(without_rule)
         uses = self._without_scales(leaf, uses)
@@ -168,9 +168,6 @@ class _Decider:
         try:
             numbers, per_head, why = matrices_of(self.records, leaf, matrices)
         except Contradiction as problem:
-            # A table may be used in several ways, as that of positions in images of two sizes.
-            if self._is_table(matrices):
-                return self._adam(_TABLE, first)._replace(doubt=f"{_TABLE}: {problem}")
             return Decision(None, str(problem), problem=str(problem))
         # Only matrices that don't train follow: it is a hidden layer before frozen ones, or a head before a transform.
         is_last = self.is_loss and "layer" not in destinations

@@ -418,18 +418,11 @@ def after_nonlinearity(
 def last_projections(
     records: Records, node: Node, projections: tuple[Projection, ...]
 ) -> tuple[Projection, ...]:
-    """The last projections of a residual stream, which is a sum over all layers: no more are followed.
-
-    Those that are left out end here, with their columns recorded as used together. Those that are kept count as
-    nonlinear, so that no clip scales a stream of which only a part is known.
-    """
+    """The projections of a sum, unless they are too many, as in a residual stream: then their columns are one part."""
     if len(projections) <= _MOST_PROJECTIONS:
         return projections
-    # This records all of them, also those that are left out.
-    nonlinear = [
-        after_nonlinearity(records, projection, node) for projection in projections
-    ]
-    return tuple(nonlinear[-_MOST_PROJECTIONS:])
+    records.record_parts(projections)
+    return ()
 
 
 # What sums and products entry by entry say about parameters.

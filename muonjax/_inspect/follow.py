@@ -69,7 +69,6 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     # A round only adds dependencies. They go on by at least one carried value in each round, as in `a, b = x, a`, so
     # that a round without a new one comes soon.
     for _ in range(len(carries) + 3):
-        records.forget(body)  # what a round recorded that knew less
         for carry, value in zip(carries, carried, strict=True):
             records.values[carry.outputs[0]] = value
         _follow(records, body.start, body.stop)

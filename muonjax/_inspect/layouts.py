@@ -388,9 +388,7 @@ def _region(layout: Layout) -> Region:
         # Nothing says which positions are there, as along the rows of a kernel after the product with it.
         if not runs and not taken:
             continue
-        # A loop visits its positions one by one, so that all of them are there.
-        visited = _of_axis(layout.loops, axis)
-        positions = sums([*runs, *taken, *visited])
+        positions = sums([*runs, *taken])
         is_there = np.isin(np.arange(n), positions)
         if is_there.all():
             continue

@@ -75,7 +75,7 @@ def matrices_of(
     ((form, use),) = forms.items()
     if form.cut is None:  # perhaps the function cuts the parameter before its products
         slices = {use.view.layout.region for use in uses}
-        form = form._replace(cut=_cut(slices, shape, form.columns))
+        form = form._replace(cut=_cut(slices, shape, form.columns, form.columns))
     # Which columns count heads, in any of the products: [64, 8, 16] has the run 0, ..., 7 along axis 1.
     heads = set()
     for other in uses:
@@ -105,7 +105,8 @@ def _form(records: Records, leaf: int, use: Use) -> _Form:
     if groups > 1:
         axis = min(column_axes)
         return form._replace(cut=_Cut(axis, (shape[axis] // groups,) * groups))
-    cut = _cut(product.parts, shape, column_axes, product.mixed)
+    sliced = {axis for axis, _ in use.view.layout.region}
+    cut = _cut(product.parts, shape, column_axes, sliced, product.mixed)
     if cut is not None and cut.sizes == (1,) * shape[cut.axis]:
         # Such an axis counts matrices, as one of queries, keys and values does. If it is the only one of the columns,
         # its parts are vectors, which stay one matrix.
@@ -151,6 +152,7 @@ def _cut(
     regions: Collection[Region],
     shape: tuple[int, ...],
     columns: frozenset[int],
+    sliced: Collection[int],
     mixed: Collection[Layout] = (),
 ) -> _Cut | None:
     """Along which axis, and into which sizes, columns are cut for different purposes; None: they are one matrix.
@@ -163,6 +165,7 @@ def _cut(
       regions: The parts of the parameter that operations take.
       shape: Its shape.
       columns: Its axes that are columns.
+      sliced: Axes of which this product takes a slice, as x @ w[:, :64]: there, the regions must be all of the axis.
       mixed: Columns that an operation takes together, so that no cut divides them.
     """
     for axis in sorted(columns):
@@ -180,7 +183,8 @@ def _cut(
         divides_mixed = any(
             _divides(edge, axis, layout) for layout in mixed for edge in edges
         )
-        if not divides_mixed:
+        covers = sum(stop - start for start, stop in parts) == period
+        if not divides_mixed and (covers or axis not in sliced):
             return _Cut(axis, _sizes(edges), shape[axis] // period)
     return None
 

@@ -273,11 +273,9 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     picked = [axis for axis, n in enumerate(old) if axis not in sources and n > 1]
     # They choose entries of a parameter, or columns of a product.
     is_part = _differs_along(x, picked)
-    if is_part and len(picked) == 1 and known is not None:
-        every = np.arange(old[picked[0]])
-        # Columns permuted by a constant index are no look-up. Few models have them, so they are not followed.
-        if np.array_equal(np.sort(known, None), every):
-            raise NotFollowed
+    # Columns permuted by a constant index are no look-up.
+    if is_part and known is not None:
+        raise NotFollowed
     # Without a parameter in `x` this may be a cross-entropy, which takes the logit of the label: then the columns of
     # the product are classes.
     if not x.views:

@@ -492,8 +492,8 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
     # Numbers that the function makes itself, as a rotation, depend on none of these.
     if not constants.value.depends_on & (DATA | FROZEN | NOISE):
         return False
-    # A matrix has columns. Those that are one hot choose from the features, as labels do.
-    if not constants.free or constants.value.axes("one hot"):
+    # A matrix has columns.
+    if not constants.free:
         return False
     column_axes: set[int] = set()
     for projection in activation.value.projections:

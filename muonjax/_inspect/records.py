@@ -99,7 +99,7 @@ class Records:
         self.attention = AttentionRecords()
         self.layers = Layers()
         # The last operation of which nothing is known, so that nothing can be decided; -1 if there is none.
-        self.without_rule = -1
+        self.unlisted = -1
         for leaf, parameter in enumerate(graph.parameters):
             views: tuple[ParameterView, ...] = ()
             if graph.is_float(parameter):
@@ -120,22 +120,6 @@ class Records:
     def inputs(self, node: Node) -> list[Value]:
         """The values of an operation's operands."""
         return [self.values[x] for x in node.inputs]
-
-    def forget(self, operations: range) -> None:
-        """Drops the uses and the attentions that were recorded for these operations, of a loop that is followed again.
-
-        All other records only grow from one round to the next: what a round adds that knows less stays true.
-        """
-        uses = self.uses.by_operation
-        for key in [key for key in uses if key[0] in operations]:
-            del uses[key]
-        for table in (
-            self.attention.softmaxes,
-            self.attention.readers,
-            self.attention.unseen,
-        ):
-            for i in operations:
-                table.pop(i, None)
 
     def operand(
         self, node: Node, k: int, summed: Sequence[int] = (), batch: Sequence[int] = ()
@@ -247,13 +231,10 @@ class Records:
         """
         for projection in projections:
             layout = projection.layout
-            # Here, or by a sum before: `mean(q, 3)` has columns that are taken already.
-            is_mixed = bool(layout.runs_along(axes) or layout.taken)
-            # Some columns are mixed, and others stay separate.
-            if projection.unmixed and is_mixed and layout.runs_not_along(axes):
+            # Some columns are mixed, here or by a sum before, and others stay separate.
+            if projection.unmixed and layout.runs_not_along(axes):
                 projection.product.mixed.add(layout.add_up(axes))
             else:
-                # All are mixed, or none, as by a maximum over the batch, behind which no columns are followed.
                 self.record_parts([projection])
 
     def record_added_slices(self, first: ParameterView, other: ParameterView) -> None:

@@ -48,7 +48,7 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     # pallas_call, pure_callback, cudnn's attention, ...: none of them is an elementary function.
     is_call = "call" in node.name or "attention" in node.name
     if not is_call and node.name not in RULES:
-        records.without_rule = node.index
+        records.unlisted = node.index
     # Without data it may be a penalty, such as a determinant.
     has_data = any(value.depends_on and not value.is_weight for value in values)
     records.record_views(node, node.name, values, "unknown" if has_data else "alone")
