@@ -224,10 +224,6 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """
     values = operation.values
     several = sum(bool(value.views) for value in values) > 1
-    has_noise = any(
-        value.depends_on & NOISE and not value.is_weight for value in values
-    )
-    is_scaled_by_noise = operation.is_scale and has_noise
     # A bias differs along fewer axes than the weight that it is added to.
     extents = [value.varying for value in values]
     if operation.is_sum:
@@ -236,13 +232,14 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
     views = []
     for value in values:
         repeats = any(value.varying < extent for extent in extents)
+        is_noisy = several and value.depends_on & NOISE
         for view in value.views:
             if _is_statistic(view, value.varying, values):
                 continue  # the whole parameter is in another operand
-            if repeats or (several and view.noisy):
+            if repeats or is_noisy:
                 operation.records.record(operation.node, "other", view, operation.what)
             else:
-                views.append(view._replace(noisy=view.noisy or is_scaled_by_noise))
+                views.append(view)
     return tuple(dict.fromkeys(views))
 
 

@@ -91,12 +91,27 @@ class Layout(NamedTuple):
     loops: tuple[Run, ...] = ()
 
     @property
+    @functools.lru_cache(4096)  # noqa: B019
     def region(self) -> Region:
         """Which part of the origin this is: nothing if it is all of it.
 
         In a kernel [16, 24] with columns q, k, v, q, k, v, ..., the queries have {(1, bytes of [True, False, False])}.
         """
-        return _region(self)
+        region = []
+        for axis, n in enumerate(self.origin):
+            runs, taken = _of_axis(self.runs, axis), _of_axis(self.taken, axis)
+            # Nothing says which positions are there, as along the rows of a kernel after the product with it.
+            if not runs and not taken:
+                continue
+            positions = sums([*runs, *taken])
+            is_there = np.isin(np.arange(n), positions)
+            if is_there.all():
+                continue
+            # On a diagonal each row has other columns: no columns are a part of the kernel then. A mask that repeats,
+            # such as 10101010 of every second column, is kept as 10.
+            if all(_is_independent(run, other) for run in runs for other in self.runs):
+                region.append((axis, is_there[: _period(is_there)].tobytes()))
+        return frozenset(region)
 
     @property
     def varying(self) -> frozenset[int]:
@@ -377,26 +392,6 @@ def _common_run(positions: Positions) -> tuple[Positions, Positions]:
         if (run == run[0]).all():
             return run[0], _minus(positions, run)
     return np.zeros_like(positions[0]), positions
-
-
-@functools.lru_cache(4096)
-def _region(layout: Layout) -> Region:
-    """`Layout.region`: for each axis of the origin which positions are there, if some are not."""
-    region = []
-    for axis, n in enumerate(layout.origin):
-        runs, taken = _of_axis(layout.runs, axis), _of_axis(layout.taken, axis)
-        # Nothing says which positions are there, as along the rows of a kernel after the product with it.
-        if not runs and not taken:
-            continue
-        positions = sums([*runs, *taken])
-        is_there = np.isin(np.arange(n), positions)
-        if is_there.all():
-            continue
-        # On a diagonal each row has other columns: no columns are a part of the kernel then. A mask that repeats, such
-        # as 10101010 of every second column, is kept as 10.
-        if all(_is_independent(run, other) for run in runs for other in layout.runs):
-            region.append((axis, is_there[: _period(is_there)].tobytes()))
-    return frozenset(region)
 
 
 def _period(pattern: Positions) -> int:

@@ -219,9 +219,7 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
     """Arrays one after the other: each keeps its positions, with holes where the others are."""
     axis = node.params["dimension"]
     size = records.shape(node.outputs[0])[axis]
-    inputs = [
-        x for x in node.inputs if records.shape(x)[axis]
-    ]  # `x[:, 64:]` may be empty
+    inputs = node.inputs
     result = dependent(records.values[x] for x in inputs)
     # Zeros that pad an array stay zeros times any factor. So `Layout.place` counts them as its entries, unless its
     # positions differ along this axis.
@@ -339,9 +337,8 @@ def looked_up(
         # It is followed on: an index may choose the matrix of an expert, which is multiplied then.
         views.append(view._replace(layout=layout.visit(picked).pick(order, shape)))
     # If an array holds parameters, only these are followed.
-    projections: tuple[Any, ...] = ()
-    if not x.views:
-        projections = move_each(x.projections, lambda layout: layout.pick(order, shape))
+    followed = () if x.views else x.projections
+    projections = move_each(followed, lambda layout: layout.pick(order, shape))
     return dependent(values)._replace(views=tuple(views), projections=projections)
 
 
@@ -350,10 +347,7 @@ def _dynamic_slice(records: Records, node: Node) -> Sequence[Value]:
     """One entry along some axes, at an index that is known only when it runs, as a loop takes its layer's weights."""
     values = records.inputs(node)
     old, new = records.graph.shapes(node)
-    sources: list[int | None] = list(range(len(old)))
-    for axis, n in enumerate(new):
-        if n != old[axis]:
-            sources[axis] = None
+    sources = [axis if n == old[axis] else None for axis, n in enumerate(new)]
     # Which entries a stretch of an axis takes, such as a block of columns, is not known.
     stretches = [axis for axis, n in enumerate(new) if 1 < n < old[axis]]
     if _differs_along(values[0], stretches):
@@ -383,9 +377,5 @@ def _resize(records: Records, node: Node) -> Sequence[Value]:
     # Which of these entries a device has is not followed.
     if _differs_along(value, resized):
         raise NotFollowed
-
-    def move(layout: Layout) -> Layout:
-        rest, _ = layout.split(resized)
-        return rest._replace(shape=new)
-
-    return [value._replace(facts=()).map(move)]
+    value = value._replace(facts=())
+    return [value.map(lambda layout: layout.split(resized)[0]._replace(shape=new))]

@@ -224,7 +224,7 @@ def _recorded_projections(
         layout = view.layout
         is_product = bool(layout.runs_along(weights.summed) or view.inner)
         of_experts = layout.runs_along(experts)
-        records.record(
+        product = records.record(
             node,
             "product" if is_product else "other",
             view,
@@ -237,11 +237,10 @@ def _recorded_projections(
             activation=activation.array,
             kernel=kernel,
         )
-        if is_product:
-            projection = Projection(records.product(node, k), weights.along(layout))
+        if product is not None:
             if _is_mixture(records, activation):
-                projection.product.mixtures.add(node.index)
-            projections.append(projection)
+                product.mixtures.add(node.index)
+            projections.append(Projection(product, weights.along(layout)))
     return projections
 
 

@@ -132,13 +132,6 @@ class Records:
         operand.product_shape = self.shape(node.outputs[0])
         return operand
 
-    def product(self, node: Node, k: int) -> Product:
-        """The product of an operation with its view number `k`. Each new one gets the next bit."""
-        products = self.uses.products
-        return products.setdefault(
-            (node.index, k), Product(OF_PRODUCTS << len(products))
-        )
-
     # What the rules record.
 
     def record(
@@ -150,7 +143,7 @@ class Records:
         *,
         k: int = 0,
         **axes: Any,
-    ) -> None:
+    ) -> Product | None:
         """Records what an operation does with a parameter, in place of what was recorded of both before.
 
         Args:
@@ -160,12 +153,20 @@ class Records:
           what: What is done, in words, or the name of the operation.
           k: The number of the view, if the operation takes a sum of several.
           axes: Rows, columns and the other attributes of `Use`.
+
+        Returns:
+          What becomes of it, if it is a product. Each new one gets the next bit.
         """
-        product = self.product(node, k) if kind == "product" else None
+        product = None
+        if kind == "product":
+            products = self.uses.products
+            new = Product(OF_PRODUCTS << len(products))
+            product = products.setdefault((node.index, k), new)
         use = Use(kind, what, node.index, view, product=product, **axes)
         self.uses.by_operation[node.index, view.leaf, k] = use
         if product is not None:
             product.use = use
+        return product
 
     def record_views(
         self, node: Node, what: str, values: Iterable[Value], kind: Kind = "other"

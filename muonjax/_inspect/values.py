@@ -43,7 +43,6 @@ class ParameterView(NamedTuple):
     # For a factor of a product of parameters: the axes of the leaf that meet the factors next to it, from left to
     # right. In a[i, k] b[k, j] c[j, l] the factor a has one entry, for k, and b has two, for k and for j.
     inner: tuple[tuple[Run, ...], ...] = ()
-    noisy: bool = False  # multiplied by random numbers
 
 
 class Kernel(NamedTuple):
