@@ -91,10 +91,11 @@ def _padded(
     x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
 ) -> jax.Array:
     """`pad`, as a slice where the padding is negative and a concatenation where it is not."""
+    # Zeros between the entries, as `associative_scan` puts them there, stay a `pad`.
+    if any(inside for _, _, inside in padding_config):
+        return lax.pad(x, value, padding_config)
     # One axis after the other: what a negative padding leaves, between what a positive one adds.
-    for axis, (low, high, inside) in enumerate(padding_config):
-        if inside:
-            x = _with_gaps(x, value, axis, inside)
+    for axis, (low, high, _) in enumerate(padding_config):
         start, stop = max(-low, 0), x.shape[axis] - max(-high, 0)
         x = lax.slice_in_dim(x, start, stop, axis=axis)
         before = _filled(value, x.shape, axis, max(low, 0))
@@ -106,17 +107,6 @@ def _padded(
 def _filled(value: jax.Array, shape: Sequence[int], axis: int, size: int) -> jax.Array:
     """The value in an array of this shape, but with `size` entries along an axis."""
     return lax.broadcast_in_dim(value, (*shape[:axis], size, *shape[axis + 1 :]), ())
-
-
-def _with_gaps(x: jax.Array, value: jax.Array, axis: int, size: int) -> jax.Array:
-    """An array with `size` times the value between its entries, as `associative_scan` makes it: 1 2 3 as 1 0 2 0 3."""
-    entries = lax.expand_dims(x, (axis + 1,))
-    gaps = _filled(value, entries.shape, axis + 1, size)
-    with_gaps = lax.concatenate([entries, gaps], axis + 1)
-    # [..., entries, 1 + size, ...] as one axis, without the gap after the last entry.
-    length = x.shape[axis] * (1 + size)
-    joined = lax.reshape(with_gaps, [*x.shape[:axis], length, *x.shape[axis + 1 :]])
-    return lax.slice_in_dim(joined, 0, max(length - size, 0), axis=axis)
 
 
 # Operations as others, so that these alone need rules.

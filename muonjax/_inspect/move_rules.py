@@ -365,16 +365,17 @@ def _scan_slice(records: Records, node: Node) -> Sequence[Value]:
     return [value.map(lambda layout: layout.visit([0]).pick(rest, shape))]
 
 
-@rule(RESIZED)
+@rule(f"{RESIZED} pad")
 def _resize(records: Records, node: Node) -> Sequence[Value]:
-    """Into or out of the shards of a `shard_map`, where axes have fewer entries."""
-    (value,) = records.inputs(node)
+    """Into or out of the shards of a `shard_map`, where axes have fewer entries, or with zeros between the entries."""
+    value, *_ = records.inputs(node)
     old, new = records.graph.shapes(node)
+    is_padded = node.name == "pad" and not is_zero(records, node.inputs[1])
     # An untiled `all_gather` adds an axis that counts devices.
-    if len(old) != len(new):
+    if len(old) != len(new) or is_padded:
         raise NotFollowed
     resized = [axis for axis, n in enumerate(new) if n != old[axis]]
-    # Which of these entries a device has is not followed.
+    # Which of these entries a device has, or lies where, is not followed.
     if _differs_along(value, resized):
         raise NotFollowed
     value = value._replace(facts=())

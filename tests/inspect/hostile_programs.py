@@ -505,7 +505,7 @@ def an_ensemble_of_convolutions(p, x):
 
 @program(
     X,
-    w=((D, D), "0 | 1"),
+    w=((D, D), "by names: pad: hostile_programs.py:"),
     out=((2 * D - 1, 2), "an output head"),
 )
 def zeros_between(p, x):
