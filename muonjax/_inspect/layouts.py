@@ -15,8 +15,6 @@ and its third head, [16, 16], has the positions 32, ..., 47 along axis 1.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -105,11 +103,8 @@ class Layout(NamedTuple):
                 continue
             positions = sums([*runs, *taken])
             is_there = np.isin(np.arange(n), positions)
-            if is_there.all():
-                continue
-            # On a diagonal each row has other columns: no columns are a part of the kernel then. A mask that repeats,
-            # such as 10101010 of every second column, is kept as 10.
-            if all(_is_independent(run, other) for run in runs for other in self.runs):
+            # A mask that repeats, such as 10101010 of every second column, is kept as 10.
+            if not is_there.all():
                 region.append((axis, is_there[: _period(is_there)].tobytes()))
         return frozenset(region)
 
@@ -129,15 +124,6 @@ class Layout(NamedTuple):
         for run in self.runs:
             holes = holes | (run.positions == HOLE)
         return holes
-
-    @property
-    def is_all(self) -> bool:
-        """Whether all positions of the origin are there, those along one axis with all along another."""
-        if self.region:
-            return False
-        return all(
-            itertools.starmap(_is_independent, itertools.combinations(self.runs, 2))
-        )
 
     def runs_along(self, axes: Collection[int]) -> tuple[Run, ...]:
         """The positions of the origin along each of these axes of the array, as sets.
@@ -402,25 +388,6 @@ def _period(pattern: Positions) -> int:
         if n % period == 0 and is_repeated:
             return period
     return n
-
-
-def _is_independent(first: Run, second: Run) -> bool:
-    """Whether all positions of one come with all of the other, as they do not on the diagonal of a matrix.
-
-    Runs along one axis of the origin are two parts of one position, and a run along `OTHER` has none.
-    """
-    if OTHER in (first.axis, second.axis) or first.axis == second.axis:
-        return True
-    # Along different axes of the array all combinations are there.
-    if first.varying.isdisjoint(second.varying):
-        return True
-    x, y = np.broadcast_arrays(first.positions.astype(np.int64), second.positions)
-    is_there = (x < HOLE) & (y < HOLE)
-    x, y = x[is_there], y[is_there]
-    # Each pair as one number: positions are below HOLE.
-    pairs = np.unique(x * HOLE + y)
-    counts = len(np.unique(x)), len(np.unique(y))
-    return len(pairs) == math.prod(counts)
 
 
 @functools.lru_cache(4096)

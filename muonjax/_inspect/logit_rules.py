@@ -115,7 +115,7 @@ def _exponential(node: Node, x: Logits) -> Logits:
     """An exponential takes all logits, and a sigmoid takes them without their maximum subtracted."""
     # softmax(x - c) = softmax(x), and no such thing is true of a sigmoid.
     is_shifted = node.name == "logistic" and x.shifted is not None
-    if is_shifted or not x.layout.is_all:
+    if is_shifted or x.layout.region:
         x = lost(node, x)
     # 2^x = exp(x ln 2)
     unit = math.log(2) if node.name == "exp2" else 1.0
@@ -198,7 +198,7 @@ def _axes_between(first: Layout, second: Layout) -> tuple[tuple[int, int], ...] 
         if len(runs) != 2 or {run.positions.size for run in runs} != {n}:
             return None
         pairs.append((runs[0].axis, runs[1].axis))
-    return tuple(pairs) if first.is_all and second.is_all else None
+    return None if first.region or second.region else tuple(pairs)
 
 
 def _chosen(operation: Operation, at: int) -> Logits:

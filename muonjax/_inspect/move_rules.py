@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -23,7 +22,6 @@ from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import (
     DATA,
-    Logits,
     ParameterView,
     Value,
     all_projections,
@@ -242,18 +240,15 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
         # Parts of one parameter are not put together again.
         if len({view.leaf for view in views}) < len(views):
             raise NotFollowed
-    logits = _joined_logits(node, placed)
-    return [result._replace(views=tuple(views), projections=projections, logits=logits)]
-
-
-def _joined_logits(node: Node, parts: Sequence[Value]) -> tuple[Logits, ...]:
-    """The logits in a concatenation; those of several products are lost, as one softmax takes them all."""
-    logits = list(itertools.chain(*(part.logits for part in parts)))
+    logits = [x for part in placed for x in part.logits]
+    # Those of several products are lost, as one softmax takes them all.
     if len(logits) > 1:
-        for k, x in enumerate(logits):
-            if x.stage == "logits":
-                logits[k] = logit_rules.lost(node, x)
-    return tuple(logits)
+        logits = [logit_rules.lost(node, x) for x in logits]
+    return [
+        result._replace(
+            views=tuple(views), projections=projections, logits=tuple(logits)
+        )
+    ]
 
 
 @rule("gather")

@@ -191,7 +191,7 @@ spelled(
     spell=lambda a, p: jnp.where(p["mix"] > 0, a, -jnp.inf),
     mix=(T, T),
 )
-spelled("weights_put_together_of_their_halves", softmax=lambda a, p: jnp.concatenate(
+spelled("weights_put_together_of_their_halves", ADDED, softmax=lambda a, p: jnp.concatenate(
     jnp.split(jax.nn.softmax(a), 2, 2), 2))  # fmt: skip
 spelled("a_mask_that_was_rounded_to_bfloat16", kept=SPARSE, softmax=lambda a, p: (
     jax.nn.softmax(a + jnp.where(SPARSE, 0, -1e4).astype("bfloat16"))))  # fmt: skip
