@@ -78,8 +78,8 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
 }
-for _name in ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape"):
-    FOLDED[_name] = lambda x: x
+_SAME_NUMBERS = "broadcast_in_dim convert_element_type pcast pvary reshape"
+FOLDED |= dict.fromkeys(_SAME_NUMBERS.split(), lambda x: x)
 
 
 # Entry by entry.
@@ -131,9 +131,6 @@ class Operation(NamedTuple):
 def spread_operands(records: Records, node: Node) -> list[Value]:
     """The operands of an operation entry by entry, each repeated along the axes where it has one entry."""
     values = records.inputs(node)
-    # The index of a `cond` has no axes, and its branches have those of the result.
-    if node.name == "join":
-        return values
     shape = records.shape(node.outputs[0])
     spread = []
     for value, array in zip(values, node.inputs, strict=True):
@@ -474,10 +471,11 @@ def _record_sum_of_slices(records: Records, terms: Sequence[Projection]) -> None
     linear = [term for term in terms if term.is_linear]
     by_leaf = grouped((term.view.leaf, term) for term in linear)
     for first, *others in by_leaf.values():
+        slices = [first.view]
         for other in others:
             # In a residual stream the second layer's input depends on the first layer's product: w[0] and w[1] are
             # two matrices then.
             input_of_other = records.values[other.product.use.activation]
-            is_later_layer = first.product.bit & input_of_other.depends_on
-            if not is_later_layer:
-                records.record_added_slices(first.view, other.view)
+            if not first.product.bit & input_of_other.depends_on:
+                slices.append(other.view)
+        records.record_added_slices(slices)

@@ -5,10 +5,8 @@ The rules are in `entrywise_rules`, `reduction_rules`, `move_rules` and `product
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,18 +19,6 @@ from muonjax._inspect.records import Records
 from muonjax._inspect.rules import RULES, unknown
 from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
 from muonjax._inspect.versions import Body
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """No garbage collection: it would go through all of JAX's objects for the many small ones of the reader."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def follow(body: Body, parameters: range, given: Sequence[Any] = ()) -> Records:

@@ -215,7 +215,8 @@ def _recorded_projections(
     """
     projections = []
     if weights.value.is_weight:
-        _record_slices_of_one(records, weights.value)
+        # Slices that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix, are one matrix.
+        records.record_added_slices(weights.value.views)
     # A sum over experts, sum_e gate[e] (x[e] @ w[e]), does not make e an axis of rows: it counts matrices.
     experts = _experts(weights, activation)
     if _cuts_input(activation):
@@ -242,14 +243,6 @@ def _recorded_projections(
                 product.mixtures.add(node.index)
             projections.append(Projection(product, weights.along(layout)))
     return projections
-
-
-def _record_slices_of_one(records: Records, weights: Value) -> None:
-    """Records slices of one parameter that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix: one matrix."""
-    views = grouped((view.leaf, view) for view in weights.views)
-    for first, *others in views.values():
-        for another in others:
-            records.record_added_slices(first, another)
 
 
 def _experts(weights: Operand, activation: Operand) -> list[int]:

@@ -25,7 +25,7 @@ from muonjax._common.model_registry import as_function_of_parameters, is_model
 from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
 from muonjax._inspect.clippable_attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
-from muonjax._inspect.follow import follow, no_collection
+from muonjax._inspect.follow import follow
 from muonjax._inspect.measure import run
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.records import Records
@@ -372,10 +372,9 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     is_loss = is_loss and loss.shape == ()
     # Leaves and decisions come in the order of the tree.
     paths = list(flatten_paths(params))
-    with no_collection():
-        records = follow(closed, range(len(jax.tree.leaves(params))))
-        decisions = dict(zip(paths, decide(records, is_loss), strict=True))
-        attentions = _attentions(records, paths)
+    records = follow(closed, range(len(jax.tree.leaves(params))))
+    decisions = dict(zip(paths, decide(records, is_loss), strict=True))
+    attentions = _attentions(records, paths)
     _check_uses(call, decisions)
     _warn_of_masks(call, attentions)
     return Program(decisions, [attention for attention, _ in attentions], shapes, whole)
@@ -515,8 +514,7 @@ def find_maxima(
       shared: As in `Probe`.
     """
     # Nothing is kept from one trace to the next, whose jaxpr has other variables.
-    with no_collection():
-        clippable = _clippable(closed, arguments, given, call)
+    clippable = _clippable(closed, arguments, given, call)
     probes = []
     for _, calls in clippable:
         for attention in calls:
