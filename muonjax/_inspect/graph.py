@@ -220,8 +220,9 @@ class Graph:
         self.possible_numbers: dict[int, Any] = {}
         # By the index of a loop's first operation: where its "carry" operations end, and where its body does.
         self.loops: dict[int, tuple[int, int]] = {}
-        # By the place of a body: the equation that has it.
+        # By the place of a body: the equation that has it, and its jaxpr.
         self.callers: dict[Place, JaxprEqn] = {}
+        self.bodies: dict[Place, Body] = {}
         self.outputs = self._walk(jaxpr, self._constants(closed, ()), inputs, ())
         # The list is complete from here on. By value: the index of the operation that makes it.
         self.producer: dict[int, int] = {}
@@ -413,9 +414,10 @@ class Graph:
         """
         name = eqn.primitive.name
         places = []
-        for i in range(len(bodies(eqn))):
-            places.append((*place, Step(position, i, name)))
-            self.callers[places[i]] = eqn
+        for i, (_, body) in enumerate(bodies(eqn)):
+            inner = (*place, Step(position, i, name))
+            places.append(inner)
+            self.callers[inner], self.bodies[inner] = eqn, body
         # The first body of a `while` computes its results, and the second is its condition.
         if name in ("scan", "while"):
             return self._loop(places[0], inputs)
@@ -439,18 +441,13 @@ class Graph:
         for x, v in zip(values, variables, strict=True):
             self.variables[x][place] = v
 
-    def _body(self, place: Place) -> Body:
-        """The jaxpr of a body."""
-        _, body = bodies(self.callers[place])[place[-1].body]
-        return body
-
     def _call(self, inner: Place, inputs: list[int]) -> list[int]:
         """Appends the body of a call, such as a `jit`, or a `shard_map`, which divides arrays among devices."""
         eqn = self.callers[inner]
         if eqn.primitive.name != "shard_map":
             return self._enter(inner, inputs)
         # A device has a shard of each array, with fewer entries along some axes.
-        variables = opened(self._body(inner)).invars
+        variables = opened(self.bodies[inner]).invars
         # What the body takes and gives are other arrays than those outside.
         shards = self._add_for_each("shard", [inputs], variables, eqn, inner)
         outputs = self._enter(inner, shards)
@@ -459,7 +456,7 @@ class Graph:
     def _enter(self, inner: Place, inputs: Sequence[int]) -> list[int]:
         """Appends the operations of a body."""
         # Inside, the inputs of the call have the variables of the body.
-        body = self._body(inner)
+        body = self.bodies[inner]
         self._also_in(inputs, opened(body).invars, inner)
         return self._walk(opened(body), self._constants(body, inner), inputs, inner)
 
@@ -478,7 +475,7 @@ class Graph:
             of_condition, start = while_counts(eqn)
             inputs, carried = inputs[of_condition:], len(eqn.outvars)
         stop = start + carried
-        body = opened(self._body(inner))
+        body = opened(self.bodies[inner])
         variables = body.invars
         # One carry operation for each carried array; they are the first operations of the loop.
         first = len(self.nodes)
@@ -559,12 +556,11 @@ class Graph:
 
     def is_followed(self, value: int) -> bool:
         """Whether it is a number, perhaps a quantized one or a sum of those, and no index, as of an argmax."""
-        if self.is_float(value):
-            return True
         # A product of int8 gives int32, and a quantized weight is int8 or int4.
         node = self.maker(value)
         is_product = node is not None and node.name in PRODUCTS
-        return is_product or getattr(self.avals[value], "dtype", None) in _QUANTIZED
+        dtype = getattr(self.avals[value], "dtype", None)
+        return is_product or _is_float(dtype) or dtype in _QUANTIZED
 
 
 @functools.cache

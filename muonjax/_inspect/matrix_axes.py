@@ -199,15 +199,14 @@ def _parts(masks: Collection[bytes], period: int) -> list[tuple[int, int]] | Non
     The masks 1100 and 0011, in bytes, have the parts (0, 2) and (2, 4). The length of each mask divides the period.
     """
     parts = []
-    total = np.zeros(period, int)
-    for mask in masks:
-        is_there = np.resize(np.frombuffer(mask, bool), period)
-        start, stop = int(is_there.argmax()), period - int(is_there[::-1].argmax())
-        if stop - start != is_there.sum():
+    rows = [np.resize(np.frombuffer(mask, bool), period) for mask in masks]
+    for is_there in rows:
+        start = int(is_there.argmax())
+        stop = start + int(is_there.sum())
+        if not is_there[start:stop].all():
             return None
         parts.append((start, stop))
-        total += is_there
-    return None if total.max() > 1 else parts
+    return None if np.sum(rows, 0).max() > 1 else parts
 
 
 def _divides(position: int, axis: int, layout: Layout) -> bool:

@@ -110,7 +110,11 @@ def _by_matrix(
     # The product whose exponentials the activation is made of, which are softmax's weights if a sum normalizes them.
     scores = activation.value.exponential_of
     has_weights = scores in attention.summed_exponentials or scores in attention.routers
-    if _may_be_learned_input(weights, has_weights):
+    views = weights.value.views
+    # Learned queries times a matrix, q @ w, multiply keys along their last axis.
+    sums_over_last = not views[0].layout.runs_along(weights.summed)
+    has_factors = all(view.inner for view in views)
+    if has_factors and (sums_over_last or has_weights):
         records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
         if has_weights:
             attention.readers[scores] = node.index
@@ -119,17 +123,6 @@ def _by_matrix(
         records.layers.products.add(node.index)
         return result._replace(scores=node.index)
     return _by_parameter(records, node, result, weights, activation, Kernel())
-
-
-def _may_be_learned_input(operand: Operand, has_weights: bool) -> bool:
-    """Whether a product of parameters may be learned queries, keys or values, and no matrix of several factors.
-
-    Learned queries times a matrix, q @ w, multiply keys along their last axis. Learned values multiply softmax's
-    weights: `has_weights` says that the other operand may be these.
-    """
-    sums_over_last = not operand.value.views[0].layout.runs_along(operand.summed)
-    has_factors = all(view.inner for view in operand.value.views)
-    return has_factors and (sums_over_last or has_weights)
 
 
 def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
