@@ -179,11 +179,11 @@ def _grid(shape: tuple[int, ...], scale, stack: tuple[int, ...]) -> np.ndarray:
     own = [axis for axis in range(len(shape)) if axis not in stack]
     held = [own[axis] for axis in scale.axes]
     total = int(np.prod([shape[axis] for axis in held]))
-    run = scale.size // scale.entries
+    groups = np.arange(total).reshape(scale.groups, -1)[:, slice(*scale.part)]
+    runs = groups.reshape(scale.entries, -1)[:, slice(*scale.span)]
     flat = np.zeros(total, int)
-    for head in range(scale.entries):
-        begin = scale.start + head * run
-        flat[begin : begin + run][slice(*scale.span)] = head + 1
+    for head, run in enumerate(runs, start=1):
+        flat[run] = head
     grid = flat.reshape([shape[axis] for axis in held])
     order = sorted(range(len(held)), key=held.__getitem__)
     grid = grid.transpose(order).reshape(
