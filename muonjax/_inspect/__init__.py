@@ -16,7 +16,8 @@ for each primitive. It keeps for each array a `Value`:
 The rules (of `move_rules`, `entrywise_rules`, `reduction_rules` and `product_rules`; their table is in `rules`) record
 in `records` what is done with each parameter: a use as a product with its rows, columns and batch, a look-up, a sum.
 Columns of one product that different operations take are parts: so a fused query-key-value kernel is three matrices. An
-operation without a rule makes what it touches unknown.
+operation without a rule may be anything: next to one, nothing is decided, and an attention is refused. One whose rule
+does not handle its settings makes what it touches unknown.
 
 The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, reshaped to [batch, length, 8, 16]:
 
@@ -40,7 +41,7 @@ From these records follow two answers:
 
 - `decisions`: for each parameter its axes as a matrix (`matrix_axes`), or AdamW with the line that says why, such as an
   output head (`product_destination`), or a refusal that names two uses that contradict each other. Only a parameter
-  that an unknown operation takes is left to names.
+  that an unknown operation takes is left to names, or all of them next to an operation without a rule.
 - `clippable_attention`: for each product of queries and keys of which a softmax reads values, the runs of the
   parameters that a clip has to scale, and where its logits are. These are proposals, queries and keys before queries
   alone: whether a clip scales these logits and nothing else is for the certificate to say. A product whose exponentials

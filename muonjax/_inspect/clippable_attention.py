@@ -60,7 +60,7 @@ def attentions(records: Records) -> list[list[Call]]:
     # It may be an attention, or hide one.
     i = records.unlisted
     if i >= 0:
-        problem = f"{records.nodes[i].name} is not followed"
+        problem = f"{records.nodes[i].name} is not followed, and may hide an attention"
         calls[i] = Call(records.graph.line(i), i, problem=problem)
     # Calls with the same queries are one attention, as the two softmaxes above, or a layer that is called twice.
     by_queries = []

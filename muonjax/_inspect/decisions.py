@@ -168,6 +168,9 @@ class _Decider:
         try:
             numbers, per_head, why = matrices_of(self.records, leaf, matrices)
         except Contradiction as problem:
+            # A table may be used in several ways, as one of positions that is resized along two axes.
+            if self._is_table(matrices):
+                return self._adam(_TABLE, first)._replace(doubt=f"{_TABLE}: {problem}")
             return Decision(None, str(problem), problem=str(problem))
         # Only matrices that don't train follow: it is a hidden layer before frozen ones, or a head before a transform.
         is_last = self.is_loss and "layer" not in destinations
