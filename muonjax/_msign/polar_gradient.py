@@ -41,27 +41,15 @@ def polishing(rows: Coefficients, polish: int) -> Coefficients:
     Raises:
       ValueError: If singular values between 1e-3 and 1 do not end near 1, as the derivative assumes.
     """
-    if _largest_error(rows, polish) <= _MOST_ERROR:
-        return _polishing(rows, polish)
-    # The message says how many steps of polish would do, if any number does. The advice is for an error of a hundredth,
-    # which is far below what is refused.
-    low, high = _range(rows + _polishing(rows, polish))
-    advice = "take other coefficients."
-    for enough in range(polish + 1, 20):
-        if _largest_error(rows, enough) < 0.01:
-            advice = f"give polish={enough}."
-            break
-    raise ValueError(
-        f"msign(gradient='polar', polish={polish}) needs steps that converge to the polar factor, "
-        f"but {len(rows)} steps and {polish} of polish take singular values between 1e-3 and 1 "
-        f"to between {low:.2g} and {high:.2g}; {advice}"
-    )
-
-
-def _largest_error(rows: Coefficients, polish: int) -> float:
-    """The largest distance from 1 of singular values in [1e-3, 1] after `rows` and `polish` steps more."""
-    low, high = _range(rows + _polishing(rows, polish))
-    return max(1 - low, high - 1)
+    more_rows = _polishing(rows, polish)
+    low, high = _range(rows + more_rows)
+    if max(1 - low, high - 1) > _MOST_ERROR:
+        raise ValueError(
+            f"msign(gradient='polar', polish={polish}) needs steps that converge to the polar factor, "
+            f"but {len(rows)} steps and {polish} of polish take singular values between 1e-3 and 1 "
+            f"to between {low:.2g} and {high:.2g}; give more polish, or other coefficients."
+        )
+    return more_rows
 
 
 @functools.lru_cache

@@ -110,8 +110,6 @@ def iterate(
         # Q = (b / a) u r + (c / a) u^2 r^2
         if r2 is not None:
             q = (b / a * u * _wide(r) + c / a * u * (u * _wide(r2))).astype(r.dtype)
-        elif c == 0:
-            q = (b / a * u * _wide(r)).astype(r.dtype)
         else:
             q = products.symmetric(r, c=r, alpha=c / a * u**2, beta=b / a * u)
         # XLA for GPUs would join the products that share q, and copy their other operands side by side.
