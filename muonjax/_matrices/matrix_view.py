@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._common.arguments import errors_of
+from muonjax._common.arguments import axis_numbers, errors_of
 from muonjax._common.explicit_axes import sharded_like, whole_along
 from muonjax._common.trees import (
     broadcast_prefix,
@@ -229,14 +228,7 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
 
 def _checked_axes(named: str, argument: str, value: Any, shape: Axes) -> Axes:
     """The axes of a leaf that an argument names, counted from 0: -1 of three axes is (2,)."""
-    try:
-        axes = tuple(
-            map(operator.index, value if isinstance(value, Sequence) else (value,))
-        )
-    except TypeError:
-        raise TypeError(
-            f"{argument}={value!r} must be an axis, a whole number, or several."
-        ) from None
+    axes = axis_numbers(argument, value)
     for axis in axes:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
