@@ -107,11 +107,6 @@ def sum_over(axis_name: tuple[str, ...], x: jax.Array) -> jax.Array:
     return jax.lax.psum(x, axis_name) if axis_name else x
 
 
-def map_columns(f: Callable[[jax.Array], jax.Array], x: Any) -> Any:
-    """f(X) for an f that maps each column by itself, as Q X does; X is an array, or `Blocks` of columns."""
-    return f(x) if isinstance(x, jax.Array) else x.map(f)
-
-
 # Products in the arrays' own dtype, where float32 means true float32.
 dot = MatrixProduct()
 

@@ -1,8 +1,8 @@
 """Batch matrices of equal or neighboring shape, so that each group is compiled once.
 
 A group holds arrays [batch, m, n] of one dtype whose matrices have the same m <= n (tall ones are transposed). Several
-n share a program where the policy says that this costs less than one more program: on a CPU by blocks of columns
-(`column_blocks`), on a GPU by columns of zeros, which stay zero.
+n share a program where the policy says that this costs less than one more program: the narrower matrices get columns of
+zeros, which stay zero.
 
 The arrays of a group are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: a large array
 stays alone and is never copied. A loop goes over a stack in chunks and writes each chunk's result over its input. The
@@ -14,16 +14,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from muonjax._common.linalg import at_least_float32, entry, with_entry
+from muonjax._common.linalg import entry, with_entry
 from muonjax._common.platform_policy import Policy
-from muonjax._matrices.column_blocks import Blocks, block_size
 from muonjax._matrices.matrix_view import MatrixView
 from pallas_kernels._xla_workarounds import numbers_from_loop
 
@@ -37,13 +35,11 @@ class Function:
 
     Attributes:
       whole: [*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype.
-      in_blocks: f of a matrix by its transposed blocks of columns; None: f has no such form.
       form: (m, n) -> the form of f for m x n matrices; only those of one form share a program.
       exchange_dtype: The dtype of a matrix -> the dtype in which a mesh sends it to its owner and back.
     """
 
     whole: Callable[..., jax.Array]
-    in_blocks: Callable[[Blocks], Blocks] | None = None
     form: Callable[[int, int], Hashable] = lambda m, n: None
     exchange_dtype: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
 
@@ -68,7 +64,7 @@ def map_groups(
 
     Args:
       f: Its `whole` maps [*batch, m, n] to the same shape, each matrix by itself; f(x.mT) = f(x).mT, and columns of
-        zeros stay zero. Its `in_blocks`, if it has one, does so for `Blocks`.
+        zeros stay zero.
       matrices: Matrices of any sizes.
       policy: The policy for the device.
 
@@ -104,13 +100,7 @@ def map_groups(
 def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.Array]:
     """f of each of the arrays [count, m, n] or [count, n, m] that share a program: of one dtype and m, and any n."""
     # All have one m, so the largest pair has the largest n.
-    shapes = list(map(_sides, parts))
-    m, n = max(shapes)
-    has_several_n = len(set(shapes)) > 1
-    if f.in_blocks is not None and has_several_n:
-        # Where f has a form in blocks, `_groups` puts several n together for that alone. Columns of zeros are for GPUs,
-        # where f has none.
-        return _map_in_blocks(f, parts, policy.platform)
+    m, n = max(map(_sides, parts))
     # Small matrices run in batches of `size`, which divides their number; large ones one after the other.
     counts = list(map(len, parts))
     size = policy.chunk_size(sum(counts), (m, n))
@@ -143,57 +133,34 @@ def _groups(
 ) -> list[list[int]]:
     """Indices of the arrays that share a program: those of one shape, and their neighbors.
 
-    Neighbors have the same short side, and share a program in blocks or where columns of zeros cost little. Matrices
-    [768, 768], [768, 3072], [3072, 768] and [768, 2304] make [[0], [1, 2, 3]] on a CPU and on a GPU, if f takes the
-    Gram form for n > 1.5 m.
+    Neighbors have the same short side, dtype and form of f, and share a program where the columns of zeros that the
+    narrower ones need cost less than another program. Matrices [768, 768], [768, 3072], [3072, 768] and [768, 2304]
+    make [[0], [1, 2, 3]], if f takes the Gram form for n > 1.5 m.
     """
-    sides = list(map(_sides, matrices))
-    # (m, form, dtype) -> n -> the indices of the arrays with these sides. The last three matrices of the example are
-    # {(768, True, float32): {2304: [3], 3072: [1, 2]}}, where True means the Gram form.
-    neighbors: dict[tuple, dict[int, list[int]]] = {}
-    for i, (m, n) in enumerate(sides):
-        in_common = m, f.form(m, n), matrices[i].dtype
-        neighbors.setdefault(in_common, {}).setdefault(n, []).append(i)
+    # (m, form, dtype) and n -> the indices of the arrays with these. The last three matrices of the example are
+    # {((768, True, "float32"), 2304): [3], ((768, True, "float32"), 3072): [1, 2]}, where True means the Gram form.
+    indices_of: dict[tuple, list[int]] = {}
+    for i, x in enumerate(matrices):
+        m, n = _sides(x)
+        in_common = m, f.form(m, n), x.dtype.name
+        indices_of.setdefault((in_common, n), []).append(i)
 
-    # Groups of one short side become fewer where a program for several costs less than one more program.
-    merged: list[Iterable[int]] = []
-    for (m, *_), indices_of_columns in neighbors.items():
-        # Matrices so small that at least two go in one batch lose that in blocks, which take them one by one.
-        batched = 0
-        for n, indices in indices_of_columns.items():
-            if policy.chunk_size(2, (m, n)) > 1:
-                batched += sum(len(matrices[i]) for i in indices)
-        prefers_blocks = policy.goes_in_blocks(m, len(indices_of_columns), batched)
-        if f.in_blocks is not None and prefers_blocks:
-            merged.append(itertools.chain(*indices_of_columns.values()))
-        else:
-            merged += _groups_by_padding(m, indices_of_columns, matrices, policy)
-    return sorted(map(sorted, merged))
-
-
-def _groups_by_padding(
-    m: int,
-    indices_of_columns: dict[int, list[int]],
-    matrices: Sequence[jax.Array],
-    policy: Policy,
-) -> list[list[int]]:
-    """Indices of arrays of one short side m, by the long side n, in groups that are padded to their largest n.
-
-    {2304: [3], 3072: [1, 2]} gives [[3, 1, 2]] where the policy pads array 3 to 3072 columns, else [[3], [1, 2]].
-    """
-    groups: list[list[int]] = [[]]
-    # The fewest columns first: a group is padded to the columns of the next.
-    for n, indices in sorted(indices_of_columns.items()):
+    groups: list[list[int]] = []
+    previous = None
+    # The fewest columns first: a group gets the columns of the next.
+    for in_common, n in sorted(indices_of):
+        indices = indices_of[in_common, n]
         columns_of_zeros = 0
-        for i in groups[-1]:
-            _, columns = _sides(matrices[i])
-            columns_of_zeros += len(matrices[i]) * (n - columns)
-        if policy.pads(m, columns_of_zeros):
+        if in_common == previous:
+            for i in groups[-1]:
+                _, columns = _sides(matrices[i])
+                columns_of_zeros += len(matrices[i]) * (n - columns)
+        if in_common == previous and policy.pads(in_common[0], columns_of_zeros):
             groups[-1] += indices
         else:
             groups.append(indices)
-    # The first group may have got nothing.
-    return list(filter(None, groups))
+        previous = in_common
+    return sorted(map(sorted, groups))
 
 
 def _stacks(
@@ -251,77 +218,6 @@ def _unstacked(
     for start, count in zip(starts, counts, strict=True):
         parts.append(jax.lax.dynamic_slice_in_dim(stack, start, count))
     return parts
-
-
-def _map_in_blocks(
-    f: Function, parts: Sequence[jax.Array], platform: str
-) -> list[jax.Array]:
-    """f of each matrix by blocks of columns, in float32 or wider; the matrices have one m and any n.
-
-    Derivatives are those of whole matrices: a loop whose length is not known has none in reverse mode.
-    """
-
-    @jax.custom_jvp
-    def by_blocks(*tall: jax.Array) -> list[jax.Array]:
-        return _blockwise(f, tall, platform)
-
-    # f.whole takes tall matrices too.
-    def each_whole(*tall: jax.Array) -> list[jax.Array]:
-        return [f.whole(x) for x in tall]
-
-    # In reverse mode JAX transposes this derivative.
-    by_blocks.defjvp(lambda x, dx: jax.jvp(each_whole, x, dx))
-    # A block is some rows of a tall matrix [n, m], which follow each other in memory.
-    tall = [x if _is_tall(x) else x.mT for x in parts]
-    results = by_blocks(*tall)
-    outputs = []
-    for x, y in zip(parts, results, strict=True):
-        outputs.append(y if _is_tall(x) else y.mT)
-    return outputs
-
-
-def _blockwise(
-    f: Function, tall: Sequence[jax.Array], platform: str
-) -> list[jax.Array]:
-    """f.in_blocks of each matrix of several arrays [count, n, m], in one loop over all matrices.
-
-    The blocks of all matrices are one array [blocks, size * m]. So one program serves matrices of any n, which have
-    different numbers of blocks: an array [2, 8, m] and an array [1, 12, m], in blocks of size 4, are seven blocks, of
-    which the three matrices have two, two and three.
-    """
-    in_blocks: Any = f.in_blocks
-    m = tall[0].shape[2]
-    counts_and_columns = [(len(x), x.shape[1]) for x in tall]
-    size = block_size(counts_and_columns, m)
-    blocks = []
-    num_blocks = []
-    for x in tall:
-        # Zeros fill the last block of each matrix: [count, n, m] -> [count * (blocks of one), size * m].
-        missing = -x.shape[1] % size
-        padded = jnp.pad(x, ((0, 0), (0, missing), (0, 0)))
-        blocks.append(padded.reshape(-1, size * m))
-        num_blocks += [padded.shape[1] // size] * len(x)
-    # Matrix number i has the blocks from starts[i] up to stops[i]: in the example [0, 2, 4] and [2, 4, 7].
-    stops = np.cumsum(num_blocks, dtype=np.int32)
-    starts = stops - np.array(num_blocks, np.int32)
-    # All matrices take the form of the longest one.
-    columns = max(x.shape[1] for x in tall)
-
-    def body(i: jax.Array, stack: jax.Array) -> jax.Array:
-        # The results of matrix number i replace its blocks.
-        start = jnp.asarray(starts)[i]
-        stop = jnp.asarray(stops)[i]
-        return in_blocks(Blocks(stack, (size, m), columns, start, stop)).blocks
-
-    stack = jnp.concatenate(blocks).astype(at_least_float32(tall[0].dtype))
-    stack = jax.lax.fori_loop(0, len(stops), body, stack)
-    results = []
-    counts = list(map(len, blocks))
-    for x, y in zip(tall, _unstacked(stack, counts, platform), strict=True):
-        # The zeros of the last block go.
-        y = y.reshape(len(x), -1, m)[:, : x.shape[1]]
-        results.append(y.astype(x.dtype))
-    return results
 
 
 def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +37,11 @@ from muonjax._common.linalg import (
     hermitian_part,
     identity_like,
     inverse_norm,
-    map_columns,
     on_diagonal,
     scaled,
     square_norm,
     sum_over,
 )
-from muonjax._matrices.column_blocks import Blocks
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from pallas_kernels._symmetric_product import SymmetricProduct
 
@@ -97,34 +95,27 @@ class Deflation(NamedTuple):
         return q - dot(dot(q, self.p), adjoint(self.v))
 
 
-def pre_deflate(x: Any, rank: int, axis_name: tuple[str, ...] = ()) -> Any:
+def pre_deflate(
+    x: Inexact[Array, "*batch m n"], rank: int, axis_name: tuple[str, ...] = ()
+) -> Inexact[Array, "*batch m n"]:
     """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V [*batch, m, k] shrunk, roughly.
 
     Args:
-      x: X, an array [*batch, m, n] or `Blocks`.
+      x: X.
       rank: How many directions the deflation of the Gram matrix shrinks later; here these are k, but at most eight.
-      axis_name: Mesh axes that shard the columns of an array.
+      axis_name: Mesh axes that shard the columns.
     """
 
     def multiply(v: jax.Array) -> jax.Array:
         # X X^H V as X (V^H X)^H: X^H V would transpose X, which takes longer than the rest.
-        def of_columns(x: jax.Array) -> jax.Array:
-            return dot.with_adjoint(x, dot(adjoint(v), x))
+        return sum_over(axis_name, dot.with_adjoint(x, dot(adjoint(v), x)))
 
-        return (
-            x.sum(of_columns)
-            if isinstance(x, Blocks)
-            else sum_over(axis_name, of_columns(x))
-        )
-
-    # [*batch, m, 1], for the batch and the dtype of X
-    column = (x.block(0) if isinstance(x, Blocks) else x)[..., :1]
-    start = _like(column, random_start(column.shape[-2], min(rank, _PRE_DEFLATED)))
-    v = _dominant_subspace(multiply, start, num_steps=1)
+    start = random_start(x.shape[-2], min(rank, _PRE_DEFLATED))
+    v = _dominant_subspace(multiply, _like(x[..., :1], start), num_steps=1)
     # D [*batch, k, k] brings the singular values of all k directions to one target.
     _, d = _projection_and_shrinkage(v, multiply(v))
-    # X <- X - V D V^H X
-    return map_columns(lambda x: x - dot(dot(v, d), dot(adjoint(v), x)), x)
+    # X - V D V^H X
+    return x - dot(dot(v, d), dot(adjoint(v), x))
 
 
 # One trace, whatever the longer side of X.

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 
 from muonjax._common.linalg import (
     MatrixProduct,
-    map_columns,
     on_diagonal,
     or_one,
     scaled,
@@ -35,7 +34,6 @@ from muonjax._common.linalg import (
 )
 from muonjax._common.platform_policy import Policy
 from muonjax._common.power_of_two_scale import largest_entry, scale_of_largest
-from muonjax._matrices.column_blocks import Blocks
 from muonjax._newton_schulz.coefficients import Coefficients, restarts_of
 from muonjax._newton_schulz.deflation import (
     ROUNDING,
@@ -57,22 +55,22 @@ _TOLERATED = 1e-2
 
 
 def iterate(
-    x: Any,
+    x: Inexact[Array, "*batch m n"],
     settings: NewtonSchulz,
     policy: Policy,
     dtype: jnp.dtype,
     axis_name: tuple[str, ...] = (),
-) -> Any:
+) -> Inexact[Array, "*batch m n"]:
     """The polar factor of X, nearly, with products in `dtype`: float32 or wider.
 
     Args:
-      x: An array [*batch, m, n] with m <= n, at any scale and of any float type, or `Blocks` [size, m] in `dtype`.
+      x: m <= n, at any scale and of any float type.
       settings: The polynomials and their form.
       policy: The policy for the device.
       dtype: The dtype of the products.
       axis_name: Mesh axes that shard the columns of an array; n counts over all of them.
     """
-    m, n = (x.shape[1], x.columns) if isinstance(x, Blocks) else sizes(x, axis_name)
+    m, n = sizes(x, axis_name)
     # `rank` directions are shrunk before the steps, none if it is 0.
     rows, rank = settings.in_full_precision(m)
     # The standard form makes R = X X^H anew before each step, the Gram form before few of them.
@@ -87,12 +85,8 @@ def iterate(
     if rank and 1 not in restarts:
         # In the Gram form the second step takes R from the first, so the rounding of R must be small already.
         shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
-        # XLA for a CPU would compute the new X again for each of its readers. The loop over `Blocks` stores it anyway.
-        x = (
-            shrink(x)
-            if isinstance(x, Blocks)
-            else materialize(shrink, x, policy.platform)
-        )
+        # XLA for a CPU would compute the new X again for each of its readers.
+        x = materialize(shrink, x, policy.platform)
 
     def first_polynomial(rows: Coefficients, r: jax.Array) -> jax.Array:
         """Q of the first steps, which also deflate and normalize X: Q X is what `rows` make of s W X."""
@@ -111,11 +105,11 @@ def iterate(
     # X <- Q X for each stretch of steps that share one Gram matrix R: steps 0 to 3 and 3 to 5 with a restart before 3.
     for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
         # R = X X^H [*batch, m, m], whole on each device
-        r = x.sum(gram_of) if isinstance(x, Blocks) else sum_over(axis_name, gram_of(x))
+        r = sum_over(axis_name, gram_of(x))
         steps = rows[start:stop]
         q = _composed(steps, r, None, product) if start else first_polynomial(steps, r)
-        x = map_columns(functools.partial(multiply, q), x)
-    return x.transposed() if isinstance(x, Blocks) else x
+        x = multiply(q, x)
+    return x
 
 
 def _composed(
@@ -153,21 +147,13 @@ def gram_restarts(rows: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int,
 
 
 def below_one(
-    x: Any, dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
-) -> tuple[Any, Bool[Array, "*batch 1 1"]]:
+    x: Inexact[Array, "*batch m n"], dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
+) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
     """x in `dtype`, times the power of two that brings its entries below 1; and whether it is not zero.
 
-    `Blocks` [size, m] are transposed on the way, which makes them blocks [m, size] of a wide matrix.
-
-    An array of zeros becomes the identity, because derivatives at zero overflow; the caller multiplies the result by
-    zero. The identity is added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay. `Blocks` of
-    zeros stay zeros: their derivatives are taken of whole matrices.
+    A matrix of zeros becomes the identity, because derivatives at zero overflow; the caller multiplies the result by
+    zero. The identity is added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
     """
-    if isinstance(x, Blocks):
-        # The largest entry of all blocks: this sum begins at zero, and `jnp.maximum` takes the place of the addition.
-        largest = x.sum(largest_entry, jnp.maximum)
-        factor = scale_of_largest(largest)
-        return x.transposed(lambda block: scaled(block, factor)), largest != 0
     x = x.astype(dtype)
     # [*batch, 1, 1]; NaN is not zero, and so stays.
     largest = largest_entry(x, axis_name)

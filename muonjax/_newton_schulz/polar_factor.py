@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from muonjax._common.arguments import errors_of, mesh_axes
 from muonjax._common.platform_policy import Policy, policy_of
 from muonjax._matrices.batching import Function
-from muonjax._matrices.column_blocks import Blocks
 from muonjax._newton_schulz import full_precision, half_precision
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
 
@@ -99,16 +98,8 @@ def polar_factor(
 
 def polar_function(settings: NewtonSchulz, policy: Policy) -> Function:
     """x -> its polar factor, as `batching` and a mesh apply it to the matrices of a tree."""
-
-    def in_blocks(x: Blocks) -> Blocks:
-        return full_precision.iterate(x, settings, policy, x.blocks.dtype)
-
-    # Blocks save compiling, which takes long on a CPU. Products of them are in their dtype, float32 or that of a wider
-    # input, so that another dtype by the settings' `compute_dtype` needs whole matrices.
-    allows_blocks = policy.is_cpu and settings.compute_dtype in (None, jnp.float32)
     return Function(
         whole=functools.partial(polar_factor, settings=settings, policy=policy),
-        in_blocks=in_blocks if allows_blocks else None,
         # (m, n) -> whether in the Gram form, which is another program than the standard form
         form=settings.takes_gram_form,
         exchange_dtype=lambda dtype: policy.exchange_dtype(

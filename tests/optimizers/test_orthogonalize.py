@@ -11,7 +11,6 @@ from benchmarks.optimizer.half_precision import EMULATED
 from muonjax import MuonDimensionNumbers, NewtonSchulz
 from muonjax._common.platform_policy import Policy
 from muonjax._matrices.batching import Function, map_groups
-from muonjax._matrices.column_blocks import block_size
 from muonjax._newton_schulz.polar_factor import polar_function
 from tests.tools import oracles
 from tests.tools.oracles import normal
@@ -179,7 +178,7 @@ def test_neighbors_share_a_program_with_columns_of_zeros():
 
 @pytest.mark.nan
 @pytest.mark.parametrize("dtype", [thorough("float32"), "bfloat16"])
-def test_matrices_of_one_short_side_share_a_program_in_blocks(dtype):
+def test_matrices_of_one_short_side_share_a_program(dtype):
     """Matrices of any longer side, tall or wide, zero, tiny or NaN, share a loop; squares have their own."""
     tree = {
         "a": normal(72, 144),
@@ -210,24 +209,12 @@ def test_matrices_of_one_short_side_share_a_program_in_blocks(dtype):
     assert not together["zero"].any()
 
 
-def test_a_square_in_blocks_with_its_neighbors_is_not_transposed():
-    tree = {
-        "square": normal(80, 80),
-        "wide": normal(80, 96),
-        "tall": normal(96, 80),
-    }
-    alone = jax.jit(muonjax.newton_schulz)
-    for name, y in update(tree).items():
-        x = tree[name] if name != "tall" else tree[name].mT
-        assert_allclose(y if name != "tall" else y.mT, alone(x), atol=1e-5)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings",
     [NewtonSchulz(form="standard"), EXACT, NewtonSchulz(compute_dtype="bfloat16")],
 )
-def test_blocks_take_any_settings_and_complex_matrices(settings):
+def test_neighbors_take_any_settings_and_complex_matrices(settings):
     a, b = (
         jax.lax.complex(normal(*s), normal(*s, seed=1)) for s in [(72, 80), (100, 72)]
     )
@@ -242,7 +229,7 @@ def test_blocks_take_any_settings_and_complex_matrices(settings):
 
 @pytest.mark.thorough
 @jax.enable_x64(True)
-def test_an_update_in_blocks_or_transposed_has_derivatives_both_ways():
+def test_an_update_with_neighbors_or_transposed_has_derivatives_both_ways():
     shapes = {"a": (72, 144), "b": (200, 72), "c": (40, 16), "d": (16, 40)}
     tree = {name: normal(*shape).astype("float64") for name, shape in shapes.items()}
 
@@ -258,39 +245,3 @@ def test_an_update_in_blocks_or_transposed_has_derivatives_both_ways():
         assert_allclose(got[name], want[name], rtol=0, atol=1e-11)
     _, tangent = jax.jit(lambda tree: jax.jvp(total(update), (tree,), (tree,)))(tree)
     assert abs(tangent) < 1e-10  # a scale changes nothing
-
-
-def test_matrices_that_go_in_batches_are_not_taken_apart():
-    few, many = (
-        {"a": normal(count, 96, 192), "b": normal(count, 96, 384)} for count in (8, 9)
-    )
-    numbers = MuonDimensionNumbers(-2, -1)
-    assert products(many, dimension_numbers=numbers) > products(
-        few, dimension_numbers=numbers
-    )
-
-
-def test_small_matrices_share_a_program_from_three_shapes_on():
-    tree = {str(n): normal(32, n) for n in (64, 96, 128)}
-    one, two, three = (
-        products(dict(list(tree.items())[:number])) for number in (1, 2, 3)
-    )
-    assert two == 2 * one
-    assert three < 2 * one
-
-
-@pytest.mark.parametrize(
-    ("matrices", "m", "size"),
-    [
-        ([(1, 512)], 512, 512),
-        ([(2, 1536), (4, 4608), (1, 9216)], 512, 1536),  # a common divisor
-        (
-            [(1, 1000), (1, 1001)],
-            100,
-            1001,
-        ),  # a column of zeros, and not two blocks more
-        ([(9, 300), (1, 1000)], 100, 300),
-    ],
-)
-def test_the_size_of_a_block(matrices, m, size):
-    assert block_size(matrices, m) == size
