@@ -32,21 +32,19 @@ class Call(NamedTuple):
 
     line: str
     operation: int  # the product of queries and keys, or the call
-    spans: tuple[PlacedScale, ...] = ()
-    probe: Probe | None = None
-    layers: tuple[int, ...] = ()
-    heads: int = 1
-    problem: str = ""
     views: tuple[ParameterView, ...] = ()  # the parameters of its queries and keys
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
     proposals: tuple[tuple[PlacedScale, ...], ...] = ()
+    probes: tuple[Probe, ...] = ()  # one for each call with the same queries
+    spans: tuple[PlacedScale, ...] = ()  # the proposal that is proved
+    problem: str = ""
     doubt: str = ""  # what can't be told of its masks, for a warning
 
 
-def attentions(records: Records) -> list[list[Call]]:
-    """The calls of each attention that trains, in the order of the program.
+def attentions(records: Records) -> list[Call]:
+    """The attentions that train, in the order of the program.
 
-    A clip of q scales softmax(q @ k1) and softmax(q @ k2): these are proved together.
+    A clip of q scales softmax(q @ k1) and softmax(q @ k2): these are proved together, and become one.
     """
     # Followed to their softmax; then calls of kernels, and exponentials that multiply something unknown.
     calls = {
@@ -115,7 +113,10 @@ def _call(records: Records, product: int) -> Call:
     pairs = []
     for summand, keys in logits.products_and_keys(normalized):
         pairs.append(QueriesAndKeys(records, summand, keys))
-    call = Call(records.graph.line(product), product)
+    projections = []
+    for pair in pairs:
+        projections += (*pair.query.value.projections, *pair.key.value.projections)
+    call = Call(records.graph.line(product), product, _views(projections))
     try:
         _check_logits(records, logits, normalized)
         _check_readers(records, logits)
@@ -125,19 +126,8 @@ def _call(records: Records, product: int) -> Call:
         proposals = tuple(proposals_of(pairs))
         probe = _probe(records, logits, masks.hidden)
     except Refused as refused:
-        projections = []
-        for pair in pairs:
-            projections += (*pair.query.value.projections, *pair.key.value.projections)
-        return call._replace(problem=str(refused), views=_views(projections))
-    # No clip scales keys that several heads share: they are left out.
-    projections = []
-    for pair in pairs:
-        keys_of_one_head, _ = pair.split_keys()
-        projections += (*pair.query.value.projections, *keys_of_one_head)
-    views = _views(projections)
-    return call._replace(
-        probe=probe, views=views, proposals=proposals, doubt=masks.doubt
-    )
+        return call._replace(problem=str(refused))
+    return call._replace(probes=(probe,), proposals=proposals, doubt=masks.doubt)
 
 
 _DERIVATIVES = "the function takes derivatives of it, which a clip would change too"
@@ -272,38 +262,39 @@ def _check_added(records: Records, logits: Logits, raw_is_visible: bool) -> None
 # The proof.
 
 
-def _proved(records: Records, calls: Sequence[Call]) -> list[Call]:
-    """The calls of one attention, with the first proposal that scales the logits of each of its heads alone.
+def _proved(records: Records, calls: Sequence[Call]) -> Call:
+    """The first of these calls, for all of them, with the first proposal that scales the logits of each head alone.
 
     One clip scales the logits of all of these calls: a problem of one is a problem of all.
     """
-    result = list(calls)
-    for spans in calls[0].proposals:
+    first = calls[0]
+    for spans in first.proposals:
         if not all(spans in call.proposals for call in calls):
             continue
         try:
-            return _with_proof(records, calls, spans)
+            probes = _located(records, calls, spans)
         except Refused as refused:
-            result = [call._replace(problem=str(refused)) for call in calls]
-    return result
+            first = first._replace(problem=str(refused))
+        else:
+            return first._replace(spans=spans, probes=probes, problem="")
+    return first
 
 
-def _with_proof(
+def _located(
     records: Records, calls: Sequence[Call], spans: tuple[PlacedScale, ...]
-) -> list[Call]:
-    """The calls with these spans, their layers and heads, and where the probes find these in the logits.
+) -> tuple[Probe, ...]:
+    """The probes of the calls, with the axes of the logits that count layers and heads, if a clip of `spans` is exact.
 
     Args:
       records: What is known of the function.
-      calls: Calls that have `spans` among their proposals, and so a probe.
+      calls: Calls that have `spans` among their proposals, and so a probe each.
       spans: What the clip scales; the first is one of the queries.
 
     Raises:
       Refused: A clip would not scale the logits of each head alone.
     """
-    layers = spans[0].layers
-    logs = _random_logarithms(spans, layers)
-    probes = [call.probe for call in calls if call.probe]  # all have one
+    logs = _random_logarithms(spans)
+    probes = [call.probes[0] for call in calls]
     # `_check_logits` has seen that the softmaxes of a call take equal logits.
     logits = [records.attention.softmaxes[call.operation][0][0] for call in calls]
     # A clip scales the logits before a mask or a bias is added, and the probe sees them after that.
@@ -314,18 +305,14 @@ def _with_proof(
     failure = certificate.failure()
     if failure is not None:
         raise Refused(_not_alone(records, failure))
-    result = []
-    for call, probe, value, x in zip(calls, probes, raw, logits, strict=True):
+    located = []
+    for probe, value, x in zip(probes, raw, logits, strict=True):
         # The logits of a head get γ, "whole": what its queries and its keys get, "query" and "key", is multiplied.
-        located = certificate.located(probe, value, x.value, logs["whole"])
-        if located is None:
+        with_heads = certificate.located(probe, value, x.value, logs["whole"])
+        if with_heads is None:
             raise Refused(_why_not_located(certificate))
-        result.append(
-            call._replace(
-                spans=spans, probe=located, layers=layers, heads=spans[0].entries
-            )
-        )
-    return result
+        located.append(with_heads)
+    return tuple(located)
 
 
 def _why_not_located(certificate: Certificate) -> str:
@@ -335,9 +322,7 @@ def _why_not_located(certificate: Certificate) -> str:
     return "the heads of its logits are not those of its projections"
 
 
-def _random_logarithms(
-    spans: Sequence[PlacedScale], layers: tuple[int, ...]
-) -> dict[str, np.ndarray]:
+def _random_logarithms(spans: Sequence[PlacedScale]) -> dict[str, np.ndarray]:
     """Random logarithms of what a clip multiplies by, [*layers, heads] for each name of a factor.
 
     "whole" is the factor of a head's logits: its query takes it where no key is scaled. Otherwise
@@ -349,7 +334,7 @@ def _random_logarithms(
 
     `spans` begins with one of the queries.
     """
-    heads = spans[0].entries
+    heads, layers = spans[0].entries, spans[0].layers
     # Even whole numbers: half of each is whole too, and no sum is rounded.
     whole = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
     heads_of_keys = next(

@@ -26,7 +26,7 @@ from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, 
 from muonjax._inspect.clippable_attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow
-from muonjax._inspect.measure import run
+from muonjax._inspect.measure import Probe, run
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.records import Records
 from muonjax._matrices.matrix_view import DimensionNumbersTree
@@ -431,15 +431,13 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
         )
 
 
-def _warn_of_masks(
-    call: str, attentions: Iterable[tuple[Attention, list[Call]]]
-) -> None:
+def _warn_of_masks(call: str, attentions: Iterable[tuple[Attention, Call]]) -> None:
     """Warn of attentions with something added to their logits that may be a mask or a bias."""
     # What an argument of the function adds may be either, and decides which logits count as masked.
     masks = []
-    for attention, calls in attentions:
-        if attention.site is not None and calls[0].doubt:
-            masks.append(f"{attention.name!r} ({calls[0].doubt})")
+    for attention, clip in attentions:
+        if attention.site is not None and clip.doubt:
+            masks.append(f"{attention.name!r} ({clip.doubt})")
     if masks:
         warn_user(
             f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "
@@ -515,30 +513,27 @@ def find_maxima(
     """
     # Nothing is kept from one trace to the next, whose jaxpr has other variables.
     clippable = _clippable(closed, arguments, given, call)
-    probes = []
-    for _, calls in clippable:
-        for attention in calls:
-            assert attention.probe is not None  # it can be clipped
-            probes.append(attention.probe._replace(shared=shared))
+    probes: list[Probe] = []
+    for _, clip in clippable:
+        probes += (probe._replace(shared=shared) for probe in clip.probes)
     # What the function returns comes first, then one array for each probe.
     results = run(closed, probes, *jax.tree.leaves(arguments))
     count = len(results) - len(probes)
     measured = iter(results[count:])
     maxima = {}
-    for name, calls in clippable:
+    for name, clip in clippable:
+        queries = clip.spans[0]
+        shape = (*queries.layers, queries.entries)
         # An attention that is called several times has the largest logits of all its calls.
-        of_calls = []
-        for attention in calls:
-            shape = (*attention.layers, attention.heads)
-            of_calls.append(next(measured).reshape(shape))
+        of_calls = [next(measured).reshape(shape) for _ in clip.probes]
         maxima[name] = functools.reduce(larger, of_calls)
     return results[:count], maxima
 
 
 def _clippable(
     closed: ClosedJaxpr, arguments: Sequence[Any], given: Sequence[Any], call: str
-) -> list[tuple[str, list[Call]]]:
-    """Name and calls of each attention that can be clipped. The arguments are those of `find_maxima`.
+) -> list[tuple[str, Call]]:
+    """Name and clip of each attention that can be clipped. The arguments are those of `find_maxima`.
 
     With `argnums=(0, 1)` both arguments may be parameters, or one may be data, such as the images of an adversarial
     attack. So all arguments are tried as parameters, then each of them alone, until an attention can be clipped.
@@ -559,7 +554,7 @@ def _clippable(
         records = follow(closed, inputs, given)
         named = _attentions(records, list(flatten_paths(tree)))
         is_used = is_used or bool(records.uses.by_operation)
-        clippable = [(a.name, calls) for a, calls in named if a.site is not None]
+        clippable = [(a.name, clip) for a, clip in named if a.site is not None]
         if clippable:
             return clippable
     if not is_used:
@@ -586,10 +581,8 @@ def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueE
     return ValueError(f"{call}{why}. Use {instead}.")
 
 
-def _attentions(
-    records: Records, paths: Sequence[str]
-) -> list[tuple[Attention, list[Call]]]:
-    """The attentions of a program, with name and site, each with its calls.
+def _attentions(records: Records, paths: Sequence[str]) -> list[tuple[Attention, Call]]:
+    """The attentions of a program, with name and site, each with what is known of it.
 
     An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by its module,
     "block_0/attn". If several attentions share a module, each is named by its queries, "block_0/attn/q".
@@ -598,21 +591,20 @@ def _attentions(
       records: The program.
       paths: The paths of its parameters.
     """
-    groups = attentions(records)
+    clips = attentions(records)
     # For each attention the smallest module that has the parameters of its queries and keys.
     modules = []
-    for calls in groups:
-        parts = (*calls[0].spans, *calls[0].views)
+    for clip in clips:
+        parts = (*clip.spans, *clip.views)
         modules.append(module_of([paths[part.leaf] for part in parts]))
-    named: list[tuple[Attention, list[Call]]] = []
+    named: list[tuple[Attention, Call]] = []
     count_of: Counter[str] = Counter()
-    for calls, module in zip(groups, modules, strict=True):
-        first = calls[0]
-        if not first.spans:  # it can't be clipped
-            named.append((Attention(module, first.line, None, first.problem), calls))
+    for clip, module in zip(clips, modules, strict=True):
+        if not clip.spans:  # it can't be clipped
+            named.append((Attention(module, clip.line, None, clip.problem), clip))
             continue
         # The first span is that of the queries.
-        queries = paths[first.spans[0].leaf]
+        queries = paths[clip.spans[0].leaf]
         is_alone = modules.count(module) == 1
         name = (module or "max_logits") if is_alone else queries
         # Heads of one projection, written one by one, have the same queries.
@@ -621,8 +613,8 @@ def _attentions(
             name = f"{name}:{count_of[name]}"
         # Attentions that share a module get sites of the root, each with its own signal.
         module, signal = (module, "max_logits") if is_alone else ("", name)
-        site = _site(first.spans, paths, module, signal)
-        named.append((Attention(name, first.line, site, ""), calls))
+        site = _site(clip.spans, paths, module, signal)
+        named.append((Attention(name, clip.line, site, ""), clip))
     return named
 
 
