@@ -1,28 +1,27 @@
-"""Run a jaxpr so that it also returns each head's largest attention logit, and is otherwise the one that it was.
+"""A jaxpr that also returns each head's largest attention logit, and is otherwise the one that it was.
 
-The softmax computes the maximum of its logits anyway. `run` adds this maximum, reduced to one number a head, to what is
-returned by the body that holds it and by every body around it. All else is bound as JAX itself binds it when it runs a
-jaxpr: scopes, contexts, custom derivatives, random numbers and the order of operations stay.
+The softmax computes the maximum of its logits anyway. `with_maxima` adds this maximum, reduced to one number a head, to
+what is returned by the body that holds it and by every body around it. All else is bound as JAX itself binds it when it
+runs a jaxpr: scopes, contexts, custom derivatives, random numbers and the order of operations stay.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
 from muonjax._inspect import versions
 from muonjax._inspect.graph import Step
 from muonjax._inspect.layouts import other_axes
+from muonjax._inspect.values import grouped
 from muonjax._inspect.versions import Body, opened
 
 
@@ -45,31 +44,48 @@ class Probe(NamedTuple):
     shared: bool = False
 
 
-def run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
-    """What `body` returns, and for each probe the largest logits, float32 [*layers, *heads].
+def with_maxima(body: Body, probes: tuple[Probe | Any, ...]) -> ClosedJaxpr:
+    """The jaxpr that returns what `body` does, and for each probe the largest logits, float32 [*layers, *heads].
 
     NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes. The type of an array in place of a
     probe is that of largest logits in another branch: all are -inf.
+
+    One jaxpr for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step.
     """
+    # By the body itself, and not for longer than it lives.
+    known = _WITH_MAXIMA.setdefault(body, {})
+    if probes not in known:
+        shapes = [variable.aval for variable in opened(body).invars]
+        known[probes] = jax.make_jaxpr(functools.partial(_run, body, probes))(*shapes)
+    return known[probes]
+
+
+_WITH_MAXIMA: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
+    """The results of `with_maxima` for these inputs, which are traced."""
     jaxpr = opened(body)
     given = [*versions.constants(body), *arrays]
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     values: dict[Any, Any] = dict(zip(inputs, given, strict=True))
     # Several calls of an attention may have one probe. Those with a path are measured in a body of an equation.
-    here: dict[Var, list[Probe]] = {}
-    inside: dict[int, list[Probe]] = {}
-    for probe in dict.fromkeys(probes):
-        if not isinstance(probe, Probe):
-            continue
-        if probe.path:
-            inside.setdefault(probe.path[0].equation, []).append(probe)
-        else:
-            here.setdefault(probe.variable, []).append(probe)
-    maxima: dict[Probe, Any] = {}
+    different = [probe for probe in dict.fromkeys(probes) if isinstance(probe, Probe)]
+    here = grouped((probe.variable, probe) for probe in different if not probe.path)
+    inside = grouped(
+        (probe.path[0].equation, probe) for probe in different if probe.path
+    )
+    maxima: dict[Any, Any] = {}
 
-    def measure(variables: Sequence[Any]) -> None:
+    def read(atoms: Iterable[Any]) -> list[Any]:
+        return [x.val if isinstance(x, Literal) else values[x] for x in atoms]
+
+    def measure(variables: Iterable[Any]) -> None:
         for variable in variables:
             for probe in here.get(variable, ()):
+                # Logits before a mask is added are measured after it.
                 raw = None if probe.raw is None else values[probe.raw]
                 maxima[probe] = _largest(values[variable], raw, probe)
                 # For `check_clip` alone: under its `vmap` all examples go on with the logits of the first.
@@ -78,19 +94,14 @@ def run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
 
     # Logits may be an input of the body, as where a softmax has a function of its own.
     measure(inputs)
-    # Logits before a mask is added are measured after it: they are kept until then.
-    kept: set[Var | None] = set(here)
-    for probe in itertools.chain(*here.values()):
-        kept.add(probe.raw)
-    last_uses = _last_uses(jaxpr, kept)
     for index, eqn in enumerate(jaxpr.eqns):
-        operands = [x.val if isinstance(x, Literal) else values[x] for x in eqn.invars]
         # As JAX runs a jaxpr, so that errors and profiles name the user's lines and scopes.
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with (
             source_info_util.user_context(eqn.source_info.traceback, name_stack=scope),
             eqn.ctx.manager,
         ):
+            operands = read(eqn.invars)
             if index in inside:
                 results, measured = _enclosing(eqn, tuple(inside[index]), operands)
                 maxima |= zip(inside[index], measured, strict=True)
@@ -98,65 +109,15 @@ def run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
                 results = bound(eqn, operands)
             values |= zip(eqn.outvars, results, strict=True)
             measure(eqn.outvars)
-        # Outside of jit they would stay in memory.
-        for variable in last_uses[index]:
-            del values[variable]
-    results = []
-    for v in jaxpr.outvars:
-        results.append(jnp.asarray(v.val) if isinstance(v, Literal) else values[v])
-    for probe in probes:
-        results.append(maxima[probe] if probe in maxima else _nothing(probe))
-    return results
-
-
-def _last_uses(jaxpr: Any, kept: Iterable[Any]) -> list[set[Any]]:
-    """For each equation the variables that no later one takes, without results of the jaxpr and those to be kept."""
-    # From the end to the beginning: a variable that is seen for the first time is used for the last time.
-    later = {*kept, *_variables(jaxpr.outvars)}
-    last_uses = []
-    for eqn in reversed(jaxpr.eqns):
-        variables = _variables([*eqn.invars, *eqn.outvars]) - later
-        last_uses.append(variables)
-        later |= variables
-    return last_uses[::-1]
-
-
-def _variables(atoms: Iterable[Any]) -> set[Any]:
-    """Without the numbers among them, which have no hash."""
-    return {atom for atom in atoms if isinstance(atom, Var)}
+    largest = [maxima[x] if x in maxima else _nothing(x) for x in probes]
+    return [*read(jaxpr.outvars), *largest]
 
 
 def bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
-    """The results of an equation: by a cached `jit`, unless it has a body, an effect or a parameter without a hash.
-
-    JAX differentiates a `jit` once, however often it is called. Functions of `jax.numpy` are such, but `jax.make_jaxpr`
-    has inlined them: without a `jit` for all equal operations, 80 unrolled layers take almost twice as long to
-    differentiate. Where it is traced it is inlined again, so that nothing is left of it in the program.
-
-    Args:
-      eqn: The equation.
-      operands: Its inputs.
-      **changed: Parameters of the equation that are others here, such as its body.
-    """
-    # Without the cache the primitive is bound as JAX itself binds it.
-    params = eqn.params | changed
-    call = _bind(eqn.primitive, params)
-    if not eqn.effects and not versions.bodies(eqn):
-        with contextlib.suppress(TypeError):  # a parameter without a hash
-            call = _inlined(eqn.primitive, tuple(params.items()))
-    out = call(*operands)
+    """The results of an equation as JAX binds it, with some parameters `changed`, such as its body."""
+    params = eqn.primitive.get_bind_params(eqn.params | changed)
+    out = eqn.primitive.bind(*operands, **params)
     return out if eqn.primitive.multiple_results else [out]
-
-
-def _bind(primitive: Any, params: dict[str, Any]) -> Callable[..., Any]:
-    """A function of the operands of a primitive."""
-    return functools.partial(primitive.bind, **primitive.get_bind_params(params))
-
-
-@functools.lru_cache(4096)
-def _inlined(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """The same, one for all equations with equal parameters."""
-    return jax.jit(_bind(primitive, dict(params)), inline=versions.inlined())
 
 
 def _enclosing(
@@ -174,7 +135,7 @@ def _enclosing(
     # A softmax with a `custom_jvp`: its rule gives derivatives of the outputs that it has, so it can't get more.
     if name.startswith("custom_"):
         # The body runs once more, for the maxima. The results come from the call itself, with its derivatives.
-        again = run(bodies[0], inside, *jax.lax.stop_gradient(operands))
+        again = _run(bodies[0], inside, *jax.lax.stop_gradient(operands))
         if not probes[0].shared:
             return bound(eqn, operands), again[-count:]
         # `check_clip` takes no derivatives, and its results have to come from a softmax that got the shared logits.
@@ -185,7 +146,7 @@ def _enclosing(
     new = (
         _branches(bodies, steps, inside)
         if name == "cond"
-        else [_traced(bodies[0], inside)]
+        else [with_maxima(bodies[0], inside)]
     )
     outputs = bound(eqn, operands, **versions.with_bodies(eqn, new, count))
     maxima = list(outputs[-count:])
@@ -208,7 +169,7 @@ def _shard_map(
 
     def on_one_device(*operands: Any) -> tuple[list[Any], list[Any]]:
         """What this device returns, and for each probe the largest logits of all devices."""
-        outputs = run(body, probes, *operands)
+        outputs = _run(body, probes, *operands)
         maxima = []
         for maximum in outputs[-count:]:
             # With `check_vma`, JAX knows along which axes of the mesh the maximum may differ from device to device.
@@ -246,7 +207,7 @@ def _branches(
     # All branches of a `cond` have to return the same types, so -inf needs the type of the maximum.
     types = []
     for step, probe in zip(steps, probes, strict=True):
-        measured = _traced(bodies[step.body], (probe,))
+        measured = with_maxima(bodies[step.body], (probe,))
         types.append(opened(measured).outvars[-1].aval)
     branches = []
     for branch, body in enumerate(bodies):
@@ -254,7 +215,7 @@ def _branches(
         for k, step in enumerate(steps):
             if step.body == branch:
                 probes_or_types[k] = probes[k]
-        branches.append(_traced(body, tuple(probes_or_types)))
+        branches.append(with_maxima(body, tuple(probes_or_types)))
     return branches
 
 
@@ -264,25 +225,6 @@ def _nothing(kind: Any) -> jax.Array:
     x = jax.lax.full(kind.shape, -jnp.inf, jnp.float32, sharding=kind.sharding)
     axes = tuple(versions.varying(kind))
     return jax.lax.pcast(x, axes, to="varying") if axes else x
-
-
-def _traced(body: Body, probes: tuple[Probe | Any, ...]) -> Any:
-    """The jaxpr of `run` for this body and these probes.
-
-    In place of a probe that is in another branch of a `cond` there is the type of its maximum: `run` then returns -inf.
-
-    One jaxpr for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step.
-    """
-    # By the body itself, and not for longer than it lives.
-    known = _TRACED.setdefault(body, {})
-    if probes not in known:
-        shapes = [variable.aval for variable in opened(body).invars]
-        measured = functools.partial(run, body, probes)
-        known[probes] = jax.make_jaxpr(measured)(*shapes)
-    return known[probes]
-
-
-_TRACED: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @jax.custom_batching.custom_vmap

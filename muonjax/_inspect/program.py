@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from muonjax._clip.match_statistics import larger
 from muonjax._clip.place_sites import module_of
@@ -26,7 +26,7 @@ from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, 
 from muonjax._inspect.clippable_attention import Call, attentions
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow
-from muonjax._inspect.measure import Probe, run
+from muonjax._inspect.measure import Probe, with_maxima
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.records import Records
 from muonjax._matrices.matrix_view import DimensionNumbersTree
@@ -517,7 +517,9 @@ def find_maxima(
     for _, clip in clippable:
         probes += (probe._replace(shared=shared) for probe in clip.probes)
     # What the function returns comes first, then one array for each probe.
-    results = run(closed, probes, *jax.tree.leaves(arguments))
+    measured_function = jaxpr_as_fun(with_maxima(closed, tuple(probes)))
+    # A constant of the program would come as one of NumPy's.
+    results = [jnp.asarray(x) for x in measured_function(*jax.tree.leaves(arguments))]
     count = len(results) - len(probes)
     measured = iter(results[count:])
     maxima = {}

@@ -67,12 +67,6 @@ def varying(aval: Any) -> frozenset[Any]:
     return aval.vma if kind is None else kind.varying
 
 
-def inlined() -> Any:
-    """The setting of a `jit` that becomes part of what it is traced into, as those of `jax.numpy`."""
-    kinds = getattr(jax, "Inline", None)  # since JAX 0.12
-    return True if kinds is None else kinds.JAX_EARLY
-
-
 def with_bodies(
     eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int
 ) -> dict[str, Any]:

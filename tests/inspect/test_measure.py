@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import source_info_util
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import value_and_grad
-from muonjax._inspect.measure import run
+from muonjax._inspect.measure import with_maxima
 from muonjax._inspect.program import find_maxima
 from tests.inspect import attention
 from tests.inspect.attention import (
@@ -282,7 +283,9 @@ def test_order_of_effects_stays():
         return before + ref[...]
 
     closed = jax.make_jaxpr(loss)(2.0)
-    assert_allclose(run(closed, [], 2.0)[0], 2 + np.sin(2), rtol=1e-6)
+    assert_allclose(
+        jaxpr_as_fun(with_maxima(closed, ()))(2.0)[0], 2 + np.sin(2), rtol=1e-6
+    )
 
 
 def test_scopes_and_lines_are_those_of_jax():
@@ -341,6 +344,6 @@ def test_outside_of_jit_arrays_stay_to_their_last_use_alone():
     x = jnp.eye(4)
     closed = jax.make_jaxpr(loss)(x)
     before = len(jax.live_arrays())
-    run(closed, [], x)
+    jaxpr_as_fun(with_maxima(closed, ()))(x)
     jax.effects_barrier()
     assert alive[0] - before <= 2
