@@ -13,7 +13,7 @@ from muonjax._inspect import logit_rules
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.graph import LONG_EINSUM, Place
 from muonjax._inspect.layouts import NotFollowed
-from muonjax._inspect.masks_or_biases import masks_in
+from muonjax._inspect.masks_or_biases import doubt_of_masks
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.move_rules import reshaped
 from muonjax._inspect.proposals import QueriesAndKeys, Refused, proposals_of
@@ -120,14 +120,12 @@ def _call(records: Records, product: int) -> Call:
     try:
         _check_logits(records, logits, normalized)
         _check_readers(records, logits)
-        masks = masks_in(records.graph, logits.added)
-        if masks.problem:
-            raise Refused(masks.problem)
+        doubt = doubt_of_masks(records.graph, logits.added)
         proposals = tuple(proposals_of(pairs))
-        probe = _probe(records, logits, masks.hidden)
+        probe = _probe(records, logits)
     except Refused as refused:
         return call._replace(problem=str(refused))
-    return call._replace(probes=(probe,), proposals=proposals, doubt=masks.doubt)
+    return call._replace(probes=(probe,), proposals=proposals, doubt=doubt)
 
 
 _DERIVATIVES = "the function takes derivatives of it, which a clip would change too"
@@ -218,12 +216,11 @@ def _not_alone(records: Records, operation: int) -> str:
     return f"a clip would not scale its logits alone: {line} ({node.name})"
 
 
-def _probe(records: Records, logits: Logits, hidden: float) -> Probe:
+def _probe(records: Records, logits: Logits) -> Probe:
     """Where the logits that enter softmax are measured: in one of the bodies that have them as a variable.
 
     A `jit` in a scan, say, is a body in a body, and logits that it returns are a variable of both. `raw` logits are
-    those before a mask or a bias was added. Where this adds `hidden` or less, a number below zero, a mask hides a
-    logit.
+    those before a mask or a bias was added.
     """
     variables = records.graph.variables[logits.value]
     raw_variables = records.graph.variables[logits.raw] if logits.has_raw else {}
@@ -242,7 +239,7 @@ def _probe(records: Records, logits: Logits, hidden: float) -> Probe:
     if logits.has_raw:  # a mask was added, or a bias as ALiBi's
         _check_added(records, logits, raw_is_visible=place in raw_variables)
     raw = raw_variables.get(place)
-    return Probe(place, variables[place], raw=raw, hidden=hidden, unit=logits.unit)
+    return Probe(place, variables[place], raw=raw, unit=logits.unit)
 
 
 def _check_added(records: Records, logits: Logits, raw_is_visible: bool) -> None:

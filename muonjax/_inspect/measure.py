@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from muonjax._inspect import versions
 from muonjax._inspect.graph import Step
 from muonjax._inspect.layouts import other_axes
+from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.values import grouped
 from muonjax._inspect.versions import Body, opened
 
@@ -33,8 +34,6 @@ class Probe(NamedTuple):
     heads: tuple[int, ...] = ()  # the axes kept; all others are maximized over
     # The logits before mask and bias: measured where `variable` does not mask.
     raw: Var | None = None
-    # An entry is masked where `variable - raw` is at most this: -50 with a mask that adds 0 and -100.
-    hidden: float = 0.0
     # The head of each entry along these axes: (0, 1, 0, 1) for an axis of two examples of two heads. Empty if there is
     # one entry for each head, in their order.
     entries: tuple[int, ...] = ()
@@ -241,13 +240,13 @@ def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, b
 def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
     """The largest logit of each head, float32: for logits [batch, head, query, key] and probe.heads (1,) [head].
 
-    `raw`: the logits before masks and biases, None if none were added. An entry to which `probe.hidden` or less was
+    `raw`: the logits before masks and biases, None if none were added. An entry to which `MASKED` or less was
     added is masked, and all others are measured without what was added.
     """
     # A logit that is NaN is not masked, because a comparison with NaN is false: the maximum is NaN.
     if raw is not None:
         raw = raw.reshape(logits.shape)
-        logits = jnp.where(logits - raw <= probe.hidden, -jnp.inf, raw)
+        logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
     # The maximum that softmax computes is not used: one more reader of it changes how XLA rounds.
     others = other_axes(logits.ndim, probe.heads)
     maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), tuple(others))

@@ -1172,9 +1172,9 @@ divided("keys_of_another_device", of_another_device, P(None, "m"), **QKV)
 divided("exchanged_heads", exchanged, P(), P(None, "m"), **QKV)
 
 
-# Masks that add numbers far below zero, as a Swin transformer's windows do; one of small numbers can't be told from a
+# Masks that add numbers far below zero; one of small numbers, as a Swin transformer's windows add, can't be told from a
 # bias.
-TOLD = "can't be told from a bias: attention_programs.py:"
+TOLD = "can't be told from a bias; add -jnp.inf: attention_programs.py:"
 
 ADD_MASK = {
     "a_table": lambda c: np.where(CAUSAL, 0, c).astype(np.float32),
@@ -1186,15 +1186,14 @@ ADD_MASK = {
 SLOPES = -np.abs(np.arange(T)[:, None] - np.arange(T)).astype(np.float32)
 for kind, table in ADD_MASK.items():
     for name, change, sites in [
-        ("a_mask_of_a_hundred", lambda a, table: a + table(-1e2), 1),
-        ("a_mask_that_is_subtracted", lambda a, table: a - -1.0 * table(-50.0), 1),
-        ("two_masks", lambda a, table: a + table(-30.0) + table(-50.0), 1),
+        ("a_mask_of_a_hundred", lambda a, table: a + table(-1e2), TOLD),
+        ("a_mask_that_is_subtracted", lambda a, table: a - -1.0 * table(-50.0), TOLD),
+        ("two_masks", lambda a, table: a + table(-1e4) + table(-1e9), 1),
         ("a_bias_and_a_mask_of_1e4", lambda a, table: a + SLOPES + table(-1e4), 1),
-        ("a_bias_and_a_narrow_mask", lambda a, table: a + SLOPES + table(-1e2), TOLD),
     ]:
         spelled(f"{name}_by_{kind}", sites, kept=CAUSAL if sites == 1 else None,
                 softmax=lambda a, p, f=change, table=table: jax.nn.softmax(f(a, table)))  # fmt: skip
-spelled("a_mask_that_a_jitted_function_closes_over", kept=CAUSAL,
+spelled("a_mask_that_a_jitted_function_closes_over", TOLD,
         softmax=lambda a, p: jax.jit(lambda a: jax.nn.softmax(a + ADD_MASK["a_table"](-1e2)))(a))  # fmt: skip
 spelled("a_bias_of_several_numbers", softmax=lambda a, p: jax.nn.softmax(a + SLOPES))
 DIAGONAL = -np.eye(T, dtype=np.float32)
@@ -1226,42 +1225,28 @@ def under(name, add, kept=None, sites=1):
 
 NARROW = ADD_MASK["a_table"](-1e2)
 EVEN = np.where(np.arange(T) % 2 == 0, 0, -1e2).astype(np.float32)
-SHOWN = {
-    "two_masks_summed_before": (
-        lambda seen, ones: jnp.where(seen, 0.0, -1e2) + NARROW,
-        lambda seen: seen & CAUSAL,
+under(
+    "a_wide_mask_of_floats",
+    lambda seen, ones: (1 - ones) * -1e9,
+    lambda seen: seen,
+)
+REFUSED = {
+    "two_masks_summed_before": lambda seen, ones: jnp.where(seen, 0.0, -1e2) + NARROW,
+    "a_logarithm_of_a_mask": lambda seen, ones: jnp.log(
+        seen.astype(jnp.float32) + 1e-9
     ),
-    "the_smaller_of_two_masks": (
-        lambda seen, ones: jnp.minimum(jnp.where(seen, 0.0, -1e2), NARROW),
-        lambda seen: seen & CAUSAL,
+    "a_table_of_three_numbers": lambda seen, ones: NARROW + EVEN,
+    "rows_of_a_table": lambda seen, ones: jnp.asarray(NARROW)[jnp.arange(T)[::-1]],
+    "a_wide_mask_of_floats_and_a_narrow_one": lambda seen, ones: (
+        1e9 * (ones - 1) + NARROW
     ),
-    "a_logarithm_of_a_mask": (
-        lambda seen, ones: jnp.log(seen.astype(jnp.float32) + 1e-9),
-        lambda seen: seen,
-    ),
-    "a_logarithm_in_a_table": (
-        lambda seen, ones: np.log(CAUSAL + 1e-9).astype(np.float32),
-        lambda seen: CAUSAL,
-    ),
-    "a_table_of_three_numbers": (
-        lambda seen, ones: NARROW + EVEN,
-        lambda seen: CAUSAL & (EVEN == 0),
-    ),
-    "rows_of_a_table": (
-        lambda seen, ones: jnp.asarray(NARROW)[jnp.arange(T)[::-1]],
-        lambda seen: CAUSAL[::-1],
-    ),
-    "a_wide_mask_of_floats": (
-        lambda seen, ones: (1 - ones) * -1e9,
-        lambda seen: seen,
-    ),
-    "a_wide_mask_of_floats_and_a_narrow_one": (
-        lambda seen, ones: 1e9 * (ones - 1) + NARROW,
-        lambda seen: seen & CAUSAL,
+    "small_numbers_next_to_a_mask": lambda seen, ones: NARROW - 5 * np.eye(T),
+    "positions_next_to_a_mask": lambda seen, ones: jnp.where(
+        CAUSAL, -1.0 * jnp.arange(T), -1e2
     ),
 }
-for name, (add, kept) in SHOWN.items():
-    under(name, add, kept)
+for name, add in REFUSED.items():
+    under(name, add, sites=TOLD)
 # These may be masks or biases: they are measured as biases, and a warning says so.
 DOUBTED = {
     "a_narrow_mask_of_floats": lambda seen, ones: (1 - ones) * -1e2,
@@ -1269,10 +1254,6 @@ DOUBTED = {
     "a_narrow_mask_of_pairs": lambda seen, ones: (1 - ones * ones.mT) * -1e2,
     "a_mask_that_is_an_argument": lambda seen, ones: ones,
     "a_logarithm_of_floats": lambda seen, ones: jnp.log(ones + 1e-9),
-    "small_numbers_next_to_a_mask": lambda seen, ones: NARROW - 5 * np.eye(T),
-    "positions_next_to_a_mask": lambda seen, ones: jnp.where(
-        CAUSAL, -1.0 * jnp.arange(T), -1e2
-    ),
 }
 for name, add in DOUBTED.items():
     under(name, add)

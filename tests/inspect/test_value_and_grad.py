@@ -319,10 +319,9 @@ SLOPES = -np.abs(np.arange(len(CAUSAL))[:, None] - np.arange(len(CAUSAL)))
         (TABLE, lambda mask: mask),
         (np.float32(TABLE), lambda mask: mask[None]),
         (jnp.asarray(TABLE), lambda mask: mask),
-        (np.arange(len(CAUSAL)) < 4, lambda mask: jnp.where(mask, 0, -1e2)),
         (np.arange(len(CAUSAL)), lambda mask: (1 - jnp.asarray(mask)) * -1e2),
         (TABLE, lambda mask: SLOPES + jnp.asarray(mask) * 1e2),
-        (None, lambda mask: TABLE),
+        (None, lambda mask: TABLE * 1e2),
         (None, lambda mask: SLOPES + TABLE * 1e2),
     ],
 )
