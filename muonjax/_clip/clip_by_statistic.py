@@ -37,7 +37,7 @@ class QKClipState(NamedTuple):
 
     Attributes:
       count: Number of updates so far, int32 [].
-      running_max: Maxima since the last clip, float32; no entries if `every_k` is 1.
+      running_max: Maxima since the last clip, float32; -inf after it.
       maxima: The maxima that the last clip used, float32; -inf before the first.
       factors: γ at the last clip, float32 in (0, 1]; 1 where nothing was scaled.
       clips: How often each head was scaled, int32.
@@ -113,8 +113,7 @@ class ClipByStatistic:
             zero = zero_beside(modules.leaves[site.scales[0].leaf])
             zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
             # Each field gets an array of its own, because a buffer that is in two places can't be donated.
-            if self.every_k > 1:
-                state.running_max[site.name] = zeros - jnp.inf
+            state.running_max[site.name] = zeros - jnp.inf
             state.maxima[site.name] = zeros - jnp.inf
             state.factors[site.name] = zeros + 1.0
             state.clips[site.name] = zeros.astype(jnp.int32)
@@ -169,9 +168,6 @@ class ClipByStatistic:
         is_due = (state.count + 1) % self.every_k == 0
         clips_so_far = state.count // self.every_k
 
-        def at_clip(new: jax.Array, otherwise: Any) -> jax.Array:
-            return new if self.every_k == 1 else jnp.where(is_due, new, otherwise)
-
         gammas: dict[str, jax.Array] = {}
         count = jnp.asarray(optax.safe_increment(state.count))
         after = QKClipState(count, {}, {}, {}, {})
@@ -180,13 +176,13 @@ class ClipByStatistic:
             # The maxima are sharded as the state is, even if they came otherwise, so that its buffers can be donated.
             maximum = sharded_like(maxima[name], state.maxima[name])
             # The clip goes by the largest of all micro-batches since the last clip.
-            if self.every_k > 1:
-                maximum = larger(maximum, state.running_max[name])
-                after.running_max[name] = jnp.where(is_due, -jnp.inf, maximum)
-            gamma = at_clip(self.gamma(site, maximum, clips_so_far), 1.0)
+            maximum = larger(maximum, state.running_max[name])
+            after.running_max[name] = jnp.where(is_due, -jnp.inf, maximum)
+            gamma = self.gamma(site, maximum, clips_so_far)
+            gamma = jnp.where(is_due, gamma, 1.0)
             # For a log, the state keeps what the last clip did until the next clip.
-            after.maxima[name] = at_clip(maximum, state.maxima[name])
-            after.factors[name] = at_clip(gamma, state.factors[name])
+            after.maxima[name] = jnp.where(is_due, maximum, state.maxima[name])
+            after.factors[name] = jnp.where(is_due, gamma, state.factors[name])
             is_clipped = gamma < 1
             after.clips[name] = state.clips[name] + is_clipped.astype(jnp.int32)
             gammas[name] = gamma
@@ -206,15 +202,14 @@ class ClipByStatistic:
         return clip_factor(maximum, threshold)
 
     def _check_state(self, state: QKClipState, sites: Sequence[PlacedSite]) -> None:
-        """Raise unless the state was made for these modules, numbers of heads and `every_k`."""
-        # A threshold or a schedule is no part of the state, so that it may change in a run.
+        """Raise unless the state was made for these modules and numbers of heads."""
+        # Neither a threshold nor `every_k` is a part of the state, so that both may change in a run.
         here = {site.name: site.shape for site in sites}
         there = {name: tuple(factor.shape) for name, factor in state.factors.items()}
-        if here != there or bool(state.running_max) != (self.every_k > 1):
-            made = "every_k > 1" if state.running_max else "every_k=1"
+        if here != there:
             raise ValueError(
-                f"this state was made for {shown(there)}, [*layers, heads], and {made}; sites and parameters say "
-                f"{shown(here)}, and every_k={self.every_k}. Take those that it was made with, or start anew with init."
+                f"this state was made for {shown(there)}, [*layers, heads]; sites and parameters say {shown(here)}. "
+                "Take those that it was made with, or start anew with init."
             )
 
     def _warn_of_low_precision(

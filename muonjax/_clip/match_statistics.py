@@ -5,9 +5,10 @@ The largest of several statistics of one attention counts, and NaN never hides a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -62,10 +63,8 @@ def _check_real(what: str, value: Any) -> None:
     """Raise unless a statistic is an array of real numbers, or one number of Python."""
     # Statistics of one head and one layer may come as a number of Python.
     dtype = getattr(value, "dtype", type(value))
-    is_real = hasattr(value, "dtype") and any(
-        jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)
-    )
-    if not is_real and dtype not in (int, float):
+    kinds = (jnp.floating, jnp.integer)
+    if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         kind = getattr(dtype, "__name__", dtype)
         raise TypeError(
             f"{what} is {kind}; give an array of real numbers, [*layers, heads]."
@@ -126,26 +125,26 @@ def larger(
 
 def largest(x: Float[Array, " ..."], axes: tuple[int, ...]) -> Float[Array, " ..."]:
     """The largest along some axes, where finite numbers count more than others, as in `larger`."""
-    of_finite = _finite_or_lowest(x).max(axes, initial=-jnp.inf)
-    return _finite_first(of_finite, x.max(axes, initial=-jnp.inf))
+    return _finite_first(
+        x, lambda pair: pair.max(tuple(axis + 1 for axis in axes), initial=-jnp.inf)
+    )
 
 
 def largest_of_devices(
     x: Float[Array, "*shape"], axis_name: str | tuple[str, ...]
 ) -> Float[Array, "*shape"]:
     """The largest among the devices along mesh axes, where finite numbers count more, as in `largest`."""
-    # Two calls of pmax would be two all-reduces.
-    both = jnp.stack([_finite_or_lowest(x), x])
-    return _finite_first(*lax.pmax(both, axis_name))
-
-
-def _finite_or_lowest(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """x with −inf, which loses against every number, in place of infinities and NaN."""
-    return jnp.where(jnp.isfinite(x), x, -jnp.inf)
+    return _finite_first(x, lambda pair: lax.pmax(pair, axis_name))
 
 
 def _finite_first(
-    of_finite: Float[Array, "*shape"], of_all: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
-    """The maximum of finite numbers; without any, −inf, the usual maximum, which passes NaN on."""
+    x: Float[Array, "*shape"], maximum: Callable[[jax.Array], jax.Array]
+) -> Float[Array, " ..."]:
+    """The `maximum` of the finite numbers; where there are none that of all, which passes NaN on.
+
+    It is called once, with both as [2, *shape]: two maxima over devices would be two all-reduces.
+    """
+    # −inf, which loses against every number, in place of infinities and NaN.
+    finite = jnp.where(jnp.isfinite(x), x, -jnp.inf)
+    of_finite, of_all = maximum(jnp.stack([finite, x]))
     return jnp.where(of_finite > -jnp.inf, of_finite, of_all)

@@ -94,7 +94,7 @@ def max_logits(
         if mask is not None:
             wanted = "of booleans or numbers that broadcasts to [*batch, heads, T, S]"
             _check_array("mask", mask, wanted)
-            mask = _by_key_head(mask, (*batch, heads, T, S), key_heads)
+            mask = _as_booleans(mask, (*batch, heads, T, S))
     dtype = at_least_float32(query.dtype, key.dtype)
     # Without positions there is no block; the maximum of nothing is −inf.
     if 0 in (*batch, T, S):
@@ -111,7 +111,7 @@ def max_logits(
 
     def largest_of_block(
         start: jax.Array | np.ndarray,
-    ) -> Float[Array, "*batch key_heads group"]:
+    ) -> Float[Array, "*batch heads"]:
         """The largest visible logit of each head in one block of queries and keys; -inf where none is visible.
 
         `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys. The block lies inside:
@@ -128,8 +128,7 @@ def max_logits(
             precision=precision,
             preferred_element_type=dtype,
         )
-        # [*batch, key_heads, group, block_q, block_k]
-        logits = products * factor
+        logits = factor * products.reshape(*batch, heads, block_q, block_k)
         # A window of left = T and right = S hides no pair.
         if left < T or right < S:
             query_positions = i + jnp.arange(block_q)
@@ -138,7 +137,7 @@ def max_logits(
             in_window = (ahead <= right) & (-ahead <= left)
             logits = jnp.where(in_window, logits, -jnp.inf)
         if mask is not None:
-            # The mask [*batch, key_heads, group, T, S] may have axes of size one, which hold for every position.
+            # The mask [*batch, heads, T, S] may have axes of size one, which hold for every position.
             visible = mask
             if mask.shape[-2] > 1:
                 visible = lax.dynamic_slice_in_dim(visible, i, block_q, -2)
@@ -158,7 +157,7 @@ def max_logits(
     if len(starts) > 1:
         largest, _ = lax.scan(with_block, largest, starts[1:])
     # Over the batch last, so that a sharded batch costs one all-reduce and not one per block.
-    return largest.max(tuple(range(len(batch)))).reshape(heads)
+    return largest.max(tuple(range(len(batch))))
 
 
 def _visible_blocks(
@@ -281,12 +280,12 @@ def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
     return tuple(sides)
 
 
-def _by_key_head(
-    mask: jax.Array, logits: tuple[int, ...], key_heads: int
-) -> Bool[Array, "*#batch #key_heads #group #T #S"]:
-    """The mask as booleans with its axis of heads as two: [*batch, heads, T, S] -> [*batch, key_heads, group, T, S].
+def _as_booleans(
+    mask: jax.Array, logits: tuple[int, ...]
+) -> Bool[Array, "*#batch #heads #T #S"]:
+    """The mask as booleans, with as many axes as the logits; raises unless it broadcasts to their shape.
 
-    Axes of size one stay, because they broadcast. Raises unless the mask broadcasts to the shape of the logits.
+    Axes of size one stay, because they broadcast.
     """
     # As NumPy does, axes that the mask lacks are added in front.
     shape = (1,) * (len(logits) - mask.ndim) + mask.shape
@@ -297,8 +296,4 @@ def _by_key_head(
         raise ValueError(
             f"(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."
         )
-    *batch, heads, T, S = shape
-    # One mask for all heads broadcasts over both axes.
-    split = (1, 1) if heads == 1 else (key_heads, heads // key_heads)
-    visible = jnp.asarray(lax.stop_gradient(mask)).astype(bool)
-    return visible.reshape(*batch, *split, T, S)
+    return jnp.asarray(lax.stop_gradient(mask)).astype(bool).reshape(shape)
