@@ -66,16 +66,15 @@ def place_sites(
     by_signal: dict[str, PlacedSite] = {}
     not_trained: set[str] = set()
     for site in sites:
-        only_path = _only_path(site.path)
         # The sites of a program are exact, each with the path of one attention. Some attentions may be frozen. A site
         # by hand that finds no parameters is a mistake, for which `_matched` and `_placed` raise.
-        if site.exact and only_path is not None:
-            paths = [below(only_path, scale.path) for scale in site.scales]
+        if site.exact:
+            paths = [below(site.path, scale.path) for scale in site.scales]
             if not all(modules.is_trained(path) for path in paths):
                 # An attention at the root has the path "", and its statistic the name of its signal.
-                not_trained.add(only_path or site.signal)
+                not_trained.add(site.path or site.signal)
                 continue
-        for path in _matched(site, modules):
+        for path in [site.path] if site.exact else _matched(site, modules):
             module = _placed(site, path, modules)
             # With two patterns for one module its heads would be scaled twice.
             if module.signal in by_signal:
@@ -106,18 +105,6 @@ def _named(modules: Collection[PlacedSite]) -> list[PlacedSite]:
     return named
 
 
-def _only_path(pattern: str) -> str | None:
-    r"""The only path that a regular expression matches; None if it may match others.
-
-    >>> _only_path("block:0/attention"), _only_path(r"layers\.0/attention"), _only_path("layers/.*")
-    ('block:0/attention', 'layers.0/attention', None)
-    """
-    # Such a pattern has only characters without a meaning in regular expressions, and escaped ones, as of `re.escape`.
-    if re.fullmatch(r"(?:[^.^$*+?{}\[\]\\|()]|\\\W)*", pattern) is None:
-        return None
-    return re.sub(r"\\(\W)", r"\1", pattern)
-
-
 def _matched(site: Site, modules: Modules) -> list[str]:
     """The paths of the modules that a site matches; raises ValueError if there are none.
 
@@ -131,9 +118,9 @@ def _matched(site: Site, modules: Modules) -> list[str]:
     def with_child(paths: Iterable[str]) -> list[str]:
         return [path for path in paths if modules.has(below(path, child))]
 
-    # A path without wildcards is looked up: a program may have a thousand sites, and each search goes over all modules.
-    only_path = _only_path(site.path)
-    candidates = sorted(modules.leaves_of) if only_path is None else [only_path]
+    # A path without wildcards is looked up: there may be a thousand sites, and each search goes over all modules.
+    is_plain = re.escape(site.path) == site.path
+    candidates = [site.path] if is_plain else sorted(modules.leaves_of)
     matched = [path for path in with_child(candidates) if re.fullmatch(site.path, path)]
     if matched:
         return matched

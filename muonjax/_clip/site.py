@@ -41,8 +41,9 @@ class Site:
       scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
       norms: Regular expressions for the names of children that forbid the clip, because they normalize queries or keys
         and so undo it; by default the names in use. () allows all norms.
-      exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. What else is
-        in the modules, such as norms and adapters, is then not judged by its name.
+      exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. Then `path` is
+        that of one module and no pattern, and what else is in it, such as norms and adapters, is not judged by its
+        name.
       threshold: The largest value allowed for the signal, > 0, or a schedule of the number of clips. None: the
         threshold of `qk_clip`. `signal_clip` needs it.
       products: For `signal_clip`, the names of the factors along each product; None: every factor is a product by
@@ -70,8 +71,10 @@ class Site:
 
     @errors_of("Site")
     def __post_init__(self):
+        check_flag(exact=self.exact)
         # A pattern is compiled here, so that a mistake in it has the name of the argument.
-        check_pattern("path", self.path)
+        if not self.exact:
+            check_pattern("path", self.path)
         check_text(signal=self.signal)
         self._check_scales()
         # A field of a frozen dataclass is set in this way alone.
@@ -84,7 +87,6 @@ class Site:
             )
         for pattern in self.norms:
             check_pattern("norms", pattern)
-        check_flag(exact=self.exact)
         if self.threshold is not None:
             check_range(
                 "threshold", self.threshold, "positive and finite", ".", schedule=True

@@ -56,7 +56,6 @@ def mha_site(
     with errors_of("mha_site"):
         check_text(query=query, key=key, layout=layout)
         _check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads)
-        _check_groups(num_heads, num_kv_heads)
         # Queries and keys have kernels of one layout, in which brackets may hold (h d). Their numbers of heads may
         # differ.
         kernel = _KernelAxes.of_layout(layout, ("hd",), num_heads)
@@ -166,7 +165,6 @@ def fused_qkv_site(
         whole_number("num_heads", num_heads, 1, _AT_LEAST_ONE)
         whole_number("head_dim", head_dim, 1, _AT_LEAST_ONE)
         _check_counts(num_kv_heads=num_kv_heads)
-        _check_groups(num_heads, num_kv_heads)
         kernel = _KernelAxes.of_layout(layout, ("3hd", "h3d"), num_heads)
         # In GPT-NeoX each head has its query, key and value side by side. Elsewhere the queries of all
         # heads come first, then all keys, then all values.
@@ -264,12 +262,3 @@ def _check_counts(**counts: int | None) -> None:
     for argument, count in counts.items():
         if count is not None:
             whole_number(argument, count, 1, _AT_LEAST_ONE)
-
-
-def _check_groups(num_heads: int | None, num_kv_heads: int | None) -> None:
-    """Raise unless each key head serves the same number of query heads."""
-    # Without num_heads the number of groups can't be checked before the parameters are known.
-    if num_kv_heads is not None and (num_heads is None or num_heads % num_kv_heads):
-        raise ValueError(
-            f"{num_heads=}, {num_kv_heads=}: heads must be a multiple of key heads."
-        )

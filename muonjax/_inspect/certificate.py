@@ -10,7 +10,7 @@ A clip of two heads, in a query kernel [16, 64], by factors with the logarithms 
 
     logarithms       a  a  ...  a   b        b  ...
     first positions  0  1  ...  31  2^20     2^20 + 1  ...
-    last positions   the same
+    last positions   the same, with a minus
 
 and at the logits [batch, head, query, key] it has to be [3, 1, 2, 1, 1] with the logarithms a, b, if the keys are not
 scaled, and the positions 0 to 31 and 2^20 to 2^20 + 31: the sum over features took the least and the largest.
@@ -41,11 +41,12 @@ from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import CHOICES
 
-# [3, *loops, *axes of the array]: logarithms, first positions and last positions.
+# [3, *loops, *axes of the array]: logarithms, first positions, and last positions with a minus, so that what is made of
+# several entries has the least of both.
 Table: TypeAlias = np.ndarray
 # The three of an entry that no clip changes, and of one that is zero.
-_UNTOUCHED = [0.0, np.inf, -np.inf]
-_ZERO = [np.nan, np.inf, -np.inf]
+_UNTOUCHED = [0.0, np.inf, np.inf]
+_ZERO = [np.nan, np.inf, np.inf]
 # Operations that leave the table of their operand as it is: casts, exchanges among devices, and those that cut an array
 # into shards for them.
 _KEEPS_TABLE = frozenset(f"{SAME} {RESIZED}".split())
@@ -60,22 +61,15 @@ def _product(a: Table, b: Table, sign: int = 1) -> Table:
     """
     if math.prod(np.broadcast_shapes(a.shape, b.shape)) > MOST:
         raise NotFollowed
-    logarithms = a[0] + sign * b[0]
-    first, last = np.minimum(a[1], b[1]), np.maximum(a[2], b[2])
-    return np.stack([logarithms, first, last])
+    return np.concatenate([a[:1] + sign * b[:1], np.minimum(a[1:], b[1:])])
 
 
 def _total(table: Table, axes: Collection[int]) -> Table:
     """The largest logarithm over these axes, of which one entry is left, and all positions."""
-    along = tuple(axis - 1 for axis in axes)
-    logarithms, first, last = table
-    return np.stack(
-        [
-            np.fmax.reduce(logarithms, along, keepdims=True),  # it skips NaN
-            np.minimum.reduce(first, along, keepdims=True),
-            np.maximum.reduce(last, along, keepdims=True),
-        ]
-    )
+    axes = tuple(axes)
+    logarithms = np.fmax.reduce(table[:1], axes, keepdims=True)  # it skips NaN
+    positions = np.minimum.reduce(table[1:], axes, keepdims=True)
+    return np.concatenate([logarithms, positions])
 
 
 def _filled(table: Table, axes: Iterable[int]) -> Table:
@@ -149,7 +143,7 @@ class Certificate:
             head, feature = np.indices((span.entries, span.features))
             positions = float(number << 40) + (head << 20) + feature
             positions = np.broadcast_to(positions, (*span.layers, *positions.shape))
-            three = (logs[span.factor][..., None], positions, positions)
+            three = (logs[span.factor][..., None], positions, -positions)
             tables.append(np.stack(list(map(span.spread, three, _UNTOUCHED))))
         # An entry of two parts is scaled twice.
         table = functools.reduce(_product, tables)

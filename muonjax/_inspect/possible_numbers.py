@@ -58,11 +58,12 @@ def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     """
     constant = graph.known.get(value, graph.constant_arrays.get(value))
     if constant is not None:
-        return _in_table(np.asarray(constant))
-    if graph.avals[value].dtype == bool:
+        numbers = _in_table(np.asarray(constant))
+    elif graph.avals[value].dtype == bool:
         return np.array([0.0, 1.0])
-    node = graph.maker(value)
-    numbers = None if node is None else _made_by(graph, node)
+    else:
+        node = graph.maker(value)
+        numbers = None if node is None else _made_by(graph, node)
     if numbers is None:
         return None
     numbers = np.unique(numbers.astype(float))
@@ -99,20 +100,12 @@ def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
 
 
 def _in_table(table: np.ndarray) -> np.ndarray:
-    """The different numbers in an array, or `_MANY`, without sorting one that may be large."""
-    rest = table.reshape(-1)
-    if np.iscomplexobj(table):
-        return _MANY
+    """The different numbers in an array, or `_MANY`."""
     # Most tables, as of positions, show in their first numbers that they hold many.
-    if len(np.unique(rest[:1000].astype(float))) > _MOST:
+    numbers = table.reshape(-1)
+    if np.iscomplexobj(table) or len(np.unique(numbers[:1000].astype(float))) > _MOST:
         return _MANY
-    numbers: list[float] = []
-    while rest.size:
-        if len(numbers) == _MOST:
-            return _MANY
-        numbers.append(float(rest[0]))
-        rest = rest[rest != rest[0]]
-    return np.array(numbers)
+    return np.unique(numbers)
 
 
 def _depends_on_data(graph: Graph, node: Node) -> bool:

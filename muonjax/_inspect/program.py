@@ -537,23 +537,19 @@ def _clippable(
 ) -> list[tuple[str, Call]]:
     """Name and clip of each attention that can be clipped. The arguments are those of `find_maxima`.
 
-    With `argnums=(0, 1)` both arguments may be parameters, or one may be data, such as the images of an adversarial
-    attack. So all arguments are tried as parameters, then each of them alone, until an attention can be clipped.
+    With `argnums=(0, 1)` both arguments may be parameters, or the second may be data, such as the images of an
+    adversarial attack. So all arguments are tried as parameters, then the first of them alone.
 
     Raises:
       ValueError: No attention can be clipped; with the reasons.
     """
-    # Trees that may be the parameters, and which inputs of the jaxpr their leaves are.
-    candidates: list[tuple[range, Any]] = []
-    stop = 0
-    for argument in arguments:
-        start, stop = stop, stop + len(jax.tree.leaves(argument))
-        candidates.append((range(start, stop), argument))
+    candidates = [arguments[0]]
     if len(arguments) > 1:
-        candidates.insert(0, (range(stop), arguments))
+        candidates.insert(0, arguments)
     named, is_used = [], False
-    for inputs, tree in candidates:
-        records = follow(closed, inputs, given)
+    for tree in candidates:
+        # The inputs of the jaxpr begin with its leaves.
+        records = follow(closed, range(len(jax.tree.leaves(tree))), given)
         named = _attentions(records, list(flatten_paths(tree)))
         is_used = is_used or bool(records.uses.by_operation)
         clippable = [(a.name, clip) for a, clip in named if a.site is not None]
@@ -634,7 +630,7 @@ def _site(
         scales.append(dataclasses.replace(span.scale, path=path))
     # `scan_axis`: the axes of the parameters that a scan takes layer by layer; None if there is no scan.
     return Site(
-        path=re.escape(module),
+        path=module,
         scales=tuple(scales),
         signal=signal,
         scan_axis=spans[0].stack or None,

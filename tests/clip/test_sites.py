@@ -349,8 +349,6 @@ def test_kernels_that_cannot_be_scaled_are_refused_by_name(dtype):
     (lambda: muonjax.mha_site(layout="d h"), "can't be read"),
     (lambda: muonjax.mha_site(layout="d i h"), "can't be read"),
     (lambda: muonjax.mha_site(layout="i (h d)"), "give num_heads"),
-    (lambda: muonjax.mha_site(num_kv_heads=2), "num_heads=None, num_kv_heads=2.* a multiple"),
-    (lambda: muonjax.mha_site(num_heads=4, num_kv_heads=3), "must be a multiple"),
     (lambda: muonjax.mha_site(layout="i (h d)", num_heads=0), "num_heads=0.* at least 1"),
     (lambda: muonjax.mha_site(num_heads=4, num_kv_heads=0), "num_kv_heads=0.* at least 1"),
     (lambda: muonjax.mla_site(nope=0), r"mla_site\(nope=0\).* at least 1"),
@@ -402,22 +400,20 @@ def test_a_site_by_hand_is_checked(fields, message):
 def test_exact_sites_skip_what_is_not_trained_by_one_path_alone():
     """A regular expression that matches nothing is a mistake of a hand, and a module without its query is one too."""
     scales = tuple(scale for scale in muonjax.mha_site().scales if not scale.optional)
-    a, b, anything = (
-        muonjax.Site(path=path, scales=scales, exact=True) for path in ("a", "b", "a|c")
-    )
-    # `re.escape` leaves a colon as it is.
-    colon = muonjax.Site(path="block:0", scales=scales, exact=True)
+    a, b = (muonjax.Site(path=path, scales=scales, exact=True) for path in ("a", "b"))
+    pattern = muonjax.Site(path="a|c", scales=scales)
+    brackets = muonjax.Site(path="block[0]", scales=scales, exact=True)
     given = {"a": attention()}
-    assert set(muonjax.qk_clip(1.0, [a, colon]).init(given).factors) == {"a"}
+    assert set(muonjax.qk_clip(1.0, [a, brackets]).init(given).factors) == {"a"}
     assert set(muonjax.qk_clip(1.0, [a, b]).init({"a": attention()}).factors) == {"a"}
-    assert set(muonjax.qk_clip(1.0, anything).init({"a": attention()}).factors) == {"a"}
+    assert set(muonjax.qk_clip(1.0, pattern).init({"a": attention()}).factors) == {"a"}
     masked = {
         "a": attention(),
         "b": attention() | {"query": {"kernel": optax.MaskedNode()}},
     }
     assert set(muonjax.qk_clip(1.0, [a, b]).init(masked).factors) == {"a"}
     with pytest.raises(ValueError, match=r"'a\|c' matches no module"):
-        muonjax.qk_clip(1.0, [a, anything]).init({"b": attention()})
+        muonjax.qk_clip(1.0, [a, pattern]).init({"b": attention()})
     with pytest.raises(
         ValueError,
         match="no attention of the program is trained here: the parameters lack a, b",
