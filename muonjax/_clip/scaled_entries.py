@@ -152,15 +152,17 @@ class PlacedScale(NamedTuple):
         return bool((here * there).any())
 
     def spread(
-        self, values: Float[Array, "*layers entries #features"], otherwise: float
-    ) -> Float[Array, "*#parameter"]:
+        self,
+        values: Float[Array | np.ndarray, "*layers entries #features"],
+        otherwise: float,
+    ) -> Any:
         """The values of the scaled positions, in the parameter's axes; `otherwise` in all others.
 
         For the first four of six columns, two entries, and values [[a], [b]] or [[a, c], [b, d]] it is
 
             [[a, a, b, b, 1, 1]]  or  [[a, c, b, d, 1, 1]]    with 1 `otherwise`.
 
-        An axis without entries has size one. NumPy's arrays give one of NumPy's.
+        An axis without entries has size one: it broadcasts to the parameter. NumPy's arrays give one of NumPy's.
         """
         scale = self.scale
         *layers, entries, _ = values.shape

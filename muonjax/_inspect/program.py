@@ -590,11 +590,12 @@ def _attentions(records: Records, paths: Sequence[str]) -> list[tuple[Attention,
       paths: The paths of its parameters.
     """
     clips = attentions(records)
+    path_of = dict(enumerate(paths))
     # For each attention the smallest module that has the parameters of its queries and keys.
     modules = []
     for clip in clips:
         parts = (*clip.spans, *clip.views)
-        modules.append(module_of([paths[part.leaf] for part in parts]))
+        modules.append(module_of([path_of[part.leaf] for part in parts]))
     named: list[tuple[Attention, Call]] = []
     count_of: Counter[str] = Counter()
     for clip, module in zip(clips, modules, strict=True):
@@ -602,7 +603,7 @@ def _attentions(records: Records, paths: Sequence[str]) -> list[tuple[Attention,
             named.append((Attention(module, clip.line, None, clip.problem), clip))
             continue
         # The first span is that of the queries.
-        queries = paths[clip.spans[0].leaf]
+        queries = path_of[clip.spans[0].leaf]
         is_alone = modules.count(module) == 1
         name = (module or "max_logits") if is_alone else queries
         # Heads of one projection, written one by one, have the same queries.
@@ -611,13 +612,13 @@ def _attentions(records: Records, paths: Sequence[str]) -> list[tuple[Attention,
             name = f"{name}:{count_of[name]}"
         # Attentions that share a module get sites of the root, each with its own signal.
         module, signal = (module, "max_logits") if is_alone else ("", name)
-        site = _site(clip.spans, paths, module, signal)
+        site = _site(clip.spans, path_of, module, signal)
         named.append((Attention(name, clip.line, site, ""), clip))
     return named
 
 
 def _site(
-    spans: Sequence[PlacedScale], paths: Sequence[str], module: str, signal: str
+    spans: Sequence[PlacedScale], path_of: dict[int, str], module: str, signal: str
 ) -> Site:
     """The spans as a `Site`: of module "attn", the span of "attn/q" becomes the scale of "q".
 
@@ -626,7 +627,7 @@ def _site(
     scales = []
     prefix = f"{module}/" if module else ""
     for span in spans:
-        path = paths[span.leaf].removeprefix(prefix)
+        path = path_of[span.leaf].removeprefix(prefix)
         scales.append(dataclasses.replace(span.scale, path=path))
     # `scan_axis`: the axes of the parameters that a scan takes layer by layer; None if there is no scan.
     return Site(
