@@ -367,9 +367,9 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"{call} returns a tree like the parameters, as a training step or a gradient does; give the loss function."
         )
     # A loss may come with other results, as with `has_aux`.
-    loss = next(iter(jax.tree.leaves(result)), None)
-    is_loss = loss is not None and jnp.issubdtype(loss.dtype, jnp.inexact)
-    is_loss = is_loss and loss.shape == ()
+    is_loss = False
+    for loss in jax.tree.leaves(result)[:1]:
+        is_loss = loss.shape == () and jnp.issubdtype(loss.dtype, jnp.inexact)
     # Leaves and decisions come in the order of the tree.
     paths = list(flatten_paths(params))
     records = follow(closed, range(len(jax.tree.leaves(params))))
