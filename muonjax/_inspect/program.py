@@ -560,7 +560,8 @@ def _clippable(
             f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
             "that fun uses as an argument, do not close over them."
         )
-    raise _no_site(call, [a for a, _ in named], "jax.value_and_grad and muon")
+    instead = "argnums that begin with the parameters, or jax.value_and_grad and muon"
+    raise _no_site(call, [a for a, _ in named], instead)
 
 
 def _refused(attentions: Iterable[Attention]) -> str:
