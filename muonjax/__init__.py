@@ -26,14 +26,12 @@ from muonjax._optimizers.muon import adamclip, muon, muonclip, muonh, normuon
 from muonjax._transforms.cautious_weight_decay import cautious_weight_decay
 from muonjax._transforms.ema_nesterov import ema_nesterov, ema_nesterov_params
 from muonjax._transforms.hyperball import hyperball
+from muonjax._transforms.match_rms import match_rms
 from muonjax._transforms.metrics import metrics
 from muonjax._transforms.momentum import cast_momentum, trace
 from muonjax._transforms.monitor import monitor
-from muonjax._transforms.orthogonalize import (
-    match_rms,
-    normalize_neurons,
-    orthogonalize,
-)
+from muonjax._transforms.normalize_neurons import normalize_neurons
+from muonjax._transforms.orthogonalize import orthogonalize
 from muonjax.loha import adapter_mask, hadamard_linear
 
 __all__ = [

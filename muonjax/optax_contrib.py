@@ -41,7 +41,8 @@ from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution, check_distribution
 from muonjax._newton_schulz.coefficients import JORDAN, YOU
 from muonjax._optimizers.partition import check_program, partition_by_route
-from muonjax._transforms.orthogonalize import map_matrices, match_rms
+from muonjax._transforms.match_rms import match_rms
+from muonjax._transforms.orthogonalize import map_matrices
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import _hopper_support, _xla
+from pallas_kernels import _hopper_product, _xla
 from pallas_kernels._platform_of import platform_of
 from pallas_kernels._xla import Operands
 
@@ -161,7 +161,7 @@ def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None
     """
     if platform != "gpu" or x.size == 0 or x.shape[-2] < 4096:
         return None
-    return _HOPPER_ON_A_GPU if _hopper_support.is_chosen(x, dtype) else None
+    return _HOPPER_ON_A_GPU if _hopper_product.is_chosen(x, dtype) else None
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
@@ -225,10 +225,10 @@ def _run(
         return _xla.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:
         # The platform for which the program is compiled is not known yet, so both are traced.
-        on_a_gpu, elsewhere = _hopper_support.symmetric_product, _xla.symmetric_product
+        on_a_gpu, elsewhere = _hopper_product.symmetric_product, _xla.symmetric_product
         return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
     if implementation == "hopper":
-        return _hopper_support.symmetric_product(operands)
+        return _hopper_product.symmetric_product(operands)
     return _xla.symmetric_product(operands)
 
 

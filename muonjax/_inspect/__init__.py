@@ -9,8 +9,8 @@ for each primitive. It keeps for each array a `Value`:
   (`move_rules.moved_by`, which moves the tables of the certificate too).
 - **projections**: the products with parameters that the array comes from, again with a layout: which columns are
   where. A projection is linear in its parameter until a nonlinear operation takes it.
-- **logits**: a product of two projections, up to the maximum and the exponential of its softmax (`logit_rules`); which
-  arrays added to them are masks say the numbers that these may hold (`masks_or_biases`).
+- **logits**: a product of two projections, up to the maximum and the exponential of its softmax (`follow_logits`).
+  Which arrays added to them are masks say the numbers that these may hold (`masks_or_biases`).
 - what it depends on at all: data, random numbers, parameters, products.
 
 The rules (of `move_rules`, `entrywise_rules`, `reduction_rules` and `product_rules`; their table is in `rules`) record
@@ -58,8 +58,8 @@ each that are put together.
 `value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
 
 A new primitive often needs one word: in `_ENTRYWISE` (`entrywise_rules`) if it works entry by entry (an exponential
-also in `logit_rules.EXPONENTIALS`, or an attention would be missed, and a root or a power in `logit_rules._ROOTS` or
-`_POWERS`), in `SAME` (`move_rules`) if it moves nothing, in `_MIXES` (`rules`) if it mixes columns, in `_ENTERED`
+also in `follow_logits.EXPONENTIALS`, or an attention would be missed, and a root or a power in `follow_logits._ROOTS`
+or `_POWERS`), in `SAME` (`move_rules`) if it moves nothing, in `_MIXES` (`rules`) if it mixes columns, in `_ENTERED`
 (`graph`) if it calls a body. One that JAX can say in others has a line in `_REWRITTEN` (`graph`); these others need
 rules, and are not rewritten again: no split, squeeze, pad or neg. One that moves the entries of one operand has a case
 in `move_rules.moved_by`, which the certificate uses too, and its name at `move_rules._one_operand`; if a mask may pass

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from muonjax._clip.scaled_entries import PlacedScale
-from muonjax._inspect import logit_rules
+from muonjax._inspect import follow_logits
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.graph import LONG_EINSUM, Place
 from muonjax._inspect.layouts import NotFollowed
@@ -155,7 +155,7 @@ def _check_logits(records: Records, logits: Logits, normalized: frozenset[int]) 
     # An operation made something else of them, such as a concatenation with other logits, or a tanh of masked ones.
     if logits.is_lost:
         i = records.graph.producer[logits.lost]
-        if len(logit_rules.products(records.inputs(records.nodes[i]))) > 1:
+        if len(follow_logits.products(records.inputs(records.nodes[i]))) > 1:
             raise Refused(
                 f"its logits are made of several products: {records.graph.line(i)}"
             )
@@ -189,7 +189,10 @@ def _check_readers(records: Records, logits: Logits) -> None:
                     why = "something else than its softmax reads its logits"
                     raise Refused(f"{why}: {graph.line(i)}")
                 # Softmax's weights change as the clip wants it.
-                if node.name not in logit_rules.EXPONENTIALS and result not in followed:
+                if (
+                    node.name not in follow_logits.EXPONENTIALS
+                    and result not in followed
+                ):
                     pending.add(result)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._inspect import logit_rules
+from muonjax._inspect import follow_logits
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import NotFollowed, whole
 from muonjax._inspect.records import Records
@@ -118,7 +118,7 @@ class Operation(NamedTuple):
 
     @property
     def is_exponential(self) -> bool:
-        return self.node.name in logit_rules.EXPONENTIALS or self.node.name == "pow"
+        return self.node.name in follow_logits.EXPONENTIALS or self.node.name == "pow"
 
     @property
     def what(self) -> str:
@@ -270,7 +270,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     elif operation.is_sum:
         _record_meeting_parts(records, values)
     projections = _projections(operation)
-    logits = logit_rules.after(operation)
+    logits = follow_logits.after(operation)
     if operation.is_exponential:
         # These are softmax's weights if the scores are those of queries and keys.
         result = result._replace(exponential_of=result.scores)

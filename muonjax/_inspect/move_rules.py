@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from muonjax._inspect import logit_rules
+from muonjax._inspect import follow_logits
 from muonjax._inspect.entrywise_rules import is_zero, last_projections
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import (
@@ -53,7 +53,7 @@ def _same(records: Records, node: Node) -> Sequence[Value]:
     if node.name == "stop_gradient":
         return [v.without_gradient for v in values]
     if node.name in _OTHER_LOGITS or rounds_coarsely(records, node):
-        return [v._replace(logits=logit_rules.through(node, v)) for v in values]
+        return [v._replace(logits=follow_logits.through(node, v)) for v in values]
     return values
 
 
@@ -243,7 +243,7 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
     logits = [x for part in placed for x in part.logits]
     # Those of several products are lost, as one softmax takes them all.
     if len(logits) > 1:
-        logits = [logit_rules.lost(node, x) for x in logits]
+        logits = [follow_logits.lost(node, x) for x in logits]
     return [
         result._replace(
             views=tuple(views), projections=projections, logits=tuple(logits)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
+from muonjax._inspect.follow_logits import EXPONENTIALS
 from muonjax._inspect.graph import PRODUCTS
-from muonjax._inspect.logit_rules import EXPONENTIALS
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import Use
 

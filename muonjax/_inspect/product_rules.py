@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from muonjax._inspect import logit_rules
+from muonjax._inspect import follow_logits
 from muonjax._inspect.entrywise_rules import after_nonlinearity, entrywise
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import whole
@@ -170,7 +170,7 @@ def _by_parameter(
     if not projections:
         scaled = activation.aligned
         return result._replace(
-            projections=scaled.projections, logits=logit_rules.through(node, scaled)
+            projections=scaled.projections, logits=follow_logits.through(node, scaled)
         )
     # In einsum("bef,efd->bed", y, w) of a layer's result y, the columns of y along the batch axis e count experts, each
     # with a matrix. With a vector each, einsum("bhd,hd->bh", y, queries), they count heads.
@@ -435,7 +435,7 @@ def _by_constants(
     # softmax(q k^T) @ c, of frozen values c, ends the logits of these products.
     attentions = [logits.product for logits in _softmaxes_of(activation)]
     logits = []
-    for after in logit_rules.through(node, activation.aligned):
+    for after in follow_logits.through(node, activation.aligned):
         if after.product not in attentions:
             logits.append(after)
     projections = activation.added_up.projections

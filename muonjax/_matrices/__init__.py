@@ -1,0 +1,1 @@
+"""Leaves as stacks of matrices (`matrix_view`), and stacks of equal shape that share one program (`batching`)."""

@@ -2,6 +2,6 @@
 
 `distribution` says how parameters are sharded over a mesh, and `matrix_shards` what follows for their matrices.
 `assignment` gives each matrix to a device, or to several if matrices are fewer than devices, so that all have equal
-work. `exchange` sends the owners what other devices store of their matrices, once an update, and the results back.
+work. `map_on_mesh` sends the owners what other devices store of their matrices, once an update, and the results back.
 `state_shardings` places an optimizer's state, and `host_memory` keeps it in the host's memory between updates.
 """

@@ -10,8 +10,8 @@ There are two decisions, both from shapes alone:
    and dtypes. The busiest device has at most 4/3 of the least possible work, and in practice a few percent more than
    the mean (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
-The result is a list of `Round`s, which `exchange` runs. `matrix_shards` explains the words: unit, block, owner, kind,
-group.
+The result is a list of `Round`s, which `map_on_mesh` runs. `matrix_shards` explains the words: unit, block, owner,
+kind, group.
 """
 
 import heapq

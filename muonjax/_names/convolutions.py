@@ -3,10 +3,10 @@
 import re
 
 from muonjax._names import roles
-from muonjax._names.input_and_output_widths import Widths, channels
 from muonjax._names.neighbors import Neighbors, Shape
 from muonjax._names.path_words import words
 from muonjax._names.roles import Answer, Parameter
+from muonjax._names.widths_taken_and_given import Widths, channels
 
 _LARGEST_WINDOW = 32
 # An image has three channels, and no parameter gives a model's input.

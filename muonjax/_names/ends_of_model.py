@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from muonjax._names import roles
 from muonjax._names.convolutions import grouped
-from muonjax._names.input_and_output_widths import Widths
 from muonjax._names.path_words import Path, stem
 from muonjax._names.roles import Answer, Parameter
+from muonjax._names.widths_taken_and_given import Widths
 
 # Names of the end of a model, or of a part of it that is a model by itself.
 _ENDS = (

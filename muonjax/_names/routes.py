@@ -3,7 +3,7 @@
 The evidence, in this order; what comes first decides:
 
   1. the names in the path: what the parameter is (`roles`), if its shape fits;
-  2. which axes count layers: all parameters of a scanned module have one axis more (`stacked`);
+  2. which axes count layers: all parameters of a scanned module have one axis more (`layer_axes`);
   3. its bias, its attention's other projections, the order of axes in the rest of the tree, and
      last its own shape (`neighbors`, `axes`);
   4. whether it is an end of the model: a patch embedding (`convolutions`) or an output head
@@ -35,10 +35,10 @@ from muonjax._names.callers_rules import PathRules, apply_rules, rules_for
 from muonjax._names.check_parameters import INSPECT, check_parameters, types_of_modules
 from muonjax._names.convolutions import patch_embedding
 from muonjax._names.ends_of_model import ends
+from muonjax._names.layer_axes import unstack
 from muonjax._names.neighbors import Neighbors
 from muonjax._names.path_words import Path
 from muonjax._names.roles import Answer, Parameter
-from muonjax._names.stacked import unstack
 
 
 class Route(NamedTuple):

@@ -33,12 +33,10 @@ from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._optimizers.partition import check_program, partition_by_route, sharded_as
 from muonjax._transforms.hyperball import hyperball
 from muonjax._transforms.learning_rate import adamw, scale_by_learning_rate
+from muonjax._transforms.match_rms import match_rms
 from muonjax._transforms.momentum import momentum_dtype, trace
-from muonjax._transforms.orthogonalize import (
-    match_rms,
-    normalize_neurons,
-    orthogonalize,
-)
+from muonjax._transforms.normalize_neurons import normalize_neurons
+from muonjax._transforms.orthogonalize import orthogonalize
 
 Members = Callable[[DimensionNumbersTree], list[optax.GradientTransformation]]
 """Makes members of a chain from the dimension numbers of the matrices."""

@@ -11,7 +11,7 @@ import pytest
 from muonjax._inspect import (
     entrywise_rules,
     follow,  # noqa: F401  it fills RULES
-    logit_rules,
+    follow_logits,
 )
 from muonjax._inspect.rules import RULES
 from tests.inspect.library_models import MODELS
@@ -171,5 +171,5 @@ def test_what_may_make_a_softmax_or_another_is_listed():
                 powers.add(name)
         except (AttributeError, TypeError, ValueError):  # of several operands
             continue
-    assert exponentials == {"exp", "exp2"} < set(logit_rules.EXPONENTIALS)
-    assert powers == {"sqrt", "rsqrt", "cbrt", "square"} < set(logit_rules._POWERS)
+    assert exponentials == {"exp", "exp2"} < set(follow_logits.EXPONENTIALS)
+    assert powers == {"sqrt", "rsqrt", "cbrt", "square"} < set(follow_logits._POWERS)

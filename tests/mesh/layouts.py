@@ -120,7 +120,7 @@ def assigned(tx, params):
         found.append(assign_owners(*arguments))
         return found[-1]
 
-    with mock.patch("muonjax._mesh.exchange.assign_owners", kept):
+    with mock.patch("muonjax._mesh.map_on_mesh.assign_owners", kept):
         jax.eval_shape(first_update(tx), params)
     return found[-1]
 

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._common.platform_policy import Policy
-from muonjax._mesh.exchange import exchange
+from muonjax._mesh.map_on_mesh import exchange
 from pallas_kernels import _xla
 from tests.mesh.layouts import (
     LAYOUTS,
@@ -197,7 +197,7 @@ def test_accelerators_take_their_matrices_in_batches(monkeypatch):
         f_counted = dataclasses.replace(f, whole=counted)
         return exchange(f_counted, blocks, views, rounds, Policy("gpu"))
 
-    monkeypatch.setattr("muonjax._mesh.exchange.exchange", on_gpu)
+    monkeypatch.setattr("muonjax._mesh.map_on_mesh.exchange", on_gpu)
     for divided in ("owner", "tensor_parallel"):
         values, results = on_mesh(make_mesh(fsdp=4, tensor=2), divided=divided)
         check(results, values)

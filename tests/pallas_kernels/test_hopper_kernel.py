@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _hopper_support, symmetric_product
+from pallas_kernels import _hopper_product, symmetric_product
 from pallas_kernels._hopper_tiles import num_tiles
 from tests.pallas_kernels.symmetric_product_suite import (
     SymmetricProductSuite,
@@ -18,7 +18,7 @@ from tests.pallas_kernels.symmetric_product_suite import (
 )
 from tests.tools.tiers import nightly
 
-if jax.__version_info__ < _hopper_support.NEEDS_JAX:
+if jax.__version_info__ < _hopper_product.NEEDS_JAX:
     pytest.skip(
         f"the Hopper kernel needs JAX 0.11 or newer (Python 3.12), this is JAX {jax.__version__}",
         allow_module_level=True,

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from muonjax import NewtonSchulz
 from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz.polar_factor import polar_factor
-from pallas_kernels import _hopper_support, symmetric_product
+from pallas_kernels import _hopper_product, symmetric_product
 from pallas_kernels._symmetric_product import IMPLEMENTATIONS, SymmetricProduct, _choose
 from tests.mesh.layouts import make_mesh
 from tests.pallas_kernels.symmetric_product_suite import (
@@ -24,7 +24,7 @@ from tests.pallas_kernels.symmetric_product_suite import (
 
 MATRIX = jnp.ones((4, 3))
 H100 = "NVIDIA H100 80GB HBM3"
-NEW = jax.__version_info__ >= _hopper_support.NEEDS_JAX
+NEW = jax.__version_info__ >= _hopper_product.NEEDS_JAX
 
 
 def described(kind, **axes):
@@ -42,7 +42,7 @@ def described(kind, **axes):
 def one_h100():
     """As if JAX's default device were an H100, and all arrays on a CPU."""
     return mock.patch.object(
-        _hopper_support, "_device", return_value=AbstractDevice(H100, 132, "gpu")
+        _hopper_product, "_device", return_value=AbstractDevice(H100, 132, "gpu")
     )
 
 
