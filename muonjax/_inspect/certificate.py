@@ -121,7 +121,7 @@ class Certificate:
                     self.loops.append(place)
         # Axis k of an array is axis first + k of its table.
         self.first = 1 + len(self.loops)
-        # By the number of an array that a clip changes its table.
+        # The table of each array that a clip changes, by the array's number.
         self.tables: dict[int, Table] = {}
         # The tables that arrive at the logits, which are not followed further.
         self.at: dict[int, Table] = {}
@@ -189,7 +189,8 @@ class Certificate:
     def _table(self, value: int, rank: int, least: float = -np.inf) -> Table:
         """The table of an operand, with `rank` axes if it is a scalar.
 
-        A known number of `least` or less is as good as zero.
+        Zero fits every factor, and so does a number of `least` or less that a mask puts in the place of logits: scaled
+        or not, softmax makes zero of it.
         """
         if value in self.tables:
             table = self.tables[value]

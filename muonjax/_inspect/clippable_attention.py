@@ -174,7 +174,7 @@ def _check_readers(records: Records, logits: Logits) -> None:
     """
     graph = records.graph
     # The certificate follows the readers of all arrays before the first mask or bias.
-    pending = {logits.raw if logits.has_raw else logits.value}
+    pending = {logits.raw if logits.is_biased else logits.value}
     followed: set[int] = set()
     while pending:
         value = pending.pop()
@@ -226,7 +226,7 @@ def _probe(records: Records, logits: Logits) -> Probe:
     those before a mask or a bias was added.
     """
     variables = records.graph.variables[logits.value]
-    raw_variables = records.graph.variables[logits.raw] if logits.has_raw else {}
+    raw_variables = records.graph.variables[logits.raw] if logits.is_biased else {}
     made_in = records.nodes[records.graph.producer[logits.value]].place
 
     def cost(place: Place) -> tuple[int, bool, bool]:
@@ -239,14 +239,18 @@ def _probe(records: Records, logits: Logits) -> Probe:
     place = min(variables, key=cost)
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
-    if logits.has_raw:  # a mask was added, or a bias as ALiBi's
+    if logits.is_biased:  # a mask was added, or a bias as ALiBi's
         _check_added(records, logits, raw_is_visible=place in raw_variables)
     raw = raw_variables.get(place)
     return Probe(place, variables[place], raw=raw, unit=logits.unit)
 
 
 def _check_added(records: Records, logits: Logits, raw_is_visible: bool) -> None:
-    """Refuses a mask or a bias where logits can't be compared with and without it."""
+    """Refuses a mask or a bias where its logits are not at hand, entry by entry, before it was added.
+
+    `measure` takes the largest of the logits before it that the mask leaves, so both arrays have to be variables of one
+    body (`raw_is_visible`) and have one order of axes.
+    """
     if not raw_is_visible:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
@@ -298,7 +302,7 @@ def _located(
     # `_check_logits` has seen that the softmaxes of a call take equal logits.
     logits = [records.attention.softmaxes[call.operation][0][0] for call in calls]
     # A clip scales the logits before a mask or a bias is added, and the probe sees them after that.
-    raw = [x.raw if x.has_raw else x.value for x in logits]
+    raw = [x.raw if x.is_biased else x.value for x in logits]
     certificate = Certificate(records, probes, raw)
     for of_leaf in grouped((span.leaf, span) for span in spans).values():
         certificate.touch(of_leaf, logs)

@@ -55,7 +55,7 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     # The logits are operand number `at`.
     at = next(k for k, v in enumerate(operation.values) if v is value)
     factor = _factor(operation, at)
-    if factor is not None and first.has_raw:
+    if factor is not None and first.is_biased:
         # (logits + mask) / 8: the logits before the mask are measured, times 1 / 8.
         return tuple(x._replace(unit=x.unit * factor) for x in value.logits)
     # After a concatenation of two products there are the logits of both, all of them lost: they are kept, so that each
@@ -68,15 +68,16 @@ def after(operation: Operation) -> tuple[Logits, ...]:
 def through(node: Node, value: Value) -> tuple[Logits, ...]:
     """Logits after an operation that takes no other ones, of any kind: a scale, a tanh, a sum over devices.
 
-    Whether it scales them or makes something else of them is for the certificate to say. They are lost if a mask was
-    added (`has_raw`) or a maximum subtracted (`shifted`) before: then they are not what softmax takes any more.
+    Whether it scales them or makes something else of them is for the certificate to say. They are lost if a mask or a
+    bias was added before (`is_biased`), or their maximum subtracted (`shifted`): in tanh(logits + mask) the largest
+    logit that `measure` takes before the mask is not the one that softmax gets.
     """
     logits = []
     for x in value.logits:
         # This is an exponential already, or a maximum: what follows only shows to which attention it belongs.
         if x.stage != "logits":
             logits.append(x)
-        elif not x.has_raw and x.shifted is None:
+        elif not x.is_biased and x.shifted is None:
             logits.append(x._replace(value=node.outputs[0]))
         else:
             logits.append(lost(node, x))
@@ -160,7 +161,7 @@ def _added(operation: Operation, at: int) -> Logits:
     return logits._replace(
         value=node.outputs[0],
         # Before the first of several masks: later ones are added to masked logits.
-        raw=logits.raw if logits.has_raw else arrays[at],
+        raw=logits.raw if logits.is_biased else arrays[at],
         added=(*logits.added, Addend(arrays[1 - at], node.index, sign)),
     )
 
@@ -177,6 +178,8 @@ def _sum_of_products(node: Node, first: Logits, second: Logits) -> Logits:
     # For each axis of the first product the one of the second that lies along it.
     axes = _axes_between(first.layout, second.layout)
     are_plain = _is_plain(first) and _is_plain(second)
+    # Both products stay candidates. If a softmax takes what is lost here, `first` shows that it is an attention, which
+    # is refused.
     if axes is None or not is_sum_of_two or not are_plain:
         return lost(node, first)
     summands = (*first.summands, Summand(second.product, axes))
@@ -208,7 +211,7 @@ def _chosen(operation: Operation, at: int) -> Logits:
     """
     logits = operation.values[at].logits[0]
     others = [v for k, v in enumerate(operation.values) if k != at]
-    if logits.has_raw:
+    if logits.is_biased:
         # After `logits + bias`, what is hidden is told by what has been added (`masks_or_biases`). A mask that a clip
         # changes, such as `biased > 0`, would hide others.
         others.append(operation.chooser)

@@ -11,17 +11,17 @@ from muonjax._inspect.values import Addend
 _HIDES = -20.0
 # In what a mask adds to what it shows, as in the logarithm of 1 + 1e-9.
 _ROUNDING = 1e-3
-# Numbers above `_HIDES` in a table that may be a mask; one with more is a bias.
-_MOST_ABOVE = 2
+# So many numbers a mask may add to what it shows; an array with more is a bias.
+_MOST_SHOWN = 2
 
 
 def doubt_of_masks(graph: Graph, added: Sequence[Addend]) -> str:
-    """The line of an array added to logits that may be a mask or a bias, as data give its numbers; "" if there is none.
+    """The line of the first array added to logits whose numbers data give: a mask or a bias. "" if there is none.
 
     What adds `MASKED` (-9000) or less to a logit hides it, and what adds more is a bias, which is not measured.
 
     Raises:
-      Refused: An array may be a mask by a number above that, as one of 0 and -100.
+      Refused: An array adds numbers between -9000 and -20, and is a mask otherwise, as one of 0 and -100.
     """
     doubt = ""
     for addend in added:
@@ -32,12 +32,12 @@ def doubt_of_masks(graph: Graph, added: Sequence[Addend]) -> str:
             continue
         numbers = addend.sign * numbers
         weak = numbers[(numbers > MASKED) & (numbers <= _HIDES)]
-        # NaN is among them: numbers that are not known, as of positions.
-        others = numbers[~(numbers <= _HIDES)]
+        # What is added to logits that stay. NaN is among them: numbers that are not known, as of positions.
+        shown = numbers[~(numbers <= _HIDES)]
         # A mask adds 0, or a rounded 0, to what it does not hide. A bias has many numbers, of which some happen to be
         # large, as of distances.
-        is_mask = others.size and others.min() > -_ROUNDING
-        if weak.size and (is_mask or 0 < others.size <= _MOST_ABOVE):
+        is_mask = shown.size and shown.min() > -_ROUNDING
+        if weak.size and (is_mask or 0 < shown.size <= _MOST_SHOWN):
             raise Refused(
                 f"a mask that adds {weak.max():g} can't be told from a bias; add -jnp.inf: {line}"
             )

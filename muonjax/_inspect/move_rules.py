@@ -266,9 +266,11 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     picked = [axis for axis, n in enumerate(old) if axis not in sources and n > 1]
     # They choose entries of a parameter, or columns of a product.
     is_part = _differs_along(x, picked)
-    # Columns permuted by a constant index are no look-up.
+    # Columns permuted by a constant index are no look-up. Constant labels, as of a trial, are no permutation.
     if is_part and known is not None:
-        raise NotFollowed
+        sizes = [old[axis] for axis in picked]
+        if np.array_equal(np.sort(known, None), np.arange(math.prod(sizes))):
+            raise NotFollowed
     # Without a parameter in `x` this may be a cross-entropy, which takes the logit of the label: then the columns of
     # the product are classes.
     if not x.views:

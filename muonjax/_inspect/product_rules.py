@@ -483,7 +483,8 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
     column_axes: set[int] = set()
     for projection in activation.value.projections:
         column_axes |= projection.layout.varying
-    # After a layer norm, which subtracts a mean of all columns, it is not known along which axis the columns lie.
+    # After a layer norm, which subtracts a mean of all columns, it is not known along which axis the columns lie. If a
+    # layer were missed, the one before it would be taken for an output head.
     if not column_axes:
         return True
     # An adjacency matrix sums over nodes, and over no columns of the product before it.

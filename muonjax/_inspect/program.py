@@ -623,14 +623,16 @@ def _site(
 ) -> Site:
     """The spans as a `Site`: of module "attn", the span of "attn/q" becomes the scale of "q".
 
-    `signal`: the name of its largest logits, below the module too.
+    The module is the scope that all of its parameters have in common, "" for the root. A span's `leaf` is the number of
+    its parameter. `signal`: the name of its largest logits, below the module too.
     """
     scales = []
     prefix = f"{module}/" if module else ""
     for span in spans:
         path = path_of[span.leaf].removeprefix(prefix)
         scales.append(dataclasses.replace(span.scale, path=path))
-    # `scan_axis`: the axes of the parameters that a scan takes layer by layer; None if there is no scan.
+    # `scan_axis`: the axes that a scan takes layer by layer, which all parameters of an attention share; None without a
+    # scan. `exact`: the path is that of one module, and no pattern.
     return Site(
         path=module,
         scales=tuple(scales),

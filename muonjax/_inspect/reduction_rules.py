@@ -77,6 +77,7 @@ def _record_sum_of_exponentials(
     product = value.exponential_of
     if product < 0:
         return
+    # A layer has an entry for each parameter that its weights are a sum of, 0 for the first.
     has_parameter = (product, 0) in records.uses.products
     projections = [p for p in value.projections if p.product.use.node == product]
     if any(p.layout.runs_along(axes) for p in projections):

@@ -87,11 +87,12 @@ RULES |= dict.fromkeys(_MIXING, unknown)
 def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
     """The result of an einsum of three or more operands, which is not followed.
 
-    A layer, logits, or a softmax's weights and values may be among them.
+    JAX would multiply them pair by pair, in an order that depends on their sizes. A layer may be among them, or logits,
+    or a softmax's weights and values: such an attention is listed and refused.
     """
     values = records.inputs(node)
     records.layers.without_rule.add(node.index)
-    # Each operand may be softmax's weights, and each other one the values.
+    # Each operand may be softmax's weights, and each other one the values. Nothing is recorded of one and itself.
     for value in values:
         for other in values:
             records.record_weights(node, value, other)

@@ -160,7 +160,7 @@ class Logits(NamedTuple):
     summands: tuple[Summand, ...] = ()
 
     @property
-    def has_raw(self) -> bool:
+    def is_biased(self) -> bool:
         """Whether a mask or a bias was added to the logits."""
         return self.raw >= 0
 

@@ -29,11 +29,11 @@ class Neighbors:
         for p in parameters:
             if p.role.name == "bias":
                 self._biases[p.module] = p.shape
-            # Its parts have no shape of their own as long as they lie along one axis.
+            # A fused kernel, of queries, keys and values in three parts, has the shape of none of them.
             if p.role.projection and p.role.parts == 1:
                 shapes = self._attentions[attention_scope(p.path)]
                 shapes[p.role.projection] = p.shape
-        # The majority of the weights that show an order.
+        # Weights that show an order vote: 1 for (out, in), -1 for (in, out). Without a majority it is not known.
         votes = sum(map(self._vote, parameters))
         self.outputs_first = votes > 0 if votes else None
 

@@ -360,6 +360,18 @@ def test_rules_change_decisions_and_leave_gains_without_weight_decay():
         program.with_rules([("nope", None)])
 
 
+@pytest.mark.parametrize("labels", [[0, 0, 0, 0], [1, 0, 2, 3]])
+def test_constant_labels_choose_from_an_output_head(labels):
+    def loss(p, x):
+        logits = jnp.tanh(x @ p["up"]) @ p["out"]
+        index = jnp.asarray(labels)[:, None]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), index, -1))
+
+    program, messages = inspected(loss, {"up": leaf(8, 16), "out": leaf(16, 5)})
+    assert messages == []
+    assert program.why("out").startswith("an output head")
+
+
 def test_a_training_step_is_no_loss():
     def step(params, x):
         grads = jax.grad(mlp)(params, x)
