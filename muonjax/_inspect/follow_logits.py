@@ -215,9 +215,20 @@ def _chosen(operation: Operation, at: int) -> Logits:
         # After `logits + bias`, what is hidden is told by what has been added (`masks_or_biases`). A mask that a clip
         # changes, such as `biased > 0`, would hide others.
         others.append(operation.chooser)
+    else:
+        # The same logits, from another branch of a `cond`, change as these do.
+        others = [v for v in others if not _has_unmasked(v, logits.product)]
     if _is_scaled(logits) or _may_change(others):
         return lost(operation.node, logits)
     return logits._replace(value=operation.node.outputs[0])
+
+
+def _has_unmasked(v: Value, product: int) -> bool:
+    """Whether these are logits of this product before a mask is added, as another branch of a `cond` may give them."""
+    for x in v.logits:
+        if x.product == product and not x.is_biased and x.stage == "logits":
+            return True
+    return False
 
 
 def _is_scaled(logits: Logits) -> bool:

@@ -873,6 +873,14 @@ def keys_of_one_attention_that_are_queries_of_another(p, x):
     return loss_of(p, y)
 
 
+@attention(sites=1, **QKVO)
+def a_mask_in_one_branch(p, x):
+    q, k, v = projected(p, x)
+    hide = lambda s: jnp.where(CAUSAL, s, -jnp.inf)  # noqa: E731
+    logits = lax.cond(x[0, 0, 0] > 0, hide, lambda s: s, logits_of(q, k))
+    return end(p, logits, v)
+
+
 @program(X, sites=1, K=(D, D), **QKVO)
 def queries_of_both_branches(p, x):
     """Each has keys of its own."""
