@@ -64,7 +64,8 @@ def _eq(records: Records, node: Node) -> Sequence[Value]:
 
 @rule(
     "axis_index platform_index random_bits random_clone random_wrap random_unwrap random_seed random_fold_in "
-    "random_split random_gamma threefry2x32 rng_bit_generator rng_uniform"
+    "random_split random_gamma threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape rng_bit_generator "
+    "rng_uniform"
 )
 def _number(records: Records, node: Node) -> Sequence[Value]:
     """The number of a device, or random ones."""
@@ -85,11 +86,12 @@ FOLDED |= dict.fromkeys(_SAME_NUMBERS.split(), lambda x: x)
 # Entry by entry.
 
 _ENTRYWISE = """
-    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-    clz complex cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor
-    ge gt igamma igammac integer_pow is_finite join le lgamma log log1p log2 logistic lt max min mul ne nextafter not
-    and one_minus_square or xor polygamma polynomial population_count pow random_gamma_grad rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
+    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos
+    cosh digamma div eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow
+    is_finite join le le_to lgamma log log1p log2 logistic lt lt_to max min mul ne nextafter not and
+    one_minus_square or xor polygamma polynomial population_count pow random_gamma_grad regularized_incomplete_beta
+    rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan
+    tanh
 """
 _SCALES = ("mul", "div")
 _MOST_PROJECTIONS = 6  # of one value that are followed

@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import errors, nnx
 from flax import linen as nn
+from jax.experimental import sparse
 from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
@@ -370,6 +371,27 @@ def test_constant_labels_choose_from_an_output_head(labels):
     program, messages = inspected(loss, {"up": leaf(8, 16), "out": leaf(16, 5)})
     assert messages == []
     assert program.why("out").startswith("an output head")
+
+
+def between_layers(mix):
+    return lambda p, x: jnp.mean((mix(jnp.tanh(x @ p["up"])) @ p["out"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda h: sparse.BCOO.fromdense(jnp.eye(4), nse=4) @ h,
+        lambda h: h @ jax.scipy.linalg.expm(jnp.eye(16)),
+        lambda h: h * jax.scipy.special.betainc(2.0, 3.0, jax.nn.sigmoid(h)),
+    ],
+    ids=["sparse", "exponential", "incomplete beta"],
+)
+def test_rare_operations_of_jax_are_followed(mix):
+    program, messages = inspected(
+        between_layers(mix), {"up": leaf(8, 16), "out": leaf(16, 4)}
+    )
+    assert messages == []
+    assert program.dimension_numbers() == {"up": NUMBERS(0, 1), "out": None}
 
 
 def test_a_training_step_is_no_loss():
