@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from muonjax._inspect.graph import LONG_EINSUM, Node
 from muonjax._inspect.records import Records
-from muonjax._inspect.values import Projection, Value, dependent
+from muonjax._inspect.values import Value, dependent
 
 Rule = Callable[[Records, Node], Sequence[Value]]
 RULES: dict[str, Rule] = {}
@@ -40,47 +40,39 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
 
     Parameters among the operands are left to names. What becomes of layers, whose projections it takes, depends on it:
 
-    - a call, as of a kernel, may be an attention: the columns of each layer that it takes are one part;
+    - a call, as of a kernel, may be an attention if it takes three activations: the columns of each layer that it takes
+      are one part;
     - an operation that mixes columns, such as a sort, makes them one part as well;
     - one whose rule does not handle its settings may choose some of the columns: layers are left to names, but for
       those whose columns were mixed before;
     - one that is in no table may be anything, a softmax or something one hot: all parameters are left to names.
     """
     values = records.inputs(node)
-    # pallas_call, pure_callback, cudnn's attention, ...: none of them is an elementary function.
-    is_call = "call" in node.name or "attention" in node.name
-    if not is_call and node.name not in RULES:
+    activations = [
+        x for x in node.inputs if records.values[x].is_activation and records.shape(x)
+    ]
+    takes_three = len(activations) > 2
+    # pallas_call, pure_callback, a library's attention, ...: none of them is an elementary function.
+    is_listed = node.name in RULES
+    is_call = "call" in node.name or (takes_three and not is_listed)
+    if not is_call and not is_listed:
         records.unlisted = node.index
     # Without data it may be a penalty, such as a determinant.
     has_data = any(value.depends_on and not value.is_weight for value in values)
     records.record_views(node, node.name, values, "unknown" if has_data else "alone")
     projections = [projection for value in values for projection in value.projections]
     records.record_parts(projections)
-    if is_call:
-        _record_call(records, node, projections)
-    elif node.name not in _MIXING:
+    if is_call and takes_three:
+        # Perhaps queries, keys and values, as of a fused kernel. `clippable_attention` lists the call, and refuses to
+        # clip these projections.
+        records.attention.calls[node.index] = tuple(projections)
+        # A matrix before the call is no output head: attention multiplies what it gives.
+        records.layers.products.add(node.index)
+    elif not is_call and node.name not in _MIXING:
         for projection in projections:
             if projection.unmixed:
                 records.record(node, "unknown", projection.view, node.name)
     return [dependent(values)] * len(node.outputs)
-
-
-def _record_call(
-    records: Records, node: Node, projections: Sequence[Projection]
-) -> None:
-    """Records an operation without a rule that takes three activations, perhaps queries, keys and values.
-
-    A fused kernel of attention is one. `clippable_attention` lists the call, and refuses to clip these projections.
-    """
-    arrays = [
-        x for x in node.inputs if records.values[x].is_activation and records.shape(x)
-    ]
-    if len(arrays) < 3:
-        return
-    # Each part once: an operand that is a sum may hold the same part several times.
-    records.attention.calls[node.index] = tuple(projections)
-    # A matrix before the call is no output head: attention multiplies what it gives.
-    records.layers.products.add(node.index)
 
 
 RULES |= dict.fromkeys(_MIXING, unknown)
