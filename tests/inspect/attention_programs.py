@@ -147,8 +147,6 @@ spelled(
     change=lambda q, k, p, x: (q, k + p["bias"]),
     bias=(S,),
 )
-spelled("learned_positions_of_the_queries", SEVERAL,
-        lambda q, k, p, x: (q + p["positions"], k), positions=(T, H, S))  # fmt: skip
 spelled("queries_in_part_of_data", f"{ELSE}: attention_programs.py:", lambda q, k, p, x: (
         jnp.where((jnp.arange(T) < 2)[:, None, None], constant((T, H, S)), q), k))  # fmt: skip
 spelled("keys_in_part_of_data", change=lambda q, k, p, x: (
@@ -489,14 +487,6 @@ def an_order_by_reshape(p, x):
     return end(p, logits_of(q, k), v)
 
 
-@program(X, sites=NOT_ALL, before=(H, H), after=(H, H), **QKVO)
-def talking_heads(p, x):
-    q, k, v = projected(p, x)
-    logits = jnp.einsum("bhqk,hg->bgqk", logits_of(q, k), p["before"])
-    shares = jnp.einsum("bhqk,hg->bgqk", jax.nn.softmax(logits), p["after"])
-    return loss_of(p, mixed(shares, v))
-
-
 # Something else reads the logits.
 
 READ = "something else than its softmax reads its logits: attention_programs.py:"
@@ -586,10 +576,6 @@ for name, put_together in {
     "concatenated_kernels_side_by_side": lambda y: (
         jnp.stack(y, -1).reshape(B, T, -1).reshape(B, T, S, -1).mT
     ),
-    "padded_kernels": lambda y: sum(
-        jnp.pad(z, [(0, 0), (0, 0), (S * i, S * (len(y) - 1 - i))])
-        for i, z in enumerate(y)
-    ).reshape(B, T, -1, S),
     "features_of_a_kernel_each": lambda y: jnp.concatenate(y, -1)[:, :, None],
 }.items():
     of_one_head_each(name, 3, put_together)
@@ -647,22 +633,12 @@ def two_attentions_of_disjoint_features_of_every_head(p, x):
 
 # Queries that share a key head: side by side, or in turns.
 
-SHARED = {"q": (D, D), "k": (D, D // 2), "v": (D, D // 2), "o": (D, D)}
 
-
-def sharing(p, x, repeat):
-    q, (k, v) = heads(x @ p["q"]), (repeat(heads(x @ p[n], 2)) for n in "kv")
-    return end(p, logits_of(q, k), v)
-
-
-@attention(sites=1, **SHARED)
-def keys_repeated_for_two_queries(p, x):
-    return sharing(p, x, lambda y: jnp.repeat(y, 2, 2))
-
-
-@attention(sites=1, **SHARED)
+@attention(sites=1, q=(D, D), k=(D, D // 2), v=(D, D // 2), o=(D, D))
 def tiled_keys(p, x):
-    return sharing(p, x, lambda y: jnp.tile(y, (1, 1, 2, 1)))
+    q, k, v = (heads(x @ p[n], H if n == "q" else H // 2) for n in "qkv")
+    k, v = (jnp.tile(y, (1, 1, 2, 1)) for y in (k, v))
+    return end(p, logits_of(q, k), v)
 
 
 def grouped(
@@ -1142,42 +1118,17 @@ def queries_of_each_device_in_a_penalty(p, x):
     return loss_of(p, mixed(shares, heads(v))) + penalty
 
 
-def divided(name, local, w_specs, x_spec=P(), **parameters):
-    """`local(w, x)` -> queries, keys and values of one device."""
+@program(X, sites=NOT_ALL, **QKVO)
+def exchanged_heads(p, x):
+    """Ulysses: sequences are divided before, heads after; keys are those of another device."""
 
     def attend(p, x):
-        q, k, v = local(p, x)
-        return mixed(jax.nn.softmax(logits_of(q, k)), v)
+        q, k, v = (lax.all_to_all(y, "m", 2, 1, tiled=True) for y in projected(p, x))
+        keys = lax.ppermute(k, "m", [(0, 1), (1, 0)])
+        return mixed(jax.nn.softmax(logits_of(q, keys)), v)
 
-    def fun(p, x):
-        return jnp.mean(
-            on_two_devices(attend, w_specs, x_spec, P(None, None, "m"))(p, x) ** 2
-        )
-
-    fun.__name__ = name
-    program(X, sites=NOT_ALL, **parameters)(fun)
-
-
-def side_by_side(p, x):
-    """[H, 3, S]: queries, keys and values of a head together."""
-    parts = (x @ p["w"]).reshape(*x.shape[:2], -1, 3, S)
-    return [parts[..., i, :] for i in range(3)]
-
-
-def of_another_device(p, x):
-    q, k, v = (heads(x @ p[name], H // 2) for name in "qkv")
-    return q, lax.ppermute(k, "m", [(0, 1), (1, 0)]), v
-
-
-def exchanged(p, x):
-    """Ulysses: sequences are divided before, heads after."""
-    return [lax.all_to_all(y, "m", 2, 1, tiled=True) for y in projected(p, x)]
-
-
-QKV = dict.fromkeys("qkv", (D, D))
-divided("heads_side_by_side", side_by_side, P(None, "m"), w=(D, 3 * D))
-divided("keys_of_another_device", of_another_device, P(None, "m"), **QKV)
-divided("exchanged_heads", exchanged, P(), P(None, "m"), **QKV)
+    along = P(None, "m"), P(None, None, "m")
+    return loss_of(p, on_two_devices(attend, P(), *along)(p, x))
 
 
 # Masks that add numbers far below zero; one of small numbers, as a Swin transformer's windows add, can't be told from a
@@ -1204,16 +1155,6 @@ for kind, table in ADD_MASK.items():
 spelled("a_mask_that_a_jitted_function_closes_over", TOLD,
         softmax=lambda a, p: jax.jit(lambda a: jax.nn.softmax(a + ADD_MASK["a_table"](-1e2)))(a))  # fmt: skip
 spelled("a_bias_of_several_numbers", softmax=lambda a, p: jax.nn.softmax(a + SLOPES))
-DIAGONAL = -np.eye(T, dtype=np.float32)
-spelled(
-    "a_small_number_on_the_diagonal_hides_nothing",
-    softmax=lambda a, p: jax.nn.softmax(a + DIAGONAL),
-)
-SOME_HEADS = np.array([0, 0, -1, -1], np.float32)[:, None, None]
-spelled(
-    "a_small_number_for_some_heads_hides_nothing",
-    softmax=lambda a, p: jax.nn.softmax(a + SOME_HEADS),
-)
 
 
 def under(name, add, kept=None, sites=1):
@@ -1232,7 +1173,6 @@ def under(name, add, kept=None, sites=1):
 
 
 NARROW = ADD_MASK["a_table"](-1e2)
-EVEN = np.where(np.arange(T) % 2 == 0, 0, -1e2).astype(np.float32)
 under(
     "a_wide_mask_of_floats",
     lambda seen, ones: (1 - ones) * -1e9,
@@ -1243,7 +1183,6 @@ REFUSED = {
     "a_logarithm_of_a_mask": lambda seen, ones: jnp.log(
         seen.astype(jnp.float32) + 1e-9
     ),
-    "a_table_of_three_numbers": lambda seen, ones: NARROW + EVEN,
     "rows_of_a_table": lambda seen, ones: jnp.asarray(NARROW)[jnp.arange(T)[::-1]],
     "a_wide_mask_of_floats_and_a_narrow_one": lambda seen, ones: (
         1e9 * (ones - 1) + NARROW
