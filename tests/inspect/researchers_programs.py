@@ -11,7 +11,6 @@ from jax import lax
 
 from tests.inspect.hostile_programs import (
     ATTENTION,
-    EINSUM,
     IMAGE,
     ROWS,
     B,
@@ -229,13 +228,6 @@ def transposed_convolution_with_a_transposed_kernel(p, x):
     return sq(jax.nn.relu(y) @ p["out"])
 
 
-@program(X, w=((2, 3, D, D), "2 | 3"), out=((D, 1), "head"))
-def nested_scans(p, x):
-    inner = lambda x, w: (jnp.tanh(x @ w), None)
-    x, _ = lax.scan(lambda x, w: (lax.scan(inner, x, w)[0], None), x, p["w"])
-    return sq(x @ p["out"])
-
-
 @program(ROWS, w=((D, D), M), out=((D, 4), "gradient inside of the function"))
 def maml(p, x):
     loss = lambda p: cross_entropy(jnp.tanh(x @ p["w"]) @ p["out"], jnp.zeros(B, int))
@@ -294,20 +286,6 @@ def weights_mixed_by_data(p, x, i):
 
 
 @program(
-    ROWS,
-    ROWS,
-    w=((D, D), EINSUM),
-    v=((D, D), EINSUM),
-    bil=((D, D), EINSUM),
-    out=((D, 1), "head"),
-)
-def a_bilinear_layer(p, x, y):
-    a, b = jnp.tanh(x @ p["w"]), jnp.tanh(y @ p["v"])
-    s = jnp.einsum("bi,ij,bj->b", a, p["bil"], b)
-    return sq((s[:, None] * a) @ p["out"])
-
-
-@program(
     jax.ShapeDtypeStruct((B, 8, 3), "float32"),
     first=((3, 3, D), "0, 1 | 2"),
     dil=((3, D, D), "0, 1 | 2"),
@@ -359,15 +337,6 @@ def attention_by_a_counter(p, x):
         return norm(x + attend(*(heads(x @ p[n][i]) for n in "qkv")) @ p["o"][i])
 
     return sq(lax.fori_loop(0, 3, layer, x) @ p["out"])
-
-
-@program(X, w=((D, 3 * D), "0 | 1 / 3 of 1"), o=((D, D), M), out=((D, 1), "head"))
-def parts_by_index(p, x):
-    h = (x @ p["w"]).reshape(B, T, 3, D)
-    y = jax.nn.sigmoid(h[..., 0, :]) * jnp.cumsum(h[..., 1, :], 1) + jnp.sort(
-        h[..., 2, :], 1
-    )
-    return sq((x + y @ p["o"]) @ p["out"])
 
 
 @program(X, w=((D, D), M), out=((D, 1), "head"), g=((D,), "multiplied"))
