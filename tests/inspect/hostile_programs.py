@@ -487,13 +487,6 @@ def a_kernel_for_each_example(p, x, z):
     return end(p, y.reshape(h, w, n, -1).transpose(2, 0, 1, 3).mean((1, 2)))
 
 
-@program(IMAGES, ROWS, w=((3, 3, 4, 8), "by names: reshape is not followed: hostile_programs.py:"),
-         style=(D, 4), out=((8, 2), "an output head"))  # fmt: skip
-def a_kernel_for_each_example_by_vmap(p, x, z):
-    each = jax.vmap(lambda x, style: convolved(x[None], p["w"] * style[:, None])[0])
-    return end(p, each(x, z @ p["style"]).mean((1, 2)))
-
-
 @program(
     IMAGES,
     w=((6, 3, 3, 4, 8), "by names: reshape: hostile_programs.py:"),
@@ -573,18 +566,6 @@ def a_block_before_a_frozen_head(p, t, x):
 @program(
     TOKENS,
     X,
-    jax.ShapeDtypeStruct((D, V), "float32"),
-    up=((D, D), "0 | 1"),
-    down=((D, D), "0 | 1"),
-)
-def a_block_before_a_head_that_is_an_argument(p, t, x, head):
-    x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
-    return cross_entropy(x @ head, t)
-
-
-@program(
-    TOKENS,
-    X,
     up=((D, D), "0 | 1"),
     down=((D, D), "0 | 1"),
     head=((D, V), "stop_gradient"),
@@ -610,15 +591,6 @@ def adapters_of_a_frozen_network_and_of_its_head(p, t, x):
 @program(TOKENS, X, c=((D, 2), "0 | 1"), d=((2, V), "head"))
 def an_adapter_added_to_a_frozen_head(p, t, x):
     return cross_entropy(jnp.tanh(x) @ (frozen("head") + p["c"] @ p["d"]), t)
-
-
-@program(TOKENS, X, **dict.fromkeys(("a", "b", "c", "d"), ((D, D), "0 | 1")))
-def adapters_around_a_frozen_layer(p, t, x):
-    """The layer norm subtracts a mean of all columns of the last adapter."""
-    x = x + jax.nn.relu(x @ p["a"]) @ p["b"]
-    x = x + x @ frozen("up")
-    x = x + jax.nn.relu(x @ p["c"]) @ p["d"]
-    return cross_entropy((x - x.mean(-1, keepdims=True)) @ frozen("head"), t)
 
 
 ADAPTED = {
@@ -736,42 +708,8 @@ def a_gate_with_a_rule_for_vmap_in_two_scans(p, x):
 
 
 @program(X, pos=((T, D), "added"), up=((D, D), "0 | 1"), out=((D, 3), "head"))
-def positions_by_one_hot(p, x):
-    x = x + jnp.einsum(
-        "...y,yz->...z", jax.nn.one_hot(jnp.arange(T)[None], T), p["pos"]
-    )
-    return sq(jax.nn.relu(x @ p["up"]) @ p["out"])
-
-
-@program(X, pos=((T, D), "added"), up=((D, D), "0 | 1"), out=((D, 3), "head"))
 def positions_by_an_identity_matrix(p, x):
     return sq(jax.nn.relu((x + jnp.eye(T) @ p["pos"]) @ p["up"]) @ p["out"])
-
-
-def outer_product_mean(sequences):
-    @program(
-        *[jax.ShapeDtypeStruct((sequences, 4, D), "float32")] * 2,
-        left=((D, D), EINSUM), right=((D, D), EINSUM), w=((D, D, 16), EINSUM), out=((16, 3), "head"),
-    )  # fmt: skip
-    def an_outer_product_mean(p, x, y):
-        x = jnp.einsum("abc,ade,cef->bdf", x @ p["left"], y @ p["right"], p["w"])
-        return sq(x @ p["out"])
-
-
-for sequences in (2, 200):  # in which order einsum multiplies depends on that
-    outer_product_mean(sequences)
-
-
-@program(X, projector=((D, D), "0 | 1"))
-def a_projector_into_a_frozen_tower_with_a_residual_stream(p, x):
-    layers = np.stack([frozen("up"), frozen("up").T])
-    return sq(
-        lax.scan(
-            lambda x, w: (x + jax.nn.relu(x @ w) @ w.T, None),
-            x @ p["projector"],
-            layers,
-        )[0]
-    )
 
 
 @program(
@@ -836,11 +774,6 @@ in_each_order(
     X, FORMS, w=((D, D), EINSUM),
 )  # fmt: skip
 in_each_order(
-    "two_layers_in_an_einsum",
-    lambda einsum, p, x: einsum("bti,ij,jk->btk", jnp.tanh(x @ p["w"]), p["a"], p["b"]),
-    X, w=((D, D), EINSUM), a=((D, D), "by names: an einsum"), b=((D, D), "by names: an einsum"),
-)  # fmt: skip
-in_each_order(
     "log_shares_of_labels_inside_of_a_derivative",
     lambda einsum, p, x, y, m: jax.jvp(
         lambda x: einsum("btv, btv, bt -> bt", jnp.tanh(x) @ p["w"], y, m), [x], [x])[1],
@@ -861,12 +794,3 @@ def complex_matrices_in_a_deep_residual_stream(p, x):
         c = p[f"c{i}"][..., 0] + 1j * p[f"c{i}"][..., 1]
         x = x + jnp.einsum("hp,btp->bth", c, h * jnp.exp(1j * h)).real
     return sq(x @ p["out"])
-
-
-@program(ROWS, a=((D + 1, D), "0 | 1"), b=((2 * D, D), "0 | 1"), out=((D, 1), "head"))
-def a_laplacian_of_concatenated_features(p, x):
-    def wave(x):
-        h = jnp.tanh(jnp.concatenate([x, jnp.linalg.norm(x)[None]]) @ p["a"])
-        return (jnp.tanh(jnp.concatenate([h, h**2]) @ p["b"]) @ p["out"])[0]
-
-    return sq(jax.vmap(lambda x: jnp.trace(jax.hessian(wave)(x)))(x))
