@@ -38,16 +38,6 @@ DOT = "by names: dot_general is not followed: researchers_programs.py:"
 LABEL = jax.ShapeDtypeStruct((B,), "int32")
 
 
-@program(X, w=((D, 2 * S), "0 | 1 / 2 of 1"), out=((S, 1), "head"))
-def min_rnn_by_associative_scan(p, x):
-    z, h = jnp.split(x @ p["w"], 2, -1)
-    z = jax.nn.sigmoid(z)
-    _, y = lax.associative_scan(
-        lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (1 - z, z * h), axis=1
-    )
-    return sq(y @ p["out"])
-
-
 @program(X, h0=((S,), ""), x=((D, S), M), h=((S, S), M), out=((S, 1), "head"))
 def rnn_with_a_learned_start(p, x):
     def step(h, x):
@@ -305,18 +295,6 @@ def wavenet(p, x):
     a, b = jnp.split(c(x, p["gate"], 2), 2, -1)
     x = x + c(jnp.tanh(a) * jax.nn.sigmoid(b), p["dil"], 4)
     return sq(c(jax.nn.relu(x), p["out"]))
-
-
-@program(
-    X,
-    w=((D, 4), M),
-    mean=((D, 3), M),
-    out=((D, 1), "head"),
-    sites="can't be followed",
-)
-def pooled_by_learned_weights(p, x):
-    a = jax.nn.softmax(x @ p["w"], 1)
-    return sq(jnp.tanh(jnp.einsum("bth,btd->bhd", a, x) @ p["mean"]) @ p["out"][:3])
 
 
 L4 = dict.fromkeys("qkvo", ((3, D, D), "1 | 2"))
