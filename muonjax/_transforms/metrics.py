@@ -1,6 +1,7 @@
 """Make one dictionary for a log of what an optimizer's state keeps: counts, rates, what clips and monitors measured."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -72,13 +73,15 @@ def metrics(state: Any) -> dict[str, Any]:
 
     # The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured.
     log = {}
-    for name, value in values.items():
-        x = jnp.asarray(value, jnp.float32)
-        log[name] = jnp.where(x == -jnp.inf, jnp.nan, x)
     if any(isinstance(value, Tracer) for value in values.values()):
+        for name, value in values.items():
+            x = jnp.asarray(value, jnp.float32)
+            log[name] = jnp.where(x == -jnp.inf, jnp.nan, x)
         return log
     # There is one wait for the device, and not one for each value.
-    return jax.tree.map(float, jax.device_get(log))
+    for name, number in jax.device_get(values).items():
+        log[name] = math.nan if number == -math.inf else float(number)
+    return log
 
 
 def _counts_and_rates(state: Any) -> dict[str, Any]:
