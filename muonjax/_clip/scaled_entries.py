@@ -175,9 +175,11 @@ class PlacedScale(NamedTuple):
         values = numpy.broadcast_to(values, (*layers, entries, self.features))
         table = _padded(values, scale.span[0], run, otherwise)
         # [*layers, groups, group]: and a group outside of its part, as the values of a fused kernel.
-        table = table.reshape(*layers, scale.groups, -1)
-        table = _padded(table, first, group, otherwise)
-        table = table.reshape(*layers, *sizes)
+        # A kernel [d, heads, size] has this shape already: with explicit axes, sharded heads can't be reshaped.
+        if table.shape != (*layers, *sizes):
+            table = table.reshape(*layers, scale.groups, -1)
+            table = _padded(table, first, group, otherwise)
+            table = table.reshape(*layers, *sizes)
         # Axis i of the table, [*layers, *sizes], belongs at axis order[i] of the parameter.
         order = (*self.stack, *self.axes)
         table = table.transpose(np.argsort(order).tolist())
