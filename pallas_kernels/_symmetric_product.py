@@ -55,7 +55,7 @@ def symmetric_product(
         ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
         kernel for NVIDIA's H100 and H200. If you name one, it runs or raises an error.
       axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
-        computes some rows, as a plain product, and one all-gather completes the result on all of them. Under
+        computes a part of the triangle, as plain products, and one all-gather completes it on all of them. Under
         ``check_vma=True`` the result counts as varying over these axes, though it is the same.
 
     Returns:
@@ -106,7 +106,7 @@ class SymmetricProduct(NamedTuple):
     Attributes:
       platform: The platform of the devices.
       implementation: As in `symmetric_product`, or what `measured_kernel` returns.
-      sharing_axes: Mesh axes whose devices hold the same operands, and each make some rows of the product.
+      sharing_axes: Mesh axes whose devices hold the same operands, and each make a part of the product.
     """
 
     platform: str
@@ -133,7 +133,7 @@ class SymmetricProduct(NamedTuple):
         return _traced_once(operands, implementation, self.sharing_axes, self.platform)
 
     def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:
-        """Each device along these mesh axes makes some rows of the product; a named implementation makes whole ones."""
+        """Each device along these mesh axes makes a part of the product; a named implementation makes whole ones."""
         return self._replace(sharing_axes=() if self.implementation else axis_name)
 
 

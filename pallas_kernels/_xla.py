@@ -1,4 +1,4 @@
-"""The symmetric product in plain `jnp`: whole, in blocks, and in rows that devices share.
+"""The symmetric product in plain `jnp`: whole, in blocks, and in parts that devices share.
 
 The result of ``alpha·X Yᴴ + beta·C`` is known to be symmetric (Hermitian for complex numbers), so only its
 lower triangle is *read*; the upper one is its mirror image. This is a part of the definition: every implementation
@@ -21,8 +21,19 @@ reason the result is put together column by column, which takes the mirroring al
 from product to product comes last. A loop over the blocks would compile faster still, but run them one after the other:
 on two cores a whole iteration takes longer so.
 
-**In rows**, the product is shared among devices that hold the same operands, inside of `jax.shard_map`: each of p
-devices computes m / p rows, and one all-gather gives all of them the whole, of which the lower triangle counts.
+The blocks can also be shared among devices that hold the same operands, inside of `jax.shard_map`.
+
+```
+p = 2 devices, 2p = 4 rows of blocks, 2p + 1 = 5 blocks per device
+
+[ 0       ]
+[ 0 0     ]     device 0 computes the blocks marked 0, device 1 those marked 1; one all-gather
+[ 0 0 1   ]     gives both of them all, and the upper triangle is their mirror image
+[ 1 1 1 1 ]
+```
+
+The lower triangle has p(2p + 1) blocks, 2p + 1 for each device. Each computes (1 + 1 / 2p) / 2p of the whole product's
+multiply-adds, and half of the result is sent.
 """
 
 from __future__ import annotations
@@ -34,6 +45,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels._xla_workarounds import numbers_from_loop
@@ -210,26 +222,62 @@ def _in_blocks(
 def shared_product(
     o: Operands, *, axis_name: tuple[str, ...]
 ) -> Inexact[Array, "*batch m m"]:
-    """The product, of which each device along the mesh axes `axis_name` computes some rows.
+    """The product, of which each device along the mesh axes `axis_name` computes some blocks.
 
     All these devices hold the same operands, and get the whole product by one all-gather.
     """
     m = o.x.shape[-2]
     devices = math.prod(map(lax.axis_size, axis_name))
-    # Rounded up; zeros fill the rows of the last device. XLA gathers no arrays without rows.
-    size = max(1, -(-m // devices))
-    start = lax.axis_index(axis_name) * size
+    # p devices and 2p rows of blocks: the lower triangle has p(2p + 1) blocks, 2p + 1 for each device.
+    rows = 2 * devices
+    # Rounded up; zeros fill the last blocks.
+    size = -(-m // rows)
+    # The row and the column of each block of the triangle, [p(2p + 1)] each: 0, 1, 1, 2, ... and 0, 0, 1, 0, ...
+    block_rows, block_columns = np.argwhere(np.tri(rows)).T
+    device = lax.axis_index(axis_name)
+    # Each row of these tables is the list of blocks of one device.
+    rows_of_devices = block_rows.reshape(devices, -1)
+    columns_of_devices = block_columns.reshape(devices, -1)
+    rows_of_device = jnp.asarray(rows_of_devices)[device]
+    columns_of_device = jnp.asarray(columns_of_devices)[device]
 
-    def cut(a: jax.Array) -> jax.Array:
-        """The rows of this device."""
+    def padded(a: jax.Array, *axes: int) -> jax.Array:
+        """The array with these axes filled with zeros up to `rows` whole blocks."""
         widths = [(0, 0)] * a.ndim
-        widths[-2] = (0, devices * size - m)
+        for axis in axes:
+            widths[axis] = (0, rows * size - m)
+        return jnp.pad(a, widths)
+
+    def cut(a: jax.Array, i: jax.Array, axis: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(
-            jnp.pad(a, widths), start, size, axis=-2, allow_negative_indices=False
+            a, i * size, size, axis, allow_negative_indices=False
         )
 
-    p = product(cut(o.x), o.second)
-    c = None if o.c is None else cut(o.c)
-    rows = epilogue(p, c, o.alpha, o.beta).astype(o.x.dtype)
-    s = lax.all_gather(rows, axis_name, axis=rows.ndim - 2, tiled=True)
-    return mirror(s[..., :m, :])
+    # The blocks of a device. From an array [*batch, m, k] `cut_rows` makes [*batch, blocks, size, k], and of these
+    # `cut_columns` takes [*batch, blocks, size, size], from each block its own columns.
+    cut_rows = jax.vmap(lambda a, i: cut(a, i, -2), in_axes=(None, 0), out_axes=-3)
+    cut_columns = jax.vmap(lambda a, j: cut(a, j, -1), in_axes=(-3, 0), out_axes=-3)
+
+    x = padded(o.x, -2)
+    y = x if o.y is None else padded(o.y, -2)
+    x_i = cut_rows(x, rows_of_device)
+    y_j = cut_rows(y, columns_of_device)
+    # S_ij = X_i Y_j^H, [*batch, blocks, size, size]
+    p = product(x_i, y_j)
+    c = o.c
+    if c is not None:
+        c = padded(c, -2, -1)
+        c = cut_rows(c, rows_of_device)
+        c = cut_columns(c, columns_of_device)
+    # The blocks are one more batch axis: [*batch, 1, 1] -> [*batch, 1, 1, 1], one number for all blocks of a matrix.
+    alpha = o.alpha[..., None] if o.alpha.ndim else o.alpha
+    beta = o.beta[..., None] if o.beta.ndim else o.beta
+    part = epilogue(p, c, alpha, beta).astype(x.dtype)
+    blocks = lax.all_gather(part, axis_name, axis=part.ndim - 3, tiled=True)
+    # Block (i, j) is number[i, j] of all blocks. Above the diagonal any block will do: `mirror` does not read it.
+    number = np.zeros((rows, rows), int)
+    number[block_rows, block_columns] = np.arange(len(block_rows))
+    # [*batch, rows, rows, size, size] -> [*batch, rows, size, rows, size] -> [*batch, rows * size, rows * size]
+    s = jnp.moveaxis(blocks[..., number, :, :], -3, -2)
+    s = s.reshape(*s.shape[:-4], rows * size, rows * size)
+    return mirror(s[..., :m, :m])

@@ -70,11 +70,12 @@ class Policy:
         return jnp.dtype(jnp.float16 if has_float16 else jnp.bfloat16)
 
     def shares_products(self, m: int, dtype: jnp.dtype) -> bool:
-        """Whether each of several devices that hold m x m matrices makes some rows of their symmetric products.
+        """Whether of a symmetric product of m x m matrices that several devices hold each makes a part.
 
-        Each of p devices saves (1 - 1/p) 2 m^3 flops and sends (1 - 1/p) m^2 numbers. No latency is counted.
+        Each of p devices saves (1 - 1/p) m^3 flops at least (where "reference" makes both triangles, m^3 more), and
+        sends (1 - 1/p) m^2 / 2 numbers. No latency is counted, so the larger saving is no reason to share smaller ones.
         """
-        # 2 m^3 / flops_a_second >= m^2 itemsize / BYTES_A_SECOND, without the common factor (1 - 1/p) m^2
+        # m^3 / flops_a_second >= (m^2 / 2) itemsize / BYTES_A_SECOND, without the common factor (1 - 1/p) m^2
         return 2 * m * BYTES_A_SECOND >= flops_a_second(dtype) * dtype.itemsize
 
     @property
