@@ -82,11 +82,14 @@ def hostile_matrices(m: int, n: int, rng: np.random.Generator) -> np.ndarray:
         np.zeros((m, n)),
         np.outer(normal[:, 0], normal[0]),  # rank 1
         normal[:, :3] @ normal[:3],  # rank 3
+        np.full((m, n), 0.37),
         1 + 1e-3 * normal,
+        np.outer(np.ones(m), normal[0]),  # equal rows
         normal[np.arange(m) // 2],  # each row twice
         normal * (rng.random(m) < 0.05)[:, None],  # most rows are zero
         np.eye(m)[:, :1] * np.eye(n)[:1],  # one entry
         np.eye(m, n),
+        rng.choice([-1.0, 1.0], (m, n)),
     ]
     # In float32 the squares of some of these norms overflow, and others underflow.
     for scale in (1, 1e-30, 1e-20, 1e20, 1e30, 1e37):
