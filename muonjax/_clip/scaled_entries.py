@@ -147,9 +147,10 @@ class PlacedScale(NamedTuple):
 
     def overlaps(self, other: PlacedScale) -> bool:
         """Whether both may scale one number of the same parameter."""
-        here = self.spread(np.ones((*self.layers, self.entries, 1)), 0.0)
-        there = other.spread(np.ones((*other.layers, other.entries, 1)), 0.0)
-        return bool((here * there).any())
+        # Booleans: along different axes of a parameter both together are as large as it.
+        here = self.spread(np.ones((*self.layers, self.entries, 1), bool), False)
+        there = other.spread(np.ones((*other.layers, other.entries, 1), bool), False)
+        return bool((here & there).any())
 
     def spread(
         self,
