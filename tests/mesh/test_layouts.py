@@ -201,7 +201,11 @@ def test_accelerators_take_their_matrices_in_batches(monkeypatch):
     for divided in ("owner", "tensor_parallel"):
         values, results = on_mesh(make_mesh(fsdp=4, tensor=2), divided=divided)
         check(results, values)
-    assert max(sizes) > 1
+    values, results = on_mesh(
+        make_mesh(fsdp=2, tensor=1), ("experts",), divided="owner"
+    )
+    check(results, values)
+    assert sizes[-1] == 4  # all eight at once, four on each device
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
