@@ -19,7 +19,7 @@ from muonjax._common.arguments import (
 )
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Shaped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,8 @@ class PlacedScale(NamedTuple):
 
     def spread(
         self,
-        values: Float[Array | np.ndarray, "*layers entries #features"],
-        otherwise: float,
+        values: Shaped[Array | np.ndarray, "*layers entries #features"],
+        otherwise: float | bool,
     ) -> Any:
         """The values of the scaled positions, in the parameter's axes; `otherwise` in all others.
 
