@@ -29,8 +29,8 @@ The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, 
   of booleans along axis 1, as bytes. Axes of which all is there are left out.
 - A **hole** is an entry that is not of w, as in a concatenation of q with zeros.
 - **Scores** are the last product of two activations that an array is made of: perhaps those of queries and keys.
-- What is **taken** are columns that a sum or a norm mixed; **loops** are axes of w that a scan, a look-up or a batch
-  axis goes over, and they count matrices.
+- An entry that a sum or a norm made of several columns has the positions of all of them; **loops** are axes of w that a
+  scan, a look-up or a batch axis goes over, and they count matrices.
 - A projection is **unmixed** as long as no nonlinear operation puts several of its columns together. Then its region
   may become a part. A sum of columns leaves it unmixed.
 - A **span** says which entries of w a clip scales by one factor for each head, in the words of `Scale`. A **probe**

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._inspect.layouts import Layout, Region, Run, sums
+from muonjax._inspect.layouts import HOLE, Layout, Region, Run
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import Use
 from muonjax._matrices.matrix_view import (
@@ -211,10 +211,13 @@ def _parts(masks: Collection[bytes], period: int) -> list[tuple[int, int]] | Non
 
 def _divides(position: int, axis: int, layout: Layout) -> bool:
     """Whether a cut of an axis at this position would put columns on different sides that a norm takes together."""
-    starts = sums(run for run in layout.runs if run.axis == axis)
-    mixed = sums(run for run in layout.taken if run.axis == axis)
-    is_inside = (starts + mixed.min() < position) & (position <= starts + mixed.max())
-    return bool(is_inside.any())
+    for run in layout.runs:
+        if run.axis == axis:
+            positions = run.positions
+            largest = np.where(positions == HOLE, -1, positions).max(0)
+            if ((positions.min(0) < position) & (position <= largest)).any():
+                return True
+    return False
 
 
 def _numbers(form: _Form) -> DimensionNumbers:

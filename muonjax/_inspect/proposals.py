@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from muonjax._clip.scaled_entries import PlacedScale, Scale
-from muonjax._inspect.layouts import HOLE, Layout, Run, other_axes
+from muonjax._inspect.layouts import Layout, Run, other_axes, set_of
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import PARAMETER, Operand, Projection
 
@@ -163,7 +163,7 @@ class QueriesAndKeys:
         """
         for projection in projections:
             # stack([x @ a, x @ b]) along the axis of heads: each projection has its place on this batch axis.
-            if projection.layout.placed(operand.batch):
+            if projection.layout.is_placed(operand.batch):
                 raise Refused(
                     f"heads of its {name} are put together from several products"
                 )
@@ -207,10 +207,10 @@ class QueriesAndKeys:
     def _features(self, operand: Operand, projection: Projection) -> range | None:
         """Which features of an operand a projection fills that was concatenated with others; None if it has all."""
         (axis, *more) = operand.summed
-        placed = projection.layout.placed([axis])
-        if more or not placed:
+        layout = projection.layout
+        if more or not layout.is_placed([axis]):
             return None
-        there = np.argwhere(placed[0].positions < HOLE)[:, axis]
+        there = np.argwhere(~layout.holes)[:, axis]
         return range(int(there.min()), int(there.max()) + 1)
 
     def _spans(
@@ -257,12 +257,9 @@ class QueriesAndKeys:
         shape = self.shapes[leaf]
         # The first head, 0 to 15, and how far the heads are from it: {0, 16, ..., 112}.
         first_head, heads = layout.split(self._heads(operand, layout).values())
-        # The features of the first head, {0, ..., 15}. Without them it has no run any more.
-        rest, features = first_head.split(operand.summed)
-        # A head is also made of positions that were mixed, as by a rotation of features (`taken`), and of those along
-        # other axes of the product, or at a fixed index, 0 in w[:, 0]. Runs of an axis below zero have only holes.
-        left = [run for run in rest.runs if run.axis >= 0]
-        features = (*features, *rest.taken, *left)
+        # The features of the first head, {0, ..., 15}, and positions along other axes of the product, or at a fixed
+        # index, 0 in w[:, 0].
+        features = [set_of(run.axis, run.positions) for run in first_head.runs[1:]]
         # The more significant of two runs along one axis has the larger steps.
         heads = sorted(heads, key=lambda run: (run.axis, -run.stride))
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))

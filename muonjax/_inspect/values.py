@@ -89,8 +89,8 @@ class Product:
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
     # The parts that are used separately.
     parts: set[Region] = dataclasses.field(default_factory=set)
-    # Where a norm of each head mixes columns, and others stay separate: the layout in which the mixed ones are taken.
-    # The separate ones may count heads.
+    # Where a norm of each head mixes columns, and others stay separate: the layout after it, whose entries have the
+    # positions of the mixed ones. The separate ones may count heads.
     mixed: set[Layout] = dataclasses.field(default_factory=set)
     # Operations after which it may be several experts: see `_record_mixture`.
     mixtures: set[int] = dataclasses.field(default_factory=set)

@@ -455,6 +455,8 @@ spelled("a_matrix_for_all_heads", None, lambda q, k, p, x: (
 for count in (S, 4):  # RoFormer; GPT-J, which rotates some of them
     spelled(f"a_rotation_of_{count}_neighboring_features",
             change=lambda q, k, p, x, n=count: (rotated(q, n), rotated(k, n)))  # fmt: skip
+spelled("a_rotation_of_all_tokens_but_the_first", change=lambda q, k, p, x: (  # DINOv3
+    jnp.concatenate([z[:, :1], rotated(z, S)[:, 1:]], 1) for z in (q, k)))  # fmt: skip
 
 
 def turned_heads(order):
