@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
-from muonjax._inspect.follow_logits import EXPONENTIALS
-from muonjax._inspect.graph import PRODUCTS
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import Use
 
@@ -26,7 +24,6 @@ class Ends:
       products: Those of them that are products by parameters, of activations, or by matrices that do not train.
       to_products: Values from which a path leads to a product by parameters or of activations.
       to_frozen: Values from which a path leads to a product by a matrix that does not train.
-      to_frozen_layers: The same without products that may be a transform of the outputs.
       to_gradients: Values from which a path leads to a backward pass.
       to_outputs: Values from which a path leads to an output of the function, without a product on the way.
       unknown_after: By value, an operation without a rule that a path leads to; it may be a product.
@@ -46,7 +43,6 @@ class Ends:
         # The values from which a path leads to these operations.
         self.to_products = self._values_before(products)
         self.to_frozen = self._values_before(frozen)
-        self.to_frozen_layers = self._values_before(self._without_transforms(frozen))
         self.to_gradients = self._values_before(backward)
         # Backward from the outputs, and not over products.
         self.to_outputs = graph.upstream(
@@ -69,37 +65,14 @@ class Ends:
         is_output = value in self.to_outputs
         if is_output and use.node in self.read_by_labels:  # a cross-entropy follows it
             return "output"
-        # A frozen layer follows, and the loss does not take the result itself. An actor's head is no hidden layer: it
-        # goes into a critic that does not train, but to the loss as well.
-        is_hidden = value in self.to_frozen_layers and not is_output
-        if value in self.to_products or is_hidden:
+        if value in self.to_products:
             return "layer"
-        # A matrix that does not train follows, but it may transform outputs, or the loss takes the result as well.
+        # Only matrices that do not train follow, as a frozen head, a critic, or a transform of the outputs.
         if value in self.to_frozen:
             return "frozen layer"
         # As a layer that is trained inside of the function, or a network whose derivatives make the loss.
         is_for_gradient = value in self.to_gradients and not is_output
         return "inner gradient" if is_for_gradient else "output"
-
-    def _without_transforms(self, frozen: Iterable[int]) -> list[int]:
-        """Products by matrices that do not train, without those that may be a transform of the outputs.
-
-        A cost matrix, or a filter bank that a spectrogram's loss is taken behind, is a transform: what comes before it
-        is an output head. What comes before a frozen layer of a tower, or a frozen head, is a hidden layer.
-        """
-        to_products = self._values_before(self._named(PRODUCTS))
-        to_exponentials = self._values_before(self._named(EXPONENTIALS))
-        layers = []
-        for product in frozen:
-            (result,) = self.graph.nodes[product].outputs
-            # A cross-entropy follows: labels choose one of the columns. A transform of the outputs has no labels.
-            is_head = product in self.read_by_labels and result in to_exponentials
-            if is_head or result in to_products:
-                layers.append(product)
-        return layers
-
-    def _named(self, names: Iterable[str]) -> list[int]:
-        return [i for i in self.trained if self.graph.nodes[i].name in names]
 
     def _values_before(self, operations: Iterable[int]) -> set[int]:
         """The inputs of these operations, and all values from which a path leads to one."""

@@ -19,7 +19,6 @@ from muonjax._inspect.values import (
     NOISE,
     PARAMETER,
     PRODUCT_OF_PARAMETERS,
-    AxisFact,
     Kernel,
     Logits,
     Operand,
@@ -429,8 +428,8 @@ def _by_constants(
 ) -> Value:
     """An activation times numbers that do not train: a rotation, an average, a frozen matrix, keys or values.
 
-    The result is linear in the activation: its projections and logits go on. `_of_frozen_layer` adds what is new with
-    a frozen matrix.
+    The result is linear in the activation: its projections and logits go on. If the numbers may be frozen keys, it has
+    new logits.
     """
     # softmax(q k^T) @ c, of frozen values c, ends the logits of these products.
     attentions = [logits.product for logits in _softmaxes_of(activation)]
@@ -446,26 +445,12 @@ def _by_constants(
     has_free = activation.free and constants.free
     if is_layer or attentions or (has_free and result.scores < 0):
         result = result._replace(scores=node.index, exponential_of=-1)
-    if not is_layer:
-        return result
-    return _of_frozen_layer(records, node, result, activation, constants)
-
-
-def _of_frozen_layer(
-    records: Records, node: Node, result: Value, activation: Operand, constants: Operand
-) -> Value:
-    """The result of a layer x @ c that does not train.
-
-    It has logits if c may be keys, and else a fact that says which axes are columns of c.
-    """
-    records.layers.frozen.add(node.index)
-    # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"). Logits that go on are not begun anew.
-    if not activation.value.logits and constants.batch:
-        return result._replace(logits=_new_logits(records, node, activation, constants))
-    # Labels may choose a column of a frozen head. Softmax's weights are no features of a head.
-    if activation.value.exponential_of < 0:
-        layout = constants.along(whole(records.shape(constants.array)))
-        result = result._replace(facts=(AxisFact("columns", layout, node.index),))
+    if is_layer:
+        records.layers.frozen.add(node.index)
+        # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"). Logits that go on are not begun anew.
+        if constants.batch and not activation.value.logits:
+            logits = _new_logits(records, node, activation, constants)
+            return result._replace(logits=logits)
     return result
 
 

@@ -142,8 +142,6 @@ class QueriesAndKeys:
 
     def _why_of_all_columns(self, projection: Projection) -> str:
         """Why each entry of the queries depends on all columns of their projection."""
-        if any(fact.what == "columns" for fact in self.query.value.facts):
-            return "a matrix that does not train makes its queries"
         if projection.view.inner:
             return "a product of several parameters makes its queries"
         if projection.is_linear:

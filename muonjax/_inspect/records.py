@@ -186,16 +186,13 @@ class Records:
     ) -> None:
         """Records the products of which labels choose a column, as those of a cross-entropy do: output heads.
 
-        The columns lie along `axes` of the value, in its projections, or in facts if the matrix does not train.
+        The columns lie along `axes` of the value, in its projections.
         """
         if not labels.is_labels:
             return
         for projection in value.projections:
             if projection.layout.runs_along(axes):
                 self.uses.read_by_labels.add(projection.product.use.node)
-        for fact in value.facts:
-            if fact.what == "columns" and fact.layout.runs_along(axes):
-                self.uses.read_by_labels.add(fact.product)
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
         """Records that an operation multiplies `weights`, if they are exponentials of scores, by `values`.

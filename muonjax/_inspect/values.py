@@ -186,13 +186,11 @@ class AxisFact(NamedTuple):
     """What is known of some axes of an array, as a layout that has runs along these alone.
 
     "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one; "input": they are
-    those of an argument of the function; "repeats": it differs along all but those that only repeat it; "columns": they
-    are those that a matrix gives which does not train.
+    those of an argument of the function; "repeats": it differs along all but those that only repeat it.
     """
 
     what: str
     layout: Layout
-    product: int = -1  # of "columns": the operation
 
 
 class Value(NamedTuple):

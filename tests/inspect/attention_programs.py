@@ -450,8 +450,6 @@ spelled(
     None,
     lambda q, k, p, x: (across_heads(q), across_heads(k)),
 )
-spelled("a_matrix_for_all_heads", None, lambda q, k, p, x: (
-    heads(q.reshape(B, T, H * S) @ np.eye(H * S)), heads(k.reshape(B, T, H * S) @ np.eye(H * S))))  # fmt: skip
 for count in (S, 4):  # RoFormer; GPT-J, which rotates some of them
     spelled(f"a_rotation_of_{count}_neighboring_features",
             change=lambda q, k, p, x, n=count: (rotated(q, n), rotated(k, n)))  # fmt: skip
