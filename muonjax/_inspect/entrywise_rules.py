@@ -79,7 +79,7 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
 }
-_SAME_NUMBERS = "broadcast_in_dim convert_element_type pcast pvary reshape"
+_SAME_NUMBERS = "broadcast_in_dim convert_element_type pcast pvary reshape squeeze"
 FOLDED |= dict.fromkeys(_SAME_NUMBERS.split(), lambda x: x)
 
 
@@ -281,7 +281,6 @@ def _of_activations(operation: Operation, result: Value) -> Value:
         views=_of_masked_weights(operation),
         projections=projections,
         logits=logits,
-        facts=_facts(operation, "columns"),
     )
 
 
@@ -320,8 +319,8 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     """
     records, node = operation.records, operation.node
     operands = []
-    for value in operation.values:
-        projections = _projections_of_operand(operation, value)
+    for k, value in enumerate(operation.values):
+        projections = _projections_of_operand(operation, k)
         operands.append(value._replace(projections=projections))
     projections = all_projections(operands)
     if operation.is_sum and not operation.is_choice:
@@ -339,18 +338,15 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     return tuple(with_biases)
 
 
-def _projections_of_operand(
-    operation: Operation, value: Value
-) -> tuple[Projection, ...]:
-    """The projections in one operand, as they are after the operation."""
-    others: list[Value] = []
-    if operation.is_sum or operation.is_scale:
-        others = _others_not_linear(operation, value)
-        if not others:
-            return value.projections
+def _projections_of_operand(operation: Operation, k: int) -> tuple[Projection, ...]:
+    """The projections in operand number `k`, as they are after the operation."""
+    others = [other for i, other in enumerate(operation.values) if i != k]
+    before = operation.values[k].projections
+    if _is_linear(operation, k, others):
+        return before
     # All other operations, such as tanh, are functions of each column.
     projections = []
-    for projection in value.projections:
+    for projection in before:
         unmixed = all(_keeps_columns(projection, other) for other in others)
         after = after_nonlinearity(
             operation.records, projection, operation.node, unmixed=unmixed
@@ -359,24 +355,21 @@ def _projections_of_operand(
     return tuple(projections)
 
 
-def _others_not_linear(operation: Operation, value: Value) -> list[Value]:
-    """The other operands of a sum, a product or a quotient because of which it is not linear in projections of `value`.
+def _is_linear(operation: Operation, k: int, others: Sequence[Value]) -> bool:
+    """Whether an operation is linear in operand number `k`: perhaps a sum, a product or a quotient.
 
     - A product is linear if the factor is a parameter, a number or data. In a divisor it is not linear.
     - A sum is linear if each other operand has projections too, is a bias, or is a number in place of what a mask
       hides. Any other, as the data in x + x @ w, makes it nonlinear.
     """
     if operation.is_scale:
-        first, second = operation.values
-        factor = second if value is first else first
-        is_divisor = operation.node.name == "div" and value is second
-        return [factor] if factor.is_activation or is_divisor else []
-    others = []
-    for other in operation.values:
+        is_divisor = operation.node.name == "div" and k == 1
+        return not is_divisor and not others[0].is_activation
+    for other in others:
         is_in_place_of_hidden = operation.is_choice and not other.depends_on
         if not other.is_weight and not other.projections and not is_in_place_of_hidden:
-            others.append(other)
-    return others
+            return False
+    return operation.is_sum
 
 
 def _keeps_columns(projection: Projection, other: Value) -> bool:

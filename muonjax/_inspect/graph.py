@@ -50,12 +50,6 @@ _ENTERED = EXTENSIBLE | {
 }
 
 
-def _squeezed(x: jax.Array, dimensions: Sequence[int]) -> jax.Array:
-    """`squeeze`, as a reshape."""
-    shape = np.delete(x.shape, dimensions)
-    return lax.reshape(x, shape.tolist())
-
-
 def _split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
     """`split`, as slices."""
     parts, start = [], 0
@@ -73,8 +67,8 @@ def _stacked(*arrays: jax.Array, axis: int) -> jax.Array:
 
 def _unstacked(x: jax.Array, axis: int) -> list[jax.Array]:
     """`unstack`, as slices."""
-    parts = _split(x, [1] * x.shape[axis], axis)
-    return [_squeezed(part, (axis,)) for part in parts]
+    indices = range(x.shape[axis])
+    return [lax.index_in_dim(x, i, axis, keepdims=False) for i in indices]
 
 
 def _tiled(x: jax.Array, reps: Sequence[int]) -> jax.Array:
@@ -114,7 +108,6 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "neg": lambda x: lax.mul(x, np.array(-1).astype(x.dtype)),
     "pad": _padded,
     "split": _split,
-    "squeeze": _squeezed,
     "stack": _stacked,
     "tile": _tiled,
     "unstack": _unstacked,
@@ -123,11 +116,11 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
 
 @functools.lru_cache(4096)
 def _rewritten(
-    name: str, arrays: Sequence[Any], params: Sequence[tuple[str, Any]]
+    name: str, avals: Sequence[Any], params: Sequence[tuple[str, Any]]
 ) -> ClosedJaxpr:
     """The jaxpr of an operation as others, for arrays of these shapes."""
     rewriting = functools.partial(_REWRITTEN[name], **dict(params))
-    return jax.make_jaxpr(rewriting)(*arrays)
+    return jax.make_jaxpr(rewriting)(*avals)
 
 
 class Step(NamedTuple):
@@ -378,7 +371,7 @@ class Graph:
     ) -> list[int]:
         """Appends an equation whose bodies are not entered, perhaps as other operations; returns its results' values.
 
-        A `squeeze` becomes a `reshape`, and a `psum` over an axis of a `vmap` a `reduce_sum`. `replaced` as in `_walk`.
+        A `split` becomes slices, and a `psum` over an axis of a `vmap` a `reduce_sum`. `replaced` as in `_walk`.
         """
         name, variables = eqn.primitive.name, eqn.outvars
         if name in _COLLECTIVES:
@@ -395,11 +388,8 @@ class Graph:
         if name not in _REWRITTEN or replaced is not None:
             source = replaced or eqn
             return self._add(name, eqn.params, inputs, variables, source, place)
-        arrays = []
-        for x in inputs:
-            aval = self.avals[x]
-            arrays.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-        other = _rewritten(name, tuple(arrays), tuple(eqn.params.items()))
+        avals = tuple(self.avals[x] for x in inputs)
+        other = _rewritten(name, avals, tuple(eqn.params.items()))
         outputs = self._walk(other.jaxpr, (), inputs, place, replaced=eqn)
         # The rewriting has new variables. Those of the program take their place.
         self._also_in(outputs, variables, place)

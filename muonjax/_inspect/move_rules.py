@@ -93,7 +93,8 @@ def moved_by(records: Records, node: Node, x: Facts) -> Facts:
     if node.name == "transpose":
         return x.transpose(*range(first), *axes_after(first, params["permutation"]))
     # `lax.reshape` may transpose first, for which there is no rule.
-    if node.name == "reshape" and params["dimensions"] is None:
+    is_reshape = node.name == "reshape" and params.get("dimensions") is None
+    if is_reshape or node.name == "squeeze":
         return reshaped(x, old, new)
     if node.name == "broadcast_in_dim":
         return _spread(x, first, params["broadcast_dimensions"], len(new))
@@ -195,7 +196,7 @@ def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
         old_start, new_start = old_stop, new_stop
 
 
-@rule("transpose reshape rev slice scan_stack broadcast_in_dim")
+@rule("transpose reshape squeeze rev slice scan_stack broadcast_in_dim")
 def _one_operand(records: Records, node: Node) -> Sequence[Value]:
     """Operations that move the entries of their operand, as `moved_by` says."""
     (x,) = records.inputs(node)
