@@ -26,6 +26,7 @@ from muonjax._inspect.values import (
     Value,
     dependent,
     grouped,
+    is_match,
 )
 
 
@@ -53,13 +54,20 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
     if not result.depends_on & PARAMETER:
         return result
     if not left.summed:
-        return _entry_by_entry(records, node, left, right)
+        node = dataclasses.replace(node, name="mul")
+        repeated = []
+        for x in (left, right):
+            repeated.append(x.value.repeated(x.shape, x.sources, x.product_shape))
+        return entrywise(records, node, repeated)
     # Each operand with the other one.
     pairs = ((left, right), (right, left))
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
     for operand, other in pairs:
-        chosen = _chosen_by_one_hot(operand, other)
+        # The summed axes along which the other operand is one hot.
+        axes = zip(operand.summed, other.summed, strict=True)
+        one_hot = other.value.axes("one hot")
+        chosen = [axis for axis, of_other in axes if of_other in one_hot]
         if chosen and operand.is_parameter and operand.value.views:
             values = [operand.value, other.value]
             return looked_up(records, node, values, operand.sources)
@@ -75,26 +83,6 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         if operand.is_matrix:
             return _by_matrix(records, node, result, operand, other)
     return _of_activations(records, node, result, left, right)
-
-
-def _entry_by_entry(
-    records: Records, node: Node, left: Operand, right: Operand
-) -> Value:
-    """A product that sums over nothing, as an einsum `bi,i->bi` is, by the rule of `mul`."""
-    repeated = []
-    for operand in (left, right):
-        old = records.shape(operand.array)
-        repeated.append(
-            operand.value.repeated(old, operand.sources, operand.product_shape)
-        )
-    return entrywise(records, dataclasses.replace(node, name="mul"), repeated)
-
-
-def _chosen_by_one_hot(operand: Operand, other: Operand) -> list[int]:
-    """The summed axes of one operand along which the other is one hot."""
-    one_hot = other.value.axes("one hot")
-    pairs = zip(operand.summed, other.summed, strict=True)
-    return [axis for axis, axis_of_other in pairs if axis_of_other in one_hot]
 
 
 def _by_matrix(
@@ -121,7 +109,7 @@ def _by_matrix(
         # their exponentials.
         records.layers.products.add(node.index)
         return result._replace(scores=node.index)
-    return _by_parameter(records, node, result, weights, activation, Kernel())
+    return _by_parameter(records, node, result, weights, activation)
 
 
 def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
@@ -141,44 +129,32 @@ def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
 
 
 def _by_parameter(
-    records: Records,
-    node: Node,
-    result: Value,
-    weights: Operand,
-    activation: Operand,
-    kernel: Kernel,
+    records: Records, node: Node, result: Value, weights: Operand, activation: Operand
 ) -> Value:
     """The result of a layer, with a projection by each parameter in `weights`, such as w, a and b in x @ (w + a @ b).
 
-    `result` has so far what it depends on, and `kernel` says what is different in a convolution.
+    `result` has so far what it depends on.
     """
     # Learned queries [8, 64] that a projection multiplies are its input, and no matrix.
     if activation.value.is_weight:
         records.record_views(node, "a learned input", [activation.value])
     # The result may be the scores of an attention, as in x @ queries.T with learned queries. Scores that the activation
-    # was made of end at this layer. Softmax's weights stay what they are, as those of talking heads.
+    # was made of end at this layer. Exponentials stay what they are, as softmax's weights do in talking heads.
     result = result._replace(scores=node.index)
-    if result.exponential_of not in records.attention.summed_exponentials:
-        result = result._replace(exponential_of=-1)
     # A depthwise convolution takes no columns together.
-    if not kernel.is_depthwise:
+    is_depthwise = weights.kernel.is_depthwise
+    if not is_depthwise:
         records.record_parts(activation.value.projections)
-    projections = _recorded_projections(records, node, weights, activation, kernel)
-    # The sum is over axes of one entry, and the parameters only scale, as in the derivative of a network with one
-    # output, whose last matrix is [64, 1].
-    if not projections:
-        scaled = activation.aligned
-        return result._replace(
-            projections=scaled.projections, logits=follow_logits.through(node, scaled)
-        )
+    projections = _recorded_projections(records, node, weights, activation)
     # In einsum("bef,efd->bed", y, w) of a layer's result y, the columns of y along the batch axis e count experts, each
     # with a matrix. With a vector each, einsum("bhd,hd->bh", y, queries), they count heads.
     if weights.is_matrix:
         for projection in activation.value.projections:
             batches = projection.layout.runs_along(activation.batch)
             projection.product.batches.update(batches)
-    # Several losses times their weights are no layer. A number may also be what a model gives for one example.
-    if records.shape(node.outputs[0]) == ():
+    # Several losses times their weights are no layer. A number may also be what a model gives for one example. Without
+    # a projection the parameters only scale, along axes of one entry, or a sum over experts is not followed.
+    if not projections or records.shape(node.outputs[0]) == ():
         records.layers.without_rule.add(node.index)
         return result
     # What a layer gives counts as data, also where its input is learned: it is no parameter that a layer takes.
@@ -187,7 +163,7 @@ def _by_parameter(
         depends_on |= projection.product.bit
     # Each feature after a depthwise convolution comes from one column of the layer before: that is followed on as well,
     # as after a nonlinear operation.
-    if kernel.is_depthwise:
+    if is_depthwise:
         for projection in activation.aligned.projections:
             projections.append(
                 after_nonlinearity(records, projection, node, unmixed=True)
@@ -197,7 +173,7 @@ def _by_parameter(
 
 
 def _recorded_projections(
-    records: Records, node: Node, weights: Operand, activation: Operand, kernel: Kernel
+    records: Records, node: Node, weights: Operand, activation: Operand
 ) -> list[Projection]:
     """Records how a layer uses each parameter in `weights`, and returns a projection for each that is part of a matrix.
 
@@ -209,61 +185,54 @@ def _recorded_projections(
     if weights.value.is_weight:
         # Slices that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix, are one matrix.
         records.record_added_slices(weights.value.views)
-    # A sum over experts, sum_e gate[e] (x[e] @ w[e]), does not make e an axis of rows: it counts matrices.
-    experts = _experts(weights, activation)
+    if _sums_over_experts(activation):
+        records.record_views(node, "a sum over experts", [weights.value], "unknown")
+        return []
+    kernel = weights.kernel
     if _cuts_input(activation):
         kernel = kernel._replace(is_patch=True)
+    # A router's weights are summed along several axes, perhaps experts and their features.
+    is_of_router = activation.value.exponential_of in records.attention.routers
+    sizes = [activation.shape[axis] for axis in activation.summed]
+    is_mixture = is_of_router and sum(n > 1 for n in sizes) > 1
     for k, view in enumerate(weights.value.views):
         layout = view.layout
         is_product = bool(layout.runs_along(weights.summed) or view.inner)
-        of_experts = layout.runs_along(experts)
         product = records.record(
             node,
             "product" if is_product else "other",
             view,
             MULTIPLIED,
             k=k,
-            rows=tuple(run for run in weights.rows(view) if run not in of_experts),
+            rows=weights.rows(view),
             columns=weights.columns(view),
-            # All that count matrices: batch axes, axes that a loop or a look-up goes over, experts.
-            batch=(*layout.runs_along(weights.batch), *layout.loops, *of_experts),
+            # All that count matrices: batch axes, and axes that a loop or a look-up goes over.
+            batch=(*layout.runs_along(weights.batch), *layout.loops),
             activation=activation.array,
             kernel=kernel,
         )
         if product is not None:
-            if _is_mixture(records, activation):
+            if is_mixture:
                 product.mixtures.add(node.index)
             projections.append(Projection(product, weights.along(layout)))
     return projections
 
 
-def _experts(weights: Operand, activation: Operand) -> list[int]:
-    """The summed axes of a parameter that count experts: the activation was gated along them.
+def _sums_over_experts(activation: Operand) -> bool:
+    """Whether a product sums over experts and their features: the activation was gated along some of the axes.
 
-    In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d] the axis 0 of w is one. The gate has made e a batch of the product
-    that gave h (`Product.batches`).
+    In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d] the axis 0 of w counts matrices, and no rows. The gate has made e a
+    batch of the product that gave h (`Product.batches`).
     """
-    experts = []
-    # For a convolution `activation.summed` is empty: it has no experts.
-    pairs = zip(weights.summed, activation.summed, strict=False)
-    for axis, axis_of_activation in pairs:
-        for projection in activation.value.projections:
-            runs = set(projection.layout.runs_along([axis_of_activation]))
-            # An axis that counts heads may be a batch of another product too, and is still one of rows here.
-            heads = {run for run, _ in projection.product.heads}
-            if runs and runs <= projection.product.batches - heads:
-                experts.append(axis)
-    # An axis of features has to be left, or the parameter would have no rows.
-    leaves_rows = len(set(experts)) < len(weights.summed)
-    return experts if leaves_rows else []
-
-
-def _is_mixture(records: Records, operand: Operand) -> bool:
-    """Whether a product sums a router's weights along several axes, perhaps experts and their features."""
-    shape = records.shape(operand.array)
-    summed = [axis for axis in operand.summed if shape[axis] > 1]
-    is_of_router = operand.value.exponential_of in records.attention.routers
-    return is_of_router and len(summed) > 1
+    for projection in activation.value.projections:
+        product = projection.product
+        # An axis that counts heads may be a batch of another product too, and is still one of rows here.
+        experts = product.batches - {run for run, _ in product.heads}
+        summed = projection.layout.runs_along(activation.summed)
+        # A sum over experts alone has no rows that would be taken for experts.
+        if not experts.isdisjoint(summed) and len(activation.summed) > 1:
+            return True
+    return False
 
 
 def _cuts_input(operand: Operand) -> bool:
@@ -310,10 +279,9 @@ def _of_activations(
         # The logits of these exponentials may not be known: the attention is listed and refused.
         if not attentions:
             records.record_weights(node, weights.value, values.value)
-    if not right.value.depends_on & PARAMETER:
-        return _by_constants(records, node, result, left, right)
-    if not left.value.depends_on & PARAMETER:
-        return _by_constants(records, node, result, right, left)
+    for activation, constants in pairs:
+        if not constants.value.depends_on & PARAMETER:
+            return _by_constants(records, node, result, activation, constants)
     return _of_two_activations(records, node, result, left, right)
 
 
@@ -392,35 +360,26 @@ def _of_two_activations(
     records.attention.two_sided.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
     first, second = left.value, right.value
-    # Those in a sum lie along the same axes, so that the first projection tells for all.
-    sums_features = True
-    for operand in (left, right):
-        for projection in operand.value.projections[:1]:
-            sums_features &= bool(projection.layout.runs_along(operand.summed))
-    # sum_d a[b, d] c[b, d] matches two towers example by example, and keeps no free axis. Two operands that depend on
-    # the same products are one tower, and the sum may be its squared norm.
-    has_two_towers = first.depends_on != second.depends_on
-    is_match = (
-        first.projections and second.projections and sums_features and has_two_towers
-    )
-    if (left.free and right.free) or is_match:
+    has_towers = is_match([(first, left.summed), (second, right.summed)])
+    if (left.free and right.free) or has_towers:
         records.layers.products.add(node.index)
     # Softmax's weights times values are no new logits.
     has_logits = first.logits or second.logits
     has_projections = first.projections or second.projections
     # A single query has no free axis of its own.
     if has_projections and not has_logits and (left.free or right.free):
-        return result._replace(logits=_new_logits(records, node, left, right))
+        return _with_logits(records, node, result, left, right)
     return result
 
 
-def _new_logits(
-    records: Records, node: Node, left: Operand, right: Operand
-) -> tuple[Logits, ...]:
+def _with_logits(
+    records: Records, node: Node, product: Value, left: Operand, right: Operand
+) -> Value:
     """A product that may be the logits of an attention: queries times keys."""
     records.attention.operands[node.index] = left, right
-    (result,) = node.outputs
-    return (Logits(node.index, whole(records.shape(result)), value=result),)
+    (array,) = node.outputs
+    logits = Logits(node.index, whole(records.shape(array)), value=array)
+    return product._replace(logits=(logits,))
 
 
 def _by_constants(
@@ -449,8 +408,7 @@ def _by_constants(
         records.layers.frozen.add(node.index)
         # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"). Logits that go on are not begun anew.
         if constants.batch and not activation.value.logits:
-            logits = _new_logits(records, node, activation, constants)
-            return result._replace(logits=logits)
+            return _with_logits(records, node, result, activation, constants)
     return result
 
 
@@ -502,8 +460,8 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
         of_image[numbers.out_spec[1]] = numbers.lhs_spec[1]
     image = records.operand(node, 0)
     weights = records.operand(node, 1, (into, *window))
-    image.sources, weights.sources = of_image, of_kernel
-    return [_by_kernel(records, node, image, weights, kernel)]
+    image.sources, weights.sources, weights.kernel = of_image, of_kernel, kernel
+    return [_by_kernel(records, node, image, weights)]
 
 
 @rule("ragged_dot_general")
@@ -516,11 +474,11 @@ def _ragged(records: Records, node: Node) -> Sequence[Value]:
     rank = len(rows.product_shape)
     rows.sources = [None] * rank
     matrices.sources = [None] * (rank - len(matrices.free)) + list(matrices.free)
-    return [_by_kernel(records, node, rows, matrices, Kernel())]
+    return [_by_kernel(records, node, rows, matrices)]
 
 
 def _by_kernel(
-    records: Records, node: Node, activation: Operand, weights: Operand, kernel: Kernel
+    records: Records, node: Node, activation: Operand, weights: Operand
 ) -> Value:
     """The result of a convolution, or of a product of groups of rows: a layer if its weights are parameters.
 
@@ -530,14 +488,14 @@ def _by_kernel(
     result = dependent(values)
     # A kernel of parameters, or of parameters and data, such as a masked one. With groups, a kernel that depends on
     # data may be one for each example, where the examples are the groups.
-    is_followed = weights.value.is_weight or kernel.groups == 1
+    is_followed = weights.value.is_weight or weights.kernel.groups == 1
     if weights.value.views and is_followed:
-        return _by_parameter(records, node, result, weights, activation, kernel)
+        return _by_parameter(records, node, result, weights, activation)
     records.record_views(node, node.name, values, "unknown")
     _record_mixture(node, weights)
     if weights.value.depends_on & PARAMETER:
         records.layers.products.add(node.index)
     # A frozen kernel over an activation that trains is a frozen layer. A depthwise one, such as a blur, does not count.
-    elif result.depends_on & PARAMETER and not kernel.is_depthwise:
+    elif result.depends_on & PARAMETER and not weights.kernel.is_depthwise:
         records.layers.frozen.add(node.index)
     return result

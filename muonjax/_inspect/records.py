@@ -126,12 +126,9 @@ class Records:
         self, node: Node, k: int, summed: Sequence[int] = (), batch: Sequence[int] = ()
     ) -> Operand:
         """Operand number `k` of a product, without its `sources`."""
-        array = node.inputs[k]
-        operand = Operand(
-            self.values[array], array, len(self.shape(array)), summed, batch
-        )
-        operand.product_shape = self.shape(node.outputs[0])
-        return operand
+        array, (product,) = node.inputs[k], node.outputs
+        shape, product_shape = self.shape(array), self.shape(product)
+        return Operand(self.values[array], array, shape, product_shape, summed, batch)
 
     # What the rules record.
 
@@ -188,7 +185,7 @@ class Records:
 
         The columns lie along `axes` of the value, in its projections.
         """
-        if not labels.is_labels:
+        if labels.depends_on & PARAMETER or not labels.depends_on & DATA:
             return
         for projection in value.projections:
             if projection.layout.runs_along(axes):

@@ -8,7 +8,7 @@ from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import NotFollowed, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
-from muonjax._inspect.values import ParameterView, Value, dependent
+from muonjax._inspect.values import ParameterView, Value, dependent, is_match
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
@@ -56,15 +56,8 @@ def _multiplies_layers(records: Records, node: Node) -> bool:
     factors = records.graph.maker(node.inputs[0])
     if factors is None or factors.name != "mul":
         return False
-    first, second = records.inputs(factors)
-    # In x * x, as of a norm, both factors depend on the same.
-    if not second.projections or first.depends_on == second.depends_on:
-        return False
-    layers = set()
-    for projection in (*first.projections, *second.projections):
-        if projection.layout.runs_along(node.params["axes"]):
-            layers.add(projection.product)
-    return len(layers) > 1
+    axes = node.params["axes"]
+    return is_match([(value, axes) for value in records.inputs(factors)])
 
 
 def _record_sum_of_exponentials(

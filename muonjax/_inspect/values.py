@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from muonjax._inspect.layouts import Layout, Region, Run, merged, whole
+from muonjax._inspect.layouts import Layout, Region, Run, merged, other_axes, whole
 
 # What is done with a parameter; "alone": without data, as in a penalty.
 Kind: TypeAlias = Literal["product", "looked up", "unknown", "alone", "other"]
@@ -223,11 +223,6 @@ class Value(NamedTuple):
         return frozenset().union(*(view.layout.varying for view in self.views))
 
     @property
-    def is_labels(self) -> bool:
-        """Made of data, without parameters."""
-        return bool(self.depends_on & DATA) and not self.depends_on & PARAMETER
-
-    @property
     def without_gradient(self) -> Value:
         """The value after a `stop_gradient`, which depends on FROZEN in place of PARAMETER.
 
@@ -294,25 +289,25 @@ class Operand:
 
     The product has the batch axes and the free axes of both operands. In `bqd,bkd->bqk` the left one has the batch axis
     0, the free axis 1 and the summed axis 2, and `sources` (0, 1, None). Whoever makes the operands of a product sets
-    `sources` and `product_shape` once both are known.
+    `sources` once both are known.
     """
 
     def __init__(
         self,
         value: Value,
         array: int,
-        rank: int,
+        shape: tuple[int, ...],
+        product_shape: tuple[int, ...],
         summed: Sequence[int],
         batch: Sequence[int],
     ):
         self.value, self.array = value, array
+        self.shape, self.product_shape = shape, product_shape
         self.summed, self.batch = tuple(summed), tuple(batch)
-        self.free = tuple(
-            k for k in range(rank) if k not in self.summed and k not in self.batch
-        )
+        self.free = tuple(other_axes(len(shape), (*summed, *batch)))
         # For each axis of the product, the axis of this operand that it comes from, if any.
         self.sources: Sequence[int | None] = ()
-        self.product_shape: tuple[int, ...] = ()
+        self.kernel = Kernel()
 
     def is_query(self, keys: Iterable[int]) -> bool:
         """Whether it is the queries of a product whose axes `keys` count keys: they come from the other operand."""
@@ -342,10 +337,8 @@ class Operand:
             return False
         if not self.value.views:  # not followed, such as a weight without its mean
             return True
-        varying = self.value.varying
-        # All views have the operand's shape.
-        shape = self.value.views[0].layout.shape
-        return not any(n > 1 and axis not in varying for axis, n in enumerate(shape))
+        long = {axis for axis, n in enumerate(self.shape) if n > 1}
+        return long <= self.value.varying
 
     @property
     def is_matrix(self) -> bool:
@@ -400,6 +393,20 @@ def dependent(values: Iterable[Value]) -> Value:
     return Value(depends_on, scores=scores, exponential_of=exponential_of)
 
 
+def is_match(factors: Iterable[tuple[Value, Sequence[int]]]) -> bool:
+    """Whether the sum of a product over these axes of each factor multiplies the columns of layers by each other.
+
+    sum_d a[b, d] c[b, d] matches two towers example by example. Two factors that depend on the same products are one
+    tower, and the sum may be its squared norm.
+    """
+    towers = set()
+    for value, axes in factors:
+        towers.add(value.depends_on)
+        if not any(part.layout.runs_along(axes) for part in value.projections):
+            return False
+    return len(towers) > 1
+
+
 def used_in_one_way(projections: Sequence[Projection]) -> bool:
     """Whether these projections of one product are the same columns, or nothing nonlinear tells them from each other.
 
@@ -429,19 +436,19 @@ def _united(parts: Sequence[Projection]) -> Projection:
     """
     if len(parts) == 1:
         return parts[0]
-    by_leaf = grouped((bias.leaf, bias) for part in parts for bias in part.biases)
-    biases = []
-    for views in by_leaf.values():
-        layout = merged(tuple(view.layout for view in views))
-        biases.append(views[0]._replace(layout=layout))
+    biases = grouped((bias.leaf, bias) for part in parts for bias in part.biases)
     nonlinear = (part.nonlinear_at for part in parts if not part.is_linear)
-    return Projection(
-        product=parts[0].product,
-        layout=merged(tuple(part.layout for part in parts)),
-        biases=tuple(biases),
+    return _with_all_entries(parts)._replace(
+        biases=tuple(map(_with_all_entries, biases.values())),
         nonlinear_at=next(nonlinear, -1),
         unmixed=used_in_one_way(parts) and all(part.unmixed for part in parts),
     )
+
+
+def _with_all_entries(parts: Sequence[Any]) -> Any:
+    """The first of these parts of one parameter or product, with the layout of their sum or concatenation."""
+    layout = merged(tuple(part.layout for part in parts))
+    return parts[0]._replace(layout=layout)
 
 
 def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:

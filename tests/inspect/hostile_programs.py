@@ -262,6 +262,19 @@ def sparse_experts(p, x):
     return jnp.mean((y @ p["out"]) ** 2)
 
 
+@program(
+    X,
+    gate=((D, 3), "0 | 1"),
+    up=((3, D, 5), "1 | 2"),
+    down=((3, 5, D), "by names: a sum over experts is not followed: "),
+    out=((D, 1), "head"),
+)
+def a_sum_over_experts_and_their_features(p, x):
+    h = jax.nn.relu(jnp.einsum("btd,edf->btef", x, p["up"]))
+    h = h * jax.nn.softmax(x @ p["gate"])[..., None]
+    return sq((x + jnp.einsum("btef,efd->btd", h, p["down"])) @ p["out"])
+
+
 @program(ROWS, KEY, mu=((D, D), "0 | 1"), sigma=((D, D), "added"), out=((D, 1), "head"))
 def noisy_weights(p, x, key):
     w = p["mu"] + p["sigma"] * jax.random.normal(key, (D, D))

@@ -239,8 +239,6 @@ def critic(actions):
     ("after", "is_doubtful"),
     [
         # A frozen layer or head, or a transform of the outputs.
-        (lambda y: jnp.mean((y @ FIXED) ** 2), True),
-        (lambda y: jnp.mean((y @ FIXED) ** 2) + jnp.mean(y), True),
         (lambda y: cross_entropy(y @ FIXED), True),
         (lambda y: jnp.mean(y**2), False),
         # An actor's loss, of its actions and of what a critic says of them.
