@@ -40,10 +40,9 @@ from muonjax._inspect.values import (
 
 @rule("iota")
 def _iota(records: Records, node: Node) -> Sequence[Value]:
-    shape = [1] * len(records.shape(node.outputs[0]))
-    axis = node.params["dimension"]
-    shape[axis] = records.shape(node.outputs[0])[axis]
-    return [Value(facts=(AxisFact("counts", whole(tuple(shape))),))]
+    sizes, counted = records.shape(node.outputs[0]), node.params["dimension"]
+    shape = tuple(n if axis == counted else 1 for axis, n in enumerate(sizes))
+    return [Value(facts=(AxisFact("counts", whole(shape)),))]
 
 
 @rule("eq")
@@ -119,10 +118,6 @@ class Operation(NamedTuple):
         return self.node.name in _SCALES
 
     @property
-    def is_exponential(self) -> bool:
-        return self.node.name in follow_logits.EXPONENTIALS or self.node.name == "pow"
-
-    @property
     def what(self) -> str:
         """What it does with a parameter, in words."""
         if self.is_sum:
@@ -186,7 +181,9 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
             kinds = ("input", "one hot")
         elif operation.is_sum:
             kinds = ("input",)
-        return result._replace(facts=_facts(operation, *kinds))
+        facts = [fact for value in operation.values for fact in value.facts]
+        kept = dict.fromkeys(fact for fact in facts if fact.what in kinds)
+        return result._replace(facts=tuple(kept))
     return _of_activations(operation, result)
 
 
@@ -204,12 +201,6 @@ def _are_several_parts(values: Sequence[Value]) -> bool:
         for projection in value.projections:
             parts.append((projection.product, projection.layout.region))
     return any(len(set(regions)) > 1 for regions in grouped(parts).values())
-
-
-def _facts(operation: Operation, *kinds: str) -> tuple[AxisFact, ...]:
-    """The facts of these kinds in all operands, each once."""
-    facts = [fact for value in operation.values for fact in value.facts]
-    return tuple(dict.fromkeys(fact for fact in facts if fact.what in kinds))
 
 
 # Operands that are made of parameters alone.
@@ -233,27 +224,11 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
         repeats = any(value.varying < extent for extent in extents)
         is_noisy = several and value.depends_on & NOISE
         for view in value.views:
-            if _is_statistic(view, value.varying, values):
-                continue  # the whole parameter is in another operand
             if repeats or is_noisy:
                 operation.records.record(operation.node, "other", view, operation.what)
             else:
                 views.append(view)
     return tuple(dict.fromkeys(views))
-
-
-def _is_statistic(
-    view: ParameterView, axes: frozenset[int], values: Sequence[Value]
-) -> bool:
-    """Whether a parameter is also in an operand that differs along more than these axes.
-
-    Then this is a statistic of the parameter, such as its mean in a standardized weight, and no other use of it.
-    """
-    for value in values:
-        leaves = [other.leaf for other in value.views]
-        if axes < value.varying and view.leaf in leaves:
-            return True
-    return False
 
 
 # Operands that are made of parameters and data.
@@ -273,7 +248,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
         _record_meeting_parts(records, values)
     projections = _projections(operation)
     logits = follow_logits.after(operation)
-    if operation.is_exponential:
+    if node.name in (*follow_logits.EXPONENTIALS, "pow"):
         # These are softmax's weights if the scores are those of queries and keys.
         result = result._replace(exponential_of=result.scores)
         _record_unseen_exponential(operation, logits, result.scores)
@@ -433,18 +408,13 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
             for view in value.views:
                 records.uses.scales[view.leaf] |= factor.depends_on
         records.record_choice_by_labels(value, factor.axes("one hot"), factor)
-        if factor.is_activation:
-            _record_gates(value.projections, factor, repeats)
-
-
-def _record_gates(
-    projections: Iterable[Projection], gate: Value, repeated: Sequence[int]
-) -> None:
-    """Records axes that count experts: a gate differs along them, and repeats along other columns of a product."""
-    for projection in projections:
-        layout = projection.layout
-        if not projection.product.bit & gate.depends_on and layout.runs_along(repeated):
-            projection.product.batches.update(layout.runs_not_along(repeated))
+        if not factor.is_activation:
+            continue
+        # A gate that differs along axes of experts, and repeats along other columns of a product.
+        for projection in value.projections:
+            layout, product = projection.layout, projection.product
+            if not product.bit & factor.depends_on and layout.runs_along(repeats):
+                product.batches.update(layout.runs_not_along(repeats))
 
 
 def _record_meeting_parts(records: Records, values: Iterable[Value]) -> None:

@@ -73,34 +73,25 @@ def _unstacked(x: jax.Array, axis: int) -> list[jax.Array]:
 
 def _tiled(x: jax.Array, reps: Sequence[int]) -> jax.Array:
     """`tile`, as a broadcast and a reshape: of an array [3, 4] repeated [2, 1] times [2, 3, 1, 4] and [6, 4]."""
-    shape, result = [], []
-    for n, size in zip(reps, x.shape, strict=True):
-        shape += [n, size]
-        result.append(n * size)
+    shape = np.stack([reps, x.shape], 1).ravel().tolist()
     repeated = lax.broadcast_in_dim(x, shape, range(1, 2 * x.ndim, 2))
-    return lax.reshape(repeated, result)
+    return lax.reshape(repeated, np.multiply(reps, x.shape).tolist())
 
 
 def _padded(
     x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
 ) -> jax.Array:
-    """`pad`, as a slice where the padding is negative and a concatenation where it is not."""
-    # Zeros between the entries, as `associative_scan` puts them there, stay a `pad`.
-    if any(inside for _, _, inside in padding_config):
+    """`pad`, as a concatenation along one axis after the other."""
+    # Zeros between the entries, as `associative_scan` puts them there, and a negative padding stay a `pad`.
+    if any(inside or min(low, high) < 0 for low, high, inside in padding_config):
         return lax.pad(x, value, padding_config)
-    # One axis after the other: what a negative padding leaves, between what a positive one adds.
     for axis, (low, high, _) in enumerate(padding_config):
-        start, stop = max(-low, 0), x.shape[axis] - max(-high, 0)
-        x = lax.slice_in_dim(x, start, stop, axis=axis)
-        before = _filled(value, x.shape, axis, max(low, 0))
-        after = _filled(value, x.shape, axis, max(high, 0))
-        x = lax.concatenate([before, x, after], axis)
+        sides = []
+        for size in (low, high):
+            shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
+            sides.append(lax.broadcast(value, shape))
+        x = lax.concatenate([sides[0], x, sides[1]], axis)
     return x
-
-
-def _filled(value: jax.Array, shape: Sequence[int], axis: int, size: int) -> jax.Array:
-    """The value in an array of this shape, but with `size` entries along an axis."""
-    return lax.broadcast_in_dim(value, (*shape[:axis], size, *shape[axis + 1 :]), ())
 
 
 # Operations as others, so that these alone need rules.
@@ -149,8 +140,11 @@ class Node:
     outputs: tuple[int, ...]
     equation: JaxprEqn  # of a "carry" and the like that of the loop, of a rewritten operation the one of the program
     place: Place
-    # Which pass of a gradient that the function takes by itself: "forward", "backward", or "" for neither.
-    gradient_pass: str
+
+    @property
+    def gradient_pass(self) -> str:
+        """Which pass of a gradient that the function takes by itself: "forward", "backward", or "" for neither."""
+        return _gradient_pass(self.equation.source_info.name_stack)
 
 
 @functools.lru_cache(1024)
@@ -298,16 +292,16 @@ class Graph:
         outputs = [self._new(v, place) for v in variables]
         # An einsum of three or more operands multiplies them in an order that depends on their sizes. All of its
         # operations get one name, whose rule follows none of them.
-        scopes = equation.source_info.name_stack
+        if _is_long_einsum(equation.source_info.name_stack):
+            name = LONG_EINSUM
         node = Node(
             index=len(self.nodes),
-            name=LONG_EINSUM if _is_long_einsum(scopes) else name,
+            name=name,
             params=params,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             equation=equation,
             place=place,
-            gradient_pass=_gradient_pass(scopes),
         )
         self.nodes.append(node)
         return outputs

@@ -316,8 +316,9 @@ def _split(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
     others = tuple(other_axes(positions.ndim, [1 + axis]))
     # positions[i, j] = start[j] + step[i]
     start = positions.min(1 + axis, keepdims=True)
-    step = _minus(positions, start).min(others, keepdims=True)
-    total = np.where(positions == HOLE, HOLE, start + step)
+    is_hole = positions == HOLE
+    step = np.where(is_hole, HOLE, positions - start).min(others, keepdims=True)
+    total = np.where(is_hole, HOLE, start + step)
     if start.size > 1 and np.array_equal(total, positions):
         return [set_of(run.axis, step)], [_run_of(run.axis, start)]
     return [set_of(run.axis, positions)], []
@@ -328,11 +329,6 @@ def _added_up(run: Run, axis: int) -> Run:
     terms = np.moveaxis(run.positions, 1 + axis, 0)
     total = terms.reshape(-1, *terms.shape[2:])
     return _run_of(run.axis, np.expand_dims(total, 1 + axis))
-
-
-def _minus(positions: Positions, start: Positions) -> Positions:
-    """positions - start, and holes where there are holes."""
-    return np.where(positions == HOLE, HOLE, positions - start)
 
 
 def _run_of(axis: int, positions: Positions) -> Run:

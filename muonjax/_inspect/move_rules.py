@@ -109,16 +109,12 @@ def moved_by(records: Records, node: Node, x: Facts) -> Facts:
             params["start_indices"], params["limit_indices"], strides, strict=True
         )
         for axis, bounds in enumerate(all_bounds, start=first):
-            x = _sliced(x, axis, range(*bounds))
+            if x.shape[axis] > 1:
+                x = x.take(range(*bounds), axis)
         return x
     if node.name == "gather":
         return _gathered(records, node, x)
     raise NotFollowed
-
-
-def _sliced(x: Facts, axis: int, indices: range) -> Facts:
-    """Facts of the entries at these indices, if facts depend on the axis."""
-    return x if x.shape[axis] == 1 else x.take(indices, axis)
 
 
 def _spread(x: Facts, first: int, axes: Sequence[int], rank: int) -> Facts:
@@ -143,9 +139,9 @@ def _gathered(records: Records, node: Node, x: Facts) -> Facts:
     if index is not None and np.size(index) == 1:
         (axis,) = numbers.start_index_map
         # XLA clamps the start, so that the slice lies in the array.
-        last = old[axis] - sizes[axis]
-        start = min(max(int(np.reshape(index, ())), 0), last)
-        x = _sliced(x, first + axis, range(start, start + sizes[axis]))
+        start = int(np.clip(np.reshape(index, ()), 0, old[axis] - sizes[axis]))
+        if x.shape[first + axis] > 1:
+            x = x.take(range(start, start + sizes[axis]), first + axis)
     for n, size in zip(x.shape[first:], sizes, strict=True):
         if n > size:
             raise NotFollowed  # the index is not known, and the facts depend on it
@@ -198,16 +194,11 @@ def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
 
 @rule("transpose reshape squeeze rev slice scan_stack broadcast_in_dim")
 def _one_operand(records: Records, node: Node) -> Sequence[Value]:
-    """Operations that move the entries of their operand, as `moved_by` says."""
-    (x,) = records.inputs(node)
+    """Operations that move the entries of their first operand, as `moved_by` says."""
+    x, *_ = records.inputs(node)
     # A gain that is broadcast to an activation repeats along the other axes.
     if node.name == "broadcast_in_dim":
         x = x.repeating(records.shape(node.inputs[0]))
-    return _rearranged(records, node, x)
-
-
-def _rearranged(records: Records, node: Node, x: Value) -> Sequence[Value]:
-    """The first operand `x` after `moved_by`."""
     shape = records.shape(node.outputs[0])
     move = functools.partial(moved_by, records, node)
     return [x.map(lambda layout: layout.moved(shape, move))]
@@ -260,7 +251,7 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     known = records.known(node.inputs[1])
     # `jnp.take(x, 2, axis)`.
     if known is not None and records.shape(node.inputs[1]) == (1,):
-        return _rearranged(records, node, x)
+        return _one_operand(records, node)
     sources = _sources_of_gather(records, node)
     old, _ = records.graph.shapes(node)
     # The axes along which the indices choose: axis 0 in `table[tokens]`.
@@ -269,8 +260,8 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     is_part = _differs_along(x, picked)
     # Columns permuted by a constant index are no look-up. Constant labels, as of a trial, are no permutation.
     if is_part and known is not None:
-        sizes = [old[axis] for axis in picked]
-        if np.array_equal(np.sort(known, None), np.arange(math.prod(sizes))):
+        count = math.prod(old[axis] for axis in picked)
+        if np.array_equal(np.sort(known, None), range(count)):
             raise NotFollowed
     # Without a parameter in `x` this may be a cross-entropy, which takes the logit of the label: then the columns of
     # the product are classes.
@@ -318,26 +309,26 @@ def looked_up(
         a table [256, 64] are its rows at indices [2, 8]. Along all other axes of the array one entry is taken.
     """
     x, *indices = values
-    # The axes of the result, and where each comes from.
     shape, order = records.shape(node.outputs[0]), tuple(sources)
-    # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
-    by_data = bool(dependent(indices).depends_on & DATA)
-    views = []
-    for view in x.views:
-        layout = view.layout
+
+    def chosen(layout: Layout) -> Layout:
         picked = other_axes(len(layout.shape), order)
-        rows = layout.runs_along(picked)
-        # In (table @ w)[tokens], a factored embedding, tokens choose rows of the table, and w multiplies these.
-        if by_data and view.inner:
-            raise NotFollowed
-        if by_data and rows:
-            records.record(node, "looked up", view, "looked up", rows=rows)
-        # It is followed on: an index may choose the matrix of an expert, which is multiplied then.
-        views.append(view._replace(layout=layout.visit(picked).pick(order, shape)))
-    # If an array holds parameters, only these are followed.
-    followed = () if x.views else x.projections
-    projections = move_each(followed, lambda layout: layout.pick(order, shape))
-    return dependent(values)._replace(views=tuple(views), projections=projections)
+        return layout.visit(picked).pick(order, shape)
+
+    # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
+    if dependent(indices).depends_on & DATA:
+        for view in x.views:
+            # In (table @ w)[tokens], a factored embedding, tokens choose rows of the table, and w multiplies these.
+            if view.inner:
+                raise NotFollowed
+            rows = view.layout.runs_along(other_axes(len(view.layout.shape), order))
+            if rows:
+                records.record(node, "looked up", view, "looked up", rows=rows)
+    # It is followed on: an index may choose the matrix of an expert, which is multiplied then. If an array holds
+    # parameters, only these are followed.
+    views = move_each(x.views, chosen)
+    projections = move_each(() if x.views else x.projections, chosen)
+    return dependent(values)._replace(views=views, projections=projections)
 
 
 @rule("dynamic_slice")
@@ -355,12 +346,9 @@ def _dynamic_slice(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("scan_slice")
 def _scan_slice(records: Records, node: Node) -> Sequence[Value]:
-    """What an iteration of a scan takes of an array [iterations, ...]."""
-    (value,) = records.inputs(node)
-    # Its first axis is gone, and visited: of weights [layers, ...] it is a batch of matrices.
-    shape = records.shape(node.outputs[0])
-    rest = tuple(range(1, 1 + len(shape)))
-    return [value.map(lambda layout: layout.visit([0]).pick(rest, shape))]
+    """What an iteration of a scan takes of an array [iterations, ...], without its first axis."""
+    rank = len(records.shape(node.outputs[0]))
+    return [looked_up(records, node, records.inputs(node), range(1, 1 + rank))]
 
 
 @rule(f"{RESIZED} pad")

@@ -58,7 +58,10 @@ def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     """
     constant = graph.known.get(value, graph.constant_arrays.get(value))
     if constant is not None:
-        numbers = _in_table(np.asarray(constant))
+        numbers = np.ravel(constant)
+        # Most tables, as of positions, show in their first numbers that they hold many.
+        if len(np.unique(numbers[:1000].astype(float))) > _MOST:
+            return _MANY
     elif graph.avals[value].dtype == bool:
         return np.array([0.0, 1.0])
     else:
@@ -97,15 +100,6 @@ def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
     with np.errstate(all="ignore"):
         combined = _ARITHMETIC[node.name](*np.meshgrid(*known))
     return combined.reshape(-1)
-
-
-def _in_table(table: np.ndarray) -> np.ndarray:
-    """The different numbers in an array, or `_MANY`."""
-    # Most tables, as of positions, show in their first numbers that they hold many.
-    numbers = table.reshape(-1)
-    if np.iscomplexobj(table) or len(np.unique(numbers[:1000].astype(float))) > _MOST:
-        return _MANY
-    return np.unique(numbers)
 
 
 def _depends_on_data(graph: Graph, node: Node) -> bool:
