@@ -71,13 +71,6 @@ def _unstacked(x: jax.Array, axis: int) -> list[jax.Array]:
     return [lax.index_in_dim(x, i, axis, keepdims=False) for i in indices]
 
 
-def _tiled(x: jax.Array, reps: Sequence[int]) -> jax.Array:
-    """`tile`, as a broadcast and a reshape: of an array [3, 4] repeated [2, 1] times [2, 3, 1, 4] and [6, 4]."""
-    shape = np.stack([reps, x.shape], 1).ravel().tolist()
-    repeated = lax.broadcast_in_dim(x, shape, range(1, 2 * x.ndim, 2))
-    return lax.reshape(repeated, np.multiply(reps, x.shape).tolist())
-
-
 def _padded(
     x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
 ) -> jax.Array:
@@ -100,7 +93,6 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "pad": _padded,
     "split": _split,
     "stack": _stacked,
-    "tile": _tiled,
     "unstack": _unstacked,
 }
 

@@ -98,6 +98,10 @@ def moved_by(records: Records, node: Node, x: Facts) -> Facts:
         return reshaped(x, old, new)
     if node.name == "broadcast_in_dim":
         return _spread(x, first, params["broadcast_dimensions"], len(new))
+    if node.name == "tile":
+        # Along an axis on which facts don't depend, all copies have the same ones.
+        reps = np.where(np.array(x.shape[first:]) > 1, params["reps"], 1)
+        return np.tile(x, (*[1] * first, *reps))
     if node.name == "rev":
         return np.flip(x, axes_after(first, params["dimensions"]))
     if node.name == "scan_stack":  # the same facts for each iteration
@@ -192,7 +196,7 @@ def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
         old_start, new_start = old_stop, new_stop
 
 
-@rule("transpose reshape squeeze rev slice scan_stack broadcast_in_dim")
+@rule("transpose reshape squeeze rev slice scan_stack broadcast_in_dim tile")
 def _one_operand(records: Records, node: Node) -> Sequence[Value]:
     """Operations that move the entries of their first operand, as `moved_by` says."""
     x, *_ = records.inputs(node)

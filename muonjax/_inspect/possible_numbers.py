@@ -20,7 +20,7 @@ _MANY = np.array([np.nan])
 # Operations whose results hold no other numbers than these of their operands.
 _MOVES = """
     broadcast_in_dim convert_element_type copy copy_p dynamic_slice gather pcast pvary reshape reshard rev scan_slice
-    shard sharding_constraint slice squeeze stop_gradient transpose unshard
+    shard sharding_constraint slice squeeze stop_gradient tile transpose unshard
 """
 _UNIONS = {
     "concatenate": slice(None),
