@@ -120,7 +120,7 @@ class _Decider:
         if not readers:
             why = "never used"
         elif graph.trained.isdisjoint(readers):
-            why = f"no gradient, by stop_gradient: {graph.line(readers[0])}"
+            why = f"no gradient comes back to it: {graph.line(readers[0])}"
         else:
             # As in a penalty, or if its mean over an axis, which is not followed, meets data later.
             why = f"in no product with data that was followed: {graph.line(readers[0])}"
@@ -216,6 +216,12 @@ class _Decider:
             numbers = numbers_in(self.graph, use.activation)
             if numbers is not None and set(numbers.tolist()) == {0.0, 1.0}:
                 return "a layer, or a table whose rows zeros and ones choose"
+            # softmax(x @ w) @ c, of a codebook c.
+            activation = self.records.values[use.activation]
+            softmax = activation.exponential_of
+            layers = {p.product.use.node for p in activation.projections}
+            if softmax in layers & self.records.attention.routers:
+                return "a layer, or a table whose rows a softmax chooses"
         if self._is_table(matrices):
             return _TABLE
         if any(use.product.mixtures for use in matrices):

@@ -209,14 +209,20 @@ class Graph:
             self.producer |= dict.fromkeys(node.outputs, node.index)
         # The operations that an output depends on; if the function takes gradients, all of their forward passes too.
         self.live = self._before_outputs(lambda i: self.nodes[i].inputs)
-        # Those that a gradient of the outputs comes back to. It ends at the result of a `stop_gradient`.
+        # Those that a gradient of the outputs comes back to.
         trained = self._before_outputs(self._inputs_with_gradient)
-        self.trained = {i for i in trained if self.nodes[i].name != "stop_gradient"}
+        self.trained = {i for i in trained if self._passes_gradient(i)}
+
+    def _passes_gradient(self, operation: int) -> bool:
+        """Whether a gradient goes through it: not through a `stop_gradient`, nor a comparison or a cast to integers."""
+        node = self.nodes[operation]
+        if node.name == "stop_gradient":
+            return False
+        return any(map(self.is_followed, node.outputs))
 
     def _inputs_with_gradient(self, operation: int) -> tuple[int, ...]:
         """The inputs that a gradient of the operation's results comes back to."""
-        node = self.nodes[operation]
-        return () if node.name == "stop_gradient" else node.inputs
+        return self.nodes[operation].inputs if self._passes_gradient(operation) else ()
 
     def _before_outputs(self, inputs: Callable[[int], Iterable[int]]) -> set[int]:
         """The operations that the outputs depend on; `inputs` says which inputs of an operation are followed."""

@@ -197,13 +197,23 @@ def test_parameters_in_a_penalty_alone_are_told_from_those_that_are_never_used()
     assert program.dimension_numbers()["spare"] is None
 
 
+def test_a_parameter_before_whole_numbers_has_no_gradient():
+    def loss(params, x):
+        chosen = (x @ params["q"]).astype(jnp.int32) % 16
+        return mlp(params, x) + jnp.mean(params["table"][chosen] ** 2)
+
+    tree = {**PARAMS, "q": leaf(8, 4), "table": leaf(16, 3)}
+    with pytest.warns(UserWarning, match=r"q \(no gradient comes back to it: "):
+        muonjax.inspect(loss, tree, X)
+
+
 def test_a_parameter_under_stop_gradient_is_named_and_keeps_its_value():
     def loss(params, x):
         return mlp(jax.lax.stop_gradient(params) | {"out": params["out"]}, x)
 
     with pytest.warns(
         UserWarning,
-        match=r"no gradient, go to Adam: .*\(no gradient, by stop_gradient: .*\d\)",
+        match=r"no gradient, go to Adam: .*\(no gradient comes back to it: .*\d\)",
     ):
         program = muonjax.inspect(loss, PARAMS, X)
     params = ones(PARAMS)
@@ -302,6 +312,12 @@ def of_convolutions(r, x, w):
         mixture(of_outputs),
         mixture(of_kernels),
         mixture(of_convolutions),
+        (  # A codebook that a softmax chooses from.
+            lambda p, x: jnp.mean(
+                (jnp.tanh(jax.nn.softmax(x @ p["c"]) @ p["w"]) @ p["out"]) ** 2
+            ),
+            {"c": leaf(8, 6), "w": leaf(6, 8), "out": leaf(8, 4)},
+        ),
         (
             lambda p, x: jnp.mean((jnp.tanh(x + np.eye(4) @ p["w"]) @ p["out"]) ** 2),
             {"w": leaf(4, 8), "out": leaf(8, 4)},
