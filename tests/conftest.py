@@ -106,6 +106,14 @@ def keep_compiled_programs(config):
             os.environ[name.upper()] = str(value)
 
 
+@pytest.fixture(autouse=True)
+def fresh_warnings():
+    """Each test gets the warnings on its trees, which a process gives once."""
+    from muonjax._common.arguments import warn_once
+
+    warn_once.cache_clear()
+
+
 @pytest.fixture
 def fresh_products():
     """For a test that replaces an implementation: it meets no traces of another one and leaves none of its own."""

@@ -315,6 +315,10 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+# For a warning on a tree of parameters, which `init`, `update` and `tabulate` would all repeat.
+warn_once = functools.cache(warn_user)
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.records import Records
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.callers_rules import PathRules, apply_rules
-from muonjax._names.routes import numbers_tree, routes
+from muonjax._names.routes import numbers_tree
 
 
 class Attention(NamedTuple):
@@ -465,7 +465,7 @@ def _numbers_by_names(
     if not reasons:
         return {}
     params = structure.unflatten(leaf_of.values())
-    tree = numbers_tree(*routes(params, rules=rules, reasons=reasons))
+    tree = numbers_tree(params, rules=rules, reasons=reasons)
     numbers = dict(zip(leaf_of, structure.flatten_up_to(tree), strict=True))
     return {path: numbers[path] for path in reasons}
 

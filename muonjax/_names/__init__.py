@@ -2,6 +2,6 @@
 
 Read it in this order. `routes` lists the evidence, decides, and says what can't be
 decided. `path_words` and `roles` read names, `neighbors` what the leaves of a tree say about each other,
-`layer_axes` which axes count layers, `axes` and `convolutions` which are rows and columns. `widths_taken_and_given`
-and `ends_of_model` find where a model begins and ends.
+`layer_axes` which axes count layers, `axes` and `convolutions` which are rows and columns. `ends_of_model` finds where
+a model begins and ends.
 """

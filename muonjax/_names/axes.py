@@ -13,6 +13,7 @@ from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
     MuonDimensionNumbers,
+    one_or_several,
 )
 from muonjax._names import roles
 from muonjax._names.convolutions import has_leading_window, is_outputs_first
@@ -36,68 +37,52 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     # `unstack` took parts that have an axis of their own apart, so that these lie along another one.
     if role.parts > 1:
         return _side_by_side(p)
-    if rank == 2:
-        return _dense(p, neighbors)
-    if role is roles.MLA_UP:
-        return MuonDimensionNumbers(0, (1, 2))
-    if role.projection:
-        return _attention(p, neighbors)
-    if role is roles.EXPERTS:
-        # [experts, in, out]
-        return MuonDimensionNumbers(1, 2)
+    if rank > 2:
+        if role is roles.MLA_UP:
+            return MuonDimensionNumbers(0, (1, 2))
+        if role is roles.EXPERTS:
+            # [experts, in, out]
+            return MuonDimensionNumbers(1, 2)
+        if role.projection:
+            return _attention(p, neighbors)
     output = _output_axis(p, neighbors)
     if output is None:
         return None
     # Everything else is summed over: the inputs, and the window of a convolution [*window, in, out].
     inputs = [axis for axis in range(rank) if axis != output]
-    return MuonDimensionNumbers(tuple(inputs), output)
-
-
-def _dense(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
-    """Whether a matrix of two axes is stored (in, out), as Flax does, or (out, in), as PyTorch does.
-
-    None for a `weight` where neither its bias nor the other weights of the tree show the order.
-    """
-    first, last = p.shape
-    bias = neighbors.bias(p)
-    # Flax calls its arrays `kernel`. Without a bias only a `weight` is taken to be stored (out, in).
-    outputs_first = p.is_called_weight and neighbors.outputs_first
-    # The weights of routers are often stored in another order than the other weights.
-    is_router_weight = p.role is roles.ROUTER and p.is_called_weight
-    # A bias is as long as the outputs; for a square matrix it shows nothing.
-    if bias and first != last:
-        outputs_first = bias == (first,)
-    elif outputs_first is None or (is_router_weight and not outputs_first):
-        return None
-    return MuonDimensionNumbers(1, 0) if outputs_first else MuonDimensionNumbers(0, 1)
+    return MuonDimensionNumbers(one_or_several(inputs), output)
 
 
 def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
-    """The axis of a kernel's outputs: the one that its bias has, or the last axis of a convolution; else None.
+    """The axis of a kernel's outputs: the one that its bias has, or the usual one of its library; None if unknown.
 
-    A bias of several axes does not tell: it may be that of a DenseGeneral [*inputs, *outputs], or of a matrix for each
-    block.
+    A kernel [80, 32] with a bias [80] has its outputs on axis 0. A bias of several axes does not tell: it may be that
+    of a DenseGeneral [*inputs, *outputs], or of a matrix for each block.
     """
     bias = neighbors.bias(p)
-    # PyTorch has the outputs first, other libraries last.
-    outputs_first = is_outputs_first(p, neighbors)
-    if not bias:
-        # A bare array with the shape of a convolution may be a stack of matrices.
-        has_window = has_leading_window(p.shape) and not p.is_bare
-        is_convolution = p.role is roles.CONVOLUTION or has_window
-        if outputs_first:
-            return 0
-        return p.rank - 1 if is_convolution else None
+    # Flax and most other libraries have the outputs last.
+    usual = p.rank - 1
+    if p.rank == 2:
+        # Flax calls its arrays `kernel`. Only a `weight` is taken to be stored (out, in), as PyTorch does.
+        outputs_first = p.is_called_weight and neighbors.outputs_first
+        # The weights of routers are often stored in another order than the other weights.
+        is_router = p.role is roles.ROUTER and p.is_called_weight
+        is_known = outputs_first or (outputs_first is False and not is_router)
+    else:
+        outputs_first = is_outputs_first(p, neighbors)
+        is_convolution = p.role is roles.CONVOLUTION or has_leading_window(p.shape)
+        is_known = not bias and (outputs_first or is_convolution)
+        # A transposed convolution is [*window, out, in] in Keras and Haiku.
+        if bias and "transpose" in p.name.lower():
+            usual -= 1
+    if outputs_first:
+        usual = 0
+    axes = [axis for axis, size in enumerate(p.shape) if bias == (size,)]
     # Where several axes are as long as the bias, the order of axes in the library decides.
-    order = [p.rank - 1, p.rank - 2]
-    # A transposed convolution is [*window, out, in] in Keras and Haiku.
-    if "transpose" in p.name.lower():
-        order.reverse()
-    order = [0, *order] if outputs_first else [*order, 0]
-    for axis in order:
-        if bias == (p.shape[axis],):
-            return axis
-    return None
+    if len(axes) == 1 or (axes and usual not in axes):
+        return axes[-1]
+    is_told = p.rank > 2 and usual in axes
+    return usual if is_told or is_known else None
 
 
 # The order of axes in query, key and value, and in the output, for d features and h heads of size s.

@@ -1,4 +1,4 @@
-"""Apply the caller's rules, pairs of a pattern and dimension numbers, and suggest some."""
+"""Apply the caller's rules, pairs of a pattern and dimension numbers."""
 
 import re
 from collections.abc import Sequence
@@ -54,28 +54,3 @@ def _check(rules: Any) -> None:
         if not isinstance(pattern, str) or not is_known:
             raise TypeError(f"(rules=...) has {rule!r}; give pairs: pattern, numbers.")
         check_pattern("rules", pattern)
-
-
-def rules_for(chosen: Sequence[Path], paths: Sequence[Path]) -> str:
-    r"""Rules that give the chosen leaves to Adam, and no others, as code to paste.
-
-    Leaves that differ by numbers share a rule, unless it would match a leaf that is not chosen.
-
-    >>> layers = [("layers", "0", "w"), ("layers", "1", "w")]
-    >>> print(rules_for(layers, layers))
-    (r'^layers/\d+/w$', None)
-    """
-    others = {_pattern(path) for path in paths if path not in chosen}
-    patterns = []
-    for path in chosen:
-        pattern = _pattern(path)
-        # A leaf that is not chosen has this pattern too, so that only the path itself will do.
-        if pattern in others:
-            pattern = re.escape("/".join(path))
-        patterns.append(pattern)
-    return ", ".join(f"(r'^{pattern}$', None)" for pattern in dict.fromkeys(patterns))
-
-
-def _pattern(path: Path) -> str:
-    r"""A path as a regular expression in which numbers are free: layers/0/w gives layers/\d+/w."""
-    return re.sub(r"\d+", r"\\d+", re.escape("/".join(path)))

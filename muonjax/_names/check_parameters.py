@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from muonjax._common import trees
-from muonjax._common.arguments import warn_user
+from muonjax._common.arguments import warn_once
 from muonjax._names import roles
 from muonjax._names.roles import Role
 
@@ -17,7 +17,7 @@ INSPECT = f"Better: {_CALLS}."
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
 
-def check_parameters(params: Any, *, warn: bool = True) -> None:
+def check_parameters(params: Any) -> None:
     """Raise TypeError unless this is a tree of arrays, as a module, an optimizer or a `Program` is not.
 
     Warns of collections next to the parameters, as `model.init` of Flax returns them.
@@ -40,10 +40,10 @@ def check_parameters(params: Any, *, warn: bool = True) -> None:
             "eqx.filter(model, eqx.is_inexact_array)."
         )
     # Running means under a name such as "mean" would be taken for parameters.
-    if warn and isinstance(params, Mapping) and "params" in params:
+    if isinstance(params, Mapping) and "params" in params:
         beside = ", ".join(str(name) for name in params if name in _COLLECTIONS)
         if beside:
-            warn_user(
+            warn_once(
                 f"The parameters have {beside} too: give variables['params'] alone."
             )
 

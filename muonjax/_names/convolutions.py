@@ -1,12 +1,13 @@
 """Tell a convolution's window from its channels, and find patches, depthwise ones and groups."""
 
 import re
+from collections.abc import Collection
 
+from muonjax._matrices.matrix_view import DimensionNumbers, axes_of
 from muonjax._names import roles
 from muonjax._names.neighbors import Neighbors, Shape
 from muonjax._names.path_words import words
 from muonjax._names.roles import Answer, Parameter
-from muonjax._names.widths_taken_and_given import Widths, channels
 
 _LARGEST_WINDOW = 32
 # An image has three channels, and no parameter gives a model's input.
@@ -36,29 +37,46 @@ def patch_embedding(p: Parameter) -> Answer | None:
     return Answer(None, roles.PATCHES.name, is_open=not is_named)
 
 
-def grouped(p: Parameter, widths: Widths) -> Answer | None:
-    """Adam for a depthwise convolution, [3, 3, 1, 32], open for one that may have groups; None for other leaves.
+def grouped(
+    p: Parameter, numbers: DimensionNumbers, given: Collection[int]
+) -> Answer | None:
+    """Open for a convolution that may be depthwise, [3, 3, 1, 32], or have groups; None for other leaves.
 
     Each output of a depthwise one is made of one channel, which has its own small filter and no matrix. With 4 groups a
     kernel over 16 channels is [3, 3, 4, 16]: no other parameter gives 4 channels, but one gives a multiple, 16.
+
+    Args:
+      p: A parameter.
+      numbers: Its matrix.
+      given: The widths that the parameters of the tree give.
     """
-    inputs = channels(p, widths.numbers[p.path])
-    # A convolution that alone takes one or three channels may be the first of a model over gray or colored images.
-    may_be_first = widths.readers_of_channels[inputs] == 1
+    inputs = _channels(p, numbers)
     if inputs == 1:
-        return Answer(None, "one input channel: depthwise", is_open=may_be_first)
-    is_over_image = inputs == _IMAGE_CHANNELS and may_be_first
-    if inputs is None or widths.given[inputs] or is_over_image:
+        why = "one input channel: depthwise, or the first layer over gray images"
+        return Answer(None, why, is_open=True)
+    if inputs is None or inputs in given or inputs == _IMAGE_CHANNELS:
         return None
-    (outputs,) = widths.gives[p.path]
+    _, (outputs,) = p.sizes_of(numbers)
     # With g groups, a width of g·inputs is given somewhere, and g divides the outputs.
-    for width in widths.given:
+    for width in given:
         if width % inputs == 0 and outputs % (width // inputs) == 0:
             why = (
                 "no other parameter gives as many channels, so that it may have groups"
             )
             return Answer(None, why, is_open=True)
     return None
+
+
+def _channels(p: Parameter, numbers: DimensionNumbers) -> int | None:
+    """How many channels the window of a convolution sees; None for other leaves."""
+    rows, _ = p.sizes_of(numbers)
+    # A kernel whose name says nothing may be a convolution's, and the rows of one are its channels and its window.
+    may_be_convolution = p.role in (roles.CONVOLUTION, roles.UNKNOWN)
+    if not may_be_convolution or len(rows) == 1:
+        return None
+    # PyTorch's kernels are [out, in, *window], others [*window, in, out]: the channels are the first row, or the last.
+    is_outputs_first = axes_of(numbers.output_axis) == (0,)
+    return rows[0] if is_outputs_first else rows[-1]
 
 
 def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
@@ -71,12 +89,7 @@ def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
     # axlearn calls its kernels [*window, in, out] weights too.
     if has_leading_window(p.shape):
         return False
-    if neighbors.outputs_first or has_trailing_window(p.shape):
-        return True
-    # Over time, [out, in, width] and [width, in, out] differ by where the shortest axis is.
-    if p.role is not roles.CONVOLUTION or p.rank > 3:
-        return False
-    return p.shape[2] < min(p.shape[:2])
+    return bool(neighbors.outputs_first) or has_trailing_window(p.shape)
 
 
 def has_leading_window(shape: Shape) -> bool:

@@ -16,15 +16,14 @@ do matrices that may be embeddings.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
+from muonjax._matrices.matrix_view import DimensionNumbers
 from muonjax._names import roles
 from muonjax._names.convolutions import grouped
 from muonjax._names.path_words import Path, stem
 from muonjax._names.roles import Answer, Parameter
-from muonjax._names.widths_taken_and_given import Widths
 
 # Names of the end of a model, or of a part of it that is a model by itself.
 _ENDS = (
@@ -59,85 +58,112 @@ def ends(
     These are depthwise and grouped convolutions, output heads, and embeddings without a name in
     `roles`. `answers` says of each parameter which matrix it is, wherever it is in the model.
     """
-    matrices = {path: answer.numbers for path, answer in answers.items()}
-    widths = Widths(parameters, matrices)
-    places = _Places(parameters)
+    # The widths that parameters multiply, and those of what comes out: a kernel [32, 80] takes 32 and gives 80.
+    taken: Counter[int] = Counter()
+    given: Counter[int] = Counter()
+    for p in parameters:
+        takes, gives = _widths(p, answers[p.path].numbers)
+        taken.update(takes)
+        given.update(gives)
+    layers = _Layers(parameters)
     # Nothing comes before or after a single layer.
     is_single = sum(p.rank > 1 for p in parameters) == 1
     new_answers = {}
     for p in parameters:
-        if matrices[p.path] is None:
+        numbers = answers[p.path].numbers
+        if numbers is None:
             continue
         # A matrix that may be several of these counts as the first, whose reason the warning gives.
-        answer = grouped(p, widths)
+        answer = grouped(p, numbers, given)
         if not is_single:
-            answer = answer or _output_head(p, places, widths) or _table(p, widths)
+            takes, gives = _widths(p, numbers)
+            # No parameter but itself, if it is square, takes what the layer gives.
+            is_untaken = all(taken[width] == (width in takes) for width in gives)
+            answer = answer or _output_head(p, layers, is_untaken)
+            # It is a bare array [m, n] of unknown name, and no parameter gives m.
+            is_unnamed = p.role is roles.UNKNOWN and p.is_bare
+            if answer is None and is_unnamed and given.keys().isdisjoint(takes):
+                why = (
+                    "no other parameter gives its input, so that it may be an embedding"
+                )
+                answer = Answer(None, why, is_open=True)
         if answer is not None:
             new_answers[p.path] = answer
     return new_answers
 
 
-def _output_head(p: Parameter, places: "_Places", widths: Widths) -> Answer | None:
+def _widths(
+    p: Parameter, numbers: DimensionNumbers | None
+) -> tuple[set[int], set[int]]:
+    """The widths that a parameter takes and those that it gives: {32} and {80} of a kernel [32, 80].
+
+    An attention's output [4, 16, 64] takes {4, 16} and gives {64}.
+    """
+    # A scale or a table has the width of the layers before and after it.
+    if p.role.name in ("scale", "embedding") and p.shape:
+        width = {p.shape[-1]}
+        return width, width
+    # An output head gives the model's output, which no layer takes.
+    if p.role is roles.HEAD:
+        return {*p.shape[:1]}, set()
+    if numbers is None:
+        return set(), set()
+    rows, columns = p.sizes_of(numbers)
+    return {*rows}, {*columns}
+
+
+def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | None:
     """Adam for what is an output head, open for what may be one, None for a hidden layer.
 
     The signs of a head are the name of an end ("out", "q_net"), the last number (Dense_4 of Dense_0 to Dense_4), and an
     output whose width no other parameter takes. Name and width together are sure for a dense layer at the root or in an
     end; all else with a sign is open.
+
+    Args:
+      p: A matrix.
+      layers: The layers of its model.
+      is_untaken: Whether no other parameter takes its output.
     """
-    place = places.of(p)
-    modules = [stem(name) for name in place.scope[places.num_common :]]
+    modules = [stem(name) for name in p.scope[layers.num_common :]]
     # Layers of an attention are hidden, even one whose output is only added to the logits or multiplied with them.
     in_attention = re.search("att(n|en)", "/".join(modules))
     if in_attention or not _is_layer(p):
         return None
     is_dense = p.rank == 2
-    has_end_name = bool(_END.fullmatch(place.name))
+    name = stem(p.layer)
+    has_end_name = bool(_END.fullmatch(name))
     # At the root, or in a module with the name of an end, such as `decoder`.
     is_in_end = not modules or bool(_END.fullmatch(modules[-1]))
     # A model has one end, so that no stack of layers is one, and no part that others continue.
     is_stacked = p.rank < len(p.leaf_shape)
     is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, modules))
-    is_repeated = places.is_repeated(place)
+    is_repeated = layers.is_repeated(p)
     # The indices of all layers with its name in its module: (0,) to (4,) of Dense_0 to Dense_4.
-    series = places.series_of(place)
-    is_last = is_dense and place.indices == max(series)
+    series = layers.series[p.scope][name]
+    is_last = is_dense and _indices(p) == max(series)
     is_last_of_several = is_last and len(series) > 1
-    is_plain = bool(_PLAIN.fullmatch(place.name or "layers"))
 
     # Each sign is a reason of its own, which the warning prints.
     signs = []
-    # model/out, which is there once; q1/out and q2/out, each in an end; not layers_0/out, which layers_1 repeats.
-    by_name = has_end_name and not is_hidden and (is_in_end or not is_repeated)
+    # model/out, which is there once; not layers_0/out, which layers_1 repeats.
+    by_name = has_end_name and not is_hidden and not is_repeated
     if by_name:
         signs.append("by its name")
     # Dense_4, or a layer with a plain name such as Dense, if there is one alone. It is not the last layer where another
     # one is called `out`, and `out` itself counts by its name.
-    ends_by_number = is_last_of_several or (is_last and is_plain)
-    may_end_module = is_in_end and not is_hidden and not places.has_end_name(place)
-    if ends_by_number and may_end_module:
+    ends_by_number = is_last_of_several or (is_last and _PLAIN.fullmatch(name))
+    is_end_named = any(map(_END.fullmatch, layers.series[p.scope]))
+    if ends_by_number and is_in_end and not is_hidden and not is_end_named:
         signs.append("the last of its kind")
     # Blocks that repeat continue each other, so that there a width that nothing takes is no sign alone: a fused gate is
     # split before the next layer takes it. It is a sign with a name, or with a number, as fc2 of fc1 and fc2.
     may_end = has_end_name or is_last_of_several or not is_repeated
-    by_width = may_end and widths.is_untaken(p)
-    if by_width:
+    if may_end and is_untaken:
         signs.append("no other parameter takes its output")
     if not signs:
         return None
-    is_sure = by_name and by_width and is_in_end and is_dense
+    is_sure = by_name and is_untaken and is_in_end and is_dense
     return Answer(None, f"output head: {', '.join(signs)}", is_open=not is_sure)
-
-
-def _table(p: Parameter, widths: Widths) -> Answer | None:
-    """Open for a matrix that may be an embedding; None for other leaves.
-
-    It is a bare array [m, n] of unknown name, and no other parameter gives m.
-    """
-    is_unnamed = p.role is roles.UNKNOWN and p.is_bare
-    if is_unnamed and widths.is_ungiven(p):
-        why = "no other parameter gives its input, so that it may be an embedding"
-        return Answer(None, why, is_open=True)
-    return None
 
 
 def _is_layer(p: Parameter) -> bool:
@@ -145,72 +171,41 @@ def _is_layer(p: Parameter) -> bool:
     return p.role in (roles.DENSE, roles.CONVOLUTION, roles.UNKNOWN)
 
 
-class _Place(NamedTuple):
-    """Where a layer is in its model: block_1/fc2 is number 2 of the layers `fc` in block_1.
-
-    Its kind is "block_/fc", which all blocks share.
-
-    Attributes:
-      scope: The path of the module around it, ("block_1",).
-      name: Its name in snake case without numbers, "fc".
-      indices: The numbers behind its name, (2,); (3, 0) of layers/3/0.
-    """
-
-    scope: Path
-    name: str
-    indices: tuple[int, ...]
-
-    @property
-    def kind(self) -> str:
-        """The same for the layers of this name in all blocks that differ by number: block_0/fc1 and block_1/fc2."""
-        return re.sub(r"\d+", "", "/".join((*self.scope, self.name)))
-
-
-class _Places:
+class _Layers:
     """Which layers of a model stand next to each other, repeat, or are the last of their kind.
 
     Attributes:
+      series: The layers in each module by name without its number, and their indices:
+        {("block_0",): {"fc": [(1,), (2,)], "norm": []}}.
       num_common: How many modules are around all parameters: 1 if all paths begin with "params".
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        # The layers in each module by name, and their indices: {("block_0",): {"fc": [(1,), (2,)], "norm": []}}.
-        self._series: dict[Path, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
+        self.series: dict[Path, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
         # The modules that have layers of each kind: {"block_/fc": {("block_0",), ("block_1",)}}.
         self._scopes: dict[str, set[Path]] = defaultdict(set)
         for p in parameters:
-            # The place of block_0/fc1 has the scope ("block_0",), the name "fc" and the indices (1,).
-            place = self.of(p)
-            self._scopes[place.kind].add(place.scope)
-            series = self._series[place.scope].setdefault(place.name, [])
+            self._scopes[self._kind(p)].add(p.scope)
+            series = self.series[p.scope].setdefault(stem(p.layer), [])
             if p.rank > 1 and _is_layer(p):
-                series.append(place.indices)
+                series.append(_indices(p))
         # The names with which the paths of all modules begin, as "params" in {"params": {...}}.
-        scopes = [p.module[:-1] for p in parameters]
         self.num_common = 0
-        for names in zip(*scopes, strict=False):
+        for names in zip(*self.series, strict=False):
             if len({*names}) > 1:
                 break
             self.num_common += 1
 
-    def of(self, p: Parameter) -> _Place:
-        """The place of a layer, by its names."""
-        path = "/".join(p.module)
-        # Numbers of a list of lists go together: layers/3/0 is (3, 0) of layers.
-        unnumbered = path.rstrip("0123456789/")
-        numbers = path.removeprefix(unnumbered)
-        indices = tuple(map(int, re.findall(r"\d+", numbers)))
-        *scope, name = unnumbered.split("/")
-        return _Place(tuple(scope), stem(name), indices)
-
-    def is_repeated(self, place: _Place) -> bool:
+    def is_repeated(self, p: Parameter) -> bool:
         """Whether the layer is in one of several blocks that differ by number."""
-        return len(self._scopes[place.kind]) > 1
+        return len(self._scopes[self._kind(p)]) > 1
 
-    def series_of(self, place: _Place) -> list[tuple[int, ...]]:
-        """The indices of the layers with this name in the same module."""
-        return self._series[place.scope][place.name]
+    def _kind(self, p: Parameter) -> str:
+        """The same for the layers of this name in all blocks that differ by number: block_0/fc1 and block_1/fc2."""
+        return re.sub(r"\d+", "", "/".join((*p.scope, p.layer)))
 
-    def has_end_name(self, place: _Place) -> bool:
-        """Whether this layer or another one of its module has the name of an end."""
-        return any(map(_END.fullmatch, self._series[place.scope]))
+
+def _indices(p: Parameter) -> tuple[int, ...]:
+    """The numbers in the name of a layer: (4,) of Dense_4, (3, 0) of layers/3/0."""
+    name = "/".join(p.module[len(p.scope) :])
+    return tuple(map(int, re.findall(r"\d+", name)))

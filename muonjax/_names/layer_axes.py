@@ -14,7 +14,7 @@ from muonjax._names.path_words import Path
 from muonjax._names.roles import Parameter
 
 
-def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
+def unstack(parameters: list[Parameter]) -> list[Parameter]:
     """Remove the axes that count layers, again and again where scans are nested.
 
     A stack of a kernel [6, 32, 80], its bias [6, 80] and a norm's scale [6, 32] becomes one layer's
@@ -24,24 +24,21 @@ def unstack(parameters: Sequence[Parameter]) -> list[Parameter]:
       parameters: Every leaf of the tree.
 
     Returns:
-      The same leaves with the shapes and axes of one layer; `stacked` stays True where the axis
-      can't be told.
+      The same leaves with the shapes and axes of one layer. A leaf whose axis of layers can't be told keeps it, and
+      `is_stacked` says so.
     """
-    current = list(parameters)
     while True:
-        neighbors = Neighbors(current)
-        judged = []
-        for p in current:
-            judged.append(p._replace(stacked=_is_stacked(p, neighbors)))
         # Each round takes one axis from every stack that it finds, and one that takes none is the last. The layers come
         # module by module, and are put back in the order of the tree.
-        layers = {p.path: p for p in _layers(judged, depth=0)}
-        current = [layers[p.path] for p in judged]
-        if current == judged:
-            return list(map(_one_part, current))
+        neighbors = Neighbors(parameters)
+        layers = {p.path: p for p in _layers(parameters, neighbors, depth=0)}
+        unstacked = [layers[p.path] for p in parameters]
+        if unstacked == parameters:
+            return list(map(_one_part, parameters))
+        parameters = unstacked
 
 
-def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
+def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     """Whether a leaf has an axis of layers, by its number of axes; None if it may or may not.
 
     A dense kernel of three axes is a stack, one of two axes is not. A query of three axes may be [d, heads, size], or a
@@ -61,7 +58,9 @@ def _is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     return False if p.rank == min(ranks, default=0) else None
 
 
-def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
+def _layers(
+    parameters: Sequence[Parameter], neighbors: Neighbors, depth: int
+) -> list[Parameter]:
     """One layer of each leaf in a module: without the axis of layers if the module is a stack, else as it is.
 
     A module is a stack if one of its leaves must be a stack, all others may be, and all have an axis of the same size
@@ -69,7 +68,7 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
     `depth` names.
     """
     # None, for a leaf that may or may not be a stack, fits either answer.
-    verdicts = {p.stacked for p in parameters}
+    verdicts = {is_stacked(p, neighbors) for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)
         if layers is not None:
@@ -82,7 +81,7 @@ def _layers(parameters: Sequence[Parameter], depth: int) -> list[Parameter]:
         modules[p.path[depth : depth + 1]].append(p)
     layers = []
     for inside in modules.values():
-        layers += _layers(inside, depth + 1)
+        layers += _layers(inside, neighbors, depth + 1)
     return layers
 
 
@@ -124,7 +123,7 @@ def _without(p: Parameter, axis: int) -> Parameter:
     """One layer of a stack whose layers are along this axis."""
     shape = p.shape[:axis] + p.shape[axis + 1 :]
     axes = p.axes[:axis] + p.axes[axis + 1 :]
-    return p._replace(shape=shape, axes=axes, stacked=None)
+    return p._replace(shape=shape, axes=axes)
 
 
 def _one_part(p: Parameter) -> Parameter:
@@ -137,4 +136,4 @@ def _one_part(p: Parameter) -> Parameter:
     if role.parts == 1 or p.rank != 4 or role.parts not in p.shape[:-1]:
         return p
     part = _without(p, p.shape.index(role.parts))
-    return part._replace(role=role._replace(parts=1), stacked=p.stacked)
+    return part._replace(role=role._replace(parts=1))

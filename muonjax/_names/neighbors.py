@@ -29,8 +29,7 @@ class Neighbors:
         for p in parameters:
             if p.role.name == "bias":
                 self._biases[p.module] = p.shape
-            # A fused kernel, of queries, keys and values in three parts, has the shape of none of them.
-            if p.role.projection and p.role.parts == 1:
+            if p.role.projection:
                 shapes = self._attentions[attention_scope(p.path)]
                 shapes[p.role.projection] = p.shape
         # Weights that show an order vote: 1 for (out, in), -1 for (in, out). Without a majority it is not known.

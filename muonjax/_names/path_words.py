@@ -42,18 +42,11 @@ def layer_of(path: Path) -> tuple[Path, str]:
     >>> layer_of(("encoder", "layers", "0", "kernel"))
     (('encoder',), 'layers')
     """
-    path = words(path)
-    # A number, such as the index of a list, has the name "" in snake case, which names no layer.
-    names = [snake(name) for name in path]
-    named = [i for i, name in enumerate(names) if name]
-    if not named:
-        return (), ""
-    while len(named) > 1 and re.fullmatch(f"{WEIGHT}|{VECTOR}", names[named[-1]]):
-        named.pop()
-    # Haiku's and AlphaFold's output_w is the weight of the layer `output`.
-    layer = named[-1]
-    name = re.sub(r"(?<=\w)_(w|weights?|kernel)$", "", names[layer])
-    return path[:layer], name
+    names = module(path) or words(path)
+    # The index of a list has the name "" in snake case, which names no layer.
+    while len(names) > 1 and not snake(names[-1]):
+        names = names[:-1]
+    return names[:-1], snake("".join(names[-1:]))
 
 
 @functools.cache

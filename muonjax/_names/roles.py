@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from muonjax._matrices.matrix_view import DimensionNumbers
+from muonjax._matrices.matrix_view import DimensionNumbers, axes_of
 from muonjax._names.path_words import (
     VECTOR,
     WEIGHT,
@@ -50,7 +50,6 @@ class Parameter(NamedTuple):
       shape: Its shape in one layer.
       axes: For each axis of `shape`, which axis of the leaf it is.
       leaf_shape: Its shape as it is stored.
-      stacked: True if further axes enumerate layers, but it is not known which ones.
     """
 
     path: Path
@@ -58,7 +57,6 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[int, ...]
     leaf_shape: tuple[int, ...]
-    stacked: bool | None = None
 
     @property
     def name(self) -> str:
@@ -73,9 +71,19 @@ class Parameter(NamedTuple):
         """Whether it has more than a vector's axes, not counting those of size 1."""
         return sum(size > 1 for size in self.shape) > 1
 
+    def sizes_of(self, numbers: DimensionNumbers) -> tuple[list[int], list[int]]:
+        """The sizes of the rows' axes and of the columns' axes: [64], [4, 16] of a query [64, 4, 16]."""
+        rows = [self.shape[axis] for axis in axes_of(numbers.reduction_axis)]
+        columns = [self.shape[axis] for axis in axes_of(numbers.output_axis)]
+        return rows, columns
+
     @property
     def module(self) -> Path:
         return module(self.path)
+
+    @property
+    def scope(self) -> Path:
+        return layer_of(self.path)[0]
 
     @property
     def layer(self) -> str:
@@ -135,7 +143,7 @@ SPECIAL = Role("kernel with groups or an einsum of its own")
 OPEN = (INTERLEAVED, RECURRENT, GATE_UP, LONE_LETTER, SPECIAL)
 
 # Adam's.
-BIAS = Role("bias", muon=False, ranks=(1,))
+BIAS = Role("bias", muon=False)  # a vector, or [heads, size] of a query
 SCALE = Role("scale", muon=False, ranks=(1,))
 # A norm's `weight` is a matrix where its shape is one, as in an adaptive norm.
 NORM = Role("scale", muon=False, ranks=(1,), projection="norm")
@@ -245,8 +253,7 @@ _ADAPTER = rf"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_{_FACTOR}|w[12]_?[ab]"
 _ADAPTER_LEAF = rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]"
 # S4's B and C, an adapter's A. K, O, Q and V are an attention's, U, V and W a layer's.
 _LETTER = "[A-JL-NPRSTX-Z]|[A-D]_(re|im|real|imag)"
-_ROUTER = r"(\w+_)?router(_logits)?"
-_GATE = r"(\w+_)?(gate|gating)(_logits)?"
+_ROUTER = r"(\w+_)?(router|gate|gating)(_logits)?"
 _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down"
     r"|gate|router|intermediate|hidden|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
@@ -304,12 +311,6 @@ def _role(path: Path, attentions: set[Path], siblings: set[str]) -> Role:
     # Haiku and AlphaFold have a bias output_b next to its weight output_w.
     has_weight = re.sub("_b$", "_w", path[-1]) in siblings - {path[-1]}
     role = BIAS if has_weight else _first(_NOT_MUON, last_two)
-    if role is BIAS:
-        # This is the bias of the layer `output`, and TransformerLens' b_q that of the layer `q`.
-        matrix = _matrix(path, re.sub("^b_|_b$", "", layer), attentions)
-        # The bias of a query may be [heads, size], and a layer of unknown kind may be a DenseGeneral.
-        may_have_axes = matrix is UNKNOWN or matrix.projection not in ("", "out")
-        return BIAS._replace(ranks=()) if may_have_axes else BIAS
     # An array called queries is an attention's projection next to keys or values; alone it holds learned tokens.
     is_query = (
         role is TOKENS and names[-1] == "queries" and siblings & {"keys", "values"}
@@ -332,10 +333,7 @@ def _matrix(path: Path, layer: str, attentions: set[Path]) -> Role:
         table = (*_PROJECTIONS, *_IN_ATTENTION, *_ANYWHERE)
         otherwise = UNKNOWN
     else:
-        # The layer of gate/kernel is a router. An array that is called gate itself may be the kernel of a gated layer.
-        is_bare = layer == snake(path[-1])
-        routers = _ROUTER if is_bare else rf"{_ROUTER}|{_GATE}"
-        table = (*_ANYWHERE, (ROUTER, routers))
+        table = (*_ANYWHERE, (ROUTER, _ROUTER))
         otherwise = _first([(DENSE, _DENSE)], layer) or UNKNOWN
     # The first row that fits decides.
     if role := _first(table, layer):

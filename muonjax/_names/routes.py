@@ -10,18 +10,20 @@ The evidence, in this order; what comes first decides:
      (`ends_of_model`).
 
 A rule of the caller's replaces the answer. A leaf that nothing decides, or that may be an end of
-the model, is open: it goes to Adam, and one warning lists all such leaves, with rules for them.
+the model, is open: it goes to Adam, and one warning lists all such leaves. A model in which no name
+is an end is warned about, too.
 """
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from muonjax._common import trees
-from muonjax._common.arguments import errors_of, warn_user
+from muonjax._common.arguments import errors_of, warn_once
 from muonjax._common.model_registry import parameters_of
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
@@ -31,34 +33,17 @@ from muonjax._matrices.matrix_view import (
 )
 from muonjax._names import roles
 from muonjax._names.axes import matrices
-from muonjax._names.callers_rules import PathRules, apply_rules, rules_for
+from muonjax._names.callers_rules import PathRules, apply_rules
 from muonjax._names.check_parameters import INSPECT, check_parameters, types_of_modules
 from muonjax._names.convolutions import patch_embedding
 from muonjax._names.ends_of_model import ends
-from muonjax._names.layer_axes import unstack
+from muonjax._names.layer_axes import is_stacked, unstack
 from muonjax._names.neighbors import Neighbors
 from muonjax._names.path_words import Path
-from muonjax._names.roles import Answer, Parameter
+from muonjax._names.roles import Answer, Parameter, Role
 
-
-class Route(NamedTuple):
-    """Where one leaf goes.
-
-    Attributes:
-      path: "/"-joined.
-      shape: The shape of the leaf.
-      dtype: Its dtype.
-      numbers: Its axes as a matrix for Muon; None: it is Adam's.
-      why: The reason, in a few words.
-      is_open: Whether nothing decides what it is, so that it goes to Adam with a warning.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    numbers: DimensionNumbers | None
-    why: str
-    is_open: bool
+# The reasons that show that names, or the caller, know an end of the model.
+_END = "embedding|patch embedding|output head|rule"
 
 
 def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
@@ -77,7 +62,7 @@ def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
 
     Biases, scales, embeddings of tokens, patches and positions, output heads, state-space
     parameters, depthwise convolutions, vectors and integers are None: they belong to Adam. What
-    names leave open is None too, and one warning lists these leaves with rules for them.
+    names leave open is None too, and one warning lists these leaves and says how to decide them.
 
     Args:
       params: A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: nested dicts, `FrozenDict`,
@@ -106,63 +91,59 @@ def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
     example gives Muon every matrix but the embedding and the head; Jordan, "Muon" (2024), on
     convolutions, and on query, key and value separately.
     """
-    arrays = parameters_of(params)
-    return numbers_tree(*routes(arrays, rules=rules, layers=params))
+    return numbers_tree(params, rules=rules)
 
 
-def numbers_tree(routes_of_leaves: Sequence[Route], treedef: Any) -> Any:
-    """The tree of dimension numbers, from what `routes` returns."""
-    return treedef.unflatten([route.numbers for route in routes_of_leaves])
+def numbers_tree(
+    params: Any, *, rules: PathRules = (), reasons: Mapping[str, str] = {}
+) -> Any:
+    """The tree of dimension numbers, from what `routes` says of each leaf."""
+    answers = routes(params, rules=rules, reasons=reasons)
+    treedef = jax.tree.structure(parameters_of(params))
+    return treedef.unflatten([answer.numbers for answer in answers.values()])
 
 
 def routes(
-    params: Any,
-    *,
-    rules: PathRules = (),
-    reasons: Mapping[str, str] = {},
-    layers: Any = None,
-    warn: bool = True,
-) -> tuple[list[Route], Any]:
+    params: Any, *, rules: PathRules = (), reasons: Mapping[str, str] = {}
+) -> dict[str, Answer]:
     """Decide by names, shapes and neighbors where each leaf goes; warn of what they leave open.
 
-    Returns the routes of all leaves in the order of the tree, and its structure. What is masked is no leaf.
+    Returns what is decided about each leaf, by its "/"-joined path, in the order of the tree: {"up/kernel":
+    Answer(MuonDimensionNumbers(0, 1), "dense")}. What is masked is no leaf.
 
     Args:
       params: As in `dimension_numbers`.
       rules: As in `dimension_numbers`.
       reasons: Why a program could not decide a leaf, by its "/"-joined path. Names decide such a
         leaf, and a warning gives the reason, also if they give it to Muon.
-      layers: The modules that hold `params`, if `params` is not a tree of modules.
-      warn: Whether to warn of what may be wrong.
     """
+    arrays = parameters_of(params)
     with errors_of("dimension_numbers"):
-        check_parameters(params, warn=warn)
-        paths, leaves, _ = trees.flatten_with_names(params)
+        check_parameters(arrays)
+        paths, leaves, _ = trees.flatten_with_names(arrays)
         ruled = apply_rules(paths, leaves, rules)
-    # The modules know more than a tree of their arrays, such as that a layer is an embedding.
-    parameters = _parameters(paths, leaves, params if layers is None else layers)
+    # Modules know more than a tree of their arrays, such as that a layer is an embedding.
+    parameters = _parameters(paths, leaves, types_of_modules(params))
     answers = _answers(parameters)
     # What the caller says counts more than names, also for a leaf that is an end of the model.
     for path, numbers in ruled.items():
         answers[path] = Answer(numbers, "rule")
-    if warn:
-        _warn(parameters, answers, paths, reasons)
-    routes_of_leaves = []
+    _warn(parameters, answers, reasons)
+    answers_of_leaves = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        if trees.is_masked(leaf):
-            continue
-        answer = answers.get(path, Answer(None, "not a floating-point leaf"))
-        shape = jnp.shape(leaf)
-        dtype = trees.dtype_of(leaf)
-        routes_of_leaves.append(Route("/".join(path), shape, dtype, *answer))
-    return routes_of_leaves, jax.tree.structure(params)
+        if not trees.is_masked(leaf):
+            answer = answers.get(path, Answer(None, "not a floating-point leaf"))
+            answers_of_leaves["/".join(path)] = answer
+    return answers_of_leaves
 
 
 def _parameters(
-    paths: Sequence[Path], leaves: Sequence[Any], modules: Any
+    paths: Sequence[Path], leaves: Sequence[Any], types: Mapping[str, Role]
 ) -> list[Parameter]:
-    """The floating-point leaves, each with its role and with the shape that it has in one layer."""
-    types = types_of_modules(modules)
+    """The floating-point leaves, each with its role and with the shape that it has in one layer.
+
+    `types` are the roles that modules show, by the path of the parameter.
+    """
     parameters = []
     roles_of_leaves = roles.read_roles(paths)
     for path, leaf, role in zip(paths, leaves, roles_of_leaves, strict=True):
@@ -207,16 +188,16 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
         return patch
     if not p.is_matrix:
         return Answer(None, "vector")
-    # `stacked` is True only where it could not be told which axes count layers.
-    numbers = None if p.stacked or is_misnamed else matrices(p, neighbors)
+    # It has an axis of layers still where `unstack` could not tell which one.
+    is_unreadable = is_misnamed or is_stacked(p, neighbors)
+    numbers = None if is_unreadable else matrices(p, neighbors)
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
     # A matrix with one row or one column is a vector in another shape.
-    for axes in (numbers.reduction_axis, numbers.output_axis):
-        if math.prod(p.shape[axis] for axis in axes_of(axes)) == 1:
-            return Answer(None, f"{p.role.name} with one row or column")
-    is_stacked = math.prod(p.shape) < math.prod(p.leaf_shape)
-    return Answer(numbers, f"{p.role.name}, stacked" if is_stacked else p.role.name)
+    if 1 in map(math.prod, p.sizes_of(numbers)):
+        return Answer(None, f"{p.role.name} with one row or column")
+    was_stacked = math.prod(p.shape) < math.prod(p.leaf_shape)
+    return Answer(numbers, f"{p.role.name}, stacked" if was_stacked else p.role.name)
 
 
 def _on_leaf(
@@ -239,50 +220,53 @@ def _on_leaf(
 def _warn(
     parameters: Sequence[Parameter],
     answers: Mapping[Path, Answer],
-    paths: Sequence[Path],
     reasons: Mapping[str, str],
 ) -> None:
-    """Warn of open leaves, and of those that names give to Muon where a program could not follow them.
+    """Warn of open leaves, of a model without ends, and of leaves that a program could not follow.
 
     Args:
       parameters: The floating-point leaves.
       answers: What names and rules say of each.
-      paths: The paths of all leaves, from which the suggested rules have to tell the open ones.
       reasons: Why a program could not decide a leaf, by its "/"-joined path.
     """
-    open_paths, open_leaves, unfollowed = [], [], []
+    muon_leaves = []
+    is_end_known = False
+    open_leaves, open_paths, unfollowed = [], [], []
     for p in parameters:
         answer = answers[p.path]
         leaf = f"{p.name!r} {p.leaf_shape}"
+        if answer.numbers is not None:
+            muon_leaves.append(leaf)
+        if answer.is_open or re.match(_END, answer.why):
+            is_end_known = True
         reason = reasons.get(p.name)
         # A vector that goes to Adam is no surprise, even if the program could not follow it.
-        is_surprise = answer.numbers is not None or p.is_matrix
-        if answer.is_open:
-            open_paths.append(p.path)
-            why = f"{answer.why} ({reason})" if reason else answer.why
-            open_leaves.append(f"{leaf}: {why}")
-        elif reason and is_surprise:
+        if reason and (answer.numbers is not None or p.is_matrix):
             optimizer = "Adam" if answer.numbers is None else "Muon"
             unfollowed.append(
                 f"{leaf}, {optimizer}: {reason}; by its name {answer.why}"
             )
-    if open_leaves and reasons:
-        warn_user(
-            "Neither the program nor names tell what these leaves are, so that Adam takes them: "
-            f"{trees.listed(open_leaves)}. program.with_rules([(path, None)]) decides otherwise."
-        )
-    elif open_leaves:
-        warn_user(
-            "muonjax can't tell by names alone what these leaves are, and gives them to Adam: "
-            f"{trees.listed(open_leaves)}. {INSPECT} By hand: muonjax.dimension_numbers(params, "
-            f"rules=[{rules_for(open_paths, paths)}]), "
-            "where MuonDimensionNumbers(rows, columns) is for Muon."
-        )
+        elif answer.is_open:
+            open_leaves.append(f"{leaf}: {answer.why}")
+            open_paths.append(re.escape(p.name))
     if unfollowed:
-        warn_user(
+        warn_once(
             "The program does not decide these leaves, and their names do: "
             f"{trees.listed(unfollowed)}. Check them with "
             "muonjax.tabulate(params, program); program.with_rules([(path, None)]) corrects them."
+        )
+    if open_leaves:
+        warn_once(
+            "muonjax can't tell by names alone what these leaves are, and gives them to Adam: "
+            f"{trees.listed(open_leaves)}. {INSPECT} By hand: muonjax.dimension_numbers(params, "
+            f"rules=[(r'^{open_paths[0]}$', None)]), and so on; MuonDimensionNumbers(rows, columns) is for Muon."
+        )
+    # With a program its reasons stand above, and what it decided are rules here.
+    elif not is_end_known and len(muon_leaves) > 1 and not reasons:
+        warn_once(
+            "No name is that of an embedding or an output head, so that Muon takes all "
+            f"{len(muon_leaves)} matrices, {muon_leaves[0]} and {muon_leaves[-1]} too. {INSPECT} "
+            "By hand: muonjax.dimension_numbers(params, rules=[('path of an end', None)])."
         )
 
 

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,14 @@ import jax.numpy as jnp
 from muonjax._common.arguments import errors_of
 from muonjax._common.model_registry import parameters_of
 from muonjax._common.trees import dtype_of, leaf_paths
-from muonjax._matrices.matrix_view import matrix_pieces, resolve_dimension_numbers
+from muonjax._matrices.matrix_view import (
+    DimensionNumbers,
+    matrix_pieces,
+    resolve_dimension_numbers,
+)
 from muonjax._names.check_parameters import check_parameters
-from muonjax._names.routes import Route, routes
+from muonjax._names.roles import Answer
+from muonjax._names.routes import routes
 
 _HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
 
@@ -53,15 +58,18 @@ def tabulate(
       Adam: 16,448 parameters (80.1 %), 2 leaves
       Every leaf is float32.
     """
-    modules, params = params, parameters_of(params)
+    arrays = parameters_of(params)
     with errors_of("tabulate"):
-        check_parameters(params, warn=False)
-        if dimension_numbers is None:
-            leaves, _ = routes(params, layers=modules)
-        else:
-            leaves = _routes_as_given(params, dimension_numbers)
-    dtypes = {str(route.dtype) for route in leaves}
-    table = [_HEADER, *map(_cells, leaves)]
+        check_parameters(arrays)
+        given = dimension_numbers
+        answers = routes(params) if given is None else _answers_as_given(arrays, given)
+    leaves = []
+    for leaf, path in zip(jax.tree.leaves(arrays), answers, strict=True):
+        answer = answers[path]
+        shape, dtype = jnp.shape(leaf), dtype_of(leaf)
+        leaves.append(_Leaf(path, shape, dtype, answer.numbers, answer.why))
+    dtypes = {str(leaf.dtype) for leaf in leaves}
+    table = [_HEADER, *(leaf.cells() for leaf in leaves)]
     if len(dtypes) == 1:
         # A line below the table replaces a column in which every line is the same.
         dtype = _HEADER.index("dtype")
@@ -74,12 +82,12 @@ def tabulate(
     # A `Program` knows what it lacks.
     skipped = getattr(dimension_numbers, "skipped", None)
     if skipped is not None:
-        lines.append(skipped(params))
+        lines.append(skipped(arrays))
     return "\n".join(line.rstrip() for line in lines if line)
 
 
-def _routes_as_given(params: Any, dimension_numbers: Any) -> Sequence[Route]:
-    """The routes of all leaves by dimension numbers of the caller or of a `Program`.
+def _answers_as_given(params: Any, dimension_numbers: Any) -> dict[str, Answer]:
+    """What dimension numbers of the caller or of a `Program` say of all leaves, by path.
 
     A masked leaf is no leaf of the tree, and has none.
     """
@@ -88,41 +96,52 @@ def _routes_as_given(params: Any, dimension_numbers: Any) -> Sequence[Route]:
     )
     # A `Program` knows the line of code that decided; a tree does not say why.
     why = getattr(dimension_numbers, "why", lambda path: "given")
-    routes = []
-    leaves = jax.tree.leaves(params)
-    for names, leaf, entry in zip(leaf_paths(params), leaves, numbers, strict=True):
+    answers = {}
+    for names, entry in zip(leaf_paths(params), numbers, strict=True):
         path = "/".join(names)
-        shape, dtype = jnp.shape(leaf), dtype_of(leaf)
-        routes.append(Route(path, shape, dtype, entry, why(path), is_open=False))
-    return routes
+        answers[path] = Answer(entry, why(path))
+    return answers
 
 
-def _matrices(route: Route) -> Counter[tuple[int, int]]:
-    """How many matrices of each size a leaf holds, {(64, 64): 3}; empty if it is Adam's."""
-    sizes: Counter[tuple[int, int]] = Counter()
-    if route.numbers is None:
+class _Leaf(NamedTuple):
+    """A leaf with what is decided about it.
+
+    Attributes:
+      path: "/"-joined.
+      shape: Its shape.
+      dtype: Its dtype.
+      numbers: Its axes as a matrix for Muon; None: it is Adam's.
+      why: The reason, in a few words.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    numbers: DimensionNumbers | None
+    why: str
+
+    @property
+    def optimizer(self) -> str:
+        return "Adam" if self.numbers is None else "Muon"
+
+    def matrices(self) -> Counter[tuple[int, int]]:
+        """How many matrices of each size it holds, {(64, 64): 3}; empty if it is Adam's."""
+        sizes: Counter[tuple[int, int]] = Counter()
+        leaf = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        numbers = {self.path: self.numbers}
+        for piece in matrix_pieces(numbers, {self.path: leaf}, call="tabulate"):
+            view = piece.view
+            sizes[view.fan_in, view.fan_out] += view.batch
         return sizes
-    numbers = {route.path: route.numbers}
-    leaf = {route.path: jax.ShapeDtypeStruct(route.shape, route.dtype)}
-    for piece in matrix_pieces(numbers, leaf, call="tabulate"):
-        view = piece.view
-        sizes[view.fan_in, view.fan_out] += view.batch
-    return sizes
 
-
-def _cells(route: Route) -> Sequence[str]:
-    """The line of a leaf, in the columns of the header: "3 of 64×64" for three matrices."""
-    sizes = []
-    for (m, n), count in _matrices(route).items():
-        sizes.append(f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}")
-    shape = "×".join(map(str, route.shape)) or "scalar"
-    dtype = str(route.dtype)
-    matrices = " + ".join(sizes)
-    return route.path, shape, dtype, _optimizer(route), matrices, route.why
-
-
-def _optimizer(route: Route) -> str:
-    return "Adam" if route.numbers is None else "Muon"
+    def cells(self) -> Sequence[str]:
+        """Its line, in the columns of the header: "3 of 64×64" for three matrices."""
+        sizes = []
+        for (m, n), count in self.matrices().items():
+            sizes.append(f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}")
+        shape = "×".join(map(str, self.shape)) or "scalar"
+        dtype = str(self.dtype)
+        return self.path, shape, dtype, self.optimizer, " + ".join(sizes), self.why
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -135,15 +154,15 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], rule, *lines[1:], rule]
 
 
-def _total(optimizer: str, leaves: Sequence[Route]) -> str:
+def _total(optimizer: str, leaves: Sequence[_Leaf]) -> str:
     """What an optimizer takes of all leaves: "Muon: 384 parameters (31.2 %), 6 matrices in 2 leaves"."""
-    taken = [route for route in leaves if _optimizer(route) == optimizer]
-    size = sum(math.prod(route.shape) for route in taken)
-    size_of_all = sum(math.prod(route.shape) for route in leaves)
+    taken = [leaf for leaf in leaves if leaf.optimizer == optimizer]
+    size = sum(math.prod(leaf.shape) for leaf in taken)
+    size_of_all = sum(math.prod(leaf.shape) for leaf in leaves)
     share = 100 * size / max(1, size_of_all)
     parameters = _counted(size, "parameter", "parameters")
     held = _counted(len(taken), "leaf", "leaves")
-    matrices = sum(_matrices(route).total() for route in taken)
+    matrices = sum(leaf.matrices().total() for leaf in taken)
     if matrices:
         held = f"{_counted(matrices, 'matrix', 'matrices')} in {held}"
     return f"{optimizer}: {parameters} ({share:.1f} %), {held}"

@@ -12,7 +12,7 @@ from muonjax._common.arguments import (
     errors_of,
     message_for_other_state,
     shown,
-    warn_user,
+    warn_once,
 )
 from muonjax._common.explicit_axes import sharded_like
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked
@@ -45,9 +45,7 @@ def partition_by_route(
     # The routing key and the partition of the last tree, in one assignment: threads may share the optimizer.
     last: Any = (None, None)
 
-    def partition_of(
-        tree: Any, params: Any, *, warn: bool = False
-    ) -> optax.GradientTransformationExtraArgs:
+    def partition_of(tree: Any, params: Any) -> optax.GradientTransformationExtraArgs:
         """The partition for a tree of parameters or of their gradients.
 
         Routing a large tree takes long, so the last partition is kept for trees with its paths, shapes and dtypes. One
@@ -58,10 +56,9 @@ def partition_by_route(
         nonlocal last
         last_key, partition = last
         key = _routing_key(tree, params)
-        # `init` warns, and routes its tree in any case, since a kept partition would not warn again.
-        if key != last_key or warn:
+        if key != last_key:
             # The whole tree is routed: a decision looks at the neighbors of a leaf, which a partition hides.
-            pieces, rest, labels = _route(dimension_numbers, tree, params, warn=warn)
+            pieces, rest, labels = _route(dimension_numbers, tree, params)
             inner: dict[Hashable, optax.GradientTransformation] = {
                 "muon": matrices(pieces),
                 # `offload` lets the state be in host memory; for the matrices' state `matrices` does that itself.
@@ -77,7 +74,7 @@ def partition_by_route(
 
     @errors_of(call)
     def init(params):
-        return partition_of(params, params, warn=True).init(params)
+        return partition_of(params, params).init(params)
 
     @errors_of(call)
     def update(updates, state, params=None, *unnamed, **extra_args):
@@ -145,7 +142,7 @@ def _zeros_like_params(_: Any, params: Any) -> Any:
 
 
 def _route(
-    given: DimensionNumbersTree, tree: Any, params: Any, *, warn: bool
+    given: DimensionNumbersTree, tree: Any, params: Any
 ) -> tuple[Pieces, Any, Any]:
     """The matrices of the leaves that are Muon's, the parameters that are AdamW's, and a tree of labels.
 
@@ -156,19 +153,17 @@ def _route(
       given: What says which leaves are matrices: a program, dimension numbers, or None for names.
       tree: The parameters, or their gradients.
       params: The parameters.
-      warn: Whether to warn of doubts, once for an optimizer.
     """
     leaves, treedef = jax.tree.flatten(tree)
     # An entry for each leaf: its dimension numbers, or None for a leaf that is no matrix.
     if given is None:
-        routes_of_leaves, _ = routes(tree, warn=warn)
-        numbers = [route.numbers for route in routes_of_leaves]
+        numbers = [answer.numbers for answer in routes(tree).values()]
     else:
-        check_parameters(tree, warn=warn)
+        check_parameters(tree)
         numbers = resolve_dimension_numbers(given, tree)
-    if warn and leaves and not any(numbers):
+    if leaves and not any(numbers):
         arguments = "params" if given is None else "params, program"
-        warn_user(
+        warn_once(
             f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
         )
     # `tree` may be gradients, whose dtypes may be others.

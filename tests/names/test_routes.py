@@ -15,7 +15,7 @@ from flax.core import freeze
 from optax.contrib import MuonDimensionNumbers
 
 import muonjax
-from muonjax._matrices.matrix_view import FusedDimensionNumbers, matrix_pieces
+from muonjax._matrices.matrix_view import FusedDimensionNumbers
 from muonjax._names.routes import dimension_numbers, routes
 from tests.tools.views import leaf
 
@@ -23,17 +23,13 @@ D, H, S, MLP, VOCAB = 32, 4, 8, 80, 100  # no two equal, and H·S = D
 
 
 def numbers_of(params, **settings):
-    return {r.path: r.numbers for r in routes(params, **settings)[0]}
+    found = routes(params, **settings)
+    return {path: answer.numbers for path, answer in found.items()}
 
 
 def matrices(params, **settings):
-    """Path to (count, m, n) of every leaf that goes to Muon; of unequal parts, the first."""
-    found = {}
-    for r in routes(params, **settings)[0]:
-        if r.numbers is not None:
-            view = matrix_pieces(r.numbers, leaf(*r.shape), call="")[0].view
-            found[r.path] = view.batch, view.fan_in, view.fan_out
-    return found
+    """The paths of the leaves that go to Muon."""
+    return {path for path, numbers in numbers_of(params, **settings).items() if numbers}
 
 
 def test_the_gates_of_a_recurrent_cell_are_for_a_program():
@@ -98,8 +94,8 @@ def test_integers_are_left_alone():
         "dense": {"kernel": leaf(D, MLP, dtype="int8")},
         "other": {"kernel": leaf(D, MLP, dtype="complex64")},
     }
-    assert set(matrices(tree)) == {"other/kernel"}
-    assert matrices({"w": np.zeros((2, 3), jax.dtypes.float0)}) == {}
+    assert matrices(tree) == {"other/kernel"}
+    assert matrices({"w": np.zeros((2, 3), jax.dtypes.float0)}) == set()
     with pytest.raises(TypeError, match=r"needs float .*'dense/kernel'.*int8"):
         dimension_numbers(tree, rules=[("dense/kernel", MuonDimensionNumbers(0, 1))])
 
@@ -123,7 +119,7 @@ def test_rules():
         "mystery/kernel": given,
         "lm_head/kernel": MuonDimensionNumbers(0, 1),
     }
-    assert {r.why for r in routes(tree, rules=rules)[0]} == {"rule"}
+    assert {answer.why for answer in routes(tree, rules=rules).values()} == {"rule"}
     ambiguous = {"odd": {"kernel": leaf(4, 4, 4)}, "norm": {"scale": leaf(4, 4)}}
     assert numbers_of(ambiguous, rules=[("odd", None)]) == {
         "odd/kernel": None,
@@ -194,22 +190,9 @@ def test_settings_that_names_do_not_show_are_warned_about():
         dimension_numbers([eqx.filter(model, lambda x: hasattr(x, "dtype"))])
 
 
-def pasted(text):
-    return eval(re.search(r"rules=(\[.*?\])\)", text)[1])
-
-
-def test_one_paste_decides_a_tree():
-    """The warning has a rule for every open leaf, numbered ones together, and for no other."""
-    layer = {"query_key_value": {"kernel": leaf(8, 24)}, "odd": leaf(3, 4, 5)}
-    odd = {f"layers_{i}": layer for i in range(2)} | {"layers_2": {"odd": leaf(3)}}
-    with pytest.warns(UserWarning, match="by names alone") as caught:
-        dimension_numbers(odd)
-    (text,) = (str(warning.message) for warning in caught)
-    rules = ["layers_0/odd", r"layers_\d+/query_key_value/kernel", "layers_1/odd"]
-    assert pasted(text) == [(f"^{pattern}$", None) for pattern in rules]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert jax.tree.leaves(dimension_numbers(odd, rules=pasted(text))) == []
+def suggested_rules(message):
+    """The rules of a warning, as a person pastes them."""
+    return eval(re.search(r"rules=(\[.*?\])\)", message)[1])
 
 
 def test_ends_of_a_model_are_warned_about_once_in_one_line():
@@ -218,7 +201,8 @@ def test_ends_of_a_model_are_warned_about_once_in_one_line():
     params |= {"nodes": leaf(40, 16), "mix": {"kernel": leaf(16, 784)}}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        before = numbers_of(params)
+        for call in (dimension_numbers, muonjax.tabulate, dimension_numbers):
+            call(params)
     (text,) = (str(warning.message) for warning in caught)
     assert text.startswith(
         "muonjax can't tell by names alone what these leaves are, and gives them to Adam: 'Dense_2/kernel' (64, 10): "
@@ -226,15 +210,32 @@ def test_ends_of_a_model_are_warned_about_once_in_one_line():
     )
     assert "program = muonjax.inspect(loss_fn, params, batch)" in text
     assert "\n" not in text
-    rules = pasted(text)
-    assert rules == [(f"^{path}$", None) for path in ("Dense_2/kernel", "nodes")]
-    found = numbers_of(
-        params, rules=[(pattern, MuonDimensionNumbers(0, 1)) for pattern, _ in rules]
-    )
-    given = {path: found[path] for path in before if before[path] is None}
-    assert given == dict.fromkeys(
-        ("Dense_2/kernel", "nodes"), MuonDimensionNumbers(0, 1)
-    )
+    rules = suggested_rules(text)
+    assert rules == [(r"^Dense_2/kernel$", None)]
+    given = [(pattern, MuonDimensionNumbers(0, 1)) for pattern, _ in rules]
+    assert "Dense_2/kernel" in matrices(params, rules=given)
+
+
+@pytest.mark.parametrize(("others", "is_silent"), [
+    ({}, False),
+    ({"bias": leaf(4, 16), "ln": {"scale": leaf(6, 16)}}, False),
+    ({"lm_head": {"kernel": leaf(16, 50)}}, True),
+    ({"embed": {"embedding": leaf(50, 16)}}, True),
+])  # fmt: skip
+def test_a_model_without_a_named_end_is_warned_about(others, is_silent):
+    """Two layers that feed each other may be a whole model, whose ends belong to AdamW."""
+    params = {"a": {"kernel": leaf(16, 32)}, "b": {"kernel": leaf(32, 16)}} | others
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert matrices(params) == {"a/kernel", "b/kernel"}
+        # A rule decides, and one matrix has nothing before or after it.
+        dimension_numbers(params, rules=[("^a", None)])
+        dimension_numbers({"a": params["a"]})
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (not is_silent)
+    for text in texts:
+        assert "all 2 matrices, 'a/kernel' (16, 32) and 'b/kernel' (32, 16) too" in text
+        assert "muonjax.inspect(loss_fn, params, batch)" in text
 
 
 def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reason():
@@ -255,16 +256,13 @@ def test_what_a_program_does_not_follow_is_never_given_to_muon_without_its_reaso
                 ["up/kernel", "odd/kernel", "mid/scale", "mid/bias"], reason
             ),
         )
-    to_adam, by_names = (str(warning.message) for warning in caught)
-    assert (
-        f"that Adam takes them: 'odd/kernel' (3, 4, 5): matrix, axes unknown ({reason})."
-        in to_adam
-    )
-    assert "muonjax.inspect(" not in to_adam  # that was done
-    assert f"'up/kernel' (32, 80), Muon: {reason}; by its name dense" in by_names
-    assert f"'mid/scale' (4, 4, 4), Adam: {reason}; by its name " in by_names
-    assert "mid/bias" not in by_names  # a vector is Adam's in any case
-    assert "muonjax.tabulate(params, program)" in by_names
+    (text,) = (str(warning.message) for warning in caught)
+    assert f"'up/kernel' (32, 80), Muon: {reason}; by its name dense" in text
+    assert f"'odd/kernel' (3, 4, 5), Adam: {reason}; by its name matrix, axes" in text
+    assert f"'mid/scale' (4, 4, 4), Adam: {reason}; by its name " in text
+    assert "mid/bias" not in text  # a vector is Adam's in any case
+    assert "muonjax.inspect(" not in text  # that was done
+    assert "muonjax.tabulate(params, program)" in text
     assert found == numbers_of(params, rules=[*decided, ("odd", None)])
 
 
