@@ -14,7 +14,6 @@ from muonjax._clip.match_statistics import larger, largest_of_devices, match_sta
 from muonjax._clip.place_sites import Modules, place_sites
 from muonjax._clip.site import PlacedSite, Site
 from muonjax._common.arguments import (
-    check_order,
     errors_of,
     mesh_axes,
     message_for_other_state,
@@ -126,7 +125,6 @@ class ClipByStatistic:
         # In a chain, Optax hands every member all further arguments by name.
         statistics = extra_args.get(self.argument)
         with errors_of(self.call):
-            check_order(updates, state, params)
             # The state of another optimizer lacks this field, and so does a dictionary from a checkpoint.
             if not hasattr(state, "factors"):
                 raise ValueError(message_for_other_state(state))

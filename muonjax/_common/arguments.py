@@ -220,26 +220,10 @@ def require_params(params: Any) -> None:
         raise ValueError(" needs params: call tx.update(grads, state, params).")
 
 
-def check_update(
-    updates: Any, state: Any, params: Any, unnamed: tuple[Any, ...]
-) -> None:
-    """Raise where `update` got no parameters, extra positional arguments, or trees in another order."""
+def check_update(params: Any, unnamed: tuple[Any, ...]) -> None:
+    """Raise where `update` got no parameters, or extra positional arguments."""
     refuse_positional(unnamed)
     require_params(params)
-    check_order(updates, state, params)
-
-
-def check_order(updates: Any, state: Any, params: Any) -> None:
-    """Raise where the state is exchanged with the gradients or with the parameters."""
-    if params is None:
-        return
-    # Gradients are a tree like the parameters, and a state is another one: from here on these are the structures.
-    updates, state, params = map(jax.tree.structure, (updates, state, params))
-    advice = "are exchanged; call tx.update(grads, state, params)"
-    if updates == state != params:
-        raise ValueError(f"state and parameters {advice}.")
-    if updates != state == params:
-        raise ValueError(f"gradients and state {advice}.")
 
 
 def refuse_positional(unnamed: tuple[Any, ...]) -> None:
@@ -252,24 +236,13 @@ def refuse_positional(unnamed: tuple[Any, ...]) -> None:
 
 def message_for_other_state(state: Any) -> str:
     """The message for a state that does not fit: another optimizer's, or one whose tuples a checkpoint lost."""
-    # Serialization of a named tuple without its class makes a dictionary of it.
+    # Gradients and parameters may be dictionaries, and serialization makes one of a named tuple without its class.
     if isinstance(state, Mapping):
         return (
-            f"this state is a {type(state).__name__}, not a tuple: a checkpoint that was restored "
-            "without its structure. Restore it into the structure of jax.eval_shape(tx.init, params)."
+            f"this state is a {type(state).__name__}, not a tuple: call tx.update(grads, state, params), and restore a "
+            "checkpoint into the structure of jax.eval_shape(tx.init, params)."
         )
-    # The outermost named tuples, whose classes name the transformations.
-    nodes = jax.tree.leaves(state, is_leaf=_is_named_tuple)
-    kinds = {type(node).__name__ for node in nodes if _is_named_tuple(node)}
-    # Most chains have these, which say nothing.
-    kinds -= {"EmptyState", "MaskedState"}
-    kinds_shown = f", with {', '.join(sorted(kinds))}" if kinds else ""
-    return f"this is the state of another optimizer{kinds_shown}. Start anew with tx.init(params)."
-
-
-def _is_named_tuple(node: Any) -> bool:
-    """Whether it is a named tuple, as the state of a transformation is."""
-    return isinstance(node, tuple) and hasattr(node, "_fields")
+    return "this is the state of another optimizer. Start anew with tx.init(params)."
 
 
 @contextlib.contextmanager
@@ -358,12 +331,22 @@ def explains_keywords(
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = _full_signature(function, sources)
 
-        # `errors_of` begins each message with the name: "muon(learning_rate) takes settings by name: ...".
-        # `wraps` keeps the docstring.
+        # Python passes `self` of a method such as `NewtonSchulz.__init__`, and a user does not see it.
+        known = [key for key in signature.parameters if key != "self"]
+
+        # Python's own errors would name an inner function. `wraps` keeps the docstring.
         @functools.wraps(function)
         @errors_of(name)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            _check_call(signature, args, kwargs)
+            for keyword in kwargs:
+                if keyword not in known:
+                    raise TypeError(
+                        f" has no argument {keyword!r}{_meant(keyword, known)}."
+                    )
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f": {error}; it takes {', '.join(known)}.") from None
             return function(*args, **kwargs)
 
         # `help` and editors read it here.
@@ -372,34 +355,6 @@ def explains_keywords(
         return checked
 
     return decorate
-
-
-def _check_call(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Raise on more positional arguments than the signature has, and on a keyword that it lacks.
-
-    Python's own error for a keyword in `**settings` would name an inner function, and no similar keyword. Python finds
-    missing arguments.
-    """
-    by_name = []
-    by_position = []
-    for key, parameter in signature.parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            by_name.append(key)
-        elif key != "self":
-            by_position.append(key)
-    # Python passes `self` of a method such as `NewtonSchulz.__init__`, and a user does not see it.
-    is_method = "self" in signature.parameters
-    if len(args) > len(by_position) + is_method:
-        settings = "=, ".join(by_name)
-        raise TypeError(
-            f"({', '.join(by_position)}) takes settings by name: {settings}=."
-        )
-    known = by_position + by_name
-    for keyword in kwargs:
-        if keyword not in known:
-            raise TypeError(f" has no argument {keyword!r}{_meant(keyword, known)}.")
 
 
 def _full_signature(

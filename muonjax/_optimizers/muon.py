@@ -72,7 +72,7 @@ class MuonSettings(MatrixSettings, total=False):
 
 
 class _RateAndDecay(NamedTuple):
-    """The end of a chain, W <- W - learning_rate (O + weight_decay W) for an update O.
+    """What AdamW takes for all leaves that are no matrices.
 
     Attributes:
       learning_rate: A number or a schedule.
@@ -83,20 +83,6 @@ class _RateAndDecay(NamedTuple):
     learning_rate: optax.ScalarOrSchedule
     weight_decay: optax.ScalarOrSchedule
     mask: Any = None
-
-    def checked(self) -> "_RateAndDecay":
-        """The same, which raises where a rate is out of its range, or the mask does not fit the parameters."""
-        # `optax.add_decayed_weights` and the rate check nothing, and a mask that does not fit would be Optax's error,
-        # about trees.
-        check_rates(learning_rate=self.learning_rate, weight_decay=self.weight_decay)
-        return self._replace(mask=fitted_mask("weight_decay_mask", self.mask))
-
-    def members(self) -> list[optax.GradientTransformation]:
-        """The last members of the chain for matrices."""
-        return [
-            optax.add_decayed_weights(self.weight_decay, self.mask),
-            scale_by_learning_rate(self.learning_rate),
-        ]
 
 
 def _orthogonalized(
@@ -154,15 +140,48 @@ def _orthogonalized(
     return partition_by_route(call, matrices, others, program)
 
 
-@explains_keywords("muon", _orthogonalized)
-def muon(
+def _with_decay(
+    call: str,
+    members: Members,
     learning_rate: optax.ScalarOrSchedule,
-    program: DimensionNumbersTree | None = None,
+    program: DimensionNumbersTree | None,
     *,
     weight_decay: optax.ScalarOrSchedule = 0.1,
     weight_decay_mask: Any = None,
     rms: float | None = 0.2,
     **settings: Unpack[MatrixSettings],
+) -> optax.GradientTransformationExtraArgs:
+    """Orthogonalized momentum, then `members`, the scale of an update, weight decay and the learning rate.
+
+    Args:
+      call: Names the optimizer in errors.
+      members: For the dimension numbers, the transformations between the momentum and the scale.
+      learning_rate: As in `muon`, and so are all others.
+    """
+    # `optax.add_decayed_weights` and the rate check nothing, and a mask that does not fit would be Optax's error, about
+    # trees.
+    check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
+    mask = fitted_mask("weight_decay_mask", weight_decay_mask)
+    scale: dict[str, Any] = {"rule": "width"} if rms is None else {"rms": rms}
+
+    def to_the_end(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
+        # W <- W - learning_rate (O + weight_decay W) for the scaled update O
+        return [
+            *members(numbers),
+            match_rms(**scale, dimension_numbers=numbers),
+            optax.add_decayed_weights(weight_decay, mask),
+            scale_by_learning_rate(learning_rate),
+        ]
+
+    adam_rate = _RateAndDecay(learning_rate, weight_decay, mask)
+    return _orthogonalized(call, to_the_end, adam_rate, program, **settings)
+
+
+@explains_keywords("muon", _with_decay, _orthogonalized)
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    program: DimensionNumbersTree | None = None,
+    **settings: Unpack[MuonSettings],
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon, as Moonlight trains with it: orthogonalized momentum for matrices, AdamW for the rest.
 
@@ -207,13 +226,7 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    rate = _RateAndDecay(learning_rate, weight_decay, weight_decay_mask).checked()
-    scale: dict[str, Any] = {"rule": "width"} if rms is None else {"rms": rms}
-
-    def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
-        return [match_rms(**scale, dimension_numbers=numbers), *rate.members()]
-
-    return _orthogonalized("muon", members, rate, program, **settings)
+    return _with_decay("muon", lambda numbers: [], learning_rate, program, **settings)
 
 
 @explains_keywords("normuon", muon)
@@ -222,17 +235,13 @@ def normuon(
     program: DimensionNumbersTree | None = None,
     *,
     neuron_decay: float = 0.95,
-    weight_decay: optax.ScalarOrSchedule = 0.1,
-    weight_decay_mask: Any = None,
-    rms: float = 0.2,
-    **settings: Unpack[MatrixSettings],
+    **settings: Unpack[MuonSettings],
 ) -> optax.GradientTransformationExtraArgs:
     """NorMuon: `muon`, with `normalize_neurons` directly after `orthogonalize`.
 
     Args:
       learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` begin at two to four times AdamW's.
       neuron_decay: Decay of the running mean square of each neuron, in [0, 1).
-      rms: Root mean square of an update before the learning rate (see `match_rms`), > 0.
 
     All other arguments are as in `muon`.
 
@@ -250,18 +259,13 @@ def normuon(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
-    rate = _RateAndDecay(learning_rate, weight_decay, weight_decay_mask).checked()
     # `normalize_neurons` has another name for it.
     check_range("neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
 
     def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
-        return [
-            normalize_neurons(neuron_decay, dimension_numbers=numbers),
-            match_rms(rms, dimension_numbers=numbers),
-            *rate.members(),
-        ]
+        return [normalize_neurons(neuron_decay, dimension_numbers=numbers)]
 
-    return _orthogonalized("normuon", members, rate, program, **settings)
+    return _with_decay("normuon", members, learning_rate, program, **settings)
 
 
 @explains_keywords("muonh", _orthogonalized)
@@ -483,7 +487,7 @@ def _clipped(
 
     @errors_of(clip.call)
     def update(updates, state, params=None, *unnamed, **extra_args):
-        check_update(updates, state, params, unnamed)
+        check_update(params, unnamed)
         # The state of the optimizer, and that of the clip. A restored state may be a list in place of a tuple.
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
         has_clip = is_pair and hasattr(state[1], "factors")

@@ -78,7 +78,7 @@ def partition_by_route(
 
     @errors_of(call)
     def update(updates, state, params=None, *unnamed, **extra_args):
-        check_update(updates, state, params, unnamed)
+        check_update(params, unnamed)
         # Parameters without gradient are left out, as the gradients leave them out.
         params = _params_with_gradients(updates, params)
         partition = partition_of(updates, params)
@@ -222,7 +222,7 @@ def _params_with_gradients(updates: Any, params: Any) -> Any:
     return params
 
 
-_EQUAL_TREES = "update(grads, state, params) needs equal trees."
+_EQUAL_TREES = "tx.update(grads, state, params) needs equal trees."
 
 
 def _check_state(state: Any, expected: Any) -> None:

@@ -35,15 +35,15 @@ MUON = functools.partial(muonjax.muon, 1e-2)
     (lambda: MUON(rules=1), "it is program, or dimension_numbers of muonclip: lambda params: muonjax."),
     (lambda: MUON(sites=1), "it is the second argument of muonclip"),
     (lambda: MUON(weight_decy=1), "Did you mean weight_decay"),
-    (lambda: MUON(zzz=1), "Its arguments are learning_rate, program, weight_decay, "),
+    (lambda: MUON(zzz=1), "Its arguments are learning_rate, program, decay, "),
     (lambda: muonjax.NewtonSchulz(deflate=3), "NewtonSchulz has no argument 'deflate'...Did you mean deflation"),
     (lambda: muonjax.muonclip(1e-2, tau=30.0), "muonclip has no argument 'tau': in muonjax it is threshold"),
     # Settings without their names.
     *((functools.partial(muonjax.muon, 1e-3, given), "muon(program=... must be what muonjax.inspect... go by name.")
       for given in (0.1, PARAMS, "wd")),
-    (lambda: muonjax.muon(1e-3, None, 0.1), "muon(learning_rate, program) takes settings by name: weight_decay=, "),
-    (lambda: muonjax.muonclip(1e-3, None, 9.0), "muonclip(learning_rate, program) takes settings by name: threshold="),
-    (lambda: muonjax.NewtonSchulz(5), "NewtonSchulz() takes settings by name: coefficients=, deflation=, "),
+    (lambda: muonjax.muon(1e-3, None, 0.1), "muon: too many positional arguments; it takes learning_rate, "),
+    (lambda: muonjax.muonclip(1e-3, None, 9.0), "muonclip: too many positional arguments; it takes learning_rate, "),
+    (lambda: muonjax.NewtonSchulz(5), "NewtonSchulz: too many positional arguments; it takes coefficients, "),
     # Arguments of another kind.
     (lambda: muonjax.newton_schulz([[1.0, 0.0], [0.0, 2.0]]), "newton_schulz(x) needs an array, got list"),
     (lambda: muonjax.state_shardings(PARAMS, muonjax.muon(1e-3)),
