@@ -86,11 +86,11 @@ def test_prefix_broadcasting():
     [
         (
             {"a": "x"},
-            r"^f\(x=...\): the labels are neither .*: the leaf 'b/c' has no entry\.$",
+            r"^f\(x=...\): the labels are neither .*difference on key sets is b$",
         ),
-        ({"a": "x", "b": {"c": "y", "d": "z"}}, r"the entry 'b/d' has no leaf\.$"),
-        ([], "the leaf 'a' has no entry"),
-        ({"a": "x", "b": nnx.State({"c": "y"})}, "the containers differ.*State"),
+        ({"a": "x", "b": {"c": "y", "d": "z"}}, "key sets is d"),
+        ([], "different types at key path"),
+        ({"a": "x", "b": nnx.State({"c": "y"})}, "different types.*State"),
     ],
 )
 def test_no_prefix(prefix, message):

@@ -56,10 +56,13 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     A box of Flax, such as an `nnx.Param`, adds no name: its one leaf `kernel.value` gives ("kernel",). An attribute
     `value` next to others, such as the arrays `query`, `key` and `value` of an Equinox module, gives a name.
 
-    A key that is a tuple is a path, as in Flax's `flatten_dict`; so is the path of an array in an `nnx.FlatState`.
+    A key that is a tuple is a path, as in Flax's `flatten_dict`. An `nnx.FlatState` is refused.
     """
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
-    keys = [_with_flat_state_path(path, tree) for path, _ in entries]
+    # The arrays of an `nnx.FlatState` have numbers for JAX, and no names.
+    if hasattr(tree, "paths"):
+        raise TypeError(f"a {type(tree).__name__} has no names: give the nested state.")
+    keys = [path for path, _ in entries]
     # How many leaves each node has directly: a box has one.
     leaves_of_module = Counter(path[:-1] for path in keys)
     paths = []
@@ -142,19 +145,15 @@ def broadcast_prefix(
       what: Names the entries in the error, "the dimension numbers".
 
     Raises:
-      ValueError: `prefix` is no prefix of `tree`; names the first leaf without an entry, or entry without a leaf.
+      ValueError: `prefix` is no prefix of `tree`; JAX's message names the node that differs.
     """
     try:
-        # JAX says which node differs, but not by the names of the leaves.
         entries = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
         # Only down to the leaves of `tree`: an entry may be a tree itself, such as a named tuple or None.
         return jax.tree.structure(tree).flatten_up_to(entries)
     except ValueError as error:
-        difference = _difference(prefix, tree, is_leaf)
-        if not difference:
-            difference = f"the containers differ. {' '.join(str(error).split())}"
         raise ValueError(
-            f"{what} are neither the tree of the parameters nor a prefix of it: {difference}."
+            f"{what} are neither the tree of the parameters nor a prefix of it: {' '.join(str(error).split())}"
         ) from None
 
 
@@ -164,37 +163,6 @@ def listed(items: Sequence[str], separator: str = "; ") -> str:
     # A tree may have thousands of leaves, and a message is to be read.
     more = f" and {len(items) - 8:,} more" if len(items) > 8 else ""
     return separator.join(shown) + more
-
-
-def _difference(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> str:
-    """The first leaf without an entry, or entry without a leaf, in words; "" where the paths agree."""
-    with_paths = jax.tree_util.tree_leaves_with_path
-    entries = [names(path) for path, _ in with_paths(prefix, is_leaf=is_leaf)]
-    leaves = [names(path) for path, _ in with_paths(tree)]
-    # An entry is for all leaves whose path begins with its own.
-    for leaf in leaves:
-        if not any(leaf[: len(entry)] == entry for entry in entries):
-            return f"the leaf {'/'.join(leaf)!r} has no entry"
-    for entry in entries:
-        if not any(leaf[: len(entry)] == entry for leaf in leaves):
-            return f"the entry {'/'.join(entry)!r} has no leaf"
-    return ""
-
-
-def _with_flat_state_path(path: tuple[Any, ...], tree: Any) -> tuple[Any, ...]:
-    """The key path, with the path that an `nnx.FlatState` keeps for its arrays in place of their index.
-
-    (FlattenedIndexKey(0),) becomes (DictKey(("dense", "kernel")),) if `tree.paths[0]` is ("dense", "kernel"). Any other
-    tree has its own keys. A flat state is a whole tree, and no part of one.
-    """
-    if not path or not hasattr(tree, "paths"):
-        return path
-    # Versions of Flax give the index as a flattened key or as that of a sequence.
-    key = path[0]
-    index = getattr(key, "key", getattr(key, "idx", None))
-    if not isinstance(index, int):
-        return path
-    return (jax.tree_util.DictKey(tuple(tree.paths[index])), *path[1:])
 
 
 def _all_names(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """Check that what callers give is a tree of parameters, and read what its modules say of them."""
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,18 +26,12 @@ def check_parameters(params: Any) -> None:
             "(params) got what inspect returned; give it second, after the parameters."
         )
     leaves = trees.flatten_paths(params)
-    others = {path: leaf for path, leaf in leaves.items() if not _is_array(leaf)}
-    if leaves and len(others) == len(leaves):
-        kind = type(params).__name__
-        raise TypeError(
-            f"(params) got {kind} and no arrays, such as model.init(key, x)['params']."
-        )
-    if others:
-        path, leaf = next(iter(others.items()))
-        raise TypeError(
-            f"{path!r} is no array but {reprlib.repr(leaf)}: "
-            "eqx.filter(model, eqx.is_inexact_array)."
-        )
+    for path, leaf in leaves.items():
+        if not _is_array(leaf):
+            raise TypeError(
+                f"(params) got {type(leaf).__name__} for the array {path!r}: give arrays alone, as "
+                "model.init(key, x)['params'] or eqx.filter(model, eqx.is_inexact_array)."
+            )
     # Running means under a name such as "mean" would be taken for parameters.
     if isinstance(params, Mapping) and "params" in params:
         beside = ", ".join(str(name) for name in params if name in _COLLECTIONS)

@@ -75,7 +75,7 @@ def _channels(p: Parameter, numbers: DimensionNumbers) -> int | None:
     if not may_be_convolution or len(rows) == 1:
         return None
     # PyTorch's kernels are [out, in, *window], others [*window, in, out]: the channels are the first row, or the last.
-    is_outputs_first = axes_of(numbers.output_axis) == (0,)
+    is_outputs_first = axes_of(numbers.output_axis) == p.axes[:1]
     return rows[0] if is_outputs_first else rows[-1]
 
 

@@ -73,8 +73,8 @@ class Parameter(NamedTuple):
 
     def sizes_of(self, numbers: DimensionNumbers) -> tuple[list[int], list[int]]:
         """The sizes of the rows' axes and of the columns' axes: [64], [4, 16] of a query [64, 4, 16]."""
-        rows = [self.shape[axis] for axis in axes_of(numbers.reduction_axis)]
-        columns = [self.shape[axis] for axis in axes_of(numbers.output_axis)]
+        rows = [self.leaf_shape[axis] for axis in axes_of(numbers.reduction_axis)]
+        columns = [self.leaf_shape[axis] for axis in axes_of(numbers.output_axis)]
         return rows, columns
 
     @property
@@ -105,7 +105,7 @@ class Answer(NamedTuple):
     """What is decided about a parameter: its matrices, or None for Adam, and why.
 
     Attributes:
-      numbers: In the axes of one layer at first, and in those of the leaf at the end.
+      numbers: In the axes of the leaf, which may be a stack of layers.
       why: In a few words.
       is_open: Whether it goes to Adam with a warning, because nothing tells what it is.
     """

@@ -27,9 +27,6 @@ from muonjax._common.arguments import errors_of, warn_once
 from muonjax._common.model_registry import parameters_of
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
-    FusedDimensionNumbers,
-    axes_of,
-    one_or_several,
 )
 from muonjax._names import roles
 from muonjax._names.axes import matrices
@@ -167,13 +164,7 @@ def _answers(parameters: Sequence[Parameter]) -> dict[Path, Answer]:
     """What names say of each parameter, by its path."""
     neighbors = Neighbors(parameters)
     answers = {p.path: _of_one_layer(p, neighbors) for p in parameters}
-    answers |= ends(parameters, answers)
-    # So far the numbers count the axes of one layer; the leaf may be a stack of layers.
-    for p in parameters:
-        answer = answers[p.path]
-        numbers = _on_leaf(answer.numbers, p.axes)
-        answers[p.path] = answer._replace(numbers=numbers)
-    return answers
+    return answers | ends(parameters, answers)
 
 
 def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
@@ -190,7 +181,8 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
         return Answer(None, "vector")
     # It has an axis of layers still where `unstack` could not tell which one.
     is_unreadable = is_misnamed or is_stacked(p, neighbors)
-    numbers = None if is_unreadable else matrices(p, neighbors)
+    # So far the numbers count the axes of one layer; the leaf may be a stack of layers.
+    numbers = None if is_unreadable else _on_leaf(matrices(p, neighbors), p.axes)
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
     # A matrix with one row or one column is a vector in another shape.
@@ -209,12 +201,12 @@ def _on_leaf(
     """
     if numbers is None:
         return None
-    rows = one_or_several([leaf_axes[i] for i in axes_of(numbers.reduction_axis)])
-    columns = one_or_several([leaf_axes[i] for i in axes_of(numbers.output_axis)])
-    numbers = numbers._replace(reduction_axis=rows, output_axis=columns)
-    if isinstance(numbers, FusedDimensionNumbers):
-        numbers = numbers._replace(axis=leaf_axes[numbers.axis])
-    return numbers
+    axes_on_leaf = {}
+    for field, axes in numbers._asdict().items():
+        # The other fields of `FusedDimensionNumbers` count parts.
+        if field in ("reduction_axis", "output_axis", "axis"):
+            axes_on_leaf[field] = jax.tree.map(lambda axis: leaf_axes[axis], axes)
+    return numbers._replace(**axes_on_leaf)
 
 
 def _warn(

@@ -20,7 +20,7 @@ from muonjax._names.check_parameters import check_parameters
 from muonjax._names.roles import Answer
 from muonjax._names.routes import routes
 
-_HEADER = ("leaf", "shape", "dtype", "goes to", "matrices", "why")
+_HEADER = ("leaf", "shape", "goes to", "matrices", "why")
 
 
 def tabulate(
@@ -68,17 +68,12 @@ def tabulate(
         answer = answers[path]
         shape, dtype = jnp.shape(leaf), dtype_of(leaf)
         leaves.append(_Leaf(path, shape, dtype, answer.numbers, answer.why))
-    dtypes = {str(leaf.dtype) for leaf in leaves}
-    table = [_HEADER, *(leaf.cells() for leaf in leaves)]
-    if len(dtypes) == 1:
-        # A line below the table replaces a column in which every line is the same.
-        dtype = _HEADER.index("dtype")
-        table = [cells[:dtype] + cells[dtype + 1 :] for cells in table]
-    lines = _aligned(table)
+    lines = _aligned([_HEADER, *(leaf.cells() for leaf in leaves)])
     lines.append(_total("Muon", leaves))
     lines.append(_total("Adam", leaves))
-    if len(dtypes) == 1:
-        lines.append(f"Every leaf is {dtypes.pop()}.")
+    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
+    if dtypes:
+        lines.append(f"Every leaf is {' or '.join(dtypes)}.")
     # A `Program` knows what it lacks.
     skipped = getattr(dimension_numbers, "skipped", None)
     if skipped is not None:
@@ -140,8 +135,7 @@ class _Leaf(NamedTuple):
         for (m, n), count in self.matrices().items():
             sizes.append(f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}")
         shape = "×".join(map(str, self.shape)) or "scalar"
-        dtype = str(self.dtype)
-        return self.path, shape, dtype, self.optimizer, " + ".join(sizes), self.why
+        return self.path, shape, self.optimizer, " + ".join(sizes), self.why
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -195,11 +195,6 @@ def muon(
       program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of `MuonDimensionNumbers` or
         None, a prefix, or a function of the parameters. None reads it off names and shapes (`muonjax.tabulate` shows
         how).
-      weight_decay: A number or a schedule, times the learning rate, >= 0; for the matrices, and for AdamW's leaves.
-      weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
-        None: all matrices, embeddings and heads; no biases, no norms.
-      rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
-        sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
       decay: Coefficient of the momentum, a number in [0, 1) or an Optax schedule.
       nesterov: Look one step ahead, G + decay M; False takes M itself.
       mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's. A
@@ -209,6 +204,11 @@ def muon(
       adam: In place of AdamW (`optax.adamw` with b2 = 0.95), a transformation with a learning rate of its own. It says
         itself which leaves decay.
       distribution: How the parameters are sharded (see `orthogonalize`).
+      weight_decay: A number or a schedule, times the learning rate, >= 0; for the matrices, and for AdamW's leaves.
+      weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
+        None: all matrices, embeddings and heads; no biases, no norms.
+      rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
+        sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
@@ -462,14 +462,13 @@ def adamclip(
         given_dtype(
             "mu_dtype", adam["mu_dtype"], WIDE_FLOATS, "a float type of 16 bits or more"
         )
-    # All numbers but the two decays are rates, or added to something: finite and not negative.
-    rates = {"learning_rate": learning_rate}
-    for name in settings.keys() - {"mask", "nesterov", "mu_dtype"}:
-        if name in ("b1", "b2"):
-            check_range(name, adam[name], "in [0, 1)", ".")
-        else:
-            rates[name] = adam[name]
-    check_rates(**rates)
+    for name in adam.keys() & {"b1", "b2"}:
+        check_range(name, adam[name], "in [0, 1)", ".")
+    # These are rates, or added to something: finite and not negative.
+    rates = {
+        name: adam[name] for name in adam.keys() & {"eps", "eps_root", "weight_decay"}
+    }
+    check_rates(learning_rate=learning_rate, **rates)
     # AdamW's moments may be in host memory, as Muon's momentum may.
     optimizer = offload(adamw(learning_rate, **adam))
     return _clipped(

@@ -97,17 +97,12 @@ def sharded_as(params: Any, updates: Any) -> Any:
     return jax.tree.map(sharded_like, updates, params)
 
 
-def _routing_key(*trees: Any) -> list[Any]:
+def _routing_key(*trees: Any) -> tuple[Any, list[Any]]:
     """Structure, shapes and dtypes of trees: equal keys are routed equally."""
-    key = []
-    for tree in trees:
-        leaves, treedef = jax.tree.flatten(tree)
-        # A leaf need not be an array: a number of Python has its type alone.
-        kinds = [
-            (getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves
-        ]
-        key.append((treedef, kinds))
-    return key
+    leaves, treedef = jax.tree.flatten(trees)
+    # A leaf need not be an array: a number of Python has its type alone.
+    kinds = [(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves]
+    return treedef, kinds
 
 
 def check_program(argument: str, given: Any) -> None:

@@ -27,7 +27,6 @@ class Model(nnx.Module):
 STATE = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
 PURE = nnx.as_pure(STATE)
 FORMS = {
-    "flat state": lambda: nnx.to_flat_state(STATE),
     "dictionary of tuples, boxed": lambda: dict(nnx.to_flat_state(STATE)),
     "flatten_dict": lambda: flatten_dict(nnx.to_pure_dict(STATE)),
     "flatten_dict with slashes": lambda: flatten_dict(nnx.to_pure_dict(STATE), sep="/"),
@@ -47,8 +46,13 @@ def test_flat_trees_are_read_by_path(form):
     jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(STATE)),
 ])  # fmt: skip
 def test_pairs_of_a_path_and_an_array_are_no_tree(pairs):
-    with pytest.raises(TypeError, match="is no array but"):
+    with pytest.raises(TypeError, match="for the array '0"):
         routes(pairs)
+
+
+def test_a_flat_state_is_refused():
+    with pytest.raises(TypeError, match="FlatState has no names: give the nested"):
+        muonjax.muon(1e-3).init(nnx.to_flat_state(STATE))
 
 
 def test_an_equinox_embedding_is_a_table():
@@ -91,8 +95,8 @@ def test_an_nnx_module_is_a_tree_to_optax(by):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (nn.Dense(3), r"got Dense and no arrays.*model.init\(key, x\)\['params'\]"),
-        (optax.adam(1e-3), "Extra.* and no arrays"),
+        (nn.Dense(3), r"got Dense for.*model.init\(key, x\)\['params'\]"),
+        (optax.adam(1e-3), "got function for the array 'init'"),
     ],
 )
 def test_what_is_no_tree_of_parameters(call, given, message):
