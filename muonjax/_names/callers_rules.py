@@ -6,7 +6,12 @@ from typing import Any
 
 from muonjax._common import trees
 from muonjax._common.arguments import check_pattern
-from muonjax._matrices.matrix_view import DimensionNumbers, matrix_pieces
+from muonjax._matrices.matrix_view import (
+    DimensionNumbers,
+    FusedDimensionNumbers,
+    MuonDimensionNumbers,
+    matrix_pieces,
+)
 from muonjax._names.path_words import Path
 
 PathRules = Sequence[tuple[str, DimensionNumbers | None]]
@@ -48,9 +53,13 @@ def apply_rules(
 def _check(rules: Any) -> None:
     """Raise unless the rules are pairs of a regular expression and dimension numbers or None."""
     for rule in rules if isinstance(rules, Sequence) else [rules]:
-        is_pair = isinstance(rule, Sequence) and len(rule) == 2
-        pattern, numbers = rule if is_pair else (None, None)
-        is_known = numbers is None or isinstance(numbers, DimensionNumbers)
-        if not isinstance(pattern, str) or not is_known:
-            raise TypeError(f"(rules=...) has {rule!r}; give pairs: pattern, numbers.")
-        check_pattern("rules", pattern)
+        match rule:
+            case (
+                str() as pattern,
+                None | MuonDimensionNumbers() | FusedDimensionNumbers(),
+            ):
+                check_pattern("rules", pattern)
+            case _:
+                raise TypeError(
+                    f"(rules=...) has {rule!r}; give pairs: pattern, numbers."
+                )

@@ -91,30 +91,29 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     Kernels [6, 32, 80] and [6, 80, 32] have only the first axis in common, of 6 layers. In a stack where two axes fit
     equally well, the leaves stay as they are.
     """
-    # {the axis of each leaf: its size} at the same place from the front or from the back: {(0, 0): 6} for the two
-    # above, {(1, 0): 6, (2, 1): 80} for a kernel [32, 6, 80] and its bias [6, 80].
-    common_axes: dict[tuple[int, ...], int] = {}
+    # The axes of the leaves at the same place from the front or from the back that have one size, by this size: {6:
+    # {(0, 0)}} for the two above, {6: {(1, 0)}, 80: {(2, 1)}} for a kernel [32, 6, 80] and its bias [6, 80].
+    axes_of_size: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     shortest = min(p.rank for p in parameters)
     for position in range(-shortest, shortest):
         sizes = {p.shape[position] for p in parameters}
         if len(sizes) == 1:
             axes = tuple(position % p.rank for p in parameters)
-            common_axes[axes] = sizes.pop()
-    if not common_axes:
+            axes_of_size[sizes.pop()].add(axes)
+    if not axes_of_size:
         return None
     # Square layers have more axes in common. There are fewer layers than features, so the shortest axis counts layers.
-    count = min(common_axes.values())
-    fits = [axes for axes, size in common_axes.items() if size == count]
+    fits = axes_of_size[min(axes_of_size)]
     # A single kernel has all its axes in common with itself: only its first may count layers, and not if it is an
     # attention's, which may be [d, groups, heads, size].
     is_alone = len(parameters) == 1
-    if is_alone and (parameters[0].role.projection or fits != [(0,)]):
+    if is_alone and (parameters[0].role.projection or fits != {(0,)}):
         return None
     # Which of several equal axes counts the layers can't be told.
     if len(fits) > 1:
         return list(parameters)
     layers = []
-    for p, axis in zip(parameters, fits[0], strict=True):
+    for p, axis in zip(parameters, fits.pop(), strict=True):
         layers.append(_without(p, axis))
     return layers
 

@@ -190,18 +190,17 @@ def _params_with_gradients(updates: Any, params: Any) -> Any:
     """
     gradients = flatten_paths(updates)
     leaves = flatten_paths(params)
-    without_gradient = [path for path in leaves if path not in gradients]
-    for path in without_gradient:
+    differences = sorted(gradients.keys() ^ leaves.keys())
+    for path in differences:
+        if path in gradients:
+            raise ValueError(
+                f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}"
+            )
         if _is_trainable(leaves[path]):
             raise ValueError(
                 f"{path!r} is a parameter without a gradient; {_EQUAL_TREES}"
             )
-    for path in gradients:
-        if path not in leaves:
-            raise ValueError(
-                f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}"
-            )
-    if without_gradient:
+    if differences:
         # `gradients` is in the order of the tree, and an entry of it may be a masked leaf.
         structure = jax.tree.structure(updates, is_leaf=is_masked)
         params = structure.unflatten(leaves[path] for path in gradients)
