@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from muonjax._clip.clip_by_statistic import ClipByStatistic
-from muonjax._clip.qk_clip import clip_of_logits, qk_clip
+from muonjax._clip.qk_clip import clip_of_logits
 from muonjax._clip.site import Sites
 from muonjax._common.arguments import (
     WIDE_FLOATS,
@@ -364,7 +364,7 @@ class AdamWSettings(TypedDict, total=False):
     nesterov: bool
 
 
-@explains_keywords("muonclip", muon, qk_clip)
+@explains_keywords("muonclip", muon)
 def muonclip(
     learning_rate: optax.ScalarOrSchedule,
     program: Sites | None = None,
@@ -420,7 +420,7 @@ def muonclip(
     )
 
 
-@explains_keywords("adamclip", optax.adamw, muonclip)
+@explains_keywords("adamclip", optax.adamw)
 def adamclip(
     learning_rate: optax.ScalarOrSchedule,
     program: Sites | None = None,
