@@ -16,7 +16,6 @@ from muonjax._mesh.host_memory import offload
 from muonjax._mesh.state_shardings import state_shardings
 from muonjax._msign.mcsgn import mcsgn
 from muonjax._msign.msign import msign
-from muonjax._msign.sylvester import sylvester
 from muonjax._names.routes import dimension_numbers
 from muonjax._names.tabulate import tabulate
 from muonjax._newton_schulz.coefficients import JORDAN, YOU, polar_express
@@ -78,7 +77,6 @@ __all__ = [
     "qk_clip",
     "signal_clip",
     "state_shardings",
-    "sylvester",
     "tabulate",
     "trace",
     "value_and_grad",

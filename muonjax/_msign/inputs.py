@@ -1,4 +1,4 @@
-"""Check the arguments that msign, mcsgn and sylvester share, and bring matrices to wide orientation and unit norm."""
+"""Check the arguments that msign and mcsgn share, and bring matrices to wide orientation and unit norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mcsgn and sylvester: values, every derivative, and the edge of their domain."""
+"""mcsgn: values, every derivative, and the edge of their domain."""
 
 import functools
 
@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
-from muonjax import JORDAN, mcsgn, msign, polar_express, sylvester
+from muonjax import JORDAN, mcsgn, msign, polar_express
 from muonjax._common.linalg import dot
 from muonjax._msign.mcsgn import _iterate, _unit
 from tests.msign import oracles as msign_oracles
@@ -130,52 +129,6 @@ def test_scale_zero_and_the_edge_of_the_domain():
     assert mcsgn(jnp.zeros((3, 0, 0))).shape == (3, 0, 0)
 
 
-def definite(n, condition, seed):
-    q = np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))[0]
-    return (q * np.geomspace(1, 1 / condition, n)) @ q.T
-
-
-def test_sylvester():
-    a = definite(6, 30, 0)
-    b = definite(4, 30, 1)
-    c = np.random.default_rng(2).standard_normal((6, 4))
-    exact = np.linalg.solve(
-        np.kron(a, np.eye(4)) + np.kron(np.eye(6), b), c.ravel()
-    ).reshape(6, 4)
-    solve = jax.jit(sylvester)
-    assert (
-        relative(solve(*(jnp.asarray(v, jnp.float32) for v in (a, b, c))), exact) < 1e-4
-    )
-    small = solve(
-        *(jnp.asarray(v, jnp.float32) for v in (a * 1e-3, b * 1e-3, c * 1e25))
-    )
-    assert relative(np.asarray(small, np.float64), exact * 1e28) < 1e-4
-    with jax.enable_x64(True):
-        a = jnp.asarray(a)
-        b = jnp.asarray(b)
-        c = jnp.asarray(c)
-        assert relative(solve(a, b, c), exact) < 1e-12
-        stacked = jax.jit(jax.vmap(sylvester, in_axes=(None, None, 0)))(
-            a, b, jnp.stack([c, 2 * c])
-        )
-        assert_allclose(stacked[1], 2 * exact, atol=1e-10)
-        assert_allclose(solve(a, b, jnp.stack([c, 2 * c])), stacked, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("order", "modes"), [(1, ("rev",)), thorough(2, ("fwd", "rev"))]
-)
-def test_derivatives_of_sylvester(order, modes):
-    c = np.random.default_rng(2).standard_normal((6, 4))
-    with jax.enable_x64(True):
-        a = jnp.asarray(definite(6, 30, 0) + np.eye(6))
-        b = jnp.asarray(definite(4, 30, 1))
-        c = jnp.asarray(c)
-        check_grads(
-            jax.jit(sylvester), (a, b, c), order, modes, atol=1e-6, rtol=1e-6, eps=2e-5
-        )
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -189,24 +142,7 @@ def test_derivatives_of_sylvester(order, modes):
             ValueError,
             r"square matrices, got shape \(2, 3\)",
         ),
-        (
-            lambda: sylvester(jnp.eye(2), jnp.eye(3), jnp.ones((3, 2))),
-            ValueError,
-            r"swap a and b",
-        ),
         (lambda: mcsgn(None), TypeError, r"mcsgn\(x=None\) must be an array"),
-        (
-            lambda: sylvester(jnp.eye(2), "b", jnp.eye(2)),
-            TypeError,
-            r"sylvester\(b='b'\) must be an array",
-        ),
-        (
-            lambda: sylvester(
-                jnp.ones((2, 1, 1)), jnp.ones((3, 1, 1)), jnp.ones((1, 1))
-            ),
-            ValueError,
-            r"equal batch",
-        ),
     ],
 )
 def test_mistakes(call, error, message):

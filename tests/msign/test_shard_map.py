@@ -1,4 +1,4 @@
-"""msign, mcsgn and sylvester inside of jax.shard_map, which checks that values vary over the mesh axes they claim."""
+"""msign and mcsgn inside of jax.shard_map, which checks that values vary over the mesh axes they claim."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from muonjax import mcsgn, msign, polar_express, sylvester
+from muonjax import mcsgn, msign, polar_express
 from tests.tools.sharded import DEVICES, check, mesh
 from tests.tools.tiers import quick
 
@@ -24,11 +24,6 @@ def random(*shape):
 def with_both_signs(*batch):
     """Well-conditioned matrices with real eigenvalues, one of them negative."""
     return jnp.diag(jnp.array([1.0, -2.0, 3.0])) + 0.1 * random(*batch, 3, 3)
-
-
-def definite(n):
-    x = random(n, n)
-    return jnp.eye(n) + 0.2 * x @ x.mT
 
 
 @quick("shape0-polar")
@@ -81,13 +76,3 @@ def test_mcsgn_of_a_replicated_matrix_and_of_one_for_each_device():
 
     arguments = with_both_signs(), with_both_signs(DEVICES), random(DEVICES, 4, 3)
     check(loss, (P(), P("data"), P("data")), arguments)
-
-
-@pytest.mark.thorough
-def test_sylvester_of_replicated_coefficients():
-    def loss(a, b, c):
-        return jnp.sum(jnp.sin(sylvester(a, b, c)))
-
-    check(
-        loss, (P(), P(), P("data")), (definite(3), definite(2), random(DEVICES, 3, 2))
-    )
