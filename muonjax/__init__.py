@@ -14,7 +14,6 @@ from muonjax._matrices.matrix_view import FusedDimensionNumbers, MuonDimensionNu
 from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.host_memory import offload
 from muonjax._mesh.state_shardings import state_shardings
-from muonjax._msign.mcsgn import mcsgn
 from muonjax._msign.msign import msign
 from muonjax._names.routes import dimension_numbers
 from muonjax._names.tabulate import tabulate
@@ -58,7 +57,6 @@ __all__ = [
     "match_rms",
     "max_logits",
     "max_logits_bound",
-    "mcsgn",
     "metrics",
     "mha_site",
     "mla_site",

@@ -1,11 +1,9 @@
-"""Check the arguments that msign and mcsgn share, and bring matrices to wide orientation and unit norm."""
+"""Check the matrices of msign, and bring them to wide orientation and unit norm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -22,23 +20,19 @@ CONVERGED: Coefficients = polar_express(11, lower=1e-5)
 value at 1e-3 / sqrt(m) of its Frobenius norm or above: inside for every m up to 10,000."""
 
 
-def matrices(x: Any, name: str = "x") -> Float[Array, "*batch m n"]:
+def matrices(x: Any) -> Float[Array, "*batch m n"]:
     """`x` as an array, if it is a stack of real floating-point matrices."""
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"({name}={shown(x)}) must be an array [*batch, m, n]."
-        ) from error
+        raise TypeError(f"(x={shown(x)}) must be an array [*batch, m, n].") from error
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
-            f"({name}) needs a real floating-point matrix, got dtype {x.dtype}; "
+            f"(x) needs a real floating-point matrix, got dtype {x.dtype}; "
             "cast it, or take the real form [[re, -im], [im, re]] of a complex one."
         )
     if x.ndim < 2:
-        raise ValueError(
-            f"({name}) needs a matrix [*batch, m, n], got shape {x.shape}."
-        )
+        raise ValueError(f"(x) needs a matrix [*batch, m, n], got shape {x.shape}.")
     return x
 
 
@@ -73,14 +67,12 @@ def widened(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch short long"]:
 
 def normalized(
     x: Float[Array, "*batch m n"],
-    square: Callable[[jax.Array], jax.Array] = square_norm,
-) -> tuple[Float[Array, "*batch short long"], Float[Array, "*batch 1 1"]]:
-    """`widened(x)` over its norm, and the inverse of that norm, as `unit_norm`."""
+) -> Float[Array, "*batch short long"]:
+    """`widened(x)` over its norm."""
     wide = widened(x)
     # The square of an entry beyond 1e19 would overflow, so x becomes about 1 first, without rounding.
-    scale = power_of_two_scale(wide)
-    unit, inverse = unit_norm(wide * scale, square)
-    return unit, scale * inverse
+    wide = wide * power_of_two_scale(wide)
+    return wide * inverse_norm(wide)
 
 
 def oriented_like(
@@ -92,21 +84,10 @@ def oriented_like(
     return oriented.astype(x.dtype)
 
 
-def inner(
-    x: Float[Array, "*batch m n"], y: Float[Array, "*batch m n"]
-) -> Float[Array, "*batch 1 1"]:
-    """Frobenius inner product of each matrix."""
-    return jnp.sum(x * y, axis=(-2, -1), keepdims=True)
-
-
-def unit_norm(
-    x: Float[Array, "*batch m n"],
-    square: Callable[[jax.Array], jax.Array] = square_norm,
-) -> tuple[Float[Array, "*batch m n"], Float[Array, "*batch 1 1"]]:
-    """x / r and 1 / r with r^2 = `square(x)`, |x|_F^2 by default; both 0 for a zero matrix, as are their gradients."""
+def inverse_norm(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
+    """1 / |x|_F of each matrix; 0 for a zero matrix, as is its gradient."""
     # `square > 0` would also hide a NaN, which has to stay in the result.
     is_zero = jnp.all(x == 0, axis=(-2, -1), keepdims=True)
     # The square of a zero matrix is replaced before the root, whose gradient at 0 is a NaN even where it is not chosen.
-    nonzero_square = jnp.where(is_zero, 1.0, square(x))
-    inverse = jnp.where(is_zero, 0.0, lax.rsqrt(nonzero_square))
-    return x * inverse, inverse
+    nonzero_square = jnp.where(is_zero, 1.0, square_norm(x))
+    return jnp.where(is_zero, 0.0, lax.rsqrt(nonzero_square))

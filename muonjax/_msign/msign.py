@@ -100,8 +100,8 @@ def msign(
 
     if gradient == "polar":
         return polar_msign(x, rows, polishing_rows, dot)
+    steps = rows_beside(x, rows)
     if gradient == "polynomial":
-        return polynomial_msign(x, rows_beside(x, rows), dot)
-    # "autodiff": JAX differentiates these lines.
-    unit, _ = normalized(x)
-    return oriented_like(iterate(unit, rows_beside(x, rows), dot), x)
+        return polynomial_msign(x, steps, dot)
+    # "autodiff": JAX differentiates this line.
+    return oriented_like(iterate(normalized(x), steps, dot), x)

@@ -20,7 +20,7 @@ from jax import lax
 
 from muonjax._common.linalg import MatrixProduct, adjoint, hermitian_part, identity_like
 from muonjax._common.power_of_two_scale import power_of_two_scale
-from muonjax._msign.inputs import oriented_like, rows_beside, unit_norm, widened
+from muonjax._msign.inputs import inverse_norm, oriented_like, rows_beside, widened
 from muonjax._msign.polynomial_gradient import about_mean, iterate, plus_transpose
 from muonjax._newton_schulz.coefficients import (
     Coefficients,
@@ -228,7 +228,7 @@ def polar_msign(
     wide = widened(x)
     wide = wide * power_of_two_scale(wide)
     # 1 / |x|_F. The polar factor has no scale, so the norm may be a constant, which saves its derivative.
-    _, inverse = unit_norm(lax.stop_gradient(wide))
+    inverse = inverse_norm(lax.stop_gradient(wide))
     # As one array, because no polish alone would be an array [0], and not [0, 3].
     steps = rows_beside(x, rows + polish)
     num_rows = len(rows)

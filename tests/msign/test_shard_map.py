@@ -1,4 +1,4 @@
-"""msign and mcsgn inside of jax.shard_map, which checks that values vary over the mesh axes they claim."""
+"""msign inside of jax.shard_map, which checks that values vary over the mesh axes they claim."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from muonjax import mcsgn, msign, polar_express
+from muonjax import msign, polar_express
 from tests.tools.sharded import DEVICES, check, mesh
 from tests.tools.tiers import quick
 
@@ -19,11 +19,6 @@ def random(*shape):
     return jnp.asarray(
         np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32
     )
-
-
-def with_both_signs(*batch):
-    """Well-conditioned matrices with real eigenvalues, one of them negative."""
-    return jnp.diag(jnp.array([1.0, -2.0, 3.0])) + 0.1 * random(*batch, 3, 3)
 
 
 @quick("shape0-polar")
@@ -67,12 +62,3 @@ def test_forward_mode_of_msign(mode):
     np.testing.assert_allclose(
         jax.jit(run)(w), jax.jit(forwards)(w), rtol=1e-4, atol=1e-5
     )
-
-
-@pytest.mark.thorough
-def test_mcsgn_of_a_replicated_matrix_and_of_one_for_each_device():
-    def loss(replicated, own, x):
-        return jnp.sum(jnp.tanh(x @ mcsgn(replicated)) + jnp.tanh(x @ mcsgn(own)))
-
-    arguments = with_both_signs(), with_both_signs(DEVICES), random(DEVICES, 4, 3)
-    check(loss, (P(), P("data"), P("data")), arguments)
