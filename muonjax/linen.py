@@ -1,4 +1,4 @@
-"""muonjax for Flax Linen: a train state that passes the largest logits on, and layers with LoHa adapters.
+"""muonjax for Flax Linen: a train state that passes the largest logits on, and LoHa adapters of its layers.
 
 Flax's layers take the function that multiplies, as `dot_general_cls` or `conv_general_dilated_cls`. An adapter
 is a module that replaces this function, under the layer's scope as "loha". The kernel keeps its path, so the
@@ -6,7 +6,7 @@ parameters of a trained model fit next to the adapters.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from muonjax import loha as shared
 from muonjax._common.arguments import errors_of
 from muonjax._common.trees import listed
 
-__all__ = ["LoHaConv", "LoHaDense", "TrainState", "loha", "merge"]
+__all__ = ["TrainState", "loha", "merge"]
 
 _HOLDER = "loha"
 
@@ -35,7 +35,6 @@ class LoHa(nn.Module):
 
     rank: int
     scale: float
-    function: Callable[..., jax.Array] = lax.dot_general
     param_dtype: Any = jnp.float32
 
     @nn.compact
@@ -43,14 +42,25 @@ class LoHa(nn.Module):
         self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
+        # The layer that made the adapter is its parent.
+        is_convolution = isinstance(self.parent, nn.Conv)
+        if is_convolution and self.parent.mask is not None:
+            raise ValueError(
+                "loha in a convolution with a mask: ΔW is not masked; remove the mask."
+            )
+        function = lax.conv_general_dilated if is_convolution else lax.dot_general
         # The first axes of a kernel are its inputs: of a convolution all but the last, of a dense layer those that
         # its dimension numbers sum over.
         input_axes = rhs.ndim - 1
-        if self.function is lax.dot_general:
-            # Linen's layers give them by position.
-            dimension_numbers = args[0]
-            (_, summed), _ = dimension_numbers
+        if not is_convolution:
+            # Linen's layers give them by position: the axes that are summed over, and those that count matrices.
+            (_, summed), (_, batch) = args[0]
             input_axes = len(summed)
+            if batch or tuple(summed) != tuple(range(input_axes)):
+                raise ValueError(
+                    "A LoHa adapter needs a kernel [*in, *out] without a batch of matrices, got "
+                    f"dimension_numbers={args[0]} and a kernel of shape {rhs.shape}."
+                )
         with errors_of("loha"):
             shapes = shared.factor_shapes(rhs.shape, input_axes, self.rank)
         factors = []
@@ -60,15 +70,16 @@ class LoHa(nn.Module):
         # A parameter, so that a checkpoint of the adapter is complete.
         scale = self.param(shared.SCALE, lambda _: jnp.float32(self.scale))
         scale = lax.stop_gradient(scale)
-        return shared.apply_adapter(
-            self.function, factors, scale, lhs, rhs, *args, **settings
-        )
+        return shared.multiply(function, lhs, rhs, factors, scale, *args, **settings)
 
 
 def loha(
     rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float32
 ) -> functools.partial[LoHa]:
-    """Makes LoHa adapters, for `dot_general_cls` of a dense layer or `qkv_dot_general_cls` of an attention.
+    """Makes LoHa adapters: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
+
+    It is for `dot_general_cls` of a dense layer, `qkv_dot_general_cls` of an attention, and `conv_general_dilated_cls`
+    of a convolution, whose kernel is a matrix (window · in) × out. The layer keeps the paths of its parameters.
 
     Args:
       rank: The rank of each of the two products; ΔW has rank up to rank².
@@ -79,7 +90,8 @@ def loha(
       A function without arguments, which the layer calls to make its adapter.
 
     Raises:
-      ValueError: If a setting is out of range; when the layer is initialized, if the rank does not fit its kernel.
+      ValueError: If a setting is out of range; when the layer is initialized, if the rank does not fit its kernel,
+        or for a convolution with a mask.
 
     Example:
       >>> attention = nn.MultiHeadAttention(num_heads=2, qkv_dot_general_cls=loha(2))
@@ -92,82 +104,6 @@ def loha(
     with errors_of("loha"):
         scale = shared.scale_of(rank, alpha)
     return functools.partial(LoHa, rank, scale, param_dtype=param_dtype, name=_HOLDER)
-
-
-def LoHaDense(
-    features: int, *, rank: int, alpha: float | None = None, **dense: Any
-) -> nn.Dense:
-    """`nn.Dense` with a LoHa adapter: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
-
-    It is an `nn.Dense`, with the name that an `nn.Dense` would get.
-
-    Args:
-      features: The size of y's last axis.
-      rank: As in `loha`.
-      alpha: As in `loha`.
-      **dense: `nn.Dense`'s own settings.
-
-    Returns:
-      The module.
-
-    Raises:
-      ValueError: As in `loha`.
-
-    Example:
-      >>> params = LoHaDense(4, rank=2).init(jax.random.key(0), jnp.ones((1, 6)))["params"]
-      >>> params["kernel"].shape, params["loha"]["hada_w1_a"].shape, params["loha"]["hada_w1_b"].shape
-      ((6, 4), (6, 2), (2, 4))
-
-    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
-    """
-    with errors_of("LoHaDense"):
-        adapter = loha(
-            rank, alpha=alpha, param_dtype=dense.get("param_dtype", jnp.float32)
-        )
-    return nn.Dense(features, dot_general_cls=adapter, **dense)
-
-
-def LoHaConv(
-    features: int,
-    kernel_size: Any,
-    *,
-    rank: int,
-    alpha: float | None = None,
-    **conv: Any,
-) -> nn.Conv:
-    """`nn.Conv` with a LoHa adapter of its kernel as a matrix (window · in) × out.
-
-    Args:
-      features: The number of channels of y.
-      kernel_size: The window.
-      rank: As in `loha`.
-      alpha: As in `loha`.
-      **conv: `nn.Conv`'s own settings.
-
-    Returns:
-      The module: an `nn.Conv`, with the name that an `nn.Conv` would get.
-
-    Raises:
-      ValueError: As in `loha`, and for a convolution with a mask.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, muonjax
-      >>> conv = muonjax.linen.LoHaConv(4, (3, 3), rank=2)
-      >>> params = conv.init(jax.random.key(0), jnp.ones((1, 8, 8, 6)))["params"]
-      >>> params["kernel"].shape, params["loha"]["hada_w1_a"].shape
-      ((3, 3, 6, 4), (54, 2))
-
-    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
-    """
-    if conv.get("mask") is not None:
-        raise ValueError("LoHaConv(mask=…): ΔW is not masked; remove the mask.")
-    with errors_of("LoHaConv"):
-        adapter = loha(
-            rank, alpha=alpha, param_dtype=conv.get("param_dtype", jnp.float32)
-        )
-    # It is one module for both kinds of layers.
-    adapter = functools.partial(adapter, function=lax.conv_general_dilated)
-    return nn.Conv(features, kernel_size, conv_general_dilated_cls=adapter, **conv)
 
 
 def merge(params: Any) -> Any:
@@ -184,8 +120,9 @@ def merge(params: Any) -> Any:
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax
+      >>> from flax import linen as nn
       >>> x = jnp.ones((1, 6))
-      >>> params = muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), x)["params"]
+      >>> params = nn.Dense(4, dot_general_cls=muonjax.linen.loha(2)).init(jax.random.key(0), x)["params"]
       >>> sorted(muonjax.linen.merge(params))
       ['bias', 'kernel']
     """

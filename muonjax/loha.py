@@ -85,32 +85,41 @@ def hadamard_linear(
     # The sums have that of all arguments, as those of a plain layer with a float32 parameter do.
     result_dtype = common_dtype(x, w, *factors)
 
-    def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.matmul(
-            x, w, precision=precision, preferred_element_type=result_dtype
-        )
-
-    return multiply(matmul, x.astype(dtype), w.astype(dtype), factors, scale, precision)
+    return multiply(
+        jnp.matmul,
+        x.astype(dtype),
+        w.astype(dtype),
+        factors,
+        scale,
+        precision=precision,
+        preferred_element_type=result_dtype,
+    )
 
 
 def multiply(
-    product: Callable[[jax.Array, jax.Array], jax.Array],
+    function: Callable[..., jax.Array],
     x: jax.Array,
     kernel: jax.Array,
     factors: Sequence[jax.Array],
     scale: jax.Array | float,
-    precision: lax.PrecisionLike = None,
+    *args: Any,
+    **settings: Any,
 ) -> jax.Array:
-    """`product(x, kernel + ΔW)`, a dense layer's or a convolution's; the derivative keeps x, kernel and factors.
+    """`function(x, kernel + ΔW, *args, **settings)`, whose derivative keeps x, kernel and factors.
+
+    The function is `jnp.matmul`, `lax.dot_general` or `lax.conv_general_dilated`, as Flax's layers call them. Its
+    precision is that of ΔW, too.
 
     ΔW depends neither on x nor on a cotangent, so the compiler may compute it for every layer before the first layer
     runs. The barrier here lets it begin when x is known, and that of `jax.checkpoint` when the cotangent is.
     """
+    precision = settings.get("precision")
 
     @jax.checkpoint
     def call(x: jax.Array, kernel: jax.Array, factors: Any, scale: Any) -> jax.Array:
         x, factors = lax.optimization_barrier((x, factors))
-        return product(x, adapted_kernel(kernel, factors, scale, precision))
+        adapted = adapted_kernel(kernel, factors, scale, precision)
+        return function(x, adapted, *args, **settings)
 
     return call(x, kernel, factors, scale)
 
@@ -222,35 +231,6 @@ def initial(name: str, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.
     # w1a, w1b, w2a, w2b
     deviation = dict(zip(FACTORS, (1.0, 0.1, 1.0, 0.0), strict=True))[name]
     return deviation * jax.random.normal(key, tuple(shape), dtype)
-
-
-def apply_adapter(
-    function: Callable[..., jax.Array],
-    factors: Sequence[jax.Array],
-    scale: jax.Array | float,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *args: Any,
-    **settings: Any,
-) -> jax.Array:
-    """`function(lhs, rhs + ΔW, …)` for `lax.dot_general` or `lax.conv_general_dilated`, as Flax's layers call them."""
-    # A convolution's kernel has its inputs first, always.
-    if function is lax.dot_general:
-        dimension_numbers = args[0] if args else settings["dimension_numbers"]
-        # These are the kernel's axes that are summed over, and those that count matrices.
-        (_, summed), (_, batch) = dimension_numbers
-        first_axes = tuple(range(len(summed)))
-        if batch or tuple(summed) != first_axes:
-            raise ValueError(
-                "A LoHa adapter needs a kernel [*in, *out] without a batch of matrices, got "
-                f"dimension_numbers={dimension_numbers} and a kernel of shape {rhs.shape}."
-            )
-
-    # The layer's own product, with its dimension numbers, strides and precision.
-    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return function(x, kernel, *args, **settings)
-
-    return multiply(product, lhs, rhs, factors, scale, settings.get("precision"))
 
 
 def adapter_mask(params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""muonjax for Flax NNX: layers with LoHa adapters, and NNX models as functions of their parameters.
+"""muonjax for Flax NNX: LoHa adapters of its layers, and NNX models as functions of their parameters.
 
 Flax's layers take the function that multiplies, `dot_general` or `conv_general_dilated`. An adapter is a module
 that replaces this function: the layer, its kernel and the kernel's path stay what they were.
@@ -17,7 +17,7 @@ from muonjax import loha as shared
 from muonjax._common.arguments import errors_of
 from muonjax._common.trees import listed
 
-__all__ = ["LoHaConv", "LoHaLinear", "LoHaParam", "add_loha", "merge"]
+__all__ = ["LoHaParam", "add_loha", "merge"]
 
 Layer = nnx.Linear | nnx.LinearGeneral | nnx.Conv
 
@@ -40,8 +40,9 @@ class LoHa(nnx.Module):
 
     def __init__(self, layer: Layer, rank: int, scale: float, rngs: nnx.Rngs):
         self.scale = scale
-        self.attribute = _product_attribute(layer)
         _check_layer(layer)
+        # lax.dot_general, lax.conv_general_dilated or the user's own; an `nnx.LinearGeneral` may have None.
+        self.replaced = getattr(layer, _product_attribute(layer))
         kernel = layer.kernel
         # By name: [in, rank] and [rank, out], twice
         shapes = shared.factor_shapes(kernel.shape, _num_input_axes(layer), rank)
@@ -58,88 +59,11 @@ class LoHa(nnx.Module):
         self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        # The attribute has the name of the function of lax that the layer would have called.
-        function = getattr(lax, self.attribute)
-        factors = self.factors()
-        return shared.apply_adapter(
-            function, factors, self.scale, lhs, rhs, *args, **settings
+        # Without one an `nnx.LinearGeneral` calls lax.dot_general.
+        function = self.replaced or lax.dot_general
+        return shared.multiply(
+            function, lhs, rhs, self.factors(), self.scale, *args, **settings
         )
-
-
-class LoHaLinear(nnx.Linear):
-    """`nnx.Linear` with a LoHa adapter: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
-
-    Args:
-      in_features: The size of x's last axis.
-      out_features: The size of y's.
-      rank: The rank of each of the two products; ΔW has rank up to rank².
-      alpha: ΔW is scaled by alpha / rank; None: alpha = rank.
-      rngs: The stream "params".
-      **linear: `nnx.Linear`'s own settings.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> layer = LoHaLinear(6, 4, rank=2, rngs=nnx.Rngs(0))
-      >>> layer(jnp.ones((1, 6))).shape
-      (1, 4)
-      >>> sorted(nnx.state(layer, LoHaParam)["dot_general"])
-      ['hada_w1_a', 'hada_w1_b', 'hada_w2_a', 'hada_w2_b']
-
-    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        rank: int,
-        alpha: float | None = None,
-        rngs: nnx.Rngs,
-        **linear: Any,
-    ):
-        with errors_of("LoHaLinear"):
-            super().__init__(in_features, out_features, rngs=rngs, **linear)
-            # The layer is a model with one layer, whose path is "".
-            add_loha(self, "", rank=rank, alpha=alpha, rngs=rngs)
-
-
-class LoHaConv(nnx.Conv):
-    """`nnx.Conv` with a LoHa adapter of its kernel as a matrix (window · in) × out.
-
-    Args:
-      in_features: The number of channels of x.
-      out_features: The number of channels of y.
-      kernel_size: The window.
-      rank: As in `LoHaLinear`.
-      alpha: As in `LoHaLinear`.
-      rngs: As in `LoHaLinear`.
-      **conv: `nnx.Conv`'s own settings.
-
-    Example:
-      >>> import jax.numpy as jnp, muonjax
-      >>> from flax import nnx
-      >>> layer = muonjax.nnx.LoHaConv(6, 4, (3, 3), rank=2, rngs=nnx.Rngs(0))
-      >>> layer(jnp.ones((1, 8, 8, 6))).shape
-      (1, 8, 8, 4)
-
-    Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        kernel_size: Any,
-        *,
-        rank: int,
-        alpha: float | None = None,
-        rngs: nnx.Rngs,
-        **conv: Any,
-    ):
-        with errors_of("LoHaConv"):
-            super().__init__(in_features, out_features, kernel_size, rngs=rngs, **conv)
-            add_loha(self, "", rank=rank, alpha=alpha, rngs=rngs)
 
 
 def add_loha(
@@ -150,18 +74,19 @@ def add_loha(
     alpha: float | None = None,
     rngs: nnx.Rngs,
 ) -> list[str]:
-    """Gives LoHa adapters to layers of an existing model, in place.
+    """Gives LoHa adapters to layers of an existing model, in place: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
 
     Every `nnx.Linear`, `nnx.LinearGeneral` (the projections of an attention) and `nnx.Conv` that matches
-    `path_rule` gets one. Kernels, their paths and the model's outputs stay as they are: ΔW = 0.
+    `path_rule` gets one; of a convolution, the kernel is a matrix (window · in) × out. Kernels, their paths and the
+    model's outputs stay as they are. A single layer is a model too, with the path "".
 
     Args:
       model: Any NNX module.
       path_rule: A regular expression searched in the layer's path, "blocks/0/attention/query", or a function
         of that path.
-      rank: As in `LoHaLinear`.
-      alpha: As in `LoHaLinear`.
-      rngs: As in `LoHaLinear`.
+      rank: The rank of each of the two products; ΔW has rank up to rank².
+      alpha: ΔW is scaled by alpha / rank; None: alpha = rank.
+      rngs: The stream "params".
 
     Returns:
       The paths of the adapted layers.
@@ -239,7 +164,7 @@ def merge(model: nnx.Module) -> None:
         )
         # The layer multiplies as before it had an adapter. `nnx.static` takes back the mark of `nnx.data`, with which
         # the function would be a leaf of the model.
-        setattr(layer, attribute, nnx.static(_default_product(layer)))
+        setattr(layer, attribute, nnx.static(adapter.replaced))
     if not has_adapter:
         raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
 
@@ -265,32 +190,18 @@ def _product_attribute(layer: Layer) -> str:
     return "conv_general_dilated" if isinstance(layer, nnx.Conv) else "dot_general"
 
 
-def _default_product(layer: Layer) -> Any:
-    """What `_product_attribute` holds if the user gives no product: lax.dot_general or lax.conv_general_dilated.
-
-    An `nnx.LinearGeneral` holds None, and takes lax.dot_general when it is called.
-    """
-    if isinstance(layer, nnx.LinearGeneral):
-        return None
-    return getattr(lax, _product_attribute(layer))
-
-
 def _check_layer(layer: Layer) -> None:
     """Raises ValueError for a layer that can't have a new adapter."""
-    # What the layer multiplies with: lax.dot_general, the user's own function, or an adapter.
-    function = getattr(layer, _product_attribute(layer))
-    if isinstance(function, LoHa):
+    if isinstance(getattr(layer, _product_attribute(layer)), LoHa):
         raise ValueError(
             "the layer has an adapter already; muonjax.nnx.merge(model) adds it to the kernel."
         )
     if isinstance(layer, nnx.Conv) and layer.mask is not None:
         raise ValueError("the layer has a mask, and ΔW is not masked; remove the mask.")
     # LinearGeneral prefers its dot_general_cls to its dot_general.
-    has_class = getattr(layer, "dot_general_cls", None) is not None
-    if has_class or function is not _default_product(layer):
+    if getattr(layer, "dot_general_cls", None) is not None:
         raise ValueError(
-            f"the layer multiplies by its own {_product_attribute(layer)}, which an adapter would replace; "
-            "leave it out."
+            "the layer has a dot_general_cls, which goes before an adapter; leave it out, or give dot_general."
         )
     # A stack of layers, as `nnx.vmap` makes it, has an axis more.
     if layer.kernel.ndim != _num_input_axes(layer) + np.size(layer.out_features):

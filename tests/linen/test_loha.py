@@ -1,7 +1,5 @@
 """LoHa adapters in Linen: the start, merging, training adapters alone, and what is refused."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,21 +21,11 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        settings = {"rank": 2, "alpha": 5.0}
-        dense = (
-            functools.partial(linen_loha.LoHaDense, **settings)
-            if self.adapted
-            else nn.Dense
-        )
-        conv = (
-            functools.partial(linen_loha.LoHaConv, **settings)
-            if self.adapted
-            else nn.Conv
-        )
-        x = dense(8, name="up")(x)
-        qkv = linen_loha.loha(**settings) if self.adapted else None
-        x = nn.MultiHeadAttention(num_heads=2, qkv_dot_general_cls=qkv)(x)
-        return nn.LayerNorm()(conv(6, (3,), strides=2)(x))
+        loha = linen_loha.loha(2, alpha=5.0) if self.adapted else None
+        x = nn.Dense(8, name="up", dot_general_cls=loha)(x)
+        x = nn.MultiHeadAttention(num_heads=2, qkv_dot_general_cls=loha)(x)
+        conv = nn.Conv(6, (3,), strides=2, conv_general_dilated_cls=loha)
+        return nn.LayerNorm()(conv(x))
 
 
 X = jax.random.normal(jax.random.key(5), (2, 5, 8))
@@ -91,7 +79,7 @@ def test_the_mask_is_true_for_the_factors_alone():
 
 
 def test_linen_routing_knows_the_factors():
-    layer = linen_loha.LoHaConv(8, (3,), rank=2)
+    layer = nn.Conv(8, (3,), conv_general_dilated_cls=linen_loha.loha(2))
     numbers = dimension_numbers(layer.init(jax.random.key(0), X)["params"])["loha"]
     assert (
         numbers["hada_w1_a"]
@@ -109,11 +97,8 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        layer = (
-            linen_loha.LoHaDense(8, rank=2, alpha=3.0, name="up")
-            if self.adapted
-            else nn.Dense(8, name="up")
-        )
+        loha = linen_loha.loha(2, alpha=3.0) if self.adapted else None
+        layer = nn.Dense(8, name="up", dot_general_cls=loha)
         scan = nn.scan(
             lambda layer, x, _: (jnp.tanh(layer(x)), None),
             variable_axes={"params": self.axis},
@@ -148,14 +133,16 @@ def test_linen_stacks_along_another_axis_are_refused():
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (lambda: linen_loha.LoHaDense(4, rank=5), "choose 1 to 4"),
-        (lambda: linen_loha.LoHaDense(4, rank=0), "rank=0"),
+        (lambda: nn.Dense(4, dot_general_cls=linen_loha.loha(5)), "choose 1 to 4"),
+        (lambda: linen_loha.loha(0), "rank=0"),
+        (lambda: linen_loha.loha(2, alpha=-1.0), "alpha=-1.0.* must be positive"),
         (
-            lambda: linen_loha.LoHaDense(4, rank=2, alpha=-1.0),
-            "alpha=-1.0.* must be positive",
-        ),
-        (
-            lambda: linen_loha.LoHaConv(2, (3,), rank=1, mask=jnp.ones((3, 2, 2))),
+            lambda: nn.Conv(
+                2,
+                (3,),
+                mask=jnp.ones((3, 8, 2)),
+                conv_general_dilated_cls=linen_loha.loha(1),
+            ),
             "mask",
         ),
     ],

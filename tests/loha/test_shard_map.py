@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from muonjax import hadamard_linear
-from muonjax.loha import apply_adapter
+from muonjax.loha import multiply
 from tests.tools.oracles import normal
 from tests.tools.sharded import DEVICES, check
 
@@ -65,12 +65,12 @@ def test_convolution():
     dimensions = jax.lax.ConvDimensionNumbers((0, 2, 1), (2, 1, 0), (0, 2, 1))
 
     def loss(x, kernel, *f):
-        y = apply_adapter(
+        y = multiply(
             convolve,
-            f,
-            1.0,
             x,
             kernel,
+            f,
+            1.0,
             (1,),
             "SAME",
             dimension_numbers=dimensions,

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 
 from muonjax import adapter_mask, apply_qk_clip, dimension_numbers, mha_site
 from muonjax import nnx as nnx_loha
-from muonjax.nnx import LoHaConv, LoHaLinear, LoHaParam, add_loha
+from muonjax.nnx import LoHaParam, add_loha
 from tests.tools.oracles import disturbed
 
 
@@ -18,6 +18,11 @@ def train_nnx(model):
     """Every parameter of every adapter moved, as training would."""
     nnx.update(model, disturbed(nnx.state(model, LoHaParam)))
     return model
+
+
+def adapted(layer, rank, alpha=None):
+    add_loha(layer, "", rank=rank, alpha=alpha, rngs=nnx.Rngs(1))
+    return layer
 
 
 def weight64(layer, holder):
@@ -60,7 +65,7 @@ LAYERS = [
 
 @pytest.mark.parametrize("alpha", [None, 5.0])
 def test_nnx_linear_starts_plain_then_follows_its_factors(alpha):
-    layer = LoHaLinear(6, 5, rank=2, alpha=alpha, rngs=nnx.Rngs(0))
+    layer = adapted(nnx.Linear(6, 5, rngs=nnx.Rngs(0)), 2, alpha)
     x = jax.random.normal(jax.random.key(1), (3, 6))
     assert_allclose(layer(x), x @ layer.kernel[...] + layer.bias[...], atol=1e-6)
     train_nnx(layer)
@@ -71,15 +76,14 @@ def test_nnx_linear_starts_plain_then_follows_its_factors(alpha):
 
 @pytest.mark.parametrize(("dtype", "exact"), [(jnp.float32, 5e-6), (jnp.bfloat16, 0.1)])
 def test_nnx_merge_leaves_a_plain_layer_with_the_same_outputs(dtype, exact):
-    layer = train_nnx(
-        LoHaLinear(6, 5, rank=3, alpha=7.0, param_dtype=dtype, rngs=nnx.Rngs(0))
-    )
+    plain = nnx.Linear(6, 5, param_dtype=dtype, rngs=nnx.Rngs(0))
+    layer = train_nnx(adapted(plain, 3, 7.0))
     x = jax.random.normal(jax.random.key(1), (3, 6))
-    adapted = layer(x)
+    before = layer(x)
     want = weight64(layer, layer.dot_general)
     nnx_loha.merge(layer)
     assert layer.dot_general is jax.lax.dot_general
-    assert_allclose(nnx.jit(lambda layer, x: layer(x))(layer, x), adapted, atol=exact)
+    assert_allclose(nnx.jit(lambda layer, x: layer(x))(layer, x), before, atol=exact)
     assert_allclose(np.asarray(layer.kernel[...], np.float64), want, atol=exact)
     with pytest.raises(ValueError, match="merged already"):
         nnx_loha.merge(layer)
@@ -142,9 +146,8 @@ def test_a_stack_of_layers_is_refused_but_a_stack_of_adapted_layers_works():
     make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
     with pytest.raises(ValueError, match="stack of layers"):
         add_loha(make(nnx.Rngs(0).split(3)), "", rank=2, rngs=nnx.Rngs(1))
-    stack = nnx.vmap(lambda rngs: LoHaLinear(4, 4, rank=2, rngs=rngs))(
-        nnx.Rngs(0).split(3)
-    )
+    make = nnx.vmap(lambda rngs: adapted(nnx.Linear(4, 4, rngs=rngs), 2))
+    stack = make(nnx.Rngs(0).split(3))
     y, _ = nnx.scan(lambda x, layer: (layer(x), None), in_axes=(nnx.Carry, 0))(
         jnp.ones((2, 4)), stack
     )
@@ -205,8 +208,8 @@ def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
     ],
 )
 def test_nnx_convolution_is_the_one_with_the_adapted_kernel(conv):
-    layer = LoHaConv(6, 8, (3, 2), rank=2, alpha=3.0, rngs=nnx.Rngs(0), **conv)
     plain = nnx.Conv(6, 8, (3, 2), rngs=nnx.Rngs(0), **conv)
+    layer = adapted(nnx.clone(plain), 2, 3.0)
     x = jax.random.normal(jax.random.key(1), (2, 7, 7, 6))
     assert_allclose(layer(x), plain(x), atol=1e-5)
     train_nnx(layer)
@@ -222,20 +225,30 @@ def test_nnx_convolution_is_the_one_with_the_adapted_kernel(conv):
 
 def test_masked_convolutions_and_batched_dense_layers_are_refused():
     with pytest.raises(ValueError, match="mask"):
-        LoHaConv(2, 2, (3,), rank=1, mask=jnp.ones((3, 2, 2)), rngs=nnx.Rngs(0))
-    function = lambda *args, **_: jax.lax.dot_general(*args)  # noqa: E731
-    for own in (
-        nnx.Linear(3, 4, dot_general=function, rngs=nnx.Rngs(0)),
-        nnx.LinearGeneral(3, 4, dot_general_cls=lambda: function, rngs=nnx.Rngs(0)),
-    ):
-        with pytest.raises(ValueError, match="its own dot_general"):
-            add_loha(own, "", rank=1, rngs=nnx.Rngs(0))
+        adapted(nnx.Conv(2, 2, (3,), mask=jnp.ones((3, 2, 2)), rngs=nnx.Rngs(0)), 1)
+    function = lambda: jax.lax.dot_general  # noqa: E731
+    own = nnx.LinearGeneral(3, 4, dot_general_cls=function, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="has a dot_general_cls"):
+        add_loha(own, "", rank=1, rngs=nnx.Rngs(0))
     batched = nnx.LinearGeneral(3, 4, batch_axis={0: 2}, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="batch of matrices"):
         add_loha(batched, "", rank=1, rngs=nnx.Rngs(0))
 
 
 def test_half_precision_layers_return_their_own_dtype():
-    layer = LoHaLinear(6, 5, rank=2, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    layer = adapted(nnx.Linear(6, 5, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), 2)
     assert layer(jnp.ones((1, 6))).dtype == jnp.bfloat16
     assert layer.dot_general.hada_w1_a.dtype == jnp.float32
+
+
+def test_an_adapter_multiplies_by_the_layers_own_function_which_merge_gives_back():
+    def negative(*args, **settings):
+        return -jax.lax.dot_general(*args, **settings)
+
+    layer = nnx.Linear(3, 4, dot_general=negative, rngs=nnx.Rngs(0))
+    train_nnx(adapted(layer, 1))
+    want = -weight64(layer, layer.dot_general)
+    assert_allclose(layer(jnp.eye(3)), want, atol=1e-5)
+    nnx_loha.merge(layer)
+    assert layer.dot_general is negative
+    assert_allclose(layer(jnp.eye(3)), want, atol=1e-5)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -45,6 +46,9 @@ WEIGHT = jax.device_put(jnp.ones((8, 2, 4)), NamedSharding(MESH, PartitionSpec()
 PARAMS = {"attention": {name: {"kernel": WEIGHT} for name in ("query", "key")}}
 SITE = muonjax.mha_site()
 QUERY = muonjax.Scale(path="query/kernel", rank=3, axes=(-2, -1))
+ADAPTED = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+muonjax.nnx.add_loha(ADAPTED, ".", rank=1, rngs=nnx.Rngs(0))
+DENSE = nn.Dense(4, dot_general_cls=muonjax.linen.loha(2))
 SIGNAL = muonjax.Site(path="attention", scales=(QUERY,), threshold=3.0)
 
 
@@ -61,34 +65,32 @@ def attention(params: Any) -> jax.Array:
 NEEDED = {
     "inner": optax.sgd(0.1), "tx": optax.sgd(0.1, 0.9), "learning_rate": 1e-3, "adam_learning_rate": 1e-3, "beta": 0.5,
     "decay": 0.9, "threshold": 10.0, "rank": 2, "num_steps": 3, "num_heads": 2, "head_dim": 4, "nope": 2,
-    "features": 4, "in_features": 8, "out_features": 4, "kernel_size": (3,), "mesh": MESH,
+    "mesh": MESH,
     "param_specs": PartitionSpec(), "dtype": jnp.float32, "ns_coeffs": jnp.ones(3), "x": jnp.eye(4),
     "rngs": nnx.Rngs(0), "model": nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), "path_rule": ".",
     "fun": attention, "params": PARAMS,
     "query": jnp.ones((1, 3, 2, 4)), "key": jnp.ones((1, 3, 2, 4)), "lse": jnp.ones((1, 3, 2)),
     "w": jnp.eye(4), "w1a": jnp.eye(4), "w1b": jnp.eye(4), "w2a": jnp.eye(4), "w2b": jnp.eye(4),
-    "a": jnp.eye(4), "b": jnp.eye(4), "c": jnp.eye(4), "state": muonjax.trace(0.9).init(PARAMS),
+    "state": muonjax.trace(0.9).init(PARAMS),
     "max_logits": {"attention": jnp.ones(2)}, "sites": SITE, "site": SITE,
     # Which a signature leaves out, or for one function alone.
     "muonclip.program": SITE, "adamclip.program": SITE, "qk_clip.sites": SITE, "signal_clip.sites": SIGNAL,
     "muonh.adam_learning_rate": 1e-3, "Site.path": "attention", "Site.scales": (QUERY,), "Scale.path": "kernel",
     "ema_nesterov_params.state": muonjax.ema_nesterov(optax.sgd(0.1), 0.5).init(PARAMS),
-    "merge.model": nnx.Sequential(muonjax.nnx.LoHaLinear(2, 2, rank=1, rngs=nnx.Rngs(0))),
-    "merge.params": muonjax.linen.LoHaDense(4, rank=2).init(jax.random.key(0), jnp.ones((1, 4)))["params"],
+    "merge.model": ADAPTED,
+    "merge.params": DENSE.init(jax.random.key(0), jnp.ones((1, 4)))["params"],
 }  # fmt: skip
 
 
 # Pattern of function.argument: which nonsense has a meaning there or is another's to refuse, and why.
 ALLOWED = {
     "max_logits.precision": ({*NONSENSE}, "JAX refuses it, in the words of jax.lax.Precision"),
-    "*features": ({*NONSENSE}, "an argument of Flax's own layer"),
     "*mask": ({"True"}, "a prefix of the tree of parameters: all of them"),
     "*clip.every_k": ({"None"}, "1, of which optax.inject_hyperparams makes no array"),
     "*.scan_axis": ({"-1"}, "it counts from the end"),
     "Scale.axes": ({"-1"}, "it counts from the end"),
     "Scale.power": ({"-1", "1.5"}, "a power of any size"),
     "value_and_grad.argnums": ({"-1"}, "it counts from the end"),
-    "*kernel_size": ({*NONSENSE}, "an argument of Flax's own layer"),
     "loha.param_dtype": ({*NONSENSE}, "an argument of Flax's own layer"),
     "*.params": ({*NONSENSE}, "one leaf is a tree"),
     "metrics.state": ({*NONSENSE}, "there is nothing in it"),
