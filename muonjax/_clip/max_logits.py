@@ -149,15 +149,9 @@ def max_logits(
     # The blocks are numbers of NumPy, of which at least one has a visible pair.
     starts = _visible_blocks(T, S, block_q, block_k, left, right)
 
-    def with_block(largest: jax.Array, start: Any) -> tuple[jax.Array, None]:
-        return jnp.maximum(largest, largest_of_block(start)), None
-
-    # The first block starts the running maximum: in shard_map a constant has another type than the data.
-    largest = largest_of_block(starts[0])
-    if len(starts) > 1:
-        largest, _ = lax.scan(with_block, largest, starts[1:])
-    # Over the batch last, so that a sharded batch costs one all-reduce and not one per block.
-    return largest.max(tuple(range(len(batch))))
+    # [blocks, *batch, heads]: over the batch last, so that a sharded batch costs one all-reduce and not one per block.
+    largest = lax.map(largest_of_block, starts)
+    return largest.max(tuple(range(largest.ndim - 1)))
 
 
 def _visible_blocks(

@@ -199,7 +199,7 @@ def test_blocks_that_are_hidden_whole_are_not_made(hidden, blocks):
         functools.partial(muonjax.max_logits, block_q=8, block_k=8, **hidden)
     )(q, k)
     (loop,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan")
-    assert loop.params["length"] + 1 == blocks  # the first block stands before the loop
+    assert loop.params["length"] == blocks
 
 
 def test_memory_is_blocks_and_no_square():
