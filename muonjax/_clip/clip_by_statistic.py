@@ -15,11 +15,9 @@ from muonjax._clip.place_sites import Modules, place_sites
 from muonjax._clip.site import PlacedSite, Site
 from muonjax._common.arguments import (
     errors_of,
-    mesh_axes,
     message_for_other_state,
     shown,
     warn_user,
-    whole_number,
 )
 from muonjax._common.explicit_axes import sharded_like, zero_beside
 from muonjax._common.trees import flatten_paths, is_masked
@@ -64,22 +62,15 @@ class ClipByStatistic:
       call: The public function, for errors.
       sites: What is scaled.
       threshold: The largest value allowed, or a schedule, for sites without one.
-      every_k: Clip at every k-th update; None is 1.
-      axis_name: Mesh axes to take the maximum over.
+      every_k: Clip at every k-th update.
+      axis_name: Mesh axes to take the maximum over, or ().
     """
 
     call: str
     sites: Sequence[Site]
     threshold: Any
-    every_k: Any = None
-    axis_name: Any = None
-
-    def __post_init__(self):
-        # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
-        every_k = 1 if self.every_k is None else self.every_k
-        why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
-        object.__setattr__(self, "every_k", whole_number("every_k", every_k, 1, why))
-        object.__setattr__(self, "axis_name", mesh_axes("axis_name", self.axis_name))
+    every_k: int
+    axis_name: tuple[str, ...]
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """The member of a chain."""
@@ -167,7 +158,7 @@ class ClipByStatistic:
             # The clip goes by the largest of all micro-batches since the last clip.
             maximum = larger(maximum, state.running_max[name])
             after.running_max[name] = jnp.where(is_due, -jnp.inf, maximum)
-            gamma = self.gamma(site, maximum, clips_so_far)
+            gamma = gamma_of(site, maximum, self.threshold, clips_so_far)
             gamma = jnp.where(is_due, gamma, 1.0)
             # For a log, the state keeps what the last clip did until the next clip.
             after.maxima[name] = jnp.where(is_due, maximum, state.maxima[name])
@@ -176,18 +167,6 @@ class ClipByStatistic:
             after.clips[name] = state.clips[name] + is_clipped.astype(jnp.int32)
             gammas[name] = gamma
         return after, gammas
-
-    def gamma(
-        self, site: PlacedSite, maximum: jax.Array, clips_so_far: Any = 0
-    ) -> jax.Array:
-        """γ of each head of a module, from its largest logits: by the threshold of its site, or by the common one.
-
-        A threshold may be a schedule, a function of the number of clips so far.
-        """
-        threshold = self.threshold if site.threshold is None else site.threshold
-        if callable(threshold):
-            threshold = threshold(clips_so_far)
-        return clip_factor(maximum, threshold)
 
     def _check_state(self, state: QKClipState, sites: Sequence[PlacedSite]) -> None:
         """Raise unless the state was made for these modules and numbers of heads."""
@@ -225,6 +204,20 @@ def _require(params: Any, max_logits: Any) -> None:
             "update needs max_logits: (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, batch), "
             f"then\n{usage}. Linen's TrainState that passes it on is muonjax.linen.TrainState."
         )
+
+
+def gamma_of(
+    site: PlacedSite, maximum: jax.Array, threshold: Any, clips_so_far: Any = 0
+) -> jax.Array:
+    """γ of each head of a module, from its largest logits: by the threshold of its site, or by the common one.
+
+    A threshold may be a schedule, a function of the number of clips so far.
+    """
+    if site.threshold is not None:
+        threshold = site.threshold
+    if callable(threshold):
+        threshold = threshold(clips_so_far)
+    return clip_factor(maximum, threshold)
 
 
 def clip_factor(

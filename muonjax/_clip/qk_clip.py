@@ -8,13 +8,14 @@ import optax
 
 from muonjax._clip.clip_by_statistic import (
     ClipByStatistic,
+    gamma_of,
     parameter_factors,
     scaled_leaves,
 )
 from muonjax._clip.match_statistics import match_statistics
 from muonjax._clip.place_sites import Modules, place_sites
 from muonjax._clip.site import Sites, as_sites
-from muonjax._common.arguments import check_range, errors_of
+from muonjax._common.arguments import check_range, errors_of, mesh_axes, whole_number
 
 _USUAL = "; Kimi K2 used 100."
 
@@ -86,7 +87,7 @@ def clip_of_logits(
     every_k: Any = None,
     axis_name: Any = None,
 ) -> ClipByStatistic:
-    """The clip by largest logits for the public function `call`: "qk_clip", "muonclip", "adamclip" or "apply_qk_clip".
+    """The clip by largest logits for the public function `call`: "qk_clip", "muonclip" or "adamclip".
 
     The caller puts its name before the messages of errors, with `errors_of`.
     """
@@ -99,12 +100,15 @@ def clip_of_logits(
             f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
             f"tx = muonjax.{call}({first}, program)"
         )
+    # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
+    every_k = 1 if every_k is None else every_k
+    why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
     return ClipByStatistic(
         call=call,
         sites=as_sites("sites" if call == "qk_clip" else "program", sites),
         threshold=threshold,
-        every_k=every_k,
-        axis_name=axis_name,
+        every_k=whole_number("every_k", every_k, 1, why),
+        axis_name=mesh_axes("axis_name", axis_name),
     )
 
 
@@ -140,14 +144,16 @@ def apply_qk_clip(
     """
     with errors_of("apply_qk_clip"):
         check_range("threshold", threshold, "positive and finite", _USUAL)
-        clip = clip_of_logits("apply_qk_clip", threshold, as_sites("sites", sites))
         modules = Modules(params)
         # `not_trained` are attentions of a program whose parameters are frozen or missing: their statistics may be
         # there, and count nothing.
-        attentions, not_trained = place_sites(modules, clip.sites)
+        attentions, not_trained = place_sites(modules, as_sites("sites", sites))
         statistics = match_statistics(max_logits, attentions, not_trained)
     # No step lies between the measurement and this clip, so that the bound is exact.
-    gammas = {site.name: clip.gamma(site, statistics[site.name]) for site in attentions}
+    gammas = {
+        site.name: gamma_of(site, statistics[site.name], threshold)
+        for site in attentions
+    }
     factors = parameter_factors(attentions, gammas)
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
