@@ -319,49 +319,42 @@ def _iteration(
             return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a, a)
 
         def gram_of(x: jax.Array) -> jax.Array:
-            """X X^H of all columns."""
+            """X X^H of all columns, [*batch, m, m]."""
             return sum_over(axis_name, square(x))
-
-        def step(row: jax.Array, x: jax.Array, gram: jax.Array) -> jax.Array:
-            a, b, c = row
-            # (a I + b A + c A^2) X with A = X X^H, which is Hermitian: A^2 = A A^H
-            return scaled(x, a) + product(scaled(gram, b) + scaled(square(gram), c), x)
 
         wide = x.astype(at_least_float32(x.dtype))
         # A power of two does not round; without it Optax overflows at large scales.
         scale = power_of_two_scale(wide, axis_name)
         y = scaled(wide, scale)
-        # X X^H, [*batch, m, m]
-        gram = gram_of(y)
-        # X <- D X and X X^H <- D X X^H D with a diagonal D
-        diagonal = _row_factors(gram, preconditioning, eps, scale)
-        y = scaled(y, diagonal)
-        gram = scaled(scaled(gram, diagonal), diagonal.mT)
+        norm = jnp.sqrt(sum_over(axis_name, square_norm(y)))
+        y = scaled(y, _row_factors(norm, gram_of(y), preconditioning, eps, scale))
         # One row serves all of `ns_steps`; of several each serves one step.
         rows = jnp.atleast_2d(coefficients)
         num_steps = ns_steps if coefficients.ndim == 1 else len(rows)
         last = len(rows) - 1
 
-        def body(i: jax.Array, y: jax.Array) -> jax.Array:
-            return step(rows[jnp.minimum(i, last)], y, gram_of(y))
+        def step(i: jax.Array, y: jax.Array) -> jax.Array:
+            a, b, c = rows[jnp.minimum(i, last)]
+            # (a I + b A + c A^2) Y with A = Y Y^H, which is Hermitian: A^2 = A A^H
+            gram = gram_of(y)
+            return scaled(y, a) + product(scaled(gram, b) + scaled(square(gram), c), y)
 
-        # The first step has its Gram matrix already.
-        y = jax.lax.fori_loop(1, num_steps, body, step(rows[0], y, gram))
-        return y.astype(x.dtype)
+        return jax.lax.fori_loop(0, num_steps, step, y).astype(x.dtype)
 
     return Function(iterate)
 
 
 def _row_factors(
+    norm: Float[Array, "*batch 1 1"],
     gram: Inexact[Array, "*batch m m"],
     preconditioning: _Preconditioning,
     eps: jax.typing.ArrayLike,
     scale: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch _m 1"]:
-    """What Optax multiplies the rows of X by before its first step, from A = X X^H, where `scale` has multiplied X.
+    """What Optax multiplies the rows of X by before its first step, from `norm` = |X|_F and `gram` = A = X X^H.
 
-    That is one over a bound of the largest singular value; "aol" has a bound for each row. `eps` is meant for
-    the unscaled matrix.
+    The result is one over a bound of the largest singular value; "aol" has a bound for each row. X was multiplied by
+    `scale`, and `eps` is meant for the unscaled matrix.
     """
     # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten", and takes 1e-8. A is scaled by scale^2.
     smallest = jnp.asarray(1e-8, scale.dtype) * scale * scale
@@ -372,10 +365,7 @@ def _row_factors(
     if preconditioning == "schatten":
         # |A|_F^(-1/2), as |A|_F is at least the largest eigenvalue of A
         return jax.lax.rsqrt(jnp.maximum(jnp.sqrt(square_norm(gram)), smallest))
-    if preconditioning == "frobenius":
-        # |X|_F^2 = tr(A)
-        square = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
-    else:
-        # "spectral" is the largest singular value itself.
-        square = jnp.linalg.eigvalsh(gram)[..., -1:, None]
-    return 1 / (jnp.sqrt(square) + jnp.asarray(eps, scale.dtype) * scale)
+    if preconditioning == "spectral":
+        # The largest singular value itself
+        norm = jnp.sqrt(jnp.linalg.eigvalsh(gram)[..., -1:, None])
+    return 1 / (norm + jnp.asarray(eps, scale.dtype) * scale)
