@@ -42,18 +42,18 @@ class LoHa(nn.Module):
         self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any
     ) -> jax.Array:
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        # The layer that made the adapter is its parent.
-        is_convolution = isinstance(self.parent, nn.Conv)
-        if is_convolution and self.parent.mask is not None:
-            raise ValueError(
-                "loha in a convolution with a mask: ΔW is not masked; remove the mask."
-            )
-        function = lax.conv_general_dilated if is_convolution else lax.dot_general
-        # The first axes of a kernel are its inputs: of a convolution all but the last, of a dense layer those that
-        # its dimension numbers sum over.
-        input_axes = rhs.ndim - 1
-        if not is_convolution:
-            # Linen's layers give them by position: the axes that are summed over, and those that count matrices.
+        # The layer that made the adapter is its parent. The first axes of a kernel are its inputs.
+        layer = self.parent
+        if isinstance(layer, nn.Conv):
+            if layer.mask is not None:
+                raise ValueError(
+                    "loha in a convolution with a mask: ΔW is not masked; remove the mask."
+                )
+            function = lax.conv_general_dilated
+            input_axes = rhs.ndim - 1
+        else:
+            function = lax.dot_general
+            # Linen's layers give by position the axes that are summed over, and those that count matrices.
             (_, summed), (_, batch) = args[0]
             input_axes = len(summed)
             if batch or tuple(summed) != tuple(range(input_axes)):
