@@ -270,7 +270,7 @@ def scale_by_muon(
                 lambda x, y: jnp.sum(x.conj() * y) * y, direction, polar_factors
             )
         # `update_moment` promotes to the gradient's dtype.
-        mu = jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu)
+        mu = optax.tree.cast_like(mu, state.mu)
         return polar_factors, MuonState(count, mu, state.ns_coeffs)
 
     return optax.GradientTransformation(errors_of("scale_by_muon")(theirs.init), update)
