@@ -4,6 +4,7 @@ from muonjax import optax_contrib
 from muonjax._clip.max_logits import max_logits, max_logits_bound
 from muonjax._clip.qk_clip import apply_qk_clip, qk_clip
 from muonjax._clip.scaled_entries import Scale
+from muonjax._clip.signal_clip import signal_clip
 from muonjax._clip.site import Site
 from muonjax._clip.site_constructors import fused_qkv_site, mha_site, mla_site
 from muonjax._common import model_registry as _models
@@ -72,6 +73,7 @@ __all__ = [
     "orthogonalize",
     "polar_express",
     "qk_clip",
+    "signal_clip",
     "state_shardings",
     "tabulate",
     "trace",

@@ -3,5 +3,5 @@
 `site` describes the modules of an attention by a pattern, `site_constructors` makes the usual ones, and `place_sites`
 finds them in a tree of parameters. `scaled_entries` says which entries of a parameter belong to a head. `max_logits`
 measures, `match_statistics` matches what is measured to the sites, and `clip_by_statistic` is the transformation that
-scales; `qk_clip` is its public form.
+scales; `qk_clip` and `signal_clip` are its public forms.
 """

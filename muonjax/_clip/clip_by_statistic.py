@@ -1,9 +1,9 @@
-"""The engine of QK-Clip: scale queries and keys of heads whose largest logit exceeds a threshold."""
+"""The engine of QK-Clip: scale weights whose statistic exceeds a threshold, by a factor for each head."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from muonjax._common.arguments import (
     message_for_other_state,
     shown,
     warn_user,
+    whole_number,
 )
 from muonjax._common.explicit_axes import sharded_like, zero_beside
 from muonjax._common.trees import flatten_paths, is_masked
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class QKClipState(NamedTuple):
-    """The state of `qk_clip`; `muonjax.metrics` flattens it for a log.
+    """The state of `qk_clip` and `signal_clip`; `muonjax.metrics` flattens it for a log.
 
-    The keys of the dictionaries are the paths of the modules, or those of the statistics at the root and where a module
+    The keys of the dictionaries are the paths of the modules, or those of the signals at the root and where a module
     has several; their arrays are [*layers, heads].
 
     Attributes:
@@ -56,25 +57,34 @@ class QKClipState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClipByStatistic:
-    """Scale the weights of sites by the largest logits that `update` gets: `qk_clip`, `muonclip`, `adamclip`.
+    """Scale the weights of sites by the statistics that `update` gets: `qk_clip`, `muonclip`, `signal_clip`.
 
     Attributes:
       call: The public function, for errors.
+      argument: What `update` calls the statistics.
       sites: What is scaled.
+      prepare: Checks the modules that the sites match, and may set their powers of γ.
       threshold: The largest value allowed, or a schedule, for sites without one.
       every_k: Clip at every k-th update.
       axis_name: Mesh axes to take the maximum over, or ().
     """
 
     call: str
+    argument: str
     sites: Sequence[Site]
-    threshold: Any
+    prepare: Callable[[list[PlacedSite]], list[PlacedSite]]
+    threshold: Any = None
     every_k: int
     axis_name: tuple[str, ...]
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """The member of a chain."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def find(self, modules: Modules) -> tuple[list[PlacedSite], set[str]]:
+        """The modules that are clipped in a tree of parameters, and the keys of statistics that are skipped."""
+        sites, not_trained = place_sites(modules, self.sites)
+        return self.prepare(sites), not_trained
 
     def init(self, params: optax.Params) -> QKClipState:
         """The state before the first update."""
@@ -85,7 +95,7 @@ class ClipByStatistic:
             return QKClipState(jnp.zeros([], jnp.int32), *no_dicts)
         with errors_of(self.call):
             modules = Modules(params)
-            sites, _ = place_sites(modules, self.sites)
+            sites, _ = self.find(modules)
         # One warning for each optimizer: `update` is traced more than once.
         self._warn_of_low_precision(sites, modules)
         state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
@@ -105,19 +115,19 @@ class ClipByStatistic:
     ) -> tuple[Any, QKClipState]:
         """The updates that take the weights to their clipped values."""
         # In a chain, Optax hands every member all further arguments by name.
-        max_logits = extra_args.get("max_logits")
+        statistics = extra_args.get(self.argument)
         with errors_of(self.call):
             # The state of another optimizer lacks this field, and so does a dictionary from a checkpoint.
             if not hasattr(state, "factors"):
                 raise ValueError(message_for_other_state(state))
-            _require(params, max_logits)
+            self._require(params, statistics)
             # Sites are found again, because the tree may have lost parameters since `init`. Paths and shapes are
             # static, so this is done while tracing.
             modules = Modules(params)
             # `not_trained` names the statistics of a program's attentions with frozen parameters, which are ignored.
-            sites, not_trained = place_sites(modules, self.sites)
+            sites, not_trained = self.find(modules)
             self._check_state(state, sites)
-            maxima = match_statistics(max_logits, sites, not_trained)
+            maxima = match_statistics(self.argument, statistics, sites, not_trained)
             if self.axis_name:
                 # Replicas that clip by their own maxima would diverge.
                 maxima = {
@@ -193,17 +203,27 @@ class ClipByStatistic:
                     )
                     return
 
-
-def _require(params: Any, max_logits: Any) -> None:
-    """Raise where `update` was called without parameters or largest logits."""
-    usage = "tx.update(grads, state, params, max_logits=max_logits)"
-    if params is None:
-        raise ValueError(f"update needs params: call {usage}.")
-    if max_logits is None:
+    def _require(self, params: Any, statistics: Any) -> None:
+        """Raise where `update` was called without parameters or statistics."""
+        if params is not None and statistics is not None:
+            return
+        usage = f"tx.update(grads, state, params, {self.argument}={self.argument})"
+        missing = "params" if params is None else self.argument
+        # Only logits have a call that measures them, which the message shows.
+        if missing != "max_logits":
+            raise ValueError(f"update needs {missing}: call {usage}.")
         raise ValueError(
             "update needs max_logits: (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, batch), "
             f"then\n{usage}. Linen's TrainState that passes it on is muonjax.linen.TrainState."
         )
+
+
+def checked_every_k(every_k: Any) -> int:
+    """How many updates lie between two clips; 1 for None. Raises for what is no such number."""
+    # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
+    every_k = 1 if every_k is None else every_k
+    why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
+    return whole_number("every_k", every_k, 1, why)
 
 
 def gamma_of(
@@ -234,7 +254,8 @@ def clip_factor(
     # JAX's check for NaN sees both branches of a `where`, so the branch that is not used divides by 1.
     positive = jnp.where(is_hot, signal, 1.0)
     gamma = jnp.where(is_hot, threshold / positive, 1.0)
-    # threshold / S may underflow to 0. Weights times 0 never recover.
+    # threshold / S may underflow to 0. Weights times 0 never recover, and a site of `signal_clip` may have a negative
+    # power of γ, which would be infinite.
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
@@ -243,31 +264,38 @@ def parameter_factors(
 ) -> dict[str, jax.Array]:
     """What each parameter is multiplied by, in a shape that broadcasts to the parameter.
 
-    With γ = [1, 0.25] for two heads with keys of their own, a kernel "attention/query/kernel" of shape [d, 2, head_dim]
-    gets an array [1, 2, head_dim], which is 1 for the first head and √0.25 = 0.5 for the second.
+    With γ = [1, 0.25] for two heads and the power 1/2, a kernel "attention/query/kernel" of shape [d, 2, head_dim] gets
+    an array [1, 2, head_dim], which is 1 for the first head and 0.5 for the second.
 
     Args:
-      sites: The modules, each with its parameters.
+      sites: The modules, each with its parameters and their powers of γ.
       gammas: γ of each head, [*layers, heads], by the name of the module.
     """
     factors: dict[str, jax.Array] = {}
     for site in sites:
-        gamma = gammas[site.name]
-        # A logit is query · key, or rotary · a rotary key that all heads share. It takes √γ · √γ, or γ · 1.
-        root = jnp.sqrt(gamma)
         for scale in site.scales:
-            is_shared = scale.factor == "whole" or not site.has_own_keys
-            # Scaling a key that several query heads share would also move the calm heads of its group.
-            if is_shared and scale.factor == "key":
+            # A key that several query heads share stays as it is.
+            power = scale.scale.power
+            if power == 0:
                 continue
-            per_head = gamma if is_shared else root
-            factor = scale.spread(per_head[..., None], 1.0)
+            gamma = _power(gammas[site.name], power)
+            factor = scale.spread(gamma[..., None], 1.0)
             # A kernel may have two scales, as the query and the rotary features of latent attention. Each is 1 where
             # the other one holds, so their product is the factor of the kernel.
             if scale.leaf in factors:
                 factor = factors[scale.leaf] * factor
             factors[scale.leaf] = factor
     return factors
+
+
+def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
+    """x**power, for x > 0."""
+    # The square root is exact, and faster than a general power.
+    if power == 1.0:
+        return x
+    if power == 0.5:
+        return jnp.sqrt(x)
+    return x**power
 
 
 def scaled_leaves(

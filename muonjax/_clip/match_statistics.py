@@ -1,4 +1,4 @@
-"""Match the largest logits that `update` gets to the sites, and take the largest of several.
+"""Match the statistics that `update` gets to the sites, and take the largest of several.
 
 The largest of several statistics of one attention counts, and NaN never hides a finite one.
 """
@@ -20,22 +20,27 @@ if TYPE_CHECKING:
 
 
 def match_statistics(
-    max_logits: Any, sites: Sequence[PlacedSite], ignored: Collection[str]
+    argument: str, given: Any, sites: Sequence[PlacedSite], ignored: Collection[str]
 ) -> dict[str, Float32[Array, "*layers entries"]]:
     """The statistic of each module, [*layers, heads], by its name: the largest over the axes of a batch.
 
     Raises unless the dictionary has one statistic of the right shape for each module, and no others.
 
     Args:
-      max_logits: The dictionary, such as {"decoder/attention": [*layers, *batch, heads]}.
+      argument: What `update` calls the statistics, for errors.
+      given: The dictionary, such as {"decoder/attention": [*layers, *batch, heads]}.
       sites: The modules that are clipped.
       ignored: Keys that may be in the dictionary without a module.
     """
-    form = "max_logits is a dict {module path: array [*layers, heads]}, as muonjax.value_and_grad returns it."
-    if not isinstance(max_logits, Mapping):
-        raise TypeError(f"max_logits={type(max_logits).__name__}: {form}")
+    # value_and_grad measures logits and no other signal.
+    returned = (
+        ", as muonjax.value_and_grad returns it" if argument == "max_logits" else ""
+    )
+    form = f"{argument} is a dict {{module path: array [*layers, heads]}}{returned}."
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{argument}={type(given).__name__}: {form}")
     # Statistics are looked up by the same text as the state, whatever type their keys have.
-    statistics = {str(path): value for path, value in max_logits.items()}
+    statistics = {str(path): value for path, value in given.items()}
     by_name = {site.name: site for site in sites}
     # A statistic without a site is a mistake too: its attention would go unclipped.
     missing = [name for name in by_name if name not in statistics]
@@ -43,12 +48,12 @@ def match_statistics(
     unclaimed = statistics.keys() - by_name.keys() - set(ignored)
     if missing or unclaimed:
         raise ValueError(
-            f"max_logits and the sites do not fit: sites without statistics [{listed(missing, ', ')}], statistics "
+            f"{argument} and the sites do not fit: sites without statistics [{listed(missing, ', ')}], statistics "
             f"without a site [{listed(sorted(unclaimed), ', ')}]. {form}"
         )
     matched = {}
     for name, site in by_name.items():
-        what = f"max_logits of {name!r}"
+        what = f"{argument} of {name!r}"
         _check_real(what, statistics[name])
         matched[name] = _largest_of_batch(what, statistics[name], site)
     return matched
@@ -84,7 +89,7 @@ def _largest_of_batch(
     # The clip is no part of the loss, and its arithmetic is in float32 whatever the model computes in.
     statistic = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
     if site.entries == 1 and statistic.shape == site.layers:
-        # The logits of a single head may come without an axis of heads.
+        # A signal with one number for each layer may come without an axis of entries.
         statistic = statistic[..., None]
     elif statistic.ndim == 1 and set(site.layers) == {1}:
         # A program does not record a scan of length one as a loop, so its statistic lacks the axes of layers.

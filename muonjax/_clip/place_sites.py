@@ -2,7 +2,7 @@
 
 import posixpath
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -88,26 +88,7 @@ def place_sites(
             f"no attention of the program is trained here: the parameters lack {listed(sorted(not_trained), ', ')}. "
             "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
         )
-    attentions = _named(by_signal.values())
-    _refuse_overlaps(attentions)
-    return attentions, not_trained
-
-
-def _refuse_overlaps(attentions: Sequence[PlacedSite]) -> None:
-    """Raise where two attentions would scale the same numbers of a parameter.
-
-    They may share a leaf, as they share one fused projection, if each scales its own positions.
-    """
-    # By the leaf that the attentions so far scale. One attention may scale a leaf twice, as queries and as keys.
-    scales_of_leaf: dict[str, list[PlacedScale]] = defaultdict(list)
-    for attention in attentions:
-        for scale in attention.scales:
-            if any(map(scale.overlaps, scales_of_leaf[scale.leaf])):
-                raise ValueError(
-                    f"two sites scale {scale.leaf!r}, which would be clipped twice."
-                )
-        for scale in attention.scales:
-            scales_of_leaf[scale.leaf].append(scale)
+    return _named(by_signal.values()), not_trained
 
 
 def _named(modules: Collection[PlacedSite]) -> list[PlacedSite]:
@@ -168,11 +149,13 @@ def _placed(site: Site, path: str, modules: Modules) -> PlacedSite:
             scales.append(placed(scale, leaf, _shape(path, leaf, modules), scan_axis))
     # A program shows that nothing else feeds the logits. For a site by hand, the other parameters' names have to tell.
     if not site.exact:
-        _refuse_norms(path, site.norms, modules)
+        # Norms of queries and keys are no part of another signal, whose factors have other names.
+        if any(scale.factor in ("query", "key") for scale in site.scales):
+            _refuse_norms(path, site.norms, modules)
         _refuse_adapters(path, leaves, modules)
     module = PlacedSite(path, below(path, site.signal), tuple(scales), site.threshold)
     _check_layers(module)
-    _check_factors(module)
+    _check_entries(module)
     return module
 
 
@@ -186,46 +169,21 @@ def _check_layers(module: PlacedSite) -> None:
         )
 
 
-def _check_factors(module: PlacedSite) -> None:
-    """Raise unless the heads of queries and keys fit each other: 8 query heads may share 8, 4, 2 or 1 key heads.
+def _check_entries(module: PlacedSite) -> None:
+    """Raise unless the numbers of heads fit: 8 query heads may share 8, 4, 2 or 1 key heads.
 
-    All parameters of one factor, as a kernel and its bias, have the same number of heads.
+    All parameters of one factor, as a kernel and its bias, have the same number.
     """
-    # The first scale of each factor is that of a kernel, and comes before that of its bias.
-    kernels: dict[str, PlacedScale] = {}
-    fits = True
-    for scale in module.scales:
-        kernel = kernels.setdefault(scale.factor, scale)
-        fits = fits and scale.entries == kernel.entries
+    # {("query", 8), ("key", 2)}: one number for each factor, and two different numbers at most
+    counts = {(scale.factor, scale.entries) for scale in module.scales}
+    factors = {scale.factor for scale in module.scales}
     numbers = {scale.entries for scale in module.scales}
-    if not fits or len(numbers) > 2 or module.entries % module.key_heads != 0:
+    fits = len(counts) == len(factors) and len(numbers) <= 2
+    if not fits or module.entries % module.key_heads != 0:
         entries = {scale.leaf: scale.entries for scale in module.scales}
         raise ValueError(
             f"head counts of {module.path!r} {entries}: query heads must be a multiple of key heads."
         )
-    if "query" in kernels and "key" in kernels:
-        _check_product(kernels["query"], kernels["key"])
-
-
-def _check_product(query: PlacedScale, key: PlacedScale) -> None:
-    """Raise unless the heads of a query have as many features as those of its key, and are at least as many.
-
-    8 query heads of 64 features fit 8 or 2 key heads of 64.
-    """
-    # Each query head meets one key head, feature by feature.
-    heads, features = query.entries, query.features
-    if heads >= key.entries and features == key.features:
-        return
-    # The likeliest mistake is mha_site(num_heads=4) for a key of one head of 12 features, in an axis of 12: it is read
-    # as 4 heads of 3. The message gives the number of key heads for which they are as wide as the query's.
-    key_heads, rest = divmod(key.entries * key.features, features)
-    is_possible = rest == 0 and heads % key_heads == 0
-    fix = f": give num_kv_heads={key_heads}" if is_possible else ""
-    raise ValueError(
-        f"{query.leaf!r} has {heads} heads of {features} features and {key.leaf!r} {key.entries} of {key.features}: "
-        "they can't be multiplied; several query heads may share a key head, and not the reverse. See the site's "
-        f"layout and head counts{fix}."
-    )
 
 
 def _refuse_adapters(path: str, leaves: Sequence[str], modules: Modules) -> None:

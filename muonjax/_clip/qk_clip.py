@@ -1,5 +1,7 @@
 """QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
 
+import dataclasses
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -8,16 +10,24 @@ import optax
 
 from muonjax._clip.clip_by_statistic import (
     ClipByStatistic,
+    checked_every_k,
     gamma_of,
     parameter_factors,
     scaled_leaves,
 )
 from muonjax._clip.match_statistics import match_statistics
 from muonjax._clip.place_sites import Modules, place_sites
-from muonjax._clip.site import Sites, as_sites
-from muonjax._common.arguments import check_range, errors_of, mesh_axes, whole_number
+from muonjax._clip.scaled_entries import PlacedScale
+from muonjax._clip.site import PlacedSite, Sites, as_sites
+from muonjax._common.arguments import check_range, errors_of, mesh_axes
 
 _USUAL = "; Kimi K2 used 100."
+
+# The power of γ for each factor of a logit. A logit is query · key, or rotary · a rotary key that all heads share, and
+# the powers along each product sum to one. A key that several query heads share keeps its weights, because scaling it
+# would also move the calm heads of its group.
+_POWERS_OF_OWN_KEYS = {"query": 0.5, "key": 0.5, "whole": 1.0}
+_POWERS_OF_SHARED_KEYS = {"query": 1.0, "key": 0.0, "whole": 1.0}
 
 
 def qk_clip(
@@ -100,14 +110,14 @@ def clip_of_logits(
             f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
             f"tx = muonjax.{call}({first}, program)"
         )
-    # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
-    every_k = 1 if every_k is None else every_k
-    why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
+    # γ = threshold / largest logit. `_attentions` sets its power for queries and keys when the modules are found.
     return ClipByStatistic(
         call=call,
+        argument="max_logits",
         sites=as_sites("sites" if call == "qk_clip" else "program", sites),
+        prepare=_attentions,
         threshold=threshold,
-        every_k=whole_number("every_k", every_k, 1, why),
+        every_k=checked_every_k(every_k),
         axis_name=mesh_axes("axis_name", axis_name),
     )
 
@@ -147,8 +157,9 @@ def apply_qk_clip(
         modules = Modules(params)
         # `not_trained` are attentions of a program whose parameters are frozen or missing: their statistics may be
         # there, and count nothing.
-        attentions, not_trained = place_sites(modules, as_sites("sites", sites))
-        statistics = match_statistics(max_logits, attentions, not_trained)
+        sites, not_trained = place_sites(modules, as_sites("sites", sites))
+        attentions = _attentions(sites)
+        statistics = match_statistics("max_logits", max_logits, attentions, not_trained)
     # No step lies between the measurement and this clip, so that the bound is exact.
     gammas = {
         site.name: gamma_of(site, statistics[site.name], threshold)
@@ -158,3 +169,74 @@ def apply_qk_clip(
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
     return scaled_leaves(params, zeros, factors)
+
+
+def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
+    """The attentions with QK-Clip's powers of γ, such as 1/2 for queries and for keys.
+
+    Raises ValueError where two of them would scale the same numbers of a parameter. Two may share a leaf, as they share
+    one fused projection, if each scales its own positions.
+    """
+    attentions: list[PlacedSite] = []
+    # By the leaf that the attentions so far scale. One attention may scale a leaf twice, as queries and as keys.
+    scales_of_leaf: dict[str, list[PlacedScale]] = defaultdict(list)
+    for site in sites:
+        attention = _with_powers(site)
+        for scale in attention.scales:
+            if any(map(scale.overlaps, scales_of_leaf[scale.leaf])):
+                raise ValueError(
+                    f"two sites scale {scale.leaf!r}, which would be clipped twice."
+                )
+        for scale in attention.scales:
+            scales_of_leaf[scale.leaf].append(scale)
+        attentions.append(attention)
+    return attentions
+
+
+def _with_powers(site: PlacedSite) -> PlacedSite:
+    """An attention in which each kernel and bias has its power of γ, by the factor of the logit that it belongs to.
+
+    Query and key have 1/2 each, or 1 and 0 where query heads share a key. "whole" has 1: rotary queries, whose key all
+    heads share.
+
+    Raises ValueError for a factor other than query, key and whole, and for queries and keys that don't fit each other.
+    """
+    # Fewer key heads than query heads: each key head is shared.
+    has_own_keys = site.key_heads == site.entries
+    powers = _POWERS_OF_OWN_KEYS if has_own_keys else _POWERS_OF_SHARED_KEYS
+    kernels: dict[str, PlacedScale] = {}
+    scales = []
+    for scale in site.scales:
+        factor = scale.factor
+        if factor not in powers:
+            raise ValueError(
+                f"{site.path!r} has a factor {factor!r}, not query, key or whole."
+            )
+        # The scale of a kernel comes before that of its bias, and so is the first of its factor.
+        kernels.setdefault(factor, scale)
+        with_power = dataclasses.replace(scale.scale, power=powers[factor])
+        scales.append(scale._replace(scale=with_power))
+    if "query" in kernels and "key" in kernels:
+        _check_product(kernels["query"], kernels["key"])
+    return site._replace(scales=tuple(scales))
+
+
+def _check_product(query: PlacedScale, key: PlacedScale) -> None:
+    """Raise unless the heads of a query have as many features as those of its key, and are at least as many.
+
+    8 query heads of 64 features fit 8 or 2 key heads of 64.
+    """
+    # Each query head meets one key head, feature by feature.
+    heads, features = query.entries, query.features
+    if heads >= key.entries and features == key.features:
+        return
+    # The likeliest mistake is mha_site(num_heads=4) for a key of one head of 12 features, in an axis of 12: it is read
+    # as 4 heads of 3. The message gives the number of key heads for which they are as wide as the query's.
+    key_heads, rest = divmod(key.entries * key.features, features)
+    is_possible = rest == 0 and heads % key_heads == 0
+    fix = f": give num_kv_heads={key_heads}" if is_possible else ""
+    raise ValueError(
+        f"{query.leaf!r} has {heads} heads of {features} features and {key.leaf!r} {key.entries} of {key.features}: "
+        "they can't be multiplied; several query heads may share a key head, and not the reverse. See the site's "
+        f"layout and head counts{fix}."
+    )

@@ -10,8 +10,8 @@ import numpy as np
 
 from muonjax._common.arguments import (
     axis_numbers,
-    check_choice,
     check_flag,
+    check_range,
     check_text,
     errors_of,
     shown,
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
-    """The part of one parameter that makes the queries or keys of an attention, head by head.
+    """Multiply by γ**power, entry by entry, the part of one parameter that feeds a signal.
 
-    Flatten the parameter's `axes`, and take the positions `part`: they are `entries` runs of equal length, and of each
-    run the positions `span` are scaled. A kernel (d, heads, head_dim) is `axes=(-2, -1)`, and the keys of a fused
-    (d, 3·heads·head_dim) are `axes=(-1,)`, `part=(heads·head_dim, 2·heads·head_dim)`, `entries=heads`. A kernel that
-    makes queries, keys and values group by group, [q q k v | q q k v], has two `groups`, and its queries are the `part`
-    (0, 2·head_dim) of each.
+    The signal has entries: heads, output dimensions, or groups of them. Flatten the parameter's `axes`, and take the
+    positions `part`: they are `entries` runs of equal length, and of each run the positions `span` are scaled. A kernel
+    (d, heads, head_dim) is `axes=(-2, -1)`, and the keys of a fused (d, 3·heads·head_dim) are `axes=(-1,)`,
+    `part=(heads·head_dim, 2·heads·head_dim)`, `entries=heads`. A kernel that makes queries, keys and values group by
+    group, [q q k v | q q k v], has two `groups`, and its queries are the `part` (0, 2·head_dim) of each.
 
     Attributes:
       path: The parameter's path below the site's module: "query/kernel".
       rank: Number of axes of one layer's parameter; the further ones of a stacked parameter count layers.
       axes: The axes of one layer's parameter, negative, that hold the entries.
-      entries: How many heads there are; None: the length of the first of the axes.
+      entries: How many there are; None: the length of the first of the axes. 1 for a signal of one number per
+        layer.
       part: (first, end) on the flattened axes, or within each group; an end of None is the end of it.
       span: (first, end) within the run of each entry; an end of None is the end of the run.
       groups: Into how many equal groups the flattened axes are cut.
-      factor: What the parameter makes: "query", "key", or "whole", a part of the query whose keys are shared by all
-        heads. A kernel and its bias have the same.
+      power: The exponent of γ.
+      factor: Name of the linear factor that the parameter belongs to; a kernel and its bias share one.
       optional: Whether the parameter may be missing, as a bias may.
 
     Raises:
@@ -62,13 +63,13 @@ class Scale:
     part: tuple[int, int | None] = (0, None)
     span: tuple[int, int | None] = (0, None)
     groups: int = 1
-    factor: str
+    power: float = 1.0
+    factor: str = "output"
     optional: bool = False
 
     @errors_of("Scale")
     def __post_init__(self):
-        check_text(path=self.path)
-        check_choice("factor", self.factor, ("query", "key", "whole"))
+        check_text(path=self.path, factor=self.factor)
         whole_number("rank", self.rank, 0, ", at least 0.")
         whole_number("groups", self.groups, 1, ", at least 1.")
         if self.entries is not None:
@@ -89,6 +90,7 @@ class Scale:
             )
         _check_positions("part", self.part)
         _check_positions("span", self.span)
+        check_range("power", self.power, "finite", ".")
         check_flag(optional=self.optional)
 
 
@@ -124,7 +126,7 @@ class PlacedScale(NamedTuple):
 
     @property
     def factor(self) -> str:
-        """The name of the factor of the logits that the parameter belongs to, such as "query"."""
+        """The name of the factor of the signal that the parameter belongs to, such as "query"."""
         return self.scale.factor
 
     @property

@@ -1,6 +1,7 @@
-"""An attention that is clipped: described by hand for all modules that a pattern matches, and placed on one module."""
+"""A clip with its statistic: described by hand for all modules that a pattern matches, and placed on one module."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,13 +28,15 @@ QK_NORMS = (*KEY_NORMS, rf"_?(q|query)_?{_NORM}", rf"_?{_NORM}_?(q|query)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Site:
-    """Attentions whose weights a clip scales, the parameters that it scales there, and the name of their statistic.
+    """Modules whose weights a clip scales, the parameters that it scales there, and the signal that it goes by.
 
-    Make one with `mha_site`, `mla_site` or `fused_qkv_site`; by hand for an attention of another kind.
+    Make one with `mha_site`, `mla_site` or `fused_qkv_site`; by hand for an attention of another kind, or for another
+    signal (`signal_clip`).
 
     Attributes:
       path: Regular expression that matches the whole "/"-joined path of the modules.
-      scales: The parameters that make queries and keys.
+      scales: The parameters. For `qk_clip` each `factor` is "query", "key", or "whole" (a part of the query that
+        takes all of γ, since its keys are shared by all heads); `qk_clip` sets the powers.
       signal: Name of the statistic below the module.
       scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
       norms: Regular expressions for the names of children that forbid the clip, because they normalize queries or keys
@@ -41,7 +44,10 @@ class Site:
       exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. Then `path` is
         that of one module and no pattern, and what else is in it, such as norms and adapters, is not judged by its
         name.
-      threshold: The largest logit allowed, > 0, or a schedule of the number of clips. None: the threshold of `qk_clip`.
+      threshold: The largest value allowed for the signal, > 0, or a schedule of the number of clips. None: the
+        threshold of `qk_clip`. `signal_clip` needs it.
+      products: For `signal_clip`, the names of the factors along each product; None: every factor is a product by
+        itself.
 
     Raises:
       ValueError: No scales, a number out of its range, a path or norm that is no regular expression.
@@ -61,6 +67,7 @@ class Site:
     norms: tuple[str, ...] = QK_NORMS
     exact: bool = False
     threshold: optax.ScalarOrSchedule | None = None
+    products: tuple[tuple[str, ...], ...] | None = None
 
     @errors_of("Site")
     def __post_init__(self):
@@ -69,15 +76,7 @@ class Site:
         if not self.exact:
             check_pattern("path", self.path)
         check_text(signal=self.signal)
-        is_several = isinstance(self.scales, (tuple, list))
-        if not is_several or not all(isinstance(scale, Scale) for scale in self.scales):
-            raise TypeError(
-                f"(scales={shown(self.scales)}) must be a tuple of muonjax.Scale."
-            )
-        if not self.scales:
-            raise ValueError(
-                f"(path={self.path!r}, scales=()) scales nothing; name a parameter."
-            )
+        self._check_scales()
         # A field of a frozen dataclass is set in this way alone.
         if self.scan_axis is not None:
             axes = axis_numbers("scan_axis", self.scan_axis)
@@ -91,6 +90,32 @@ class Site:
         if self.threshold is not None:
             check_range(
                 "threshold", self.threshold, "positive and finite", ".", schedule=True
+            )
+        # The factors that are multiplied with each other, (("query", "key"),). Only `signal_clip` reads them: for
+        # `qk_clip` they follow from the factors' names.
+        if self.products is not None:
+            self._check_products(self.products)
+
+    def _check_scales(self) -> None:
+        is_several = isinstance(self.scales, (tuple, list))
+        if not is_several or not all(isinstance(scale, Scale) for scale in self.scales):
+            raise TypeError(
+                f"(scales={shown(self.scales)}) must be a tuple of muonjax.Scale."
+            )
+        if not self.scales:
+            raise ValueError(
+                f"(path={self.path!r}, scales=()) scales nothing; name a parameter."
+            )
+
+    def _check_products(self, products: Any) -> None:
+        # Every factor has to be in a product, or its power would go unchecked.
+        factors = {scale.factor for scale in self.scales}
+        is_nested = isinstance(products, Sequence) and all(
+            isinstance(product, Sequence) for product in products
+        )
+        if not is_nested or set(itertools.chain(*products)) != factors:
+            raise ValueError(
+                f"(products={products!r}) must be tuples of factors, of all {sorted(factors)}."
             )
 
 
@@ -124,7 +149,7 @@ class PlacedSite(NamedTuple):
       path: The path of the module, "decoder/attention".
       signal: The path of its statistic, "decoder/attention/max_logits".
       scales: What is scaled, without the optional parameters that the module lacks.
-      threshold: The largest logit allowed, or a schedule; None: that of the clip.
+      threshold: The largest value allowed for the signal, or a schedule; None: that of the clip.
       name: Its key in the clip's state and statistics: `path`, or `signal` at the root and where several signals share
         a module.
     """
@@ -143,18 +168,13 @@ class PlacedSite(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """The query heads of one layer, of which there are at least as many as key heads."""
+        """Entries of the signal in one layer: the query heads of an attention, which has no more key heads."""
         return max(scale.entries for scale in self.scales)
 
     @property
     def key_heads(self) -> int:
         """How many key heads an attention has: 2 where 8 query heads share them by fours, and at most `entries`."""
         return min(scale.entries for scale in self.scales)
-
-    @property
-    def has_own_keys(self) -> bool:
-        """Whether each query head has a key head of its own."""
-        return self.key_heads == self.entries
 
     @property
     def shape(self) -> tuple[int, ...]:

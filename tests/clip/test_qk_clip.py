@@ -405,3 +405,11 @@ def test_without_a_program(make):
     names = {"muonjax": muonjax, "loss_fn": loss_fn, "params": PARAMS, "batch": X}
     exec(f"{first}\n{second}", names)
     assert jax.tree.leaves(names["tx"].init(PARAMS))
+
+
+def test_a_site_for_another_signal_is_no_site_of_qk_clip():
+    site = muonjax.Site(
+        path="out", scales=(muonjax.Scale(path="kernel", rank=2),), signal="max_output"
+    )
+    with pytest.raises(ValueError, match="a factor 'output', not query, key or whole"):
+        muonjax.qk_clip(1.0, site).init({"out": {"kernel": jnp.ones((4, 2))}})

@@ -380,7 +380,7 @@ def test_a_scale_by_hand_is_checked(fields, message):
     with pytest.raises(
         (TypeError, ValueError), match=rf"^Scale\({next(iter(fields))}=.*{message}"
     ):
-        muonjax.Scale(**{"path": "key/kernel", "rank": 2, "factor": "key"} | fields)
+        muonjax.Scale(**{"path": "key/kernel", "rank": 2} | fields)
 
 
 @pytest.mark.parametrize(("fields", "message"), [
@@ -548,9 +548,7 @@ def test_finding_attentions_is_linear(sites):
 
 def test_a_span_ends_where_its_run_does():
     """A head of eight features has no 16 to scale."""
-    scale = muonjax.Scale(
-        path="kernel", rank=2, entries=2, span=(0, 16), factor="query"
-    )
-    site = muonjax.Site(path="head", scales=(scale,))
+    scale = muonjax.Scale(path="kernel", rank=2, entries=2, span=(0, 16))
+    site = muonjax.Site(path="head", scales=(scale,), threshold=1.0)
     with pytest.raises(ValueError, match=r"2 heads, features \(0, 16\) of each"):
-        muonjax.qk_clip(1.0, site).init({"head": {"kernel": jnp.ones((D, 16))}})
+        muonjax.signal_clip(site).init({"head": {"kernel": jnp.ones((D, 16))}})

@@ -35,6 +35,10 @@ SPECS = {
     "bias": P("a"),
 }
 SITE = muonjax.mha_site()
+HEADS = muonjax.Scale(path="kernel", rank=3, axes=(1,))
+SIZE = muonjax.Site(
+    path="attention/query", scales=(HEADS,), signal="size", threshold=3.0
+)
 
 
 def params():
@@ -68,6 +72,7 @@ PUBLIC = {
         dimension_numbers=NUMBERS, newton_schulz=QUICK
     ),
     "qk_clip": lambda: muonjax.qk_clip(100.0, SITE, every_k=2),
+    "signal_clip": lambda: muonjax.signal_clip(SIZE),
     "trace": lambda: muonjax.trace(0.9),
 }
 PUBLIC |= {
@@ -76,7 +81,7 @@ PUBLIC |= {
 }
 # Their states are inside of those of ema_nesterov, monitor, hyperball and qk_clip.
 INSIDE_OF_OTHERS = ("muon", "muonclip", "muonh", "normuon", "orthogonalize")
-STATISTICS = {"max_logits": {"attention": 400.0}}
+STATISTICS = {"max_logits": {"attention": 400.0}, "signals": {"attention/query": 400.0}}
 
 
 def test_all_public_transformations_are_here():

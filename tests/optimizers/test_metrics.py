@@ -97,14 +97,21 @@ def test_skipped_steps(guarded, logged):
 
 @pytest.mark.nan
 def test_several_clips_and_monitors():
+    scale = muonjax.Scale(path="kernel", rank=2)
+    output = muonjax.Site(
+        path="out", scales=(scale,), signal="max_output", threshold=3.0
+    )
     tx = muonjax.monitor(
         optax.chain(
             muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT),
-            muonjax.qk_clip(200.0, SITE),
+            muonjax.signal_clip(output),
         )
     )
-    update = jax.jit(tx.update)
-    _, state = update(PARAMS, tx.init(PARAMS), PARAMS, max_logits=HOT)
+    params = PARAMS | {"out": {"kernel": jnp.ones((4, 2))}}
+    signals = {"out": jnp.array([6.0, 1.0])}
+    _, state = jax.jit(tx.update)(
+        params, tx.init(params), params, max_logits=HOT, signals=signals
+    )
     found = muonjax.metrics(state)
     assert found["qk_clip/largest"] == 400.0
     assert found["qk_clip_1/smallest_factor"] == 0.5

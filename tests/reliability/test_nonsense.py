@@ -45,10 +45,11 @@ MESH = jax.make_mesh((1,), ("data",))
 WEIGHT = jax.device_put(jnp.ones((8, 2, 4)), NamedSharding(MESH, PartitionSpec()))
 PARAMS = {"attention": {name: {"kernel": WEIGHT} for name in ("query", "key")}}
 SITE = muonjax.mha_site()
-QUERY = muonjax.Scale(path="query/kernel", rank=3, axes=(-2, -1), factor="query")
+QUERY = muonjax.Scale(path="query/kernel", rank=3, axes=(-2, -1))
 ADAPTED = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 muonjax.nnx.add_loha(ADAPTED, ".", rank=1, rngs=nnx.Rngs(0))
 DENSE = nn.Dense(4, dot_general_cls=muonjax.linen.loha(2))
+SIGNAL = muonjax.Site(path="attention", scales=(QUERY,), threshold=3.0)
 
 
 def attention(params: Any) -> jax.Array:
@@ -73,9 +74,8 @@ NEEDED = {
     "state": muonjax.trace(0.9).init(PARAMS),
     "max_logits": {"attention": jnp.ones(2)}, "sites": SITE, "site": SITE,
     # Which a signature leaves out, or for one function alone.
-    "muonclip.program": SITE, "adamclip.program": SITE, "qk_clip.sites": SITE,
+    "muonclip.program": SITE, "adamclip.program": SITE, "qk_clip.sites": SITE, "signal_clip.sites": SIGNAL,
     "muonh.adam_learning_rate": 1e-3, "Site.path": "attention", "Site.scales": (QUERY,), "Scale.path": "kernel",
-    "Scale.factor": "query",
     "ema_nesterov_params.state": muonjax.ema_nesterov(optax.sgd(0.1), 0.5).init(PARAMS),
     "merge.model": ADAPTED,
     "merge.params": DENSE.init(jax.random.key(0), jnp.ones((1, 4)))["params"],
@@ -89,6 +89,7 @@ ALLOWED = {
     "*clip.every_k": ({"None"}, "1, of which optax.inject_hyperparams makes no array"),
     "*.scan_axis": ({"-1"}, "it counts from the end"),
     "Scale.axes": ({"-1"}, "it counts from the end"),
+    "Scale.power": ({"-1", "1.5"}, "a power of any size"),
     "value_and_grad.argnums": ({"-1"}, "it counts from the end"),
     "loha.param_dtype": ({*NONSENSE}, "an argument of Flax's own layer"),
     "*.params": ({*NONSENSE}, "one leaf is a tree"),
