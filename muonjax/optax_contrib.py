@@ -327,6 +327,7 @@ def _iteration(
         scale = power_of_two_scale(wide, axis_name)
         y = scaled(wide, scale)
         norm = jnp.sqrt(sum_over(axis_name, square_norm(y)))
+        # The compiler leaves out this Gram matrix where only the norm is used.
         y = scaled(y, _row_factors(norm, gram_of(y), preconditioning, eps, scale))
         # One row serves all of `ns_steps`; of several each serves one step.
         rows = jnp.atleast_2d(coefficients)

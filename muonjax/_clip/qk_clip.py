@@ -187,6 +187,7 @@ def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
                 raise ValueError(
                     f"two sites scale {scale.leaf!r}, which would be clipped twice."
                 )
+        # Added after all of them are checked, so that an attention is not compared with itself.
         for scale in attention.scales:
             scales_of_leaf[scale.leaf].append(scale)
         attentions.append(attention)

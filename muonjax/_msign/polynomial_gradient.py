@@ -114,6 +114,7 @@ def iterate_keeping_input(
 
 @iterate_keeping_input.defjvp
 def _iterate_keeping_input_jvp(dot, primals, tangents):
+    # The rows are constants.
     dx, _ = tangents
 
     def jacobian(at, v):
