@@ -20,9 +20,9 @@ from muonjax._inspect.proposals import QueriesAndKeys, Refused, proposals_of
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
     Logits,
+    Operand,
     ParameterView,
     Projection,
-    Value,
     grouped,
 )
 
@@ -46,23 +46,27 @@ def attentions(records: Records) -> list[Call]:
 
     A clip of q scales softmax(q @ k1) and softmax(q @ k2): these are proved together, and become one.
     """
+    attention = records.attention
+    # A softmax takes one array, which may be a sum of several products.
+    by_array = grouped(
+        (softmaxes[0][0].value, product)
+        for product, softmaxes in attention.softmaxes.items()
+    )
     # Followed to their softmax; then calls of kernels, and exponentials that multiply something unknown.
-    calls = {
-        product: _call(records, product) for product in records.attention.softmaxes
-    }
-    for i, projections in records.attention.calls.items():
-        calls[i] = _opaque_call(records, i, projections)
-    for product, reader in records.attention.readers.items():
-        if product not in records.attention.softmaxes:
-            calls[product] = _not_followed(records, product, reader)
+    calls = [_call(records, products) for products in by_array.values()]
+    for i, projections in attention.calls.items():
+        calls.append(_opaque_call(records, i, projections))
+    for product, reader in attention.readers.items():
+        if product not in attention.softmaxes:
+            calls.append(_not_followed(records, product, reader))
     # It may be an attention, or hide one.
     i = records.unlisted
     if i >= 0:
         problem = f"{records.nodes[i].name} is not followed, and may hide an attention"
-        calls[i] = Call(records.graph.line(i), i, problem=problem)
+        calls.append(Call(records.graph.line(i), i, problem=problem))
     # Calls with the same queries are one attention, as the two softmaxes above, or a layer that is called twice.
     by_queries = []
-    for _, call in sorted(calls.items()):
+    for call in sorted(calls, key=lambda call: call.operation):
         # The last proposal scales the queries alone. A refused call has no proposal: then calls with the same
         # parameters are one attention, or, if these aren't known, calls in the same line.
         key = call.proposals[-1:] or call.views or call.line
@@ -78,12 +82,11 @@ def _opaque_call(
     records: Records, operation: int, projections: Iterable[Projection]
 ) -> Call:
     """The call of a kernel, of which nothing but its operands is known."""
-    node = records.nodes[operation]
+    node, line = records.nodes[operation], records.graph.line(operation)
     name = str(node.params.get("name") or node.name)
     why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-    return Call(
-        records.graph.line(operation), operation, problem=why, views=_views(projections)
-    )
+    views = tuple(projection.view for projection in projections)
+    return Call(line, operation, views, problem=why)
 
 
 def _not_followed(records: Records, product: int, reader: int) -> Call:
@@ -92,34 +95,44 @@ def _not_followed(records: Records, product: int, reader: int) -> Call:
     if records.nodes[reader].name == LONG_EINSUM:
         why = f"{LONG_EINSUM} takes its weights"
     problem = f"{why}: {records.graph.line(reader)}"
-    return Call(records.graph.line(product), product, problem=problem)
+    call = Call(records.graph.line(product), product, problem=problem)
+    operands = records.attention.operands.get(product, ())
+    try:
+        # A product with operands had logits, which were lost on the way.
+        if operands:
+            _check_readers(records, product)
+    except Refused as refused:
+        call = call._replace(problem=str(refused))
+    return call._replace(views=_views(operands))
 
 
-def _views(projections: Iterable[Projection]) -> tuple[ParameterView, ...]:
-    return tuple(projection.view for projection in projections)
+def _views(operands: Iterable[Operand]) -> tuple[ParameterView, ...]:
+    """The parameters in the projections of these."""
+    return tuple(x.view for operand in operands for x in operand.value.projections)
 
 
 # What a clip scales and where its logits are.
 
 
-def _call(records: Records, product: int) -> Call:
-    """The attention whose queries and keys this operation multiplies: what a clip may scale, or why it is refused.
+def _call(records: Records, products: Sequence[int]) -> Call:
+    """The attention whose logits are the sum of these products of queries and keys: what to scale, or why not.
 
     Its `views`, of which it gets its name, are the parameters of queries and keys.
     """
-    # If several softmaxes take the logits, `_check_logits` asks for equal ones.
-    logits, normalized = records.attention.softmaxes[product][0]
-    # Logits may be a sum of products, q1 @ k1 + q2 @ k2, each with queries and keys.
+    softmaxes = records.attention.softmaxes
     pairs = []
-    for summand, keys in logits.products_and_keys(normalized):
-        pairs.append(QueriesAndKeys(records, summand, keys))
-    projections = []
-    for pair in pairs:
-        projections += (*pair.query.value.projections, *pair.key.value.projections)
-    call = Call(records.graph.line(product), product, _views(projections))
+    operands = []
+    for product in products:
+        pair = QueriesAndKeys(records, product, softmaxes[product][0][1])
+        pairs.append(pair)
+        operands += [pair.query, pair.key]
+    call = Call(records.graph.line(products[0]), products[0], _views(operands))
+    # The logits of all products are in one array, with the same masks.
+    logits, _ = softmaxes[products[0]][0]
     try:
-        _check_logits(records, logits, normalized)
-        _check_readers(records, logits)
+        for product in products:
+            _check_softmaxes(records, product)
+            _check_readers(records, product)
         doubt = doubt_of_masks(records.graph, logits.added)
         proposals = tuple(proposals_of(pairs))
         probe = _probe(records, logits)
@@ -131,35 +144,21 @@ def _call(records: Records, product: int) -> Call:
 _DERIVATIVES = "the function takes derivatives of it, which a clip would change too"
 
 
-def _check_logits(records: Records, logits: Logits, normalized: frozenset[int]) -> None:
-    """Refuses logits that are not what one softmax over keys takes.
-
-    Args:
-      records: What is known of the function.
-      logits: What enters the first softmax of a product of queries and keys.
-      normalized: The axes of the product that this softmax normalizes.
-    """
-    attention = records.attention
-    for product, _ in logits.products_and_keys(normalized):
-        # An exponential, or an operation without a rule, takes them in a way that is not followed.
-        if product in attention.unseen:
-            raise Refused(_not_alone(records, attention.unseen[product]))
-    for other, axes in attention.softmaxes[logits.product]:
+def _check_softmaxes(records: Records, product: int) -> None:
+    """Refuses logits that are not what one softmax over keys takes."""
+    attention, line = records.attention, records.graph.line(product)
+    (logits, normalized), *others = attention.softmaxes[product]
+    # Weights of which the logits were lost, as softmax(logits)², multiply values as well.
+    is_several = product in attention.readers
+    for other, axes in others:
         # Two halves of the weights that multiply values are of one softmax: their layouts alone differ.
         if (other._replace(layout=logits.layout), axes) != (logits, normalized):
-            line = records.graph.line(logits.product)
-            # A loss that is made of the model's derivatives, as of a physicist's network.
-            if records.nodes[logits.product].gradient_pass:
-                raise Refused(f"{_DERIVATIVES}: {line}")
-            raise Refused(f"several softmaxes take its logits: {line}")
-    # An operation made something else of them, such as a concatenation with other logits, or a tanh of masked ones.
-    if logits.is_lost:
-        i = records.graph.producer[logits.lost]
-        if len(follow_logits.products(records.inputs(records.nodes[i]))) > 1:
-            raise Refused(
-                f"its logits are made of several products: {records.graph.line(i)}"
-            )
-        raise Refused(_not_alone(records, i))
+            is_several = True
+    # A loss that is made of the model's derivatives, as of a physicist's network.
+    if is_several and records.nodes[product].gradient_pass:
+        raise Refused(f"{_DERIVATIVES}: {line}")
+    if is_several:
+        raise Refused(f"several softmaxes take its logits: {line}")
     # One number for each query may be subtracted, and not another one for some of its keys.
     if logits.shifted and logits.shifted & normalized:
         raise Refused(
@@ -167,43 +166,31 @@ def _check_logits(records: Records, logits: Logits, normalized: frozenset[int]) 
         )
 
 
-def _check_readers(records: Records, logits: Logits) -> None:
-    """Refuses logits that another operation reads than those of their softmax: a clip would change its results, too.
+def _check_readers(records: Records, product: int) -> None:
+    """Refuses logits of which something else is made than a softmax: a clip would change that, too.
 
-    Such are a penalty on the logits, their distillation, and the next layer's logits, which these are added to.
+    Such are a tanh of masked logits, a concatenation with other ones, a penalty on them, and the next layer's logits,
+    which these are added to.
     """
-    graph = records.graph
-    # The certificate follows the readers of all arrays before the first mask or bias.
-    pending = {logits.raw if logits.is_biased else logits.value}
+    graph, values = records.graph, records.values
+    pending = {*records.nodes[product].outputs}
     followed: set[int] = set()
     while pending:
         value = pending.pop()
         followed.add(value)
+        is_maximum = any(x.stage == "per query" for x in values[value].logits)
         for i in graph.readers[value]:
             node = records.nodes[i]
             # Such as a number for a log; or the maximum that an online softmax carries from block to block.
-            if i not in graph.trained or node.name == "carry":
+            if i not in graph.trained or (node.name == "carry" and is_maximum):
                 continue
             for result in node.outputs:
-                if not _is_of_softmax(records.values[result], logits):
-                    why = "something else than its softmax reads its logits"
-                    raise Refused(f"{why}: {graph.line(i)}")
+                if not any(x.product == product for x in values[result].logits):
+                    raise Refused(_not_alone(records, i))
                 # Softmax's weights change as the clip wants it.
-                if (
-                    node.name not in follow_logits.EXPONENTIALS
-                    and result not in followed
-                ):
+                is_weights = node.name in follow_logits.EXPONENTIALS
+                if not is_weights and result not in followed:
                     pending.add(result)
-
-
-def _is_of_softmax(value: Value, logits: Logits) -> bool:
-    """Whether an array is made of these logits on the way to their softmax: masked, their maximum, or the weights."""
-    for x in value.logits:
-        # The weights of another softmax, as of softmax(logits / 2), are made of another array.
-        is_other_softmax = x.stage == "weights" and x.value != logits.value
-        if x.product == logits.product and not is_other_softmax:
-            return True
-    return False
 
 
 def _not_alone(records: Records, operation: int) -> str:
@@ -227,34 +214,31 @@ def _probe(records: Records, logits: Logits) -> Probe:
     """
     variables = records.graph.variables[logits.value]
     raw_variables = records.graph.variables[logits.raw] if logits.is_biased else {}
-    made_in = records.nodes[records.graph.producer[logits.value]].place
-
-    def cost(place: Place) -> tuple[int, bool, bool]:
-        # First, prefer to be outside of functions with derivatives of their own (`jax.custom_vjp`): inside, the logits
-        # have to be computed once more. Next, prefer a body that has the raw logits too; last, the one that makes the
-        # logits.
-        custom_calls = sum(step.kind.startswith("custom_") for step in place)
-        return custom_calls, place not in raw_variables, place != made_in
-
-    place = min(variables, key=cost)
-    if any(step.kind == "while" for step in place):
-        raise Refused("it is inside of a loop of unknown length, which has no gradient")
+    places = list(variables)
     if logits.is_biased:  # a mask was added, or a bias as ALiBi's
-        _check_added(records, logits, raw_is_visible=place in raw_variables)
-    raw = raw_variables.get(place)
-    return Probe(place, variables[place], raw=raw, unit=logits.unit)
-
-
-def _check_added(records: Records, logits: Logits, raw_is_visible: bool) -> None:
-    """Refuses a mask or a bias where its logits are not at hand, entry by entry, before it was added.
-
-    `measure` takes the largest of the logits before it that the mask leaves, so both arrays have to be variables of one
-    body (`raw_is_visible`) and have one order of axes.
-    """
-    if not raw_is_visible:
+        # `measure` takes the largest of the logits before it that the mask leaves.
+        places = [place for place in variables if place in raw_variables]
+        _check_order_of_axes(records, logits)
+    if not places:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
         )
+    made_in = records.nodes[records.graph.producer[logits.value]].place
+
+    def cost(place: Place) -> tuple[int, bool]:
+        # First, prefer to be outside of functions with derivatives of their own (`jax.custom_vjp`): inside, the logits
+        # have to be computed once more. Next, prefer the body that makes the logits.
+        custom_calls = sum(step.kind.startswith("custom_") for step in place)
+        return custom_calls, place != made_in
+
+    place = min(places, key=cost)
+    if any(step.kind == "while" for step in place):
+        raise Refused("it is inside of a loop of unknown length, which has no gradient")
+    return Probe(place, variables[place], raw=raw_variables.get(place))
+
+
+def _check_order_of_axes(records: Records, logits: Logits) -> None:
+    """Refuses a mask or a bias after which the axes of the logits change their order."""
     raw, seen = (records.values[x].logits[0].layout for x in (logits.raw, logits.value))
     moved = None
     with contextlib.suppress(NotFollowed):
@@ -299,7 +283,7 @@ def _located(
     """
     logs = _random_logarithms(spans)
     probes = [call.probes[0] for call in calls]
-    # `_check_logits` has seen that the softmaxes of a call take equal logits.
+    # `_check_softmaxes` has seen that the softmaxes of a call take equal logits.
     logits = [records.attention.softmaxes[call.operation][0][0] for call in calls]
     # A clip scales the logits before a mask or a bias is added, and the probe sees them after that.
     raw = [x.raw if x.is_biased else x.value for x in logits]

@@ -25,7 +25,6 @@ from muonjax._inspect.values import (
     PARAMETER,
     SUMS,
     AxisFact,
-    Logits,
     ParameterView,
     Projection,
     Value,
@@ -153,6 +152,9 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
     `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
     """
     result = dependent(values)
+    # Queries times keys stay scores where a layer is added to them, as one of forget gates.
+    scores = [v.scores for v in values if v.scores in records.attention.operands]
+    result = result._replace(scores=max(scores, default=result.scores))
     operation = Operation(records, node, values, node.inputs)
     if operation.is_choice:
         chooser, *cases = values
@@ -247,15 +249,13 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     elif operation.is_sum:
         _record_meeting_parts(records, values)
     projections = _projections(operation)
-    logits = follow_logits.after(operation)
     if node.name in (*follow_logits.EXPONENTIALS, "pow"):
         # These are softmax's weights if the scores are those of queries and keys.
         result = result._replace(exponential_of=result.scores)
-        _record_unseen_exponential(operation, logits, result.scores)
     return result._replace(
         views=_of_masked_weights(operation),
         projections=projections,
-        logits=logits,
+        logits=follow_logits.after(operation),
     )
 
 
@@ -275,16 +275,6 @@ def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     elif not operation.is_scale:
         return ()
     return tuple(view for value in values for view in value.views)
-
-
-def _record_unseen_exponential(
-    operation: Operation, logits: Sequence[Logits], scores: int
-) -> None:
-    """Records that an exponential takes the product `scores` of two activations in a way that is not followed."""
-    is_followed = any(not x.is_lost or x.product == scores for x in logits)
-    # The logits of a power are logarithms of its base, which nobody takes.
-    if operation.node.name == "pow" or not is_followed:
-        operation.records.attention.unseen[scores] = operation.node.index
 
 
 def _projections(operation: Operation) -> tuple[Projection, ...]:

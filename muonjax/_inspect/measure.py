@@ -37,8 +37,6 @@ class Probe(NamedTuple):
     # The head of each entry along these axes: (0, 1, 0, 1) for an axis of two examples of two heads. Empty if there is
     # one entry for each head, in their order.
     entries: tuple[int, ...] = ()
-    # Factor from `variable` to the logits of `exp`: log(2) where the softmax takes exp2(variable).
-    unit: float = 1.0
     # For `check_clip`: under `vmap`, softmax gets the logits of the first example in all of them.
     shared: bool = False
 
@@ -260,4 +258,4 @@ def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Arra
             of_heads[head].append(flat[entry])
         largest = [functools.reduce(jnp.maximum, entries) for entries in of_heads]
         maxima = jnp.stack(largest)
-    return maxima if probe.unit == 1 else maxima * probe.unit
+    return maxima

@@ -236,15 +236,10 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
         # Parts of one parameter are not put together again.
         if len({view.leaf for view in views}) < len(views):
             raise NotFollowed
-    logits = [x for part in placed for x in part.logits]
-    # Those of several products are lost, as one softmax takes them all.
-    if len(logits) > 1:
-        logits = [follow_logits.lost(node, x) for x in logits]
-    return [
-        result._replace(
-            views=tuple(views), projections=projections, logits=tuple(logits)
-        )
-    ]
+    # Next to other logits nothing is left of them, as one softmax takes them all.
+    with_logits = [part.logits for part in placed if part.logits]
+    logits = with_logits[0] if len(with_logits) == 1 else ()
+    return [result._replace(views=tuple(views), projections=projections, logits=logits)]
 
 
 @rule("gather")

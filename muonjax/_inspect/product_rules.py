@@ -273,11 +273,11 @@ def _of_activations(
             records.record_parts(operand.value.projections)
             records.record_heads(operand.value.projections, operand.batch)
     for weights, values in pairs:
-        attentions = _softmaxes_of(weights)
-        for logits in attentions:
+        softmaxes = _softmaxes_of(weights)
+        for logits in softmaxes:
             _record_attention(records, logits, weights, values)
         # The logits of these exponentials may not be known: the attention is listed and refused.
-        if not attentions:
+        if not softmaxes:
             records.record_weights(node, weights.value, values.value)
     for activation, constants in pairs:
         if not constants.value.depends_on & PARAMETER:
@@ -298,36 +298,42 @@ def _record_mixture(node: Node, operand: Operand) -> None:
             projection.product.mixtures.add(node.index)
 
 
-def _softmaxes_of(weights: Operand) -> list[Logits]:
-    """The logits of softmaxes over whose keys the product sums, several where softmaxes are subtracted."""
-    softmaxes = [logits for logits in weights.value.logits if logits.stage == "weights"]
-    return [logits for logits in softmaxes if logits.layout.runs_along(weights.summed)]
+def _softmaxes_of(weights: Operand) -> list[list[Logits]]:
+    """The logits of softmaxes over whose keys the product sums, several where softmaxes are subtracted.
+
+    The logits of one softmax may be a sum of products, as q1 @ k1 + q2 @ k2 in latent attention.
+    """
+    of_arrays = []
+    for logits in weights.value.logits:
+        if logits.stage == "weights" and logits.layout.runs_along(weights.summed):
+            of_arrays.append((logits.value, logits))
+    return list(grouped(of_arrays).values())
 
 
 def _record_attention(
-    records: Records, logits: Logits, weights: Operand, values: Operand
+    records: Records, softmax: Sequence[Logits], weights: Operand, values: Operand
 ) -> None:
     """Records an attention, softmax(logits) @ values: its logits and keys, and which columns count heads.
 
-    `logits` are those that the softmax's weights were made of.
+    `softmax` are the logits of all products whose sum the softmax takes.
     """
-    product, attention = logits.product, records.attention
-    node = records.nodes[product]
-    # Which axes of the product of queries and keys count keys: those that weights @ values sums over.
-    keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
-    attention.softmaxes[product].append((logits, keys))
-    query_and_key = attention.operands[product]
+    attention = records.attention
+    operands = [values]
     regions_of_projection = []
-    # Logits may be a sum of products, as q1 @ k1 + q2 @ k2 in latent attention.
-    for summand, keys_of_summand in logits.products_and_keys(keys):
-        for operand in attention.operands[summand]:
+    for logits in softmax:
+        product = logits.product
+        # Which axes of the product of queries and keys count keys: those that weights @ values sums over.
+        keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
+        attention.softmaxes[product].append((logits, keys))
+        for operand in attention.operands[product]:
+            operands.append(operand)
             # Queries that share a key head are counted by an axis of their own.
             records.record_heads(operand.value.projections, operand.free)
             # A fused kernel gives both queries and keys, whose regions stay two parts.
-            is_query = operand.is_query(keys_of_summand)
+            is_query = operand.is_query(keys)
             for part in operand.value.projections:
                 # Queries that share a key head keep the columns that count heads, and are no experts.
-                part.product.mixtures.discard(summand)
+                part.product.mixtures.discard(product)
                 key = (part.product, is_query)
                 regions_of_projection.append((key, part.layout.region))
     for (projected, _), regions in grouped(regions_of_projection).items():
@@ -340,7 +346,8 @@ def _record_attention(
     for projection in values.value.projections:
         columns = projection.layout.region
         if attention.value_parts.setdefault(projection.product, columns) != columns:
-            for operand in (*query_and_key, values):
+            node = records.nodes[softmax[0].product]
+            for operand in operands:
                 for part in operand.value.projections:
                     records.record(
                         node,
@@ -391,7 +398,7 @@ def _by_constants(
     new logits.
     """
     # softmax(q k^T) @ c, of frozen values c, ends the logits of these products.
-    attentions = [logits.product for logits in _softmaxes_of(activation)]
+    attentions = {x.product for softmax in _softmaxes_of(activation) for x in softmax}
     logits = []
     for after in follow_logits.through(node, activation.aligned):
         if after.product not in attentions:

@@ -63,10 +63,8 @@ class AttentionRecords:
         self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(
             list
         )
-        # the operation where its exponentials multiply a third array, perhaps values;
+        # the operation where its exponentials multiply a third array, perhaps values.
         self.readers: dict[int, int] = {}
-        # the operation that takes it and is not followed, because of which the attention is refused.
-        self.unseen: dict[int, int] = {}
         # Products of two activations. All others, as with learned queries or frozen keys, are attention only if a sum
         # normalizes their exponentials, as a softmax does.
         self.two_sided: set[int] = set()

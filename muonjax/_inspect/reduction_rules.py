@@ -18,7 +18,8 @@ def _reduce(records: Records, node: Node) -> Sequence[Value]:
     records.record_reduced(value.projections, node.params["axes"])
     result = dependent([value])
     if node.name == "reduce_max" and value.logits and value.logits[0].stage == "logits":
-        result = result._replace(logits=(value.logits[0]._replace(stage="per query"),))
+        maxima = tuple(x._replace(stage="per query") for x in value.logits)
+        result = result._replace(logits=maxima)
     return [_without_axes(records, node, result)]
 
 

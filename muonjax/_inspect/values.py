@@ -126,18 +126,6 @@ class Addend(NamedTuple):
     sign: int = 1
 
 
-class Summand(NamedTuple):
-    """A product that was added to logits."""
-
-    product: int  # the operation
-    # Those of the first product, and for each the one of this product along it.
-    axes: tuple[tuple[int, int], ...]
-
-    def along(self, axes: Iterable[int]) -> frozenset[int]:
-        """Its axes along these of the first product."""
-        return frozenset(axis for first, axis in self.axes if first in axes)
-
-
 class Logits(NamedTuple):
     """What is left of the product of two projections: attention logits and what softmax makes of them."""
 
@@ -150,36 +138,13 @@ class Logits(NamedTuple):
     # The array just before the first mask or bias was added; -1 if none was.
     raw: int = -1
     added: tuple[Addend, ...] = ()
-    # What multiplied logits and masks together since: `raw` times this is what exp takes. ln 2 for exp2.
-    unit: float = 1.0
     # Axes of the product along which the number differs that was subtracted, their maximum; None if none was.
     shifted: frozenset[int] | None = None
-    # The first array that is not these logits any more, as after a tanh of masked ones; -1 if there is none.
-    lost: int = -1
-    # Other products that were added to it, as that of rotary features to that of the others (MLA).
-    summands: tuple[Summand, ...] = ()
 
     @property
     def is_biased(self) -> bool:
         """Whether a mask or a bias was added to the logits."""
         return self.raw >= 0
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether something else than masked logits, their maximum or softmax's weights was made of them."""
-        return self.lost >= 0
-
-    def products_and_keys(
-        self, keys: frozenset[int]
-    ) -> list[tuple[int, frozenset[int]]]:
-        """The products whose sum these are, each with its axes that count keys.
-
-        `keys`: those of the first product.
-        """
-        products = [(self.product, keys)]
-        for summand in self.summands:
-            products.append((summand.product, summand.along(keys)))
-        return products
 
 
 class AxisFact(NamedTuple):

@@ -177,10 +177,10 @@ for name, change in {
 spelled("few_bits", ADDED, spell=lambda a, p: lax.reduce_precision(a, 8, 3))
 spelled("cut_after_a_bias", ADDED, softmax=lambda a, p: jnp.concatenate([
     jax.nn.softmax(jnp.where(CAUSAL[:, :4], (a + BIAS)[..., :4], -1e9)), jnp.zeros((B, H, T, T - 4))], -1))  # fmt: skip
-spelled("a_difference_of_two_softmaxes", "several softmaxes take its logits",
+spelled("a_difference_of_two_softmaxes", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) - 0.5 * jax.nn.softmax((a + 1.0) * 2))  # fmt: skip
-spelled("powers_of_the_weights", ADDED, softmax=lambda a, p: jax.nn.softmax(a) ** 2)
-spelled("a_power_beside", NOT_ALL,
+spelled("powers_of_the_weights", NOT_ALL, softmax=lambda a, p: jax.nn.softmax(a) ** 2)
+spelled("a_power_beside", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) + lax.pow(jnp.full_like(a, 2.0), 5 * a))  # fmt: skip
 spelled("another_softmax_after_a_change_in_place", ADDED,
         softmax=lambda a, p: jax.nn.softmax(a) + jax.nn.softmax(a.at[..., 0].add(-3.0)))  # fmt: skip
@@ -189,15 +189,10 @@ spelled(
     spell=lambda a, p: jnp.where(p["mix"] > 0, a, -jnp.inf),
     mix=(T, T),
 )
-spelled("weights_put_together_of_their_halves", ADDED, softmax=lambda a, p: jnp.concatenate(
+spelled("weights_put_together_of_their_halves", NOT_ALL, softmax=lambda a, p: jnp.concatenate(
     jnp.split(jax.nn.softmax(a), 2, 2), 2))  # fmt: skip
 spelled("a_mask_that_was_rounded_to_bfloat16", kept=SPARSE, softmax=lambda a, p: (
     jax.nn.softmax(a + jnp.where(SPARSE, 0, -1e4).astype("bfloat16"))))  # fmt: skip
-
-
-def by_powers_of_two(logits, p):
-    powers = jnp.exp2(logits * np.log2(np.e) + np.where(CAUSAL, 0.0, -1e9))
-    return powers / powers.sum(-1, keepdims=True)
 
 
 def by_powers_below_one(logits, p):
@@ -206,8 +201,7 @@ def by_powers_below_one(logits, p):
     return powers / powers.sum(-1, keepdims=True)
 
 
-spelled("powers_of_two_under_a_mask", softmax=by_powers_of_two, kept=CAUSAL)
-spelled("powers_of_two", softmax=by_powers_below_one)
+spelled("powers_of_two", ADDED, softmax=by_powers_below_one)
 
 
 def by_a_maximum_with_a_floor(logits, p):
@@ -221,25 +215,10 @@ spelled("a_matrix_that_mixes_the_logits_of_heads", NOT_ALL, mix=(H, H),
         softmax=lambda a, p: jax.nn.softmax(jnp.einsum("bhtu,hg->bgtu", a, p["mix"])))  # fmt: skip
 
 
-def masked_before_the_scale(name, scale):
-    def fun(p, x):
-        q, k, v = projected(p, x)
-        logits = scale(logits_of(q, k) + jnp.where(CAUSAL, 0.0, -1e9))
-        return loss_of(p, mixed(jax.nn.softmax(logits), v)), jnp.where(
-            CAUSAL, logits, -jnp.inf
-        )
-
-    fun.__name__ = f"masked_before_it_is_{name}"
-    attention(sites=1, **QKVO)(fun)
-
-
-masked_before_the_scale("multiplied", lambda a: a * 0.5)
-masked_before_the_scale("divided", lambda a: a / np.sqrt(S))
-masked_before_the_scale("scaled_twice", lambda a: a / 4 * 2)
+spelled("masked_before_it_is_divided", ADDED,
+        softmax=lambda a, p: jax.nn.softmax((a + jnp.where(CAUSAL, 0.0, -1e9)) / 2))  # fmt: skip
 spelled("scaled_by_a_negative_number_after_a_mask", ADDED,
         softmax=lambda a, p: jax.nn.softmax(-(a + jnp.where(CAUSAL, 0.0, -1e9))))  # fmt: skip
-spelled("a_bias_after_a_scaled_mask", ADDED,
-        softmax=lambda a, p: jax.nn.softmax((a + jnp.where(CAUSAL, 0.0, -1e9)) / 2 + BIAS))  # fmt: skip
 
 
 # What would change where a parameter is scaled: of the kernel, of the queries, of the logits.
@@ -489,10 +468,8 @@ def an_order_by_reshape(p, x):
 
 # Something else reads the logits.
 
-READ = "something else than its softmax reads its logits: attention_programs.py:"
 
-
-def reading(term, name, sites=READ):
+def reading(term, name, sites=ADDED):
     """A loss with a further term, made of the logits."""
 
     def fun(p, x):
@@ -792,7 +769,7 @@ def one_kernel_on_two_inputs(p, x):
     return end(p, logits_of(q + heads(jnp.tanh(x) @ p["q"]), k), v)
 
 
-@program(X, sites=("several products:", "several products:"), c=(D, D), **QKVO)
+@program(X, sites=ADDED, c=(D, D), **QKVO)
 def one_softmax_of_two_products(p, x):
     """Keys of two kinds, such as local and compressed ones."""
     q, k, v, c = projected(p, x, "qkvc")
@@ -800,7 +777,7 @@ def one_softmax_of_two_products(p, x):
     return end(p, logits, jnp.concatenate([v, v], 1))[0]
 
 
-@program(X, sites="several products:", r=(D, D), u=(H, S), w=(H, S), **QKVO)
+@program(X, sites=ADDED, r=(D, D), u=(H, S), w=(H, S), **QKVO)
 def logits_of_relative_positions(p, x):
     """Transformer-XL."""
     q, k, v = projected(p, x)
