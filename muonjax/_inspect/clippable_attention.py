@@ -315,19 +315,9 @@ def _random_logarithms(spans: Sequence[PlacedScale]) -> dict[str, np.ndarray]:
 
     "whole" is the factor of a head's logits: its query takes it where no key is scaled. Otherwise
 
-        log(query) + log(key) = log(whole).
-
-    A key takes half of the least logarithm of the heads that it serves. For "whole" 8, 6, 2, 4 of four heads of
-    queries, and two heads of keys for two of them each, "key" is 3, 1 and "query" 5, 3, 1, 3.
-
-    `spans` begins with one of the queries.
+        log(query) = log(key) = log(whole) / 2.
     """
     heads, layers = spans[0].entries, spans[0].layers
     # Even whole numbers: half of each is whole too, and no sum is rounded.
     whole = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
-    heads_of_keys = next(
-        (span.entries for span in spans if span.factor == "key"), heads
-    )
-    keys = whole.reshape(*layers, heads_of_keys, -1).min(-1) / 2
-    queries = whole - np.repeat(keys, heads // heads_of_keys, -1)
-    return {"whole": whole, "key": keys, "query": queries}
+    return {"whole": whole, "key": whole / 2, "query": whole / 2}

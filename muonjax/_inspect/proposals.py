@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,39 +14,42 @@ import numpy as np
 from muonjax._clip.scaled_entries import PlacedScale, Scale
 from muonjax._inspect.layouts import Layout, Run, other_axes, set_of
 from muonjax._inspect.records import Records
-from muonjax._inspect.values import PARAMETER, Operand, Projection
+from muonjax._inspect.values import Operand, Projection
 
 
 class Refused(Exception):
     """Why this attention can't be clipped."""
 
 
+# All features of queries or keys, by number.
+_ALL = range(1 << 30)
+
+
 def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[PlacedScale, ...]]:
     """What a clip may scale, the best first, where logits are a sum of products of these queries and keys.
 
-    In a sum, q1 @ k1 + q2 @ k2, all that is scaled has to have as many heads. So the first proposal scales both sides
-    of a product where each head has keys of its own, and its queries alone where several heads share keys. The second
-    scales the queries alone of all products.
+    The first proposal scales both sides of each product where each head has keys of its own, and the last the queries
+    alone.
 
     Raises:
-      Refused: A product has no proposal, or the products have other numbers of heads, or of axes that count layers.
+      Refused: The queries can't be scaled.
     """
-    if len(pairs) == 1:
-        return pairs[0].proposals()
-    best: list[PlacedScale] = []
-    queries: list[PlacedScale] = []
+    both: list[PlacedScale] = []
+    queries_alone: list[PlacedScale] = []
     for pair in pairs:
-        proposals = pair.proposals()
-        first, queries_alone = proposals[0], proposals[-1]
-        has_equal_heads = len({span.entries for span in first}) == 1
-        best += first if has_equal_heads else queries_alone
-        queries += queries_alone
-    for spans in (best, queries):
-        if len({(span.entries, len(span.stack)) for span in spans}) > 1:
-            raise Refused(
-                "its logits are a sum of products with other numbers of heads"
-            )
-    return list(dict.fromkeys([tuple(best), tuple(queries)]))
+        both += pair.both_sides()
+        queries_alone += pair.queries([_ALL])
+    # They are equal where no key can be scaled, such as keys that do not train.
+    different = dict.fromkeys([tuple(both), tuple(queries_alone)])
+    proposals = [spans for spans in different if len(set(map(_heads_of, spans))) == 1]
+    if not proposals:
+        raise Refused("its queries are cut into heads or layers in several ways")
+    return proposals
+
+
+def _heads_of(span: PlacedScale) -> tuple[int, tuple[int, ...]]:
+    """The number of heads, and the sizes of the axes that count layers."""
+    return span.entries, span.layers
 
 
 class QueriesAndKeys:
@@ -53,118 +57,48 @@ class QueriesAndKeys:
 
     def __init__(self, records: Records, product: int, normalized: frozenset[int]):
         """`normalized`: the axes of the product that count keys."""
-        self.records, self.shapes, self.normalized = records, records.shapes, normalized
+        self.shapes, self.normalized = records.shapes, normalized
         left, right = records.attention.operands[product]
         if left.is_query(normalized):
             self.query, self.key = left, right
         else:
             self.query, self.key = right, left
 
-    def proposals(self) -> list[tuple[PlacedScale, ...]]:
-        """Both sides of the product, where that is possible, and last the queries alone.
+    def both_sides(self) -> list[PlacedScale]:
+        """Queries and keys, with the factor √γ each, "query" and "key".
+
+        Keys that several heads share stay as they are, and the queries that they meet get the factor γ, "whole": all
+        of them in multi-query attention, and the rotary features in latent attention (MLA).
 
         Raises:
-          Refused: The queries can't be scaled, and so neither can both.
+          Refused: As `queries`.
         """
-        queries_alone = self._proposal([], ())
-        try:
-            both = self._proposal(*self.split_keys())
-        # The keys have other heads or features, as where all heads share their bias.
-        except Refused:
-            return [queries_alone]
-        # They are equal where no key can be scaled, such as keys that do not train.
-        return list(dict.fromkeys([both, queries_alone]))
-
-    def _proposal(
-        self, keys: Sequence[Projection], shared: Collection[int]
-    ) -> tuple[PlacedScale, ...]:
-        """What to scale if these keys take a part of the factor γ, and the queries the rest.
-
-        "query" and "key" say √γ each, "whole" says γ. In latent attention keys and queries have features "key" and
-        "query", but the rotary features of the queries, `shared`, are "whole". With one key head for all, so are all
-        queries.
-
-        Args:
-          keys: The projections that give each head keys of its own; none: the queries take the whole factor.
-          shared: Which features of the queries meet keys that several heads share: these take the whole factor, too.
-        """
-        self._check_queries()
-        self._check_order(self.key, keys, "keys")
-        factor = "query" if keys else "whole"
-        of_queries: list[PlacedScale] = []
-        for projection in self.query.value.projections:
-            of_queries += self._spans(self.query, projection, factor, shared)
+        first, *_ = self.queries([_ALL])
         of_keys: list[PlacedScale] = []
-        for projection in keys:
-            of_keys += self._spans(self.key, projection, "key")
-        spans = (*of_queries, *of_keys)
-        self._check_equal_heads(of_queries, of_keys)
-        return spans
+        shared: list[range] = []
+        for projection in self.key.value.projections:
+            spans: list[PlacedScale] = []
+            with contextlib.suppress(Refused):
+                spans = self._spans(self.key, projection, "key")
+            if set(map(_heads_of, spans)) == {_heads_of(first)}:
+                of_keys += spans
+            else:
+                shared.append(self._features(self.key, projection))
+        return [*self.queries(shared if of_keys else [_ALL]), *of_keys]
 
-    def _check_equal_heads(
-        self, of_queries: Sequence[PlacedScale], of_keys: Sequence[PlacedScale]
-    ) -> None:
-        """Refuses queries and keys with other layers or features, or heads of keys that no heads of queries share."""
-        # The queries that meet `of_keys` have the factor "query", and as many features. Only the first span of each
-        # side is compared: the others are its biases, or further features, which the certificate checks.
-        meet_keys = [span for span in of_queries if span.factor == "query"]
-        features = {spans[0].features for spans in (meet_keys, of_keys) if spans}
-        layers = {span.layers for span in (*of_queries, *of_keys)}
-        heads_of_queries = {span.entries for span in of_queries}
-        heads_of_keys = {span.entries for span in of_keys}
-        several = max(map(len, (heads_of_queries, heads_of_keys, layers, features))) > 1
-        # With grouped queries, a whole number of heads shares each head of keys, as four heads each of two.
-        heads = of_queries[0].entries
-        if several or any(heads % n for n in heads_of_keys):
-            raise Refused(
-                "its queries and keys are cut into heads, features or layers in several ways"
-            )
+    def queries(self, shared: Sequence[range]) -> list[PlacedScale]:
+        """The queries; those of their features that are `shared` meet keys which several heads share.
 
-    def _check_queries(self) -> None:
-        """Refuses queries whose heads can't be told in the parameters that make them."""
+        Raises:
+          Refused: Which parameters make a head can't be told.
+        """
         projections = self.query.value.projections
         if not projections:
-            if self.query.value.depends_on & PARAMETER:
-                raise Refused("an operation that is not followed makes its queries")
             raise Refused("its queries can't be followed to parameters that train")
-        self._check_order(self.query, projections, "queries")
+        spans: list[PlacedScale] = []
         for projection in projections:
-            # The columns differ along no axis of the queries: each entry is made of all of them, and none is of one
-            # head. This is so after a norm over all heads, or after a frozen matrix.
-            if not projection.layout.varying:
-                raise Refused(self._why_of_all_columns(projection))
-            # concatenate([x @ a, x @ b]) without an axis of heads may be two halves of one head, or two heads that
-            # share a key: they look the same, and take different factors.
-            if len(projections) > 1 and not self._heads(self.query, projection.layout):
-                raise Refused(
-                    "heads of its queries are put together from several products"
-                )
-
-    def _why_of_all_columns(self, projection: Projection) -> str:
-        """Why each entry of the queries depends on all columns of their projection."""
-        if projection.view.inner:
-            return "a product of several parameters makes its queries"
-        if projection.is_linear:
-            return "the heads of its queries can't be told apart"
-        line = self.records.graph.line(projection.nonlinear_at)
-        return f"a function of all heads, as a norm, makes its queries: {line}"
-
-    def _check_order(
-        self, operand: Operand, projections: Sequence[Projection], name: str
-    ) -> None:
-        """Refuses heads from several products.
-
-        Args:
-          operand: The queries or the keys.
-          projections: Those in it that are to be scaled.
-          name: "queries" or "keys".
-        """
-        for projection in projections:
-            # stack([x @ a, x @ b]) along the axis of heads: each projection has its place on this batch axis.
-            if projection.layout.is_placed(operand.batch):
-                raise Refused(
-                    f"heads of its {name} are put together from several products"
-                )
+            spans += self._spans(self.query, projection, "query", shared)
+        return spans
 
     def _heads(self, operand: Operand, layout: Layout) -> dict[int, int]:
         """The axes of the product that count heads, and for each the axis of the operand that it comes from.
@@ -181,33 +115,12 @@ class QueriesAndKeys:
                 heads[axis] = source
         return heads
 
-    def split_keys(self) -> tuple[list[Projection], set[int]]:
-        """The keys that a clip may scale; and the features, by number, that the others fill, as all heads share them.
-
-        The keys of latent attention (MLA) are both: features without rotation of each head, then rotated ones of all.
-        If all heads share all features, as in multi-query attention, the keys are one head, which a clip may scale.
-        """
-        heads: set[int] = set()
-        for projection in self.query.value.projections:
-            heads.update(self._heads(self.query, projection.layout))
-        of_one_head: list[Projection] = []
-        shared: set[int] = set()
-        for projection in self.key.value.projections:
-            heads_of_keys = self._heads(self.key, projection.layout)
-            is_shared = bool(heads) and heads.isdisjoint(heads_of_keys)
-            features = self._features(self.key, projection)  # None: all
-            if is_shared and features is not None:
-                shared.update(features)
-            else:
-                of_one_head.append(projection)
-        return of_one_head, shared
-
-    def _features(self, operand: Operand, projection: Projection) -> range | None:
-        """Which features of an operand a projection fills that was concatenated with others; None if it has all."""
+    def _features(self, operand: Operand, projection: Projection) -> range:
+        """Which features of an operand a projection fills that may have been concatenated with others."""
         (axis, *more) = operand.summed
         layout = projection.layout
         if more or not layout.is_placed([axis]):
-            return None
+            return _ALL
         there = np.argwhere(~layout.holes)[:, axis]
         return range(int(there.min()), int(there.max()) + 1)
 
@@ -216,7 +129,7 @@ class QueriesAndKeys:
         operand: Operand,
         projection: Projection,
         factor: str,
-        shared: Collection[int] = (),
+        shared: Sequence[range] = (),
     ) -> list[PlacedScale]:
         """The spans in the kernel and in the biases of one projection.
 
@@ -226,15 +139,26 @@ class QueriesAndKeys:
           factor: That of `Scale`.
           shared: Features of the operand that meet keys which several heads share: they take the whole factor.
         """
-        # The shared ones, counted from the first feature of the projection.
-        features = self._features(operand, projection)
-        first = features.start if features else 0
-        shared = {feature - first for feature in shared}
+        # Along no axis are there other columns. So it is after a norm over all heads, a matrix that does not train, or
+        # in the factors of an adapter.
+        if not projection.layout.varying:
+            raise Refused(
+                "the heads of its queries can't be told apart: all columns of a parameter make each of them"
+            )
+        # stack([x @ a, x @ b]) along the axis of heads: each projection has its place on this batch axis. And
+        # concatenate([x @ a, x @ b]) without an axis of heads may be two halves of one head, or two heads that share a
+        # key: they look the same, and take different factors.
+        is_alone = len(operand.value.projections) == 1
+        has_heads = is_alone or self._heads(operand, projection.layout)
+        if projection.layout.is_placed(operand.batch) or not has_heads:
+            raise Refused("heads of its queries are put together from several products")
+        first = self._features(operand, projection).start
         views = [(projection.view.leaf, projection.layout)]
         views += [(bias.leaf, bias.layout) for bias in projection.biases]
         spans: list[PlacedScale] = []
         for leaf, layout in views:
-            spans += _divided(self._span(leaf, layout, operand, factor), shared)
+            span = self._span(leaf, layout, operand, factor)
+            spans += _divided(span, first, shared)
         return spans
 
     def _span(
@@ -280,22 +204,25 @@ class QueriesAndKeys:
         return PlacedScale(leaf, scale, shape, stack, tuple(order))
 
 
-def _divided(span: PlacedScale, shared: Collection[int]) -> Iterator[PlacedScale]:
+def _divided(
+    span: PlacedScale, first: int, shared: Sequence[range]
+) -> Iterator[PlacedScale]:
     """A span, cut where features that meet shared keys begin and end; these take the "whole" factor.
 
-    A span of features 0 to 8 with 4 and 5 `shared`, counted from its first, gives 0 to 4, 4 to 6 as "whole", 6 to 8.
+    A span of features 0 to 8 with 4 and 5 `shared` gives 0 to 4, 4 to 6 as "whole", 6 to 8. `first` is the number of
+    its first feature among those of the queries.
     """
-    first = span.scale.span[0]
-    features = itertools.groupby(range(span.features), shared.__contains__)
-    for is_shared, piece in features:
-        start, *others = piece
-        stop = start + len(others) + 1
-        scale = dataclasses.replace(
-            span.scale,
-            span=(first + start, first + stop),
-            factor="whole" if is_shared else span.factor,
-        )
+    start = span.scale.span[0]
+
+    def is_shared(feature: int) -> bool:
+        return any(first + feature in features for features in shared)
+
+    for whole, group in itertools.groupby(range(span.features), is_shared):
+        factor = "whole" if whole else span.factor
+        stop = start + len(list(group))
+        scale = dataclasses.replace(span.scale, span=(start, stop), factor=factor)
         yield span._replace(scale=scale)
+        start = stop
 
 
 def _positions(runs: Sequence[Run], weights: dict[int, int]) -> np.ndarray:

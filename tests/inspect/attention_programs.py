@@ -25,12 +25,12 @@ MATRICES = dict.fromkeys("qkvo", ((D, D), "0 | 1"))
 OUT = {"out": ((D, 1), "head")}
 CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
-CHANGED_QUERIES = "an operation that is not followed makes its queries"
+
 LOST_QUERIES = "its queries can't be followed to parameters that train"
 IN_TURNS = "the heads of its logits are not those of its projections"
 NOT_ALL = "it can't be followed from parameters through queries and keys to its values: attention_programs.py:"
 CHAIN = "by names: a product of parameters is not followed: attention_programs.py:"
-SEVERAL = "its queries and keys are cut into heads, features or layers in several ways"
+SEVERAL = "its queries are cut into heads or layers in several ways"
 GATHER = "by names: gather is not followed: attention_programs.py:"
 ADDED = f"{ELSE}: attention_programs.py:"
 
@@ -117,7 +117,7 @@ spelled("added_to_a_frozen_kernel", ELSE,
         weights=lambda p: p | {"q": p["q"] + R[0, 0] * jnp.ones((D, D))})  # fmt: skip
 spelled("keys_by_the_transposed_kernel", ELSE, weights=lambda p: p | {"k": p["q"].T})
 ORDER = np.random.default_rng(0).permutation(D)
-spelled("columns_in_a_constant_order", CHANGED_QUERIES,
+spelled("columns_in_a_constant_order", LOST_QUERIES,
         weights=lambda p: p | {"q": p["q"][:, ORDER]}, q=((D, D), GATHER))  # fmt: skip
 
 
@@ -263,7 +263,7 @@ spelled("keys_normalized_over_all_heads", change=lambda q, k, p, x: (
     q, heads(norm(k.reshape(B, T, D)))))  # fmt: skip
 spelled("normalized_keys_and_a_penalty_on_the_queries", ELSE,
         lambda q, k, p, x: (q, norm(k)), more=lambda q, k, p, x: jnp.mean(q**2))  # fmt: skip
-spelled("queries_normalized_over_all_heads", "a function of all heads, as a norm", lambda q, k, p, x: (
+spelled("queries_normalized_over_all_heads", "all columns of a parameter", lambda q, k, p, x: (
     heads(norm((y := q.reshape(B, T, D)) - y.mean(-1, keepdims=True))), k))  # fmt: skip
 spelled(
     "normalized_queries_and_keys", "integer_pow", lambda q, k, p, x: (norm(q), norm(k))
@@ -929,7 +929,7 @@ def the_local_energy_of_an_attention(p, x):
 LOST = "it can't be followed from parameters through queries and keys to its values: attention_programs.py:"
 
 
-@program(X, sites=CHANGED_QUERIES, **QKVO)
+@program(X, sites=LOST_QUERIES, **QKVO)
 def queries_written_in_place(p, x):
     q, k, v = projected(p, x)
     buffer = jnp.zeros_like(q)
@@ -948,7 +948,7 @@ KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
 ADAPTER = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
 
 
-@program(X, sites="a product of several parameters makes its queries", **ADAPTER)
+@program(X, sites="all columns of a parameter", **ADAPTER)
 def adapted_queries(p, x):
     kernel, *others = KERNELS_OF_DATA
     q, k, v = (heads(x @ w) for w in (kernel + p["a"] @ p["b"], *others))
