@@ -126,7 +126,7 @@ class Certificate:
         # The tables that arrive at the logits, which are not followed further.
         self.at: dict[int, Table] = {}
 
-    def touch(self, spans: Sequence[PlacedScale], logs: dict[str, np.ndarray]) -> None:
+    def touch(self, spans: Sequence[PlacedScale], logarithms: np.ndarray) -> None:
         """Records the table [3, *loops, *axes] of a parameter of which a clip scales some parts.
 
         A kernel [64, 2, 16] has two layers along axis 1 and four heads along the last axis. With logarithms [2 layers,
@@ -134,7 +134,7 @@ class Certificate:
 
         Args:
           spans: Its parts, all of one parameter.
-          logs: The logarithms of their factors, [*layers, heads], by the name of the factor.
+          logarithms: Those of the factors of the logits, [*layers, heads].
         """
         tables = []
         for number, span in enumerate(spans):
@@ -143,7 +143,10 @@ class Certificate:
             head, feature = np.indices((span.entries, span.features))
             positions = float(number << 40) + (head << 20) + feature
             positions = np.broadcast_to(positions, (*span.layers, *positions.shape))
-            three = (logs[span.factor][..., None], positions, -positions)
+            # Queries and keys take √γ each, or one of them γ.
+            power = 1.0 if span.factor == "whole" else 0.5
+            of_features = power * logarithms[..., None]
+            three = (of_features, positions, -positions)
             tables.append(np.stack(list(map(span.spread, three, _UNTOUCHED))))
         # An entry of two parts is scaled twice.
         table = functools.reduce(_product, tables)
@@ -167,16 +170,16 @@ class Certificate:
                 continue
             node = graph.nodes[operation]
             try:
-                tables = self._followed(node)
+                table = _compact(self._followed(node))
             except NotFollowed:
                 return operation
-            for value, table in zip(node.outputs, map(_compact, tables), strict=True):
-                if table is None:
-                    continue
-                # Softmax and all that follows change as the clip wants it.
-                if value in self.logits:
-                    self.at[value] = table
-                    continue
+            if table is None:
+                continue
+            (value,) = node.outputs
+            # Softmax and all that follows change as the clip wants it.
+            if value in self.logits:
+                self.at[value] = table
+            else:
                 self.tables[value] = table
                 pending.update(graph.readers[value])
         # An array may be returned with the clip's factors, as a parameter is; a loss may not.
@@ -205,8 +208,8 @@ class Certificate:
         shape = (3, *[1] * (len(self.loops) + rank))
         return np.reshape(_ZERO if is_zero else _UNTOUCHED, shape)
 
-    def _followed(self, node: Node) -> Sequence[Table | None]:
-        """The tables of the results of an operation, None where nothing changes."""
+    def _followed(self, node: Node) -> Table | None:
+        """The table of the result of an operation, None where nothing changes."""
         records, name = self.records, node.name
         touched = [x for x in node.inputs if x in self.tables]
         self._check_loops(node, touched)
@@ -215,17 +218,17 @@ class Certificate:
         if name == "sub" and node.inputs[0] in self.logits:
             subtracted = records.values[node.inputs[1]].logits
             if any(x.stage == "per query" for x in subtracted):
-                return [None]
+                return None
         if name == "dot_general":
-            return [self._dot(node)]
+            return self._dot(node)
         if name in _SEVERAL:
-            return [self._of_several(node)]
+            return self._of_several(node)
         # All others take one array that the clip changes: their first operand, or the kernel of a convolution, as of
         # one that makes the queries of an autoencoder.
         operand = node.inputs[1 if name == "conv_general_dilated" else 0]
-        if touched != [operand]:
+        if touched != [operand] or len(node.outputs) > 1:
             raise NotFollowed
-        return [self._moved(node, self.tables[operand])]
+        return self._moved(node, self.tables[operand])
 
     def _check_loops(self, node: Node, touched: Sequence[int]) -> None:
         """Refuses an operation outside of a scan on what differs between the scan's iterations.
@@ -360,8 +363,8 @@ class Certificate:
 
     def located(
         self, probe: Probe, value: int, seen: int, expected: np.ndarray
-    ) -> Probe | None:
-        """The probe with the axes of its layers and heads; None if the logits got other factors than `expected`.
+    ) -> Probe:
+        """The probe with the axes of its layers and heads.
 
         Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table [3, 2, 1, 4, 1, 1], with
         `first` 2. The probe gets the axis of four as `heads`, and its step into the scan is one over layers. Where two
@@ -372,17 +375,15 @@ class Certificate:
           value: The logits up to which the clip was followed, by the number of their array: before masks are added.
           seen: The logits that the probe measures: after masks, perhaps reshaped.
           expected: The logarithms of the factors, [*layers, heads].
+
+        Raises:
+          NotFollowed: The logits got other factors than `expected`.
         """
         if value not in self.at:
-            return None
-        try:
-            old, new = self.records.shape(value), self.records.shape(seen)
-            table = reshaped(self.at[value], old, new)
-        except NotFollowed:
-            return None
+            raise NotFollowed
+        old, new = self.records.shape(value), self.records.shape(seen)
+        table = reshaped(self.at[value], old, new)
         head_of = _heads_of_entries(table, self.first, expected)
-        if head_of is None:
-            return None
         # A table has several entries only along the axes of layers, which come first, and of heads.
         varying = 1 + np.flatnonzero(np.array(table.shape[1:]) > 1)
         path = list(probe.path)
@@ -403,10 +404,8 @@ class Certificate:
         )
 
 
-def _heads_of_entries(
-    table: Table, first: int, expected: np.ndarray
-) -> np.ndarray | None:
-    """The head of each entry of the logits, by its logarithm; None if they got other factors than `expected`.
+def _heads_of_entries(table: Table, first: int, expected: np.ndarray) -> np.ndarray:
+    """The head of each entry of the logits, by its logarithm.
 
     A table [3, 1, 4, 1, 1] with the logarithms a, b, a, b and `expected` [a, b] gives [0, 1, 0, 1].
 
@@ -414,17 +413,20 @@ def _heads_of_entries(
       table: [3, *loops, *axes of the logits]; `first` says where the axes begin.
       first: 1, and 1 for each loop.
       expected: The logarithms of the factors, [*layers, heads].
+
+    Raises:
+      NotFollowed: They got other factors than `expected`.
     """
     heads = expected.reshape(-1, expected.shape[-1])  # [layers, heads]
     if math.prod(table.shape[1:first]) != len(heads):
-        return None
+        raise NotFollowed
     table = table.reshape(3, len(heads), -1)  # [3, layers, entries]
     is_head = heads[:, :, None] == table[0, :, None]  # [layers, heads, entries]
     # The order in the first layer has to be that of all layers.
     head_of = is_head.argmax(1)[0]
     _, first_entries = np.unique(head_of, return_index=True)
-    if not np.array_equal(table[0][:, first_entries], heads):
-        return None
     # All entries of one head have its factor, and are made of the same positions.
     is_equal = (table[..., first_entries[head_of]] == table).all()
-    return head_of if is_equal else None
+    if not is_equal or not np.array_equal(table[0][:, first_entries], heads):
+        raise NotFollowed
+    return head_of

@@ -281,7 +281,9 @@ def _located(
     Raises:
       Refused: A clip would not scale the logits of each head alone.
     """
-    logs = _random_logarithms(spans)
+    # Those of γ, for each head of each layer. Even whole numbers: half of each is whole too, and no sum is rounded.
+    shape = (*spans[0].layers, spans[0].entries)
+    logarithms = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, shape)
     probes = [call.probes[0] for call in calls]
     # `_check_softmaxes` has seen that the softmaxes of a call take equal logits.
     logits = [records.attention.softmaxes[call.operation][0][0] for call in calls]
@@ -289,35 +291,17 @@ def _located(
     raw = [x.raw if x.is_biased else x.value for x in logits]
     certificate = Certificate(records, probes, raw)
     for of_leaf in grouped((span.leaf, span) for span in spans).values():
-        certificate.touch(of_leaf, logs)
+        certificate.touch(of_leaf, logarithms)
     failure = certificate.failure()
     if failure is not None:
         raise Refused(_not_alone(records, failure))
     located = []
     for probe, value, x in zip(probes, raw, logits, strict=True):
-        # The logits of a head get γ, "whole": what its queries and its keys get, "query" and "key", is multiplied.
-        with_heads = certificate.located(probe, value, x.value, logs["whole"])
-        if with_heads is None:
-            raise Refused(_why_not_located(certificate))
-        located.append(with_heads)
+        try:
+            located.append(certificate.located(probe, value, x.value, logarithms))
+        # As of a sink or of padding; or heads of a projection that were put in another order.
+        except NotFollowed:
+            raise Refused(
+                "a clip would not give each of its logits the factor of its head, as one of padding"
+            ) from None
     return tuple(located)
-
-
-def _why_not_located(certificate: Certificate) -> str:
-    """Why the logits of some head got another factor than its own."""
-    if any((table[0] == 0).any() for table in certificate.at.values()):
-        return "some of its logits, as of a sink or of padding, are not made of the queries that a clip scales"
-    return "the heads of its logits are not those of its projections"
-
-
-def _random_logarithms(spans: Sequence[PlacedScale]) -> dict[str, np.ndarray]:
-    """Random logarithms of what a clip multiplies by, [*layers, heads] for each name of a factor.
-
-    "whole" is the factor of a head's logits: its query takes it where no key is scaled. Otherwise
-
-        log(query) = log(key) = log(whole) / 2.
-    """
-    heads, layers = spans[0].entries, spans[0].layers
-    # Even whole numbers: half of each is whole too, and no sum is rounded.
-    whole = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, (*layers, heads))
-    return {"whole": whole, "key": whole / 2, "query": whole / 2}

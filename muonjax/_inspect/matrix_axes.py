@@ -174,17 +174,18 @@ def _cut(
         if b"" in masks or len(masks) < 2:
             continue
         period = math.lcm(*map(len, masks))
-        parts = _parts(masks, period)
+        parts = np.array([_repeated(mask, period) for mask in masks])
+        # Where a part begins or ends.
+        changes = np.diff(parts, axis=1, prepend=False, append=False)
         # Operations take columns that overlap, or are no stretch.
-        if parts is None:
+        if parts.sum(0).max() > 1 or (changes.sum(1) != 2).any():
             continue
         # Columns that no operation takes become parts, too.
-        edges = sorted({0, period, *itertools.chain(*parts)})
+        edges = sorted({0, period, *np.flatnonzero(changes.any(0)).tolist()})
         divides_mixed = any(
             _divides(edge, axis, layout) for layout in mixed for edge in edges
         )
-        covers = sum(stop - start for start, stop in parts) == period
-        if not divides_mixed and (covers or axis not in sliced):
+        if not divides_mixed and (parts.any(0).all() or axis not in sliced):
             return _Cut(axis, _sizes(edges), shape[axis] // period)
     return None
 
@@ -193,20 +194,9 @@ def _sizes(edges: Iterable[int]) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in itertools.pairwise(edges))
 
 
-def _parts(masks: Collection[bytes], period: int) -> list[tuple[int, int]] | None:
-    """Where each part of an axis begins and ends in its period; None if one has gaps, or two overlap.
-
-    The masks 1100 and 0011, in bytes, have the parts (0, 2) and (2, 4). The length of each mask divides the period.
-    """
-    parts = []
-    rows = [np.resize(np.frombuffer(mask, bool), period) for mask in masks]
-    for is_there in rows:
-        start = int(is_there.argmax())
-        stop = start + int(is_there.sum())
-        if not is_there[start:stop].all():
-            return None
-        parts.append((start, stop))
-    return None if np.sum(rows, 0).max() > 1 else parts
+def _repeated(mask: bytes, size: int) -> np.ndarray:
+    """A mask that repeats along an axis, for so many of its positions: of 10 and 4 it is 1010."""
+    return np.resize(np.frombuffer(mask, bool), size)
 
 
 def _divides(position: int, axis: int, layout: Layout) -> bool:
@@ -265,7 +255,7 @@ def _numbers_per_head(
         # Heads along a second axis stay together.
         if run.axis == cut.axis:
             # The columns that have these heads: a mask repeats along the axis, and without one it is all of the axis.
-            mask = np.frombuffer(dict(region).get(cut.axis, b"\1"), bool)
-            columns = np.flatnonzero(np.resize(mask, shape[cut.axis]))
+            mask = dict(region).get(cut.axis, b"\1")
+            columns = np.flatnonzero(_repeated(mask, shape[cut.axis]))
             edges.update(range(columns[0], columns[-1] + 1, run.stride))
     return _numbers(form._replace(cut=_Cut(cut.axis, _sizes(sorted(edges)))))

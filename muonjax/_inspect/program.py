@@ -505,8 +505,7 @@ def find_maxima(
 
     Args:
       closed: The jaxpr of the function.
-      arguments: Trees whose leaves are the inputs of `closed`. They hold the parameters, and maybe data: `_clippable`
-        finds out which of them do.
+      arguments: Trees whose leaves are the inputs of `closed`. The first holds the parameters.
       call: What an error names.
       given: The leaves of its other arguments, which are constants of `closed`.
       shared: As in `Probe`.
@@ -537,25 +536,20 @@ def _clippable(
 ) -> list[tuple[str, Call]]:
     """Name and clip of each attention that can be clipped. The arguments are those of `find_maxima`.
 
-    With `argnums=(0, 1)` both arguments may be parameters, or the second may be data, such as the images of an
-    adversarial attack. So all arguments are tried as parameters, then the first of them alone.
+    The first of them holds the parameters. With `argnums=(0, 1)` others may be data, such as the images of an
+    adversarial attack.
 
     Raises:
       ValueError: No attention can be clipped; with the reasons.
     """
-    candidates = [arguments[0]]
-    if len(arguments) > 1:
-        candidates.insert(0, arguments)
-    named, is_used = [], False
-    for tree in candidates:
-        # The inputs of the jaxpr begin with its leaves.
-        records = follow(closed, range(len(jax.tree.leaves(tree))), given)
-        named = _attentions(records, list(flatten_paths(tree)))
-        is_used = is_used or bool(records.uses.by_operation)
-        clippable = [(a.name, clip) for a, clip in named if a.site is not None]
-        if clippable:
-            return clippable
-    if not is_used:
+    # The inputs of the jaxpr begin with the leaves of the first argument.
+    parameters = flatten_paths(arguments[0])
+    records = follow(closed, range(len(parameters)), given)
+    named = _attentions(records, list(parameters))
+    clippable = [(a.name, clip) for a, clip in named if a.site is not None]
+    if clippable:
+        return clippable
+    if not records.uses.by_operation:
         raise ValueError(
             f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
             "that fun uses as an argument, do not close over them."

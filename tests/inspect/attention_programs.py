@@ -27,7 +27,7 @@ CAUSAL = np.tri(T, dtype=bool)
 ELSE = "a clip would not scale its logits alone"
 
 LOST_QUERIES = "its queries can't be followed to parameters that train"
-IN_TURNS = "the heads of its logits are not those of its projections"
+IN_TURNS = "a clip would not give each of its logits the factor of its head"
 NOT_ALL = "it can't be followed from parameters through queries and keys to its values: attention_programs.py:"
 CHAIN = "by names: a product of parameters is not followed: attention_programs.py:"
 SEVERAL = "its queries are cut into heads or layers in several ways"
@@ -347,14 +347,14 @@ padded(
 )
 padded(
     "queries_padded_with_ones",
-    "or of padding",
+    IN_TURNS,
     lambda q, p: longer(q, value=1.0),
     lambda k, p: k,
 )
 padded(
     "a_number_after_the_padding", "(add)", lambda q, p: longer(q) + 1.0, lambda k, p: k
 )
-padded("queries_beside_others", "or of padding", lambda q, p: (
+padded("queries_beside_others", IN_TURNS, lambda q, p: (
     jnp.concatenate([q, jnp.broadcast_to(p["b"], (B, 3, H, S))], 1)), lambda k, p: k, b=(3, H, S))  # fmt: skip
 
 
