@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from muonjax._clip.scaled_entries import PlacedScale
+from muonjax._clip.site import Site
 from muonjax._inspect import follow_logits
 from muonjax._inspect.certificate import Certificate
 from muonjax._inspect.graph import LONG_EINSUM, Place
@@ -22,7 +23,6 @@ from muonjax._inspect.values import (
     Logits,
     Operand,
     ParameterView,
-    Projection,
     grouped,
 )
 
@@ -36,7 +36,10 @@ class Call(NamedTuple):
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
     proposals: tuple[tuple[PlacedScale, ...], ...] = ()
     probes: tuple[Probe, ...] = ()  # one for each call with the same queries
-    spans: tuple[PlacedScale, ...] = ()  # the proposal that is proved
+    spans: tuple[PlacedScale, ...] = ()  # the proposal that is proved, queries first
+    # As in `Attention`.
+    name: str = ""
+    site: Site | None = None
     problem: str = ""
     doubt: str = ""  # what can't be told of its masks, for a warning
 
@@ -55,7 +58,11 @@ def attentions(records: Records) -> list[Call]:
     # Followed to their softmax; then calls of kernels, and exponentials that multiply something unknown.
     calls = [_call(records, products) for products in by_array.values()]
     for i, projections in attention.calls.items():
-        calls.append(_opaque_call(records, i, projections))
+        node = records.nodes[i]
+        call = str(node.params.get("name") or node.name)
+        why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
+        views = tuple(projection.view for projection in projections)
+        calls.append(Call(records.graph.line(i), i, views, problem=why))
     for product, reader in attention.readers.items():
         if product not in attention.softmaxes:
             calls.append(_not_followed(records, product, reader))
@@ -76,17 +83,6 @@ def attentions(records: Records) -> list[Call]:
         if any(call.operation in records.graph.trained for call in group):
             proved.append(_proved(records, group))
     return proved
-
-
-def _opaque_call(
-    records: Records, operation: int, projections: Iterable[Projection]
-) -> Call:
-    """The call of a kernel, of which nothing but its operands is known."""
-    node, line = records.nodes[operation], records.graph.line(operation)
-    name = str(node.params.get("name") or node.name)
-    why = f"{name!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-    views = tuple(projection.view for projection in projections)
-    return Call(line, operation, views, problem=why)
 
 
 def _not_followed(records: Records, product: int, reader: int) -> Call:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 import reprlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,19 +14,17 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from muonjax._clip.match_statistics import larger
-from muonjax._clip.place_sites import module_of
 from muonjax._clip.qk_clip import apply_qk_clip
-from muonjax._clip.scaled_entries import PlacedScale
 from muonjax._clip.site import Site
 from muonjax._common.arguments import errors_of, warn_user
 from muonjax._common.model_registry import as_function_of_parameters, is_model
 from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
-from muonjax._inspect.clippable_attention import Call, attentions
+from muonjax._inspect.attention_sites import named_attentions
+from muonjax._inspect.clippable_attention import Call
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow
 from muonjax._inspect.measure import Probe, with_maxima
 from muonjax._inspect.possible_numbers import MASKED
-from muonjax._inspect.records import Records
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.callers_rules import PathRules, apply_rules
 from muonjax._names.routes import numbers_tree
@@ -374,10 +370,11 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     paths = list(flatten_paths(params))
     records = follow(closed, range(len(jax.tree.leaves(params))))
     decisions = dict(zip(paths, decide(records, is_loss), strict=True))
-    attentions = _attentions(records, paths)
+    calls = named_attentions(records, paths)
     _check_uses(call, decisions)
-    _warn_of_masks(call, attentions)
-    return Program(decisions, [attention for attention, _ in attentions], shapes, whole)
+    _warn_of_masks(call, calls)
+    attentions = [Attention(x.name, x.line, x.site, x.problem) for x in calls]
+    return Program(decisions, attentions, shapes, whole)
 
 
 def _traced(
@@ -431,14 +428,12 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
         )
 
 
-def _warn_of_masks(call: str, attentions: Iterable[tuple[Attention, Call]]) -> None:
+def _warn_of_masks(call: str, attentions: Iterable[Call]) -> None:
     """Warn of attentions with something added to their logits that may be a mask or a bias."""
     # What an argument of the function adds may be either, and decides which logits count as masked.
-    masks = []
-    for attention, clip in attentions:
-        if attention.site is not None and clip.doubt:
-            masks.append(f"{attention.name!r} ({clip.doubt})")
-    if masks:
+    doubted = [x for x in attentions if x.site is not None and x.doubt]
+    if doubted:
+        masks = [f"{x.name!r} ({x.doubt})" for x in doubted]
         warn_user(
             f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "
             f"{MASKED:.0f} count as a mask; give masks as booleans, jnp.where(mask, logits, -jnp.inf)."
@@ -513,8 +508,8 @@ def find_maxima(
     # Nothing is kept from one trace to the next, whose jaxpr has other variables.
     clippable = _clippable(closed, arguments, given, call)
     probes: list[Probe] = []
-    for _, clip in clippable:
-        probes += (probe._replace(shared=shared) for probe in clip.probes)
+    for attention in clippable:
+        probes += (probe._replace(shared=shared) for probe in attention.probes)
     # What the function returns comes first, then one array for each probe.
     measured_function = jaxpr_as_fun(with_maxima(closed, tuple(probes)))
     # A constant of the program would come as one of NumPy's.
@@ -522,19 +517,19 @@ def find_maxima(
     count = len(results) - len(probes)
     measured = iter(results[count:])
     maxima = {}
-    for name, clip in clippable:
-        queries = clip.spans[0]
+    for attention in clippable:
+        queries = attention.spans[0]
         shape = (*queries.layers, queries.entries)
         # An attention that is called several times has the largest logits of all its calls.
-        of_calls = [next(measured).reshape(shape) for _ in clip.probes]
-        maxima[name] = functools.reduce(larger, of_calls)
+        of_calls = [next(measured).reshape(shape) for _ in attention.probes]
+        maxima[attention.name] = functools.reduce(larger, of_calls)
     return results[:count], maxima
 
 
 def _clippable(
     closed: ClosedJaxpr, arguments: Sequence[Any], given: Sequence[Any], call: str
-) -> list[tuple[str, Call]]:
-    """Name and clip of each attention that can be clipped. The arguments are those of `find_maxima`.
+) -> list[Call]:
+    """The attentions that can be clipped. The arguments are those of `find_maxima`.
 
     The first of them holds the parameters. With `argnums=(0, 1)` others may be data, such as the images of an
     adversarial attack.
@@ -545,8 +540,8 @@ def _clippable(
     # The inputs of the jaxpr begin with the leaves of the first argument.
     parameters = flatten_paths(arguments[0])
     records = follow(closed, range(len(parameters)), given)
-    named = _attentions(records, list(parameters))
-    clippable = [(a.name, clip) for a, clip in named if a.site is not None]
+    attentions = named_attentions(records, list(parameters))
+    clippable = [x for x in attentions if x.site is not None]
     if clippable:
         return clippable
     if not records.uses.by_operation:
@@ -555,85 +550,25 @@ def _clippable(
             "that fun uses as an argument, do not close over them."
         )
     instead = "argnums that begin with the parameters, or jax.value_and_grad and muon"
-    raise _no_site(call, [a for a, _ in named], instead)
+    raise _no_site(call, attentions, instead)
 
 
-def _refused(attentions: Iterable[Attention]) -> str:
+def _refused(attentions: Iterable[Attention | Call]) -> str:
     """The attentions that can't be clipped, with the reasons."""
     return listed(
         [f"{a.name!r} ({a.line}): {a.problem}" for a in attentions if a.site is None]
     )
 
 
-def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueError:
+def _no_site(
+    call: str, attentions: Sequence[Attention | Call], instead: str
+) -> ValueError:
     """The error where no attention can be clipped."""
     why = f": no attention can be clipped. {_refused(attentions)}"
     # Without any, what counts as attention helps more than a list of nothing.
     if not attentions:
         why = " has no attention that trains: no softmax of a product of two activations, multiplied by a third"
     return ValueError(f"{call}{why}. Use {instead}.")
-
-
-def _attentions(records: Records, paths: Sequence[str]) -> list[tuple[Attention, Call]]:
-    """The attentions of a program, with name and site, each with what is known of it.
-
-    An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by its module,
-    "block_0/attn". If several attentions share a module, each is named by its queries, "block_0/attn/q".
-
-    Args:
-      records: The program.
-      paths: The paths of its parameters.
-    """
-    clips = attentions(records)
-    path_of = dict(enumerate(paths))
-    # For each attention the smallest module that has the parameters of its queries and keys.
-    modules = []
-    for clip in clips:
-        parts = (*clip.spans, *clip.views)
-        modules.append(module_of([path_of[part.leaf] for part in parts]))
-    named: list[tuple[Attention, Call]] = []
-    count_of: Counter[str] = Counter()
-    for clip, module in zip(clips, modules, strict=True):
-        if not clip.spans:  # it can't be clipped
-            named.append((Attention(module, clip.line, None, clip.problem), clip))
-            continue
-        # The first span is that of the queries.
-        queries = path_of[clip.spans[0].leaf]
-        is_alone = modules.count(module) == 1
-        name = (module or "max_logits") if is_alone else queries
-        # Heads of one projection, written one by one, have the same queries.
-        count_of[name] += 1
-        if count_of[name] > 1:
-            name = f"{name}:{count_of[name]}"
-        # Attentions that share a module get sites of the root, each with its own signal.
-        module, signal = (module, "max_logits") if is_alone else ("", name)
-        site = _site(clip.spans, path_of, module, signal)
-        named.append((Attention(name, clip.line, site, ""), clip))
-    return named
-
-
-def _site(
-    spans: Sequence[PlacedScale], path_of: dict[int, str], module: str, signal: str
-) -> Site:
-    """The spans as a `Site`: of module "attn", the span of "attn/q" becomes the scale of "q".
-
-    The module is the scope that all of its parameters have in common, "" for the root. A span's `leaf` is the number of
-    its parameter. `signal`: the name of its largest logits, below the module too.
-    """
-    scales = []
-    prefix = f"{module}/" if module else ""
-    for span in spans:
-        path = path_of[span.leaf].removeprefix(prefix)
-        scales.append(dataclasses.replace(span.scale, path=path))
-    # `scan_axis`: the axes that a scan takes layer by layer, which all parameters of an attention share; None without a
-    # scan. `exact`: the path is that of one module, and no pattern.
-    return Site(
-        path=module,
-        scales=tuple(scales),
-        signal=signal,
-        scan_axis=spans[0].stack or None,
-        exact=True,
-    )
 
 
 def _is_array(x: Any) -> bool:
