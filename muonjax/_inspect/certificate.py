@@ -212,7 +212,6 @@ class Certificate:
         """The table of the result of an operation, None where nothing changes."""
         records, name = self.records, node.name
         touched = [x for x in node.inputs if x in self.tables]
-        self._check_loops(node, touched)
         # The logits less their maximum, one number per query: softmax changes as the clip wants it, and what follows is
         # not looked at. A clip changes the maximum where `jax.nn.softmax` masks the logits once more for it (`where`).
         if name == "sub" and node.inputs[0] in self.logits:
@@ -230,18 +229,6 @@ class Certificate:
             raise NotFollowed
         return self._moved(node, self.tables[operand])
 
-    def _check_loops(self, node: Node, touched: Sequence[int]) -> None:
-        """Refuses an operation outside of a scan on what differs between the scan's iterations.
-
-        It takes the last iteration of the loop, or one of another loop. What the scan collects has all of them.
-        """
-        for axis, place in enumerate(self.loops, start=1):
-            if place in (node.place[: len(place)], node.params.get("scan")):
-                continue
-            for x in touched:
-                if self.tables[x].shape[axis] > 1:
-                    raise NotFollowed
-
     def _of_several(self, node: Node) -> Table:
         """The table of a product, a sum, a choice or a concatenation of several arrays.
 
@@ -249,9 +236,8 @@ class Certificate:
         """
         inputs, (out,) = node.inputs, node.outputs
         if node.name in CHOICES:
-            condition, *inputs = inputs
-            if condition in self.tables:  # a clip would choose other entries
-                raise NotFollowed
+            # No clip changes the condition: comparisons and casts to whole numbers are refused.
+            _, *inputs = inputs
         # What a mask puts in the place of logits, `MASKED` or less, counts as zero: softmax gives it no weight, so that
         # it fits every factor.
         is_mask = node.name == "select_n" and self.records.values[out].logits
@@ -388,12 +374,13 @@ class Certificate:
         varying = 1 + np.flatnonzero(np.array(table.shape[1:]) > 1)
         path = list(probe.path)
         for axis in varying[varying < self.first]:
-            # This scan goes over layers: `layer` keeps a maximum for each of them. Perhaps it is around another probe
-            # alone.
+            # This scan goes over layers: `layer` keeps a maximum for each of them.
             place = self.loops[axis - 1]
             depth = len(place)
-            if probe.path[:depth] == place:
-                path[depth - 1] = path[depth - 1]._replace(layer=True)
+            # If it is around another probe alone, these logits are made of its last iteration, and of none by itself.
+            if probe.path[:depth] != place:
+                raise NotFollowed
+            path[depth - 1] = path[depth - 1]._replace(layer=True)
         head_axes = varying[varying >= self.first]
         # Where the entries are not the heads one by one, the probe has to say which is of which head.
         is_in_order = (np.diff(head_of) == 1).all()

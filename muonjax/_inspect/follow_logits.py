@@ -112,14 +112,15 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     """
     node, arrays = operation.node, operation.arrays
     value, other = operation.values[at], operation.values[1 - at]
-    if _products(other) and _products(value).isdisjoint(_products(other)):
+    further = _products(other, "logits")
+    if further and further.isdisjoint(_products(value, "logits")):
         both = value._replace(logits=(*value.logits, *other.logits))
         return through(node, both)
     if node.name == "sub" and at == 1:  # mask - logits
         return ()
     logits = []
     for x in value.logits:
-        if _has_number_of_queries(other, x.product):
+        if x.product in _products(other, "per query"):
             # Softmax may subtract any number that is the same for all keys. The maximum [batch, head, query, 1]
             # repeats along the keys, and differs along the other axes of the product.
             runs = x.layout.runs_not_along(other.axes("repeats"))
@@ -136,14 +137,6 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
             )
             logits.append(masked)
     return tuple(logits)
-
-
-def _has_number_of_queries(value: Value, product: int) -> bool:
-    """Whether it is made of the maximum, or of the sum over keys, of the logits of this product."""
-    for x in value.logits:
-        if x.stage == "per query" and x.product == product:
-            return True
-    return False
 
 
 def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
@@ -180,6 +173,6 @@ def _may_change(values: Iterable[Value]) -> bool:
     return any(v.depends_on & (PARAMETER | FROZEN) for v in values)
 
 
-def _products(value: Value) -> set[int]:
-    """The products of queries and keys whose logits it is made of."""
-    return {x.product for x in value.logits if x.stage == "logits"}
+def _products(value: Value, stage: str) -> set[int]:
+    """The products of queries and keys of which it has logits, weights, or a number for each query."""
+    return {x.product for x in value.logits if x.stage == stage}

@@ -96,12 +96,13 @@ class Program:
         decisions = dict(self._decisions)
         for path, numbers in ruled.items():
             name = "/".join(path)
-            decisions[name] = decisions[name]._replace(
-                numbers=numbers,
-                per_head=numbers,
-                why="a rule of yours",
-                problem="",
-                by_names=False,
+            old = decisions[name]
+            decisions[name] = Decision(
+                numbers,
+                "a rule of yours",
+                numbers,
+                trains=old.trains,
+                is_vector=old.is_vector,
             )
         return Program(decisions, self.attentions, self._params, self._fun)
 
@@ -135,15 +136,10 @@ class Program:
         trained = {n: leaf for n, leaf in leaf_of.items() if not is_masked(leaf)}
         decisions = self._decisions_on(trained)
         by_names = _numbers_by_names(structure, leaf_of, decisions)
-        numbers = []
-        for name, leaf in leaf_of.items():
-            if name not in decisions:  # masked, as by `optax.masked`
-                numbers.append(leaf)
-            elif name in by_names:
-                numbers.append(by_names[name])
-            else:
-                numbers.append(decisions[name].numbers)
-        return structure.unflatten(numbers)
+        decided = {path: decision.numbers for path, decision in decisions.items()}
+        # In the order of the leaves. What is masked, as by `optax.masked`, stays as it is.
+        numbers = leaf_of | decided | by_names
+        return structure.unflatten(numbers.values())
 
     def _decisions_on(self, leaves: Mapping[str, Any]) -> dict[str, Decision]:
         """The decisions on these parameters, by path.

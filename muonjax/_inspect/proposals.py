@@ -100,20 +100,17 @@ class QueriesAndKeys:
             spans += self._spans(self.query, projection, "query", shared)
         return spans
 
-    def _heads(self, operand: Operand, layout: Layout) -> dict[int, int]:
-        """The axes of the product that count heads, and for each the axis of the operand that it comes from.
+    def _heads(self, operand: Operand, layout: Layout) -> list[int]:
+        """The axes of an operand that count heads.
 
-        For a product [batch, head, query, key] of queries [batch, query, head, feature] it is {1: 2}: along the axis of
-        heads the queries come from other entries of the parameter, and along `batch` and `query` from the same. Softmax
-        normalizes the axis of keys, which counts none.
+        Of queries [batch, query, head, feature] this is axis 2: along it they come from other entries of the parameter,
+        and along `batch` and `query` from the same. The axis of keys, which softmax normalizes, counts no heads.
         """
-        heads = {}
+        heads = []
         for axis, source in enumerate(operand.sources):
-            if source is None or axis in self.normalized:
-                continue
-            if layout.runs_along([source]):
-                heads[axis] = source
-        return heads
+            if source is not None and axis not in self.normalized:
+                heads.append(source)
+        return [source for source in heads if layout.runs_along([source])]
 
     def _features(self, operand: Operand, projection: Projection) -> range:
         """Which features of an operand a projection fills that may have been concatenated with others."""
@@ -178,7 +175,7 @@ class QueriesAndKeys:
         """
         shape = self.shapes[leaf]
         # The first head, 0 to 15, and how far the heads are from it: {0, 16, ..., 112}.
-        first_head, heads = layout.split(self._heads(operand, layout).values())
+        first_head, heads = layout.split(self._heads(operand, layout))
         # The features of the first head, {0, ..., 15}, and positions along other axes of the product, or at a fixed
         # index, 0 in w[:, 0].
         features = [set_of(run.axis, run.positions) for run in first_head.runs[1:]]
