@@ -257,23 +257,20 @@ def _places(
     entries, width = len(first), len(inside)
     # From one head to the next it is a stride, and a longer step from one group of heads to the next.
     steps = np.diff(first)
-    stride = int(steps[0]) if entries > 1 else math.prod(sizes)
+    stride = max(int(steps[0]), 1) if entries > 1 else math.prod(sizes)
     in_group = int(np.argmax([*(steps != stride), True])) + 1
     groups = entries // in_group
     group = math.prod(sizes) // groups
     # With columns q k v q k v ..., 16 each, the keys begin at 16 in each stride of 48: part=(0, ...) and span=(16, 32).
     # From 16 on, the last stride would end behind the parameter.
-    base = int(first[0] + inside[0])
-    start = base - base % stride if base % stride + width <= stride else base
+    base = start = int(first[0] + inside[0])
+    if base % stride + width <= stride:
+        start -= base % stride
     stop = start + in_group * stride
+    # That no other columns lie between those of a head is for the certificate to say.
     expected = np.arange(groups)[:, None] * group + np.arange(in_group) * stride
-    is_contiguous = (np.diff(inside) == 1).all()
-    if (
-        not is_contiguous
-        or stride <= 0
-        or stop > group
-        or not np.array_equal(first[0] + expected.ravel(), first)
-    ):
+    is_regular = np.array_equal(first[0] + expected.ravel(), first)
+    if not is_regular or width > stride or stop > group:
         raise Refused("its heads do not lie one after the other in the parameter")
     return {
         "entries": entries,
