@@ -1005,6 +1005,19 @@ def layers_from_the_last_one(p, x):
     return scanned(p, x, reverse=True)
 
 
+@program(X, sites=IN_TURNS, **QKVO | {"q": (2, D, D)})
+def queries_of_the_last_iteration(p, x):
+    """A second attention takes them outside of the scan."""
+    k, v = projected(p, x, "kv")
+
+    def step(_, w):
+        q = heads(x @ w)
+        return q, mixed(jax.nn.softmax(logits_of(q, k)), v)
+
+    q, y = lax.scan(step, jnp.zeros((B, T, H, S)), p["q"])
+    return loss_of(p, y.sum(0) + mixed(jax.nn.softmax(logits_of(q, k)), v))
+
+
 @attention(sites=1, **AS_MANY)
 def as_many_layers_as_heads(p, x):
     return scanned(p, x)
