@@ -103,8 +103,8 @@ class QueriesAndKeys:
     def _heads(self, operand: Operand, layout: Layout) -> list[int]:
         """The axes of an operand that count heads.
 
-        In queries [batch, query, head, feature] it is axis 2. Along it they come from other entries of the parameter, and
-        along `batch` and `query` from the same. The axis of keys, which softmax normalizes, counts no heads.
+        In queries [batch, query, head, feature] it is axis 2. Along it they come from other entries of the parameter,
+        and along `batch` and `query` from the same. The axis of keys, which softmax normalizes, counts no heads.
         """
         heads = []
         for axis, source in enumerate(operand.sources):

@@ -29,8 +29,8 @@ def value_and_grad(
 
     Args:
       fun: Returns a scalar, or with `has_aux` a scalar and a tree of anything. Its first argument may be an NNX model.
-      argnums: The positional arguments to differentiate by, as in `jax.value_and_grad`: the parameters. For an NNX
-        model as in `nnx.value_and_grad`, an `nnx.DiffState` too.
+      argnums: The positional arguments to differentiate by, as in `jax.value_and_grad`, the parameters first. For an
+        NNX model as in `nnx.value_and_grad`, an `nnx.DiffState` too.
       has_aux: Whether `fun` returns a pair (loss, aux).
 
     Returns:
