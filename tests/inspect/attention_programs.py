@@ -236,7 +236,7 @@ spelled("rectified_logits", spell=lambda a, p: jax.nn.relu(a))
 spelled("the_square_of_the_logits", None, spell=lambda a, p: a * a)
 spelled(
     "logits_cast_to_int",
-    None,
+    0,  # No gradient comes back to queries and keys.
     spell=lambda a, p: (9 * a).astype(jnp.int32).astype(jnp.float32),
 )
 spelled("queries_cast_to_float8", None,

@@ -581,7 +581,7 @@ def a_block_before_a_frozen_head(p, t, x):
     X,
     up=((D, D), "0 | 1"),
     down=((D, D), "0 | 1"),
-    head=((D, V), "stop_gradient"),
+    head=((D, V), "no gradient"),
 )
 def a_block_before_a_head_under_stop_gradient(p, t, x):
     x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
@@ -655,7 +655,7 @@ def a_head_before_a_sum_that_the_function_writes_as_a_product(p, x):
     ROWS,
     student=((D, D), "0 | 1"),
     out=((D, 4), "head"),
-    teacher=((D, 4), "stop_gradient"),
+    teacher=((D, 4), "no gradient"),
 )
 def a_teacher_in_the_tree(p, x):
     target = x @ lax.stop_gradient(p["teacher"])
@@ -684,7 +684,7 @@ def a_layer_trained_inside_of_the_function(p, x):
 
 
 @program(
-    X, q=((D, H, S), "stop_gradient"), k=((D, H, S), "stop_gradient"),
+    X, q=((D, H, S), "no gradient"), k=((D, H, S), "no gradient"),
     v=((D, H, S), "0 | 1, 2; 0 | 2"),
     out=((D, 3), "head"),
 )  # fmt: skip
