@@ -32,7 +32,6 @@ from muonjax._common.linalg import (
     at_least_float32,
     scaled,
     square_norm,
-    sum_over,
 )
 from muonjax._common.platform_policy import Policy
 from muonjax._common.power_of_two_scale import power_of_two_scale
@@ -300,14 +299,8 @@ def _iteration(
       policy: Says whether the matrices are on a CPU.
     """
 
-    def iterate(
-        x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
-    ) -> Inexact[Array, "*batch m n"]:
-        """The nearly orthogonal matrix that Optax computes from X, m <= n.
-
-        On a mesh a device may have some of the columns, the others being along the mesh axes `axis_name`. Then X X^H
-        is a sum over these.
-        """
+    def iterate(x: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
+        """The nearly orthogonal matrix that Optax computes from X, m <= n."""
         # As in Optax, products have the leaf's dtype and JAX's default precision; but a CPU has no units for half
         # types.
         dtype = at_least_float32(x.dtype) if policy.is_cpu else x.dtype
@@ -318,17 +311,14 @@ def _iteration(
             """A A^H: at half the work on a CPU, elsewhere by a plain product, as in Optax."""
             return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a, a)
 
-        def gram_of(x: jax.Array) -> jax.Array:
-            """X X^H of all columns, [*batch, m, m]."""
-            return sum_over(axis_name, square(x))
 
         wide = x.astype(at_least_float32(x.dtype))
         # A power of two does not round; without it Optax overflows at large scales.
-        scale = power_of_two_scale(wide, axis_name)
+        scale = power_of_two_scale(wide)
         y = scaled(wide, scale)
-        norm = jnp.sqrt(sum_over(axis_name, square_norm(y)))
+        norm = jnp.sqrt(square_norm(y))
         # The compiler leaves out this Gram matrix where only the norm is used.
-        y = scaled(y, _row_factors(norm, gram_of(y), preconditioning, eps, scale))
+        y = scaled(y, _row_factors(norm, square(y), preconditioning, eps, scale))
         # One row serves all of `ns_steps`; of several each serves one step.
         rows = jnp.atleast_2d(coefficients)
         num_steps = ns_steps if coefficients.ndim == 1 else len(rows)
@@ -337,7 +327,7 @@ def _iteration(
         def step(i: jax.Array, y: jax.Array) -> jax.Array:
             a, b, c = rows[jnp.minimum(i, last)]
             # (a I + b A + c A^2) Y with A = Y Y^H, which is Hermitian: A^2 = A A^H
-            gram = gram_of(y)
+            gram = square(y)
             return scaled(y, a) + product(scaled(gram, b) + scaled(square(gram), c), y)
 
         return jax.lax.fori_loop(0, num_steps, step, y).astype(x.dtype)

@@ -106,12 +106,10 @@ class SymmetricProduct(NamedTuple):
     Attributes:
       platform: The platform of the devices.
       implementation: As in `symmetric_product`, or what `measured_kernel` returns.
-      sharing_axes: Mesh axes whose devices hold the same operands, and each make a part of the product.
     """
 
     platform: str
     implementation: str | None = None
-    sharing_axes: tuple[str, ...] = ()
 
     def __call__(
         self,
@@ -130,11 +128,7 @@ class SymmetricProduct(NamedTuple):
         real = jnp.finfo(_xla.accumulator(x.dtype)).dtype
         operands = Operands(x, y, c, jnp.asarray(alpha, real), jnp.asarray(beta, real))
         implementation = self.implementation or _choose(self.platform, x)
-        return _traced_once(operands, implementation, self.sharing_axes, self.platform)
-
-    def shared_by(self, axis_name: tuple[str, ...]) -> SymmetricProduct:
-        """Each device along these mesh axes makes a part of the product; a named implementation makes whole ones."""
-        return self._replace(sharing_axes=() if self.implementation else axis_name)
+        return _traced_once(operands, implementation, (), self.platform)
 
 
 def _choose(platform: str, x: jax.Array) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,12 +79,6 @@ def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:
     return a.astype(dtype) * number.astype(dtype)
 
 
-def sizes(x: jax.Array, axis_name: tuple[str, ...]) -> tuple[int, int]:
-    """m and n of matrices x [*batch, m, n], of which each device along `axis_name` has an equal share of n."""
-    m, n = x.shape[-2:]
-    return m, n * math.prod(map(jax.lax.axis_size, axis_name))
-
-
 def entry(stack: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
     """stack[number] inside of a loop, where XLA need not test whether the number is negative."""
     return jax.lax.dynamic_index_in_dim(
@@ -100,11 +93,6 @@ def with_entry(
     return jax.lax.dynamic_update_index_in_dim(
         stack, value, number, axis=0, allow_negative_indices=False
     )
-
-
-def sum_over(axis_name: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """x, summed over the mesh axes of a `jax.shard_map`; as it is where there are none."""
-    return jax.lax.psum(x, axis_name) if axis_name else x
 
 
 # Products in the arrays' own dtype, where float32 means true float32.

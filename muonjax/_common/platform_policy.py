@@ -11,15 +11,6 @@ import jax.numpy as jnp
 
 from pallas_kernels._platform_of import kind_of, platform_of
 
-# What a device sends in a second: an H100's 200 GB/s to the others of its node. Over slower links a byte is worth
-# more, and what is chosen by this sends too much.
-BYTES_A_SECOND = 2e11
-
-
-def flops_a_second(dtype: jax.typing.DTypeLike) -> float:
-    """The useful speed of an H100 in products of this dtype."""
-    return 4e14 if jnp.dtype(dtype).itemsize <= 2 else 5e13
-
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -68,15 +59,6 @@ class Policy:
         """Half precision with the most digits: float16 has three bits more, but only CPUs and GPUs surely have it."""
         has_float16 = self.platform in ("cpu", "gpu")
         return jnp.dtype(jnp.float16 if has_float16 else jnp.bfloat16)
-
-    def shares_products(self, m: int, dtype: jnp.dtype) -> bool:
-        """Whether of a symmetric product of m x m matrices that several devices hold each makes a part.
-
-        Each of p devices saves (1 - 1/p) m^3 flops at least (where "reference" makes both triangles, m^3 more), and
-        sends (1 - 1/p) m^2 / 2 numbers. No latency is counted, so the larger saving is no reason to share smaller ones.
-        """
-        # m^3 / flops_a_second >= (m^2 / 2) itemsize / BYTES_A_SECOND, without the common factor (1 - 1/p) m^2
-        return 2 * m * BYTES_A_SECOND >= flops_a_second(dtype) * dtype.itemsize
 
     @property
     def _is_lite_tpu(self) -> bool:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def power_of_two_scale(
-    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+    x: Inexact[Array, "*batch m n"],
 ) -> Float[Array, "*batch 1 1"]:
     """The power of two that brings the largest entry of each matrix into [0.5, 1).
 
@@ -23,9 +23,8 @@ def power_of_two_scale(
 
     Args:
       x: Matrices in float32, float64 or complex.
-      axis_name: Mesh axes over which each matrix is cut.
     """
-    return scale_of_largest(largest_entry(x, axis_name))
+    return scale_of_largest(largest_entry(x))
 
 
 def scale_of_largest(
@@ -49,7 +48,7 @@ def scale_of_largest(
 
 
 def largest_entry(
-    x: Inexact[Array, "*batch m n"], axis_name: tuple[str, ...] = ()
+    x: Inexact[Array, "*batch m n"],
 ) -> Float[Array, "*batch 1 1"]:
     """The largest absolute value of each matrix (complex: of real and imaginary parts); a constant to derivatives."""
     x = jax.lax.stop_gradient(x)
@@ -57,5 +56,4 @@ def largest_entry(
     if jnp.iscomplexobj(x):
         # The larger part of a complex entry, because its absolute value can overflow.
         entries = jnp.maximum(entries, jnp.abs(x.imag))
-    largest = jnp.max(entries, axis=(-2, -1), keepdims=True)
-    return jax.lax.pmax(largest, axis_name) if axis_name else largest
+    return jnp.max(entries, axis=(-2, -1), keepdims=True)

@@ -34,12 +34,12 @@ class Function:
     """A function f of matrices, and which matrices may share a program of it.
 
     Attributes:
-      whole: [*batch, m, n], and the mesh axes that shard the columns (default: none) -> the same shape and dtype.
+      whole: [*batch, m, n] -> the same shape and dtype.
       form: (m, n) -> the form of f for m x n matrices; only those of one form share a program.
       exchange_dtype: The dtype of a matrix -> the dtype in which a mesh sends it to its owner and back.
     """
 
-    whole: Callable[..., jax.Array]
+    whole: Callable[[jax.Array], jax.Array]
     form: Callable[[int, int], Hashable] = lambda m, n: None
     exchange_dtype: Callable[[jnp.dtype], jnp.dtype] = lambda dtype: dtype
 

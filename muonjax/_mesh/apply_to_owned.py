@@ -30,31 +30,25 @@ def apply_to_owned(
 
     The buffer [devices, columns] has a row from each device along the exchange axes of the round.
     """
-    group = round_.group
+    owner_axes = round_.group.owner_axes
 
     def apply(x: jax.Array) -> jax.Array:
         """f of the matrices [count, m, n]."""
         if not policy.is_cpu or len(x) == 1:
-            return f.whole(x, group.column_axes)
+            return f.whole(x)
 
         # On a CPU one after the other is no slower. Each goes as a batch of one: without a batch axis, the order of
         # XLA's sums depends on the number of devices, and results would not have the same bits on every mesh.
         def of_one(matrix: jax.Array) -> jax.Array:
-            return f.whole(matrix[None], group.column_axes)[0]
+            return f.whole(matrix[None])[0]
 
         return jax.lax.map(of_one, x)
 
     # Without owner axes there is one owner of what this device stores.
-    owner = jax.lax.axis_index(group.owner_axes) if group.owner_axes else 0
-    loops = _loops(round_, policy)
-    if group.column_axes:
-        # Where devices share matrices, all owners take equally many steps. An owner that has finished works on zeros
-        # that are appended here. All batches of a loop have one width.
-        widest = max(loop.batches[0].width for loop in loops)
-        buffer = jnp.pad(buffer, ((0, 0), (0, widest)))
-    for loop in loops:
+    owner = jax.lax.axis_index(owner_axes) if owner_axes else 0
+    for loop in _loops(round_, policy):
         buffer = _run_loop(apply, loop, owner, buffer)
-    return buffer[:, : round_.row_size]
+    return buffer
 
 
 class Batch(NamedTuple):
@@ -179,15 +173,9 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
                 row.append((column, layouts.index(layout)))
         rows.append(row)
     steps = np.array(list(map(len, rows)))
-    # All rows of a table have one length. Rows of owners with fewer steps are filled up with a place past the end of
-    # the buffer, which only owners that share matrices visit.
-    past_end = (round_.row_size, 0)
+    # All rows of a table have one length; an owner with fewer steps does not reach the places that fill up its row.
     for row in rows:
-        row += [past_end] * (steps.max() - len(row))
-    if round_.group.column_axes:
-        # Devices that share matrices sum over mesh axes, so all of them must take equally many steps. An owner that has
-        # finished works on the zeros that `apply_to_owned` appends to the buffer.
-        steps[:] = steps.max()
+        row += [(0, 0)] * (steps.max() - len(row))
     return Loop(batches, np.array(rows, np.int32), steps)
 
 

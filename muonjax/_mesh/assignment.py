@@ -1,14 +1,9 @@
 """Assign an owner to every matrix, so that the devices of a mesh have equal work.
 
-There are two decisions, both from shapes alone:
-
-1. Whether one device works on a matrix, or several share it (`assign_owners`). A matrix can stay cut along its longer
-   side over one mesh axis, whose devices then sum its Gram matrices. That pays where there are fewer matrices than
-   devices. What takes least time is taken, by the cost of `seconds_of_unit` and the bytes that are sent.
-2. Which owner gets which matrix (`_assign`), by "longest processing time first": the matrices that take
-   longest are assigned first, each to the owner with the least work so far. Work is summed over all shapes, shardings
-   and dtypes. The busiest device has at most 4/3 of the least possible work, and in practice a few percent more than
-   the mean (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+The decision is from shapes alone, by "longest processing time first": the matrices that take longest are assigned
+first, each to the owner with the least work so far. Work is summed over all shapes, shardings and dtypes. The busiest
+device has at most 4/3 of the least possible work, and in practice a few percent more than the mean (Graham, "Bounds on
+multiprocessing timing anomalies", 1969).
 
 The result is a list of `Round`s, which `map_on_mesh` runs. `matrix_shards` explains the words: unit, block, owner,
 kind, group.
@@ -21,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._common.platform_policy import BYTES_A_SECOND, flops_a_second
-from muonjax._mesh.distribution import Axes, MeshShape, devices_along
+from muonjax._mesh.distribution import MeshShape, devices_along
 from muonjax._mesh.matrix_shards import (
     ExchangeGroup,
     ShardedLeaf,
@@ -86,149 +80,51 @@ class Round(NamedTuple):
         """
         return 2 * sum(self.replica_sizes) < len(self.replicas) * self.row_size
 
-    @property
-    def bytes_sent(self) -> float:
-        """Bytes that one device sends in an update: to the owners, back, and to the other replicas."""
-        # A device sends nothing to itself.
-        replicas = len(self.replicas)
-        owners = len(self.replicas[0])
-        # Two all-to-alls send row_size elements to each other owner:
-        #   2 row_size (owners - 1)
-        elements = 2.0 * self.row_size * (owners - 1)
-        if self.by_all_reduce:
-            # The all-reduce of a buffer [owners, sum(replica_sizes)]:
-            #   2 owners sum(replica_sizes) (replicas - 1) / replicas
-            elements += (
-                2.0 * owners * sum(self.replica_sizes) * (replicas - 1) / replicas
-            )
-        else:
-            # The all-gather of buffers [owners, row_size]:
-            #   owners row_size (replicas - 1)
-            elements += owners * self.row_size * (replicas - 1)
-        return elements * self.group.dtype.itemsize
+
+def multiply_adds(layout: UnitLayout) -> int:
+    """What an owner multiplies for a unit, a matrix or several that are fused, in units that only compare unequal ones.
+
+    The default settings take 2 m^2 n + 6 m^3 multiply-adds for each matrix in full precision, and 5 m^2 n + 11 m^3 in
+    half precision, both within a fifth for n = m to 4 m. This has a ratio between the two.
+    """
+    matrices, m, n = layout.stack_shape
+    return matrices * m**2 * (2 * n + 5 * m)
 
 
 def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[Round]:
-    """Assign an owner to every matrix.
-
-    Leaves that are sharded over the same mesh axes decide together along which of these their matrices stay cut.
-    """
-    # For each leaf, the mesh axes that cut its matrices.
-    cutting_axes = [unit_kind(leaf, mesh_shape).group.exchange_axes for leaf in leaves]
-    leaves_of: dict[Axes, list[ShardedLeaf]] = {}
-    for axes, leaf in zip(cutting_axes, leaves, strict=True):
-        leaves_of.setdefault(axes, []).append(leaf)
-    # Whole matrices and cut ones need all-to-alls of their own, so leaves that the same axes cut are not divided.
-    column_axes_of: dict[Axes, Axes] = {}
-    for axes, together in leaves_of.items():
-        column_axes_of[axes] = _fastest_column_axes(axes, together, mesh_shape)
-    column_axes = [column_axes_of[axes] for axes in cutting_axes]
-    rounds, _ = _assign(leaves, column_axes, mesh_shape)
-    return rounds
-
-
-def _fastest_column_axes(
-    mesh_axes: Axes, leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape
-) -> Axes:
-    """Along which of the mesh axes, all of which cut the matrices of these leaves, the matrices stay cut.
-
-    It is the choice by which an update takes least time, products and exchange together, as `_assign` predicts it.
-    Latency and slower links between nodes do not count.
-    """
-    seconds = {}
-    for column_axes in _column_choices(mesh_axes, leaves, mesh_shape):
-        _, seconds[column_axes] = _assign(
-            leaves, [column_axes] * len(leaves), mesh_shape
-        )
-    # On a tie the first choice is taken, which is to gather whole matrices.
-    return min(seconds, key=seconds.__getitem__)
-
-
-def _column_choices(
-    mesh_axes: Axes, leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape
-) -> list[Axes]:
-    """The ways to cut the matrices of these leaves: not at all, or along one mesh axis that shards all longer sides.
-
-    For kernels [64, 256] with P("fsdp", "tensor") these are () and ("tensor",).
-    """
-    choices: list[Axes] = [()]
-    for name in mesh_axes:
-        # `column_axes` of a kind is empty if this mesh axis does not shard the longer side.
-        kinds = [unit_kind(leaf, mesh_shape, (name,)) for leaf in leaves]
-        if all(kind.group.column_axes for kind in kinds):
-            choices.append((name,))
-    return choices
-
-
-def seconds_of_unit(kind: UnitKind, mesh_shape: MeshShape) -> float:
-    """The predicted time of a unit on each device of its owner, which computes products and sums Gram matrices.
-
-    A unit is a matrix, or several that are fused. Each device of an owner has a share of the columns, and makes the
-    m x m products in full.
-
-    The numbers of products are those of the default settings, within a fifth for n = m to 4 m. Other settings change
-    the time of all matrices, and only its ratio between unequal shapes matters much.
-    """
-    # `columns` is the part of n on one device.
-    matrices, m, columns = kind.layout.stack_shape
-    devices = devices_along(mesh_shape, kind.group.column_axes)
-    # The numbers of products are fitted to counts of all multiply-adds. Full precision multiplies X twice, for X X^H
-    # and for Q X. Half precision makes a new X after a few steps, and so a second Gram matrix.
-    wide_products, square_products, gram_matrices = 2, 6, 1
-    if kind.group.dtype.itemsize <= 2:
-        wide_products, square_products, gram_matrices = 5, 11, 2
-    # multiply-adds, with square_products m^3 for the polynomials of m x m matrices:
-    #   wide_products m^2 columns + square_products m^3
-    multiply_adds = wide_products * m**2 * columns + square_products * m**3
-    seconds = 2 * multiply_adds / flops_a_second(kind.group.dtype)
-    # bytes that a device sends in all-reduces of float32 Gram matrices:
-    #   gram_matrices 2 (devices - 1) / devices 4 m^2
-    sent = gram_matrices * 2 * (devices - 1) / devices * 4 * m**2
-    return matrices * (seconds + sent / BYTES_A_SECOND)
-
-
-def _assign(
-    leaves: Sequence[ShardedLeaf], column_axes: Sequence[Axes], mesh_shape: MeshShape
-) -> tuple[list[Round], float]:
-    """Give each matrix to an owner, where the matrices of each leaf stay cut along its `column_axes`.
+    """Give each matrix to an owner: a round for each group of leaves that are sharded over the same mesh axes.
 
     What is given is a unit: a matrix, or several that are fused. Units of one kind, which have equal shapes and
     shardings, take equally long. The kinds that take longest come first, and each unit goes to the owner that is least
     busy then.
-
-    Returns:
-      The rounds, an all-to-all for each group of leaves that are sharded over the same mesh axes; and the predicted
-      time of the busiest device and of what it sends, on H100s and the links inside of a node.
     """
     # The units of each kind that wait for an owner, leaf by leaf.
     queues: dict[UnitKind, list[Units]] = {}
     for i, leaf in enumerate(leaves):
-        kind = unit_kind(leaf, mesh_shape, column_axes[i])
+        kind = unit_kind(leaf, mesh_shape)
         count = units_on_device(leaf, mesh_shape)
         units = Units(kind.layout, leaf=i, start=0, count=count)
         queues.setdefault(kind, []).append(units)
 
     def longest_first(kind: UnitKind) -> tuple:
         # Ties are broken by sizes, and not by the order of the leaves.
-        seconds = seconds_of_unit(kind, mesh_shape)
-        return -seconds, -kind.layout.block_size, kind.layout.stack_shape
+        layout = kind.layout
+        return -multiply_adds(layout), -layout.block_size, layout.stack_shape
 
-    # How long each device works on the units that its owners have so far, of all groups.
-    device_seconds = np.zeros(math.prod(mesh_shape.values()))
+    # The work of each device on the units that its owners have so far, of all groups.
+    work_of_devices = np.zeros(math.prod(mesh_shape.values()))
     owners_of: dict[ExchangeGroup, Owners] = {}
     for kind in sorted(queues, key=longest_first):
         # [owners, devices of an owner]
         devices = _owner_devices(kind.group, mesh_shape)
         # For each owner a list of the units that it has so far
         owners = owners_of.setdefault(kind.group, [[] for _ in devices])
-        seconds = seconds_of_unit(kind, mesh_shape)
+        work_of_unit = multiply_adds(kind.layout)
         # An owner of several devices is as busy as the busiest of them. One more unit makes it busier by 1.
-        busy = device_seconds[devices].max(axis=1) / seconds
+        busy = work_of_devices[devices].max(axis=1) / work_of_unit
         counts = _give(queues[kind], owners, busy)
-        device_seconds[devices] += seconds * counts[:, None]
-    rounds = [_round(group, owners, mesh_shape) for group, owners in owners_of.items()]
-    sent = sum(round_.bytes_sent for round_ in rounds)
-    return rounds, device_seconds.max() + sent / BYTES_A_SECOND
+        work_of_devices[devices] += work_of_unit * counts[:, None]
+    return [_round(group, owners, mesh_shape) for group, owners in owners_of.items()]
 
 
 def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
@@ -236,8 +132,8 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
 
     On a mesh {"fsdp": 2, "tensor": 2} with the owner axes ("tensor",) they are [[0, 2], [1, 3]].
 
-    An owner has several devices if they share its matrices. It also has several if a mesh axis cuts an axis that counts
-    matrices: each of them then does the same for its own matrices.
+    An owner has several devices if a mesh axis cuts an axis that counts matrices: each of them then does the same for
+    its own matrices.
     """
     names = list(mesh_shape)
     sizes = list(mesh_shape.values())

@@ -31,8 +31,7 @@ MeshShape = Mapping[str, int]
 class Distribution:
     """Says how parameters are sharded over a mesh; hashable, and never part of an optimizer's state.
 
-    muonjax divides the matrices among the devices by it: each belongs to one device, or, if there are fewer
-    matrices than devices, to several that share its work.
+    muonjax divides the matrices among the devices by it: each belongs to one device.
 
     Args:
       mesh: A `jax.sharding.Mesh`.

@@ -46,8 +46,8 @@ def map_on_mesh(
     """f on each matrix of the leaves, once; the results are sharded as the leaves are.
 
     Args:
-      f: Its field `whole` takes matrices [*batch, m, n] with m <= n, and the mesh axes that shard their columns, and
-        returns the same shape and dtype. Its field `exchange_dtype` gives the dtype in which blocks are sent.
+      f: Its field `whole` takes matrices [*batch, m, n] with m <= n, and returns the same shape and dtype. Its field
+        `exchange_dtype` gives the dtype in which blocks are sent.
       leaves: Arrays.
       views: The view of each leaf.
       shardings: The sharding of each leaf, all on one mesh.

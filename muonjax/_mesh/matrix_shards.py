@@ -5,7 +5,6 @@ axis cuts:
 
 - an axis of the leaf that counts matrices, such as layers or experts: each device keeps its own matrices;
 - a side of a matrix: the owner of the matrix gathers its blocks from the devices along the mesh axis;
-- the longer side of a matrix whose work several devices share: each device gathers some of the columns;
 - nothing: devices along the mesh axis are replicas, and each works on some of the matrices.
 
 In this file an `axis` is a number, an axis of an array, and a `name` is that of a mesh axis.
@@ -14,7 +13,7 @@ The words of this folder:
 
   unit      What one owner orthogonalizes: a matrix, or several that are fused along one axis of a leaf.
   block     The part of a unit that one device stores, and sends to the owner.
-  owner     The device that orthogonalizes a unit, or the devices along `column_axes` that share it.
+  owner     The device that orthogonalizes a unit.
   replicas  Devices that store the same blocks. They divide the units among them.
   group     Leaves that are exchanged over the same mesh axes and in the same dtype.
   kind      Units of one group with equal layouts. They are interchangeable.
@@ -63,7 +62,7 @@ class UnitLayout(NamedTuple):
 
     @property
     def stack_shape(self) -> tuple[int, int, int]:
-        """[matrices, m, n] of the unit, with the part of n that is on one device of its owner."""
+        """[matrices, m, n] of the unit."""
         return self.view.batch, self.view.fan_in, self.view.fan_out
 
 
@@ -73,13 +72,11 @@ class ExchangeGroup(NamedTuple):
     Attributes:
       exchange_axes: Mesh axes of the all-to-all.
       replica_axes: Mesh axes over which the leaves are replicated, and the work on them is divided.
-      column_axes: Mesh axes that cut the longer side of a matrix also while its owners work on it.
       dtype: The dtype of what is exchanged.
     """
 
     exchange_axes: Axes
     replica_axes: Axes
-    column_axes: Axes
     dtype: Any
 
     @property
@@ -95,30 +92,17 @@ class UnitKind(NamedTuple):
     layout: UnitLayout
 
 
-def unit_kind(
-    leaf: ShardedLeaf, mesh_shape: MeshShape, column_axes: Axes = ()
-) -> UnitKind:
+def unit_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> UnitKind:
     """Along which mesh axes the matrices of a leaf go to their owners, and which block of each a device stores.
 
     On a mesh {"data": 2, "fsdp": 4} the matrix [64, 16] with P("fsdp") has blocks [16, 16]. They are exchanged along
     "fsdp", so that its owner, one of four devices, gathers [64, 16]. Devices along "data" are replicas, which own other
-    matrices each. With the column axes ("fsdp",) nothing is exchanged, and the four devices own the matrix together.
-
-    Args:
-      leaf: Its view and its sharding.
-      mesh_shape: Sizes of the mesh's axes.
-      column_axes: Mesh axes along which matrices stay cut at their owners. Those that don't cut the longer side are
-        ignored.
+    matrices each.
     """
     # Mesh axes of size one cut nothing.
     mesh_axes = [name for name, size in mesh_shape.items() if size > 1]
     sharding = [_among(names, mesh_axes) for names in leaf.sharding]
-    _, longer_side = _sides(leaf.view)
-    # Along an axis on which several matrices lie one after the other, shards are whole matrices, not columns of each.
-    columns = [sharding[axis] for axis in longer_side if axis != leaf.view.fused_axis]
-    # The others of the mesh axes that were asked for cut no columns here.
-    column_axes = _among(column_axes, set().union(*columns))
-    layout = _unit_layout(leaf.view, sharding, column_axes, mesh_shape)
+    layout = _unit_layout(leaf.view, sharding, mesh_shape)
 
     # Blocks of a matrix are exchanged along the axes that cut it. Devices along the axes that cut nothing of the leaf,
     # neither a matrix nor the number of matrices, are its replicas.
@@ -127,7 +111,6 @@ def unit_kind(
     group = ExchangeGroup(
         exchange_axes=_among(mesh_axes, gathered),
         replica_axes=tuple(name for name in mesh_axes if name not in stored),
-        column_axes=column_axes,
         dtype=leaf.dtype,
     )
     return UnitKind(group, layout)
@@ -149,49 +132,38 @@ def units_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
     return units
 
 
-def _sides(view: MatrixView) -> tuple[list[int], list[int]]:
-    """The leaf's axes along the shorter and along the longer side of its matrices."""
-    rows = view.leaf_axes(view.reduction_axes)
-    columns = view.leaf_axes(view.output_axes)
-    return (columns, rows) if view.fan_in > view.fan_out else (rows, columns)
-
-
 def _unit_layout(
-    view: MatrixView, sharding: Sequence[Axes], column_axes: Axes, mesh_shape: MeshShape
+    view: MatrixView, sharding: Sequence[Axes], mesh_shape: MeshShape
 ) -> UnitLayout:
-    """Shape and sharding of the leaf's units, matrices or fused ones, which stay cut along `column_axes`.
+    """Shape and sharding of the leaf's units, matrices or fused ones.
 
-    A kernel [16, 64] with P("fsdp", "tensor") on 4 x 2 devices has blocks [4, 32]. Its owner gathers [16, 64], or
-    [16, 32] if `column_axes` is ("tensor",).
+    A kernel [16, 64] with P("fsdp", "tensor") on 4 x 2 devices has blocks [4, 32]. Its owner gathers [16, 64].
     """
     _, unit_axes = view.batch_and_unit_axes
     block_shape = []
-    shape_at_owner = []
-    gathered = []
     for axis in unit_axes:
         # `even_sharding` has left only mesh axes that divide the axis.
-        size = view.leaf_shape[axis] // devices_along(mesh_shape, sharding[axis])
-        names = tuple(name for name in sharding[axis] if name not in column_axes)
-        block_shape.append(size)
-        shape_at_owner.append(size * devices_along(mesh_shape, names))
-        gathered.append(names)
-    view_at_owner = _view_at_owner(view, tuple(shape_at_owner))
-    return UnitLayout(view_at_owner, tuple(block_shape), tuple(gathered))
+        devices = devices_along(mesh_shape, sharding[axis])
+        block_shape.append(view.leaf_shape[axis] // devices)
+    gathered = tuple(sharding[axis] for axis in unit_axes)
+    return UnitLayout(_view_at_owner(view), tuple(block_shape), gathered)
 
 
-def _view_at_owner(view: MatrixView, shape: tuple[int, ...]) -> MatrixView:
-    """How the device that orthogonalizes a unit sees it, an array of this shape, as matrices with m <= n.
+def _view_at_owner(view: MatrixView) -> MatrixView:
+    """How the device that orthogonalizes a unit sees it, as matrices with m <= n.
 
     A unit is a matrix of the leaf, or the fused matrices that lie side by side in it: a leaf [layers, d, heads, 16] has
     units [d, heads, 16]. Its axes are those of the leaf that belong to a matrix, in the same order. With the fused axis
     2, a leaf [layers, d, 3 * d] has units [d, 3 * d], which are three matrices [d, d].
     """
     _, unit_axes = view.batch_and_unit_axes
-    # The shorter side becomes the rows, so `to_matrices` transposes the matrices of a tall leaf.
-    shorter_side, longer_side = _sides(view)
+    shape = tuple(view.leaf_shape[axis] for axis in unit_axes)
     # Axes of the leaf -> axes of the unit
-    rows = tuple(map(unit_axes.index, shorter_side))
-    columns = tuple(map(unit_axes.index, longer_side))
+    rows = tuple(map(unit_axes.index, view.leaf_axes(view.reduction_axes)))
+    columns = tuple(map(unit_axes.index, view.leaf_axes(view.output_axes)))
+    if view.fan_in > view.fan_out:
+        # The shorter side becomes the rows, so `to_matrices` transposes the matrices of a tall leaf.
+        rows, columns = columns, rows
     if view.fused_axis is None:
         return view_of(shape, rows, columns)
     # The owner cuts a unit into as many matrices as the leaf's view does. In `view.shape` the fused axis is two: the

@@ -40,7 +40,6 @@ from muonjax._common.linalg import (
     on_diagonal,
     scaled,
     square_norm,
-    sum_over,
 )
 from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from pallas_kernels._symmetric_product import SymmetricProduct
@@ -96,19 +95,18 @@ class Deflation(NamedTuple):
 
 
 def pre_deflate(
-    x: Inexact[Array, "*batch m n"], rank: int, axis_name: tuple[str, ...] = ()
+    x: Inexact[Array, "*batch m n"], rank: int
 ) -> Inexact[Array, "*batch m n"]:
     """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V [*batch, m, k] shrunk, roughly.
 
     Args:
       x: X.
       rank: How many directions the deflation of the Gram matrix shrinks later; here these are k, but at most eight.
-      axis_name: Mesh axes that shard the columns.
     """
 
     def multiply(v: jax.Array) -> jax.Array:
         # X X^H V as X (V^H X)^H: X^H V would transpose X, which takes longer than the rest.
-        return sum_over(axis_name, dot.with_adjoint(x, dot(adjoint(v), x)))
+        return dot.with_adjoint(x, dot(adjoint(v), x))
 
     start = random_start(x.shape[-2], min(rank, _PRE_DEFLATED))
     v = _dominant_subspace(multiply, _like(x[..., :1], start), num_steps=1)

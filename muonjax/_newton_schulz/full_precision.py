@@ -28,9 +28,7 @@ from muonjax._common.linalg import (
     on_diagonal,
     or_one,
     scaled,
-    sizes,
     square_norm,
-    sum_over,
 )
 from muonjax._common.platform_policy import Policy
 from muonjax._common.power_of_two_scale import largest_entry, scale_of_largest
@@ -59,7 +57,6 @@ def iterate(
     settings: NewtonSchulz,
     policy: Policy,
     dtype: jnp.dtype,
-    axis_name: tuple[str, ...] = (),
 ) -> Inexact[Array, "*batch m n"]:
     """The polar factor of X, nearly, with products in `dtype`: float32 or wider.
 
@@ -68,9 +65,8 @@ def iterate(
       settings: The polynomials and their form.
       policy: The policy for the device.
       dtype: The dtype of the products.
-      axis_name: Mesh axes that shard the columns of an array; n counts over all of them.
     """
-    m, n = sizes(x, axis_name)
+    m, n = x.shape[-2:]
     # `rank` directions are shrunk before the steps, none if it is 0.
     rows, rank = settings.in_full_precision(m)
     # The standard form makes R = X X^H anew before each step, the Gram form before few of them.
@@ -78,13 +74,12 @@ def iterate(
     if settings.takes_gram_form(m, n):
         restarts = gram_restarts(rows, dtype)
     multiply = MatrixProduct(dtype.name, "highest")
-    gram_of = SymmetricProduct(policy.platform, settings.implementation)
-    product = gram_of.shared_by(axis_name if policy.shares_products(m, dtype) else ())
+    product = SymmetricProduct(policy.platform, settings.implementation)
 
-    x, nonzero = below_one(x, dtype, axis_name)
+    x, nonzero = below_one(x, dtype)
     if rank and 1 not in restarts:
         # In the Gram form the second step takes R from the first, so the rounding of R must be small already.
-        shrink = functools.partial(pre_deflate, rank=rank, axis_name=axis_name)
+        shrink = functools.partial(pre_deflate, rank=rank)
         # XLA for a CPU would compute the new X again for each of its readers.
         x = materialize(shrink, x, policy.platform)
 
@@ -104,8 +99,8 @@ def iterate(
 
     # X <- Q X for each stretch of steps that share one Gram matrix R: steps 0 to 3 and 3 to 5 with a restart before 3.
     for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
-        # R = X X^H [*batch, m, m], whole on each device
-        r = sum_over(axis_name, gram_of(x))
+        # R = X X^H [*batch, m, m]
+        r = product(x)
         steps = rows[start:stop]
         q = _composed(steps, r, None, product) if start else first_polynomial(steps, r)
         x = multiply(q, x)
@@ -147,7 +142,7 @@ def gram_restarts(rows: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int,
 
 
 def below_one(
-    x: Inexact[Array, "*batch m n"], dtype: jnp.dtype, axis_name: tuple[str, ...] = ()
+    x: Inexact[Array, "*batch m n"], dtype: jnp.dtype
 ) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
     """x in `dtype`, times the power of two that brings its entries below 1; and whether it is not zero.
 
@@ -156,7 +151,7 @@ def below_one(
     """
     x = x.astype(dtype)
     # [*batch, 1, 1]; NaN is not zero, and so stays.
-    largest = largest_entry(x, axis_name)
+    largest = largest_entry(x)
     nonzero = largest != 0
     identity = jnp.eye(*x.shape[-2:], dtype=dtype)
     identity = jnp.expand_dims(identity, tuple(range(x.ndim - 2)))

@@ -27,10 +27,8 @@ from muonjax._common.linalg import (
     hermitian_part,
     on_diagonal,
     or_one,
-    sizes,
     square_norm,
     square_of_any_size,
-    sum_over,
 )
 from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz.coefficients import restarts_of
@@ -60,11 +58,8 @@ def iterate(
     settings: NewtonSchulz,
     policy: Policy,
     dtype: jnp.dtype,
-    axis_name: tuple[str, ...] = (),
 ) -> Float32[Array, "*batch m n"]:
     """The polar factor of x with m <= n, nearly, by products of operands in `dtype`: float16 or bfloat16.
-
-    The mesh axes `axis_name` may shard the columns.
 
     X is sqrt(u) z and its Gram matrix R is u r, with z and r in half precision and a number u. A step maps X to
     a X + (b R + c R^2) X = a (1 + Q) X. Then z, or r alone, becomes that of the new X (see the top of this file).
@@ -77,17 +72,17 @@ def iterate(
         )
     # Keeps XLA from fusing what is before it with what is after it.
     barrier = jax.lax.optimization_barrier
-    products = _Products.of(x, settings, policy, dtype, axis_name)
+    products = _Products.of(x, settings, policy, dtype)
     # Before all other steps r is updated.
     restarts: Sequence[int] = range(1, len(rows))
-    if settings.takes_gram_form(*sizes(x, axis_name)):
+    if settings.takes_gram_form(*x.shape[-2:]):
         restarts = restarts_of(rows, LARGEST_GROWTH[dtype.name])
 
     # z [*batch, m, n] with |z|_F = _NORM, in half precision from here on
-    z = _scaled_to_norm(x.astype(jnp.float32), axis_name).astype(dtype)
+    z = _scaled_to_norm(x.astype(jnp.float32)).astype(dtype)
     z = barrier(z)
     # An r that is not exactly symmetric is amplified by the first steps, whose factors are the largest.
-    r = hermitian_part(products.gram(z))
+    r = hermitian_part(products.symmetric(z))
     # r^2 is made for the bound, and serves the first step; None wherever it is not made.
     r2: jax.Array | None = products.symmetric(r)
     # No eigenvalue of R = u r, and so no singular value of X = sqrt(u) z, is above 1.
@@ -102,7 +97,7 @@ def iterate(
             z = (gain * (_wide(z) + _wide(products.rounded(total, z)))).astype(z.dtype)
             # Or XLA would keep all that z is made of for its later uses.
             z = barrier(z)
-            r = products.gram(z)
+            r = products.symmetric(z)
             r2 = None
             total = None
             gain = 1.0
@@ -133,13 +128,9 @@ def iterate(
     return _wide(products.rounded(last, z))
 
 
-def _scaled_to_norm(
-    x: Float32[Array, "*batch m n"], axis_name: tuple[str, ...]
-) -> Float32[Array, "*batch m n"]:
+def _scaled_to_norm(x: Float32[Array, "*batch m n"]) -> Float32[Array, "*batch m n"]:
     """Each matrix of any size times a number, so that its Frobenius norm is `_NORM`; zeros stay."""
-    factor, square = square_of_any_size(
-        x, lambda x: sum_over(axis_name, square_norm(x))
-    )
+    factor, square = square_of_any_size(x, square_norm)
     return factor * x * (_NORM * jax.lax.rsqrt(or_one(square)))
 
 
@@ -164,13 +155,11 @@ class _Products(NamedTuple):
 
     Attributes:
       dtype: float16 or bfloat16.
-      by_kernel: Makes m x m products, mirrored, if a kernel is named or chosen or devices share the work.
-      axis_name: Mesh axes over which the columns of z are sharded.
+      by_kernel: Makes symmetric products, mirrored, if a kernel is named or chosen.
     """
 
     dtype: jnp.dtype
     by_kernel: SymmetricProduct | None
-    axis_name: tuple[str, ...]
 
     @classmethod
     def of(
@@ -179,40 +168,21 @@ class _Products(NamedTuple):
         settings: NewtonSchulz,
         policy: Policy,
         dtype: jnp.dtype,
-        axis_name: tuple[str, ...],
     ) -> _Products:
         """The products for matrices like x."""
-        # A kernel that the settings name always runs. Without a name one is chosen by what was measured on whole
-        # matrices; where mesh axes shard z, each device has only a part, and none is chosen.
+        # A kernel that the settings name always runs. Without a name one is chosen by what was measured.
         implementation = settings.implementation
-        if implementation is None and not axis_name:
+        if implementation is None:
             implementation = measured_kernel(policy.platform, x, dtype)
-        product = SymmetricProduct(policy.platform, implementation)
-        if policy.shares_products(x.shape[-2], dtype):
-            product = product.shared_by(axis_name)
-        # Without a kernel and without sharing, XLA's product of rounded operands is all that is needed.
-        is_plain = product.implementation is None and not product.sharing_axes
-        by_kernel = None if is_plain else product
-        return cls(dtype, by_kernel, axis_name)
+        # Without a kernel, XLA's product of rounded operands is all that is needed.
+        if implementation is None:
+            return cls(dtype, None)
+        return cls(dtype, SymmetricProduct(policy.platform, implementation))
 
     @property
     def rounded(self) -> MatrixProduct:
         """Products that are rounded to half precision."""
         return MatrixProduct(self.dtype.name, None, self.dtype.name)
-
-    @property
-    def summed(self) -> MatrixProduct:
-        """Products whose float32 sums are not rounded."""
-        return MatrixProduct(self.dtype.name, None)
-
-    def gram(self, z: jax.Array) -> jax.Array:
-        """z z^H. A plain product is not mirrored: it is asymmetric by less than the rounding of its entries."""
-        # With `sharing_axes`, `by_kernel` divides products whose operands all devices hold; each has other columns of
-        # z.
-        if self.by_kernel is not None and not self.by_kernel.sharing_axes:
-            return sum_over(self.axis_name, self.by_kernel(z))
-        product = self.summed if self.axis_name else self.rounded
-        return sum_over(self.axis_name, product.with_adjoint(z, z)).astype(self.dtype)
 
     def symmetric(
         self,
@@ -222,7 +192,9 @@ class _Products(NamedTuple):
         alpha: float | jax.Array = 1.0,
         beta: float | jax.Array = 1.0,
     ) -> jax.Array:
-        """alpha A Y^H + beta C of m x m matrices, where Y is A, or commutes with it; A Y^H without C.
+        """alpha A Y^H + beta C, where Y is A, or an m x m matrix that commutes with it; A Y^H without C.
+
+        A plain product is not mirrored: it is asymmetric by less than the rounding of its entries.
 
         `alpha` and `beta` are both numbers, or both [*batch, 1, 1]. They are for a product with C.
         """

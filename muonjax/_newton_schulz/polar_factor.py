@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from muonjax._common.arguments import errors_of, mesh_axes
+from muonjax._common.arguments import errors_of
 from muonjax._common.platform_policy import Policy, policy_of
 from muonjax._matrices.batching import Function
 from muonjax._newton_schulz import full_precision, half_precision
@@ -20,16 +20,12 @@ if TYPE_CHECKING:
 def newton_schulz(
     x: Inexact[Array, "*batch m n"],
     settings: NewtonSchulz | None = None,
-    *,
-    axis_name: str | tuple[str, ...] | None = (),
 ) -> Inexact[Array, "*batch m n"]:
     """The polar factor U V^H of x = U S V^H, approximately: every singular value is moved close to 1.
 
     Args:
       x: [*batch, m, n], float or complex, wide or tall, at any scale (1e-30 and 1e30 give the same).
       settings: Which polynomials, in which form and precision; `NewtonSchulz()` if None.
-      axis_name: Mesh axes, inside of `jax.shard_map`, over which the columns of one matrix are cut: x is then
-        this device's share of a wide matrix, and Gram matrices are summed over the axes.
 
     Returns:
       Same shape and dtype. A zero matrix gives zeros; a matrix with NaN or inf gives NaN in that matrix only.
@@ -49,7 +45,6 @@ def newton_schulz(
     """
     with errors_of("newton_schulz"):
         settings = settings_of(settings, "x, settings")
-        axes = mesh_axes("axis_name", axis_name)
     if not hasattr(x, "ndim"):
         raise TypeError(
             f"newton_schulz(x) needs an array, got {type(x).__name__}; give jnp.asarray(x)."
@@ -66,32 +61,26 @@ def newton_schulz(
         raise TypeError(
             f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}."
         )
-    return polar_factor(x, axes, settings=settings, policy=policy_of(x))
+    return polar_factor(x, settings=settings, policy=policy_of(x))
 
 
 def polar_factor(
-    x: Inexact[Array, "*batch m n"],
-    axis_name: tuple[str, ...] = (),
-    *,
-    settings: NewtonSchulz,
-    policy: Policy,
+    x: Inexact[Array, "*batch m n"], settings: NewtonSchulz, policy: Policy
 ) -> Inexact[Array, "*batch m n"]:
     """`newton_schulz` of checked arguments, in the precision that the platform and the settings say.
 
     Args:
-      x: Wide or tall matrices; with mesh axes, this device's columns of wide ones.
-      axis_name: Mesh axes that shard the columns.
+      x: Wide or tall matrices.
       settings: The polynomials, and what they say of precision.
       policy: The policy for the device of x.
     """
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
-    # A mesh cuts the longer side of a matrix: then x is a device's share of the columns, of a matrix that is wide.
-    is_tall = not axis_name and x.shape[-2] > x.shape[-1]
+    is_tall = x.shape[-2] > x.shape[-1]
     wide = x.mT if is_tall else x
     if jnp.finfo(dtype).bits == 16:
-        y = half_precision.iterate(wide, settings, policy, dtype, axis_name)
+        y = half_precision.iterate(wide, settings, policy, dtype)
     else:
-        y = full_precision.iterate(wide, settings, policy, dtype, axis_name)
+        y = full_precision.iterate(wide, settings, policy, dtype)
     y = y.mT if is_tall else y
     return y.astype(x.dtype)
 

@@ -83,8 +83,7 @@ class NewtonSchulz(metaclass=_Presets):
         precision on a CPU (half types are widened to float32), float16, which has three more bits than bfloat16, on a
         GPU, and bfloat16 on a TPU, as the arrays' devices or mesh say. float32 means true float32 everywhere, never
         TF32. float64 and complex inputs keep their own.
-      implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`. A named one computes
-        whole products on each device, also where devices share a matrix.
+      implementation: Which symmetric products to run; see `pallas_kernels.symmetric_product`.
 
     Raises:
       ValueError, TypeError: On construction, naming the setting.

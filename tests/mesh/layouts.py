@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers, NewtonSchulz
-from muonjax._mesh.assignment import _column_choices as CHEAPEST
 from muonjax._mesh.assignment import assign_owners
 
 PLAIN = MuonDimensionNumbers(-2, -1)
@@ -96,17 +95,6 @@ def under(mesh):
     return jax.set_mesh(mesh) if explicit else contextlib.nullcontext()
 
 
-def dividing(how):
-    """Instead of the cheapest choice, one by hand: one owner for each matrix, all devices that store it, or some."""
-    choices = {
-        "owner": lambda sharding, *_: [()],
-        "tensor_parallel": lambda sharding, *_: [sharding],
-        "hybrid": lambda sharding, *_: [(axis,) for axis in sharding] or [()],
-        "auto": CHEAPEST,
-    }
-    return mock.patch("muonjax._mesh.assignment._column_choices", choices[how])
-
-
 def first_update(tx):
     """The compiled update of a new state, as a function of the gradients."""
     return jax.jit(lambda x: tx.update(x, tx.init(x))[0])
@@ -125,6 +113,20 @@ def assigned(tx, params):
     return found[-1]
 
 
+def sent(rounds) -> float:
+    """Bytes that one device sends in an update: to the owners, back, and to the other replicas."""
+    total = 0.0
+    for one in rounds:
+        replicas, owners = len(one.replicas), len(one.replicas[0])
+        elements = 2 * one.row_size * (owners - 1)
+        if one.by_all_reduce:
+            elements += 2 * owners * sum(one.replica_sizes) * (replicas - 1) / replicas
+        else:
+            elements += owners * one.row_size * (replicas - 1)
+        total += elements * one.group.dtype.itemsize
+    return total
+
+
 def orthogonalize(values, numbers, newton_schulz=QUICK, **settings):
     tx = muonjax.orthogonalize(
         dimension_numbers=numbers, newton_schulz=newton_schulz, **settings
@@ -138,15 +140,13 @@ def on_one_device(newton_schulz=QUICK):
     return jax.tree.map(np.asarray, orthogonalize(tree(), NUMBERS, newton_schulz))
 
 
-def on_mesh(
-    mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, *, set_mesh=True, divided="auto"
-):
-    """The layouts' leaves, orthogonalized on the mesh, whose matrices are `divided` by one of `dividing`."""
+def on_mesh(mesh, names=tuple(LAYOUTS), newton_schulz=QUICK, *, set_mesh=True):
+    """The layouts' leaves, orthogonalized on the mesh."""
     values = put(tree(names), SPECS, mesh)
     explicit = AxisType.Explicit in mesh.axis_types
     own = {name: SPECS[name] for name in names}
     distribution = None if explicit else muonjax.Distribution(mesh, own)
-    with under(mesh) if set_mesh else contextlib.nullcontext(), dividing(divided):
+    with under(mesh) if set_mesh else contextlib.nullcontext():
         results = orthogonalize(
             values,
             {n: NUMBERS[n] for n in names},

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from benchmarks.common import ahead_of_time, hlo_counts
 from benchmarks.optimizer import sharding, state_memory
-from tests.mesh.layouts import assigned, first_update
+from tests.mesh.layouts import assigned, first_update, sent
 
 QUICK = functools.partial(
     muonjax.NewtonSchulz, coefficients=muonjax.polar_express(2), deflation=0
@@ -62,9 +62,9 @@ def test_the_compiler_sends_what_owners_are_assigned_by(platform, name, collecti
     case = sharding.CASES[name]
     tx, program = compiled(platform, case)
     counts = hlo_counts.count(program, devices=8, unknown_trips=1)
-    sent = sum(one.bytes_sent for one in assigned(tx, case.params(None)))
+    expected = sent(assigned(tx, case.params(None)))
     assert counts.total_collectives == collectives
-    assert counts.mebibytes * 2**20 == pytest.approx(sent, rel=0.01)
+    assert counts.mebibytes * 2**20 == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.thorough

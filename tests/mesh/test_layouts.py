@@ -1,7 +1,6 @@
 """However the leaves are sharded, the results are those of one device."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,11 @@ import muonjax
 from muonjax import NewtonSchulz
 from muonjax._common.platform_policy import Policy
 from muonjax._mesh.map_on_mesh import exchange
-from pallas_kernels import _xla
 from tests.mesh.layouts import (
     LAYOUTS,
     NUMBERS,
     QUICK,
     SPECS,
-    dividing,
     first_update,
     make_mesh,
     on_mesh,
@@ -58,9 +55,7 @@ def check(results, values=None, newton_schulz=QUICK, atol=2e-6):
 def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz, meshes):
     found = []
     for sizes in meshes:
-        values, results = on_mesh(
-            make_mesh(**sizes), names, newton_schulz, divided="owner"
-        )
+        values, results = on_mesh(make_mesh(**sizes), names, newton_schulz)
         check(results, values, newton_schulz)
         found.append(jax.tree.map(np.asarray, results))
     for other in found[1:]:
@@ -69,66 +64,8 @@ def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz, meshes):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("divided", ["tensor_parallel", "hybrid", nightly("auto")])
-def test_several_devices_share_a_matrix(divided):
-    # All of the iteration, for here it sums over the mesh.
-    names = (
-        "rows",
-        "both",
-        "tall",
-        "experts",
-        "query",
-        "one_axis_twice_turned",
-        "fused",
-    )
-    values, results = on_mesh(
-        make_mesh(fsdp=4, tensor=2),
-        names,
-        newton_schulz=NewtonSchulz(),
-        divided=divided,
-    )
-    # A rounding of a singular value near 0 grows by the slope of the steps there.
-    slope = math.prod(a for a, _, _ in NewtonSchulz().steps.full)
-    atol = slope * float(np.finfo(np.float32).eps)
-    check(results, values, newton_schulz=NewtonSchulz(), atol=atol)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("compute_dtype", [None, thorough("bfloat16")])
-def test_small_products_that_devices_divide(compute_dtype, monkeypatch, fresh_products):
-    names = MATRICES[:2]
-    settings = NewtonSchulz(compute_dtype=compute_dtype)
-    products = []
-    found = []
-
-    def counted(operands, **settings):
-        products.append(operands.x.shape)
-        return shared_product(operands, **settings)
-
-    shared_product = _xla.shared_product
-    monkeypatch.setattr(_xla, "shared_product", counted)
-    for worth in (False, True):
-        flops = 0.0 if worth else np.inf
-        monkeypatch.setattr(
-            "muonjax._common.platform_policy.flops_a_second",
-            lambda _, flops=flops: flops,
-        )
-        products.clear()
-        found.append(
-            on_mesh(
-                make_mesh(fsdp=4, tensor=2), names, settings, divided="tensor_parallel"
-            )[1]
-        )
-        assert bool(products) == worth
-    each, shared = found
-    for name in names:
-        tolerance = 5e-6 if compute_dtype is None else 0.02
-        assert_allclose(shared[name], each[name], atol=tolerance, err_msg=name)
-
-
-@pytest.mark.thorough
 def test_replicas_divide_the_work():
-    values, results = on_mesh(make_mesh(replica=2, fsdp=2, tensor=2), divided="owner")
+    values, results = on_mesh(make_mesh(replica=2, fsdp=2, tensor=2))
     check(results, values)
 
 
@@ -156,9 +93,8 @@ def test_few_matrices_on_many_replicas(sizes):
         dimension_numbers=numbers, newton_schulz=QUICK, distribution=distribution
     )
     update = first_update(tx)
-    with dividing("owner"):
-        assert "all-reduce" in update.lower(values).compile().as_text()
-        results = update(values)
+    assert "all-reduce" in update.lower(values).compile().as_text()
+    results = update(values)
     check(results, values)
 
 
@@ -190,20 +126,17 @@ def test_accelerators_take_their_matrices_in_batches(monkeypatch):
     sizes = []
 
     def on_gpu(f, blocks, views, rounds, policy):
-        def counted(x, axis_name=()):
+        def counted(x):
             sizes.append(x.shape[0])
-            return f.whole(x, axis_name)
+            return f.whole(x)
 
         f_counted = dataclasses.replace(f, whole=counted)
         return exchange(f_counted, blocks, views, rounds, Policy("gpu"))
 
     monkeypatch.setattr("muonjax._mesh.map_on_mesh.exchange", on_gpu)
-    for divided in ("owner", "tensor_parallel"):
-        values, results = on_mesh(make_mesh(fsdp=4, tensor=2), divided=divided)
-        check(results, values)
-    values, results = on_mesh(
-        make_mesh(fsdp=2, tensor=1), ("experts",), divided="owner"
-    )
+    values, results = on_mesh(make_mesh(fsdp=4, tensor=2))
+    check(results, values)
+    values, results = on_mesh(make_mesh(fsdp=2, tensor=1), ("experts",))
     check(results, values)
     assert sizes[-1] == 4  # all eight at once, four on each device
 

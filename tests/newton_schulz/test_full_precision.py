@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import NewtonSchulz
-from muonjax._common.platform_policy import Policy
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.full_precision import gram_restarts
-from pallas_kernels._symmetric_product import SymmetricProduct
-from tests.mesh.layouts import make_mesh
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, nightly, quick, thorough
 
@@ -378,43 +374,6 @@ def test_auto_form_is_gram_only_where_wide():
     assert products((64, 256), jnp.float16) == 2
     assert products((64, 80), jnp.float16, "gram") == 2
     assert products((64, 80), jnp.bfloat16, "gram") == 4
-
-
-@pytest.mark.parametrize(
-    ("m", "dtype", "worth"),
-    [
-        (256, "float32", False),
-        (512, "float32", True),
-        (1024, "bfloat16", False),
-        (4096, "bfloat16", True),
-    ],
-)
-def test_devices_share_products_only_where_that_saves_more_than_it_sends(
-    m, dtype, worth
-):
-    assert Policy("gpu").shares_products(m, jnp.dtype(dtype)) == worth
-    product = SymmetricProduct("gpu")
-    assert product.shared_by(("tensor",)).sharing_axes == ("tensor",)
-    # A named implementation computes whole products on each device.
-    assert (
-        product._replace(implementation="reference").shared_by(("tensor",)).sharing_axes
-        == ()
-    )
-
-
-@pytest.mark.parametrize("form", ["gram", thorough("standard")])
-def test_columns_cut_over_a_mesh_under_the_checks_of_shard_map(form):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 64)), jnp.float32)
-    f = functools.partial(muonjax.newton_schulz, settings=NewtonSchulz(form=form))
-    columns = P(None, "columns")
-    mesh = make_mesh(columns=4)
-    cut = jax.shard_map(
-        functools.partial(f, axis_name=("columns",)),
-        mesh=mesh,
-        in_specs=columns,
-        out_specs=columns,
-    )
-    np.testing.assert_allclose(jax.jit(cut)(x), f(x), atol=5e-6)
 
 
 @pytest.mark.thorough
