@@ -76,7 +76,7 @@ def state_shardings(
     spec_of = dict(zip(leaves, spread, strict=True))
 
     def sharding(path: Path, leaf: Any) -> NamedSharding:
-        parameter = _parameter_like(path, leaf.shape, leaves)
+        parameter = parameter_like(path, leaf.shape, leaves)
         # With explicit axis types `tx.init` has sharded it already.
         spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec
         if parameter is None:
@@ -89,7 +89,7 @@ def state_shardings(
     return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, params))
 
 
-def _parameter_like(
+def parameter_like(
     path: Path, shape: tuple[int, ...], params: dict[Path, Any]
 ) -> Path | None:
     """The path of the parameter that an array of the state is like.

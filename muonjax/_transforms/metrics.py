@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from muonjax._common.trees import dtype_of, flatten_paths, names, unboxed
+from muonjax._common.trees import dtype_of, names, unboxed
 
 # What Optax's guards against bad gradients call their numbers, and what a log calls them.
 _GUARDS = {"total_notfinite": "num_not_finite", "should_skip": "is_skipped"}
@@ -38,8 +38,8 @@ def metrics(state: Any) -> dict[str, Any]:
     - `qk_clip/smallest_factor`: the smallest γ at the last clip, 1 if nothing was scaled;
     - `qk_clip/largest/<module>`: the largest signal of one module, over its heads and layers.
 
-    For each `MonitorState` its `monitor/<group>/<statistic>`. Those of a second clip or monitor are numbered:
-    `qk_clip_1/largest`.
+    For each `MonitorState` its `monitor/muon/<statistic>` and `monitor/adam/<statistic>`. Those of a second clip or
+    monitor are numbered: `qk_clip_1/largest`.
 
     Args:
       state: The state of any optimizer.
@@ -63,13 +63,12 @@ def metrics(state: Any) -> dict[str, Any]:
     for part in _parts(state):
         is_clip = "maxima" in part
         kind = "qk_clip" if is_clip else "monitor"
-        # A monitor has {"muon": {"update_rms": ...}}, which is "muon/update_rms" in a log.
-        measured = _of_clip(part) if is_clip else flatten_paths(part["statistics"])
+        measured = _of_clip(part) if is_clip else part["statistics"]
         # The first is monitor/…, the second monitor_1/….
         prefix = f"{kind}_{num_parts[kind]}" if num_parts[kind] else kind
         num_parts[kind] += 1
         for name, value in measured.items():
-            values[f"{prefix}/{name}"] = value
+            values[f"{prefix}/{name}"] = unboxed(value)
 
     # The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured.
     log = {}

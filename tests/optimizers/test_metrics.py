@@ -56,7 +56,6 @@ def test_before_the_first_step():
     muonjax.muon(1e-3, newton_schulz=SHORT),
     muonjax.muonh(lambda count: 1e-3, adam=optax.sgd(0.1), newton_schulz=SHORT),
     optax.MultiSteps(optax.inject_hyperparams(muonjax.muon)(1e-3, newton_schulz=SHORT), 1),
-    optax.chain(muonjax.monitor(optax.identity(), groups=lambda path: None), optax.scale(2.0)),
 ])  # fmt: skip
 def test_the_count_and_the_rate_of_any_optimizer(tx):
     params = PARAMS | {

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import muonjax
-from tests.tools.oracles import SHORT, normal, queries_and_keys
+from tests.tools.oracles import SHORT, normal
 
 pytestmark = pytest.mark.nan  # it marks what was not measured
 
@@ -33,43 +33,35 @@ def test_the_updates_are_those_of_the_inner_transformation():
 
 
 def measured(tx, params, updates=None):
-    """The statistics of one step, by group and name."""
+    """The statistics of one step."""
     updates = params if updates is None else updates
     _, state = jax.jit(tx.update)(updates, tx.init(params), params)
     return jax.tree.map(float, state.statistics)
 
 
 def test_sizes_are_numpys():
-    tx = muonjax.monitor(
-        muonjax.muon(1e-2, decay=0.5, newton_schulz=SHORT),
-        groups=lambda path: path.split("/")[0],
-    )
-    updates, state = one_step(tx)
-    kernel, bias = (
-        np.asarray(updates["layer"][name], np.float64).ravel()
-        for name in ("kernel", "bias")
-    )
-    both = np.concatenate([kernel, bias])
-    weights = np.concatenate([np.ravel(x) for x in PARAMS["layer"].values()])
-    update_rms, weight_rms = (np.sqrt(np.mean(x**2)) for x in (both, weights))
-    # Muon's momentum is the gradient at first; Adam's first moment a tenth of it.
-    momentum = np.sqrt(
-        np.sum(GRADIENTS["layer"]["kernel"] ** 2)
-        + np.sum((0.1 * GRADIENTS["layer"]["bias"]) ** 2)
+    updates, state = one_step(
+        muonjax.monitor(muonjax.muon(1e-2, decay=0.5, newton_schulz=SHORT))
     )
     statistics = jax.tree.map(float, state.statistics)
-    assert set(statistics) == {"layer", "head"}
-    found = [
-        statistics["layer"][name]
-        for name in ("update_rms", "weight_rms", "update_to_weight", "momentum_norm")
-    ]
-    want = [update_rms, weight_rms, update_rms / weight_rms, momentum]
-    assert found == pytest.approx(want, rel=1e-5)
+    # By names the head is AdamW's.
+    for group, leaves in {"muon": ("kernel",), "adam": ("bias", "head")}.items():
+        sizes = []
+        for tree in (updates, PARAMS):
+            flat = tree["layer"] | tree["head"] | {"head": tree["head"]["kernel"]}
+            flat["kernel"] = tree["layer"]["kernel"]
+            entries = [np.asarray(flat[name], np.float64).ravel() for name in leaves]
+            sizes.append(np.sqrt(np.mean(np.concatenate(entries) ** 2)))
+        found = [
+            statistics[f"{group}/{name}"]
+            for name in ("update_rms", "weight_rms", "update_to_weight")
+        ]
+        assert found == pytest.approx([*sizes, sizes[0] / sizes[1]], rel=1e-5)
 
 
 def orthogonality(matrix):
     params = {"dense": {"kernel": jnp.asarray(matrix, jnp.float32)}}
-    return measured(muonjax.monitor(optax.identity()), params)["muon"]["orthogonality"]
+    return measured(muonjax.monitor(optax.identity()), params)["muon/orthogonality"]
 
 
 def test_orthogonality_is_the_least_distance_to_a_multiple_of_an_orthogonal_matrix():
@@ -87,11 +79,11 @@ def test_orthogonality_is_the_least_distance_to_a_multiple_of_an_orthogonal_matr
 @pytest.mark.parametrize("count", [3, 7, 49])
 def test_the_share_of_leaves_that_are_not_finite(count):
     """Without one exactly zero: 1 - sum / count is not, where XLA multiplies by a rounded 1 / count."""
-    tx = muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all")
+    tx = muonjax.monitor(optax.sgd(0.1))
     params = {str(i): jnp.ones(1) for i in range(count)}
     for bad, share in ((0, 0.0), (1, 1 / count), (count, 1.0)):
         gradients = {n: jnp.inf * x if int(n) < bad else x for n, x in params.items()}
-        found = measured(tx, params, gradients)["all"]["non_finite"]
+        found = measured(tx, params, gradients)["adam/non_finite"]
         assert found == pytest.approx(share, abs=0.0, rel=1e-6)
 
 
@@ -124,9 +116,8 @@ def test_matrices_are_those_of_the_program(around):
     update = jax.jit(tx.update)
     for _ in range(2):
         _, state = update(HEADS, state, HEADS)
-    assert set(state.statistics) == {"muon", "adam"}
-    assert float(state.statistics["muon"]["orthogonality"]) < 1e-3
-    assert float(state.statistics["adam"]["orthogonality"]) == 0
+    assert float(state.statistics["muon/orthogonality"]) < 1e-3
+    assert float(state.statistics["adam/weight_rms"]) > 0
 
 
 def test_dimension_numbers_where_nothing_else_tells():
@@ -139,92 +130,64 @@ def test_dimension_numbers_where_nothing_else_tells():
     numbers = {"block": muonjax.MuonDimensionNumbers(-2, -1), "dense": None}
     found = measured(muonjax.monitor(optax.sgd(0.1), numbers), params)
     # Rank one of five.
-    assert found["muon"]["orthogonality"] == pytest.approx(0.8**0.5, rel=1e-4)
-    assert found["adam"]["weight_rms"] == pytest.approx(0.5)
+    assert found["muon/orthogonality"] == pytest.approx(0.8**0.5, rel=1e-4)
+    assert found["adam/weight_rms"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float64])
 def test_a_state_that_was_restored_in_another_dtype(dtype):
-    tx = muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all", every_k=2)
+    tx = muonjax.monitor(optax.sgd(0.1), every_k=2)
     _, state = one_step(tx)
     restored = state._replace(
         statistics=jax.tree.map(lambda x: np.asarray(x, dtype), state.statistics)
     )
     _, after = jax.jit(tx.update)(GRADIENTS, restored, PARAMS)
-    for name, value in after.statistics["all"].items():
+    for name, value in after.statistics.items():
         assert value.dtype == jnp.float32
-        assert float(value) == pytest.approx(
-            float(state.statistics["all"][name]), rel=1e-2
-        )
-
-
-def test_a_state_with_other_groups_is_refused():
-    _, state = one_step(muonjax.monitor(optax.sgd(0.1), groups=lambda path: "all"))
-    with pytest.raises(
-        ValueError, match=r"monitor: the state has groups \['all'\], not"
-    ):
-        muonjax.monitor(optax.sgd(0.1)).update(GRADIENTS, state, PARAMS)
+        assert float(value) == pytest.approx(float(state.statistics[name]), rel=1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1e-35, 1e-25, 1e-20, 1e20, 1e37])
 def test_sizes_of_any_weights_and_updates(size, dtype):
-    tx = muonjax.monitor(optax.identity(), groups=lambda path: "all")
+    tx = muonjax.monitor(optax.identity())
     rng = np.random.default_rng(2)
     params = {
         "dense": {"kernel": jnp.asarray(size * rng.standard_normal((4, 6)), dtype)}
     }
     updates = jax.tree.map(lambda x: x / 2, params)
-    found = measured(tx, params, updates)["all"]
+    found = measured(tx, params, updates)
     want = np.sqrt(np.mean(np.asarray(params["dense"]["kernel"], np.float64) ** 2))
-    assert found["weight_rms"] == pytest.approx(want, rel=1e-6)
-    assert found["update_rms"] == pytest.approx(want / 2, rel=1e-6)
-    assert found["update_to_weight"] == pytest.approx(0.5, rel=1e-6)
-    assert 0 < found["orthogonality"] < 1
+    assert found["muon/weight_rms"] == pytest.approx(want, rel=1e-6)
+    assert found["muon/update_rms"] == pytest.approx(want / 2, rel=1e-6)
+    assert found["muon/update_to_weight"] == pytest.approx(0.5, rel=1e-6)
+    assert 0 < found["muon/orthogonality"] < 1
 
 
 def test_nothing_over_nothing_is_nothing():
-    tx = muonjax.monitor(optax.identity(), groups=lambda path: path)
-    params = {"zero": jnp.zeros(3), "one": jnp.ones(3), "moved": jnp.zeros(3)}
-    updates = {"zero": jnp.zeros(3), "one": jnp.zeros(3), "moved": jnp.ones(3)}
-    found = measured(tx, params, updates)
-    ratios = {name: values["update_to_weight"] for name, values in found.items()}
-    assert ratios == {"zero": 0.0, "one": 0.0, "moved": float("inf")}
+    tx = muonjax.monitor(optax.identity())
+    for weight, update, ratio in ((0, 0, 0.0), (1, 0, 0.0), (0, 1, float("inf"))):
+        params, updates = ({"bias": jnp.full(3, 1.0 * x)} for x in (weight, update))
+        assert measured(tx, params, updates)["adam/update_to_weight"] == ratio
 
 
 def test_what_is_infinite_is_shown():
-    tx = muonjax.monitor(optax.identity(), groups=lambda path: path)
-    params = {"inf": jnp.array([1.0, jnp.inf]), "nan": jnp.array([1.0, jnp.nan])}
-    found = measured(tx, params)
-    assert found["inf"]["update_rms"] == float("inf")
-    assert np.isnan(found["nan"]["update_rms"])
+    tx = muonjax.monitor(optax.identity())
+    for value in (jnp.inf, jnp.nan):
+        found = measured(tx, {"bias": jnp.array([1.0, value])})
+        np.testing.assert_equal(found["adam/update_rms"], float(value))
 
 
 def test_between_measurements_the_last_values_stay_also_in_a_scan():
-    tx = muonjax.monitor(optax.sgd(1.0), groups=lambda path: "all", every_k=3)
+    tx = muonjax.monitor(optax.sgd(1.0), every_k=3)
 
     def body(carry, scale):
         state = carry
         _, state = tx.update(
             jax.tree.map(lambda x: scale * jnp.ones_like(x), PARAMS), state, PARAMS
         )
-        return state, state.statistics["all"]["update_rms"]
+        return state, state.statistics["adam/update_rms"]
 
     scales = jnp.arange(1.0, 8.0)
     _, rms = jax.jit(lambda: jax.lax.scan(body, tx.init(PARAMS), scales))()
     np.testing.assert_allclose(rms, [1, 1, 1, 4, 4, 4, 7], rtol=1e-6)
-
-
-def test_a_group_can_be_left_out_and_a_clip_gets_its_statistics():
-    params = {"attention": queries_and_keys(8, 2, 4)}
-    tx = muonjax.monitor(
-        muonjax.muonclip(1e-3, muonjax.mha_site(), newton_schulz=SHORT),
-        groups=lambda p: "q" if "query" in p else None,
-    )
-    _, state = jax.jit(tx.update)(
-        params,
-        tx.init(params),
-        params,
-        max_logits={"attention": jnp.array([400.0, 50.0])},
-    )
-    assert set(state.statistics) == {"q"}
