@@ -27,7 +27,6 @@ shown = reprlib.repr
 _RANGES: dict[str, Callable[[float], bool]] = {
     "in [0, 1)": lambda value: 0 <= value < 1,
     "in (0, 1)": lambda value: 0 < value < 1,
-    "in [1.005, 2]": lambda value: 1.005 <= value <= 2,
     "finite": math.isfinite,
     "finite and not negative": lambda value: 0 <= value < math.inf,
     "positive and finite": lambda value: 0 < value < math.inf,

@@ -7,7 +7,6 @@ close to 1 on all of ``(0, 1]``.
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,31 +80,20 @@ def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float
     return np.array(row), error
 
 
-def polar_express(
-    num_steps: int,
-    *,
-    lower: float = 1e-3,
-    cushion: float = _CUSHION,
-    safety: float = 1.01,
-    degrees: tuple[int, ...] | None = None,
-) -> Coefficients:
+def polar_express(num_steps: int, *, lower: float = 1e-3) -> Coefficients:
     r"""The Polar Express schedule: the composition of `num_steps` quintics that is closest to 1 on [`lower`,
     1].
 
     Each step is the minimax polynomial of the interval that the steps before it leave, and this greedy choice
     is the global optimum. The first polynomials of a longer schedule are those of a shorter one.
 
+    As in Amsel et al., no polynomial is fitted to an interval wider than [0.024 * upper, upper]: that would throw large
+    singular values close to zero, where half precision loses them. And every step but the last is evaluated at
+    s / 1.01, so that rounding that lifts a singular value above the interval can't grow without bound.
+
     Args:
       num_steps: How many polynomials; at least 1.
       lower: The smallest singular value (the largest is 1) that the schedule cares for; in (0, 1).
-      cushion: Never fit an interval wider than [`cushion` * upper, upper]; then rescale so that the ends of
-        the true interval are symmetric about 1. Keeps a polynomial from throwing large singular values close to
-        zero, where half precision loses them. In [0, 1).
-      safety: Every step but the last is evaluated at s / `safety`, so that rounding that lifts a singular
-        value above the interval can't grow without bound; in [1.005, 2], since half precision rounds by up to 0.004.
-        The last step stays plain: nothing follows it, and dividing it would keep the whole schedule from converging.
-      degrees: The degree of each step, 3 or 5; None: all quintics. A cubic saves a product and gains half as
-        many digits: it comes between two numbers of quintics.
 
     Returns:
       `num_steps` rows (a, b, c).
@@ -125,20 +113,7 @@ def polar_express(
     with errors_of("polar_express"):
         num_steps = whole_number("num_steps", num_steps, 1, " of steps, at least 1.")
         check_range("lower", lower, "in (0, 1)", ": the largest singular value is 1.")
-        check_range("cushion", cushion, "in [0, 1)", "; 0 turns it off.")
-        check_range(
-            "safety", safety, "in [1.005, 2]", ": rounding must not leave the interval."
-        )
-    if degrees is None:
-        degrees = (5,) * num_steps
-    is_one_each = isinstance(degrees, Sequence) and len(degrees) == num_steps
-    if not is_one_each or any(degree not in (3, 5) for degree in degrees):
-        raise ValueError(
-            f"polar_express(degrees={degrees!r}) needs a 3 or a 5 for each of {num_steps} steps."
-        )
-    return polar_express_rows(
-        tuple(degrees), float(lower), float(cushion), float(safety)
-    )
+    return polar_express_rows((5,) * num_steps, float(lower))
 
 
 @functools.lru_cache
@@ -148,7 +123,16 @@ def polar_express_rows(
     cushion: float = _CUSHION,
     safety: float = 1.01,
 ) -> Coefficients:
-    """`polar_express` of checked arguments, which explains them: a row for each degree, 3 or 5."""
+    """`polar_express` of checked arguments: a row for each degree, 3 or 5.
+
+    Args:
+      degrees: The degree of each polynomial. A cubic saves a product and gains half as many digits.
+      lower: The smallest singular value.
+      cushion: No polynomial is fitted to an interval wider than [`cushion` * upper, upper]. Each is rescaled so that
+        the ends of the true interval are symmetric about 1.
+      safety: Every step but the last is evaluated at s / `safety`. The last step stays plain: nothing follows it, and
+        dividing it would keep the whole schedule from converging.
+    """
     rows = []
     # From here on [lower, upper] is the interval to which the steps so far take the first one.
     upper = 1.0

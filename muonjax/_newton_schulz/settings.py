@@ -17,6 +17,7 @@ from muonjax._newton_schulz.coefficients import (
     Coefficients,
     checked_rows,
     polar_express,
+    polar_express_rows,
 )
 from pallas_kernels._symmetric_product import IMPLEMENTATIONS
 
@@ -49,7 +50,7 @@ _SMALL = polar_express(8, lower=1e-4)
 FAST = Steps(polar_express(3, lower=2e-2), polar_express(4, lower=4e-3), _SMALL)
 # A cubic at the end takes a product less than a fourth quintic: 13 % of a step on a CPU, for .026 of polar error.
 BALANCED = Steps(
-    polar_express(4, lower=1e-2, degrees=(5, 5, 5, 3)),
+    polar_express_rows((5, 5, 5, 3), lower=1e-2),
     polar_express(5, lower=3e-3),
     _SMALL,
 )

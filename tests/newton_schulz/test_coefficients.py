@@ -94,10 +94,10 @@ def test_the_composition_is_as_far_above_one_as_below(degrees):
 
 def test_safety_divides_every_step_but_the_last():
     plain = without_safety(3)
-    safe = muonjax.polar_express(3, safety=1.05)
+    safe = muonjax.polar_express(3)
     assert safe[2] == plain[2]
     np.testing.assert_allclose(
-        safe[1], np.array(plain[1]) / 1.05 ** np.array([1, 3, 5]), rtol=1e-14
+        safe[1], np.array(plain[1]) / 1.01 ** np.array([1, 3, 5]), rtol=1e-14
     )
 
 
@@ -119,17 +119,6 @@ def test_published_tables():
         ({"num_steps": 0}, "whole number of steps"),
         ({"num_steps": 3, "lower": 0.0}, r"lower=0.0.*\(0, 1\)"),
         ({"num_steps": 3, "lower": 1.0}, "lower=1.0"),
-        ({"num_steps": 3, "safety": 0.9}, "safety=0.9"),
-        ({"num_steps": 10, "safety": 1e300}, r"safety=1e\+300"),
-        (
-            {"num_steps": 12, "lower": 1e-5, "safety": 1.0},
-            r"safety=1.0\) must be in \[1.005, 2\]",
-        ),
-        (
-            {"num_steps": 3, "degrees": (5, 5)},
-            r"degrees=\(5, 5\)\) needs a 3 or a 5 for each of 3",
-        ),
-        ({"num_steps": 1, "degrees": (4,)}, r"degrees=\(4,\)"),
     ],
 )
 def test_bad_settings(arguments, message):

@@ -113,9 +113,6 @@ def settings_of(draw):
                     {"num_steps": WHOLE},
                     optional={
                         "lower": number,
-                        "cushion": number,
-                        "safety": number,
-                        "degrees": st.lists(st.integers(2, 6), max_size=4).map(tuple),
                     },
                 ),
             ),
