@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,7 +13,6 @@ from muonjax._common.arguments import (
     check_range,
     errors_of,
     given_dtype,
-    message_for_other_state,
 )
 from muonjax._common.linalg import at_least_float32, scaled
 from muonjax._mesh.distribution import (
@@ -51,24 +49,6 @@ class Int8TraceState(NamedTuple):
     scale: Any
 
 
-class ScheduledTraceState(NamedTuple):
-    """State of `trace` whose decay is a schedule.
-
-    Attributes:
-      count: Updates so far, int32.
-      momentum: The state that `trace` has for a number: `optax.TraceState`, or an `Int8TraceState`.
-
-    Example:
-      >>> import jax.numpy as jnp, muonjax, optax
-      >>> state = muonjax.trace(optax.linear_schedule(0.85, 0.95, 300)).init({"w": jnp.ones((2, 3))})
-      >>> int(state.count), state.momentum.trace["w"].shape
-      (0, (2, 3))
-    """
-
-    count: jax.Array
-    momentum: Any
-
-
 def trace(
     decay: optax.ScalarOrSchedule,
     nesterov: bool = False,
@@ -92,8 +72,8 @@ def trace(
         refused. They would need collectives.
 
     Returns:
-      An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`; with a schedule it is
-      a `ScheduledTraceState` around either.
+      An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`; with a schedule that
+      of `optax.inject_hyperparams` around either, whose `hyperparams["decay"]` is the last decay.
 
     Raises:
       TypeError: A decay that is neither a number nor a schedule; while tracing, a complex leaf for int8.
@@ -115,9 +95,17 @@ def trace(
         check_distribution(distribution)
         dtype = momentum_dtype("accumulator_dtype", accumulator_dtype)
 
+    if callable(decay):
+        # Optax keeps the count, and calls `trace` with the decay that the schedule gives at it.
+        static = ("nesterov", "accumulator_dtype", "distribution")
+        with_schedule = optax.inject_hyperparams(
+            trace, static, hyperparam_dtype=jnp.result_type(float)
+        )
+        return with_schedule(decay, nesterov, dtype, distribution=distribution)
+
     is_int8 = dtype == jnp.int8
 
-    def step(decay: Any, g: jax.Array, *stored: jax.Array) -> tuple[jax.Array, ...]:
+    def step(g: jax.Array, *stored: jax.Array) -> tuple[jax.Array, ...]:
         """The update of a leaf and its new momentum, which is stored as an array, or as integers and scales."""
         # `stored` has the leaf of each field of the state: of `trace`, and in int8 of `scale` too.
         m = dequantize(*stored) if is_int8 else stored[0]
@@ -136,14 +124,6 @@ def trace(
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
 
-    schedule: Any = decay
-
-    # As `leaf_by_leaf` calls it: with an update, which is not read, and with the state of the leaf.
-    def evaluate(_, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The decay that the schedule gives at this update, and the count of the next one."""
-        decay_at_count = jnp.asarray(schedule(count), jnp.result_type(float))
-        return decay_at_count, jnp.asarray(optax.safe_increment(count))
-
     def int8_zeros(params: Any) -> Int8TraceState:
         _check_blocks(params, distribution)
 
@@ -156,39 +136,19 @@ def trace(
         values = optax.tree.zeros_like(params, dtype=jnp.int8)
         return Int8TraceState(values, jax.tree.map(zero_scales, values))
 
-    @errors_of("trace")
-    def init(params) -> Any:
-        zeros = (
-            int8_zeros if is_int8 else optax.trace(0.0, accumulator_dtype=dtype).init
-        )
-        momentum = zeros(params)
-        if not callable(decay):
-            return momentum
-        return ScheduledTraceState(jnp.zeros([], jnp.int32), momentum)
+    zeros = int8_zeros if is_int8 else optax.trace(0.0, accumulator_dtype=dtype).init
 
     @errors_of("trace")
     def update(updates, state, params=None):
         del params
-        momentum = state
-        decay_now = decay
-        count = None
-        if callable(decay):
-            if not hasattr(state, "momentum"):
-                raise ValueError(message_for_other_state(state))
-            momentum = state.momentum
-            # The count may be in host memory, as the momentum is: a tree with one leaf, whose update is not read.
-            decay_now, count = leaf_by_leaf(evaluate, 0.0, state.count)
-        check_int8(momentum, is_int8)
+        check_int8(state, is_int8)
         if is_int8:
             _check_blocks(updates, distribution)
-        step_with_decay = functools.partial(step, decay_now)
-        updates, *arrays = leaf_by_leaf(step_with_decay, updates, *momentum)
-        momentum = Int8TraceState(*arrays) if is_int8 else optax.TraceState(*arrays)
-        if count is None:
-            return updates, momentum
-        return updates, ScheduledTraceState(count, momentum)
+        updates, *arrays = leaf_by_leaf(step, updates, *state)
+        state = Int8TraceState(*arrays) if is_int8 else optax.TraceState(*arrays)
+        return updates, state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(errors_of("trace")(zeros), update)
 
 
 # Not float16, which ends at 65504: the momentum of a constant gradient is 20 of it.
