@@ -43,7 +43,10 @@ class Policy:
         if asked is not None:
             # float64 is float32 unless JAX's x64 mode is on.
             return jax.dtypes.canonicalize_dtype(asked)
-        return jnp.dtype(jnp.float32) if self.is_cpu else self.half_dtype
+        if self.is_cpu:
+            return jnp.dtype(jnp.float32)
+        # float16 has three bits more than bfloat16, but only GPUs surely have it.
+        return jnp.dtype(jnp.float16 if self.platform == "gpu" else jnp.bfloat16)
 
     def exchange_dtype(
         self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
@@ -53,12 +56,6 @@ class Policy:
         compute_bits = jnp.finfo(self.compute_dtype(dtype, asked)).bits
         is_rounded = compute_bits == 16 and jnp.finfo(dtype).bits > 16
         return jnp.dtype(jnp.bfloat16 if is_rounded else dtype)
-
-    @property
-    def half_dtype(self) -> jnp.dtype:
-        """Half precision with the most digits: float16 has three bits more, but only CPUs and GPUs surely have it."""
-        has_float16 = self.platform in ("cpu", "gpu")
-        return jnp.dtype(jnp.float16 if has_float16 else jnp.bfloat16)
 
     @property
     def _is_lite_tpu(self) -> bool:

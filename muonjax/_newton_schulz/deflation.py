@@ -221,8 +221,7 @@ def _dominant_subspace(
         return dot(y, inverse_root(dot(adjoint(y), y)))
 
     def subspace_step(_, v: jax.Array) -> jax.Array:
-        # Sums over mesh axes no longer vary over them, and the carry must stay as it was.
-        y = _like(v, multiply(v))
+        y = multiply(v)
         return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, y)
 
     return jax.lax.fori_loop(0, num_steps, subspace_step, start)

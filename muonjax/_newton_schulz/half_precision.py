@@ -72,7 +72,15 @@ def iterate(
         )
     # Keeps XLA from fusing what is before it with what is after it.
     barrier = jax.lax.optimization_barrier
-    products = _Products.of(x, settings, policy, dtype)
+    # A kernel that the settings name always runs. Without a name one is chosen by what was measured.
+    implementation = settings.implementation
+    if implementation is None:
+        implementation = measured_kernel(policy.platform, x, dtype)
+    # Without a kernel, XLA's product of rounded operands is all that is needed.
+    kernel = None
+    if implementation is not None:
+        kernel = SymmetricProduct(policy.platform, implementation)
+    products = _Products(dtype, kernel)
     # Before all other steps r is updated.
     restarts: Sequence[int] = range(1, len(rows))
     if settings.takes_gram_form(*x.shape[-2:]):
@@ -160,24 +168,6 @@ class _Products(NamedTuple):
 
     dtype: jnp.dtype
     by_kernel: SymmetricProduct | None
-
-    @classmethod
-    def of(
-        cls,
-        x: jax.Array,
-        settings: NewtonSchulz,
-        policy: Policy,
-        dtype: jnp.dtype,
-    ) -> _Products:
-        """The products for matrices like x."""
-        # A kernel that the settings name always runs. Without a name one is chosen by what was measured.
-        implementation = settings.implementation
-        if implementation is None:
-            implementation = measured_kernel(policy.platform, x, dtype)
-        # Without a kernel, XLA's product of rounded operands is all that is needed.
-        if implementation is None:
-            return cls(dtype, None)
-        return cls(dtype, SymmetricProduct(policy.platform, implementation))
 
     @property
     def rounded(self) -> MatrixProduct:

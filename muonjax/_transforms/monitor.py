@@ -47,8 +47,7 @@ class MonitorState(NamedTuple):
     Attributes:
       inner: The state of the transformation that is watched.
       count: Steps so far, int32.
-      statistics: "muon/update_rms" and the others in `monitor`, float32 []; NaN until the first step has been measured,
-        and where there is no such leaf.
+      statistics: "muon/update_rms" and the others in `monitor`, float32 []; NaN until the first step has been measured.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
@@ -70,7 +69,7 @@ def monitor(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep statistics of each step of `inner` in its state; the updates are those of `inner`.
 
-    For the matrices, under "muon", and for all other leaves, under "adam",
+    For the matrices, under "muon", and for all other leaves, under "adam" (0 where there is no such leaf),
 
     - `update_rms`, `weight_rms`: root mean square of the entries of what `inner` returns, and of the parameters;
     - `update_to_weight`: the first over the second; 0 where both are 0;
@@ -135,19 +134,19 @@ def monitor(
             trees = list(map(jax.tree.leaves, (gradients, updates, params)))
             matrices = {piece.leaf for piece in pieces}
             others = set(range(len(trees[0]))) - matrices
-            statistics = _unmeasured()
-            for group, indices in ("muon", matrices), ("adam", others):
-                if not indices:
-                    continue
-                # The gradients, the updates and the weights of the group
-                leaves = [[tree[i] for i in sorted(indices)] for tree in trees]
-                for name, value in _measure(*leaves).items():
-                    statistics[f"{group}/{name}"] = value
             # [matrices of the piece] each
             deviations = list(map(_deviation, pieces.of(updates), pieces))
+            mean = jnp.float32(0)
             if deviations:
                 mean = jnp.mean(jnp.concatenate(deviations))
-                statistics["muon/orthogonality"] = jnp.sqrt(mean)
+            statistics = {"muon/orthogonality": jnp.sqrt(mean)}
+            for group, indices in ("muon", matrices), ("adam", others):
+                # The gradients, the updates and the weights of the group
+                leaves = []
+                for tree in trees:
+                    leaves.append([tree[i] for i in sorted(indices)])
+                for name, value in _measure(*leaves).items():
+                    statistics[f"{group}/{name}"] = value
             return statistics
 
         # A checkpoint may have been restored in another dtype.
@@ -198,9 +197,9 @@ def _measure(
     updates: Sequence[jax.Array],
     weights: Sequence[jax.Array],
 ) -> dict[str, jax.Array]:
-    """The statistics of a group of leaves, one at least: {"update_rms": float32 [], ...} as in `monitor`."""
+    """The statistics of a group of leaves, 0 without any: {"update_rms": float32 [], ...} as in `monitor`."""
     # Each root mean square is a norm over the root of the number of entries.
-    size = sum(map(jnp.size, weights))
+    size = max(1, sum(map(jnp.size, weights)))
     update_rms = _norm(updates) / size**0.5
     weight_rms = _norm(weights) / size**0.5
     # A weight of zero that does not move has the ratio 0, and one that moves infinity.
@@ -213,7 +212,7 @@ def _measure(
         "update_rms": update_rms,
         "weight_rms": weight_rms,
         "update_to_weight": update_rms / jnp.where(are_zero, 1, weight_rms),
-        "non_finite": num_non_finite / len(gradients),
+        "non_finite": num_non_finite / max(1, len(gradients)),
     }
 
 

@@ -92,8 +92,12 @@ NUMBERS = {"dense": {"kernel": muonjax.MuonDimensionNumbers(), "bias": None}}
     [
         # The momentum of the kernel, and two moments of the bias.
         (muonjax.muon(1e-3), 3),
-        (muonjax.monitor(muonjax.muon(1e-3)), 3),
-        (muonjax.monitor(optax.sgd(1e-3, momentum=0.9), NUMBERS), 2),
+        pytest.param(muonjax.monitor(muonjax.muon(1e-3)), 3, marks=pytest.mark.nan),
+        pytest.param(
+            muonjax.monitor(optax.sgd(1e-3, momentum=0.9), NUMBERS),
+            2,
+            marks=pytest.mark.nan,
+        ),
         (muonjax.normuon(1e-3, NUMBERS), 4),
         (muonjax.muonh(1e-3, adam_learning_rate=1e-3, program=NUMBERS), 4),
         (muonjax.hyperball(1e-3, dimension_numbers=NUMBERS), 1),
