@@ -30,7 +30,7 @@ class HyperballState(NamedTuple):
     """State of `hyperball`.
 
     Attributes:
-      learning_rate: A `LearningRateState` for a schedule, `optax.EmptyState()` for a number.
+      learning_rate: The state of `optax.inject_hyperparams` for a schedule, `optax.EmptyState()` for a number.
       rms: A tree like the parameters. For each matrix ||W||_F / sqrt(m n), which it keeps; float32 or wider, in the
         leaf's shape with the axes of the matrix of size 1. `optax.MaskedNode()` in place of a leaf that is no matrix, a
         tuple where a leaf has unequal parts.

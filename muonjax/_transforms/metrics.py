@@ -87,26 +87,22 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
     """{"count": ..., "learning_rate": ..., "adam_learning_rate": ..., "num_not_finite": ...}: what the state holds.
 
     Parts of an optimizer count by themselves, and one without leaves stays at 0: the largest count is the step. A rate
-    is kept by `optax.inject_hyperparams`, or by a `LearningRateState`.
+    is kept by `optax.inject_hyperparams`.
     """
-    # By the names in their path, such as ("inner_states", "adam", "1", "count"); a single array has no names.
-    numbers = {}
-    for path, leaf in jax.tree.leaves_with_path(state):
+    values: dict[str, Any] = {}
+    for path, number in jax.tree.leaves_with_path(state):
+        if jnp.ndim(number) > 0:
+            continue
+        # The names in the path, such as ("inner_states", "adam", "1", "count"); a single array has no names.
         *holder, name = names(path) or ("",)
         # A parameter may be called "count" too, but it is a floating-point number.
-        is_integer = not jnp.issubdtype(dtype_of(leaf), jnp.inexact)
-        if jnp.ndim(leaf) == 0 and (is_integer or name == "learning_rate"):
-            numbers[(*holder, name)] = leaf
-    values: dict[str, Any] = {}
-    for (*holder, name), number in numbers.items():
-        # A `LearningRateState` has a count next to its rate; `optax.inject_hyperparams` keeps its rates together.
-        is_kept = (*holder, "count") in numbers or holder[-1:] == ["hyperparams"]
-        if name == "learning_rate" and is_kept:
+        is_integer = not jnp.issubdtype(dtype_of(number), jnp.inexact)
+        if name == "learning_rate" and holder[-1:] == ["hyperparams"]:
             rate = "adam_learning_rate" if _is_of_adam(holder) else name
             values[rate] = number
-        elif name == "count":
+        elif name == "count" and is_integer:
             values[name] = jnp.maximum(number, values.get(name, 0))
-        elif name in _GUARDS:
+        elif name in _GUARDS and is_integer:
             # Optax's "total_notfinite" is "num_not_finite" in a log.
             values[_GUARDS[name]] = number
     return values
