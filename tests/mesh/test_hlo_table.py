@@ -47,18 +47,6 @@ def test_the_table(name, axis_type, capfd):
 
 
 @pytest.mark.thorough
-def test_four_matrices_are_divided_among_pairs_of_devices():
-    case = sharding.CASES["four"]
-    compiled = sharding.compile_step(
-        sharding.muon(case, AxisType.Auto), case, AxisType.Auto
-    )
-    counts = hlo_counts.count(compiled, devices=8)
-    # With one owner per matrix, four devices would do twice an even share, and four nothing.
-    assert counts.flops <= 1.15 * sharding.even_share(sharding.muon(case, None), case)
-    assert counts.mebibytes <= 8.0
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", [
     nightly(sharding.fsdp(12)),
     nightly(sharding.fsdp(24)),
