@@ -311,7 +311,6 @@ def _iteration(
             """A A^H: at half the work on a CPU, elsewhere by a plain product, as in Optax."""
             return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a, a)
 
-
         wide = x.astype(at_least_float32(x.dtype))
         # A power of two does not round; without it Optax overflows at large scales.
         scale = power_of_two_scale(wide)
