@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from muonjax._inspect.matrix_axes import Contradiction, matrices_of
+from muonjax._inspect.move_rules import SAME
 from muonjax._inspect.possible_numbers import numbers_in
 from muonjax._inspect.product_destination import Ends
 from muonjax._inspect.records import Records
@@ -210,17 +211,22 @@ class _Decider:
             return False
         return bool(self.graph.arguments) and not self.graph.data_before(activations)
 
+    def _is_softmax_of_layer(self, array: int) -> bool:
+        """Whether an array is softmax(x @ w), as the weights with which a Gumbel softmax chooses from a codebook."""
+        node = self.graph.maker(array)
+        while node is not None and node.name in SAME.split():
+            node = self.graph.maker(node.inputs[0])
+        routers = self.records.attention.routers
+        is_softmax = self.records.values[array].exponential_of in routers
+        return is_softmax and node is not None and node.name == "div"
+
     def _doubt(self, matrices: list[Use], is_last: bool) -> str:
         """What else the matrices may be, for a warning."""
         for use in matrices:
             numbers = numbers_in(self.graph, use.activation)
             if numbers is not None and set(numbers.tolist()) == {0.0, 1.0}:
                 return "a layer, or a table whose rows zeros and ones choose"
-            # softmax(x @ w) @ c, of a codebook c.
-            activation = self.records.values[use.activation]
-            softmax = activation.exponential_of
-            layers = {p.product.use.node for p in activation.projections}
-            if softmax in layers & self.records.attention.routers:
+            if self._is_softmax_of_layer(use.activation):
                 return "a layer, or a table whose rows a softmax chooses"
         if self._is_table(matrices):
             return _TABLE
