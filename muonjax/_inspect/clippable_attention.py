@@ -158,7 +158,7 @@ def _check_softmaxes(records: Records, product: int) -> None:
     # One number for each query may be subtracted, and not another one for some of its keys.
     if logits.shifted and logits.shifted & normalized:
         raise Refused(
-            "the maximum subtracted from its logits is not taken over its keys"
+            f"its softmax subtracts a number that may differ from key to key: {line}"
         )
 
 

@@ -157,7 +157,7 @@ spelled("logits_in_part_learned", ADDED,
         spell=lambda a, p: jnp.where(jnp.eye(T, dtype=bool), p["mix"], a), mix=(T, T))  # fmt: skip
 spelled("logits_and_a_function_of_them", ADDED, spell=lambda a, p: a + jnp.tanh(a))
 spelled("a_function_of_logits_and_them", ADDED, spell=lambda a, p: a[:, ::-1] + a)
-SHIFTED = "the maximum subtracted from its logits is not taken over its keys"
+SHIFTED = "its softmax subtracts a number that may differ from key to key"
 spelled(
     "without_the_maximum_of_other_heads",
     SHIFTED,
