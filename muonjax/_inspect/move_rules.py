@@ -310,9 +310,11 @@ def looked_up(
     x, *indices = values
     shape, order = records.shape(node.outputs[0]), tuple(sources)
 
-    def chosen(layout: Layout) -> Layout:
-        picked = other_axes(len(layout.shape), order)
-        return layout.visit(picked).pick(order, shape)
+    def kept(layout: Layout) -> Layout:
+        return layout.pick(order, shape)
+
+    def visited(layout: Layout) -> Layout:
+        return kept(layout.visit(other_axes(len(layout.shape), order)))
 
     # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
     if dependent(indices).depends_on & DATA:
@@ -325,8 +327,8 @@ def looked_up(
                 records.record(node, "looked up", view, "looked up", rows=rows)
     # It is followed on: an index may choose the matrix of an expert, which is multiplied then. If an array holds
     # parameters, only these are followed.
-    views = move_each(x.views, chosen)
-    projections = move_each(() if x.views else x.projections, chosen)
+    views = move_each(x.views, visited)
+    projections = move_each(() if x.views else x.projections, kept)
     return dependent(values)._replace(views=views, projections=projections)
 
 

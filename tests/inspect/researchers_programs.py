@@ -176,12 +176,20 @@ def heads_by_a_loop(p, x):
     return sq((x + jnp.concatenate(o, -1) @ p["o"]) @ p["out"])
 
 
+@program(X, up=((D, D), "0 | 1"), mask=((D,), "joined with data"), **OUT)
+def tokens_put_back_in_their_order(p, x):
+    """As in the decoder of a masked autoencoder."""
+    hidden = jnp.broadcast_to(p["mask"], (B, 2, D))
+    order = jnp.argsort(x[0, :, 0])
+    return sq(jnp.concatenate([x @ p["up"], hidden], 1)[:, order] @ p["out"])
+
+
 @program(
     X,
     slots=((3, D), "learned input"),
     **A4,
     **OUT,
-    sites="the maximum subtracted from its logits",
+    sites="its softmax subtracts a number",
 )
 def slot_attention(p, x):
     q, k, v = jnp.broadcast_to(p["slots"], (B, 3, D)) @ p["q"], x @ p["k"], x @ p["v"]
