@@ -14,7 +14,7 @@ class Settings(griffe.Extension):
         last = (
             obj.parameters[-1] if isinstance(obj, griffe.Function) and len(obj.parameters) else None
         )
-        if last is None or "Unpack" not in str(last.annotation):
+        if last is None or "Unpack" not in str(last.annotation) or obj.name.startswith("_"):
             return
         public = getattr(importlib.import_module(obj.module.path), obj.name)
         types = _types(obj.module, str(last.annotation).partition("[")[2].rstrip("]"))
