@@ -67,14 +67,18 @@ class _Decider:
         self.ends = Ends(records)
 
     def decide(self, leaf: int, uses: list[Use]) -> Decision:
-        """The decision on a parameter with these uses, by the cases at the top of this file."""
+        """The decision on a parameter with these uses, by the cases at the top of this file.
+
+        `Decision(None, why)` is AdamW, and `_adam(..., by_names=True)` leaves the parameter to its name.
+        """
         if not self.graph.is_float(self.graph.parameters[leaf]):
             return Decision(None, "whole numbers")
         if not uses:
             return self._without_uses(leaf)
-        without_rule = self.records.unlisted
-        if without_rule >= 0:
-            return self._not_followed(without_rule)
+        # The number of an operation that may be anything, so that nothing can be decided; -1 if there is none.
+        unlisted = self.records.unlisted
+        if unlisted >= 0:
+            return self._not_followed(unlisted)
         uses = self._without_scales(leaf, uses)
         for use in uses:
             if use.kind == "unknown":
@@ -84,10 +88,10 @@ class _Decider:
         products = [use for use in uses if use.kind == "product"]
         # x @ w[i], with w [experts, d, f] and an index that data give, chooses a matrix along axis 0, and then
         # multiplies by it: such an axis is one of the product's loops. That is no look-up in a table.
-        chosen = {run for use in products for run in use.view.layout.loops}
+        visited_axes = {run for use in products for run in use.view.layout.loops}
         for use in uses:
             # The rows of a look-up are the axes along which the index chooses.
-            if use.kind == "looked up" and not chosen.issuperset(use.rows):
+            if use.kind == "looked up" and not visited_axes.issuperset(use.rows):
                 why = f"looked up: {self.graph.line(use.node)}"
                 if products:
                     why += f", and multiplied: {self.graph.line(products[0].node)}"
@@ -97,7 +101,10 @@ class _Decider:
         return self._without_product(uses)
 
     def _without_scales(self, leaf: int, uses: list[Use]) -> list[Use]:
-        """The uses without products that only make a factor of the parameter, as a spectral norm does."""
+        """The uses of a parameter without the products that make a number by which all of it is scaled.
+
+        x @ (w / s), with a spectral norm s = u @ w @ v, has two products that make s, and one that uses w as a matrix.
+        """
         scales = self.records.uses.scales[leaf]
         others = []
         for use in uses:

@@ -237,7 +237,7 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
 
 
 def _of_activations(operation: Operation, result: Value) -> Value:
-    """The result where at least one operand is made of parameters, and not all operands are made of parameters alone.
+    """The result of an operation entry by entry on activations, or on parameters and data.
 
     `result` has so far what it depends on.
     """
@@ -249,6 +249,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     elif operation.is_sum:
         _record_meeting_parts(records, values)
     projections = _projections(operation)
+    # 2 ** scores is an exponential, too.
     if node.name in (*follow_logits.EXPONENTIALS, "pow"):
         # These are softmax's weights if the scores are those of queries and keys.
         result = result._replace(exponential_of=result.scores)
@@ -321,11 +322,12 @@ def _projections_of_operand(operation: Operation, k: int) -> tuple[Projection, .
 
 
 def _is_linear(operation: Operation, k: int, others: Sequence[Value]) -> bool:
-    """Whether an operation is linear in operand number `k`: perhaps a sum, a product or a quotient.
+    """Whether an operation is linear in operand number `k`, where `others` are its other operands.
 
-    - A product is linear if the factor is a parameter, a number or data. In a divisor it is not linear.
-    - A sum is linear if each other operand has projections too, is a bias, or is a number in place of what a mask
-      hides. Any other, as the data in x + x @ w, makes it nonlinear.
+    - A product is linear if the other factor is a parameter, a number or data, and no activation, which is made of
+      parameters and data. In a divisor it is not linear.
+    - A sum, or a choice, is linear if each other operand has projections too, is a bias, or is a number in place of
+      what a mask hides. Any other, as the data in x + x @ w, makes it nonlinear: scaling w scales a part of the sum.
     """
     if operation.is_scale:
         is_divisor = operation.node.name == "div" and k == 1

@@ -36,6 +36,7 @@ def _follow(records: Records, first: int, last: int) -> None:
     i = first
     while i < last:
         if i in records.graph.loops:
+            # The operations from i on are what the loop carries, and those from `start` to `stop` its body.
             start, stop = records.graph.loops[i]
             _follow_loop(records, range(i, start), range(start, stop))
             i = stop

@@ -114,21 +114,22 @@ class Layout(NamedTuple):
         return self.runs_along(self.varying.difference(axes))
 
     def split(self, axes: Collection[int]) -> tuple[Layout, tuple[Run, ...]]:
-        """The first entry along these axes of the array, and as sets how far the others are from it.
+        """The layout of the first entry along these axes, and the distances of the other entries from it.
 
         A kernel [16, 64] as [16, 4, 16], split along axis 1, leaves its first head [16, 1, 16], whose positions are
-        0, ..., 15, and the set {0, 16, 32, 48}. Positions that are no such sum are all in the set, and none are left.
+        0, ..., 15, and the distances {0, 16, 32, 48}. They are a run, whose positions are a set. Positions that are no
+        sum of a first entry and distances, as 0, 1, 5, 3 in an array [2, 2], leave no run: the set has all of them.
         """
         runs: Sequence[Run] = self.runs
-        removed: list[Run] = []
+        distances: list[Run] = []
         for axis in axes:
             kept: list[Run] = []
             for run in runs:
-                along, rest = _split(run, axis)
-                removed += along
+                distance, rest = _split(run, axis)
+                distances += distance
                 kept += rest
             runs = kept
-        return self._with_one_entry(axes, runs), tuple(removed)
+        return self._with_one_entry(axes, runs), tuple(distances)
 
     def _with_one_entry(self, axes: Collection[int], runs: Sequence[Run]) -> Layout:
         """A layout with these runs, for an array with one entry along these axes."""

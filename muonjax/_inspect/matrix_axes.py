@@ -241,7 +241,8 @@ def _numbers_per_head(
     # Axes of which neighboring positions are in different heads.
     counting = _axes(run for run, _ in heads if run.stride == 1)
     if counting:
-        # If no columns are left, each head has one column, a vector, or every eighth one: it stays one matrix.
+        # [64, 8 * 16] with heads along the faster axis: a head has every eighth column. [64, 8]: a head has one column,
+        # a vector. No columns are left then, and the parameter stays one matrix.
         columns = (form.columns - counting) or form.columns
         return _numbers(form._replace(columns=columns))
     cut = form.cut
@@ -249,7 +250,7 @@ def _numbers_per_head(
     # not.
     if cut is None or cut.axis not in axes:
         cut = _Cut(min(axes), (shape[min(axes)],))
-    # The parts of all repeats, one after the other, are cut further where heads begin.
+    # The sizes of the parts of all repeats (a tuple, repeated): they are cut further where heads begin.
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
         # Heads along a second axis stay together.

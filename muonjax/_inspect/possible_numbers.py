@@ -27,8 +27,8 @@ _UNIONS = {
     "join": slice(1, None),
     "select_n": slice(1, None),
 }
-# For each of these operations, the operands whose numbers its result holds.
-_HELD_OPERANDS = dict.fromkeys(_MOVES.split(), slice(1)) | _UNIONS
+# For each of these operations, the operands whose entries its result has.
+_OPERANDS_WITH_ENTRIES = dict.fromkeys(_MOVES.split(), slice(1)) | _UNIONS
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "log": np.log,
@@ -74,13 +74,17 @@ def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
 
 
 def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
-    """The numbers that an operation makes of those of its operands; None if data say which."""
-    is_move = node.name in _HELD_OPERANDS
+    """The numbers that an operation makes of those of its operands; None if data say which.
+
+    where(data, 0, -1e9) makes 0 and -1e9, data * -1e9 makes -1e9, 0 and 1e9, and data + 1 makes None.
+    """
+    is_move = node.name in _OPERANDS_WITH_ENTRIES
     if is_move:
-        inputs = node.inputs[_HELD_OPERANDS[node.name]]
+        inputs = node.inputs[_OPERANDS_WITH_ENTRIES[node.name]]
     elif node.name in _ARITHMETIC:
         inputs = node.inputs
     else:
+        # Without data these are numbers that other rules would have to compute, such as the cosines of positions.
         return None if _depends_on_data(graph, node) else _MANY
     # The numbers of each operand, but for those of which data say which.
     known = []

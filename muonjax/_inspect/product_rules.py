@@ -276,7 +276,7 @@ def _of_activations(
         softmaxes = _softmaxes_of(weights)
         for logits in softmaxes:
             _record_attention(records, logits, weights, values)
-        # The logits of these exponentials may not be known: the attention is listed and refused.
+        # If `weights` are exponentials, their logits were lost on the way: the attention is listed and refused.
         if not softmaxes:
             records.record_weights(node, weights.value, values.value)
     for activation, constants in pairs:
@@ -315,7 +315,8 @@ def _record_attention(
 ) -> None:
     """Records an attention, softmax(logits) @ values: its logits and keys, and which columns count heads.
 
-    `softmax` are the logits of all products whose sum the softmax takes.
+    `softmax` are the logits of all products whose sum the softmax takes. `summed` are the axes of an operand that its
+    product sums over, and `free` those that it alone has.
     """
     attention = records.attention
     operands = [values]
@@ -332,7 +333,8 @@ def _record_attention(
             # A fused kernel gives both queries and keys, whose regions stay two parts.
             is_query = operand.is_query(keys)
             for part in operand.value.projections:
-                # Queries that share a key head keep the columns that count heads, and are no experts.
+                # The product sums over the features of queries that share a key head, and keeps their axis of heads.
+                # So it was recorded as what may be a mixture of experts, which it is not.
                 part.product.mixtures.discard(product)
                 key = (part.product, is_query)
                 regions_of_projection.append((key, part.layout.region))
@@ -341,20 +343,25 @@ def _record_attention(
         # as the two parts that were recorded for the two products.
         if len(regions) > 1:
             projected.parts.difference_update(regions)
-    # An earlier attention took other columns of the same values. These are heads written one by one, as
-    # softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on.
+    if _take_other_columns(records, values):
+        node = records.nodes[softmax[0].product]
+        for operand in operands:
+            for part in operand.value.projections:
+                what = "attention with other columns of one layer"
+                records.record(node, "unknown", part.view, what)
+
+
+def _take_other_columns(records: Records, values: Operand) -> bool:
+    """Whether an earlier attention took other columns of the layer that gives these values.
+
+    These are heads written one by one, as softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on.
+    """
+    earlier = records.attention.value_parts
     for projection in values.value.projections:
         columns = projection.layout.region
-        if attention.value_parts.setdefault(projection.product, columns) != columns:
-            node = records.nodes[softmax[0].product]
-            for operand in operands:
-                for part in operand.value.projections:
-                    records.record(
-                        node,
-                        "unknown",
-                        part.view,
-                        "attention with other columns of one layer",
-                    )
+        if earlier.setdefault(projection.product, columns) != columns:
+            return True
+    return False
 
 
 def _of_two_activations(

@@ -525,10 +525,14 @@ def find_maxima(
 def _clippable(
     closed: ClosedJaxpr, arguments: Sequence[Any], given: Sequence[Any], call: str
 ) -> list[Call]:
-    """The attentions that can be clipped. The arguments are those of `find_maxima`.
+    """The attentions that can be clipped.
 
-    The first of them holds the parameters. With `argnums=(0, 1)` others may be data, such as the images of an
-    adversarial attack.
+    Args:
+      closed: The jaxpr of the function.
+      arguments: The trees to differentiate by, whose leaves are the inputs of `closed`. The first holds the parameters.
+        Others may be data, such as the images of an adversarial attack.
+      given: The arrays of all other arguments, which `closed` has as constants. They are data.
+      call: What an error names.
 
     Raises:
       ValueError: No attention can be clipped; with the reasons.

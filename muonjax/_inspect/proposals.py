@@ -130,32 +130,35 @@ class QueriesAndKeys:
     ) -> list[PlacedScale]:
         """The spans in the kernel and in the biases of one projection.
 
+        Queries with 192 features a head, of which the last 64 meet a rotary key that all heads share, have two spans in
+        their kernel: the features 0 to 128 with this factor, and those from 128 to 192 with the whole one.
+
         Args:
           operand: The queries, or the keys.
           projection: One of the projections in it.
           factor: That of `Scale`.
           shared: Features of the operand that meet keys which several heads share: they take the whole factor.
         """
-        # Along no axis are there other columns. So it is after a norm over all heads, a matrix that does not train, or
-        # in the factors of an adapter.
+        # `varying` are the axes along which entries come from different columns. Without any, each entry is made of all
+        # columns: so it is after a norm over all heads, after a matrix that does not train, and in an adapter.
         if not projection.layout.varying:
             raise Refused(
                 "the heads of its queries can't be told apart: all columns of a parameter make each of them"
             )
-        # stack([x @ a, x @ b]) along the axis of heads: each projection has its place on this batch axis. And
-        # concatenate([x @ a, x @ b]) without an axis of heads may be two halves of one head, or two heads that share a
-        # key: they look the same, and take different factors.
+        # stack([x @ a, x @ b]) along the axis of heads: each projection fills a part of this batch axis, as `is_placed`
+        # says. And concatenate([x @ a, x @ b]) without an axis of heads may be two halves of one head, or two heads
+        # that share a key: they look the same, and take different factors.
         is_alone = len(operand.value.projections) == 1
         has_heads = is_alone or self._heads(operand, projection.layout)
         if projection.layout.is_placed(operand.batch) or not has_heads:
             raise Refused("heads of its queries are put together from several products")
-        first = self._features(operand, projection).start
+        first_feature = self._features(operand, projection).start
         views = [(projection.view.leaf, projection.layout)]
         views += [(bias.leaf, bias.layout) for bias in projection.biases]
         spans: list[PlacedScale] = []
         for leaf, layout in views:
             span = self._span(leaf, layout, operand, factor)
-            spans += _divided(span, first, shared)
+            spans += _divided(span, first_feature, shared)
         return spans
 
     def _span(

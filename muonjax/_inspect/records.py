@@ -190,9 +190,9 @@ class Records:
                 self.uses.read_by_labels.add(projection.product.use.node)
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
-        """Records that an operation multiplies `weights`, if they are exponentials of scores, by `values`.
+        """Records that an operation multiplies `weights` by `values`, if these may be those of an attention.
 
-        They may be softmax's weights and the values of an attention.
+        It does nothing unless `weights` are exponentials of scores, as softmax's weights are.
         """
         product = weights.exponential_of
         # Both are made of the same exponentials in softmax's division exp(x) / sum(exp(x)). What depends on no
@@ -201,7 +201,8 @@ class Records:
         if product < 0 or not is_read:
             return
         attention = self.attention
-        # In exp(x @ c) * y with a matrix c there is no softmax, unless a sum divides the exponentials.
+        # In exp(x @ c) * y with a matrix c there is no softmax, unless a sum divides the exponentials. For queries and
+        # keys the sum may come later, as in (exp(scores) @ values) / sum(exp(scores)).
         is_normalized = product in attention.summed_exponentials
         if is_normalized or product in attention.two_sided:
             attention.readers.setdefault(product, node.index)

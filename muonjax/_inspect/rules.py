@@ -40,8 +40,8 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
 
     Parameters among the operands are left to names. What becomes of layers, whose projections it takes, depends on it:
 
-    - a call, as of a kernel, may be an attention if it takes three activations: the columns of each layer that it takes
-      are one part;
+    - a call, by its name or since it is in no table and takes three activations, may be an attention: the columns of
+      each layer that it takes are one part;
     - an operation that mixes columns, such as a sort, makes them one part as well;
     - one whose rule does not handle its settings may choose some of the columns: layers are left to names, but for
       those whose columns were mixed before;
@@ -57,7 +57,7 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     is_call = "call" in node.name or (takes_three and not is_listed)
     if not is_call and not is_listed:
         records.unlisted = node.index
-    # Without data it may be a penalty, such as a determinant.
+    # Without data it may be a penalty, such as a determinant: "alone", which does not say what the parameter is.
     has_data = any(value.depends_on and not value.is_weight for value in values)
     records.record_views(node, node.name, values, "unknown" if has_data else "alone")
     projections = [projection for value in values for projection in value.projections]

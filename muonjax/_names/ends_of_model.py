@@ -103,7 +103,7 @@ def _widths(
     if p.role.name in ("scale", "embedding") and p.shape:
         width = {p.shape[-1]}
         return width, width
-    # An output head gives the model's output, which no layer takes.
+    # An output head [in, out] gives the model's output, which no layer takes. Adam takes it, so that it has no numbers.
     if p.role is roles.HEAD:
         return {*p.shape[:1]}, set()
     if numbers is None:

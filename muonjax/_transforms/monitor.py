@@ -128,19 +128,19 @@ def monitor(
         with errors_of("monitor"):
             pieces = matrix_pieces(numbers, params)
 
-        # `cond` computes this only at the steps that are measured.
         def measured() -> dict[str, jax.Array]:
+            """The statistics of this step, {"muon/orthogonality": ..., "muon/update_rms": ..., ...}."""
             # All trees have the structure of the parameters, so their leaves are in one order.
             trees = list(map(jax.tree.leaves, (gradients, updates, params)))
-            matrices = {piece.leaf for piece in pieces}
-            others = set(range(len(trees[0]))) - matrices
+            matrix_leaves = {piece.leaf for piece in pieces}
+            other_leaves = set(range(len(trees[0]))) - matrix_leaves
             # [matrices of the piece] each
             deviations = list(map(_deviation, pieces.of(updates), pieces))
             mean = jnp.float32(0)
             if deviations:
                 mean = jnp.mean(jnp.concatenate(deviations))
             statistics = {"muon/orthogonality": jnp.sqrt(mean)}
-            for group, indices in ("muon", matrices), ("adam", others):
+            for group, indices in ("muon", matrix_leaves), ("adam", other_leaves):
                 # The gradients, the updates and the weights of the group
                 leaves = []
                 for tree in trees:
@@ -152,6 +152,7 @@ def monitor(
         # A checkpoint may have been restored in another dtype.
         last = optax.tree.cast(state.statistics, jnp.float32)
         is_due = state.count % every_k == 0
+        # `measured` runs only at the steps that are due.
         statistics = jax.lax.cond(is_due, measured, lambda: last)
         count = jnp.asarray(optax.safe_increment(state.count))
         return updates, MonitorState(inner_state, count, statistics)
