@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import optax
@@ -24,9 +24,6 @@ from muonjax._mesh.distribution import (
 from muonjax._mesh.map_on_mesh import map_on_mesh
 from muonjax._newton_schulz.polar_factor import polar_function
 from muonjax._newton_schulz.settings import NewtonSchulz, settings_of
-
-if TYPE_CHECKING:
-    pass
 
 
 def orthogonalize(
