@@ -20,7 +20,7 @@ EXAMPLE = (
 # another order.
 TINY = """
     --layers 1 --width 16 --heads 4 --context 16 --batch 4 --sample 0 --steps 12 --checkpoint-every 4 --eval-every 12
-    --learning-rate 1e-3 --quiet
+    --learning-rate 1e-3 --quiet --optimizer muonclip
 """
 
 
