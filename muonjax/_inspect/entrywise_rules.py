@@ -283,7 +283,7 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
 
     A choice counts as a sum here, of which each entry has one summand.
     """
-    records, node = operation.records, operation.node
+    records = operation.records
     operands = []
     for k, value in enumerate(operation.values):
         projections = _projections_of_operand(operation, k)
@@ -291,7 +291,7 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     projections = all_projections(operands)
     if operation.is_sum and not operation.is_choice:
         _record_sum_of_slices(records, projections)
-    projections = last_projections(records, node, projections)
+    projections = last_projections(records, projections)
     if not operation.is_sum:
         return projections
     added = [
@@ -372,7 +372,7 @@ def after_nonlinearity(
 
 
 def last_projections(
-    records: Records, node: Node, projections: tuple[Projection, ...]
+    records: Records, projections: tuple[Projection, ...]
 ) -> tuple[Projection, ...]:
     """The projections of a sum, unless they are too many, as in a residual stream: then their columns are one part."""
     if len(projections) <= _MOST_PROJECTIONS:

@@ -229,7 +229,7 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
         )
         placed.append(value.map(place))
         start += records.shape(x)[axis]
-    projections = last_projections(records, node, all_projections(placed))
+    projections = last_projections(records, all_projections(placed))
     views: list[ParameterView] = []
     if result.is_weight:
         views = [view for value in placed for view in value.views]
