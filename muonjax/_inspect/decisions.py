@@ -23,6 +23,7 @@ from muonjax._inspect.values import (
 )
 from muonjax._matrices.matrix_view import DimensionNumbers
 
+_SAME = frozenset(SAME.split())
 _TABLE = (
     "a layer, or a table: it is multiplied by numbers of the program, and by no data"
 )
@@ -220,12 +221,15 @@ class _Decider:
 
     def _is_softmax_of_layer(self, array: int) -> bool:
         """Whether an array is softmax(x @ w), as the weights with which a Gumbel softmax chooses from a codebook."""
+        product = self.records.values[array].exponential_of
+        if product not in self.records.attention.routers:
+            return False
+        # What depends on the softmax as well, such as a later layer's input, comes from other operations. A cast of it
+        # is the softmax still.
         node = self.graph.maker(array)
-        while node is not None and node.name in SAME.split():
+        while node is not None and node.name in _SAME:
             node = self.graph.maker(node.inputs[0])
-        routers = self.records.attention.routers
-        is_softmax = self.records.values[array].exponential_of in routers
-        return is_softmax and node is not None and node.name == "div"
+        return node is not None and node.name == "div"
 
     def _doubt(self, matrices: list[Use], is_last: bool) -> str:
         """What else the matrices may be, for a warning."""
