@@ -9,8 +9,8 @@ costs three thin products with A, and
 
 brings the top k singular values of W X to one target. Where V spans an invariant subspace of A, W is a
 positive definite function of A; it commutes with A, and W X has exactly X's polar factor. Where V does not,
-the polar factor moves by about ||sin(theta) D||, theta being the angles between V and the true subspace; that
-is estimated from the residual A V - V (V^H A V), and D is shrunk until the estimate is below `_TOLERANCE`.
+the polar factor moves; a first-order bound of that follows from the residual A V - V (V^H A V), and D is shrunk until
+the bound is below `_TOLERANCE`.
 
 Where the iteration uses only A and not X (the Gram form), the rounding of A matters: eigenvalues smaller than the
 rounding error of the largest one are lost, and can even become negative. There a few directions are shrunk in X
@@ -61,8 +61,8 @@ ROUNDING = 4
 # Directions that the Gram form shrinks in X before A is made, at most. Four do nearly as well on recorded momentum.
 _PRE_DEFLATED = 8
 
-# The root mean square polar error that an inexact subspace may cause each time that it is shrunk, as estimated.
-_TOLERANCE = 0.025
+# The root mean square polar error that an inexact subspace may cause each time that it is shrunk, to first order.
+_TOLERANCE = 0.05
 
 # Added to k x k matrices in units of their norm: no direction is then below 1e-3 of the largest. Smaller ones would be
 # rounding errors of A = X X^H in float32.
@@ -162,20 +162,23 @@ def _projection_and_shrinkage(
     smallest of them. Otherwise W also moves the polar factor, and D is shrunk until that error is below `_TOLERANCE`.
     """
     h = dot(adjoint(v), av)
+    # H^(-1/2)
     inverse_sqrt = inverse_root(h)
-    inverse = dot(inverse_sqrt, inverse_sqrt)
     # D = I - target H^(-1/2). The target is close to the smallest singular value of the k directions, so that none of
     # them is then much larger than the rest.
-    target = jax.lax.rsqrt(_largest_eigenvalue(inverse))
-    d = identity_like(inverse_sqrt, as_constant=True) - scaled(inverse_sqrt, target)
+    inverse = dot(inverse_sqrt, inverse_sqrt)
+    inverse_target = jnp.sqrt(_largest_eigenvalue(inverse))
+    d = identity_like(inverse_sqrt, as_constant=True)
+    d = d - scaled(inverse_sqrt, 1 / inverse_target)
 
-    # Where U spans the other directions, A is small: U^H (A V - V H) is about -(U^H V) H. So the sines U^H V times D,
-    # the error of W, are about -U^H (A V - V H) D H^-1 (D commutes with H). In the basis (V, U) W has them twice, off
-    # its diagonal.
-    residual = dot(av - dot(v, h), dot(d, inverse))
-    # So the polar error, as a root mean square over m directions, is sqrt(2 / m) |residual|_F. D shrinks until it is
-    # `_TOLERANCE` at most.
-    limit = _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(residual)
+    # Between a direction of V with the singular value s and another with t lies a small angle theta. To first order the
+    # polar factor's entry for these two moves by
+    #     sin(theta) D (s - t) / (target + t), which is at most sin(theta) D (s^2 - t^2) / (s target).
+    # Their entry of A V - V H is sin(theta) (s^2 - t^2), so the bound is an entry of (A V - V H) D H^(-1/2) / target.
+    residual = dot(av - dot(v, h), dot(d, inverse_sqrt))
+    moved = scaled(residual, inverse_target)
+    # Each entry counts twice, for (s, t) and (t, s): the root mean square over m directions is sqrt(2 / m) |moved|_F.
+    limit = _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(moved)
     return h, scaled(d, jnp.minimum(1, limit))
 
 
