@@ -1,7 +1,6 @@
 """Train a layer that updates its own weights by Muon during the forward pass (test-time training).
 
-    python examples/test_time_training.py                   # both memories and a picture; a few minutes on two cores
-    python examples/test_time_training.py --gradient polar  # another derivative of msign
+    python examples/test_time_training.py  # both memories and a picture; a few minutes on two cores
 
 The task is associative recall of vectors: a sequence gives pairs of a key and a value, then asks for the values of new
 keys. In every sequence the values are the keys after a rotation of its own, plus noise; the keys are concentrated in a
@@ -22,8 +21,6 @@ import argparse
 import functools
 import json
 import pathlib
-import statistics
-import time
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +35,6 @@ import matplotlib.pyplot as plt
 
 MEMORIES = {"msign": 0.0, "linear": 3.0}
 """The kinds of memory, and the initial logit of each one's retention: a momentum of 1/2, a decay of 0.95."""
-GRADIENTS = ("polynomial", "polar", "autodiff")
 
 
 def recall_batch(
@@ -69,9 +65,7 @@ def unit(x: jax.Array) -> jax.Array:
 class Memory(nnx.Module):
     """Fast weights, one matrix per head, that each chunk of tokens reads and then updates."""
 
-    def __init__(
-        self, width: int, heads: int, chunk: int, kind: str, gradient: str, *, rngs: nnx.Rngs
-    ):
+    def __init__(self, width: int, heads: int, chunk: int, kind: str, *, rngs: nnx.Rngs):
         size = width // heads
         project = functools.partial(
             nnx.LinearGeneral, width, (heads, size), use_bias=False, rngs=rngs
@@ -81,11 +75,8 @@ class Memory(nnx.Module):
         # A logit: momentum or decay
         self.keep = nnx.Param(jnp.full(heads, MEMORIES[kind], jnp.float32))
         self.rate = nnx.Param(jnp.zeros(heads))  # a logarithm
-        # Five steps, as in Muon. The polar derivative needs an orthogonal factor: three further steps, for it only.
-        options = {"polish": 3} if gradient == "polar" else {}
-        self.orthogonalize = functools.partial(
-            muonjax.msign, coefficients=muonjax.polar_express(5), gradient=gradient, **options
-        )
+        # Five steps, as in Muon
+        self.orthogonalize = functools.partial(muonjax.msign, coefficients=muonjax.polar_express(5))
         self.kind, self.chunk = kind, chunk
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -121,7 +112,7 @@ class Memory(nnx.Module):
 class Model(nnx.Module):
     """Embedding, attention within a chunk, memory, perceptron: [batch, time, features] -> [batch, time, dimension]."""
 
-    def __init__(self, args: argparse.Namespace, kind: str, gradient: str, *, rngs: nnx.Rngs):
+    def __init__(self, args: argparse.Namespace, kind: str, *, rngs: nnx.Rngs):
         width = args.width
         dimension = width // args.heads
         self.embedding = nnx.Linear(2 * dimension + 1, width, use_bias=False, rngs=rngs)
@@ -130,7 +121,7 @@ class Model(nnx.Module):
             args.heads, width, use_bias=False, decode=False, rngs=rngs
         )
         self.memory_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.memory = Memory(width, args.heads, args.chunk, kind, gradient, rngs=rngs)
+        self.memory = Memory(width, args.heads, args.chunk, kind, rngs=rngs)
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
@@ -151,10 +142,8 @@ class Model(nnx.Module):
 class Trainer:
     """A model's structure, its optimizer, and the compiled step and evaluation."""
 
-    def __init__(self, args: argparse.Namespace, kind: str, gradient: str):
-        self.graph, params = nnx.split(
-            Model(args, kind, gradient, rngs=nnx.Rngs(args.seed)), nnx.Param
-        )
+    def __init__(self, args: argparse.Namespace, kind: str):
+        self.graph, params = nnx.split(Model(args, kind, rngs=nnx.Rngs(args.seed)), nnx.Param)
         self.params = nnx.to_pure_dict(params)
         rate = optax.warmup_cosine_decay_schedule(
             0.0, args.learning_rate, max(1, args.steps // 10), args.steps, 0.05 * args.learning_rate
@@ -194,7 +183,7 @@ class Trainer:
 
 def train(args: argparse.Namespace, kind: str) -> dict:
     """One run: its number of parameters, the loss at every step, and the loss on fresh sequences."""
-    trainer = Trainer(args, kind, args.gradient)
+    trainer = Trainer(args, kind)
     params, opt_state, losses = trainer.params, trainer.opt_state, []
     for step in range(1, args.steps + 1):
         params, opt_state, loss = trainer.step(params, opt_state, step)
@@ -206,32 +195,9 @@ def train(args: argparse.Namespace, kind: str) -> dict:
     return {"memory": kind, "parameters": count, "fresh_loss": fresh, "losses": losses}
 
 
-def measure_gradients(args: argparse.Namespace) -> list[dict]:
-    """Temporary memory and interleaved time of one training step with each derivative."""
-    compiled, seconds = {}, {}
-    for gradient in GRADIENTS:
-        trainer = Trainer(args, "msign", gradient)
-        arguments = (trainer.params, trainer.opt_state, 1)
-        compiled[gradient] = (trainer.step.lower(*arguments).compile(), arguments)
-        seconds[gradient] = []
-    for _ in range(args.timing_rounds + 1):
-        for gradient, (step, arguments) in compiled.items():
-            start = time.perf_counter()
-            jax.block_until_ready(step(*arguments))
-            seconds[gradient].append(time.perf_counter() - start)
-    return [
-        {
-            "gradient": gradient,
-            "temporary_mib": step.memory_analysis().temp_size_in_bytes / 2**20,
-            "milliseconds": 1e3 * statistics.median(seconds[gradient][1:]),
-        }
-        for gradient, (step, _) in compiled.items()
-    ]
-
-
-def draw(runs: list[dict], gradients: list[dict], path: pathlib.Path) -> None:
-    """The loss of the two memories, and what each derivative costs."""
-    figure, (losses, costs) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+def draw(runs: list[dict], path: pathlib.Path) -> None:
+    """The loss of the two memories."""
+    figure, losses = plt.subplots(figsize=(5, 3.8), layout="constrained")
     for run in runs:
         label = {"msign": "msign (test-time Muon)", "linear": "linear attention"}[run["memory"]]
         losses.plot(
@@ -248,18 +214,6 @@ def draw(runs: list[dict], gradients: list[dict], path: pathlib.Path) -> None:
     )
     losses.grid(alpha=0.3)
     losses.legend(fontsize=8, frameon=False)
-    costs.bar(
-        [row["gradient"] for row in gradients],
-        [row["temporary_mib"] for row in gradients],
-        width=0.5,
-    )
-    for i, row in enumerate(gradients):
-        text = f"{row['temporary_mib']:.0f} MiB\n{row['milliseconds']:.0f} ms"
-        costs.text(i, row["temporary_mib"], text, ha="center", va="bottom", fontsize=8)
-    costs.set(
-        ylabel="temporary memory of one step, MiB", title="What each derivative of msign costs"
-    )
-    costs.margins(y=0.2)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -270,7 +224,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--gradient", choices=GRADIENTS, default="polynomial", help="derivative of msign")
     add("--steps", type=int, default=600)
     add("--pairs", type=int, default=32, help="pairs before the questions; a multiple of --chunk")
     add(
@@ -289,10 +242,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--learning-rate", type=float, default=1e-2)
     add("--seed", type=int, default=0)
-    add("--timing-rounds", type=int, default=9)
     add("--out", type=pathlib.Path, default=pathlib.Path("runs/test_time_training"))
     args = parser.parse_args(argv)
-    for name in ("steps", "pairs", "chunk", "batch", "width", "heads", "timing_rounds"):
+    for name in ("steps", "pairs", "chunk", "batch", "width", "heads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.width % args.heads:
@@ -307,13 +259,8 @@ def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
     runs = [train(args, kind) for kind in MEMORIES]
-    gradients = measure_gradients(args)
-    for row in gradients:
-        print(
-            f"{row['gradient']:11s} {row['temporary_mib']:7.1f} MiB  {row['milliseconds']:6.1f} ms per step"
-        )
-    (args.out / "results.json").write_text(json.dumps({"runs": runs, "gradients": gradients}))
-    draw(runs, gradients, args.out / "test_time_training.png")
+    (args.out / "results.json").write_text(json.dumps({"runs": runs}))
+    draw(runs, args.out / "test_time_training.png")
     print("picture:", args.out / "test_time_training.png")
 
 

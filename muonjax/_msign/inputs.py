@@ -57,34 +57,29 @@ def rows_beside(
     return jnp.asarray(coefficients, dtype) + varying_zero
 
 
-def widened(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch short long"]:
-    """x as wide matrices, in float32 or wider."""
-    # The polar factor of X^T is the transpose of that of X, and the Gram matrix of wide X is the smaller one.
-    m, n = x.shape[-2:]
-    wide = adjoint(x) if m > n else x
-    return wide.astype(at_least_float32(x.dtype))
-
-
 def normalized(
     x: Float[Array, "*batch m n"],
 ) -> Float[Array, "*batch short long"]:
-    """`widened(x)` over its norm."""
-    wide = widened(x)
+    """x as wide matrices of Frobenius norm 1, in float32 or wider; zero matrices stay zero."""
+    # The polar factor of X^T is the transpose of that of X, and the Gram matrix of wide X is the smaller one.
+    m, n = x.shape[-2:]
+    wide = adjoint(x) if m > n else x
+    wide = wide.astype(at_least_float32(x.dtype))
     # The square of an entry beyond 1e19 would overflow, so x becomes about 1 first, without rounding.
     wide = wide * power_of_two_scale(wide)
-    return wide * inverse_norm(wide)
+    return wide * _inverse_norm(wide)
 
 
 def oriented_like(
     wide: Float[Array, "*batch short long"], x: Float[Array, "*batch m n"]
 ) -> Float[Array, "*batch m n"]:
-    """Undoes `widened`: `wide` in the orientation and dtype of x."""
-    # A square matrix is not transposed by `widened` either.
+    """`wide` in the orientation and dtype of x, as `normalized` found it."""
+    # A square matrix was not transposed.
     oriented = wide if wide.shape == x.shape else adjoint(wide)
     return oriented.astype(x.dtype)
 
 
-def inverse_norm(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
+def _inverse_norm(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
     """1 / |x|_F of each matrix; 0 for a zero matrix, as is its gradient."""
     # `square > 0` would also hide a NaN, which has to stay in the result.
     is_zero = jnp.all(x == 0, axis=(-2, -1), keepdims=True)

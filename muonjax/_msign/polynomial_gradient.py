@@ -23,52 +23,19 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-def plus_transpose(x: Float[Array, "*batch m m"]) -> Float[Array, "*batch m m"]:
-    """x + x^T."""
-    return x + adjoint(x)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def gram(
+def _gram(
     x: Float[Array, "*batch m n"], dot: MatrixProduct
 ) -> Float[Array, "*batch m m"]:
     """X X^T. Its derivative dX X^T + X dX^T takes one product, where JAX's own would take two."""
     return dot.with_adjoint(x, x)
 
 
-@gram.defjvp
+@_gram.defjvp
 def _gram_jvp(dot, primals, tangents):
     (x,), (dx,) = primals, tangents
-    return gram(x, dot), plus_transpose(dot.with_adjoint(dx, x))
-
-
-def about_mean(
-    a: Float[Array, "*batch m m"],
-    row: Float[Array, " 3"],
-    dot: MatrixProduct,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    r"""One polynomial of A = X X^T, in powers of A's distance D from its mean eigenvalue:
-
-    $$aI + bA + cA^2 = \alpha I + \beta D + cD^2, \qquad D = A - \tau I, \quad \tau = \operatorname{tr} A / m.$$
-
-    The closer the singular values are to each other, the smaller D is, and with it the rounding of the products;
-    the identity's share needs no product.
-
-    Returns:
-      alpha [*batch, 1, 1]; beta D + c D^2 [*batch, m, m]; beta [*batch, 1, 1]; D [*batch, m, m].
-    """
-    constant, linear, quadratic = row
-    # The sum is the same about any number, so the mean may be a constant.
-    trace = jnp.trace(a, axis1=-2, axis2=-1)
-    tau = lax.stop_gradient(trace[..., None, None] / a.shape[-1])
-    # D = A - tau I
-    distance = a - tau * identity_like(a)
-    # alpha = a + b tau + c tau^2,  beta = b + 2 c tau
-    slope = linear + 2 * quadratic * tau
-    share = constant + tau * (linear + quadratic * tau)
-    # beta D + c D^2
-    rest = slope * distance + quadratic * gram(distance, dot)
-    return share, rest, slope, distance
+    product = dot.with_adjoint(dx, x)
+    return _gram(x, dot), product + adjoint(product)
 
 
 def iterate(
@@ -88,9 +55,21 @@ def iterate(
     """
 
     def step(x, row):
+        a, b, c = row
+        # With the mean eigenvalue tau of A, and A's distance D = A - tau I from it,
+        #   a I + b A + c A^2 = alpha I + beta D + c D^2,  alpha = a + b tau + c tau^2,  beta = b + 2 c tau.
+        # The closer the singular values are to each other, the smaller D is, and with it the rounding of the products;
+        # the identity's share needs no product.
+        square = _gram(x, dot)
+        # The sum is the same about any number, so the mean may be a constant.
+        trace = jnp.trace(square, axis1=-2, axis2=-1)[..., None, None]
+        tau = lax.stop_gradient(trace / square.shape[-1])
+        distance = square - tau * identity_like(square)
+        alpha = a + tau * (b + c * tau)
+        beta = b + 2 * c * tau
         # X <- alpha X + (beta D + c D^2) X
-        share, rest, _, _ = about_mean(gram(x, dot), row, dot)
-        return share * x + dot(rest, x), None
+        rest = beta * distance + c * _gram(distance, dot)
+        return alpha * x + dot(rest, x), None
 
     return lax.scan(step, x, rows)[0]
 

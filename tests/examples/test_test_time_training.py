@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from tests.examples.programs import refusal, run
-from tests.tools.tiers import nightly
 
 TINY = [
     "--steps",
@@ -26,11 +25,9 @@ TINY = [
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("gradient", ["polynomial", nightly("polar")])
-def test_it_trains_measures_and_draws(tmp_path, gradient, caplog):
-    flags = ["--timing-rounds", "1", "--gradient", gradient, "--out", tmp_path]
+def test_it_trains_and_draws(tmp_path, caplog):
     with jax.log_compiles():
-        run("test_time_training.py", *TINY, *flags)
+        run("test_time_training.py", *TINY, "--out", tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     assert [trained["memory"] for trained in results["runs"]] == ["msign", "linear"]
     assert len({trained["parameters"] for trained in results["runs"]}) == 1
@@ -39,17 +36,10 @@ def test_it_trains_measures_and_draws(tmp_path, gradient, caplog):
         assert all(
             0 < loss < 100 for loss in [*trained["losses"], trained["fresh_loss"]]
         )
-    assert {row["gradient"] for row in results["gradients"]} == {
-        "polynomial",
-        "polar",
-        "autodiff",
-    }
     assert (tmp_path / "test_time_training.png").read_bytes().startswith(b"\x89PNG")
-    # Once for each memory, however many steps it trains, and once for each derivative's cost.
-    assert (
-        len(re.findall(r"Finished XLA compilation of jit\(_step\)", caplog.text))
-        == 2 + 3
-    )
+    # Once for each memory, however many steps it trains.
+    compilations = re.findall(r"Finished XLA compilation of jit\(_step\)", caplog.text)
+    assert len(compilations) == 2
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import JORDAN, msign, polar_express
-from muonjax._msign.inputs import CONVERGED
+from muonjax._msign.inputs import CONVERGED, normalized, product_of, rows_beside
+from muonjax._msign.polynomial_gradient import iterate
 from tests.msign import oracles as msign_oracles
 from tests.tools import oracles
-from tests.tools.tiers import nightly, quick, thorough
+from tests.tools.tiers import nightly, thorough
 
-MODES = ("polynomial", "polar", "autodiff")
 relative = msign_oracles.relative
 
 
@@ -48,21 +48,15 @@ def pulled_back(x, cotangent, dtype=None, **settings):
 @pytest.mark.parametrize("shape", [(64, 256), (128, 128), nightly((256, 64))])
 def test_the_default_is_converged_in_float32_at_condition_1e3(shape):
     x = jnp.asarray(matrix(*shape, 1e3), jnp.float32)
-    for mode in MODES:
-        error = oracles.polar_error(msign(x, gradient=mode), np.asarray(x, np.float64))
-        # Rounding x itself moves the polar factor of such a matrix by 1e-6: LAPACK's SVD in float32 is the measure.
-        u, _, vt = (
-            np.asarray(v, np.float64) for v in jnp.linalg.svd(x, full_matrices=False)
-        )
-        assert error < min(1e-5, oracles.polar_error(u @ vt, np.asarray(x, np.float64)))
-        with jax.enable_x64(True):
-            assert (
-                oracles.polar_error(
-                    msign(jnp.asarray(x, jnp.float64), gradient=mode),
-                    np.asarray(x, np.float64),
-                )
-                < 1e-11
-            )
+    exact = np.asarray(x, np.float64)
+    # Rounding x itself moves the polar factor of such a matrix by 1e-6: LAPACK's SVD in float32 is the measure.
+    u, _, vt = (
+        np.asarray(v, np.float64) for v in jnp.linalg.svd(x, full_matrices=False)
+    )
+    svd_error = oracles.polar_error(u @ vt, exact)
+    assert oracles.polar_error(msign(x), exact) < min(1e-5, svd_error)
+    with jax.enable_x64(True):
+        assert oracles.polar_error(msign(jnp.asarray(exact)), exact) < 1e-11
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (128, 512)])
@@ -83,25 +77,19 @@ def test_the_default_schedule_reaches_1e_5():
     assert np.max(np.abs(s - 1)) < 2e-12
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "rows", [polar_express(5), 5 * JORDAN, JORDAN], ids=["5", "JORDAN5", "JORDAN"]
 )
-def test_the_rows_that_run(mode, rows):
+def test_the_rows_that_run(rows):
     x = random((2, 6, 9))
-    polish = (
-        8 if mode == "polar" else 0
-    )  # for its derivative alone: the value is that of the rows
-    f = functools.partial(msign, coefficients=rows, gradient=mode, polish=polish)
-    y = f(jnp.asarray(x, jnp.float32))
+    y = msign(jnp.asarray(x, jnp.float32), coefficients=rows)
     expected = np.stack([oracles.newton_schulz(v, rows) for v in x])
     assert_allclose(y, expected, atol=2e-5)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", MODES)
-def test_scale_batch_and_orientation_do_not_matter(mode):
-    f = functools.partial(msign, gradient=mode)
+def test_scale_batch_and_orientation_do_not_matter():
+    f = msign
     x = jnp.asarray(random((2, 3, 5, 8)), jnp.float32)
     y = f(x)
     assert y.shape == x.shape
@@ -113,16 +101,9 @@ def test_scale_batch_and_orientation_do_not_matter(mode):
     assert_allclose(f(x.mT), y.mT, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mode"),
-    [
-        (jnp.bfloat16, "polar"),
-        (jnp.bfloat16, "autodiff"),
-        thorough(jnp.float16, "polynomial"),
-    ],
-)
-def test_a_zero_matrix_has_value_zero_and_gradient_zero(dtype, mode):
-    f = functools.partial(msign, gradient=mode)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, thorough(jnp.float16)])
+def test_a_zero_matrix_has_value_zero_and_gradient_zero(dtype):
+    f = msign
     x = jnp.stack([jnp.zeros((4, 6)), jnp.asarray(random((4, 6)))]).astype(dtype)
     y = jax.jit(f)(x)
     g = vjp(f, x, jnp.ones_like(x))
@@ -136,16 +117,12 @@ def test_a_zero_matrix_has_value_zero_and_gradient_zero(dtype, mode):
 
 
 @pytest.mark.nan
-@pytest.mark.parametrize(
-    ("bad", "mode"),
-    [(np.inf, "polar"), thorough(np.nan, "polynomial"), thorough(-np.inf, "autodiff")],
-)
-def test_nan_and_infinity_stay_in_their_matrix_and_are_not_hidden(bad, mode):
+@pytest.mark.parametrize("bad", [np.inf, thorough(np.nan), thorough(-np.inf)])
+def test_nan_and_infinity_stay_in_their_matrix_and_are_not_hidden(bad):
     x = random((2, 3, 5)).astype(np.float32)
     x[0, 1, 1] = bad
-    f = functools.partial(msign, gradient=mode)
-    y = jax.jit(f)(x)
-    g = vjp(f, x, jnp.ones_like(x))
+    y = jax.jit(msign)(x)
+    g = vjp(msign, x, jnp.ones_like(x))
     assert np.all(np.isnan(y[0]))
     assert np.any(np.isnan(g[0]))
     assert np.all(np.isfinite(y[1]))
@@ -177,10 +154,10 @@ def test_polynomial_gradient(shape, rows):
         x = matrix(*shape, condition, seed)
         c = random(shape)
         expected = msign_oracles.svd_derivative(x, c, rows)
-        settings = {"coefficients": rows, "gradient": "polynomial"}
-        assert relative(pulled_back(x, c, jnp.float32, **settings), expected) < 5e-5
+        g = pulled_back(x, c, jnp.float32, coefficients=rows)
+        assert relative(g, expected) < 5e-5
         with jax.enable_x64(True):
-            assert relative(pulled_back(x, c, **settings), expected) < 1e-12
+            assert relative(pulled_back(x, c, coefficients=rows), expected) < 1e-12
 
 
 @pytest.mark.parametrize("steps", [1, 2, thorough(3)])
@@ -194,48 +171,22 @@ def test_polynomial_gradient_of_few_steps(steps):
     assert relative(g, msign_oracles.svd_derivative(x, c, rows)) < 1e-12
 
 
-FIVE = {"coefficients": polar_express(5), "polish": 3}
-EIGHT = {"coefficients": polar_express(8)}
-
-
-@pytest.mark.parametrize(("shape", "options"), [
-    ((32, 80), {}),
-    ((32, 80), FIVE),
-    thorough((48, 48), EIGHT),
-    *(nightly((80, 32), options) for options in ({}, FIVE, EIGHT)),
-])  # fmt: skip
-def test_polar_gradient(shape, options):
-    for condition, exact, single in ((1e2, 1e-12, 5e-5), (1e3, 1e-12, 1e-4)):
-        if condition == 1e3 and options:
-            continue  # a smallest singular value below 1e-3 of the norm: not what eight or five steps are for
+@pytest.mark.parametrize("shape", [(32, 80), thorough((48, 48)), nightly((80, 32))])
+def test_the_default_has_the_gradient_of_the_polar_factor(shape):
+    for condition, single in ((1e2, 5e-5), (1e3, 1e-4)):
         x = matrix(*shape, condition)
         c = random(shape)
         expected = msign_oracles.svd_derivative(x, c)
-        settings = {"gradient": "polar", **options}
-        assert relative(pulled_back(x, c, jnp.float32, **settings), expected) < single
+        assert relative(pulled_back(x, c, jnp.float32), expected) < single
         with jax.enable_x64(True):
-            assert relative(pulled_back(x, c, **settings), expected) < exact
-
-
-@pytest.mark.parametrize(
-    ("steps", "polish", "most"),
-    [(1, 8, 1e-9), (3, 3, 5e-3), (3, 6, 1e-9), (4, 4, 1e-6), (5, 2, 1e-4)],
-)
-def test_polish_takes_any_truncated_value_to_the_polar_factor(steps, polish, most):
-    """Three steps leave singular values up to 1.87, where the classical quintic diverges."""
-    x = matrix(16, 24, 1e2)
-    c = random((16, 24))
-    rows = polar_express(steps)
-    with jax.enable_x64(True):
-        g = pulled_back(x, c, gradient="polar", coefficients=rows, polish=polish)
-    assert relative(g, msign_oracles.svd_derivative(x, c)) < most
+            assert relative(pulled_back(x, c), expected) < 1e-12
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(32, 80), *map(nightly, [(48, 48), (80, 32)])])
-def test_polar_gradient_of_bfloat16_operands(shape):
+def test_gradient_of_bfloat16_operands(shape):
     x, c = (jnp.asarray(y, jnp.bfloat16) for y in (matrix(*shape, 1e2), random(shape)))
-    g = pulled_back(x, c, gradient="polar", coefficients=polar_express(8))
+    g = pulled_back(x, c, coefficients=polar_express(8))
     expected = msign_oracles.svd_derivative(
         np.asarray(x, np.float64), np.asarray(c, np.float64)
     )
@@ -245,39 +196,31 @@ def test_polar_gradient_of_bfloat16_operands(shape):
 # The derivative's properties
 
 
-@pytest.mark.parametrize(
-    ("mode", "shape"), [("polar", (5, 9)), thorough("polynomial", (6, 6))]
-)
-def test_the_gradient_is_inverse_in_the_scale_of_x(mode, shape):
+@pytest.mark.parametrize("shape", [(5, 9), thorough((6, 6))])
+def test_the_gradient_is_inverse_in_the_scale_of_x(shape):
     x = jnp.asarray(matrix(*shape, 30), jnp.float32)
     c = jnp.asarray(random(shape), jnp.float32)
-    f = functools.partial(msign, gradient=mode)
-    g = vjp(f, x, c)
+    g = vjp(msign, x, c)
     for scale in (1e-30, 1e-3, 7.0, 1e30):
         assert_allclose(
-            vjp(f, scale * x, c) * scale, g, atol=3e-4 * float(jnp.max(jnp.abs(g)))
+            vjp(msign, scale * x, c) * scale, g, atol=3e-4 * float(jnp.max(jnp.abs(g)))
         )
 
 
 @pytest.mark.parametrize("shape", [(4, 4), thorough((3, 5)), nightly((5, 3))])
-def test_the_polar_jacobian_is_symmetric_and_positive_semidefinite(shape):
+def test_the_jacobian_is_symmetric_and_positive_semidefinite(shape):
     with jax.enable_x64(True):
         x = jnp.asarray(matrix(*shape, 10))
-        jacobian = jax.jit(jax.jacfwd(functools.partial(msign, gradient="polar")))(
-            x
-        ).reshape(x.size, x.size)
-        assert_allclose(jacobian, jacobian.T, atol=1e-12)
-        assert np.min(np.linalg.eigvalsh(jacobian)) > -1e-12
-        reverse = jax.jit(jax.jacrev(functools.partial(msign, gradient="polar")))(
-            x
-        ).reshape(x.size, x.size)
-        assert_allclose(jacobian, reverse, atol=1e-12)
+        jacobian = jax.jit(jax.jacfwd(msign))(x).reshape(x.size, x.size)
+        assert_allclose(jacobian, jacobian.T, atol=1e-9)
+        assert np.min(np.linalg.eigvalsh(jacobian)) > -1e-9
+        reverse = jax.jit(jax.jacrev(msign))(x).reshape(x.size, x.size)
+        assert_allclose(jacobian, reverse, atol=1e-9)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("shape", [thorough((12, 12)), (10, 20)])
 def test_rank_deficiency(shape):
-    """The polynomial mode is exact at any rank; the polar mode is finite, and right only inside of the range."""
     s = np.r_[np.linspace(1, 0.3, 5), np.zeros(shape[0] - 5)]
     x = oracles.with_spectrum(s, shape[1])
     c = random(shape)
@@ -285,16 +228,6 @@ def test_rank_deficiency(shape):
         rows = polar_express(8)
         g = pulled_back(x, c, coefficients=rows)
         assert relative(g, msign_oracles.svd_derivative(x, c, rows)) < 1e-10
-        u, _, vt = np.linalg.svd(x)
-        left = u[:, :5]
-        right = vt[:5].T
-        inside = left @ left.T @ c @ right @ right.T
-        g = pulled_back(x, inside, gradient="polar")
-        compressed = msign_oracles.svd_derivative(
-            left.T @ x @ right, left.T @ c @ right
-        )
-        assert relative(g, left @ compressed @ right.T) < 1e-10
-        assert np.all(np.isfinite(pulled_back(x, c, gradient="polar")))
 
 
 # All orders
@@ -311,16 +244,18 @@ ROWS = polar_express(8) + oracles.CLASSICAL * 2
 
 @functools.cache
 def derivative_by_autodiff(shape, order):
-    loss = scalar(
-        functools.partial(msign, coefficients=ROWS, gradient="autodiff"), shape
-    )
+    def by_autodiff(x):
+        """msign, of which JAX differentiates every step."""
+        return iterate(normalized(x), rows_beside(x, ROWS), product_of(x, "highest"))
+
+    loss = scalar(by_autodiff, shape)
     derivative = {2: jax.hessian(loss), 3: jax.jacfwd(jax.hessian(loss))}[order]
     with jax.enable_x64(True):
         return jax.jit(derivative)(jnp.asarray(matrix(*shape, 4)))
 
 
-def check_derivative(mode, shape, derivative, order, most):
-    loss = scalar(functools.partial(msign, coefficients=ROWS, gradient=mode), shape)
+def check_derivative(shape, derivative, order, most):
+    loss = scalar(functools.partial(msign, coefficients=ROWS), shape)
     with jax.enable_x64(True):
         found = jax.jit(derivative(loss))(jnp.asarray(matrix(*shape, 4)))
         assert relative(found, derivative_by_autodiff(shape, order)) < most
@@ -330,28 +265,25 @@ SMALL_SHAPES = [(3, 4), *map(nightly, ((2, 4), (3, 3)))]
 
 
 @pytest.mark.parametrize("shape", SMALL_SHAPES)
-@pytest.mark.parametrize(("mode", "outer", "inner"), [
-    ("polar", jax.jacfwd, jax.jacrev),
-    thorough("polar", jax.jacrev, jax.jacfwd),
-    thorough("polynomial", jax.jacrev, jax.jacrev),
-    nightly("polynomial", jax.jacfwd, jax.jacrev),
+@pytest.mark.parametrize(("outer", "inner"), [
+    (jax.jacfwd, jax.jacrev),
+    thorough(jax.jacrev, jax.jacfwd),
+    thorough(jax.jacrev, jax.jacrev),
 ])  # fmt: skip
-def test_second_derivatives(mode, shape, outer, inner):
-    check_derivative(mode, shape, lambda loss: outer(inner(loss)), 2, 1e-11)
+def test_second_derivatives(shape, outer, inner):
+    check_derivative(shape, lambda loss: outer(inner(loss)), 2, 1e-11)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["polynomial", "polar"])
 @pytest.mark.parametrize("shape", SMALL_SHAPES)
-def test_third_derivatives(mode, shape):
-    check_derivative(mode, shape, lambda loss: jax.jacfwd(jax.hessian(loss)), 3, 1e-9)
+def test_third_derivatives(shape):
+    check_derivative(shape, lambda loss: jax.jacfwd(jax.hessian(loss)), 3, 1e-9)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", [thorough("polynomial"), "polar"])
-def test_vmap_scan_and_remat(mode):
+def test_vmap_scan_and_remat():
     shape = (3, 5)
-    f = functools.partial(msign, gradient=mode, coefficients=polar_express(8))
+    f = functools.partial(msign, coefficients=polar_express(8))
     x = jnp.asarray(random((3, *shape)), jnp.float32)
     loss = scalar(f, shape)
     gradient = jax.jit(jax.grad(loss))
@@ -365,13 +297,13 @@ def test_vmap_scan_and_remat(mode):
             ]
         )
 
-    plain = functools.partial(msign, gradient="autodiff", coefficients=polar_express(8))
-    expected = jax.jit(jax.grad(recurrent), static_argnums=1)(x[0], plain)
-    g = f if mode == "polynomial" else jax.checkpoint(f)
-    # Eight steps' polynomial and the polar factor differ by no more than float32 here.
-    assert_allclose(
-        jax.jit(jax.grad(recurrent), static_argnums=1)(x[0], g), expected, atol=2e-3
-    )
+    def by_autodiff(x):
+        rows = rows_beside(x, polar_express(8))
+        return iterate(normalized(x), rows, product_of(x, "highest"))
+
+    gradient = jax.jit(jax.grad(recurrent), static_argnums=1)
+    expected = gradient(x[0], by_autodiff)
+    assert_allclose(gradient(x[0], jax.checkpoint(f)), expected, atol=2e-3)
 
 
 # What it costs
@@ -381,17 +313,14 @@ def temporary_bytes(f, *arguments):
     return jax.jit(f).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(("shape", "mode", "most"), [
-    thorough((512, 512), "polynomial", 8),
-    nightly((512, 512), "polar", 6.01),
-    ((512, 2048), "polynomial", 7.5),
-    ((512, 2048), "polar", 2.5),
-    nightly((2048, 512), "polynomial", 8.5),
-    thorough((2048, 512), "polar", 3.5),
+@pytest.mark.parametrize(("shape", "most"), [
+    thorough((512, 512), 8),
+    ((512, 2048), 7.5),
+    nightly((2048, 512), 8.5),
 ])  # fmt: skip
-def test_temporary_memory_of_a_gradient(shape, mode, most):
+def test_temporary_memory_of_a_gradient(shape, most):
     x = jax.ShapeDtypeStruct((8, *shape), jnp.float32)
-    f = functools.partial(msign, coefficients=polar_express(8), gradient=mode)
+    f = functools.partial(msign, coefficients=polar_express(8))
 
     def value_and_vjp(x, c):
         y, back = jax.vjp(f, x)
@@ -400,46 +329,38 @@ def test_temporary_memory_of_a_gradient(shape, mode, most):
     assert temporary_bytes(value_and_vjp, x, x) / (8 * shape[0] * shape[1] * 4) <= most
 
 
-@quick("polar-17")
-@pytest.mark.parametrize(("mode", "most"), [("polynomial", 30), ("polar", 17)])
-def test_unrolled_layers_do_not_keep_the_steps(mode, most):
+def test_unrolled_layers_do_not_keep_the_steps():
     """XLA merges an unrolled recomputation with the forward pass and then keeps everything: 199 n² for autodiff."""
     n = 256
 
     def loss(weights, x):
         for w in weights:
-            x = jnp.tanh(msign(w, coefficients=polar_express(8), gradient=mode) @ x)
+            x = jnp.tanh(msign(w, coefficients=polar_express(8)) @ x)
         return jnp.sum(x**2)
 
     weights = [jax.ShapeDtypeStruct((n, n), jnp.float32)] * 8
     x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
-    assert temporary_bytes(jax.grad(loss), weights, x) / (n * n * 4) <= most
+    assert temporary_bytes(jax.grad(loss), weights, x) / (n * n * 4) <= 30
 
 
 def compiled_vjp(f, x):
     return jax.jit(lambda x, c: jax.vjp(f, x)[1](c)[0]).lower(x, x).compile().as_text()
 
 
-@quick("polar-16")
-@pytest.mark.parametrize(("mode", "products"), [("polynomial", 7), ("polar", 16)])
-def test_the_loops_are_rolled_and_stack_nothing(mode, products):
-    """Polynomial: 3 of a step and 4 of its tangent. Polar: a step, 8 of the solve's, and 5 before and after it."""
+def test_the_loops_are_rolled_and_stack_nothing():
+    """There are three products of a step and four of its tangent."""
     few, many = (
         compiled_vjp(
-            functools.partial(msign, coefficients=polar_express(t), gradient=mode),
+            functools.partial(msign, coefficients=polar_express(t)),
             jnp.ones((3, 5)),
         )
         for t in (7, 23)
     )
-    assert few.count(" dot(") == many.count(" dot(") == products
+    assert few.count(" dot(") == many.count(" dot(") == 7
     assert "f32[23,3]" in many  # the coefficients
     for turns in (21, 22, 23):
         assert f"[{turns},3,5]" not in many
         assert f"[{turns},3,3]" not in many
-    assert "[23,3,5]" in compiled_vjp(
-        functools.partial(msign, coefficients=polar_express(23), gradient="autodiff"),
-        jnp.ones((3, 5)),
-    )
 
 
 # Mistakes
@@ -453,14 +374,6 @@ def test_the_loops_are_rolled_and_stack_nothing(mode, products):
     (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, 2.0),)), ValueError, r"rows of three numbers"),
     (lambda: msign(jnp.ones((2, 2)), coefficients="jordan"), ValueError, r"give numbers in place of a name"),
     (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, np.nan, 2.0),)), ValueError, r"finite"),
-    (lambda: msign(jnp.ones((2, 2)), gradient="polar", polish=-1), ValueError, r"polish=-1"),
-    (lambda: msign(jnp.ones((2, 2)), polish=1), ValueError, r"belongs to gradient='polar'"),
-    (lambda: msign(jnp.ones((2, 2)), coefficients=polar_express(3), gradient="polar"), ValueError,
-     r"3 steps and 0 of polish .* to between 0\.13 and 1\.9; give more polish"),
-    (lambda: msign(jnp.ones((2, 2)), coefficients=polar_express(2), gradient="polar", polish=2), ValueError,
-     r"polish=2\) needs steps that converge"),
-    (lambda: msign(jnp.ones((2, 2)), coefficients=((-1.0, 0, 0),), gradient="polar", polish=3), ValueError,
-     r"or other coefficients"),
     (lambda: msign({"w": jnp.ones((2, 2))}), TypeError, r"msign\(x=\{'w': .* must be an array \[\*b"),
     (lambda: msign([[1.0, 2.0], [3.0]]), TypeError, r"msign\(x=\[\[1\.0, 2\.0\], \[3\.0\]\]\) must be an array"),
 ])  # fmt: skip

@@ -10,9 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from muonjax import msign, polar_express
 from tests.tools.sharded import DEVICES, check, mesh
-from tests.tools.tiers import quick
-
-MODES = ("polynomial", "polar")
 
 
 def random(*shape):
@@ -21,11 +18,9 @@ def random(*shape):
     )
 
 
-@quick("shape0-polar")
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(3, 3), (2, 8)])
-def test_msign_of_a_replicated_weight_and_of_one_for_each_device(mode, shape):
-    f = functools.partial(msign, gradient=mode, coefficients=polar_express(6))
+def test_msign_of_a_replicated_weight_and_of_one_for_each_device(shape):
+    f = functools.partial(msign, coefficients=polar_express(6))
 
     def loss(replicated, own, x):
         return jnp.sum(jnp.tanh(x @ f(replicated)) + jnp.tanh(x @ f(own)))
@@ -34,15 +29,11 @@ def test_msign_of_a_replicated_weight_and_of_one_for_each_device(mode, shape):
     check(loss, (P(), P("data"), P("data")), arguments)
 
 
-@quick("polar")
-@pytest.mark.parametrize("mode", MODES)
-def test_second_derivatives_of_msign(mode):
+def test_second_derivatives_of_msign():
     """Reverse over reverse, as a model that takes Muon steps inside of its forward pass is trained."""
 
     def inner(w, x):
-        return jnp.sum(
-            jnp.tanh(x @ msign(w, gradient=mode, coefficients=polar_express(6)))
-        )
+        return jnp.sum(jnp.tanh(x @ msign(w, coefficients=polar_express(6))))
 
     def outer(w, x):
         return jnp.sum(jnp.sin(w - jax.grad(inner)(w, x)))
@@ -50,11 +41,9 @@ def test_second_derivatives_of_msign(mode):
     check(outer, (P("data"), P("data")), (random(DEVICES, 3, 5), random(DEVICES, 4, 3)))
 
 
-@quick("polar")
-@pytest.mark.parametrize("mode", MODES)
-def test_forward_mode_of_msign(mode):
+def test_forward_mode_of_msign():
     def forwards(w):
-        f = functools.partial(msign, gradient=mode, coefficients=polar_express(6))
+        f = functools.partial(msign, coefficients=polar_express(6))
         return jax.jvp(f, (w,), (jnp.cos(w),))[1]
 
     w = random(DEVICES, 3, 5)
