@@ -14,7 +14,6 @@ from muonjax._common.arguments import (
     check_flag,
     check_range,
     errors_of,
-    given_dtype,
     shown,
     whole_number,
 )
@@ -179,9 +178,7 @@ def _visible_blocks(
     return np.asarray(starts, np.int32)
 
 
-def max_logits_bound(
-    lse: Float[Array, "*batch T heads"], *, dtype: jax.typing.DTypeLike | None = None
-) -> Float32[Array, " heads"]:
+def max_logits_bound(lse: Float[Array, "*batch T heads"]) -> Float32[Array, " heads"]:
     r"""Upper bound of each head's largest logit, from the log-sum-exp that flash attention has anyway.
 
     $$\max_j s_{ij} \;\le\; \log \sum_j e^{s_{ij}} \;\le\; \max_j s_{ij} + \log S$$
@@ -191,9 +188,8 @@ def max_logits_bound(
     clipped early. A soft-cap or an attention bias inside the softmax makes it a bound of something else.
 
     Args:
-      lse: `[*batch, T, heads]`, as `jax.nn.dot_product_attention(..., return_residual=True)` returns it.
-      dtype: The least precise dtype that `lse` went through, whose rounding is added; default: `lse.dtype`
-        (JAX returns it in the queries' dtype, bfloat16 as a rule).
+      lse: `[*batch, T, heads]`, as `jax.nn.dot_product_attention(..., return_residual=True)` returns it, in the
+        queries' dtype: the rounding of this dtype is added. Don't cast it to a more precise one before.
 
     Returns:
       `[heads]`, float32; −inf, +inf and NaN are passed on.
@@ -217,12 +213,8 @@ def max_logits_bound(
             raise ValueError(
                 f" needs floats [*batch, T, heads], got {lse.dtype}{[*lse.shape]}."
             )
-        if dtype is not None:
-            dtype = given_dtype(
-                "dtype", dtype, (jnp.floating,), "a floating-point dtype"
-            )
     # lse went through a rounding to its dtype, by at most half a unit in the last place.
-    cast = float(jnp.finfo(lse.dtype if dtype is None else dtype).eps) / 2
+    cast = float(jnp.finfo(lse.dtype).eps) / 2
     # An error δ of the sum is an absolute one of its logarithm, log(sum·(1 + δ)) ≈ lse + δ, and the logarithm's own
     # rounding is relative to lse. Each is taken as four float32 epsilons.
     inside = 4 * float(jnp.finfo(jnp.float32).eps)

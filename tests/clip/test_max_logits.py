@@ -277,10 +277,6 @@ def test_the_bound_covers_the_rounding_of_its_dtype(dtype):
         rounded = jnp.asarray(sign * exact).astype(dtype)[None]
         assert (np.asarray(rounded, np.float32)[0] < sign * exact).any()
         assert (np.asarray(muonjax.max_logits_bound(rounded)) >= sign * exact).all()
-        upcast = rounded.astype(jnp.float32)
-        assert (
-            np.asarray(muonjax.max_logits_bound(upcast, dtype=dtype)) >= sign * exact
-        ).all()
 
 
 @pytest.mark.nan
