@@ -29,7 +29,6 @@ def symmetric_product(
     alpha: jax.typing.ArrayLike = 1.0,
     beta: jax.typing.ArrayLike = 0.0,
     implementation: str | None = None,
-    axis_name: str | tuple[str, ...] = (),
 ) -> Inexact[Array, "*batch m m"]:
     """Multiply matrices whose product is known to be symmetric, and return it exactly symmetric.
 
@@ -54,9 +53,6 @@ def symmetric_product(
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
         ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
         kernel for NVIDIA's H100 and H200. If you name one, it runs or raises an error.
-      axis_name: mesh axes, inside of `jax.shard_map`, whose devices all hold these same arguments. Each then
-        computes a part of the triangle, as plain products, and one all-gather completes it on all of them. Under
-        ``check_vma=True`` the result counts as varying over these axes, though it is the same.
 
     Returns:
       [*batch, m, m], in X's dtype.
@@ -74,18 +70,6 @@ def symmetric_product(
              [12., 19.]], dtype=float32)
     """
     operands = _checked(x, y, c, alpha, beta)
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, tuple) or not all(
-        isinstance(axis, str) and axis for axis in axes
-    ):
-        raise TypeError(
-            f"symmetric_product(axis_name={axis_name!r}) must be the name of a mesh axis, or several."
-        )
-    if axes and implementation is not None:
-        raise ValueError(
-            f"symmetric_product(implementation={implementation!r}, axis_name={axes!r}): the parts that devices "
-            "share out are plain products; leave one of the two out."
-        )
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
@@ -93,9 +77,8 @@ def symmetric_product(
         )
     arrays = [a for a in (x, y, c) if a is not None]
     platform = platform_of(*arrays)
-    return _traced_once(
-        operands, implementation or _choose(platform, operands.x), axes, platform
-    )
+    implementation = implementation or _choose(platform, operands.x)
+    return _traced_once(operands, implementation, platform)
 
 
 class SymmetricProduct(NamedTuple):
@@ -128,7 +111,7 @@ class SymmetricProduct(NamedTuple):
         real = jnp.finfo(_xla.accumulator(x.dtype)).dtype
         operands = Operands(x, y, c, jnp.asarray(alpha, real), jnp.asarray(beta, real))
         implementation = self.implementation or _choose(self.platform, x)
-        return _traced_once(operands, implementation, (), self.platform)
+        return _traced_once(operands, implementation, self.platform)
 
 
 def _choose(platform: str, x: jax.Array) -> str:
@@ -206,15 +189,9 @@ def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
 
 
 def _run(
-    operands: Operands,
-    implementation: str,
-    sharing_axes: tuple[str, ...],
-    platform: str,
+    operands: Operands, implementation: str, platform: str
 ) -> Inexact[Array, "*batch m m"]:
-    """The product by the implementation of this name, or in parts that devices along the sharing axes make."""
-    # Devices share XLA's products, whichever implementation `_choose` takes for whole ones.
-    if sharing_axes:
-        return _xla.shared_product(operands, axis_name=sharing_axes)
+    """The product by the implementation of this name."""
     if implementation == "blocked":
         return _xla.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:
@@ -226,7 +203,7 @@ def _run(
     return _xla.symmetric_product(operands)
 
 
-_product = jax.custom_jvp(_run, nondiff_argnums=(1, 2, 3))
+_product = jax.custom_jvp(_run, nondiff_argnums=(1, 2))
 
 
 @jax.custom_jvp
@@ -242,7 +219,7 @@ def _gram_jvp(primals, tangents):
     return _gram(x), m + m.mT.conj()
 
 
-def _product_jvp(implementation, sharing_axes, platform, primals, tangents):
+def _product_jvp(implementation, platform, primals, tangents):
     """S and dS, the derivative in forward mode as `jax.custom_jvp` asks for it: that of the product in plain `jnp`.
 
     Every term is linear in its tangent, so JAX transposes it for reverse mode. A tangent that is known to be zero has
@@ -261,7 +238,7 @@ def _product_jvp(implementation, sharing_axes, platform, primals, tangents):
         p = _gram(o.x) if o.y is None else _xla.product(o.x, o.y)
         return _xla.scaled_sum(_xla.mirror(p), o)
 
-    out = _product(operands, implementation, sharing_axes, platform)
+    out = _product(operands, implementation, platform)
     _, tangent = jax.jvp(plain, (values,), (directions,))
     # Inside of `jax.shard_map`, a tangent must vary over the same mesh axes as S.
     return out, jnp.zeros_like(out) + tangent
@@ -270,4 +247,4 @@ def _product_jvp(implementation, sharing_axes, platform, primals, tangents):
 _product.defjvp(_product_jvp, symbolic_zeros=True)
 
 # One trace for all products of a shape: an iteration makes a dozen of them.
-_traced_once = jax.jit(_product, static_argnums=(1, 2, 3))
+_traced_once = jax.jit(_product, static_argnums=(1, 2))

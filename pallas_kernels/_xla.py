@@ -1,4 +1,4 @@
-"""The symmetric product in plain `jnp`: whole, in blocks, and in parts that devices share.
+"""The symmetric product in plain `jnp`: whole, and in blocks.
 
 The result of ``alpha·X Yᴴ + beta·C`` is known to be symmetric (Hermitian for complex numbers), so only its
 lower triangle is *read*; the upper one is its mirror image. This is a part of the definition: every implementation
@@ -20,20 +20,6 @@ Blocks of one size are the same few kernels all over an iteration, and XLA compi
 reason the result is put together column by column, which takes the mirroring along, and scaled as a whole: what differs
 from product to product comes last. A loop over the blocks would compile faster still, but run them one after the other:
 on two cores a whole iteration takes longer so.
-
-The blocks can also be shared among devices that hold the same operands, inside of `jax.shard_map`.
-
-```
-p = 2 devices, 2p = 4 rows of blocks, 2p + 1 = 5 blocks per device
-
-[ 0       ]
-[ 0 0     ]     device 0 computes the blocks marked 0, device 1 those marked 1; one all-gather
-[ 0 0 1   ]     gives both of them all, and the upper triangle is their mirror image
-[ 1 1 1 1 ]
-```
-
-The lower triangle has p(2p + 1) blocks, 2p + 1 for each device. Each computes (1 + 1 / 2p) / 2p of the whole product's
-multiply-adds, and half of the result is sent.
 """
 
 from __future__ import annotations
@@ -45,13 +31,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels._xla_workarounds import numbers_from_loop
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Inexact
+    from jaxtyping import Array, Inexact
 
 
 class Operands(NamedTuple):
@@ -121,20 +106,6 @@ def product(
     )
 
 
-def epilogue(
-    p: Inexact[Array, "*batch m n"],
-    c: Inexact[Array, "*batch m n"] | None,
-    alpha: Float[Array, " ..."],
-    beta: Float[Array, " ..."],
-) -> Inexact[Array, "*batch m n"]:
-    """``alpha·P + beta·C`` in P's dtype, or ``alpha·P`` without C; alpha and beta as `Operands` has them."""
-    # The casts are explicit, because JAX's strict mode promotes nothing by itself.
-    s = alpha.astype(p.dtype) * p
-    if c is None:
-        return s
-    return s + beta.astype(p.dtype) * c.astype(p.dtype)
-
-
 def mirror(p: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
     """The Hermitian matrix whose lower triangle is P's: [[1, 9], [2, 3]] gives [[1, 2], [2, 3]]."""
     m = p.shape[-1]
@@ -159,9 +130,12 @@ def scaled_sum(
     p: Inexact[Array, "*batch m m"], o: Operands
 ) -> Inexact[Array, "*batch m m"]:
     """``alpha·P + beta·C`` of a symmetric P, in X's dtype."""
-    c = None if o.c is None else mirror(o.c)
+    # The casts are explicit, because JAX's strict mode promotes nothing by itself.
+    result = o.alpha.astype(p.dtype) * p
+    if o.c is not None:
+        result += o.beta.astype(p.dtype) * mirror(o.c).astype(p.dtype)
     # From the accumulator's dtype, once, after C is added.
-    return epilogue(p, c, o.alpha, o.beta).astype(o.x.dtype)
+    return result.astype(o.x.dtype)
 
 
 # How many rows of blocks there are at most, and how many rows the smallest block has.
@@ -217,67 +191,3 @@ def _in_blocks(
         column = [blocks[i, j] for i in range(rows)]
         columns.append(jnp.concatenate(column, axis=-2))
     return scaled_sum(jnp.concatenate(columns, axis=-1), o)
-
-
-def shared_product(
-    o: Operands, *, axis_name: tuple[str, ...]
-) -> Inexact[Array, "*batch m m"]:
-    """The product, of which each device along the mesh axes `axis_name` computes some blocks.
-
-    All these devices hold the same operands, and get the whole product by one all-gather.
-    """
-    m = o.x.shape[-2]
-    devices = math.prod(map(lax.axis_size, axis_name))
-    # p devices and 2p rows of blocks: the lower triangle has p(2p + 1) blocks, 2p + 1 for each device.
-    rows = 2 * devices
-    # Rounded up; zeros fill the last blocks.
-    size = -(-m // rows)
-    # The row and the column of each block of the triangle, [p(2p + 1)] each: 0, 1, 1, 2, ... and 0, 0, 1, 0, ...
-    block_rows, block_columns = np.argwhere(np.tri(rows)).T
-    device = lax.axis_index(axis_name)
-    # Each row of these tables is the list of blocks of one device.
-    rows_of_devices = block_rows.reshape(devices, -1)
-    columns_of_devices = block_columns.reshape(devices, -1)
-    rows_of_device = jnp.asarray(rows_of_devices)[device]
-    columns_of_device = jnp.asarray(columns_of_devices)[device]
-
-    def padded(a: jax.Array, *axes: int) -> jax.Array:
-        """The array with these axes filled with zeros up to `rows` whole blocks."""
-        widths = [(0, 0)] * a.ndim
-        for axis in axes:
-            widths[axis] = (0, rows * size - m)
-        return jnp.pad(a, widths)
-
-    def cut(a: jax.Array, i: jax.Array, axis: int) -> jax.Array:
-        return lax.dynamic_slice_in_dim(
-            a, i * size, size, axis, allow_negative_indices=False
-        )
-
-    # The blocks of a device. From an array [*batch, m, k] `cut_rows` makes [*batch, blocks, size, k], and of these
-    # `cut_columns` takes [*batch, blocks, size, size], from each block its own columns.
-    cut_rows = jax.vmap(lambda a, i: cut(a, i, -2), in_axes=(None, 0), out_axes=-3)
-    cut_columns = jax.vmap(lambda a, j: cut(a, j, -1), in_axes=(-3, 0), out_axes=-3)
-
-    x = padded(o.x, -2)
-    y = x if o.y is None else padded(o.y, -2)
-    x_i = cut_rows(x, rows_of_device)
-    y_j = cut_rows(y, columns_of_device)
-    # S_ij = X_i Y_j^H, [*batch, blocks, size, size]
-    p = product(x_i, y_j)
-    c = o.c
-    if c is not None:
-        c = padded(c, -2, -1)
-        c = cut_rows(c, rows_of_device)
-        c = cut_columns(c, columns_of_device)
-    # The blocks are one more batch axis: [*batch, 1, 1] -> [*batch, 1, 1, 1], one number for all blocks of a matrix.
-    alpha = o.alpha[..., None] if o.alpha.ndim else o.alpha
-    beta = o.beta[..., None] if o.beta.ndim else o.beta
-    part = epilogue(p, c, alpha, beta).astype(x.dtype)
-    blocks = lax.all_gather(part, axis_name, axis=part.ndim - 3, tiled=True)
-    # Block (i, j) is number[i, j] of all blocks. Above the diagonal any block will do: `mirror` does not read it.
-    number = np.zeros((rows, rows), int)
-    number[block_rows, block_columns] = np.arange(len(block_rows))
-    # [*batch, rows, rows, size, size] -> [*batch, rows, size, rows, size] -> [*batch, rows * size, rows * size]
-    s = jnp.moveaxis(blocks[..., number, :, :], -3, -2)
-    s = s.reshape(*s.shape[:-4], rows * size, rows * size)
-    return mirror(s[..., :m, :m])
