@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from muonjax._clip.match_statistics import larger, largest_of_devices, match_statistics
+from muonjax._clip.match_statistics import match_statistics
 from muonjax._clip.place_sites import Modules, place_sites
 from muonjax._clip.site import PlacedSite, Site
 from muonjax._common.arguments import (
@@ -36,7 +36,7 @@ class QKClipState(NamedTuple):
     Attributes:
       count: Number of updates so far, int32 [].
       running_max: Maxima since the last clip, float32; -inf after it.
-      maxima: The maxima that the last clip used, float32; -inf before the first.
+      maxima: The maxima that the last clip used, float32; -inf before the first, and where none was finite.
       factors: γ at the last clip, float32 in (0, 1]; 1 where nothing was scaled.
       clips: How often each head was scaled, int32.
 
@@ -64,7 +64,7 @@ class ClipByStatistic:
       argument: What `update` calls the statistics.
       sites: What is scaled.
       prepare: Checks the modules that the sites match, and may set their powers of γ.
-      threshold: The largest value allowed, or a schedule, for sites without one.
+      threshold: The largest value allowed, or a schedule of the number of clips so far.
       every_k: Clip at every k-th update.
       axis_name: Mesh axes to take the maximum over, or ().
     """
@@ -73,7 +73,7 @@ class ClipByStatistic:
     argument: str
     sites: Sequence[Site]
     prepare: Callable[[list[PlacedSite]], list[PlacedSite]]
-    threshold: Any = None
+    threshold: Any
     every_k: int
     axis_name: tuple[str, ...]
 
@@ -98,17 +98,7 @@ class ClipByStatistic:
             sites, _ = self.find(modules)
         # One warning for each optimizer: `update` is traced more than once.
         self._warn_of_low_precision(sites, modules)
-        state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
-        for site in sites:
-            # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
-            zero = zero_beside(modules.leaves[site.scales[0].leaf])
-            zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
-            # Each field gets an array of its own, because a buffer that is in two places can't be donated.
-            state.running_max[site.name] = zeros - jnp.inf
-            state.maxima[site.name] = zeros - jnp.inf
-            state.factors[site.name] = zeros + 1.0
-            state.clips[site.name] = zeros.astype(jnp.int32)
-        return state
+        return first_state(sites, modules)
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -121,22 +111,28 @@ class ClipByStatistic:
             if not hasattr(state, "factors"):
                 raise ValueError(message_for_other_state(state))
             self._require(params, statistics)
-            # Sites are found again, because the tree may have lost parameters since `init`. Paths and shapes are
-            # static, so this is done while tracing.
             modules = Modules(params)
-            # `not_trained` names the statistics of a program's attentions with frozen parameters, which are ignored.
-            sites, not_trained = self.find(modules)
-            self._check_state(state, sites)
-            maxima = match_statistics(self.argument, statistics, sites, not_trained)
-            if self.axis_name:
-                # Replicas that clip by their own maxima would diverge.
-                maxima = {
-                    name: largest_of_devices(x, self.axis_name)
-                    for name, x in maxima.items()
-                }
-            state, gammas = self._clip_of_update(state, maxima, sites)
-            factors = parameter_factors(sites, gammas)
+            state, factors = self.clip(state, modules, statistics)
             return scaled_leaves(updates, modules.leaves, factors), state
+
+    def clip(
+        self, state: QKClipState, modules: Modules, statistics: Any
+    ) -> tuple[QKClipState, dict[str, jax.Array]]:
+        """The state after this update, and what each parameter that is clipped is multiplied by, by its path.
+
+        The shape of a factor broadcasts to the parameter.
+        """
+        # Sites are found again, because the tree may have lost parameters since `init`. Paths and shapes are static, so
+        # this is done while tracing. `not_trained` names the statistics of a program's attentions with frozen
+        # parameters, which are ignored.
+        sites, not_trained = self.find(modules)
+        self._check_state(state, sites)
+        maxima = match_statistics(self.argument, statistics, sites, not_trained)
+        if self.axis_name:
+            # Replicas that clip by their own maxima would diverge.
+            maxima = jax.lax.pmax(maxima, self.axis_name)
+        state, gammas = self._clip_of_update(state, maxima, sites)
+        return state, parameter_factors(sites, gammas)
 
     def _clip_of_update(
         self,
@@ -156,7 +152,9 @@ class ClipByStatistic:
           is the k-th, 2k-th, ... update of `every_k` = k.
         """
         is_due = (state.count + 1) % self.every_k == 0
-        clips_so_far = state.count // self.every_k
+        threshold = self.threshold
+        if callable(threshold):
+            threshold = threshold(state.count // self.every_k)
 
         gammas: dict[str, jax.Array] = {}
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -166,10 +164,9 @@ class ClipByStatistic:
             # The maxima are sharded as the state is, even if they came otherwise, so that its buffers can be donated.
             maximum = sharded_like(maxima[name], state.maxima[name])
             # The clip goes by the largest of all micro-batches since the last clip.
-            maximum = larger(maximum, state.running_max[name])
+            maximum = jnp.maximum(maximum, state.running_max[name])
             after.running_max[name] = jnp.where(is_due, -jnp.inf, maximum)
-            gamma = gamma_of(site, maximum, self.threshold, clips_so_far)
-            gamma = jnp.where(is_due, gamma, 1.0)
+            gamma = jnp.where(is_due, clip_factor(maximum, threshold), 1.0)
             # For a log, the state keeps what the last clip did until the next clip.
             after.maxima[name] = jnp.where(is_due, maximum, state.maxima[name])
             after.factors[name] = jnp.where(is_due, gamma, state.factors[name])
@@ -218,26 +215,27 @@ class ClipByStatistic:
         )
 
 
+def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
+    """The state before the first update: no maxima, and no head scaled."""
+    state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
+    for site in sites:
+        # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
+        zero = zero_beside(modules.leaves[site.scales[0].leaf])
+        zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
+        # Each field gets an array of its own, because a buffer that is in two places can't be donated.
+        state.running_max[site.name] = zeros - jnp.inf
+        state.maxima[site.name] = zeros - jnp.inf
+        state.factors[site.name] = zeros + 1.0
+        state.clips[site.name] = zeros.astype(jnp.int32)
+    return state
+
+
 def checked_every_k(every_k: Any) -> int:
     """How many updates lie between two clips; 1 for None. Raises for what is no such number."""
     # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
     every_k = 1 if every_k is None else every_k
     why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
     return whole_number("every_k", every_k, 1, why)
-
-
-def gamma_of(
-    site: PlacedSite, maximum: jax.Array, threshold: Any, clips_so_far: Any = 0
-) -> jax.Array:
-    """γ of each head of a module, from its largest logits: by the threshold of its site, or by the common one.
-
-    A threshold may be a schedule, a function of the number of clips so far.
-    """
-    if site.threshold is not None:
-        threshold = site.threshold
-    if callable(threshold):
-        threshold = threshold(clips_so_far)
-    return clip_factor(maximum, threshold)
 
 
 def clip_factor(

@@ -115,25 +115,19 @@ def _matched(site: Site, modules: Modules) -> list[str]:
     first = site.scales[0].path
     child = _parent(first) or first
 
-    def with_child(paths: Iterable[str]) -> list[str]:
-        return [path for path in paths if modules.has(below(path, child))]
-
     # A path without wildcards is looked up: there may be a thousand sites, and each search goes over all modules.
     is_plain = re.escape(site.path) == site.path
     candidates = [site.path] if is_plain else sorted(modules.leaves_of)
-    matched = [path for path in with_child(candidates) if re.fullmatch(site.path, path)]
+    matched = []
+    for path in candidates:
+        if modules.has(below(path, child)) and re.fullmatch(site.path, path):
+            matched.append(path)
     if matched:
         return matched
-    # The pattern matches none of the modules with this child, which the message lists.
-    why = "it has to match a whole path, one of"
-    known = with_child(sorted(modules.leaves_of))
-    # No module has this child, so that the message lists all modules with parameters.
-    if not known:
-        why = f"none has {child!r} among those of"
-        known = sorted({_parent(path) for path in modules.leaves})
+    holders = sorted({repr(_parent(leaf)) for leaf in modules.leaves})
     raise ValueError(
-        f"the site {site.path!r} matches no module with {child!r}: {why} "
-        f"[{listed([repr(path) for path in known], ', ')}]. "
+        f"the site {site.path!r} matches no module with {child!r}: it has to match a whole path, and parameters are in "
+        f"[{listed(holders, ', ')}]. "
         "Give the projections' own names; a frozen one that is no parameter here can't be clipped."
     )
 
@@ -152,37 +146,33 @@ def _placed(site: Site, path: str, modules: Modules) -> PlacedSite:
         # Norms of queries and keys are no part of another signal, whose factors have other names.
         if any(scale.factor in ("query", "key") for scale in site.scales):
             _refuse_norms(path, site.norms, modules)
+            _check_heads(path, scales)
         _refuse_adapters(path, leaves, modules)
-    module = PlacedSite(path, below(path, site.signal), tuple(scales), site.threshold)
-    _check_layers(module)
-    _check_entries(module)
-    return module
-
-
-def _check_layers(module: PlacedSite) -> None:
-    """Raise unless all parameters of a module are stacks of the same layers."""
     # A statistic has one axis for each axis of layers, so kernels and biases need the same ones.
-    layers = {scale.leaf: scale.layers for scale in module.scales}
+    layers = {scale.leaf: scale.layers for scale in scales}
     if len(set(layers.values())) > 1:
         raise ValueError(
-            f"parameters of {module.path!r} disagree on the stack of layers: {layers}; see scan_axis."
+            f"parameters of {path!r} disagree on the stack of layers: {layers}; see scan_axis."
         )
+    return PlacedSite(path, below(path, site.signal), tuple(scales))
 
 
-def _check_entries(module: PlacedSite) -> None:
-    """Raise unless the numbers of heads fit: 8 query heads may share 8, 4, 2 or 1 key heads.
+def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
+    """Raise unless queries and keys can be multiplied head by head.
 
-    All parameters of one factor, as a kernel and its bias, have the same number.
+    8 query heads of 64 features fit 8, 4, 2 or 1 key heads of 64, and a bias has as many as its kernel.
     """
-    # {("query", 8), ("key", 2)}: one number for each factor, and two different numbers at most
-    counts = {(scale.factor, scale.entries) for scale in module.scales}
-    factors = {scale.factor for scale in module.scales}
-    numbers = {scale.entries for scale in module.scales}
-    fits = len(counts) == len(factors) and len(numbers) <= 2
-    if not fits or module.entries % module.key_heads != 0:
-        entries = {scale.leaf: scale.entries for scale in module.scales}
+    query_heads = {scale.entries for scale in scales if scale.factor != "key"}
+    key_heads = {scale.entries for scale in scales if scale.factor == "key"}
+    # Rotary queries are multiplied by a key that nothing scales.
+    features = {scale.features for scale in scales if scale.factor != "whole"}
+    is_one_each = len(query_heads) == len(key_heads) == len(features) == 1
+    if not is_one_each or max(query_heads) % max(key_heads) != 0:
+        heads = [f"{x.leaf!r} {x.entries} of {x.features} features" for x in scales]
+        # A key of one head, in an axis of 12, is read as 4 heads of 3 by mha_site(num_heads=4).
         raise ValueError(
-            f"head counts of {module.path!r} {entries}: query heads must be a multiple of key heads."
+            f"heads of {path!r}, {', '.join(heads)}: query heads must be a multiple of key heads, with as many "
+            "features each. Several query heads may share a key head: give num_kv_heads, and see the site's layout."
         )
 
 

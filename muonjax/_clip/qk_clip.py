@@ -11,12 +11,10 @@ import optax
 from muonjax._clip.clip_by_statistic import (
     ClipByStatistic,
     checked_every_k,
-    gamma_of,
-    parameter_factors,
+    first_state,
     scaled_leaves,
 )
-from muonjax._clip.match_statistics import match_statistics
-from muonjax._clip.place_sites import Modules, place_sites
+from muonjax._clip.place_sites import Modules
 from muonjax._clip.scaled_entries import PlacedScale
 from muonjax._clip.site import PlacedSite, Sites, as_sites
 from muonjax._common.arguments import check_range, errors_of, mesh_axes
@@ -45,8 +43,7 @@ def qk_clip(
 
     for each head of each layer, kernels and biases. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
     that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a maximum that is
-    negative, zero, infinite or NaN; such a measurement hides no finite one of another call, example, micro-batch or
-    device.
+    negative, zero, infinite or NaN; such a measurement hides no finite one of another micro-batch or device.
 
     It is the last member of the chain, after everything that changes the update; `optax.MultiSteps` has to
     be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. Around the clip it
@@ -64,8 +61,8 @@ def qk_clip(
       axis_name: Mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
 
     Returns:
-      A transformation whose `update` needs `params` and `max_logits`, a dict `{module path: [*layers, *batch, heads]}`
-      as `muonjax.value_and_grad` returns it. Its state is a `QKClipState`.
+      A transformation whose `update` needs `params` and `max_logits`, a dict `{module path: [*layers, heads]}` as
+      `muonjax.value_and_grad` returns it. Its state is a `QKClipState`.
 
     Raises:
       ValueError: No sites, or settings out of range; while tracing: a site by hand that matches nothing, or a module
@@ -97,15 +94,16 @@ def clip_of_logits(
     every_k: Any = None,
     axis_name: Any = None,
 ) -> ClipByStatistic:
-    """The clip by largest logits for the public function `call`: "qk_clip", "muonclip" or "adamclip".
+    """The clip by largest logits for the public function `call`: "qk_clip", "muonclip", "adamclip" or "apply_qk_clip".
 
     The caller puts its name before the messages of errors, with `errors_of`.
     """
     check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
+    # `qk_clip` takes a threshold first, and an optimizer a learning rate.
+    is_optimizer = call in ("muonclip", "adamclip")
     # `muonclip(2e-3)` is a likely first call. The signature allows it, so that the message can show both lines.
     if sites is None:
-        # `qk_clip` takes a threshold first, and an optimizer a learning rate.
-        first = "100.0" if call == "qk_clip" else "2e-3"
+        first = "2e-3" if is_optimizer else "100.0"
         raise ValueError(
             f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
             f"tx = muonjax.{call}({first}, program)"
@@ -114,7 +112,7 @@ def clip_of_logits(
     return ClipByStatistic(
         call=call,
         argument="max_logits",
-        sites=as_sites("sites" if call == "qk_clip" else "program", sites),
+        sites=as_sites("program" if is_optimizer else "sites", sites),
         prepare=_attentions,
         threshold=threshold,
         every_k=checked_every_k(every_k),
@@ -153,19 +151,11 @@ def apply_qk_clip(
     Source: as `qk_clip`.
     """
     with errors_of("apply_qk_clip"):
-        check_range("threshold", threshold, "positive and finite", _USUAL)
+        clip = clip_of_logits("apply_qk_clip", threshold, sites)
         modules = Modules(params)
-        # `not_trained` are attentions of a program whose parameters are frozen or missing: their statistics may be
-        # there, and count nothing.
-        sites, not_trained = place_sites(modules, as_sites("sites", sites))
-        attentions = _attentions(sites)
-        statistics = match_statistics("max_logits", max_logits, attentions, not_trained)
-    # No step lies between the measurement and this clip, so that the bound is exact.
-    gammas = {
-        site.name: gamma_of(site, statistics[site.name], threshold)
-        for site in attentions
-    }
-    factors = parameter_factors(attentions, gammas)
+        attentions, _ = clip.find(modules)
+        # No step lies between the measurement and this clip, so that the bound is exact.
+        _, factors = clip.clip(first_state(attentions, modules), modules, max_logits)
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
     return scaled_leaves(params, zeros, factors)
@@ -200,12 +190,11 @@ def _with_powers(site: PlacedSite) -> PlacedSite:
     Query and key have 1/2 each, or 1 and 0 where query heads share a key. "whole" has 1: rotary queries, whose key all
     heads share.
 
-    Raises ValueError for a factor other than query, key and whole, and for queries and keys that don't fit each other.
+    Raises ValueError for a factor other than query, key and whole.
     """
     # Fewer key heads than query heads: each key head is shared.
     has_own_keys = site.key_heads == site.entries
     powers = _POWERS_OF_OWN_KEYS if has_own_keys else _POWERS_OF_SHARED_KEYS
-    kernels: dict[str, PlacedScale] = {}
     scales = []
     for scale in site.scales:
         factor = scale.factor
@@ -213,31 +202,6 @@ def _with_powers(site: PlacedSite) -> PlacedSite:
             raise ValueError(
                 f"{site.path!r} has a factor {factor!r}, not query, key or whole."
             )
-        # The scale of a kernel comes before that of its bias, and so is the first of its factor.
-        kernels.setdefault(factor, scale)
         with_power = dataclasses.replace(scale.scale, power=powers[factor])
         scales.append(scale._replace(scale=with_power))
-    if "query" in kernels and "key" in kernels:
-        _check_product(kernels["query"], kernels["key"])
     return site._replace(scales=tuple(scales))
-
-
-def _check_product(query: PlacedScale, key: PlacedScale) -> None:
-    """Raise unless the heads of a query have as many features as those of its key, and are at least as many.
-
-    8 query heads of 64 features fit 8 or 2 key heads of 64.
-    """
-    # Each query head meets one key head, feature by feature.
-    heads, features = query.entries, query.features
-    if heads >= key.entries and features == key.features:
-        return
-    # The likeliest mistake is mha_site(num_heads=4) for a key of one head of 12 features, in an axis of 12: it is read
-    # as 4 heads of 3. The message gives the number of key heads for which they are as wide as the query's.
-    key_heads, rest = divmod(key.entries * key.features, features)
-    is_possible = rest == 0 and heads % key_heads == 0
-    fix = f": give num_kv_heads={key_heads}" if is_possible else ""
-    raise ValueError(
-        f"{query.leaf!r} has {heads} heads of {features} features and {key.leaf!r} {key.entries} of {key.features}: "
-        "they can't be multiplied; several query heads may share a key head, and not the reverse. See the site's "
-        f"layout and head counts{fix}."
-    )

@@ -36,8 +36,8 @@ class Scale:
       path: The parameter's path below the site's module: "query/kernel".
       rank: Number of axes of one layer's parameter; the further ones of a stacked parameter count layers.
       axes: The axes of one layer's parameter, negative, that hold the entries.
-      entries: How many there are; None: the length of the first of the axes. 1 for a signal of one number per
-        layer.
+      entries: How many there are; None: the length of the first of the axes, or 1 if there is no axis. 1 for a signal
+        of one number per layer.
       part: (first, end) on the flattened axes, or within each group; an end of None is the end of it.
       span: (first, end) within the run of each entry; an end of None is the end of the run.
       groups: Into how many equal groups the flattened axes are cut.
@@ -83,10 +83,6 @@ class Scale:
         if len(different) < len(axes):
             raise ValueError(
                 f"({axes=}) must be different axes of the {self.rank} of one layer."
-            )
-        if not axes and self.entries is None:
-            raise ValueError(
-                "(axes=()) has no axis that counts entries: give entries=1."
             )
         _check_positions("part", self.part)
         _check_positions("span", self.span)
@@ -212,7 +208,7 @@ def placed(
     # What the scale leaves open follows from the shape: the first axis counts the entries, as heads in (d, heads,
     # head_dim), and they fill each group from the first position of the part on.
     sizes = [shape[axis] for axis in axes]
-    entries = sizes[0] if scale.entries is None else scale.entries
+    entries = scale.entries or (*sizes, 1)[0]
     group, rest = divmod(math.prod(sizes), scale.groups)
     first, end = scale.part
     if end is None:

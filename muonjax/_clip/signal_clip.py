@@ -6,28 +6,30 @@ import optax
 
 from muonjax._clip.clip_by_statistic import ClipByStatistic, checked_every_k
 from muonjax._clip.site import PlacedSite, Site, as_sites
-from muonjax._common.arguments import errors_of, mesh_axes
+from muonjax._common.arguments import check_range, errors_of, mesh_axes
 
 
 def signal_clip(
+    threshold: optax.ScalarOrSchedule,
     sites: Site | Sequence[Site],
     *,
     every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Scale down weights whose measured signal exceeds its threshold.
+    r"""Scale down weights whose measured signal exceeds a threshold.
 
     In `qk_clip` the signal is the largest attention logit. Another signal is the largest output of a layer
     ("MaxOutput"): of each output dimension, of each group of them, or of the whole layer.
 
-    The signal S must be a maximum of sums of products, each linear in its factors (a factor is a kernel with its
-    bias). Each factor is scaled by a power of γ = min(1, threshold / S). If these powers sum to one along every
-    product, the signal is scaled by exactly γ. The sums are checked here; that the signal is linear in each factor is
-    not checked.
+    The signal S must be a maximum of sums of products, linear in each factor: a factor is a kernel with its bias, and
+    with other parameters that are added to them. Each factor is scaled by a power of γ = min(1, threshold / S). If
+    these powers sum to one, the signal is scaled by exactly γ. The sum is checked here; that the signal is linear in
+    each factor is not checked.
 
     Args:
-      sites: What is measured, which weights it depends on with the powers of γ, and the largest value allowed for it.
-        A factor that is not scaled at all, such as a shared key, is left out.
+      threshold: The largest value allowed for the signal, > 0, or a schedule, a function of the number of clips.
+      sites: What is measured, and which weights it depends on with the powers of γ. A factor that is not scaled at
+        all, such as a shared key, is left out.
       every_k: As in `qk_clip`.
       axis_name: As in `qk_clip`.
 
@@ -36,8 +38,7 @@ def signal_clip(
       signal where a module has several. Its state is a `QKClipState` with the same keys.
 
     Raises:
-      ValueError: As `qk_clip`; a site without a threshold; powers that do not sum to one along a product, or that
-        differ within a factor.
+      ValueError: As `qk_clip`; powers that do not sum to one, or that differ within a factor.
       TypeError: `sites` are not `Site`s.
 
     Example:
@@ -46,8 +47,8 @@ def signal_clip(
       ...     muonjax.Scale(path="kernel", rank=2),
       ...     muonjax.Scale(path="bias", rank=1, optional=True),
       ... )
-      >>> site = muonjax.Site(path="head", scales=scales, signal="max_output", threshold=10.0)
-      >>> tx = muonjax.signal_clip(site)
+      >>> site = muonjax.Site(path="head", scales=scales, signal="max_output")
+      >>> tx = muonjax.signal_clip(10.0, site)
       >>> params = {"head": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}}
       >>> zeros = {"head": {"kernel": jnp.zeros((4, 2)), "bias": jnp.zeros(2)}}
       >>> updates, _ = tx.update(zeros, tx.init(params), params, signals={"head": jnp.array([5.0, 20.0])})
@@ -57,6 +58,7 @@ def signal_clip(
     Source: J. Su, kexue.fm/archives/11126, last part.
     """
     with errors_of("signal_clip"):
+        check_range("threshold", threshold, "positive and finite", ".", schedule=True)
         checked = as_sites("sites", sites)
         # Powers do not depend on the parameters, so that a mistake raises where the clip is made.
         for site in checked:
@@ -66,6 +68,7 @@ def signal_clip(
             argument="signals",
             sites=checked,
             prepare=_each_scales_its_own,
+            threshold=threshold,
             every_k=checked_every_k(every_k),
             axis_name=mesh_axes("axis_name", axis_name),
         )
@@ -73,29 +76,19 @@ def signal_clip(
 
 
 def _check_powers(site: Site) -> None:
-    """Raise unless the site has a threshold, and the powers of γ sum to 1 along each product of its factors.
+    """Raise unless the powers of γ sum to 1 along the product of the site's factors.
 
     A signal x·W·V with the power 0.5 for W and for V is scaled by exactly γ^0.5·γ^0.5 = γ.
     """
-    name = f"(sites=Site({site.path!r}))"
-    if site.threshold is None:
-        raise ValueError(f"{name} has no threshold: give it Site(..., threshold=30.0).")
     # A kernel and its bias are added, so that they need one power.
-    powers: dict[str, float] = {}
-    for scale in site.scales:
-        if powers.setdefault(scale.factor, scale.power) != scale.power:
-            raise ValueError(
-                f"{name}: {scale.path!r} has another power than others of its factor; give one."
-            )
-    # Without products, each factor alone makes the signal, as a kernel makes the output of its layer.
-    products = site.products or [(factor,) for factor in powers]
-    for product in products:
-        # The sum of the powers is the power by which the whole product is scaled.
-        total = sum(powers[factor] for factor in product)
-        if abs(total - 1) > 1e-6:
-            raise ValueError(
-                f"{name}: along {product} powers sum to {total}; they must sum to 1."
-            )
+    powers = {(scale.factor, scale.power) for scale in site.scales}
+    total = sum(power for _, power in powers)
+    is_one_each = len(powers) == len({factor for factor, _ in powers})
+    if not is_one_each or abs(total - 1) > 1e-6:
+        raise ValueError(
+            f"(sites=Site({site.path!r})): the powers of the factors {sorted(powers)} must sum to 1, and a kernel and "
+            "its bias have one power."
+        )
 
 
 def _each_scales_its_own(sites: list[PlacedSite]) -> list[PlacedSite]:

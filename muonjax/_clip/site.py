@@ -1,18 +1,14 @@
 """A clip with its statistic: described by hand for all modules that a pattern matches, and placed on one module."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
-
-import optax
 
 from muonjax._clip.scaled_entries import PlacedScale, Scale
 from muonjax._common.arguments import (
     axis_numbers,
     check_flag,
     check_pattern,
-    check_range,
     check_text,
     errors_of,
     shown,
@@ -44,10 +40,6 @@ class Site:
       exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. Then `path` is
         that of one module and no pattern, and what else is in it, such as norms and adapters, is not judged by its
         name.
-      threshold: The largest value allowed for the signal, > 0, or a schedule of the number of clips. None: the
-        threshold of `qk_clip`. `signal_clip` needs it.
-      products: For `signal_clip`, the names of the factors along each product; None: every factor is a product by
-        itself.
 
     Raises:
       ValueError: No scales, a number out of its range, a path or norm that is no regular expression.
@@ -66,8 +58,6 @@ class Site:
     scan_axis: int | Sequence[int] | None = None
     norms: tuple[str, ...] = QK_NORMS
     exact: bool = False
-    threshold: optax.ScalarOrSchedule | None = None
-    products: tuple[tuple[str, ...], ...] | None = None
 
     @errors_of("Site")
     def __post_init__(self):
@@ -87,14 +77,6 @@ class Site:
             )
         for pattern in self.norms:
             check_pattern("norms", pattern)
-        if self.threshold is not None:
-            check_range(
-                "threshold", self.threshold, "positive and finite", ".", schedule=True
-            )
-        # The factors that are multiplied with each other, (("query", "key"),). Only `signal_clip` reads them: for
-        # `qk_clip` they follow from the factors' names.
-        if self.products is not None:
-            self._check_products(self.products)
 
     def _check_scales(self) -> None:
         is_several = isinstance(self.scales, (tuple, list))
@@ -105,17 +87,6 @@ class Site:
         if not self.scales:
             raise ValueError(
                 f"(path={self.path!r}, scales=()) scales nothing; name a parameter."
-            )
-
-    def _check_products(self, products: Any) -> None:
-        # Every factor has to be in a product, or its power would go unchecked.
-        factors = {scale.factor for scale in self.scales}
-        is_nested = isinstance(products, Sequence) and all(
-            isinstance(product, Sequence) for product in products
-        )
-        if not is_nested or set(itertools.chain(*products)) != factors:
-            raise ValueError(
-                f"(products={products!r}) must be tuples of factors, of all {sorted(factors)}."
             )
 
 
@@ -149,7 +120,6 @@ class PlacedSite(NamedTuple):
       path: The path of the module, "decoder/attention".
       signal: The path of its statistic, "decoder/attention/max_logits".
       scales: What is scaled, without the optional parameters that the module lacks.
-      threshold: The largest value allowed for the signal, or a schedule; None: that of the clip.
       name: Its key in the clip's state and statistics: `path`, or `signal` at the root and where several signals share
         a module.
     """
@@ -157,7 +127,6 @@ class PlacedSite(NamedTuple):
     path: str
     signal: str
     scales: tuple[PlacedScale, ...]
-    threshold: Any
     name: str = ""
 
     @property

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from muonjax._clip.match_statistics import larger
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.site import Site
 from muonjax._common.arguments import errors_of, warn_user
@@ -516,9 +515,9 @@ def find_maxima(
     for attention in clippable:
         queries = attention.spans[0]
         shape = (*queries.layers, queries.entries)
-        # An attention that is called several times has the largest logits of all its calls.
+        # An attention that is called several times has the largest logits of all its calls, where NaN hides no number.
         of_calls = [next(measured).reshape(shape) for _ in attention.probes]
-        maxima[attention.name] = functools.reduce(larger, of_calls)
+        maxima[attention.name] = functools.reduce(jnp.fmax, of_calls)
     return results[:count], maxima
 
 

@@ -32,7 +32,7 @@ def test_one_micro_batch(make, first, bad):
 
 
 def test_a_head_that_was_never_finite():
-    """It is not clipped, and the log shows it."""
+    """It is not clipped, and the log shows that it has no maximum."""
     tx = muonjax.qk_clip(100.0, muonjax.mha_site(), every_k=3)
     state = tx.init(PARAMS)
     update = jax.jit(tx.update)
@@ -40,25 +40,12 @@ def test_a_head_that_was_never_finite():
         updates, state = update(
             ZEROS, state, PARAMS, max_logits={"a": jnp.array(maxima)}
         )
-    assert_array_equal(state.maxima["a"], [np.nan, np.inf])
+    assert_array_equal(state.maxima["a"], -np.inf)
     assert_array_equal(state.factors["a"], 1.0)
     jax.tree.map(assert_array_equal, updates, ZEROS)
     assert np.isnan(muonjax.metrics(state)["qk_clip/largest"])
     _, state = update(ZEROS, state, PARAMS, max_logits={"a": jnp.zeros(2)})
     assert_array_equal(state.running_max["a"], 0.0)  # anew
-
-
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_one_call_or_example(bad, dtype):
-    calls = jnp.array([[bad, 50.0], [400.0, bad], [50.0, 50.0]], dtype)
-    expected = muonjax.apply_qk_clip(
-        PARAMS, {"a": jnp.array([400.0, 50.0])}, muonjax.mha_site()
-    )
-    got = jax.jit(
-        lambda s: muonjax.apply_qk_clip(PARAMS, {"a": s}, muonjax.mha_site())
-    )(calls)
-    jax.tree.map(assert_array_equal, got, expected)
 
 
 @pytest.mark.parametrize("bad", BAD)

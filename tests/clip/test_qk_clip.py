@@ -1,7 +1,6 @@
 """QK-Clip: exact for every attention, no change to heads below the threshold, and none of the bugs of others."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 
@@ -228,18 +227,6 @@ def test_accumulation_takes_the_maximum_of_maxima_not_their_sum():
     assert_array_equal(state.running_max["max_logits"], 300.0)
     assert clips_of(state) == (1, 1)
     assert int(state.count) == 4
-
-
-def test_the_threshold_of_a_site_comes_before_that_of_all():
-    params, _, site = multi_head()
-    site = dataclasses.replace(site, threshold=200.0)
-    hot = {"max_logits": jnp.full(4, 400.0)}
-    _, state = zero_update(muonjax.qk_clip(100.0, site), params, hot)
-    assert_array_equal(state.factors["max_logits"], 0.5)
-    clipped = muonjax.apply_qk_clip(params, hot, site, 100.0)
-    assert_allclose(
-        clipped["key"]["kernel"], np.sqrt(0.5) * params["key"]["kernel"], rtol=1e-6
-    )
 
 
 def test_every_head_has_a_count_of_its_own():

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import muonjax
-from tests.clip.attentions import X, latent, multi_head, normal, zero_update
+from tests.clip.attentions import X, multi_head, normal, zero_update
 
 
 def max_output(params, group=1, whole=False):
@@ -19,7 +19,7 @@ def max_output(params, group=1, whole=False):
     return y.max() if whole else y.reshape(-1, group).max(1)
 
 
-def output_site(entries=None, threshold=5.0):
+def output_site(entries=None):
     return muonjax.Site(
         path="out",
         scales=(
@@ -27,7 +27,6 @@ def output_site(entries=None, threshold=5.0):
             muonjax.Scale(path="bias", rank=1, entries=entries, optional=True),
         ),
         signal="max_output",
-        threshold=threshold,
     )
 
 
@@ -41,7 +40,7 @@ def test_max_output(entries, signal):
     params = {"out": {"kernel": normal(16, 24), "bias": normal(24, seed=1, scale=2.0)}}
     before = signal(params)
     threshold = float(jnp.median(before)) if before.ndim else 7.0
-    tx = muonjax.signal_clip(output_site(entries, threshold))
+    tx = muonjax.signal_clip(threshold, output_site(entries))
     zeros = jax.tree.map(jnp.zeros_like, params)
     statistics = {"out": before}
     updates, state = jax.jit(tx.update)(
@@ -60,15 +59,11 @@ def test_max_output(entries, signal):
 
 @pytest.mark.thorough
 def test_qk_clip_is_an_instance_of_signal_clip():
-    params, maxima, site = latent(True, "i h d")
-    powers = {"query": 0.5, "key": 0.5, "whole": 1.0}
-    scales = tuple(dataclasses.replace(s, power=powers[s.factor]) for s in site.scales)
-    products = (("query", "key"), ("whole",))
-    tx = muonjax.signal_clip(
-        [dataclasses.replace(site, scales=scales, threshold=5.0, products=products)]
-    )
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    params, maxima, site = multi_head()
+    scales = tuple(dataclasses.replace(s, power=0.5) for s in site.scales)
+    tx = muonjax.signal_clip(5.0, dataclasses.replace(site, scales=scales))
     statistics = {"max_logits": maxima(params)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = tx.update(zeros, tx.init(params), params, signals=statistics)
     expected, _ = zero_update(muonjax.qk_clip(5.0, site), params, statistics)
     chex.assert_trees_all_close(
@@ -76,60 +71,41 @@ def test_qk_clip_is_an_instance_of_signal_clip():
     )
 
 
-@pytest.mark.parametrize(
-    ("powers", "products", "message"),
-    [
-        (
-            {"query": 1.0, "key": 1.0},
-            (("query", "key"),),
-            "powers sum to 2.0",
-        ),  # the seed's misprint
-        ({"query": 0.5, "key": 0.5}, None, "powers sum to 0.5"),
-        ({"query": 0.5, "key": 0.5}, (("query",),), "tuples of factors, of all .*key"),
-        ({"query": 0.5, "key": 0.5}, (("query", "kye"),), "kye"),
-    ],
-)
-def test_powers_must_sum_to_one(powers, products, message):
+@pytest.mark.parametrize("powers", [(1.0, 1.0), (0.5, 0.25)])
+def test_powers_must_sum_to_one(powers):
+    """The first are a misprint in circulation, which clips twice."""
     scales = tuple(
         muonjax.Scale(path=f"{n}/kernel", rank=3, axes=(-2, -1), factor=n, power=p)
-        for n, p in powers.items()
+        for n, p in zip(("query", "key"), powers, strict=True)
     )
-    with pytest.raises(ValueError, match=message):
-        muonjax.signal_clip(
-            muonjax.Site(path="a", scales=scales, threshold=5.0, products=products)
-        )
+    with pytest.raises(ValueError, match="must sum to 1"):
+        muonjax.signal_clip(5.0, muonjax.Site(path="a", scales=scales))
 
 
 def test_a_bias_must_scale_with_its_kernel():
     scales = (
-        muonjax.Scale(path="kernel", rank=2),
-        muonjax.Scale(path="bias", rank=1, power=0.5),
+        muonjax.Scale(path="kernel", rank=2, power=0.5),
+        muonjax.Scale(path="bias", rank=1, power=0.25),
+        muonjax.Scale(path="scale", rank=1, power=0.25, factor="scale"),
     )
-    with pytest.raises(ValueError, match="'bias' has another power"):
-        muonjax.signal_clip(muonjax.Site(path="a", scales=scales, threshold=5.0))
+    with pytest.raises(ValueError, match="a kernel and its bias have one power"):
+        muonjax.signal_clip(5.0, muonjax.Site(path="a", scales=scales))
 
 
 def test_entries_that_share_a_parameter_cannot_each_scale_it():
     _, _, site = multi_head()
     scales = tuple(dataclasses.replace(s, power=0.5) for s in site.scales)
-    site = dataclasses.replace(
-        site, scales=scales, threshold=5.0, products=(("query", "key"),)
-    )
-    muonjax.signal_clip(site).init(multi_head(4, 4)[0])
+    site = dataclasses.replace(site, scales=scales)
+    muonjax.signal_clip(5.0, site).init(multi_head(4, 4)[0])
     with pytest.raises(
         ValueError,
         match=r"several entries of 'max_logits' share 'key/kernel': .*power=0",
     ):
-        muonjax.signal_clip(site).init(multi_head(4, 2)[0])
+        muonjax.signal_clip(5.0, site).init(multi_head(4, 2)[0])
 
 
-def test_sites_with_a_threshold_are_needed():
-    with pytest.raises(
-        ValueError,
-        match=r"signal_clip\(sites=Site\('out'\)\) has no threshold: give it",
-    ):
-        muonjax.signal_clip(output_site(threshold=None))
-    tx = muonjax.signal_clip(output_site())
+def test_signals_are_needed():
+    tx = muonjax.signal_clip(5.0, output_site())
     params = {"out": {"kernel": jnp.ones((4, 2))}}
     with pytest.raises(
         ValueError, match=r"signal_clip: update needs signals: .*signals=signals"

@@ -175,7 +175,7 @@ def test_a_name_is_a_regular_expression_for_the_whole_path():
     assert_array_equal(scaled["encoder"]["attention"]["query"]["kernel"], 1)
     with pytest.raises(
         ValueError,
-        match=r"'coder' matches no module.*\['decoder/attention', 'encoder/attention'\]",
+        match=r"'coder' matches no module.*\['decoder/attention/key', ",
     ):
         muonjax.apply_qk_clip(params, statistics, muonjax.mha_site("coder"), THRESHOLD)
 
@@ -219,17 +219,17 @@ def attention(**more):
 
 
 @pytest.mark.parametrize(("tree", "site", "message"), [
-    ({}, {"path": "decoder/.*"}, r"'decoder/.*' matches no module with 'query'.* whole path, one of \['attention'\]"),
-    ({}, {"query": "q"}, r"none has 'q' among those of \['attention/key', 'attention/query'\]"),
+    ({}, {"path": "decoder/.*"}, r"'decoder/.*' matches no module with 'query'.* whole path.*'attention/key'"),
+    ({}, {"query": "q"}, "no module with 'q'"),
     ({"query__lora_a": (D, 2)}, {}, r"attention/query/lora_a.* feed the queries or keys"),
     ({"query__kernel": (D, H * DH)}, {}, "layout"),
     ({"query__kernel": (2, D, H, DH)}, {}, "disagree on the stack"),
     ({"query__kernel": (2, 2, D, H, DH)}, {"scan_axis": 0}, "scan_axis"),
     ({"query__kernel": (2, 2, D, H, DH)}, {"scan_axis": (0, -5)}, r"layers on axes \(0, -5\)"),
     ({"query__kernel": (2, D, H, DH)}, {"scan_axis": 5}, r"layers on axes \(5,\).*scan_axis"),
-    ({"query__kernel": (D, 3, DH)}, {}, r"head counts of .*query/kernel': 3, .*key/kernel': 4.* a multiple"),
-    ({"query__bias": (2 * H, DH)}, {}, "head counts"),
-    ({"query__kernel": (D, 2, DH)}, {}, r"can't be multiplied.*head counts\.$"),
+    ({"query__kernel": (D, 3, DH)}, {}, r"heads of .*query/kernel' 3 of 3 features, .*key/kernel' 4 .* a multiple"),
+    ({"query__bias": (2 * H, DH)}, {}, "heads of"),
+    ({"query__kernel": (D, 2, DH)}, {}, "give num_kv_heads"),
     ({"query__kernel": (D, H * DH)}, {"layout": "i (h d)", "num_heads": 5}, "does not hold 5 heads"),
 ])  # fmt: skip
 def test_refusals(tree, site, message):
@@ -370,7 +370,6 @@ SCALES = muonjax.mha_site().scales
 @pytest.mark.parametrize(("fields", "message"), [
     ({"axes": (-3,)}, "must be different axes of the 2"),
     ({"axes": (0, -2)}, "different axes"),
-    ({"axes": ()}, "give entries=1"),
     ({"entries": 0}, "at least 1, or None"),
     ({"span": (2, 1)}, "above 2"),
     ({"span": (-1, None)}, "at least 0"),
@@ -461,7 +460,7 @@ def test_key_heads_that_were_forgotten():
     site = {"query": "q_proj", "key": "k_proj", "layout": "i (h d)", "num_heads": 4}
     with pytest.raises(
         ValueError,
-        match=r"4 heads of 12 features and .* 4 of 3: they can't be multiplied.*: give num_kv_heads=1\.",
+        match=r"kernel' 4 of 12 features.*kernel' 4 of 3 features.*give num_kv_heads",
     ):
         muonjax.qk_clip(1.0, muonjax.mha_site(**site)).init(
             {"attention": weights(q_proj__kernel=(D, 48), k_proj__kernel=(D, 12))}
@@ -549,6 +548,6 @@ def test_finding_attentions_is_linear(sites):
 def test_a_span_ends_where_its_run_does():
     """A head of eight features has no 16 to scale."""
     scale = muonjax.Scale(path="kernel", rank=2, entries=2, span=(0, 16))
-    site = muonjax.Site(path="head", scales=(scale,), threshold=1.0)
+    site = muonjax.Site(path="head", scales=(scale,))
     with pytest.raises(ValueError, match=r"2 heads, features \(0, 16\) of each"):
-        muonjax.signal_clip(site).init({"head": {"kernel": jnp.ones((D, 16))}})
+        muonjax.signal_clip(1.0, site).init({"head": {"kernel": jnp.ones((D, 16))}})

@@ -36,9 +36,7 @@ SPECS = {
 }
 SITE = muonjax.mha_site()
 HEADS = muonjax.Scale(path="kernel", rank=3, axes=(1,))
-SIZE = muonjax.Site(
-    path="attention/query", scales=(HEADS,), signal="size", threshold=3.0
-)
+SIZE = muonjax.Site(path="attention/query", scales=(HEADS,), signal="size")
 
 
 def params():
@@ -72,7 +70,7 @@ PUBLIC = {
         dimension_numbers=NUMBERS, newton_schulz=QUICK
     ),
     "qk_clip": lambda: muonjax.qk_clip(100.0, SITE, every_k=2),
-    "signal_clip": lambda: muonjax.signal_clip(SIZE),
+    "signal_clip": lambda: muonjax.signal_clip(3.0, SIZE),
     "trace": lambda: muonjax.trace(0.9),
 }
 PUBLIC |= {

@@ -97,13 +97,11 @@ def test_skipped_steps(guarded, logged):
 @pytest.mark.nan
 def test_several_clips_and_monitors():
     scale = muonjax.Scale(path="kernel", rank=2)
-    output = muonjax.Site(
-        path="out", scales=(scale,), signal="max_output", threshold=3.0
-    )
+    output = muonjax.Site(path="out", scales=(scale,), signal="max_output")
     tx = muonjax.monitor(
         optax.chain(
             muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT),
-            muonjax.signal_clip(output),
+            muonjax.signal_clip(3.0, output),
         )
     )
     params = PARAMS | {"out": {"kernel": jnp.ones((4, 2))}}

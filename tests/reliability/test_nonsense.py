@@ -49,7 +49,7 @@ QUERY = muonjax.Scale(path="query/kernel", rank=3, axes=(-2, -1))
 ADAPTED = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 muonjax.nnx.add_loha(ADAPTED, ".", rank=1, rngs=nnx.Rngs(0))
 DENSE = nn.Dense(4, dot_general_cls=muonjax.linen.loha(2))
-SIGNAL = muonjax.Site(path="attention", scales=(QUERY,), threshold=3.0)
+SIGNAL = muonjax.Site(path="attention", scales=(QUERY,))
 
 
 def attention(params: Any) -> jax.Array:
