@@ -1,8 +1,9 @@
 """Decide from its uses which optimizer takes a parameter, and as which matrices.
 
 The first that holds of these, each with its line: whole numbers; never used; used by an operation that is not followed,
-and left to names; looked up; in no product; an output head of a loss; in products with vectors alone; in a last
-product without a loss, and left to names; an embedding of patches. All others are matrices, if their products agree.
+or in a gradient that the function takes, and left to names; looked up; in no product; an output head of a loss; in
+products with vectors alone; in a last product without a loss, and left to names; an embedding of patches. All others
+are matrices, if their products agree.
 """
 
 from __future__ import annotations
@@ -79,12 +80,16 @@ class _Decider:
         # The number of an operation that may be anything, so that nothing can be decided; -1 if there is none.
         unlisted = self.records.unlisted
         if unlisted >= 0:
-            return self._not_followed(unlisted)
+            return self._left_to_names(self.graph.nodes[unlisted].name, unlisted)
         uses = self._without_scales(leaf, uses)
         for use in uses:
             if use.kind == "unknown":
-                return self._adam(
-                    f"{use.what} is not followed", use.node, by_names=True
+                return self._left_to_names(use.what, use.node)
+        for use in uses:
+            # The loss has a derivative of the model in it, or the function trains the model.
+            if self.graph.nodes[use.node].is_in_gradient:
+                return self._left_to_names(
+                    "a gradient inside of the function", use.node
                 )
         products = [use for use in uses if use.kind == "product"]
         # x @ w[i], with w [experts, d, f] and an index that data give, chooses a matrix along axis 0, and then
@@ -117,10 +122,9 @@ class _Decider:
         """AdamW, for a reason with the line of an operation; `by_names` leaves it to names, with a warning."""
         return Decision(None, f"{why}: {self.graph.line(node)}", by_names=by_names)
 
-    def _not_followed(self, node: int) -> Decision:
-        """Left to names because of an operation."""
-        name = self.graph.nodes[node].name
-        return self._adam(f"{name} is not followed", node, by_names=True)
+    def _left_to_names(self, what: str, node: int) -> Decision:
+        """Its name decides, because of what is done in an operation."""
+        return self._adam(f"{what} is not followed", node, by_names=True)
 
     def _without_uses(self, leaf: int) -> Decision:
         """Why nothing that trains uses a parameter."""
@@ -140,8 +144,7 @@ class _Decider:
         for use in uses:
             # A factor of a @ b that is added to the input, as positions are, or else meets data in no product.
             if use.view.inner:
-                why = f"{PRODUCT_OF_PARAMETERS} is not followed"
-                return self._adam(why, use.node, by_names=True)
+                return self._left_to_names(PRODUCT_OF_PARAMETERS, use.node)
         # Axes with more than one entry in a use. A bias [layers, d] has one: a scan over layers makes axis 0 a loop, of
         # which no run is left.
         axes = set()
@@ -156,8 +159,8 @@ class _Decider:
         """The decision on a parameter that multiplies activations."""
         destinations = {self.ends.destination(use) for use in products}
         # No layer follows any of them: an output head, whatever its shape is.
-        if self.is_loss and destinations <= {"output", "inner gradient"}:
-            return self._end(products, is_head="output" in destinations)
+        if self.is_loss and destinations == {"output"}:
+            return self._head(products)
         # Products by vectors, and by depthwise kernels, do not count from here on.
         matrices = [use for use in products if use.is_matrix]
         if not matrices:
@@ -187,20 +190,14 @@ class _Decider:
         doubt = f"{doubt}: {self.graph.line(first)}" if doubt else ""
         return Decision(numbers, why, per_head=per_head, doubt=doubt)
 
-    def _end(self, products: list[Use], is_head: bool) -> Decision:
+    def _head(self, products: list[Use]) -> Decision:
         """The decision on a parameter that no layer follows: AdamW, but its name decides if that is not sure."""
         for use in products:
             (result,) = self.graph.nodes[use.node].outputs
             if result in self.ends.unknown_after:
-                return self._not_followed(self.ends.unknown_after[result])
-        if is_head:
-            return self._adam(
-                "an output head, as no product follows it", products[0].node
-            )
-        decision = self._adam(
-            "used for a gradient inside of the function", products[0].node
-        )
-        return decision._replace(doubt=decision.why)
+                unknown = self.ends.unknown_after[result]
+                return self._left_to_names(self.graph.nodes[unknown].name, unknown)
+        return self._adam("an output head, as no product follows it", products[0].node)
 
     def _cuts_patches(self, use: Use) -> bool:
         """Whether a product takes windows of the model's input, and not of features."""

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -30,7 +30,6 @@ from muonjax._inspect.versions import (
     constants,
     opened,
     scan_counts,
-    while_counts,
 )
 
 # In which order such an einsum multiplies its operands depends on their sizes.
@@ -67,8 +66,8 @@ def _stacked(*arrays: jax.Array, axis: int) -> jax.Array:
 
 def _unstacked(x: jax.Array, axis: int) -> list[jax.Array]:
     """`unstack`, as slices."""
-    indices = range(x.shape[axis])
-    return [lax.index_in_dim(x, i, axis, keepdims=False) for i in indices]
+    slices = _split(x, [1] * x.shape[axis], axis)
+    return [lax.squeeze(part, (axis,)) for part in slices]
 
 
 def _padded(
@@ -79,11 +78,10 @@ def _padded(
     if any(inside or min(low, high) < 0 for low, high, inside in padding_config):
         return lax.pad(x, value, padding_config)
     for axis, (low, high, _) in enumerate(padding_config):
-        sides = []
-        for size in (low, high):
-            shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
-            sides.append(lax.broadcast(value, shape))
-        x = lax.concatenate([sides[0], x, sides[1]], axis)
+        before, after = list(x.shape), list(x.shape)
+        before[axis], after[axis] = low, high
+        sides = lax.broadcast(value, before), x, lax.broadcast(value, after)
+        x = lax.concatenate(sides, axis)
     return x
 
 
@@ -134,20 +132,19 @@ class Node:
     place: Place
 
     @property
-    def gradient_pass(self) -> str:
-        """Which pass of a gradient that the function takes by itself: "forward", "backward", or "" for neither."""
-        return _gradient_pass(self.equation.source_info.name_stack)
+    def is_in_gradient(self) -> bool:
+        """Whether it belongs to a gradient that the function takes by itself, in its forward or backward pass."""
+        return _is_in_gradient(self.equation.source_info.name_stack)
 
 
 @functools.lru_cache(1024)
-def _gradient_pass(name_stack: Any) -> str:
-    """Which pass of a gradient an operation belongs to, by the transformations that JAX notes; "" if there is none."""
-    # A user's scope of the same name is no `Transform`.
-    scopes = name_stack.stack
-    transforms = {x.name for x in scopes if type(x).__name__ == "Transform"}
-    if "transpose" in transforms:
-        return "backward"
-    return "forward" if "jvp" in transforms else ""
+def _is_in_gradient(name_stack: Any) -> bool:
+    """Whether operations in these scopes are those of a gradient, by the transformations that JAX notes."""
+    for scope in name_stack.stack:
+        # A user's scope of the same name is no `Transform`.
+        if type(scope).__name__ == "Transform" and scope.name in ("jvp", "transpose"):
+            return True
+    return False
 
 
 @functools.lru_cache(1024)
@@ -180,6 +177,8 @@ class Graph:
         jaxpr = opened(closed)
         self._given = given
         self.nodes: list[Node] = []
+        # By value: the index of the operation that makes it.
+        self.producer: dict[int, int] = {}
         # By value: its shape and dtype, and its variable in each body where it has one: where it is made, inside of a
         # `jit` that takes it, and outside of one that returns it.
         self.avals: list[Any] = []
@@ -203,41 +202,9 @@ class Graph:
         self.callers: dict[Place, JaxprEqn] = {}
         self.bodies: dict[Place, Body] = {}
         self.outputs = self._walk(jaxpr, self._constants(closed, ()), inputs, ())
-        # The list is complete from here on. By value: the index of the operation that makes it.
-        self.producer: dict[int, int] = {}
-        for node in self.nodes:
-            self.producer |= dict.fromkeys(node.outputs, node.index)
-        # The operations that an output depends on; if the function takes gradients, all of their forward passes too.
-        self.live = self._before_outputs(lambda i: self.nodes[i].inputs)
-        # Those that a gradient of the outputs comes back to.
-        trained = self._before_outputs(self._inputs_with_gradient)
-        self.trained = {i for i in trained if self._passes_gradient(i)}
-
-    def _passes_gradient(self, operation: int) -> bool:
-        """Whether a gradient goes through it: not through a `stop_gradient`, nor a comparison or a cast to integers."""
-        node = self.nodes[operation]
-        if node.name == "stop_gradient":
-            return False
-        return any(map(self.is_followed, node.outputs))
-
-    def _inputs_with_gradient(self, operation: int) -> tuple[int, ...]:
-        """The inputs that a gradient of the operation's results comes back to."""
-        return self.nodes[operation].inputs if self._passes_gradient(operation) else ()
-
-    def _before_outputs(self, inputs: Callable[[int], Iterable[int]]) -> set[int]:
-        """The operations that the outputs depend on; `inputs` says which inputs of an operation are followed."""
-        operations = self._producers(self.upstream(self.outputs, inputs))
-        # The loss of a physics-informed network is made of derivatives of the network. They do not depend on what its
-        # last product returns, but the parameters of this product train. JAX does not say which forward pass a backward
-        # pass belongs to: if there is a backward pass, all forward passes count.
-        passes = {self.nodes[i].gradient_pass for i in operations}
-        if "backward" in passes:
-            ends: list[int] = []
-            for node in self.nodes:
-                if node.gradient_pass == "forward":
-                    ends += node.outputs
-            operations |= self._producers(self.upstream(ends, inputs))
-        return operations
+        # The operations that an output depends on, and those that a gradient of the outputs comes back to.
+        self.live = self._producers(self.upstream(self.outputs))
+        self.trained = self._producers(self.upstream(self.outputs, with_gradient=True))
 
     def _producers(self, values: Iterable[int]) -> set[int]:
         """The operations that make these values; arguments and constants have none."""
@@ -302,6 +269,7 @@ class Graph:
             place=place,
         )
         self.nodes.append(node)
+        self.producer |= dict.fromkeys(outputs, node.index)
         return outputs
 
     def _add_for_each(
@@ -396,7 +364,7 @@ class Graph:
         """
         name = eqn.primitive.name
         places = []
-        for i, (_, body) in enumerate(bodies(eqn)):
+        for i, body in enumerate(bodies(eqn)):
             inner = (*place, Step(position, i, name))
             places.append(inner)
             self.callers[inner], self.bodies[inner] = eqn, body
@@ -412,7 +380,15 @@ class Graph:
                 "join", [indices, *branches], eqn.outvars, eqn, place
             )
         # All others have one body: the derivatives of a `custom_vjp` are Python's functions, and no jaxprs.
-        outputs = self._call(places[0], inputs)
+        (inner,) = places
+        if name == "shard_map":
+            # A device has a shard of each array, with fewer entries along some axes: what the body takes and gives are
+            # other arrays than those outside.
+            variables = opened(self.bodies[inner]).invars
+            shards = self._add_for_each("shard", [inputs], variables, eqn, inner)
+            outputs = self._enter(inner, shards)
+            return self._add_for_each("unshard", [outputs], eqn.outvars, eqn, place)
+        outputs = self._enter(inner, inputs)
         self._also_in(outputs, eqn.outvars, place)
         return outputs
 
@@ -422,18 +398,6 @@ class Graph:
         """Notes that these values have these variables in this body too."""
         for x, v in zip(values, variables, strict=True):
             self.variables[x][place] = v
-
-    def _call(self, inner: Place, inputs: list[int]) -> list[int]:
-        """Appends the body of a call, such as a `jit`, or a `shard_map`, which divides arrays among devices."""
-        eqn = self.callers[inner]
-        if eqn.primitive.name != "shard_map":
-            return self._enter(inner, inputs)
-        # A device has a shard of each array, with fewer entries along some axes.
-        variables = opened(self.bodies[inner]).invars
-        # What the body takes and gives are other arrays than those outside.
-        shards = self._add_for_each("shard", [inputs], variables, eqn, inner)
-        outputs = self._enter(inner, shards)
-        return self._add_for_each("unshard", [outputs], eqn.outvars, eqn, inner[:-1])
 
     def _enter(self, inner: Place, inputs: Sequence[int]) -> list[int]:
         """Appends the operations of a body."""
@@ -454,8 +418,8 @@ class Graph:
         if eqn.primitive.name == "scan":
             start, carried = scan_counts(eqn)
         else:
-            of_condition, start = while_counts(eqn)
-            inputs, carried = inputs[of_condition:], len(eqn.outvars)
+            inputs = inputs[eqn.params["cond_nconsts"] :]
+            start, carried = eqn.params["body_nconsts"], len(eqn.outvars)
         stop = start + carried
         body = opened(self.bodies[inner])
         variables = body.invars
@@ -493,23 +457,35 @@ class Graph:
     # What is asked of it.
 
     def upstream(
-        self, values: Iterable[int], inputs: Callable[[int], Iterable[int]]
+        self,
+        values: Iterable[int],
+        with_gradient: bool = False,
+        without: Container[int] = (),
     ) -> set[int]:
-        """These values and all that they depend on; `inputs` says which inputs of an operation are followed."""
+        """These values and all that they depend on.
+
+        Args:
+          values: The values to begin with.
+          with_gradient: Leaves out those that no gradient comes back to, and what only they depend on: indices, as of
+            an argmax, and the results of a `stop_gradient`.
+          without: Operations whose operands are left out.
+        """
         upstream, pending = set(), list(values)
         while pending:
             value = pending.pop()
-            if value in upstream:
+            node = self.maker(value)
+            is_stopped = node is not None and node.name == "stop_gradient"
+            has_gradient = self.is_followed(value) and not is_stopped
+            if value in upstream or (with_gradient and not has_gradient):
                 continue
             upstream.add(value)
-            if value in self.producer:
-                pending += inputs(self.producer[value])
+            if node is not None and node.index not in without:
+                pending += node.inputs
         return upstream
 
     def data_before(self, values: Iterable[int]) -> set[int]:
         """The arrays that these values depend on and whose numbers are no part of the program."""
-        upstream = self.upstream(values, lambda i: self.nodes[i].inputs)
-        arrays = upstream.intersection([*self.arguments, *self.constants])
+        arrays = self.upstream(values).intersection([*self.arguments, *self.constants])
         return arrays - self.constant_arrays.keys()
 
     def line(self, operation: int) -> str:

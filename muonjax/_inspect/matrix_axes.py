@@ -58,11 +58,6 @@ def matrices_of(
       Contradiction: They do not agree, or one of them has no such axes.
     """
     shape = records.shapes[leaf]
-    # The backward pass of an inner gradient multiplies by the same matrix, perhaps part by part.
-    forward = [
-        use for use in uses if records.nodes[use.node].gradient_pass != "backward"
-    ]
-    uses = forward or uses
     forms: dict[_Form, Use] = {}
     for use in uses:
         form = _form(records, leaf, use)

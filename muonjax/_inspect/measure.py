@@ -128,7 +128,7 @@ def _enclosing(
     # From each probe the first step of its path, and the probe as the body sees it.
     steps = [probe.path[0] for probe in probes]
     inside = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
-    bodies = [body for _, body in versions.bodies(eqn)]
+    bodies = versions.bodies(eqn)
     # A softmax with a `custom_jvp`: its rule gives derivatives of the outputs that it has, so it can't get more.
     if name.startswith("custom_"):
         # The body runs once more, for the maxima. The results come from the call itself, with its derivatives.

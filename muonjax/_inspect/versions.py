@@ -22,20 +22,10 @@ _CALLS = frozenset(
 EXTENSIBLE = _CALLS | {"scan", "while", "cond", "shard_map"}
 
 
-def bodies(eqn: JaxprEqn) -> list[tuple[str | int, Body]]:
-    """The jaxprs that an equation runs, each with its parameter's name or its branch of a `cond`.
-
-    A `while`'s body comes before its condition.
-    """
-    entries: list[tuple[str | int, Body]] = []
-    for name, value in eqn.params.items():
-        if isinstance(value, Jaxpr | ClosedJaxpr):
-            entries.append((name, value))
-        elif isinstance(value, tuple):
-            for branch, body in enumerate(value):
-                if isinstance(body, Jaxpr | ClosedJaxpr):
-                    entries.append((branch, body))
-    return sorted(entries, key=lambda entry: entry[0] == "cond_jaxpr")
+def bodies(eqn: JaxprEqn) -> list[Body]:
+    """The jaxprs that an equation runs: the branches of a `cond`, and of a `while` its body before its condition."""
+    # JAX sorts by name: "body_jaxpr" comes before "cond_jaxpr".
+    return [x for x in jax.tree.leaves(eqn.params) if isinstance(x, Body)]
 
 
 def opened(body: Body) -> Jaxpr:
@@ -56,11 +46,6 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of a while's inputs are constants of its condition, and of its body; the others are carried."""
-    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-
-
 def varying(aval: Any) -> frozenset[Any]:
     """The mesh axes along which an array inside a `shard_map` differs from device to device."""
     kind = getattr(aval, "mat", None)
@@ -76,15 +61,16 @@ def with_bodies(
     a `jit` with one output and a count of 1, out_shardings=(s,) becomes (s, UNSPECIFIED). The equation is a `cond`, or
     has one body: it is not a `while`, in which no logits are measured.
     """
-    # If the equation holds a plain jaxpr, as `checkpoint` does, it gets a plain jaxpr.
-    old = bodies(eqn)
-    replaced = []
-    for jaxpr, (_, body) in zip(new, old, strict=True):
-        replaced.append(jaxpr if isinstance(body, ClosedJaxpr) else jaxpr.jaxpr)
-    if eqn.primitive.name == "cond":
-        return eqn.params | {"branches": tuple(replaced)}
-    ((name, _),) = old
-    params: dict[str, Any] = eqn.params | {str(name): replaced[0]}
+    remaining = iter(new)
+
+    def replaced(parameter: Any) -> Any:
+        if not isinstance(parameter, Body):
+            return parameter
+        # If the equation holds a plain jaxpr, as `checkpoint` does, it gets a plain jaxpr.
+        jaxpr = next(remaining)
+        return jaxpr if isinstance(parameter, ClosedJaxpr) else jaxpr.jaxpr
+
+    params: dict[str, Any] = jax.tree.map(replaced, eqn.params)
     # Since JAX 0.12 a scan has a tree of what it carries and one of what it stacks, as the new values are stacked.
     if "ft_out" in params:
         carry, stacked = params["ft_out"].unpack()

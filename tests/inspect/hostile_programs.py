@@ -726,7 +726,7 @@ def positions_by_an_identity_matrix(p, x):
 
 
 @program(
-    X, fast=((D, D), "loop that changes it"), key=((D, D), "0 | 1"), value=((D, D), "gradient"),
+    X, fast=((D, D), "loop that changes it"), key=((D, D), "gradient"), value=((D, D), "gradient"),
     query=((D, D), "0 | 1"), out=((D, 3), "head"),
 )  # fmt: skip
 def a_layer_trained_in_a_loop(p, x):

@@ -34,6 +34,7 @@ program = functools.partial(add_program, to=PROGRAMS)
 A4 = ATTENTION
 M = "0 | 1"
 CHAIN = "by names: a product of parameters is not followed: researchers_programs.py:"
+GRADIENT = "by names: a gradient inside of the function is not followed"
 DOT = "by names: dot_general is not followed: researchers_programs.py:"
 LABEL = jax.ShapeDtypeStruct((B,), "int32")
 
@@ -226,7 +227,7 @@ def transposed_convolution_with_a_transposed_kernel(p, x):
     return sq(jax.nn.relu(y) @ p["out"])
 
 
-@program(ROWS, w=((D, D), M), out=((D, 4), "gradient inside of the function"))
+@program(ROWS, w=((D, D), GRADIENT), out=((D, 4), GRADIENT))
 def maml(p, x):
     loss = lambda p: cross_entropy(jnp.tanh(x @ p["w"]) @ p["out"], jnp.zeros(B, int))
     return loss(jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p)))
@@ -248,7 +249,7 @@ def a_head_of_encoded_items(p, x):
     return cross_entropy(u @ (p["items"] @ p["i"]).T, jnp.zeros(B, int))
 
 
-@program(ROWS, w=((D, D), M), mid=((D, D), M), out=((D, 1), "head"))
+@program(ROWS, w=((D, D), GRADIENT), mid=((D, D), GRADIENT), out=((D, 1), GRADIENT))
 def pinn(p, x):
     u = lambda x: (jnp.tanh(jnp.tanh(x @ p["w"]) @ p["mid"]) @ p["out"])[0]
     return jnp.mean(jax.vmap(lambda x: jnp.trace(jax.hessian(u)(x)))(x) ** 2)
