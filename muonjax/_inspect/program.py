@@ -13,11 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from muonjax._clip.place_sites import below
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.site import Site
 from muonjax._common.arguments import errors_of, warn_user
 from muonjax._common.model_registry import as_function_of_parameters, is_model
-from muonjax._common.trees import flatten_paths, flatten_with_names, is_masked, listed
+from muonjax._common.trees import (
+    flatten_paths,
+    flatten_with_names,
+    is_masked,
+    listed,
+)
 from muonjax._inspect.attention_sites import named_attentions
 from muonjax._inspect.clippable_attention import Call
 from muonjax._inspect.decisions import Decision, decide
@@ -26,7 +32,7 @@ from muonjax._inspect.measure import Probe, with_maxima
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.callers_rules import PathRules, apply_rules
-from muonjax._names.routes import numbers_tree
+from muonjax._names.routes import routes
 
 
 class Attention(NamedTuple):
@@ -126,18 +132,14 @@ class Program:
           ValueError: two uses of a parameter contradict each other; names both, with their lines. Or `params` has a
             parameter that was not inspected, or not with so many axes.
         """
-        paths, leaves, structure = flatten_with_names(
-            self._params if params is None else params
-        )
-        leaf_of = {
-            "/".join(path): leaf for path, leaf in zip(paths, leaves, strict=True)
-        }
+        params = self._params if params is None else params
+        leaf_of = flatten_paths(params)
         trained = {n: leaf for n, leaf in leaf_of.items() if not is_masked(leaf)}
         decisions = self._decisions_on(trained)
-        by_names = _numbers_by_names(structure, leaf_of, decisions)
         decided = {path: decision.numbers for path, decision in decisions.items()}
         # In the order of the leaves. What is masked, as by `optax.masked`, stays as it is.
-        numbers = leaf_of | decided | by_names
+        numbers = leaf_of | decided | _numbers_by_names(params, decisions)
+        structure = jax.tree.structure(params, is_leaf=is_masked)
         return structure.unflatten(numbers.values())
 
     def _decisions_on(self, leaves: Mapping[str, Any]) -> dict[str, Decision]:
@@ -178,30 +180,24 @@ class Program:
 
         Weight decay is not for them by default.
         """
-        paths = set()
-        for path, decision in self._decisions.items():
-            if decision.is_vector or not decision.trains:
-                paths.add(path)
-        return paths
+        decisions = self._decisions
+        return {path for path, d in decisions.items() if d.is_vector or not d.trains}
 
     def skipped(self, params: Any) -> str:
         """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
-        leaves = flatten_paths(params)
-        missing = []
-        for path in self._decisions:
-            if path not in leaves or is_masked(leaves[path]):
-                missing.append(path)
+        leaf_of = flatten_paths(params)
+        there = {path for path, leaf in leaf_of.items() if not is_masked(leaf)}
+        missing = [path for path in self._decisions if path not in there]
         if not missing:
             return ""
         unclipped = []
         for attention in self.attentions:
-            if attention.site is not None:
-                # The paths of a site begin below its module, or at the root. Without one of its parameters an
-                # attention is not clipped.
-                root = f"{attention.name}/" if attention.site.path else ""
-                scaled = {root + scale.path for scale in attention.site.scales}
-                if not scaled.isdisjoint(missing):
-                    unclipped.append(attention.name)
+            site = attention.site
+            # Without one of its parameters an attention is not clipped.
+            if site is not None and any(
+                below(site.path, scale.path) in missing for scale in site.scales
+            ):
+                unclipped.append(attention.name)
         clips = f"; not clipped: {listed(unclipped, ', ')}" if unclipped else ""
         return f"Not among these parameters: {listed(missing, ', ')}{clips}."
 
@@ -270,13 +266,13 @@ class Program:
 
         _, shapes = jax.eval_shape(results_and_maxima, params)
         # Largest logits of -inf are below any threshold: an attention that has them is not clipped.
-        below = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
+        unclipped = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
         deviations = {}
         for name, shape in shapes.items():
             # Each head has another factor, so that a clip that takes one head for another shows. To a clip at 1.0,
             # largest logits of 1 / factor say that it has to scale the logits by the factor.
             factors = jnp.linspace(0.5, 1.0, shape.size).reshape(shape.shape)
-            clipped = apply_qk_clip(params, below | {name: 1 / factors}, sites, 1.0)
+            clipped = apply_qk_clip(params, unclipped | {name: 1 / factors}, sites, 1.0)
             # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones.
             pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, clipped)
             results, maxima = jax.vmap(results_and_maxima)(pair)
@@ -353,7 +349,8 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         raise
     shapes = jax.tree.map(_shape, params)
     first = result[0] if isinstance(result, tuple | list) and result else result
-    if len(jax.tree.leaves(params)) > 1 and _form(first) == _form(shapes):
+    is_tree = len(jax.tree.leaves(params)) > 1
+    if is_tree and jax.tree.flatten(first) == jax.tree.flatten(shapes):
         raise ValueError(
             f"{call} returns a tree like the parameters, as a training step or a gradient does; give the loss function."
         )
@@ -388,12 +385,6 @@ def _traced(
 
     shapes = jax.tree.map(_shape, params)
     return jax.make_jaxpr(call, return_shape=True)(shapes, arrays)
-
-
-def _form(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
-    """The structure of a tree and the shapes of its leaves."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [leaf.shape for leaf in leaves]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -435,15 +426,10 @@ def _warn_of_masks(call: str, attentions: Iterable[Call]) -> None:
         )
 
 
-def _numbers_by_names(
-    structure: Any, leaf_of: dict[str, Any], decisions: dict[str, Decision]
-) -> dict[str, Any]:
+def _numbers_by_names(params: Any, decisions: dict[str, Decision]) -> dict[str, Any]:
     """The dimension numbers of those parameters that the program leaves to names, with the warnings that names give.
 
-    Args:
-      structure: That of the tree of parameters.
-      leaf_of: Its leaves by path, in the order of the tree. Masked ones stay so: no name decides them.
-      decisions: What the program says of those that are not masked, by path.
+    `decisions` has what the program says, by path, of all parameters that are not masked.
     """
     # What the program decides becomes a rule, so that names decide, and warn of, the other parameters alone.
     rules, reasons = [], {}
@@ -454,10 +440,8 @@ def _numbers_by_names(
             rules.append((f"^{re.escape(path)}$", decision.numbers))
     if not reasons:
         return {}
-    params = structure.unflatten(leaf_of.values())
-    tree = numbers_tree(params, rules=rules, reasons=reasons)
-    numbers = dict(zip(leaf_of, structure.flatten_up_to(tree), strict=True))
-    return {path: numbers[path] for path in reasons}
+    answers = routes(params, rules=rules, reasons=reasons)
+    return {path: answers[path].numbers for path in reasons}
 
 
 def check_arrays(call: str, params: Any) -> None:
@@ -571,6 +555,4 @@ def _no_site(
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct) or (
-        hasattr(x, "shape") and hasattr(x, "dtype")
-    )
+    return hasattr(x, "shape") and hasattr(x, "dtype")

@@ -73,7 +73,7 @@ def value_and_grad(
                 _with_max_logits, fun, argnums, has_aux
             )
             return differentiated(*args, **kwargs)
-        for argument in (args[i] for i in _chosen(argnums) if i < len(args)):
+        for argument in (args[i] for i in jax.tree.leaves(argnums) if i < len(args)):
             _check_differentiable(_call(fun), argument)
         # The largest logits are a result besides the loss, as `aux` is.
         measured = _with_max_logits(fun, argnums, has_aux)
@@ -94,7 +94,7 @@ def _with_max_logits(
 
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        chosen = _chosen(argnums)
+        chosen = jax.tree.leaves(argnums)
         parameters = [args[i] for i in chosen]
         aux: Any = None  # what `fun` returned with the loss while it was traced
 
@@ -140,11 +140,6 @@ def _loss_and_aux(call: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
             "or call value_and_grad(fun, has_aux=True) if fun returns (loss, aux)."
         )
     return loss, aux
-
-
-def _chosen(argnums: int | Sequence[int]) -> list[int]:
-    """The arguments to differentiate by, as a list: 0 and [0] are the same."""
-    return [argnums] if isinstance(argnums, int) else list(argnums)
 
 
 def _call(fun: Callable[..., Any]) -> str:

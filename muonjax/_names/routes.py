@@ -88,14 +88,7 @@ def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
     example gives Muon every matrix but the embedding and the head; Jordan, "Muon" (2024), on
     convolutions, and on query, key and value separately.
     """
-    return numbers_tree(params, rules=rules)
-
-
-def numbers_tree(
-    params: Any, *, rules: PathRules = (), reasons: Mapping[str, str] = {}
-) -> Any:
-    """The tree of dimension numbers, from what `routes` says of each leaf."""
-    answers = routes(params, rules=rules, reasons=reasons)
+    answers = routes(params, rules=rules)
     treedef = jax.tree.structure(parameters_of(params))
     return treedef.unflatten([answer.numbers for answer in answers.values()])
 
