@@ -37,7 +37,7 @@ from muonjax._inspect.move_rules import (
     reshaped,
     rounds_coarsely,
 )
-from muonjax._inspect.possible_numbers import MASKED
+from muonjax._inspect.possible_numbers import MASKED, is_mask
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import CHOICES
 
@@ -199,10 +199,7 @@ class Certificate:
             table = self.tables[value]
             is_scalar = table.ndim == self.first
             return table.reshape(*table.shape, *[1] * rank) if is_scalar else table
-        known = self.records.known(value)
-        is_zero = False
-        if known is not None and np.ndim(known) == 0:
-            is_zero = known == 0 or known <= least
+        is_zero = is_mask(self.graph, value, least)
         # One entry for the array, with the axes that it has, or the other operand has.
         rank = len(self.records.shape(value)) or rank
         shape = (3, *[1] * (len(self.loops) + rank))
@@ -238,10 +235,10 @@ class Certificate:
         if node.name in CHOICES:
             # No clip changes the condition: comparisons and casts to whole numbers are refused.
             _, *inputs = inputs
-        # What a mask puts in the place of logits, `MASKED` or less, counts as zero: softmax gives it no weight, so that
-        # it fits every factor.
-        is_mask = node.name == "select_n" and self.records.values[out].logits
-        least = MASKED if is_mask else -np.inf
+        # What a mask puts in the place of logits or adds to them, `MASKED` or less, counts as zero: softmax gives it no
+        # weight, so that it fits every factor.
+        is_masked = node.name in ("select_n", "add") and self.records.values[out].logits
+        least = MASKED if is_masked else -np.inf
         rank = len(self.records.shape(out))
         tables = [self._table(x, rank, least) for x in inputs]
         if node.name in ("mul", "div"):

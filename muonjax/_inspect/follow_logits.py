@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from muonjax._inspect.graph import Node
+from muonjax._inspect.possible_numbers import is_mask
 from muonjax._inspect.values import FROZEN, PARAMETER, Addend, Logits, Value
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     if node.name in ("exp", "logistic"):
         return _exponential(node, value)
     if not operation.is_sum:
+        # What a mask hides, -1e9, would become the largest logits.
+        is_negative = node.name == "neg" or any(
+            map(operation.is_below_zero, operation.arrays)
+        )
+        if is_negative and value.logits[0].is_masked:
+            return ()
         return through(node, value)
     # The logits are operand number `at`.
     at = next(k for k, v in enumerate(operation.values) if v is value)
@@ -128,13 +135,18 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
             logits.append(x._replace(shifted=shifted))
         # No mask is added after the maximum, and no array that a clip may change, such as a learned bias.
         elif x.shifted is None and not _may_change([other]):
-            sign = -1 if node.name == "sub" else 1
-            masked = x._replace(
-                value=node.outputs[0],
-                # Before the first of several masks: later ones are added to masked logits.
-                raw=x.raw if x.is_biased else arrays[at],
-                added=(*x.added, Addend(arrays[1 - at], node.index, sign)),
+            masked = x._replace(value=node.outputs[0], is_masked=True)
+            # A mask of 0 and -inf hides logits, and leaves the others as they are. Anything else may be a bias.
+            is_plain = node.name == "add" and is_mask(
+                operation.records.graph, arrays[1 - at]
             )
+            if x.is_biased or not is_plain:
+                sign = -1 if node.name == "sub" else 1
+                masked = masked._replace(
+                    # Before the first of several: later ones are added to masked logits.
+                    raw=x.raw if x.is_biased else arrays[at],
+                    added=(*x.added, Addend(arrays[1 - at], node.index, sign)),
+                )
             logits.append(masked)
     return tuple(logits)
 
@@ -156,7 +168,7 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
             # The same logits, from another branch of a `cond`, change as these do.
             may_change = _may_change(v for v in others if not _has_unmasked(v, x))
         if x.shifted is None and not may_change:
-            logits.append(x._replace(value=operation.node.outputs[0]))
+            logits.append(x._replace(value=operation.node.outputs[0], is_masked=True))
     return tuple(logits)
 
 

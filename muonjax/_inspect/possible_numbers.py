@@ -51,6 +51,12 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     return graph.possible_numbers[value]
 
 
+def is_mask(graph: Graph, value: int, hides: float = MASKED) -> bool:
+    """Whether all numbers that an array may hold are 0, or `hides` and less, as those of a mask that is added."""
+    numbers = numbers_in(graph, value)
+    return numbers is not None and bool(((numbers == 0) | (numbers <= hides)).all())
+
+
 def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     """The numbers that an array may hold, of a constant or of an operation's result: what `numbers_in` keeps.
 

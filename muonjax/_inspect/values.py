@@ -138,6 +138,7 @@ class Logits(NamedTuple):
     # The array just before the first mask or bias was added; -1 if none was.
     raw: int = -1
     added: tuple[Addend, ...] = ()
+    is_masked: bool = False  # some are replaced, or hidden by what was added
     # Axes of the product along which the number differs that was subtracted, their maximum; None if none was.
     shifted: frozenset[int] | None = None
 

@@ -215,10 +215,16 @@ spelled("a_matrix_that_mixes_the_logits_of_heads", NOT_ALL, mix=(H, H),
         softmax=lambda a, p: jax.nn.softmax(jnp.einsum("bhtu,hg->bgtu", a, p["mix"])))  # fmt: skip
 
 
-spelled("masked_before_it_is_divided", ADDED,
-        softmax=lambda a, p: jax.nn.softmax((a + jnp.where(CAUSAL, 0.0, -1e9)) / 2))  # fmt: skip
+@attention(sites=1, **QKVO)
+def masked_before_it_is_divided(p, x):
+    q, k, v = projected(p, x)
+    return end(p, (logits_of(q, k) + jnp.where(CAUSAL, 0.0, -jnp.inf)) / 2, v)
+
+
 spelled("scaled_by_a_negative_number_after_a_mask", ADDED,
         softmax=lambda a, p: jax.nn.softmax(-(a + jnp.where(CAUSAL, 0.0, -1e9))))  # fmt: skip
+spelled("negative_after_a_choice", ADDED,
+        softmax=lambda a, p: jax.nn.softmax(-jnp.where(CAUSAL, a, -1e9)))  # fmt: skip
 
 
 # What would change where a parameter is scaled: of the kernel, of the queries, of the logits.
