@@ -5,17 +5,9 @@ import numpy as np
 import pytest
 
 import muonjax.__main__ as device_check
-from benchmarks.common import momentum
 from muonjax.__main__ import main
 from pallas_kernels import _xla
 from tests.tools.tiers import thorough
-
-
-def test_the_recorded_spectra_are_those_of_the_data():
-    spectra = [
-        -np.log10(s[list(device_check.PLACES)]) for s in momentum.spectra()[5::11]
-    ]
-    np.testing.assert_allclose(device_check.RECORDED, spectra, atol=0.0051)
 
 
 @pytest.mark.thorough
@@ -25,15 +17,17 @@ def test_a_device_where_all_is_right(capsys):
     assert verdict == "Everything is right."
     ran = {line.split(",")[0] for line in lines if "at most" in line}
     assert ran == {"fast", "balanced", "accurate", "'reference'", "'blocked'"}
-    assert "float32: Optax " in lines[-1]
-    assert "balanced " in lines[-1]
+    timed = [line.split(":")[0] for line in lines if "compiles in" in line]
+    assert timed == ["Optax", "fast", "balanced", "accurate"]
 
 
 @pytest.fixture
 def one_quick_check(monkeypatch):
     """Without the times, which do not depend on what the test breaks."""
     monkeypatch.setattr(device_check, "times", lambda _: iter(()))
-    monkeypatch.setattr(device_check, "PRESETS", {"fast": device_check.PRESETS["fast"]})
+    monkeypatch.setattr(
+        device_check, "PRESETS", {"accurate": device_check.PRESETS["accurate"]}
+    )
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -69,7 +63,7 @@ def test_a_kernel_that_does_not_compile_gives_exit_status_1(monkeypatch, capsys)
 def test_results_that_are_off_give_exit_status_1(broken, monkeypatch, capsys):
     right = device_check.newton_schulz
     change = {
-        "nan": lambda y: y.at[3, 2, 5].set(np.nan),
+        "nan": lambda y: y.at[2, 5].set(np.nan),
         "lower precision": lambda y: (
             y + 0.05 * jax.random.normal(jax.random.key(0), y.shape)
         ),
@@ -79,4 +73,4 @@ def test_results_that_are_off_give_exit_status_1(broken, monkeypatch, capsys):
         device_check, "newton_schulz", lambda x, settings: change(right(x, settings))
     )
     assert main(["--quick"]) == 1
-    assert "WRONG: fast" in capsys.readouterr().out
+    assert "WRONG: accurate" in capsys.readouterr().out
