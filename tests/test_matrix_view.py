@@ -32,10 +32,9 @@ def test_a_fused_leaf_is_its_parts(cut):
     parts = np.random.default_rng(0).standard_normal((3, 4, 4)).astype(np.float32)
     fused = np.concatenate(parts, axis=cut)
     numbers = FusedDimensionNumbers(0, 1, parts=3, axis=cut)
-    view = matrix_view(fused, numbers, call="test")
-    assert (view.batch, view.fan_in, view.fan_out) == (3, 4, 4)
-    assert_array_equal(view.to_matrices(jnp.asarray(fused)), parts)
-    assert_array_equal(view.to_leaf(jnp.asarray(parts)), fused)
+    pieces = matrix_pieces({"w": numbers}, {"w": fused}, call="test")
+    assert_array_equal([piece.take([fused]) for piece in pieces], parts)
+    assert_array_equal(pieces.replaced({"w": fused}, list(parts))["w"], fused)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def _is_entry(x: Any) -> bool:
 def matrix_pieces(
     numbers: DimensionNumbersTree, tree: Any, *, call: str = ""
 ) -> Pieces:
-    """The matrices of all leaves of `tree`: a piece per leaf, or several where its parts are unequal, in order.
+    """The matrices of all leaves of `tree`: a piece for each leaf, or for each part of a fused one, in order.
 
     A fused kernel [64, 128] of queries with 64 columns, and of keys and values with 32 each, is three pieces.
 
@@ -180,8 +180,8 @@ def _check_leaf(named: str, leaf: Any) -> None:
 def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[Piece]:
     """The pieces of the i-th leaf, after all checks of its axes.
 
-    There is one, or one for each part if a fused axis has unequal parts or repeats them. `parts=(2, 1, 3)` along the
-    second axis of [5, 24] with `repeats=4` are three pieces: [5, 8], [5, 4] and [5, 12].
+    There is one, or one for each part of a fused axis. `parts=(2, 1, 3)` along the second axis of [5, 24] with
+    `repeats=4` are three pieces: [5, 8], [5, 4] and [5, 12].
     """
     reduction = _checked_axes(named, "reduction_axis", numbers.reduction_axis, shape)
     output = _checked_axes(named, "output_axis", numbers.output_axis, shape)
@@ -198,21 +198,19 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
         return [Piece(i, view_of(shape, reduction, output))]
 
     (axis,) = _checked_axes(named, "axis", numbers.axis, shape)
-    parts = numbers.parts
+    part_sizes = numbers.parts
     repeats = numbers.repeats
-    # One stretch has all parts once. Numbers below 1 are refused below, where `fill` is False for them.
-    stretch = shape[axis] // max(1, repeats)
-    are_equal = isinstance(parts, int)
-    part_sizes = (stretch // max(1, parts),) * parts if are_equal else parts
+    # Numbers below 1 are refused below, where `fill` is False for them.
+    if isinstance(part_sizes, int):
+        # One stretch has all parts once.
+        stretch = shape[axis] // max(1, repeats)
+        part_sizes = (stretch // max(1, part_sizes),) * part_sizes
     fill = min(part_sizes, default=0) >= 1 and sum(part_sizes) * repeats == shape[axis]
     if axis not in sides or not fill:
         raise ValueError(
             f"{numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or output axes, "
             f"and the sizes in `parts`, or as many equal ones, fill its {shape[axis]} entries `repeats` times."
         )
-    if are_equal and repeats == 1:
-        # One axis of the view counts the parts, and nothing has to be cut.
-        return [Piece(i, view_of(shape, reduction, output, axis, parts))]
     # Parts of 32, 8 and 8 begin and end at multiples of 8, so shards of 8 entries cut none of them.
     step = math.gcd(*part_sizes)
     pieces = []
@@ -237,34 +235,15 @@ def _checked_axes(named: str, argument: str, value: Any, shape: Axes) -> Axes:
     return tuple(axis % len(shape) for axis in axes)
 
 
-def view_of(
-    shape: Axes,
-    reduction: Axes,
-    output: Axes,
-    fused_axis: int | None = None,
-    parts: int = 1,
-) -> MatrixView:
-    """The view of a leaf of this shape by checked axes, one of which may be cut into equal parts.
-
-    With reduction (0,), output (1,), the fused axis 1 and three parts, [8, 24] is seen as [8, 3, 8], where axis 1
-    counts matrices.
-    """
-    cut_shape = shape
-    if fused_axis is not None:
-        # `parts` divides the axis: the caller has checked it.
-        size = shape[fused_axis] // parts
-        cut_shape = (*shape[:fused_axis], parts, size, *shape[fused_axis + 1 :])
-        # An axis after the fused one is one further, and of the two axes of the fused one the second is the side.
-        reduction = tuple(axis + (axis >= fused_axis) for axis in reduction)
-        output = tuple(axis + (axis >= fused_axis) for axis in output)
-    batch = tuple(
-        axis for axis in range(len(cut_shape)) if axis not in reduction + output
-    )
-    return MatrixView(shape, cut_shape, batch, reduction, output, fused_axis)
+def view_of(shape: Axes, reduction: Axes, output: Axes) -> MatrixView:
+    """The view of a leaf of this shape by checked axes."""
+    sides = reduction + output
+    batch = tuple(axis for axis in range(len(shape)) if axis not in sides)
+    return MatrixView(shape, batch, reduction, output)
 
 
 class Piece(NamedTuple):
-    """A leaf with its view, or one of the parts that a leaf is cut into, and that no view can show as batch axis.
+    """A leaf with its view, or one of the parts that a leaf is cut into.
 
     Parts of 2, 1 and 3 columns that repeat four times along an axis of 24: a stretch is six columns, and the second
     piece, with `start` 2 and `repeats` 4, is made of the columns 2, 8, 14 and 20.
@@ -295,7 +274,7 @@ class Piece(NamedTuple):
         # Most pieces are leaves, which are taken as they are.
         if self.axis is None:
             return leaf
-        shape = self.view.leaf_shape
+        shape = self.view.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
         # With explicit axis types, a sharded axis is cut only into parts of which every shard can have an equal piece.
@@ -318,25 +297,17 @@ class Piece(NamedTuple):
 class MatrixView(NamedTuple):
     """How one leaf becomes matrices: which axes are rows, which are columns, which only count.
 
-    A kernel [d, 3 * d] of queries, keys and values has `shape` [d, 3, d], in which axis 1 counts matrices, axis 0 is
-    their rows and axis 2 their columns; `fused_axis` is 1.
-
     Attributes:
-      leaf_shape: The shape of the leaf, or of the piece of it that is viewed.
-      shape: The same, where a fused axis is two; the axes below are this shape's.
+      shape: The shape of the leaf, or of the piece of it that is viewed.
       batch_axes: The axes that count matrices.
       reduction_axes: The axes of the rows.
       output_axes: The axes of the columns.
-      fused_axis: The axis of `leaf_shape` along which matrices lie one after the other. It is two axes of `shape`, this
-        number and the next: which matrix, and the entries of each.
     """
 
-    leaf_shape: Axes
     shape: Axes
     batch_axes: Axes
     reduction_axes: Axes
     output_axes: Axes
-    fused_axis: int | None = None
 
     def _sizes(self, axes: Axes) -> Axes:
         """The sizes of these axes of `shape`."""
@@ -357,23 +328,6 @@ class MatrixView(NamedTuple):
         """Columns of each matrix."""
         return math.prod(self._sizes(self.output_axes))
 
-    def leaf_axes(self, axes: Axes) -> list[int]:
-        """Rows or columns of `shape` as axes of the leaf, where a fused axis is one and not two.
-
-        A leaf [8, 24] that is seen as [8, 3, 8] has the columns 2 of `shape`, which are axis 1 of the leaf.
-        """
-        if self.fused_axis is None:
-            return list(axes)
-        return [axis - (axis > self.fused_axis) for axis in axes]
-
-    @property
-    def batch_and_unit_axes(self) -> tuple[Axes, Axes]:
-        """The leaf's axes that count units, and those of one unit: a matrix, or several that are fused."""
-        # Parts that are fused along a side count as one unit: a mesh may shard their axis anywhere.
-        unit = self.leaf_axes(self.reduction_axes + self.output_axes)
-        batch = tuple(axis for axis in range(len(self.leaf_shape)) if axis not in unit)
-        return batch, tuple(sorted(unit))
-
     def summed_over(self, axes: Axes) -> Axes:
         """`shape` after a sum over these axes that keeps them."""
         return tuple(
@@ -385,24 +339,10 @@ class MatrixView(NamedTuple):
         """The axes of `shape` as a stack of matrices has them: what counts, rows, columns."""
         return self.batch_axes + self.reduction_axes + self.output_axes
 
-    def split(self, leaf: jax.Array) -> jax.Array:
-        """`leaf` in `shape`. With explicit axis types a fused axis is gathered: shards need not end where parts do."""
-        if self.fused_axis is not None:
-            leaf = whole_along(leaf, self.fused_axis)
-        return leaf.reshape(self.shape)
-
-    def join(
-        self, split: Inexact[Array, "*split"], like: Inexact[Array, "*leaf"]
-    ) -> Inexact[Array, "*leaf"]:
-        """The inverse of `split`, sharded as `like`."""
-        leaf = split.reshape(self.leaf_shape)
-        # Only the split of a fused axis has gathered it.
-        return leaf if self.fused_axis is None else sharded_like(leaf, like)
-
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
-        """The leaf as a stack of matrices: [d, 3 * d] with three parts gives [3, d, d]."""
+        """The leaf as a stack of matrices: [layers, d, heads, size] with rows d gives [layers, d, heads * size]."""
         # [*batch_axes, *reduction_axes, *output_axes]
-        ordered = leaf.reshape(self.shape).transpose(self._order)
+        ordered = leaf.transpose(self._order)
         return ordered.reshape(self.batch, self.fan_in, self.fan_out)
 
     def to_leaf(self, matrices: Inexact[Array, "batch fan_in fan_out"]) -> jax.Array:
@@ -410,7 +350,7 @@ class MatrixView(NamedTuple):
         ordered = matrices.reshape(self._sizes(self._order))
         # inverse[axis] is the place of this axis of `shape` among the ordered ones.
         inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
-        return ordered.transpose(inverse).reshape(self.leaf_shape)
+        return ordered.transpose(inverse)
 
 
 class Pieces(list[Piece]):

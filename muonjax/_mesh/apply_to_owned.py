@@ -20,7 +20,7 @@ import numpy as np
 from muonjax._common.platform_policy import Policy
 from muonjax._matrices.batching import Function
 from muonjax._mesh.assignment import Round
-from muonjax._mesh.matrix_shards import UnitLayout
+from muonjax._mesh.matrix_shards import MatrixLayout
 
 
 def apply_to_owned(
@@ -52,66 +52,58 @@ def apply_to_owned(
 
 
 class Batch(NamedTuple):
-    """Units of one layout that an owner works on at once.
+    """Matrices of one layout that an owner works on at once.
 
     Attributes:
       layout: Their layout.
-      units: How many there are.
+      count: How many there are.
       exchanged: Size of each mesh axis of the all-to-all. Their coordinates number the rows of the buffer.
     """
 
-    layout: UnitLayout
-    units: int
+    layout: MatrixLayout
+    count: int
     exchanged: dict[str, int]
 
     @property
     def width(self) -> int:
         """How many columns of the buffer they take."""
-        return self.units * self.layout.block_size
+        return self.count * self.layout.block_size
 
     @property
     def _order(self) -> list[int]:
-        """The axes (*exchanged, units, *block), with those next to each other that make up one axis of a unit."""
-        # A unit [64, 16] whose rows "fsdp" shards arrives as (fsdp, units, block rows, columns). Its rows are
-        # (fsdp, block rows), so the order is (units, fsdp, block rows, columns).
+        """The axes (*exchanged, count, *block), with those next to each other that make up one axis of a matrix."""
+        # A matrix [16, 64] whose rows "fsdp" shards arrives as (fsdp, count, block rows, columns). Its rows are
+        # (fsdp, block rows), so the order is (count, fsdp, block rows, columns).
         names = list(self.exchanged)
-        units_axis = len(names)
-        order = [units_axis]
+        count_axis = len(names)
+        order = [count_axis]
         for axis, gathered in enumerate(self.layout.gathered):
             order += map(names.index, gathered)
-            order.append(units_axis + 1 + axis)
+            order.append(count_axis + 1 + axis)
         return order
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """(*exchanged, units, *block)."""
-        return (*self.exchanged.values(), self.units, *self.layout.block_shape)
+        """(*exchanged, count, *block)."""
+        return (*self.exchanged.values(), self.count, *self.layout.block_shape)
 
     def assemble(self, rows: jax.Array) -> jax.Array:
-        """Blocks [devices, units * elements of a block] -> [matrices, m, n]."""
-        # Axes: rows -> (*exchanged, units, *block) -> (units, *unit) -> (units, parts, m, n) -> (matrices, m, n).
-        view = self.layout.view
-        units = rows.reshape(self._shape).transpose(self._order)
-        units = units.reshape(self.units, *view.leaf_shape)
-        # A unit is one matrix, or several that are fused.
-        matrices = jax.vmap(view.to_matrices)(units)
-        return matrices.reshape(-1, *matrices.shape[2:])
+        """Blocks [devices, count * elements of a block] -> [count, m, n]."""
+        matrices = rows.reshape(self._shape).transpose(self._order)
+        return matrices.reshape(self.count, *self.layout.shape)
 
     def divide(self, matrices: jax.Array) -> jax.Array:
         """The inverse of `assemble`."""
-        matrices = matrices.reshape(self.units, -1, *matrices.shape[1:])
-        units = jax.vmap(self.layout.view.to_leaf)(matrices)
-        blocks = units.reshape([self._shape[axis] for axis in self._order])
+        blocks = matrices.reshape([self._shape[axis] for axis in self._order])
         rows = math.prod(self.exchanged.values())
-        blocks = blocks.transpose(np.argsort(self._order))
-        return blocks.reshape(rows, -1)
+        return blocks.transpose(np.argsort(self._order)).reshape(rows, -1)
 
 
 class Loop(NamedTuple):
-    """The units of one shape, a batch in each step.
+    """The matrices of one shape, a batch in each step.
 
     Attributes:
-      batches: A batch of each layout that units of this shape have.
+      batches: A batch of each layout that matrices of this shape have.
       places: [owners, steps, 2]: the first column in the buffer of each step's batch, and its number in `batches`.
       steps: [owners], how many steps there are.
     """
@@ -121,55 +113,54 @@ class Loop(NamedTuple):
     steps: np.ndarray
 
 
-Columns = list[dict[UnitLayout, list[int]]]
-"""For each owner and each layout of its units, the first column of each unit in the buffer."""
+Columns = list[dict[MatrixLayout, list[int]]]
+"""For each owner and each layout of its matrices, the first column of each matrix in the buffer."""
 
 
 def _loops(round_: Round, policy: Policy) -> list[Loop]:
-    """One loop for each shape of matrices, with the places of its units in the rows of all owners."""
+    """One loop for each shape of matrices, with their places in the rows of all owners."""
     owners = list(itertools.chain(*round_.replicas))
-    # The row for an owner has its units one after the other: two with blocks of 256 numbers and one with 512 begin in
-    # the columns 0, 256 and 512.
-    # columns_of[shape][i][layout] has the first columns of all units of this layout in the row for owner i.
+    # The row for an owner has its matrices one after the other: two with blocks of 256 numbers and one with 512 begin
+    # in the columns 0, 256 and 512.
+    # columns_of[shape][i][layout] has the first columns of all matrices of this layout in the row for owner i.
     columns_of: dict[tuple[int, ...], Columns] = {}
     for i, owner in enumerate(owners):
         column = 0
-        for units in owner:
-            layout = units.layout
-            columns = columns_of.setdefault(layout.stack_shape, [{} for _ in owners])
-            firsts = range(column, column + units.size, layout.block_size)
+        for matrices in owner:
+            layout = matrices.layout
+            columns = columns_of.setdefault(layout.shape, [{} for _ in owners])
+            firsts = range(column, column + matrices.size, layout.block_size)
             columns[i].setdefault(layout, []).extend(firsts)
-            column += units.size
+            column += matrices.size
     return [_loop(columns, round_, policy) for columns in columns_of.values()]
 
 
 def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
-    """The loop over units of one shape, a batch of equally many units in each step.
+    """The loop over matrices of one shape, a batch of equally many in each step.
 
-    Two owners whose columns are [{A: [0, 32]}, {A: [0], B: [32]}], for layouts A and B, get with batches of one unit
+    Two owners whose columns are [{A: [0, 32]}, {A: [0], B: [32]}], for layouts A and B, get with batches of one matrix
     the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
     """
-    # One shape can have several layouts: leaves that are sharded along other axes, or transposed.
+    # One shape can have several layouts: leaves that are sharded along other axes.
     layouts = list(dict.fromkeys(itertools.chain(*columns)))
-    units_per_batch = 1
+    batch_size = 1
     if not policy.is_cpu:
         # Batches have one size for all layouts and owners, because all devices run one program: a divisor of the
-        # number of units that any owner has of any layout.
+        # number of matrices that any owner has of any layout.
         counts: list[int] = []
         for owner in columns:
             counts += map(len, owner.values())
-        _, m, n = layouts[0].stack_shape
-        units_per_batch = policy.chunk_size(math.gcd(*counts), (m, n))
+        batch_size = policy.chunk_size(math.gcd(*counts), layouts[0].shape)
     exchanged = {name: jax.lax.axis_size(name) for name in round_.group.exchange_axes}
-    batches = [Batch(layout, units_per_batch, exchanged) for layout in layouts]
+    batches = [Batch(layout, batch_size, exchanged) for layout in layouts]
 
     # Each owner has a row, with the place of each step's batch: its first column, and the number of its layout.
     rows: list[list[tuple[int, int]]] = []
     for owner in columns:
         row = []
         for layout, firsts in owner.items():
-            # Units of a layout follow each other in the buffer, and so do those of a batch.
-            for column in firsts[::units_per_batch]:
+            # Matrices of a layout follow each other in the buffer, and so do those of a batch.
+            for column in firsts[::batch_size]:
                 row.append((column, layouts.index(layout)))
         rows.append(row)
     steps = np.array(list(map(len, rows)))

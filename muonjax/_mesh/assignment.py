@@ -5,7 +5,7 @@ first, each to the owner with the least work so far. Work is summed over all sha
 device has at most 4/3 of the least possible work, and in practice a few percent more than the mean (Graham, "Bounds on
 multiprocessing timing anomalies", 1969).
 
-The result is a list of `Round`s, which `map_on_mesh` runs. `matrix_shards` explains the words: unit, block, owner,
+The result is a list of `Round`s, which `map_on_mesh` runs. `matrix_shards` explains the words: block, owner,
 kind, group.
 """
 
@@ -19,18 +19,18 @@ import numpy as np
 from muonjax._mesh.distribution import MeshShape, devices_along
 from muonjax._mesh.matrix_shards import (
     ExchangeGroup,
+    MatrixKind,
+    MatrixLayout,
     ShardedLeaf,
-    UnitKind,
-    UnitLayout,
-    unit_kind,
-    units_on_device,
+    matrices_on_device,
+    matrix_kind,
 )
 
 
-class Units(NamedTuple):
-    """Consecutive units of one leaf: `count` of them, the first of which has the number `start`."""
+class Matrices(NamedTuple):
+    """Consecutive matrices of one leaf: `count` of them, the first of which has the number `start`."""
 
-    layout: UnitLayout
+    layout: MatrixLayout
     leaf: int
     start: int
     count: int
@@ -41,13 +41,13 @@ class Units(NamedTuple):
         return self.count * self.layout.block_size
 
 
-Owners = list[list[Units]]
-"""For each owner, in the order of their coordinates, the units that it gets."""
+Owners = list[list[Matrices]]
+"""For each owner, in the order of their coordinates, the matrices that it gets."""
 
 
-def row_length(owner: list[Units]) -> int:
-    """Elements that one device sends to an owner: its blocks of the owner's units."""
-    return sum(units.size for units in owner)
+def row_length(owner: list[Matrices]) -> int:
+    """Elements that one device sends to an owner: its blocks of the owner's matrices."""
+    return sum(matrices.size for matrices in owner)
 
 
 class Round(NamedTuple):
@@ -55,7 +55,7 @@ class Round(NamedTuple):
 
     Attributes:
       group: Whose leaves are exchanged.
-      replicas: For each replica its owners. An owner's units of equal shape follow each other.
+      replicas: For each replica its owners. An owner's matrices of equal shape follow each other.
     """
 
     group: ExchangeGroup
@@ -81,49 +81,48 @@ class Round(NamedTuple):
         return 2 * sum(self.replica_sizes) < len(self.replicas) * self.row_size
 
 
-def multiply_adds(layout: UnitLayout) -> int:
-    """What an owner multiplies for a unit, a matrix or several that are fused, in units that only compare unequal ones.
+def multiply_adds(layout: MatrixLayout) -> int:
+    """What an owner multiplies for a matrix, in a measure that only compares unequal ones.
 
     The default settings take 2 m^2 n + 6 m^3 multiply-adds for each matrix in full precision, and 5 m^2 n + 11 m^3 in
     half precision, both within a fifth for n = m to 4 m. This has a ratio between the two.
     """
-    matrices, m, n = layout.stack_shape
-    return matrices * m**2 * (2 * n + 5 * m)
+    m, n = layout.shape
+    return m**2 * (2 * n + 5 * m)
 
 
 def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[Round]:
     """Give each matrix to an owner: a round for each group of leaves that are sharded over the same mesh axes.
 
-    What is given is a unit: a matrix, or several that are fused. Units of one kind, which have equal shapes and
-    shardings, take equally long. The kinds that take longest come first, and each unit goes to the owner that is least
-    busy then.
+    Matrices of one kind, which have equal shapes and shardings, take equally long. The kinds that take longest come
+    first, and each matrix goes to the owner that is least busy then.
     """
-    # The units of each kind that wait for an owner, leaf by leaf.
-    queues: dict[UnitKind, list[Units]] = {}
+    # The matrices of each kind that wait for an owner, leaf by leaf.
+    queues: dict[MatrixKind, list[Matrices]] = {}
     for i, leaf in enumerate(leaves):
-        kind = unit_kind(leaf, mesh_shape)
-        count = units_on_device(leaf, mesh_shape)
-        units = Units(kind.layout, leaf=i, start=0, count=count)
-        queues.setdefault(kind, []).append(units)
+        kind = matrix_kind(leaf, mesh_shape)
+        count = matrices_on_device(leaf, mesh_shape)
+        matrices = Matrices(kind.layout, leaf=i, start=0, count=count)
+        queues.setdefault(kind, []).append(matrices)
 
-    def longest_first(kind: UnitKind) -> tuple:
+    def longest_first(kind: MatrixKind) -> tuple:
         # Ties are broken by sizes, and not by the order of the leaves.
         layout = kind.layout
-        return -multiply_adds(layout), -layout.block_size, layout.stack_shape
+        return -multiply_adds(layout), -layout.block_size, layout.shape
 
-    # The work of each device on the units that its owners have so far, of all groups.
+    # The work of each device on the matrices that its owners have so far, of all groups.
     work_of_devices = np.zeros(math.prod(mesh_shape.values()))
     owners_of: dict[ExchangeGroup, Owners] = {}
     for kind in sorted(queues, key=longest_first):
         # [owners, devices of an owner]
         devices = _owner_devices(kind.group, mesh_shape)
-        # For each owner a list of the units that it has so far
+        # For each owner a list of the matrices that it has so far
         owners = owners_of.setdefault(kind.group, [[] for _ in devices])
-        work_of_unit = multiply_adds(kind.layout)
-        # An owner of several devices is as busy as the busiest of them. One more unit makes it busier by 1.
-        busy = work_of_devices[devices].max(axis=1) / work_of_unit
+        work_of_one = multiply_adds(kind.layout)
+        # An owner of several devices is as busy as the busiest of them. One more matrix makes it busier by 1.
+        busy = work_of_devices[devices].max(axis=1) / work_of_one
         counts = _give(queues[kind], owners, busy)
-        work_of_devices[devices] += work_of_unit * counts[:, None]
+        work_of_devices[devices] += work_of_one * counts[:, None]
     return [_round(group, owners, mesh_shape) for group, owners in owners_of.items()]
 
 
@@ -145,58 +144,59 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
     return devices.reshape(devices_along(mesh_shape, group.owner_axes), -1)
 
 
-def _give(queue: list[Units], owners: Owners, busy: np.ndarray) -> np.ndarray:
-    """Give the units of one kind to the owners, each to the owner that is least busy at that point.
+def _give(queue: list[Matrices], owners: Owners, busy: np.ndarray) -> np.ndarray:
+    """Give the matrices of one kind to the owners, each to the owner that is least busy at that point.
 
     Args:
-      queue: The units, which are interchangeable. It is empty afterwards.
+      queue: The matrices, which are interchangeable. It is empty afterwards.
       owners: What each owner has already. On a tie the owner that stores least comes first.
-      busy: How busy each owner is, in units of the time that one of these units takes.
+      busy: How busy each owner is: its work over that on one of these matrices.
 
     Returns:
-      How many units each owner gets.
+      How many matrices each owner gets.
     """
-    # The least busy owner is the first of the heap; each unit makes it busier by one, and stores a block more there.
+    # The least busy owner is the first of the heap; each matrix makes it busier by one, and stores a block more there.
     heap = []
     for i, owner in enumerate(owners):
         # Rounded, so that sums of the same numbers in different orders are equal.
         heap.append((round(busy[i], 6), row_length(owner), i))
     heapq.heapify(heap)
     counts = np.zeros(len(owners), int)
-    # All units of a kind have one layout.
+    # All matrices of a kind have one layout.
     block_size = queue[0].layout.block_size
-    for _ in range(sum(units.count for units in queue)):
+    for _ in range(sum(matrices.count for matrices in queue)):
         load, stored, i = heap[0]
         heapq.heapreplace(heap, (round(load + 1, 6), stored + block_size, i))
         counts[i] += 1
-    # Each owner gets consecutive units, which are then few slices of the leaves.
+    # Each owner gets consecutive matrices, which are then few slices of the leaves.
     for owner, count in zip(owners, counts.tolist(), strict=True):
         owner += _take(queue, count)
     return counts
 
 
-def _take(queue: list[Units], count: int) -> list[Units]:
-    """Remove the next `count` units from the queue, which has as many: 5 of units with counts 4 and 4 leave 3."""
+def _take(queue: list[Matrices], count: int) -> list[Matrices]:
+    """Remove the next `count` matrices from the queue, which has as many: 5 of entries with counts 4 and 4 leave 3."""
     taken = []
     while count > 0:
-        units = queue.pop(0)
-        if units.count > count:
+        matrices = queue.pop(0)
+        left = matrices.count - count
+        if left > 0:
             # The next owner begins with the rest of these.
-            rest = units._replace(start=units.start + count, count=units.count - count)
+            rest = matrices._replace(start=matrices.start + count, count=left)
             queue.insert(0, rest)
-            units = units._replace(count=count)
-        taken.append(units)
-        count -= units.count
+            matrices = matrices._replace(count=count)
+        taken.append(matrices)
+        count -= matrices.count
     return taken
 
 
 def _round(group: ExchangeGroup, owners: Owners, mesh_shape: MeshShape) -> Round:
     """The round of a group, with a list of owners for each replica: 8 owners are two lists of 4 if replicas are 2.
 
-    It sorts the list of each of the `owners`, so that units of equal shape follow each other: one loop serves them all.
+    It sorts the list of each of the `owners`, so that matrices of equal shape follow each other: one loop serves all.
     """
-    for units_of_owner in owners:
-        units_of_owner.sort(key=lambda units: units.layout.stack_shape)
+    for matrices_of_owner in owners:
+        matrices_of_owner.sort(key=lambda matrices: matrices.layout.shape)
     per_replica = devices_along(mesh_shape, group.exchange_axes)
     # Owners are numbered by their coordinates along the replica axes first and the exchange axes last. So the owners of
     # one replica follow each other.

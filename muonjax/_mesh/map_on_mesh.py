@@ -29,11 +29,11 @@ from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.apply_to_owned import apply_to_owned
 from muonjax._mesh.assignment import Owners, Round, assign_owners, row_length
 from muonjax._mesh.distribution import even_sharding, partition_spec
-from muonjax._mesh.matrix_shards import ShardedLeaf
+from muonjax._mesh.matrix_shards import ShardedLeaf, axes_of_matrix
 
 Arrays = Sequence[jax.Array]
 Results = dict[tuple[int, int], jax.Array]
-"""(leaf, number of the first unit) -> [units, *axes of a unit]."""
+"""(leaf, number of the first matrix) -> [matrices, *axes of a block]."""
 
 
 def map_on_mesh(
@@ -123,13 +123,13 @@ def exchange(
     Returns:
       This device's part of the result of each leaf.
     """
-    # A unit is what one owner gets: a matrix, or several that are fused. [units, *axes of a unit]
-    stacks = list(map(_stack_of_units, blocks, views))
+    # [matrices, *axes of a block] for each leaf
+    stacks = list(map(_stack_of_matrices, blocks, views))
     results: Results = {}
     for round_ in rounds:
         results.update(_run_round(f, round_, stacks, policy))
-    # The units of a leaf had several owners, so its result arrives in parts, by the number of the first unit. All units
-    # of a leaf are of one kind, and so of one round.
+    # The matrices of a leaf had several owners, so its result arrives in parts, by the number of the first matrix. All
+    # matrices of a leaf are of one kind, and so of one round.
     parts_of_leaves: list[Any] = [[] for _ in blocks]
     for leaf, start in sorted(results):
         parts_of_leaves[leaf].append(results[leaf, start])
@@ -137,18 +137,21 @@ def exchange(
     return list(map(_block_of_stack, stacks, views, blocks))
 
 
-def _stack_of_units(block: jax.Array, view: MatrixView) -> jax.Array:
-    """A device's block of a leaf as [units, *axes of a unit]: what counts units comes first, and is one axis."""
+def _order(view: MatrixView) -> tuple[int, ...]:
+    """The axes of a leaf: those that count matrices, and those of the shorter and the longer side of each."""
+    return view.batch_axes + axes_of_matrix(view)
+
+
+def _stack_of_matrices(block: jax.Array, view: MatrixView) -> jax.Array:
+    """A device's block of a leaf as [matrices, *axes of a matrix]."""
     # A block has the leaf's axes, of which the mesh has cut some: a device's [2, 16, 64] of a leaf [4, 64, 64].
-    batch_axes, unit_axes = view.batch_and_unit_axes
-    unit_shape = [block.shape[axis] for axis in unit_axes]
-    return block.transpose(batch_axes + unit_axes).reshape(-1, *unit_shape)
+    matrix_shape = [block.shape[axis] for axis in axes_of_matrix(view)]
+    return block.transpose(_order(view)).reshape(-1, *matrix_shape)
 
 
 def _block_of_stack(stack: jax.Array, view: MatrixView, block: jax.Array) -> jax.Array:
-    """The inverse of `_stack_of_units`, in the shape and dtype of `block`."""
-    # What counts units comes first, and then the axes of a unit.
-    order = sum(view.batch_and_unit_axes, ())
+    """The inverse of `_stack_of_matrices`, in the shape and dtype of `block`."""
+    order = _order(view)
     stack = stack.reshape([block.shape[axis] for axis in order])
     return stack.transpose(np.argsort(order)).astype(block.dtype)
 
@@ -175,14 +178,15 @@ def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Re
 def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
     """What this device sends to the owners of one replica: a row for each, with its blocks of the owner's matrices.
 
-    `stacks` has this device's blocks of each leaf, [units, *block]. An owner with the units 2 and 3 of a leaf with
+    `stacks` has this device's blocks of each leaf, [matrices, *block]. An owner of the matrices 2 and 3 of a leaf with
     blocks [16, 64] gets a row of 2048 numbers, and zeros up to `row_size`.
     """
     dtype, row_size = round_.group.dtype, round_.row_size
     parts = []
     for owner in owners:
-        for units in owner:
-            blocks = stacks[units.leaf][units.start : units.start + units.count]
+        for matrices in owner:
+            stop = matrices.start + matrices.count
+            blocks = stacks[matrices.leaf][matrices.start : stop]
             # A dtype half as wide as the leaf's halves what is sent.
             parts.append(blocks.reshape(-1).astype(dtype))
         padding = row_size - row_length(owner)
@@ -194,20 +198,21 @@ def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
 def _unpack(buffers: Arrays, round_: Round) -> Results:
     """The inverse of `_pack`, from a buffer [owners, numbers] of each replica.
 
-    An owner with the first two units of leaf 3, in blocks [16, 64], gives {(3, 0): [2, 16, 64]}.
+    An owner of the first two matrices of leaf 3, in blocks [16, 64], gives {(3, 0): [2, 16, 64]}.
     """
-    # An owner's row has its units in the order of `_pack`.
+    # An owner's row has its matrices in the order of `_pack`.
     results = {}
     for buffer, owners in zip(buffers, round_.replicas, strict=True):
         # The rows one after the other
         flat = buffer.reshape(-1)
         for row, owner in enumerate(owners):
             start = row * buffer.shape[1]
-            for units in owner:
-                blocks = jax.lax.slice_in_dim(flat, start, start + units.size)
-                blocks = blocks.reshape(-1, *units.layout.block_shape)
-                results[units.leaf, units.start] = blocks
-                start += units.size
+            for matrices in owner:
+                stop = start + matrices.size
+                blocks = jax.lax.slice_in_dim(flat, start, stop)
+                blocks = blocks.reshape(-1, *matrices.layout.block_shape)
+                results[matrices.leaf, matrices.start] = blocks
+                start = stop
     return results
 
 

@@ -1,7 +1,7 @@
 """Say how the matrices of a leaf lie on a mesh: which block of a matrix a device stores, and which devices can own it.
 
-`unit_kind` decides it from shapes and shardings; no array is needed. What it does with a mesh axis depends on what the
-axis cuts:
+`matrix_kind` decides it from shapes and shardings; no array is needed. What it does with a mesh axis depends on what
+the axis cuts:
 
 - an axis of the leaf that counts matrices, such as layers or experts: each device keeps its own matrices;
 - a side of a matrix: the owner of the matrix gathers its blocks from the devices along the mesh axis;
@@ -11,12 +11,11 @@ In this file an `axis` is a number, an axis of an array, and a `name` is that of
 
 The words of this folder:
 
-  unit      What one owner orthogonalizes: a matrix, or several that are fused along one axis of a leaf.
-  block     The part of a unit that one device stores, and sends to the owner.
-  owner     The device that orthogonalizes a unit.
-  replicas  Devices that store the same blocks. They divide the units among them.
+  block     The part of a matrix that one device stores, and sends to the owner.
+  owner     The device that orthogonalizes a matrix.
+  replicas  Devices that store the same blocks. They divide the matrices among them.
   group     Leaves that are exchanged over the same mesh axes and in the same dtype.
-  kind      Units of one group with equal layouts. They are interchangeable.
+  kind      Matrices of one group with equal layouts. They are interchangeable.
   round     The all-to-all of one group to the owners, and the one back.
 """
 
@@ -24,7 +23,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from muonjax._matrices.matrix_view import MatrixView, view_of
+from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.distribution import Axes, MeshShape, devices_along
 
 
@@ -42,16 +41,16 @@ class ShardedLeaf(NamedTuple):
     dtype: Any
 
 
-class UnitLayout(NamedTuple):
-    """Shape and sharding of a unit.
+class MatrixLayout(NamedTuple):
+    """Shape and sharding of a matrix [m, n] with m <= n; tall ones are transposed.
 
     Attributes:
-      view: The unit at its owner, seen as matrices with m <= n: if the leaf's are tall, these are their transposes.
-      block_shape: The shape of the block that one device stores, with the axes in the leaf's order.
+      shape: m and n.
+      block_shape: The shape of the block that one device stores: the axes of the rows, then those of the columns.
       gathered: For each of these axes, the mesh axes along which the owner gathers blocks.
     """
 
-    view: MatrixView
+    shape: tuple[int, int]
     block_shape: tuple[int, ...]
     gathered: tuple[Axes, ...]
 
@@ -59,11 +58,6 @@ class UnitLayout(NamedTuple):
     def block_size(self) -> int:
         """Elements of a block."""
         return math.prod(self.block_shape)
-
-    @property
-    def stack_shape(self) -> tuple[int, int, int]:
-        """[matrices, m, n] of the unit."""
-        return self.view.batch, self.view.fan_in, self.view.fan_out
 
 
 class ExchangeGroup(NamedTuple):
@@ -85,14 +79,14 @@ class ExchangeGroup(NamedTuple):
         return self.replica_axes + self.exchange_axes
 
 
-class UnitKind(NamedTuple):
-    """Units of one group and one layout, which are interchangeable."""
+class MatrixKind(NamedTuple):
+    """Matrices of one group and one layout, which are interchangeable."""
 
     group: ExchangeGroup
-    layout: UnitLayout
+    layout: MatrixLayout
 
 
-def unit_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> UnitKind:
+def matrix_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixKind:
     """Along which mesh axes the matrices of a leaf go to their owners, and which block of each a device stores.
 
     On a mesh {"data": 2, "fsdp": 4} the matrix [64, 16] with P("fsdp") has blocks [16, 16]. They are exchanged along
@@ -102,7 +96,7 @@ def unit_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> UnitKind:
     # Mesh axes of size one cut nothing.
     mesh_axes = [name for name, size in mesh_shape.items() if size > 1]
     sharding = [_among(names, mesh_axes) for names in leaf.sharding]
-    layout = _unit_layout(leaf.view, sharding, mesh_shape)
+    layout = _matrix_layout(leaf.view, sharding, mesh_shape)
 
     # Blocks of a matrix are exchanged along the axes that cut it. Devices along the axes that cut nothing of the leaf,
     # neither a matrix nor the number of matrices, are its replicas.
@@ -113,7 +107,7 @@ def unit_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> UnitKind:
         replica_axes=tuple(name for name in mesh_axes if name not in stored),
         dtype=leaf.dtype,
     )
-    return UnitKind(group, layout)
+    return MatrixKind(group, layout)
 
 
 def _among(names: Sequence[str], others: Collection[str]) -> Axes:
@@ -121,53 +115,36 @@ def _among(names: Sequence[str], others: Collection[str]) -> Axes:
     return tuple(name for name in names if name in others)
 
 
-def units_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
-    """The number of the leaf's units of which one device stores a block."""
-    # Every device along a mesh axis that cuts such an axis has units of its own.
-    batch_axes, _ = leaf.view.batch_and_unit_axes
-    units = 1
-    for axis in batch_axes:
-        devices = devices_along(mesh_shape, leaf.sharding[axis])
-        units *= leaf.view.leaf_shape[axis] // devices
-    return units
+def matrices_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
+    """The number of the leaf's matrices of which one device stores a block."""
+    # Every device along a mesh axis that cuts such an axis has matrices of its own.
+    count = 1
+    for axis in leaf.view.batch_axes:
+        count *= leaf.view.shape[axis] // devices_along(mesh_shape, leaf.sharding[axis])
+    return count
 
 
-def _unit_layout(
+def axes_of_matrix(view: MatrixView) -> tuple[int, ...]:
+    """The axes of the shorter side of each matrix of a leaf, then those of the longer side."""
+    if view.fan_in > view.fan_out:
+        return view.output_axes + view.reduction_axes
+    return view.reduction_axes + view.output_axes
+
+
+def _matrix_layout(
     view: MatrixView, sharding: Sequence[Axes], mesh_shape: MeshShape
-) -> UnitLayout:
-    """Shape and sharding of the leaf's units, matrices or fused ones.
+) -> MatrixLayout:
+    """Shape and sharding of the leaf's matrices.
 
     A kernel [16, 64] with P("fsdp", "tensor") on 4 x 2 devices has blocks [4, 32]. Its owner gathers [16, 64].
     """
-    _, unit_axes = view.batch_and_unit_axes
     block_shape = []
-    for axis in unit_axes:
+    gathered = []
+    for axis in axes_of_matrix(view):
         # `even_sharding` has left only mesh axes that divide the axis.
-        devices = devices_along(mesh_shape, sharding[axis])
-        block_shape.append(view.leaf_shape[axis] // devices)
-    gathered = tuple(sharding[axis] for axis in unit_axes)
-    return UnitLayout(_view_at_owner(view), tuple(block_shape), gathered)
-
-
-def _view_at_owner(view: MatrixView) -> MatrixView:
-    """How the device that orthogonalizes a unit sees it, as matrices with m <= n.
-
-    A unit is a matrix of the leaf, or the fused matrices that lie side by side in it: a leaf [layers, d, heads, 16] has
-    units [d, heads, 16]. Its axes are those of the leaf that belong to a matrix, in the same order. With the fused axis
-    2, a leaf [layers, d, 3 * d] has units [d, 3 * d], which are three matrices [d, d].
-    """
-    _, unit_axes = view.batch_and_unit_axes
-    shape = tuple(view.leaf_shape[axis] for axis in unit_axes)
-    # Axes of the leaf -> axes of the unit
-    rows = tuple(map(unit_axes.index, view.leaf_axes(view.reduction_axes)))
-    columns = tuple(map(unit_axes.index, view.leaf_axes(view.output_axes)))
-    if view.fan_in > view.fan_out:
-        # The shorter side becomes the rows, so `to_matrices` transposes the matrices of a tall leaf.
-        rows, columns = columns, rows
-    if view.fused_axis is None:
-        return view_of(shape, rows, columns)
-    # The owner cuts a unit into as many matrices as the leaf's view does. In `view.shape` the fused axis is two: the
-    # leaf [layers, d, 3 * d] has the shape [layers, d, 3, d], where axis 2 counts the matrices of a unit.
-    parts = view.shape[view.fused_axis]
-    fused_axis = unit_axes.index(view.fused_axis)
-    return view_of(shape, rows, columns, fused_axis, parts)
+        block_shape.append(
+            view.shape[axis] // devices_along(mesh_shape, sharding[axis])
+        )
+        gathered.append(sharding[axis])
+    m, n = sorted((view.fan_in, view.fan_out))
+    return MatrixLayout((m, n), tuple(block_shape), tuple(gathered))

@@ -33,7 +33,7 @@ class HyperballState(NamedTuple):
       learning_rate: The state of `optax.inject_hyperparams` for a schedule, `optax.EmptyState()` for a number.
       rms: A tree like the parameters. For each matrix ||W||_F / sqrt(m n), which it keeps; float32 or wider, in the
         leaf's shape with the axes of the matrix of size 1. `optax.MaskedNode()` in place of a leaf that is no matrix, a
-        tuple where a leaf has unequal parts.
+        tuple where a leaf has several parts.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -106,7 +106,7 @@ def hyperball(
                     f"init(params) keeps the norms of the weights, and {name} is {weight}; for the shapes of the "
                     "state call jax.eval_shape(tx.init, params)."
                 )
-            radius = _rms(_wide(weight, piece.view), piece.view)
+            radius = _rms(_wide(weight), piece.view)
             # Inside of `jit` the norm is not known; a matrix of zeros then stays zero.
             if not isinstance(radius, Tracer) and not bool((radius > 0).all()):
                 raise ValueError(
@@ -143,22 +143,22 @@ def hyperball(
 
 
 def _matrix_axes(view: MatrixView) -> tuple[int, ...]:
-    """The axes of a split leaf that are rows and columns."""
+    """The axes of a leaf that are rows and columns."""
     return (*view.reduction_axes, *view.output_axes)
 
 
-def _wide(leaf: Any, view: MatrixView) -> Inexact[Array, "*split"]:
-    """The leaf split as its view has it, in float32 or wider."""
-    x = view.split(jnp.asarray(leaf))
+def _wide(leaf: Any) -> Inexact[Array, "*leaf"]:
+    """The leaf in float32 or wider."""
+    x = jnp.asarray(leaf)
     return x.astype(at_least_float32(x.dtype))
 
 
-def _mean(x: Float[Array, "*split"], view: MatrixView) -> Float[Array, "*#split"]:
+def _mean(x: Float[Array, "*leaf"], view: MatrixView) -> Float[Array, "*#leaf"]:
     """The mean of each matrix, with axes of size 1 for rows and columns."""
     return jnp.mean(x, _matrix_axes(view), keepdims=True)
 
 
-def _rms(x: Inexact[Array, "*split"], view: MatrixView) -> Float[Array, "*#split"]:
+def _rms(x: Inexact[Array, "*leaf"], view: MatrixView) -> Float[Array, "*#leaf"]:
     """The root mean square of each matrix, 1e-37 to 1e37, though float32 has no squares beyond 1e-19 and 1e19."""
     factor, square = square_of_any_size(x, lambda x: _mean(jnp.abs(x) ** 2, view))
     return jnp.sqrt(square) / factor
@@ -175,9 +175,9 @@ def _step(
 
     The norms in the formulas are root mean squares; m n, which all of them lack, cancels.
     """
-    # In the view's shape; `kept_rms` has size 1 along the axes of rows and columns, and so broadcasts.
-    w = _wide(weight, view)
-    u = _wide(update, view)
+    # `kept_rms` has size 1 along the axes of rows and columns, and so broadcasts.
+    w = _wide(weight)
+    u = _wide(update)
     # A checkpoint may have been restored in another dtype.
     kept_rms = jnp.asarray(kept_rms, jnp.finfo(w.dtype).dtype)
 
@@ -207,4 +207,4 @@ def _step(
     back = radius / jnp.sqrt(jnp.where(is_still, 1, moved_square))
     step = (back - 1) * w + back * c * u
     step = jnp.where(is_still, 0, unit * step)
-    return view.join(step.astype(update.dtype), like=update), radius * unit
+    return step.astype(update.dtype), radius * unit

@@ -27,7 +27,7 @@ class NormalizeNeuronsState(NamedTuple):
     Attributes:
       second_moment: A tree like the parameters. For each matrix the running mean, for each of its neurons, of the mean
         square of that neuron's entries; float32, in the leaf's shape with its reduction axes of size 1.
-        `optax.MaskedNode()` in place of a leaf that is no matrix, a tuple where a leaf has unequal parts.
+        `optax.MaskedNode()` in place of a leaf that is no matrix, a tuple where a leaf has several parts.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -97,7 +97,7 @@ def normalize_neurons(
         for piece, array in zip(pieces, pieces.of(arrays), strict=True):
             # A number for each neuron: of a matrix [batch, rows, columns] an array [batch, 1, columns], or with the
             # rows and columns of the view. It is a sum like that of `update`, and so sharded as that one is.
-            zero = zero_beside(piece.view.split(array), piece.view.reduction_axes)
+            zero = zero_beside(array, piece.view.reduction_axes)
             moments.append(zero.astype(jnp.float32))
         return NormalizeNeuronsState(pieces.as_state(moments))
 
@@ -132,8 +132,8 @@ def _normalize(
 
     For a leaf [d, heads, size] with rows d the moment is [1, heads, size].
     """
-    # In the view's shape, where rows and columns may be several axes each
-    o = view.split(update).astype(at_least_float32(update.dtype))
+    # Rows and columns may be several axes each.
+    o = update.astype(at_least_float32(update.dtype))
     # |O_j|^2 of each neuron, which is a column
     squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
     # v <- decay v + (1 - decay) |O_j|^2 / fan_in
@@ -145,5 +145,5 @@ def _normalize(
     square_of_p = jnp.sum(squares * factor**2, view.output_axes, keepdims=True)
     # O <- P |O| / |P|
     factor *= jnp.sqrt(square / or_one(square_of_p))
-    normalized = (o * factor.astype(o.dtype)).astype(update.dtype)
-    return view.join(normalized, like=update), moment.astype(jnp.float32)
+    normalized = o * factor.astype(o.dtype)
+    return normalized.astype(update.dtype), moment.astype(jnp.float32)

@@ -13,7 +13,7 @@ import muonjax
 from muonjax._common.platform_policy import Policy
 from muonjax._matrices.matrix_view import MuonDimensionNumbers
 from muonjax._mesh.assignment import _owner_devices, assign_owners, multiply_adds
-from muonjax._mesh.matrix_shards import ShardedLeaf, unit_kind
+from muonjax._mesh.matrix_shards import ShardedLeaf, matrix_kind
 from muonjax._newton_schulz.polar_factor import polar_function
 from tests.mesh.layouts import sent
 from tests.tools.products import flops_of
@@ -37,8 +37,8 @@ def leaf(shape, *sharding, dtype="float32") -> ShardedLeaf:
 
 def cubes(layout) -> float:
     """A cost that any reader can check."""
-    matrices, m, n = layout.stack_shape
-    return float(matrices * m * m * n)
+    m, n = layout.shape
+    return float(m * m * n)
 
 
 def make(leaves, **mesh_shape):
@@ -55,8 +55,8 @@ def loads(rounds, **mesh_shape) -> np.ndarray:
         for devices, owned in zip(
             _owner_devices(one.group, mesh_shape), owners, strict=True
         ):
-            for units in owned:
-                work[devices] += units.count * cubes(units.layout)
+            for matrices in owned:
+                work[devices] += matrices.count * cubes(matrices.layout)
     return work
 
 
@@ -80,8 +80,8 @@ def test_every_matrix_has_one_owner_and_no_load_is_far_above_the_rest(drawn):
     rounds = make(leaves, fsdp=4, tensor=2)
     seen = []
     for one in rounds:
-        for units in itertools.chain(*itertools.chain(*one.replicas)):
-            seen += [(units.leaf, units.start + i) for i in range(units.count)]
+        for owned in itertools.chain(*itertools.chain(*one.replicas)):
+            seen += [(owned.leaf, owned.start + i) for i in range(owned.count)]
     assert sorted(seen) == [(i, j) for i, (b, *_) in enumerate(drawn) for j in range(b)]
     costs = [m * n * min(m, n) for _, m, n, _, _ in drawn]
     mean = sum(b * cost for (b, *_), cost in zip(drawn, costs, strict=True)) / 8
@@ -141,7 +141,7 @@ def test_the_cost_of_a_matrix_is_in_proportion_to_the_products(platform, dtype):
     f = polar_function(muonjax.NewtonSchulz(), Policy(platform))
     ratios = []
     for n in (1024, 2048, 4096):
-        kind = unit_kind(leaf((1024, n), (), (), dtype=dtype), {"fsdp": 8})
+        kind = matrix_kind(leaf((1024, n), (), (), dtype=dtype), {"fsdp": 8})
         flops = flops_of(f.whole, jax.ShapeDtypeStruct((1024, n), "float32"))
         ratios.append(flops / multiply_adds(kind.layout))
     assert max(ratios) < 1.4 * min(ratios)

@@ -31,6 +31,6 @@ def leaf(*shape, dtype="float32"):
 
 
 def matrix_view(leaf, numbers, *, call):
-    """The view of one leaf (anything with shape and dtype), whose parts are equal."""
+    """The view of one leaf (anything with shape and dtype), which is not cut."""
     (piece,) = matrix_pieces(numbers, leaf, call=call)
     return piece.view
