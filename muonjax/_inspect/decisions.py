@@ -67,6 +67,10 @@ class _Decider:
     def __init__(self, records: Records, is_loss: bool):
         self.records, self.graph, self.is_loss = records, records.graph, is_loss
         self.ends = Ends(records)
+        nodes = self.graph.nodes
+        self.takes_gradients = any(
+            "transpose" in nodes[i].transforms for i in self.graph.live
+        )
 
     def decide(self, leaf: int, uses: list[Use]) -> Decision:
         """The decision on a parameter with these uses, by the cases at the top of this file.
@@ -85,12 +89,15 @@ class _Decider:
         for use in uses:
             if use.kind == "unknown":
                 return self._left_to_names(use.what, use.node)
-        for use in uses:
-            # The loss has a derivative of the model in it, or the function trains the model.
-            if self.graph.nodes[use.node].is_in_gradient:
-                return self._left_to_names(
-                    "a gradient inside of the function", use.node
-                )
+        in_gradient = [use for use in uses if self._is_in_gradient(use)]
+        others = [use for use in uses if not self._is_in_gradient(use)]
+        # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel backward too. If it takes
+        # nothing but a gradient, or trains the model, what follows a product can't be told.
+        if in_gradient and not any(use.kind == "product" for use in others):
+            return self._left_to_names(
+                "a gradient inside of the function", in_gradient[0].node
+            )
+        uses = others
         products = [use for use in uses if use.kind == "product"]
         # x @ w[i], with w [experts, d, f] and an index that data give, chooses a matrix along axis 0, and then
         # multiplies by it: such an axis is one of the product's loops. That is no look-up in a table.
@@ -105,6 +112,11 @@ class _Decider:
         if products:
             return self._of_products(leaf, products)
         return self._without_product(uses)
+
+    def _is_in_gradient(self, use: Use) -> bool:
+        """Whether it belongs to the forward or the backward pass of a gradient; derivatives of `jax.jvp` are none."""
+        transforms = self.graph.nodes[use.node].transforms
+        return self.takes_gradients and not transforms.isdisjoint(["jvp", "transpose"])
 
     def _without_scales(self, leaf: int, uses: list[Use]) -> list[Use]:
         """The uses of a parameter without the products that make a number by which all of it is scaled.

@@ -132,19 +132,17 @@ class Node:
     place: Place
 
     @property
-    def is_in_gradient(self) -> bool:
-        """Whether it belongs to a gradient that the function takes by itself, in its forward or backward pass."""
-        return _is_in_gradient(self.equation.source_info.name_stack)
+    def transforms(self) -> frozenset[str]:
+        """The derivatives that it belongs to and that the function takes by itself: "jvp", and "transpose" backward."""
+        return _transforms(self.equation.source_info.name_stack)
 
 
 @functools.lru_cache(1024)
-def _is_in_gradient(name_stack: Any) -> bool:
-    """Whether operations in these scopes are those of a gradient, by the transformations that JAX notes."""
-    for scope in name_stack.stack:
-        # A user's scope of the same name is no `Transform`.
-        if type(scope).__name__ == "Transform" and scope.name in ("jvp", "transpose"):
-            return True
-    return False
+def _transforms(name_stack: Any) -> frozenset[str]:
+    """The names of JAX's transformations around an operation."""
+    # A user's scope of the same name is no `Transform`.
+    scopes = name_stack.stack
+    return frozenset(x.name for x in scopes if type(x).__name__ == "Transform")
 
 
 @functools.lru_cache(1024)
