@@ -25,9 +25,6 @@ from muonjax._inspect.values import (
 from muonjax._matrices.matrix_view import DimensionNumbers
 
 _SAME = frozenset(SAME.split())
-_TABLE = (
-    "a layer, or a table: it is multiplied by numbers of the program, and by no data"
-)
 
 
 class Decision(NamedTuple):
@@ -36,14 +33,10 @@ class Decision(NamedTuple):
     numbers: DimensionNumbers | None  # None: Adam
     why: str
     per_head: DimensionNumbers | None = None  # with a matrix for each attention head
-    # Why it can't be decided, two uses with their lines: `dimension_numbers` raises.
-    problem: str = ""
     by_names: bool = False  # nothing is decided; its name does, and a warning says so
     trains: bool = True  # it has a gradient, and meets data
     # A bias, a gain, but for axes that count layers: weight decay is not for it.
     is_vector: bool = False
-    # What can't be told, for a warning: it is decided, but may be something else.
-    doubt: str = ""
 
 
 def decide(records: Records, is_loss: bool) -> list[Decision]:
@@ -192,15 +185,14 @@ class _Decider:
         try:
             numbers, per_head, why = matrices_of(self.records, leaf, matrices)
         except Contradiction as problem:
-            # A table may be used in several ways, as one of positions that is resized along two axes.
-            if self._is_table(matrices):
-                return self._adam(_TABLE, first)._replace(doubt=f"{_TABLE}: {problem}")
-            return Decision(None, str(problem), problem=str(problem))
+            return Decision(None, str(problem), by_names=True)
+        doubt = self._doubt(matrices)
         # Only matrices that don't train follow: it is a hidden layer before frozen ones, or a head before a transform.
-        is_last = self.is_loss and "layer" not in destinations
-        doubt = self._doubt(matrices, is_last)
-        doubt = f"{doubt}: {self.graph.line(first)}" if doubt else ""
-        return Decision(numbers, why, per_head=per_head, doubt=doubt)
+        if self.is_loss and "layer" not in destinations:
+            doubt = "a hidden layer, or an output head: what follows it does not train"
+        if doubt:
+            return self._adam(doubt, first, by_names=True)
+        return Decision(numbers, why, per_head)
 
     def _head(self, products: list[Use]) -> Decision:
         """The decision on a parameter that no layer follows: AdamW, but its name decides if that is not sure."""
@@ -240,8 +232,8 @@ class _Decider:
             node = self.graph.maker(node.inputs[0])
         return node is not None and node.name == "div"
 
-    def _doubt(self, matrices: list[Use], is_last: bool) -> str:
-        """What else the matrices may be, for a warning."""
+    def _doubt(self, matrices: list[Use]) -> str:
+        """What else than a layer the matrices may be; "" if nothing."""
         for use in matrices:
             numbers = numbers_in(self.graph, use.activation)
             if numbers is not None and set(numbers.tolist()) == {0.0, 1.0}:
@@ -249,9 +241,5 @@ class _Decider:
             if self._is_softmax_of_layer(use.activation):
                 return "a layer, or a table whose rows a softmax chooses"
         if self._is_table(matrices):
-            return _TABLE
-        if any(use.product.mixtures for use in matrices):
-            return "one matrix, or one for each expert: a later product sums over a part of its columns"
-        if is_last:
-            return "a hidden layer, or an output head: what follows it does not train"
+            return "a layer, or a table: it is multiplied by numbers of the program, and by no data"
         return ""

@@ -185,16 +185,12 @@ def _recorded_projections(
     if weights.value.is_weight:
         # Slices that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix, are one matrix.
         records.record_added_slices(weights.value.views)
-    if _sums_over_experts(activation):
+    if _sums_over_experts(records, activation):
         records.record_views(node, "a sum over experts", [weights.value], "unknown")
         return []
     kernel = weights.kernel
     if _cuts_input(activation):
         kernel = kernel._replace(is_patch=True)
-    # A router's weights are summed along several axes, perhaps experts and their features.
-    is_of_router = activation.value.exponential_of in records.attention.routers
-    sizes = [activation.shape[axis] for axis in activation.summed]
-    is_mixture = is_of_router and sum(n > 1 for n in sizes) > 1
     for k, view in enumerate(weights.value.views):
         layout = view.layout
         is_product = bool(layout.runs_along(weights.summed) or view.inner)
@@ -212,18 +208,20 @@ def _recorded_projections(
             kernel=kernel,
         )
         if product is not None:
-            if is_mixture:
-                product.mixtures.add(node.index)
             projections.append(Projection(product, weights.along(layout)))
     return projections
 
 
-def _sums_over_experts(activation: Operand) -> bool:
+def _sums_over_experts(records: Records, activation: Operand) -> bool:
     """Whether a product sums over experts and their features: the activation was gated along some of the axes.
 
     In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d] the axis 0 of w counts matrices, and no rows. The gate has made e a
-    batch of the product that gave h (`Product.batches`).
+    batch of the product that gave h (`Product.batches`). A router's weights times features may be such a gate too.
     """
+    sizes = [activation.shape[axis] for axis in activation.summed]
+    is_of_router = activation.value.exponential_of in records.attention.routers
+    if is_of_router and sum(n > 1 for n in sizes) > 1:
+        return True
     for projection in activation.value.projections:
         product = projection.product
         # An axis that counts heads may be a batch of another product too, and is still one of rows here.
@@ -265,7 +263,7 @@ def _of_activations(
     # Either operand may be softmax's weights.
     pairs = ((left, right), (right, left))
     for operand, _ in pairs:
-        _record_mixture(node, operand)
+        _record_mixture(records, node, operand)
     # Queries, keys or values times each other: a batch axis counts heads. One of them may be frozen.
     of_a_model = PARAMETER | FROZEN
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
@@ -285,17 +283,23 @@ def _of_activations(
     return _of_two_activations(records, node, result, left, right)
 
 
-def _record_mixture(node: Node, operand: Operand) -> None:
+def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
     """Records a product that sums over some columns of a layer and keeps others: perhaps the layer is several experts.
+
+    Such a layer is left to names.
 
     With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) does. So does a product with
     kernels that were mixed for each example, x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
     """
     for projection in operand.value.projections:
-        columns = set(projection.product.use.columns)
-        summed = columns & set(projection.layout.runs_along(operand.summed))
-        if summed and columns & set(projection.layout.runs_along(operand.free)):
-            projection.product.mixtures.add(node.index)
+        # Columns that a gate chooses, as of labels, are known to count experts.
+        product, layout = projection.product, projection.layout
+        columns = set(product.use.columns) - product.batches
+        summed = columns.intersection(layout.runs_along(operand.summed))
+        if summed and columns.intersection(layout.runs_along(operand.free)):
+            records.record(
+                node, "unknown", projection.view, "a sum over a part of its columns"
+            )
 
 
 def _softmaxes_of(weights: Operand) -> list[list[Logits]]:
@@ -335,7 +339,7 @@ def _record_attention(
             for part in operand.value.projections:
                 # The product sums over the features of queries that share a key head, and keeps their axis of heads.
                 # So it was recorded as what may be a mixture of experts, which it is not.
-                part.product.mixtures.discard(product)
+                records.uses.by_operation.pop((product, part.view.leaf, 0), None)
                 key = (part.product, is_query)
                 regions_of_projection.append((key, part.layout.region))
     for (projected, _), regions in grouped(regions_of_projection).items():
@@ -506,7 +510,7 @@ def _by_kernel(
     if weights.value.views and is_followed:
         return _by_parameter(records, node, result, weights, activation)
     records.record_views(node, node.name, values, "unknown")
-    _record_mixture(node, weights)
+    _record_mixture(records, node, weights)
     if weights.value.depends_on & PARAMETER:
         records.layers.products.add(node.index)
     # A frozen kernel over an activation that trains is a frozen layer. A depthwise one, such as a blur, does not count.

@@ -129,8 +129,10 @@ class Program:
           A tree like the parameters.
 
         Raises:
-          ValueError: two uses of a parameter contradict each other; names both, with their lines. Or `params` has a
-            parameter that was not inspected, or not with so many axes.
+          ValueError: `params` has a parameter that was not inspected, or not with so many axes.
+
+        Warns:
+          UserWarning: the program does not decide a parameter, and its name does; with the reason and its line.
         """
         params = self._params if params is None else params
         leaf_of = flatten_paths(params)
@@ -163,15 +165,6 @@ class Program:
                 "that the optimizer gets."
             )
         decisions = {path: self._decisions[path] for path in leaves}
-        # Two uses that contradict each other: neither is taken silently.
-        problems = [
-            f"{path!r}: {d.problem}" for path, d in decisions.items() if d.problem
-        ]
-        if problems:
-            raise ValueError(
-                f"{self._call} uses a parameter in two ways: {listed(problems)}. Say which one counts: "
-                "program.with_rules([(path, MuonDimensionNumbers(...))])."
-            )
         return decisions
 
     @property
@@ -392,7 +385,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
-    """Raise if the function uses no parameter; warn of those that it does not use, and of those that can't be told."""
+    """Raise if the function uses no parameter; warn of those that it does not use."""
     unused = [f"{name} ({d.why})" for name, d in decisions.items() if not d.trains]
     # Most likely the tree of another model, or a function that closes over its parameters.
     if decisions and len(unused) == len(decisions):
@@ -404,13 +397,6 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
         names = listed(unused, ", ")
         warn_user(
             f"{call}: parameters that were not seen to meet data, or have no gradient, go to Adam: {names}."
-        )
-    # Decided, but on what may be a coincidence of the program.
-    doubts = [f"{name} ({d.doubt})" for name, d in decisions.items() if d.doubt]
-    if doubts:
-        warn_user(
-            f"{call} can't tell what these are: {listed(doubts, ', ')}. "
-            "See program.why(name); program.with_rules([(name, None)]) decides otherwise."
         )
 
 

@@ -92,8 +92,6 @@ class Product:
     # Where a norm of each head mixes columns, and others stay separate: the layout after it, whose entries have the
     # positions of the mixed ones. The separate ones may count heads.
     mixed: set[Layout] = dataclasses.field(default_factory=set)
-    # Operations after which it may be several experts: see `_record_mixture`.
-    mixtures: set[int] = dataclasses.field(default_factory=set)
 
 
 class Projection(NamedTuple):

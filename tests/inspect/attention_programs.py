@@ -954,7 +954,12 @@ KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
 ADAPTER = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
 
 
-@program(X, sites="all columns of a parameter", **ADAPTER)
+@program(
+    X,
+    sites="all columns of a parameter",
+    a=((D, 2), "0 | 1"),
+    b=((2, D), "does not train"),
+)
 def adapted_queries(p, x):
     kernel, *others = KERNELS_OF_DATA
     q, k, v = (heads(x @ w) for w in (kernel + p["a"] @ p["b"], *others))

@@ -2,7 +2,7 @@
 
 A matrix is written by its axes, "0 | 1" (summed | given), with its parts behind a slash: "0 | 1 / 3 of 1" are three of
 equal size along axis 1. Behind a semicolon are the matrices of each head. Everything else is a word of the reason why
-Adam gets the parameter; "refused" is an error. A parameter with a shape alone may be anything.
+Adam gets the parameter, or its name decides. A parameter with a shape alone may be anything.
 """
 
 import functools
@@ -330,7 +330,7 @@ def rows_of_the_input_and_of_the_state(p, x):
     return jnp.mean(jnp.tanh(x @ p["w"][:D] + jnp.tanh(x) @ p["w"][D:]) @ p["out"])
 
 
-@program(X, w=((D, H, S), "refused"), out=((D, 1), "head"))
+@program(X, w=((D, H, S), "by names: multiplied along axis"), out=((D, 1), "head"))
 def one_weight_as_two_matrices(p, x):
     y = jnp.tanh(jnp.einsum("btd,dhs->bths", x, p["w"]))
     z = jnp.tanh(jnp.einsum("bths,dhs->bthd", y, p["w"]).sum(2))
@@ -570,7 +570,7 @@ def frozen(name):
     )
 
 
-@program(TOKENS, X, up=((D, D), "0 | 1"), down=((D, D), "0 | 1"))
+@program(TOKENS, X, up=((D, D), "0 | 1"), down=((D, D), "does not train"))
 def a_block_before_a_frozen_head(p, t, x):
     x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
     return cross_entropy(x @ frozen("head"), t)
@@ -580,7 +580,7 @@ def a_block_before_a_frozen_head(p, t, x):
     TOKENS,
     X,
     up=((D, D), "0 | 1"),
-    down=((D, D), "0 | 1"),
+    down=((D, D), "does not train"),
     head=((D, V), "no gradient"),
 )
 def a_block_before_a_head_under_stop_gradient(p, t, x):
@@ -624,7 +624,7 @@ def a_merged_adapter_of_a_gated_layer(p, x):
     return sq((x + hidden @ merged("down")) @ p["out"])
 
 
-@program(X, projector=((D, D), "0 | 1"))
+@program(X, projector=((D, D), "does not train"))
 def a_projector_into_a_frozen_tower(p, x):
     return sq(jnp.tanh(jnp.tanh(x @ p["projector"]) @ frozen("up")) @ frozen("down"))
 

@@ -48,7 +48,6 @@ def inspected(model):
 def decided(model, program):
     """What is said of each parameter, alone and with a matrix for each head, by path."""
     decisions = {path: program.decision(path) for path in shapes_of(model.params)}
-    assert not any(d.problem for d in decisions.values())
     why = {
         path: f"by names: {d.why}" if d.by_names else d.why
         for path, d in decisions.items()

@@ -71,8 +71,6 @@ def answer(decision, expected):
     """A decision in the words of the tables: the expected ones if they are true."""
     if expected == hostile_programs.ANYTHING:
         return expected
-    if decision.problem:
-        return "refused"
     if decision.numbers is None:
         why = f"by names: {decision.why}" if decision.by_names else decision.why
         return expected if expected in why else f"Adam: {why}"

@@ -53,9 +53,7 @@ def said(read, params):
     except ValueError:  # nothing is left that uses the parameters
         return {}, [], 0, None
     leaves = {
-        path: None
-        if d.problem or d.by_names
-        else (d.numbers, d.per_head if d.numbers else None)
+        path: None if d.by_names else (d.numbers, d.per_head if d.numbers else None)
         for path, d in program._decisions.items()
     }
     clips = [
