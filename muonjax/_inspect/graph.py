@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from muonjax._inspect.versions import (
     EXTENSIBLE,
@@ -93,15 +93,6 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "stack": _stacked,
     "unstack": _unstacked,
 }
-
-
-@functools.lru_cache(4096)
-def _rewritten(
-    name: str, avals: Sequence[Any], params: Sequence[tuple[str, Any]]
-) -> ClosedJaxpr:
-    """The jaxpr of an operation as others, for arrays of these shapes."""
-    rewriting = functools.partial(_REWRITTEN[name], **dict(params))
-    return jax.make_jaxpr(rewriting)(*avals)
 
 
 class Step(NamedTuple):
@@ -200,6 +191,11 @@ class Graph:
         self.callers: dict[Place, JaxprEqn] = {}
         self.bodies: dict[Place, Body] = {}
         self.outputs = self._walk(jaxpr, self._constants(closed, ()), inputs, ())
+        # By value: the operations that take it.
+        self.readers: dict[int, list[int]] = defaultdict(list)
+        for node in self.nodes:
+            for x in node.inputs:
+                self.readers[x].append(node.index)
         # The operations that an output depends on, and those that a gradient of the outputs comes back to.
         self.live = self._producers(self.upstream(self.outputs))
         self.trained = self._producers(self.upstream(self.outputs, with_gradient=True))
@@ -207,15 +203,6 @@ class Graph:
     def _producers(self, values: Iterable[int]) -> set[int]:
         """The operations that make these values; arguments and constants have none."""
         return {self.producer[x] for x in values if x in self.producer}
-
-    @functools.cached_property
-    def readers(self) -> dict[int, list[int]]:
-        """By value, the operations that take it."""
-        readers: dict[int, list[int]] = defaultdict(list)
-        for i, node in enumerate(self.nodes):
-            for x in node.inputs:
-                readers[x].append(i)
-        return readers
 
     # How the list is made.
 
@@ -346,8 +333,8 @@ class Graph:
         if name not in _REWRITTEN or replaced is not None:
             source = replaced or eqn
             return self._add(name, eqn.params, inputs, variables, source, place)
-        avals = tuple(self.avals[x] for x in inputs)
-        other = _rewritten(name, avals, tuple(eqn.params.items()))
+        rewriting = functools.partial(_REWRITTEN[name], **eqn.params)
+        other = jax.make_jaxpr(rewriting)(*(self.avals[x] for x in inputs))
         outputs = self._walk(other.jaxpr, (), inputs, place, replaced=eqn)
         # The rewriting has new variables. Those of the program take their place.
         self._also_in(outputs, variables, place)
@@ -487,14 +474,18 @@ class Graph:
         return arrays - self.constant_arrays.keys()
 
     def line(self, operation: int) -> str:
-        """File and line of the user's code that an operation comes from, or a call of the library's that has it."""
+        """File and line of the user's code that an operation comes from, such as "model.py:41"."""
         node = self.nodes[operation]
         # From the inside to the outside: a library's function may be traced once, with no line of the user's.
         equations = [node.equation]
         for depth in range(len(node.place), 0, -1):
             equations.append(self.callers[node.place[:depth]])
-        lines = map(_line_of, equations)
-        return next(filter(None, lines), "")
+        for equation in equations:
+            for frame in getattr(equation.source_info.traceback, "frames", ()):
+                if not any(part in frame.file_name for part in _LIBRARIES):
+                    return f"{_shown(frame.file_name)}:{frame.line_num}"
+        # JAX's choice of a frame, where the user's code is installed as a library.
+        return source_info_util.summarize(node.equation.source_info)
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.avals[value].shape
@@ -561,17 +552,6 @@ _LIBRARIES = (
     "<frozen",
     "/lib/python3",
 )
-
-
-def _line_of(equation: JaxprEqn) -> str:
-    """File and line of the user's code that made an equation: "model.py:41"; "" where a library traced it once."""
-    for frame in getattr(equation.source_info.traceback, "frames", ()):
-        if not any(part in frame.file_name for part in _LIBRARIES):
-            return f"{_shown(frame.file_name)}:{frame.line_num}"
-    # JAX's own choice of a frame: "/site-packages/flax/linear.py:93:12 (Dense)" becomes "linear.py:93".
-    where = source_info_util.summarize(equation.source_info).split(" ")[0]
-    _, _, name = where.rpartition("/")
-    return ":".join(name.split(":")[:2])
 
 
 def _shown(file: str) -> str:
