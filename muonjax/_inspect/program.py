@@ -234,10 +234,10 @@ class Program:
         return sites
 
     def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Clips each attention by another factor for each head, between 1 and 1/2, and measures what changes.
+        """Clips all attentions by another factor for each head, between 1 and 1/2, and measures what changes.
 
-        Use it to verify a clip: it runs the function twice for each attention, vectorized, with the parameters as they
-        are and clipped. In both runs softmax gets the logits of the first, so that all results must stay equal.
+        Use it to verify a clip: it runs the function twice, vectorized, with the parameters as they are and clipped. In
+        both runs softmax gets the logits of the first, so that all results must stay equal.
 
         Args:
           params: Parameters, with arrays as leaves, or an NNX model.
@@ -246,7 +246,8 @@ class Program:
 
         Returns:
           For each attention the largest relative deviation: of a head's largest logit from its factor times what it
-          was, and of what the function returns from what it returned. Some 1e-6 in float32.
+          was, or, for all attentions together, of what the function returns from what it returned. Some 1e-6 in
+          float32.
         """
         fun, params, args = as_function_of_parameters(self._fun, params, args)
         sites = self.sites
@@ -258,23 +259,22 @@ class Program:
             return find_maxima(closed, [params], self._call, given, shared=True)
 
         _, shapes = jax.eval_shape(results_and_maxima, params)
-        # Largest logits of -inf are below any threshold: an attention that has them is not clipped.
-        unclipped = {name: jnp.full(x.shape, -jnp.inf) for name, x in shapes.items()}
+        # Each head has another factor, so that a clip that takes one head for another shows. To a clip at 1.0, largest
+        # logits of 1 / factor say that it has to scale the logits by the factor.
+        largest = {}
+        for name, maximum in shapes.items():
+            factors = jnp.linspace(0.5, 1.0, maximum.size).reshape(maximum.shape)
+            largest[name] = 1 / factors
+        clipped = apply_qk_clip(params, largest, sites, 1.0)
+        # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones.
+        pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, clipped)
+        results, maxima = jax.vmap(results_and_maxima)(pair)
+        numbers = [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
+        changes = [_deviation(*result) for result in numbers]
         deviations = {}
-        for name, shape in shapes.items():
-            # Each head has another factor, so that a clip that takes one head for another shows. To a clip at 1.0,
-            # largest logits of 1 / factor say that it has to scale the logits by the factor.
-            factors = jnp.linspace(0.5, 1.0, shape.size).reshape(shape.shape)
-            clipped = apply_qk_clip(params, unclipped | {name: 1 / factors}, sites, 1.0)
-            # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones.
-            pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, clipped)
-            results, maxima = jax.vmap(results_and_maxima)(pair)
-            before, after = maxima[name]
-            parts = [_deviation(factors * before, after, each=True)]
-            for result in results:
-                if jnp.issubdtype(result.dtype, jnp.inexact):
-                    parts.append(_deviation(*result))
-            deviations[name] = float(np.max(parts))  # NaN if one is
+        for name, (before, after) in maxima.items():
+            of_logits = _deviation(before / largest[name], after, each=True)
+            deviations[name] = float(np.max([of_logits, *changes]))  # NaN if one is
         return deviations
 
     def __repr__(self) -> str:
