@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,10 +39,6 @@ class _Form(NamedTuple):
     columns: frozenset[int]
     cut: _Cut | None = None
 
-    @property
-    def transposed(self) -> _Form:
-        return self._replace(rows=self.columns, columns=self.rows)
-
     def __str__(self) -> str:
         axes = ", ".join(map(str, sorted(self.rows)))
         parts = f", in {len(self.cut.sizes)} parts" if self.cut else ""
@@ -58,16 +54,21 @@ def matrices_of(
       Contradiction: They do not agree, or one of them has no such axes.
     """
     shape = records.shapes[leaf]
-    forms: dict[_Form, Use] = {}
+    # Different forms, each with its first use.
+    forms: dict[Any, tuple[_Form, Use]] = {}
     for use in uses:
         form = _form(records, leaf, use)
         # A tied matrix, x @ w and y @ w.T, is orthogonalized the same either way.
-        if form.transposed not in forms:
-            forms.setdefault(form, use)
-    lines = [f"{form} in {records.graph.line(use.node)}" for form, use in forms.items()]
-    if len(forms) > 1:
-        raise Contradiction(f"{lines[0]}, but {lines[1]}")
-    ((form, use),) = forms.items()
+        sides = frozenset({form.rows, form.columns})
+        forms.setdefault((sides, form.cut), (form, use))
+    (form, use), *others = forms.values()
+    if others:
+        other, another_use = others[0]
+        first, second = (
+            records.graph.line(use.node),
+            records.graph.line(another_use.node),
+        )
+        raise Contradiction(f"{form} in {first}, but {other} in {second}")
     if form.cut is None:  # perhaps the function cuts the parameter before its products
         slices = {use.view.layout.region for use in uses}
         form = form._replace(cut=_cut(slices, shape, form.columns, form.columns))

@@ -60,9 +60,6 @@ def value_and_grad(
             f"value_and_grad(fun, has_aux={reprlib.repr(has_aux)}) must be True or False; the arguments of fun come "
             "later: value_and_grad(fun)(params, batch)."
         )
-    # `value_and_grad(loss(params))`, say: a number is no function.
-    if not callable(fun):
-        raise TypeError(f"value_and_grad(fun={reprlib.repr(fun)}) must be a function.")
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:

@@ -248,6 +248,7 @@ class Value(NamedTuple):
         return tuple(axes)
 
 
+@dataclasses.dataclass(eq=False)
 class Operand:
     """One operand of a product, an array whose axes are summed over, or batches, or free.
 
@@ -256,22 +257,20 @@ class Operand:
     `sources` once both are known.
     """
 
-    def __init__(
-        self,
-        value: Value,
-        array: int,
-        shape: tuple[int, ...],
-        product_shape: tuple[int, ...],
-        summed: Sequence[int],
-        batch: Sequence[int],
-    ):
-        self.value, self.array = value, array
-        self.shape, self.product_shape = shape, product_shape
-        self.summed, self.batch = tuple(summed), tuple(batch)
-        self.free = tuple(other_axes(len(shape), (*summed, *batch)))
-        # For each axis of the product, the axis of this operand that it comes from, if any.
-        self.sources: Sequence[int | None] = ()
-        self.kernel = Kernel()
+    value: Value
+    array: int
+    shape: tuple[int, ...]
+    product_shape: tuple[int, ...]
+    summed: Sequence[int]
+    batch: Sequence[int]
+    # For each axis of the product, the axis of this operand that it comes from, if any.
+    sources: Sequence[int | None] = ()
+    kernel: Kernel = dataclasses.field(default_factory=Kernel)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The axes that are neither summed over nor batches."""
+        return tuple(other_axes(len(self.shape), (*self.summed, *self.batch)))
 
     def is_query(self, keys: Iterable[int]) -> bool:
         """Whether it is the queries of a product whose axes `keys` count keys: they come from the other operand."""
