@@ -147,16 +147,8 @@ class Layout(NamedTuple):
         """One entry along axes that a loop, a lookup or a batch goes over.
 
         Raises:
-          NotFollowed: The first iteration does not stand for all of them.
+          NotFollowed: Along one of these axes the array was put together with others.
         """
-        # It does if the others are as far from it everywhere, with the same holes. In ((0, 1, 2), (4, 5, 6)) the second
-        # row adds 4 everywhere, and in ((0, 1, 2), (6, 4, 5)) it adds 6, 3 and 3.
-        for run in self.runs:
-            for axis in run.varying.intersection(axes):
-                # `_split` gives no first entry where the positions are no such sum, or differ along this axis alone.
-                _, first = _split(run, axis)
-                if not first and run.positions.size > run.shape[1 + axis]:
-                    raise NotFollowed
         if self.is_placed(axes):
             raise NotFollowed
         rest, visited = self.split(axes)
@@ -208,19 +200,16 @@ class Layout(NamedTuple):
         """Whether the holes differ along one of these axes: there it was put together with other arrays."""
         return not self.runs[0].varying.isdisjoint(axes)
 
-    def place(self, axis: int, start: int, size: int, zeros: bool = False) -> Layout:
+    def place(self, axis: int, start: int, size: int) -> Layout:
         """The layout as a part of a concatenation: from `start` on in an axis of `size` entries.
 
-        Positions 7, 8 at start 1 of 4 become HOLE, 7, 8, HOLE. If the other entries are `zeros` and the positions don't
-        depend on the axis, they stay as they are: zeros count as entries of the origin.
+        Positions 7, 8 at start 1 of 4 become HOLE, 7, 8, HOLE.
         """
         length, rank = self.shape[axis], len(self.shape)
         width = [(0, 0)] * (1 + rank)
         width[1 + axis] = (start, size - start - length)
         shape = list(self.shape)
         shape[axis] = size
-        if zeros and axis not in self.varying:
-            return self._replace(shape=tuple(shape))
         runs: list[Run] = []
         for run in self.runs:
             if axis in run.varying or run.axis == OTHER:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from muonjax._inspect import follow_logits
-from muonjax._inspect.entrywise_rules import is_zero, last_projections
+from muonjax._inspect.entrywise_rules import last_projections
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import (
     MOST,
@@ -215,18 +215,13 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
     size = records.shape(node.outputs[0])[axis]
     inputs = node.inputs
     result = dependent(records.values[x] for x in inputs)
-    # Zeros that pad an array stay zeros times any factor. So `Layout.place` counts them as its entries, unless its
-    # positions differ along this axis.
-    is_padding = sum(not is_zero(records, x) for x in inputs) == 1
     placed, start = [], 0
     for x in inputs:
         value = records.values[x]
         # Only what is made of parameters and numbers alone is still a weight.
         if value.is_weight and not result.is_weight:
             records.record_views(node, "joined with data", [value])
-        place = functools.partial(
-            Layout.place, axis=axis, start=start, size=size, zeros=is_padding
-        )
+        place = functools.partial(Layout.place, axis=axis, start=start, size=size)
         placed.append(value.map(place))
         start += records.shape(x)[axis]
     projections = last_projections(records, all_projections(placed))
@@ -332,19 +327,6 @@ def looked_up(
     return dependent(values)._replace(views=views, projections=projections)
 
 
-@rule("dynamic_slice")
-def _dynamic_slice(records: Records, node: Node) -> Sequence[Value]:
-    """One entry along some axes, at an index that is known only when it runs, as a loop takes its layer's weights."""
-    values = records.inputs(node)
-    old, new = records.graph.shapes(node)
-    sources = [axis if n == old[axis] else None for axis, n in enumerate(new)]
-    # Which entries a stretch of an axis takes, such as a block of columns, is not known.
-    stretches = [axis for axis, n in enumerate(new) if 1 < n < old[axis]]
-    if _differs_along(values[0], stretches):
-        raise NotFollowed
-    return [looked_up(records, node, values, sources)]
-
-
 @rule("scan_slice")
 def _scan_slice(records: Records, node: Node) -> Sequence[Value]:
     """What an iteration of a scan takes of an array [iterations, ...], without its first axis."""
@@ -352,18 +334,21 @@ def _scan_slice(records: Records, node: Node) -> Sequence[Value]:
     return [looked_up(records, node, records.inputs(node), range(1, 1 + rank))]
 
 
-@rule(f"{RESIZED} pad")
+@rule(f"dynamic_slice {RESIZED}")
 def _resize(records: Records, node: Node) -> Sequence[Value]:
-    """Into or out of the shards of a `shard_map`, where axes have fewer entries, or with zeros between the entries."""
-    value, *_ = records.inputs(node)
+    """Operations after which some axes have fewer or more entries: which these are is known only when it runs.
+
+    A `dynamic_slice` takes one entry, as a loop takes its layer's weights, or a stretch. A device has a shard.
+    """
+    values = records.inputs(node)
     old, new = records.graph.shapes(node)
-    is_padded = node.name == "pad" and not is_zero(records, node.inputs[1])
     # An untiled `all_gather` adds an axis that counts devices.
-    if len(old) != len(new) or is_padded:
+    if len(old) != len(new):
         raise NotFollowed
-    resized = [axis for axis, n in enumerate(new) if n != old[axis]]
-    # Which of these entries a device has, or lies where, is not followed.
-    if _differs_along(value, resized):
+    sources = [axis if n == old[axis] else None for axis, n in enumerate(new)]
+    resized = other_axes(len(old), sources)
+    # Along these axes one entry of a loop stands for all, and a stretch, such as a block of columns, does not.
+    is_entry = node.name == "dynamic_slice" and all(new[axis] == 1 for axis in resized)
+    if not is_entry and _differs_along(values[0], resized):
         raise NotFollowed
-    value = value._replace(facts=())
-    return [value.map(lambda layout: layout.split(resized)[0]._replace(shape=new))]
+    return [looked_up(records, node, values, sources)]

@@ -27,7 +27,7 @@ _MIXES = """
     approx_top_k bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_spdot_general bcoo_todense
     bcsr_dot_general bitcast_convert_type cholesky cholesky_update coo_matmat csr_matmat cumlogsumexp cummax cummin
     cumprod cumsum custom_linear_solve dynamic_update_slice eig eigh fft geqp3 geqrf hessenberg householder_product lu
-    lu_pivots_to_permutation mulhi ormqr qr schur tridiagonal
+    lu_pivots_to_permutation mulhi ormqr pad qr schur tridiagonal
     ragged_all_to_all reduce reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor scatter
     scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_gather_add select_and_scatter
     select_and_scatter_add sort svd swap top_k triangular_solve tridiagonal_solve zeta
