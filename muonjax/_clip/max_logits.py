@@ -31,9 +31,7 @@ def max_logits(
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     scale: float | None = None,
-    precision: lax.PrecisionLike = None,
-    block_q: int = 512,
-    block_k: int = 512,
+    block: int = 512,
 ) -> Float[Array, " heads"]:
     r"""Largest scaled, masked attention logit of each head, without an S×S matrix.
 
@@ -42,7 +40,7 @@ def max_logits(
     The maximum is signed and runs over all leading axes (they are batch) and all visible pairs of positions:
     after the scale and the mask, before an attention bias, a soft-cap and the softmax. Logits are made block
     by block, and a block that `is_causal` or `local_window_size` hides whole is never made, so that the
-    memory is that of one block: batch × heads × block_q × block_k. No gradient flows back. Under `vmap` or
+    memory is that of one block: batch × heads × block × block. No gradient flows back. Under `vmap` or
     `scan` the layers' axis comes first.
 
     Args:
@@ -52,9 +50,7 @@ def max_logits(
       is_causal: Query i sees keys j ≤ i. As in JAX and Flax both count from 0, also where T ≠ S.
       local_window_size: Query i sees keys i − left … i + right; one number means both. As in JAX.
       scale: Factor on the dot products; default 1/√D.
-      precision: That of the products; by default JAX's, which attention uses too.
-      block_q: Queries in one block, ≥ 1. Need not divide T.
-      block_k: Keys in one block, ≥ 1. Need not divide S.
+      block: Queries, and keys, in one block, ≥ 1. Need not divide T or S.
 
     Returns:
       `[heads]`, float32 (float64 for float64 input). −inf for a head whose every pair is masked.
@@ -86,8 +82,8 @@ def max_logits(
         # A causal query sees no key to its right, whatever the window allows.
         if is_causal:
             right = 0
-        block_q = min(T, whole_number("block_q", block_q, 1, _POSITIONS))
-        block_k = min(S, whole_number("block_k", block_k, 1, _POSITIONS))
+        block = whole_number("block", block, 1, " of positions, at least 1.")
+        block_q, block_k = min(T, block), min(S, block)
         if scale is not None:
             check_range("scale", scale, "finite", "; 1/√D is usual.")
         if mask is not None:
@@ -95,9 +91,6 @@ def max_logits(
             _check_array("mask", mask, wanted)
             mask = _as_booleans(mask, (*batch, heads, T, S))
     dtype = at_least_float32(query.dtype, key.dtype)
-    # Without positions there is no block; the maximum of nothing is −inf.
-    if 0 in (*batch, T, S):
-        return jnp.full((heads,), -jnp.inf, dtype)
     query, key = lax.stop_gradient((query, key))
     # A product takes two operands of one dtype as they are, so that half precision stays fast.
     if query.dtype != key.dtype:
@@ -124,7 +117,6 @@ def max_logits(
             "...tkgd,...skd->...kgts",
             q,
             k,
-            precision=precision,
             preferred_element_type=dtype,
         )
         logits = factor * products.reshape(*batch, heads, block_q, block_k)
@@ -164,18 +156,15 @@ def _visible_blocks(
     >>> _visible_blocks(T=4, S=4, block_q=2, block_k=2, left=4, right=0).tolist()  # causal
     [[0, 0], [2, 0], [2, 2]]
     """
-    starts = []
-    for i in range(0, T, block_q):
-        # A last block that would end after T starts earlier. Pairs in two blocks do not change a maximum.
-        i = min(i, T - block_q)
-        for j in range(0, S, block_k):
-            j = min(j, S - block_k)
-            # The keys of a block are at least j - last_i ahead of its queries, and i - last_j behind.
-            last_i = i + block_q - 1
-            last_j = j + block_k - 1
-            if j - last_i <= right and i - last_j <= left:
-                starts.append((i, j))
-    return np.asarray(starts, np.int32)
+    # A last block that would end after T starts earlier. Pairs in two blocks do not change a maximum.
+    i = np.minimum(np.arange(0, T, block_q), T - block_q)[:, None]
+    j = np.minimum(np.arange(0, S, block_k), S - block_k)
+    # The keys of a block are at least j - last_i ahead of its queries, and i - last_j behind.
+    last_i = i + block_q - 1
+    last_j = j + block_k - 1
+    is_visible = (j - last_i <= right) & (i - last_j <= left)
+    starts = np.stack(np.broadcast_arrays(i, j), -1)
+    return starts[is_visible].astype(np.int32)
 
 
 def max_logits_bound(lse: Float[Array, "*batch T heads"]) -> Float32[Array, " heads"]:
@@ -225,9 +214,6 @@ def max_logits_bound(lse: Float[Array, "*batch T heads"]) -> Float32[Array, " he
     return top + cast * size + inside * (1 + size)
 
 
-_POSITIONS = " of positions, at least 1."
-
-
 def _check_array(name: str, value: Any, wanted: str) -> None:
     """Raise unless it is an array of NumPy or JAX, of real numbers; booleans are for a mask."""
     kinds = [jnp.floating, jnp.integer]
@@ -241,14 +227,13 @@ def _check_array(name: str, value: Any, wanted: str) -> None:
 
 def _check_heads(query: tuple[int, ...], key: tuple[int, ...]) -> None:
     """Raise unless the shapes are [*batch, T, heads, D] and [*batch, S, key_heads, D], key_heads dividing heads."""
+    has_entries = len(query) == len(key) >= 3 and 0 not in (*query, *key)
     # Sequences may differ in length, everything else is equal or divides.
-    fits = len(query) == len(key) >= 3 and query[:-3] == key[:-3]
-    fits = fits and query[-1] == key[-1] > 0
-    fits = fits and key[-2] > 0 and query[-2] % key[-2] == 0
-    if not fits:
+    is_same_batch = (*query[:-3], query[-1]) == (*key[:-3], key[-1])
+    if not (has_entries and is_same_batch and query[-2] % key[-2] == 0):
         raise ValueError(
             f"(query, key) got {list(query)} and {list(key)}; it needs [*batch, T, heads, D] and "
-            "[*batch, S, key_heads, D] with D > 0, where key_heads divides heads; reshape the projections to heads."
+            "[*batch, S, key_heads, D], none of them 0, where key_heads divides heads; reshape to heads."
         )
 
 
@@ -273,13 +258,11 @@ def _as_booleans(
 
     Axes of size one stay, because they broadcast.
     """
-    # As NumPy does, axes that the mask lacks are added in front.
-    shape = (1,) * (len(logits) - mask.ndim) + mask.shape
-    fits = len(shape) == len(logits) and all(
-        m in (1, n) for m, n in zip(shape, logits, strict=True)
-    )
-    if not fits:
+    # JAX raises for shapes that don't broadcast to each other, and here the mask is no larger than the logits.
+    if jnp.broadcast_shapes(mask.shape, logits) != logits:
         raise ValueError(
             f"(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."
         )
+    # As NumPy does, axes that the mask lacks are added in front.
+    shape = (1,) * (len(logits) - mask.ndim) + mask.shape
     return jnp.asarray(lax.stop_gradient(mask)).astype(bool).reshape(shape)

@@ -20,9 +20,7 @@ max_logits = jax.jit(
         "is_causal",
         "local_window_size",
         "scale",
-        "precision",
-        "block_q",
-        "block_k",
+        "block",
     ),
 )
 
@@ -56,7 +54,7 @@ def inputs(batch=(2,), t=13, s=13, heads=4, key_heads=4, size=8, seed=0):
     return on_device(q), on_device(k)
 
 
-@pytest.mark.parametrize("blocks", [(512, 512), (5, 3)])
+@pytest.mark.parametrize("block", [512, 5])
 @pytest.mark.parametrize(
     "hidden",
     [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "window": (3, 3)}],
@@ -65,15 +63,14 @@ def inputs(batch=(2,), t=13, s=13, heads=4, key_heads=4, size=8, seed=0):
     ("t", "s", "key_heads", "batch"),
     [(6, 17, 2, (2,)), thorough(13, 13, 4, ()), thorough(17, 6, 1, (2, 3))],
 )
-def test_equals_the_dense_maximum(blocks, hidden, t, s, key_heads, batch):
+def test_equals_the_dense_maximum(block, hidden, t, s, key_heads, batch):
     q, k = inputs(batch, t, s, key_heads=key_heads)
     largest = max_logits(
         q,
         k,
         is_causal=hidden.get("causal", False),
         local_window_size=hidden.get("window"),
-        block_q=blocks[0],
-        block_k=blocks[1],
+        block=block,
     )
     assert_allclose(largest, dense(q, k, **hidden), rtol=1e-5)
 
@@ -98,12 +95,10 @@ MASKS = [
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("blocks", [(4, 5), thorough((512, 512))])
-def test_masks_of_every_shape(mask, blocks):
+@pytest.mark.parametrize("block", [4, thorough(512)])
+def test_masks_of_every_shape(mask, block):
     q, k = inputs(key_heads=2)
-    largest = max_logits(
-        q, k, mask=jnp.asarray(mask), block_q=blocks[0], block_k=blocks[1]
-    )
+    largest = max_logits(q, k, mask=jnp.asarray(mask), block=block)
     assert_allclose(largest, dense(q, k, mask=mask), rtol=1e-5)
 
 
@@ -111,7 +106,7 @@ def test_masks_on_one_of_two_batch_axes():
     q, k = inputs((3, 2))
     mask = np.random.default_rng(4).random((3, 1, 4, 13, 13)) < 0.1
     assert_allclose(
-        max_logits(q, k, mask=mask, block_k=4), dense(q, k, mask=mask), rtol=1e-5
+        max_logits(q, k, mask=mask, block=4), dense(q, k, mask=mask), rtol=1e-5
     )
 
 
@@ -133,15 +128,10 @@ def test_hides_the_pairs_that_jax_hides(t, s, hidden):
 def test_a_head_that_is_masked_everywhere_is_minus_infinity():
     q, k = inputs()
     mask = jnp.ones((1, 4, 13, 13)).at[:, 2].set(0)
-    for blocks in (4, 512):
-        largest = max_logits(q, k, mask=mask, block_q=blocks)
+    for block in (4, 512):
+        largest = max_logits(q, k, mask=mask, block=block)
         assert largest[2] == -jnp.inf
         assert np.isfinite(np.delete(largest, 2)).all()
-
-
-@pytest.mark.parametrize("shape", [{"t": 0}, {"s": 0}, {"batch": (0,)}])
-def test_no_pair_at_all_is_minus_infinity(shape):
-    assert_array_equal(max_logits(*inputs(**shape)), -np.inf)
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
@@ -177,7 +167,7 @@ def test_half_precision_is_summed_in_float32(dtypes):
 @pytest.mark.nan
 def test_nan_is_not_hidden():
     q, k = inputs()
-    largest = max_logits(q.at[0, 3, 1, 0].set(jnp.nan), k, block_q=4, block_k=4)
+    largest = max_logits(q.at[0, 3, 1, 0].set(jnp.nan), k, block=4)
     assert_array_equal(np.isnan(largest), [False, True, False, False])
 
 
@@ -195,9 +185,9 @@ def test_nan_is_not_hidden():
 )
 def test_blocks_that_are_hidden_whole_are_not_made(hidden, blocks):
     q, k = inputs(t=64, s=64)
-    jaxpr = jax.make_jaxpr(
-        functools.partial(muonjax.max_logits, block_q=8, block_k=8, **hidden)
-    )(q, k)
+    jaxpr = jax.make_jaxpr(functools.partial(muonjax.max_logits, block=8, **hidden))(
+        q, k
+    )
     (loop,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan")
     assert loop.params["length"] == blocks
 
@@ -217,9 +207,9 @@ def test_memory_is_blocks_and_no_square():
     ({"key": jnp.ones((3, 13, 4, 8))}, "it needs"),
     ({"key": jnp.ones((2, 13, 3, 8))}, "it needs .* key_heads divides heads"),
     ({"query": jnp.ones((13, 4, 8)), "key": jnp.ones((13, 0, 8))}, "it needs"),
-    ({"query": jnp.ones((2, 1, 0)), "key": jnp.ones((2, 1, 0))}, "with D > 0"),
+    ({"query": jnp.ones((2, 1, 0)), "key": jnp.ones((2, 1, 0))}, "none of them 0"),
     ({"query": jnp.ones((4, 8)), "key": jnp.ones((4, 8))}, r"needs \[\*batch, T, heads, D\]"),
-    ({"mask": jnp.ones((2, 4, 13, 12))}, r"mask=.*\[2, 4, 13, 12\]"),
+    ({"mask": jnp.ones((2, 4, 13, 12))}, r"^max_logits: .*\(2, 4, 13, 12\)"),
     ({"mask": jnp.ones((5, 2, 4, 13, 13))}, "does not broadcast"),
     ({"local_window_size": (-1, 2)}, "none negative"),
     ({"local_window_size": (1, 2, 3)}, "local_window_size"),

@@ -42,7 +42,7 @@ def maxima(params, x):
     q, k = (
         jnp.einsum("btd,dhe->bthe", x, params[n]["kernel"]) for n in ("query", "key")
     )
-    return muonjax.max_logits(q, k, is_causal=True, block_q=16, block_k=16)
+    return muonjax.max_logits(q, k, is_causal=True, block=16)
 
 
 def stepper(axis_name=None):

@@ -28,11 +28,10 @@ def test_numpy_settings():
         muonjax.max_logits(
             query,
             query,
-            block_q=np.int64(2),
-            block_k=np.int32(3),
+            block=np.int64(2),
             local_window_size=np.int64(1),
         ),
-        muonjax.max_logits(query, query, block_q=2, block_k=3, local_window_size=1),
+        muonjax.max_logits(query, query, block=2, local_window_size=1),
     )
     stacked = jax.tree.map(lambda p: jnp.stack([p, p], 1), params)
     for axis in (np.int64(1), [np.int64(1)]):
@@ -43,7 +42,7 @@ def test_numpy_settings():
     muonjax.fused_qkv_site(num_heads=np.int64(4), head_dim=np.int64(2))
 
 
-@pytest.mark.parametrize("name", ["is_causal", "local_window_size", "block_q"])
+@pytest.mark.parametrize("name", ["is_causal", "local_window_size", "block"])
 def test_traced_settings_are_refused(name):
     query = normal(1, 6, 2, 4)
     with pytest.raises(

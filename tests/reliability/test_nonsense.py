@@ -84,7 +84,6 @@ NEEDED = {
 
 # Pattern of function.argument: which nonsense has a meaning there or is another's to refuse, and why.
 ALLOWED = {
-    "max_logits.precision": ({*NONSENSE}, "JAX refuses it, in the words of jax.lax.Precision"),
     "*mask": ({"True"}, "a prefix of the tree of parameters: all of them"),
     "*clip.every_k": ({"None"}, "1, of which optax.inject_hyperparams makes no array"),
     "*.scan_axis": ({"-1"}, "it counts from the end"),
