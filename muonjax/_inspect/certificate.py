@@ -335,8 +335,8 @@ class Certificate:
         """The probe with the axes of its layers and heads.
 
         Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table [3, 2, 1, 4, 1, 1], with
-        `first` 2. The probe gets the axis of four as `heads`, and its step into the scan is one over layers. Where two
-        heads have four entries, in another order or more than one each, `entries` is (0, 1, 0, 1), the head of each.
+        `first` 2. The probe gets the axis of four as `heads`, and its step into the scan is one over layers. An axis of
+        examples and heads has the heads of the first example first.
 
         Args:
           probe: Where the logits are measured.
@@ -364,12 +364,13 @@ class Certificate:
                 raise NotFollowed
             path[depth - 1] = path[depth - 1]._replace(layer=True)
         head_axes = varying[varying >= self.first]
-        # Where the entries are not the heads one by one, the probe has to say which is of which head.
-        is_in_order = (np.diff(head_of) == 1).all()
+        # The entries have to be the heads one by one, perhaps for each example: 0, 1, 2, 0, 1, 2.
+        heads = expected.shape[-1]
+        if (head_of != np.arange(len(head_of)) % heads).any():
+            raise NotFollowed
         return probe._replace(
             path=tuple(path),
             heads=axes_after(-self.first, head_axes.tolist()),
-            entries=() if is_in_order else tuple(head_of),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from muonjax._inspect.graph import LONG_EINSUM, Place
 from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import doubt_of_masks
 from muonjax._inspect.measure import Probe
-from muonjax._inspect.move_rules import reshaped
 from muonjax._inspect.proposals import QueriesAndKeys, Refused, proposals_of
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
@@ -211,36 +209,28 @@ def _probe(records: Records, logits: Logits) -> Probe:
     variables = records.graph.variables[logits.value]
     raw_variables = records.graph.variables[logits.raw] if logits.is_biased else {}
     places = list(variables)
-    if logits.is_biased:  # a mask was added, or a bias as ALiBi's
-        # `measure` takes the largest of the logits before it that the mask leaves.
+    if logits.is_biased:  # a bias was added, as ALiBi's, or what may be one
+        # `measure` takes the largest of the logits before it that the mask leaves, entry by entry.
+        raw, seen = (records.values[x].logits[0] for x in (logits.raw, logits.value))
+        if raw.layout != seen.layout:
+            raise Refused(
+                "something is added to its logits before their axes change order"
+            )
         places = [place for place in variables if place in raw_variables]
-        _check_order_of_axes(records, logits)
     if not places:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
         )
-    made_in = records.nodes[records.graph.producer[logits.value]].place
-
-    def cost(place: Place) -> tuple[int, bool]:
-        # First, prefer to be outside of functions with derivatives of their own (`jax.custom_vjp`): inside, the logits
-        # have to be computed once more. Next, prefer the body that makes the logits.
-        custom_calls = sum(step.kind.startswith("custom_") for step in place)
-        return custom_calls, place != made_in
-
-    place = min(places, key=cost)
+    # Inside of functions with derivatives of their own (`jax.custom_vjp`) the logits have to be computed once more.
+    place = min(places, key=_num_custom_calls)
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
     return Probe(place, variables[place], raw=raw_variables.get(place))
 
 
-def _check_order_of_axes(records: Records, logits: Logits) -> None:
-    """Refuses a mask or a bias after which the axes of the logits change their order."""
-    raw, seen = (records.values[x].logits[0].layout for x in (logits.raw, logits.value))
-    moved = None
-    with contextlib.suppress(NotFollowed):
-        moved = raw.moved(seen.shape, lambda x: reshaped(x, raw.shape, seen.shape))
-    if moved != seen:
-        raise Refused("something is added to its logits before their axes change order")
+def _num_custom_calls(place: Place) -> int:
+    """How many functions with derivatives of their own a body is in."""
+    return sum(step.kind.startswith("custom_") for step in place)
 
 
 # The proof.

@@ -116,11 +116,6 @@ class Operation(NamedTuple):
     def is_scale(self) -> bool:
         return self.node.name in _SCALES
 
-    def is_below_zero(self, array: int) -> bool:
-        """Whether an operand is a number of the program below zero."""
-        known = self.records.known(array)
-        return known is not None and np.ndim(known) == 0 and known < 0
-
     @property
     def what(self) -> str:
         """What it does with a parameter, in words."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from muonjax._inspect.graph import Node
 from muonjax._inspect.possible_numbers import is_mask
 from muonjax._inspect.values import FROZEN, PARAMETER, Addend, Logits, Value
@@ -18,10 +20,11 @@ if TYPE_CHECKING:
     from muonjax._inspect.entrywise_rules import Operation
 
 EXPONENTIALS = ("exp", "exp2", "logistic")
-_ROOTS = ("sqrt", "rsqrt", "cbrt")
 _POWERS = (
     *EXPONENTIALS,
-    *_ROOTS,
+    "sqrt",
+    "rsqrt",
+    "cbrt",
     "pow",
     "integer_pow",
     "square",
@@ -52,15 +55,18 @@ def after(operation: Operation) -> tuple[Logits, ...]:
         return _exponential(node, value)
     if not operation.is_sum:
         # What a mask hides, -1e9, would become the largest logits.
-        is_negative = node.name == "neg" or any(
-            map(operation.is_below_zero, operation.arrays)
-        )
-        if is_negative and value.logits[0].is_masked:
+        if value.logits[0].is_masked and _has_negative_number(operation):
             return ()
         return through(node, value)
     # The logits are operand number `at`.
     at = next(k for k, v in enumerate(operation.values) if v is value)
     return _chosen(operation, at) if operation.is_choice else _added(operation, at)
+
+
+def _has_negative_number(operation: Operation) -> bool:
+    """Whether an operand is a number of the program below zero, as in `-logits`, which multiplies by -1."""
+    known = [operation.records.known(array) for array in operation.arrays]
+    return any(x is not None and np.ndim(x) == 0 and x < 0 for x in known)
 
 
 def through(node: Node, value: Value) -> tuple[Logits, ...]:
@@ -89,11 +95,11 @@ def _of_weights(
     and so is a difference of two softmaxes, as in differential attention, which has the logits of both. A power of
     weights, or a product of two, is the softmax of other logits: softmax(x)² is proportional to softmax(2 x).
     """
-    name, stage = operation.node.name, with_logits[0].logits[0].stage
+    stage = with_logits[0].logits[0].stage
     # Next to weights, a maximum or a sum is left out: it is one number for each query, and only scales them.
     of_stage = [v for v in with_logits if v.logits[0].stage == stage]
-    is_product = name == "mul" and len(of_stage) > 1
-    if stage == "weights" and (is_product or name in _POWERS):
+    is_product = operation.is_scale and len(of_stage) > 1
+    if stage == "weights" and (is_product or operation.node.name in _POWERS):
         return ()
     logits: dict[Logits, None] = {}  # each once
     for value in of_stage:
@@ -156,28 +162,15 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
 
     The operands are those that the mask chooses between; `operation.chooser` is the mask.
     """
-    value = operation.values[at]
     others = [v for k, v in enumerate(operation.values) if k != at]
+    # After `logits + bias` the certificate looks at nothing, and what is hidden is told by what has been added
+    # (`masks_or_biases`). A mask that a clip changes, such as `biased > 0`, would hide others.
+    may_change = _may_change([*others, operation.chooser])
     logits = []
-    for x in value.logits:
-        if x.is_biased:
-            # After `logits + bias`, what is hidden is told by what has been added (`masks_or_biases`). A mask that a
-            # clip changes, such as `biased > 0`, would hide others.
-            may_change = _may_change([*others, operation.chooser])
-        else:
-            # The same logits, from another branch of a `cond`, change as these do.
-            may_change = _may_change(v for v in others if not _has_unmasked(v, x))
-        if x.shifted is None and not may_change:
+    for x in operation.values[at].logits:
+        if x.shifted is None and not (x.is_biased and may_change):
             logits.append(x._replace(value=operation.node.outputs[0], is_masked=True))
     return tuple(logits)
-
-
-def _has_unmasked(v: Value, logits: Logits) -> bool:
-    """Whether these are logits of this product before a mask is added, as another branch of a `cond` may give them."""
-    for x in v.logits:
-        if x.product == logits.product and not x.is_biased and x.stage == "logits":
-            return True
-    return False
 
 
 def _may_change(values: Iterable[Value]) -> bool:

@@ -9,10 +9,6 @@ from muonjax._inspect.values import Addend
 
 # Softmax gives e^-20, 2e-9, of a share to what so much is added to; a larger number hides nothing.
 _HIDES = -20.0
-# In what a mask adds to what it shows, as in the logarithm of 1 + 1e-9.
-_ROUNDING = 1e-3
-# So many numbers a mask may add to what it shows; an array with more is a bias.
-_MOST_SHOWN = 2
 
 
 def doubt_of_masks(graph: Graph, added: Sequence[Addend]) -> str:
@@ -21,7 +17,7 @@ def doubt_of_masks(graph: Graph, added: Sequence[Addend]) -> str:
     What adds `MASKED` (-9000) or less to a logit hides it, and what adds more is a bias, which is not measured.
 
     Raises:
-      Refused: An array adds numbers between -9000 and -20, and is a mask otherwise, as one of 0 and -100.
+      Refused: An array adds few numbers, of which one is between -9000 and -20: a mask of 0 and -100, or a bias.
     """
     doubt = ""
     for addend in added:
@@ -32,12 +28,7 @@ def doubt_of_masks(graph: Graph, added: Sequence[Addend]) -> str:
             continue
         numbers = addend.sign * numbers
         weak = numbers[(numbers > MASKED) & (numbers <= _HIDES)]
-        # What is added to logits that stay. NaN is among them: numbers that are not known, as of positions.
-        shown = numbers[~(numbers <= _HIDES)]
-        # A mask adds 0, or a rounded 0, to what it does not hide. A bias has many numbers, of which some happen to be
-        # large, as of distances.
-        is_mask = shown.size and shown.min() > -_ROUNDING
-        if weak.size and (is_mask or 0 < shown.size <= _MOST_SHOWN):
+        if weak.size:
             raise Refused(
                 f"a mask that adds {weak.max():g} can't be told from a bias; add -jnp.inf: {line}"
             )

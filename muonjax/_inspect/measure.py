@@ -22,7 +22,6 @@ from muonjax._inspect import versions
 from muonjax._inspect.graph import Step
 from muonjax._inspect.layouts import other_axes
 from muonjax._inspect.possible_numbers import MASKED
-from muonjax._inspect.values import grouped
 from muonjax._inspect.versions import Body, opened
 
 
@@ -34,9 +33,6 @@ class Probe(NamedTuple):
     heads: tuple[int, ...] = ()  # the axes kept; all others are maximized over
     # The logits before mask and bias: measured where `variable` does not mask.
     raw: Var | None = None
-    # The head of each entry along these axes: (0, 1, 0, 1) for an axis of two examples of two heads. Empty if there is
-    # one entry for each head, in their order.
-    entries: tuple[int, ...] = ()
     # For `check_clip`: under `vmap`, softmax gets the logits of the first example in all of them.
     shared: bool = False
 
@@ -68,12 +64,13 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
     given = [*versions.constants(body), *arrays]
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     values: dict[Any, Any] = dict(zip(inputs, given, strict=True))
-    # Several calls of an attention may have one probe. Those with a path are measured in a body of an equation.
-    different = [probe for probe in dict.fromkeys(probes) if isinstance(probe, Probe)]
-    here = grouped((probe.variable, probe) for probe in different if not probe.path)
-    inside = grouped(
-        (probe.path[0].equation, probe) for probe in different if probe.path
-    )
+    # By the equation in a body of which the logits are, or by their variable. Several calls of an attention may have
+    # one probe.
+    probes_at: dict[Any, list[Probe]] = {}
+    for probe in dict.fromkeys(probes):
+        if isinstance(probe, Probe):
+            at = probe.path[0].equation if probe.path else probe.variable
+            probes_at.setdefault(at, []).append(probe)
     maxima: dict[Any, Any] = {}
 
     def read(atoms: Iterable[Any]) -> list[Any]:
@@ -81,7 +78,7 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
 
     def measure(variables: Iterable[Any]) -> None:
         for variable in variables:
-            for probe in here.get(variable, ()):
+            for probe in probes_at.get(variable, ()):
                 # Logits before a mask is added are measured after it.
                 raw = None if probe.raw is None else values[probe.raw]
                 maxima[probe] = _largest(values[variable], raw, probe)
@@ -99,9 +96,10 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
             eqn.ctx.manager,
         ):
             operands = read(eqn.invars)
-            if index in inside:
-                results, measured = _enclosing(eqn, tuple(inside[index]), operands)
-                maxima |= zip(inside[index], measured, strict=True)
+            if index in probes_at:
+                inside = tuple(probes_at[index])
+                results, measured = _enclosing(eqn, inside, operands)
+                maxima |= zip(inside, measured, strict=True)
             else:
                 results = bound(eqn, operands)
             values |= zip(eqn.outvars, results, strict=True)
@@ -208,10 +206,10 @@ def _branches(
         types.append(opened(measured).outvars[-1].aval)
     branches = []
     for branch, body in enumerate(bodies):
-        probes_or_types: list[Any] = list(types)
-        for k, step in enumerate(steps):
-            if step.body == branch:
-                probes_or_types[k] = probes[k]
+        probes_or_types = [
+            probe if step.body == branch else kind
+            for step, probe, kind in zip(steps, probes, types, strict=True)
+        ]
         branches.append(with_maxima(body, tuple(probes_or_types)))
     return branches
 
@@ -243,19 +241,8 @@ def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Arra
     """
     # A logit that is NaN is not masked, because a comparison with NaN is false: the maximum is NaN.
     if raw is not None:
-        raw = raw.reshape(logits.shape)
         logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
     # The maximum that softmax computes is not used: one more reader of it changes how XLA rounds.
     others = other_axes(logits.ndim, probe.heads)
     maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), tuple(others))
-    maxima = maxima.astype(jnp.float32)
-    if probe.entries:
-        # Several entries of a head, as where batch and heads are one axis: its largest is taken entry by entry. An
-        # array of indices would be a constant, which the body of a `jax.checkpoint` can't have.
-        of_heads: list[list[jax.Array]] = [[] for _ in range(max(probe.entries) + 1)]
-        flat = maxima.reshape(-1)
-        for entry, head in enumerate(probe.entries):
-            of_heads[head].append(flat[entry])
-        largest = [functools.reduce(jnp.maximum, entries) for entries in of_heads]
-        maxima = jnp.stack(largest)
-    return maxima
+    return maxima.astype(jnp.float32)

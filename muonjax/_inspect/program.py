@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from muonjax._clip.place_sites import below
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.site import Site
 from muonjax._common.arguments import errors_of, warn_user
@@ -185,12 +184,11 @@ class Program:
             return ""
         unclipped = []
         for attention in self.attentions:
-            site = attention.site
-            # Without one of its parameters an attention is not clipped.
-            if site is not None and any(
-                below(site.path, scale.path) in missing for scale in site.scales
-            ):
-                unclipped.append(attention.name)
+            if attention.site is not None:
+                # Without one of its parameters an attention is not clipped.
+                scaled = {scale.path for scale in attention.site.scales}
+                if not scaled.isdisjoint(missing):
+                    unclipped.append(attention.name)
         clips = f"; not clipped: {listed(unclipped, ', ')}" if unclipped else ""
         return f"Not among these parameters: {listed(missing, ', ')}{clips}."
 
@@ -484,9 +482,12 @@ def find_maxima(
     maxima = {}
     for attention in clippable:
         queries = attention.spans[0]
-        shape = (*queries.layers, queries.entries)
+        of_calls = []
+        for _ in attention.probes:
+            # Where batch and heads are one axis, each example has entries of its own.
+            entries = next(measured).reshape(*queries.layers, -1, queries.entries)
+            of_calls.append(entries.max(-2))
         # An attention that is called several times has the largest logits of all its calls, where NaN hides no number.
-        of_calls = [next(measured).reshape(shape) for _ in attention.probes]
         maxima[attention.name] = functools.reduce(jnp.fmax, of_calls)
     return results[:count], maxima
 

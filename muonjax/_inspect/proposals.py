@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from muonjax._clip.scaled_entries import PlacedScale, Scale
-from muonjax._inspect.layouts import Layout, Run, other_axes, set_of
+from muonjax._inspect.layouts import HOLE, Layout, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import Operand, Projection
 
@@ -97,7 +97,9 @@ class QueriesAndKeys:
             raise Refused("its queries can't be followed to parameters that train")
         spans: list[PlacedScale] = []
         for projection in projections:
-            spans += self._spans(self.query, projection, "query", shared)
+            first_feature = self._features(self.query, projection).start
+            for span in self._spans(self.query, projection, "query"):
+                spans += _divided(span, first_feature, shared)
         return spans
 
     def _heads(self, operand: Operand, layout: Layout) -> list[int]:
@@ -122,22 +124,12 @@ class QueriesAndKeys:
         return range(int(there.min()), int(there.max()) + 1)
 
     def _spans(
-        self,
-        operand: Operand,
-        projection: Projection,
-        factor: str,
-        shared: Sequence[range] = (),
+        self, operand: Operand, projection: Projection, factor: str
     ) -> list[PlacedScale]:
-        """The spans in the kernel and in the biases of one projection.
+        """The spans in the kernel and in the biases of one projection in the queries or the keys.
 
-        Queries with 192 features a head, of which the last 64 meet a rotary key that all heads share, have two spans in
-        their kernel: the features 0 to 128 with this factor, and those from 128 to 192 with the whole one.
-
-        Args:
-          operand: The queries, or the keys.
-          projection: One of the projections in it.
-          factor: That of `Scale`.
-          shared: Features of the operand that meet keys which several heads share: they take the whole factor.
+        Raises:
+          Refused: Which entries make a head can't be told.
         """
         # `varying` are the axes along which entries come from different columns. Without any, each entry is made of all
         # columns: so it is after a norm over all heads, after a matrix that does not train, and in an adapter.
@@ -152,13 +144,9 @@ class QueriesAndKeys:
         has_heads = is_alone or self._heads(operand, projection.layout)
         if projection.layout.is_placed(operand.batch) or not has_heads:
             raise Refused("heads of its queries are put together from several products")
-        first_feature = self._features(operand, projection).start
-        views = [(projection.view.leaf, projection.layout)]
-        views += [(bias.leaf, bias.layout) for bias in projection.biases]
-        spans: list[PlacedScale] = []
-        for leaf, layout in views:
-            span = self._span(leaf, layout, operand, factor)
-            spans += _divided(span, first_feature, shared)
+        spans = [self._span(projection.view.leaf, projection.layout, operand, factor)]
+        for bias in projection.biases:
+            spans.append(self._span(bias.leaf, bias.layout, operand, factor))
         return spans
 
     def _span(
@@ -177,31 +165,29 @@ class QueriesAndKeys:
           factor: As in `Scale`.
         """
         shape = self.shapes[leaf]
-        # The first head, 0 to 15, and how far the heads are from it: {0, 16, ..., 112}.
-        first_head, heads = layout.split(self._heads(operand, layout))
-        # The features of the first head, {0, ..., 15}, and positions along other axes of the product, or at a fixed
-        # index, 0 in w[:, 0].
-        features = [set_of(run.axis, run.positions) for run in first_head.runs[1:]]
-        # The more significant of two runs along one axis has the larger steps.
-        heads = sorted(heads, key=lambda run: (run.axis, -run.stride))
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))
-        head_axes = {run.axis for run in heads}
-        used_axes = head_axes | {run.axis for run in features}
-        if not used_axes.isdisjoint(stack):
+        runs = layout.runs[1:]
+        held = sorted(run.axis for run in runs)
+        if not set(held).isdisjoint(stack):
             raise Refused("a loop goes over a part of an axis of its parameter")
-        # Axes that only features lie along come last, so that the features of one head follow each other: a kernel
-        # [64, 16, 8] with the heads last is flattened along the axes (2, 1).
-        feature_axes = {
-            run.axis for run in features if run.positions.size > 1
-        } - head_axes
-        order = sorted(used_axes, key=lambda axis: (axis in feature_axes, axis))
-        places = _places([shape[axis] for axis in order], order, heads, features)
+        # The positions of each entry of the operand along the flattened axes: [terms, batch, query, 8, 16] here.
+        positions = np.zeros([1] * (1 + len(layout.shape)), int)
+        for run in runs:
+            weight = math.prod(shape[axis] for axis in held if axis > run.axis)
+            positions = positions + weight * run.positions.astype(int)
+        heads = [1 + axis for axis in self._heads(operand, layout)]
+        count = math.prod(positions.shape[axis] for axis in heads)
+        of_heads = np.moveaxis(positions, heads, range(len(heads))).reshape(count, -1)
+        width = len(np.unique(of_heads[0, of_heads[0] < HOLE]))
+        size = math.prod(shape[axis] for axis in held)
+        # Each head once: an axis of examples and heads has those of each example.
+        places = _places(np.unique(of_heads.min(1)), width, size)
         # A `Scale` counts the axes of one layer from the last.
         axes_of_layer = other_axes(len(shape), stack)
         rank = len(axes_of_layer)
-        axes = tuple(axes_of_layer.index(axis) - rank for axis in order)
+        axes = tuple(axes_of_layer.index(axis) - rank for axis in held)
         scale = Scale(path="", rank=rank, axes=axes, factor=factor, **places)
-        return PlacedScale(leaf, scale, shape, stack, tuple(order))
+        return PlacedScale(leaf, scale, shape, stack, tuple(held))
 
 
 def _divided(
@@ -225,59 +211,35 @@ def _divided(
         start = stop
 
 
-def _positions(runs: Sequence[Run], weights: dict[int, int]) -> np.ndarray:
-    """Every sum of one position of each run, in the order of the runs, along flattened axes."""
-    positions = np.zeros(1, int)
-    for run in runs:
-        steps = run.positions.reshape(-1) * weights[run.axis]
-        positions = (positions[:, None] + steps).reshape(-1)
-    return positions
-
-
-def _places(
-    sizes: Sequence[int],
-    axes: Sequence[int],
-    heads: Sequence[Run],
-    features: Sequence[Run],
-) -> dict[str, Any]:
+def _places(first: np.ndarray, width: int, size: int) -> dict[str, Any]:
     """Where the heads lie on flattened axes of a parameter, in the words of `Scale`.
 
-    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, part=(128, 256), span=(0, 16). With the
-    columns q q k v q q k v, 16 each, the queries are entries=4, part=(0, 32), span=(0, 16) in groups=2 of two heads.
+    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, part=(128, 256), span=(0, 16).
 
     Args:
-      sizes: Those of the axes that are flattened.
-      axes: These axes, the outermost first.
-      heads: The positions that count heads.
-      features: The positions of one head, which add to those.
+      first: The first position of each head.
+      width: The number of positions of a head.
+      size: The number of all positions.
 
     Raises:
       Refused: The heads are no equal runs.
     """
-    weights = {axis: math.prod(sizes[k + 1 :]) for k, axis in enumerate(axes)}
-    first = _positions(heads, weights)
-    inside = np.sort(_positions(features, weights))
-    entries, width = len(first), len(inside)
-    # From one head to the next it is a stride, and a longer step from one group of heads to the next.
-    steps = np.diff(first)
-    stride = max(int(steps[0]), 1) if entries > 1 else math.prod(sizes)
-    in_group = int(np.argmax([*(steps != stride), True])) + 1
-    groups = entries // in_group
-    group = math.prod(sizes) // groups
+    entries, start = len(first), int(first[0])
+    # The distance from one head to the next.
+    stride = max(int(first[1]) - start, 1) if entries > 1 else size
     # With columns q k v q k v ..., 16 each, the keys begin at 16 in each stride of 48: part=(0, ...) and span=(16, 32).
     # From 16 on, the last stride would end behind the parameter.
-    base = start = int(first[0] + inside[0])
-    if base % stride + width <= stride:
-        start -= base % stride
-    stop = start + in_group * stride
+    before = start % stride
+    if before + width > stride:
+        before = 0
+    start -= before
+    stop = start + entries * stride
     # That no other columns lie between those of a head is for the certificate to say.
-    expected = np.arange(groups)[:, None] * group + np.arange(in_group) * stride
-    is_regular = np.array_equal(first[0] + expected.ravel(), first)
-    if not is_regular or width > stride or stop > group:
+    is_regular = np.array_equal(first, first[0] + np.arange(entries) * stride)
+    if not is_regular or width > stride or stop > size:
         raise Refused("its heads do not lie one after the other in the parameter")
     return {
         "entries": entries,
         "part": (start, stop),
-        "span": (base - start, base - start + width),
-        "groups": groups,
+        "span": (before, before + width),
     }

@@ -162,15 +162,9 @@ def found_attention(params, attention) -> Heads | str:
     shapes = shapes_of(params)
     heads: Heads = {}
     for scale in attention.site.scales:
-        (path,) = (
-            p
-            for p in shapes
-            if re.fullmatch(attention.site.path, p.removesuffix(scale.path).rstrip("/"))
-            and p.endswith(scale.path)
-            and (attention.site.path or p == scale.path)
-        )
-        grid = _grid(shapes[path], scale, attention.site.scan_axis or ())
-        heads[scale.factor, path] = heads.get((scale.factor, path), 0) + grid
+        grid = _grid(shapes[scale.path], scale, attention.site.scan_axis or ())
+        key = (scale.factor, scale.path)
+        heads[key] = heads.get(key, 0) + grid
     return heads
 
 
@@ -179,8 +173,8 @@ def _grid(shape: tuple[int, ...], scale, stack: tuple[int, ...]) -> np.ndarray:
     own = [axis for axis in range(len(shape)) if axis not in stack]
     held = [own[axis] for axis in scale.axes]
     total = int(np.prod([shape[axis] for axis in held]))
-    groups = np.arange(total).reshape(scale.groups, -1)[:, slice(*scale.part)]
-    runs = groups.reshape(scale.entries, -1)[:, slice(*scale.span)]
+    part = np.arange(total)[slice(*scale.part)]
+    runs = part.reshape(scale.entries, -1)[:, slice(*scale.span)]
     flat = np.zeros(total, int)
     for head, run in enumerate(runs, start=1):
         flat[run] = head
