@@ -131,21 +131,17 @@ class ClipByStatistic:
         if self.axis_name:
             # Replicas that clip by their own maxima would diverge.
             maxima = jax.lax.pmax(maxima, self.axis_name)
-        state, gammas = self._clip_of_update(state, maxima, sites)
+        state, gammas = self._clip_of_update(state, maxima)
         return state, parameter_factors(sites, gammas)
 
     def _clip_of_update(
-        self,
-        state: QKClipState,
-        maxima: dict[str, jax.Array],
-        sites: Sequence[PlacedSite],
+        self, state: QKClipState, maxima: dict[str, jax.Array]
     ) -> tuple[QKClipState, dict[str, jax.Array]]:
         """The state after this update, and what the update clips by.
 
         Args:
           state: The state before this update.
           maxima: The largest logit of each head in this forward pass, [*layers, heads], by the name of the module.
-          sites: The modules.
 
         Returns:
           The state, and γ of each head, [*layers, heads], by the name of the module. γ is 1 for all heads unless this
@@ -159,10 +155,9 @@ class ClipByStatistic:
         gammas: dict[str, jax.Array] = {}
         count = jnp.asarray(optax.safe_increment(state.count))
         after = QKClipState(count, {}, {}, {}, {})
-        for site in sites:
-            name = site.name
+        for name, maximum in maxima.items():
             # The maxima are sharded as the state is, even if they came otherwise, so that its buffers can be donated.
-            maximum = sharded_like(maxima[name], state.maxima[name])
+            maximum = sharded_like(maximum, state.maxima[name])
             # The clip goes by the largest of all micro-batches since the last clip.
             maximum = jnp.maximum(maximum, state.running_max[name])
             after.running_max[name] = jnp.where(is_due, -jnp.inf, maximum)
@@ -170,8 +165,7 @@ class ClipByStatistic:
             # For a log, the state keeps what the last clip did until the next clip.
             after.maxima[name] = jnp.where(is_due, maximum, state.maxima[name])
             after.factors[name] = jnp.where(is_due, gamma, state.factors[name])
-            is_clipped = gamma < 1
-            after.clips[name] = state.clips[name] + is_clipped.astype(jnp.int32)
+            after.clips[name] = state.clips[name] + (gamma < 1)
             gammas[name] = gamma
         return after, gammas
 
@@ -289,11 +283,7 @@ def parameter_factors(
 def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
     """x**power, for x > 0."""
     # The square root is exact, and faster than a general power.
-    if power == 1.0:
-        return x
-    if power == 0.5:
-        return jnp.sqrt(x)
-    return x**power
+    return jnp.sqrt(x) if power == 0.5 else x**power
 
 
 def scaled_leaves(

@@ -29,11 +29,7 @@ def match_statistics(
       sites: The modules that are clipped.
       ignored: Keys that may be in the dictionary without a module.
     """
-    # value_and_grad measures logits and no other signal.
-    returned = (
-        ", as muonjax.value_and_grad returns it" if argument == "max_logits" else ""
-    )
-    form = f"{argument} is a dict {{module path: array [*layers, heads]}}{returned}."
+    form = f"{argument} is a dict {{module path: array [*layers, heads]}}, such as muonjax.value_and_grad returns."
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument}={type(given).__name__}: {form}")
     # Statistics are looked up by the same text as the state, whatever type their keys have.

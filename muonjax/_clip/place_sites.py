@@ -2,8 +2,7 @@
 
 import posixpath
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -46,10 +45,6 @@ class Modules:
                 module = "/".join(names[:depth])
                 self.leaves_of.setdefault(module, []).append(leaf)
 
-    def has(self, path: str) -> bool:
-        """Whether there is a module or leaf of this path."""
-        return path in self.leaves_of or path in self.leaves
-
     def is_trained(self, path: str) -> bool:
         """Whether there is a leaf of this path that is not masked."""
         leaf = self.leaves.get(path)
@@ -63,7 +58,7 @@ def place_sites(
 
     These belong to attentions of a program with a parameter that does not train: its logits are measured all the same.
     """
-    by_signal: dict[str, PlacedSite] = {}
+    attentions: dict[str, PlacedSite] = {}
     not_trained: set[str] = set()
     for site in sites:
         # The sites of a program are exact, each with the path of one attention. Some attentions may be frozen. A site
@@ -71,38 +66,29 @@ def place_sites(
         if site.exact:
             paths = [below(site.path, scale.path) for scale in site.scales]
             if not all(modules.is_trained(path) for path in paths):
-                # An attention at the root has the path "", and its statistic the name of its signal.
-                not_trained.add(site.path or site.signal)
+                not_trained.add(_name_of(site.path, site.signal))
                 continue
         for path in [site.path] if site.exact else _matched(site, modules):
-            module = _placed(site, path, modules)
+            name = _name_of(path, site.signal)
             # With two patterns for one module its heads would be scaled twice.
-            if module.signal in by_signal:
+            if name in attentions:
                 raise ValueError(
-                    f"two sites match {path!r} by {site.signal!r}; narrow or merge them."
+                    f"two sites match {name!r}; narrow or merge them, or give each its signal."
                 )
-            by_signal[module.signal] = module
+            attentions[name] = _placed(site, path, name, modules)
     # Here every site is an attention of a program that does not train, since a site by hand has a module or has raised.
-    if not by_signal:
+    if not attentions:
         raise ValueError(
             f"no attention of the program is trained here: the parameters lack {listed(sorted(not_trained), ', ')}. "
             "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
         )
-    return _named(by_signal.values()), not_trained
+    return list(attentions.values()), not_trained
 
 
-def _named(modules: Collection[PlacedSite]) -> list[PlacedSite]:
-    """The modules with their names in the clip's state and statistics.
-
-    The name is the path, "decoder/attention". For an attention at the root, whose path is "", and for each of several
-    in one module it is the path of the signal, such as "max_logits".
-    """
-    count_of = Counter(module.path for module in modules)
-    named = []
-    for module in modules:
-        is_alone = module.path and count_of[module.path] == 1
-        named.append(module._replace(name=module.path if is_alone else module.signal))
-    return named
+def _name_of(path: str, signal: str) -> str:
+    """The key of a statistic: the path of its module, and its signal where the module has several."""
+    names = [name for name in (path, signal) if name]
+    return "/".join(names) or "max_logits"
 
 
 def _matched(site: Site, modules: Modules) -> list[str]:
@@ -120,7 +106,9 @@ def _matched(site: Site, modules: Modules) -> list[str]:
     candidates = [site.path] if is_plain else sorted(modules.leaves_of)
     matched = []
     for path in candidates:
-        if modules.has(below(path, child)) and re.fullmatch(site.path, path):
+        place = below(path, child)
+        has_child = place in modules.leaves_of or place in modules.leaves
+        if has_child and re.fullmatch(site.path, path):
             matched.append(path)
     if matched:
         return matched
@@ -132,7 +120,7 @@ def _matched(site: Site, modules: Modules) -> list[str]:
     )
 
 
-def _placed(site: Site, path: str, modules: Modules) -> PlacedSite:
+def _placed(site: Site, path: str, name: str, modules: Modules) -> PlacedSite:
     """The site on the module of this path; raises ValueError where its parameters do not fit."""
     leaves = [below(path, scale.path) for scale in site.scales]
     scan_axis: Any = site.scan_axis  # a tuple after the checks of `Site`
@@ -154,7 +142,7 @@ def _placed(site: Site, path: str, modules: Modules) -> PlacedSite:
         raise ValueError(
             f"parameters of {path!r} disagree on the stack of layers: {layers}; see scan_axis."
         )
-    return PlacedSite(path, below(path, site.signal), tuple(scales))
+    return PlacedSite(name, tuple(scales))
 
 
 def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
@@ -193,28 +181,21 @@ def _refuse_adapters(path: str, leaves: Sequence[str], modules: Modules) -> None
         )
 
 
-_ANY_NORM = r"_?(layer_?norm|rms_?norm|norm|ln)_?\d*"
-
-
-def _refuse_norms(path: str, norms: Sequence[str], modules: Modules) -> None:
+def _refuse_norms(path: str, norms: str, modules: Modules) -> None:
     """Refuse a module of which a child has the name of a norm, such as q_norm.
 
     A norm of queries or keys undoes the clip.
     """
-    if not norms:
-        return
-    # A child called norm may come before the projections, but it is refused too: names do not say where it is.
-    patterns = (_ANY_NORM, *norms)
     normalizing = set()
     for leaf in modules.leaves_of.get(path, ()):
         child, _, _ = leaf.removeprefix(f"{path}/").partition("/")
-        if any(re.fullmatch(pattern, child, re.IGNORECASE) for pattern in patterns):
+        if re.fullmatch(norms, child, re.IGNORECASE):
             normalizing.add(child)
     if normalizing:
         raise ValueError(
             f"{path!r} normalizes its queries and keys ({', '.join(sorted(normalizing))}), so scaling their "
             "kernels can't change the logits. Take it out of the sites; if that norm has another purpose, give "
-            "its Site norms=()."
+            "its Site norms=''."
         )
 
 

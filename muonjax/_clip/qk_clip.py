@@ -200,7 +200,7 @@ def _with_powers(site: PlacedSite) -> PlacedSite:
         factor = scale.factor
         if factor not in powers:
             raise ValueError(
-                f"{site.path!r} has a factor {factor!r}, not query, key or whole."
+                f"{site.name!r} has a factor {factor!r}, not query, key or whole."
             )
         with_power = dataclasses.replace(scale.scale, power=powers[factor])
         scales.append(scale._replace(scale=with_power))

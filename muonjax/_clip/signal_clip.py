@@ -47,7 +47,7 @@ def signal_clip(
       ...     muonjax.Scale(path="kernel", rank=2),
       ...     muonjax.Scale(path="bias", rank=1, optional=True),
       ... )
-      >>> site = muonjax.Site(path="head", scales=scales, signal="max_output")
+      >>> site = muonjax.Site(path="head", scales=scales)
       >>> tx = muonjax.signal_clip(10.0, site)
       >>> params = {"head": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}}
       >>> zeros = {"head": {"kernel": jnp.zeros((4, 2)), "bias": jnp.zeros(2)}}
@@ -98,6 +98,6 @@ def _each_scales_its_own(sites: list[PlacedSite]) -> list[PlacedSite]:
         for scale in site.scales:
             if scale.scale.power != 0 and scale.entries != site.entries:
                 raise ValueError(
-                    f"several entries of {site.signal!r} share {scale.leaf!r}: give it power=0."
+                    f"several entries of {site.name!r} share {scale.leaf!r}: give it power=0."
                 )
     return sites

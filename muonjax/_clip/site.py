@@ -16,10 +16,12 @@ from muonjax._common.arguments import (
 
 # Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
 # in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers,
-# "norm_q" in Diffusers. These are regular expressions because there are many spellings.
-_NORM = "(norm|ln|layer_?norm|rms_?norm|l2_?norm|scale)"
-KEY_NORMS = (rf"_?(k|key|qk)_?{_NORM}", rf"_?{_NORM}_?(k|key|qk)")
-QK_NORMS = (*KEY_NORMS, rf"_?(q|query)_?{_NORM}", rf"_?{_NORM}_?(q|query)")
+# "norm_q" in Diffusers. A child called norm may come before the projections, but names do not say where it is.
+_NORM = "(layer_?norm|rms_?norm|l2_?norm|norm|ln)"
+KEY_NORMS = (
+    rf"_?{_NORM}_?\d*|_?(k|key|qk)_?({_NORM}|scale)|_?({_NORM}|scale)_?(k|key|qk)"
+)
+QK_NORMS = rf"{KEY_NORMS}|_?(q|query)_?({_NORM}|scale)|_?({_NORM}|scale)_?(q|query)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +35,11 @@ class Site:
       path: Regular expression that matches the whole "/"-joined path of the modules.
       scales: The parameters. For `qk_clip` each `factor` is "query", "key", or "whole" (a part of the query that
         takes all of γ, since its keys are shared by all heads); `qk_clip` sets the powers.
-      signal: Name of the statistic below the module.
+      signal: Name of the statistic below the module, where it has several. By default the statistic has the path of the
+        module, or is "max_logits" at the root.
       scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
-      norms: Regular expressions for the names of children that forbid the clip, because they normalize queries or keys
-        and so undo it; by default the names in use. () allows all norms.
+      norms: Regular expression for the names of children that forbid the clip, because they normalize queries or keys
+        and so undo it; by default the names in use. "" allows all norms.
       exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. Then `path` is
         that of one module and no pattern, and what else is in it, such as norms and adapters, is not judged by its
         name.
@@ -54,9 +57,9 @@ class Site:
 
     path: str
     scales: tuple[Scale, ...]
-    signal: str = "max_logits"
+    signal: str = ""
     scan_axis: int | Sequence[int] | None = None
-    norms: tuple[str, ...] = QK_NORMS
+    norms: str = QK_NORMS
     exact: bool = False
 
     @errors_of("Site")
@@ -71,12 +74,7 @@ class Site:
         if self.scan_axis is not None:
             axes = axis_numbers("scan_axis", self.scan_axis)
             object.__setattr__(self, "scan_axis", axes)
-        if not isinstance(self.norms, (tuple, list)):
-            raise TypeError(
-                f"(norms={shown(self.norms)}) must be a tuple of regular expressions; () allows all norms."
-            )
-        for pattern in self.norms:
-            check_pattern("norms", pattern)
+        check_pattern("norms", self.norms)
 
     def _check_scales(self) -> None:
         is_several = isinstance(self.scales, (tuple, list))
@@ -117,17 +115,13 @@ class PlacedSite(NamedTuple):
     Nothing here is an array, so that every mistake raises while tracing.
 
     Attributes:
-      path: The path of the module, "decoder/attention".
-      signal: The path of its statistic, "decoder/attention/max_logits".
+      name: Its key in the clip's state and statistics: the path of the module, "decoder/attention", perhaps with
+        the name of its signal.
       scales: What is scaled, without the optional parameters that the module lacks.
-      name: Its key in the clip's state and statistics: `path`, or `signal` at the root and where several signals share
-        a module.
     """
 
-    path: str
-    signal: str
+    name: str
     scales: tuple[PlacedScale, ...]
-    name: str = ""
 
     @property
     def layers(self) -> tuple[int, ...]:

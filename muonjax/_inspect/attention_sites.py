@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from muonjax._clip.place_sites import module_of
-from muonjax._clip.scaled_entries import PlacedScale
 from muonjax._clip.site import Site
 from muonjax._inspect.clippable_attention import Call, attentions
 from muonjax._inspect.records import Records
@@ -36,39 +35,21 @@ def named_attentions(records: Records, paths: Sequence[str]) -> list[Call]:
         if not attention.spans:  # it can't be clipped
             named.append(attention._replace(name=module))
             continue
-        queries = path_of[attention.spans[0].leaf]
         is_alone = modules.count(module) == 1
+        queries = path_of[attention.spans[0].leaf]
         name = (module or "max_logits") if is_alone else queries
         # Heads of one projection, written one by one, have the same queries.
         count_of[name] += 1
         if count_of[name] > 1:
             name = f"{name}:{count_of[name]}"
-        # Attentions that share a module get sites of the root, each with its own signal.
-        module, signal = (module, "max_logits") if is_alone else ("", name)
-        site = _site(attention.spans, path_of, module, signal)
+        # A span's `leaf` is the number of its parameter, and a scale has the path below its module: here the root.
+        scales = []
+        for span in attention.spans:
+            scales.append(dataclasses.replace(span.scale, path=path_of[span.leaf]))
+        # All parameters of an attention share the axes that a scan takes layer by layer; None without a scan.
+        layers = attention.spans[0].stack or None
+        site = Site(
+            path="", scales=tuple(scales), signal=name, scan_axis=layers, exact=True
+        )
         named.append(attention._replace(name=name, site=site))
     return named
-
-
-def _site(
-    spans: Sequence[PlacedScale], path_of: dict[int, str], module: str, signal: str
-) -> Site:
-    """The spans as a `Site`: of module "attn", the span of "attn/q" becomes the scale of "q".
-
-    The module is the scope that all of its parameters have in common, "" for the root. A span's `leaf` is the number of
-    its parameter. `signal`: the name of its largest logits, below the module too.
-    """
-    scales = []
-    prefix = f"{module}/" if module else ""
-    for span in spans:
-        path = path_of[span.leaf].removeprefix(prefix)
-        scales.append(dataclasses.replace(span.scale, path=path))
-    # `scan_axis`: the axes that a scan takes layer by layer, which all parameters of an attention share; None without a
-    # scan. `exact`: the path is that of one module, and no pattern.
-    return Site(
-        path=module,
-        scales=tuple(scales),
-        signal=signal,
-        scan_axis=spans[0].stack or None,
-        exact=True,
-    )

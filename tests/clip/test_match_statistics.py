@@ -60,7 +60,7 @@ MISMATCHES = [
     ({}, r"sites without statistics \[a\], statistics without a site \[\]"),
     (
         {"a": HOT, "b": HOT},
-        r"statistics without a site \[b\].*as muonjax.value_and_grad returns it",
+        r"statistics without a site \[b\].*such as muonjax.value_and_grad",
     ),
     (
         {"intermediates": {"a": {"max_logits": (HOT,)}}},

@@ -395,8 +395,6 @@ def test_without_a_program(make):
 
 
 def test_a_site_for_another_signal_is_no_site_of_qk_clip():
-    site = muonjax.Site(
-        path="out", scales=(muonjax.Scale(path="kernel", rank=2),), signal="max_output"
-    )
+    site = muonjax.Site(path="out", scales=(muonjax.Scale(path="kernel", rank=2),))
     with pytest.raises(ValueError, match="a factor 'output', not query, key or whole"):
         muonjax.qk_clip(1.0, site).init({"out": {"kernel": jnp.ones((4, 2))}})

@@ -26,7 +26,6 @@ def output_site(entries=None):
             muonjax.Scale(path="kernel", rank=2, entries=entries),
             muonjax.Scale(path="bias", rank=1, entries=entries, optional=True),
         ),
-        signal="max_output",
     )
 
 

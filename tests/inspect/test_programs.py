@@ -240,7 +240,7 @@ def test_check_clip_measures_what_a_clip_does():
     assert read.check_clip(p, *args)["max_logits"] < 1e-5
     (site,) = read.sites
     without_biases = tuple(scale for scale in site.scales if scale.path != "b")
-    wrong = muonjax.Site(path="", scales=without_biases, norms=())
+    wrong = muonjax.Site(path="", scales=without_biases, norms="")
     read.attentions = (read.attentions[0]._replace(site=wrong),)
     assert read.check_clip(p, *args)["max_logits"] > 1e-2
 

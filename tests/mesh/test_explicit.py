@@ -36,7 +36,7 @@ SPECS = {
 }
 SITE = muonjax.mha_site()
 HEADS = muonjax.Scale(path="kernel", rank=3, axes=(1,))
-SIZE = muonjax.Site(path="attention/query", scales=(HEADS,), signal="size")
+SIZE = muonjax.Site(path="attention/query", scales=(HEADS,))
 
 
 def params():

@@ -97,7 +97,7 @@ def test_skipped_steps(guarded, logged):
 @pytest.mark.nan
 def test_several_clips_and_monitors():
     scale = muonjax.Scale(path="kernel", rank=2)
-    output = muonjax.Site(path="out", scales=(scale,), signal="max_output")
+    output = muonjax.Site(path="out", scales=(scale,))
     tx = muonjax.monitor(
         optax.chain(
             muonjax.muonclip(1e-3, SITE, newton_schulz=SHORT),
