@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,10 @@ from muonjax._common.trees import flatten_paths, is_masked
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+
+
+# An array for each module, or for each parameter, by its path.
+ByPath: TypeAlias = dict[str, jax.Array]
 
 
 class QKClipState(NamedTuple):
@@ -49,10 +53,10 @@ class QKClipState(NamedTuple):
     """
 
     count: jax.Array
-    running_max: dict[str, jax.Array]
-    maxima: dict[str, jax.Array]
-    factors: dict[str, jax.Array]
-    clips: dict[str, jax.Array]
+    running_max: ByPath
+    maxima: ByPath
+    factors: ByPath
+    clips: ByPath
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +121,7 @@ class ClipByStatistic:
 
     def clip(
         self, state: QKClipState, modules: Modules, statistics: Any
-    ) -> tuple[QKClipState, dict[str, jax.Array]]:
+    ) -> tuple[QKClipState, ByPath]:
         """The state after this update, and what each parameter that is clipped is multiplied by, by its path.
 
         The shape of a factor broadcasts to the parameter.
@@ -135,8 +139,8 @@ class ClipByStatistic:
         return state, parameter_factors(sites, gammas)
 
     def _clip_of_update(
-        self, state: QKClipState, maxima: dict[str, jax.Array]
-    ) -> tuple[QKClipState, dict[str, jax.Array]]:
+        self, state: QKClipState, maxima: ByPath
+    ) -> tuple[QKClipState, ByPath]:
         """The state after this update, and what the update clips by.
 
         Args:
@@ -152,7 +156,7 @@ class ClipByStatistic:
         if callable(threshold):
             threshold = threshold(state.count // self.every_k)
 
-        gammas: dict[str, jax.Array] = {}
+        gammas: ByPath = {}
         count = jnp.asarray(optax.safe_increment(state.count))
         after = QKClipState(count, {}, {}, {}, {})
         for name, maximum in maxima.items():
@@ -251,9 +255,7 @@ def clip_factor(
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
-def parameter_factors(
-    sites: Sequence[PlacedSite], gammas: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
+def parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
     """What each parameter is multiplied by, in a shape that broadcasts to the parameter.
 
     With γ = [1, 0.25] for two heads and the power 1/2, a kernel "attention/query/kernel" of shape [d, 2, head_dim] gets
@@ -263,7 +265,7 @@ def parameter_factors(
       sites: The modules, each with its parameters and their powers of γ.
       gammas: γ of each head, [*layers, heads], by the name of the module.
     """
-    factors: dict[str, jax.Array] = {}
+    factors: ByPath = {}
     for site in sites:
         for scale in site.scales:
             # A key that several query heads share stays as it is.
@@ -286,9 +288,7 @@ def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
     return jnp.sqrt(x) if power == 0.5 else x**power
 
 
-def scaled_leaves(
-    updates: Any, params: Mapping[str, jax.Array], factors: Mapping[str, jax.Array]
-) -> Any:
+def scaled_leaves(updates: Any, params: ByPath, factors: ByPath) -> Any:
     """The updates after which each parameter is its factor times what it would be otherwise."""
     # By path, since a factor is that of a path, and in the order of the tree.
     leaves = flatten_paths(updates)

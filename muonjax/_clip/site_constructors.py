@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from muonjax._clip.scaled_entries import Scale
 from muonjax._clip.site import KEY_NORMS, Site
@@ -58,9 +58,8 @@ def mha_site(
         _check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads)
         # Queries and keys have kernels of one layout, in which brackets may hold (h d). Their numbers of heads may
         # differ.
-        kernel = _KernelAxes.of_layout(layout, ("hd",), num_heads)
-        queries = kernel.scales(query, "query", entries=num_heads)
-        keys = kernel.scales(key, "key", entries=key_heads)
+        queries = _projection(query, "query", layout, entries=num_heads)
+        keys = _projection(key, "key", layout, entries=key_heads)
         return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
 
 
@@ -108,12 +107,13 @@ def mla_site(
         check_text(query=query, key_value=key_value, layout=layout)
         whole_number("nope", nope, 1, _AT_LEAST_ONE)
         _check_counts(num_heads=num_heads)
-        # The heads come before their features: "i h d" or "i (h d)".
-        kernel = _KernelAxes.of_layout(layout, ("hd",), num_heads)
         # √γ·√γ for the features without position, γ·1 for the rotary ones, whose key all heads share.
-        queries = kernel.scales(query, "query", entries=num_heads, span=(0, nope))
-        rotary = kernel.scales(query, "whole", entries=num_heads, span=(nope, None))
-        keys = kernel.scales(key_value, "key", entries=num_heads, span=(0, nope))
+        without_position: Any = {"entries": num_heads, "span": (0, nope)}
+        queries = _projection(query, "query", layout, **without_position)
+        keys = _projection(key_value, "key", layout, **without_position)
+        rotary = _projection(
+            query, "whole", layout, entries=num_heads, span=(nope, None)
+        )
         # A norm of the keys would undo the clip, and is refused. Norms of the latents (q_norm, q_layernorm, kv_norm)
         # come before these projections and undo nothing: they are not in KEY_NORMS.
         return Site(
@@ -165,96 +165,81 @@ def fused_qkv_site(
         whole_number("num_heads", num_heads, 1, _AT_LEAST_ONE)
         whole_number("head_dim", head_dim, 1, _AT_LEAST_ONE)
         _check_counts(num_kv_heads=num_kv_heads)
-        kernel = _KernelAxes.of_layout(layout, ("3hd", "h3d"), num_heads)
         # In GPT-NeoX each head has its query, key and value side by side. Elsewhere the queries of all
         # heads come first, then all keys, then all values.
-        # `of_layout` has found both letters.
-        by_head = layout.index("h") < layout.index("3")
+        by_head = layout.find("h") < layout.find("3")
         if key_heads != num_heads and (by_head or "(3 h" not in layout):
             raise ValueError(
                 f"{layout=} can't have {num_heads=} and {num_kv_heads=}: grouped keys need all queries first, "
                 "'(3 h d)' or '(3 h) d'; for another order write a Site by hand."
             )
         # The values take the rest of the kernel, and nothing scales them.
+        orders = ("3hd", "h3d")
         if by_head:
-            queries = kernel.scales(
-                name, "query", entries=num_heads, span=(0, head_dim)
-            )
-            keys = kernel.scales(
-                name, "key", entries=num_heads, span=(head_dim, 2 * head_dim)
-            )
+            of_query: Any = {"span": (0, head_dim)}
+            of_key: Any = {"span": (head_dim, 2 * head_dim)}
         else:
             width = num_heads * head_dim
-            end = width + key_heads * head_dim
-            queries = kernel.scales(name, "query", entries=num_heads, part=(0, width))
-            keys = kernel.scales(name, "key", entries=key_heads, part=(width, end))
+            of_query = {"part": (0, width)}
+            of_key = {"part": (width, width + key_heads * head_dim)}
+        queries = _projection(
+            name, "query", layout, orders, entries=num_heads, **of_query
+        )
+        keys = _projection(name, "key", layout, orders, entries=key_heads, **of_key)
         return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
 
 
-class _KernelAxes(NamedTuple):
-    """Which axes of a projection's kernel hold its outputs.
+def _projection(
+    name: str,
+    factor: str,
+    layout: str,
+    orders: Sequence[str] = ("hd",),
+    **heads: Any,
+) -> tuple[Scale, Scale]:
+    """A `Scale` of a projection's kernel and one of its bias, which may be missing.
 
-    Attributes:
-      rank: How many axes the kernel has.
-      outputs: All axes but the input's, counted from the end: (-2, -1) of a kernel "i h d".
+    Args:
+      name: The name of the projection, "query".
+      factor: Which factor of the logits both belong to: "query", "key" or "whole".
+      layout: Axes of the kernel: "i (h d)" has an axis of the input and one of outputs.
+      orders: In which order the letters of the outputs may come; by default the heads before their features.
+      **heads: Where the heads lie along the outputs, as fields of `Scale`.
+
+    Raises:
+      ValueError: The layout can't be read, or it does not show how many heads there are.
     """
-
-    rank: int
-    outputs: tuple[int, ...]
-
-    @classmethod
-    def of_layout(
-        cls, layout: str, orders: Sequence[str], num_heads: int | None
-    ) -> Self:
-        """Read the axes of a kernel off a layout: "i (h d)" has rank 2 and outputs (-1,).
-
-        Raises ValueError unless the letters of the outputs have one of `orders`, such as "hd", and
-        the number of heads is known.
-        """
-        # The letters of each axis: ["i", "hd"] of "i (h d)".
-        letters = [
-            (merged or single).replace(" ", "")
-            for merged, single in re.findall(_AXIS, layout)
-        ]
-        outputs = [axis for axis in range(len(letters)) if letters[axis] != "i"]
-        order = "".join(letters[axis] for axis in outputs)
-        # One letter i for one axis of the input, and every other axis an output.
-        rank = len(letters)
-        if order not in orders or rank != len(outputs) + 1:
-            wanted = " or ".join(map(" ".join, orders))
-            raise ValueError(
-                f"{layout=} can't be read: write i for the input and {wanted}, merged axes in brackets: 'i (h d)'."
-            )
-        if num_heads is None and "h" not in letters:
-            raise ValueError(
-                f"{layout=} has its heads in a merged axis: give num_heads."
-            )
-        return cls(rank, tuple(axis - rank for axis in outputs))
-
-    def scales(
-        self, projection: str, factor: str, **entries: Any
-    ) -> tuple[Scale, Scale]:
-        """A `Scale` of the projection's kernel and one of its bias, which may be missing.
-
-        Args:
-          projection: The name of the projection, "query".
-          factor: Which factor of the logits both belong to: "query", "key" or "whole".
-          **entries: Where the heads lie along the outputs, as fields of `Scale`.
-        """
-        kernel = Scale(
-            path=f"{projection}/kernel",
-            rank=self.rank,
-            axes=self.outputs,
-            factor=factor,
-            **entries,
+    # The letters of each axis: ["i", "hd"] of "i (h d)".
+    letters = [
+        (merged or single).replace(" ", "")
+        for merged, single in re.findall(_AXIS, layout)
+    ]
+    outputs = [axis for axis in range(len(letters)) if letters[axis] != "i"]
+    order = "".join(letters[axis] for axis in outputs)
+    # One letter i for one axis of the input, and every other axis an output.
+    rank = len(letters)
+    if order not in orders or rank != len(outputs) + 1:
+        wanted = " or ".join(map(" ".join, orders))
+        raise ValueError(
+            f"{layout=} can't be read: write i for the input and {wanted}, merged axes in brackets: 'i (h d)'."
         )
-        # A bias has the outputs of the kernel as its only axes, and the heads lie along them in the same way.
-        rank = len(self.outputs)
-        axes = tuple(range(-rank, 0))
-        bias = dataclasses.replace(
-            kernel, path=f"{projection}/bias", rank=rank, axes=axes, optional=True
-        )
-        return kernel, bias
+    if heads["entries"] is None and "h" not in letters:
+        raise ValueError(f"{layout=} has its heads in a merged axis: give num_heads.")
+    kernel = Scale(
+        path=f"{name}/kernel",
+        rank=rank,
+        axes=tuple(axis - rank for axis in outputs),
+        factor=factor,
+        **heads,
+    )
+    # A bias has the outputs of the kernel as its only axes, and the heads lie along them in the same way.
+    bias = dataclasses.replace(
+        kernel,
+        path=f"{name}/bias",
+        rank=rank - 1,
+        axes=tuple(range(1 - rank, 0)),
+        optional=True,
+    )
+    return kernel, bias
 
 
 def _check_counts(**counts: int | None) -> None:

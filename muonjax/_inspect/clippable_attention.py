@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._clip.scaled_entries import PlacedScale
 from muonjax._clip.site import Site
 from muonjax._inspect import follow_logits
 from muonjax._inspect.certificate import Certificate
@@ -15,7 +14,7 @@ from muonjax._inspect.graph import LONG_EINSUM, Place
 from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import doubt_of_masks
 from muonjax._inspect.measure import Probe
-from muonjax._inspect.proposals import QueriesAndKeys, Refused, proposals_of
+from muonjax._inspect.proposals import QueriesAndKeys, Refused, Spans, proposals_of
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
     Logits,
@@ -32,9 +31,9 @@ class Call(NamedTuple):
     operation: int  # the product of queries and keys, or the call
     views: tuple[ParameterView, ...] = ()  # the parameters of its queries and keys
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
-    proposals: tuple[tuple[PlacedScale, ...], ...] = ()
+    proposals: tuple[Spans, ...] = ()
     probes: tuple[Probe, ...] = ()  # one for each call with the same queries
-    spans: tuple[PlacedScale, ...] = ()  # the proposal that is proved, queries first
+    spans: Spans = ()  # the proposal that is proved, queries first
     # As in `Attention`.
     name: str = ""
     site: Site | None = None
@@ -213,9 +212,7 @@ def _probe(records: Records, logits: Logits) -> Probe:
         # `measure` takes the largest of the logits before it that the mask leaves, entry by entry.
         raw, seen = (records.values[x].logits[0] for x in (logits.raw, logits.value))
         if raw.layout != seen.layout:
-            raise Refused(
-                "something is added to its logits before their axes change order"
-            )
+            raise Refused("something is added to its logits before their axes change")
         places = [place for place in variables if place in raw_variables]
     if not places:
         raise Refused(
@@ -255,7 +252,7 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
 
 
 def _located(
-    records: Records, calls: Sequence[Call], spans: tuple[PlacedScale, ...]
+    records: Records, calls: Sequence[Call], spans: Spans
 ) -> tuple[Probe, ...]:
     """The probes of the calls, with the axes of the logits that count layers and heads, if a clip of `spans` is exact.
 

@@ -98,11 +98,11 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
             operands = read(eqn.invars)
             if index in probes_at:
                 inside = tuple(probes_at[index])
-                results, measured = _enclosing(eqn, inside, operands)
-                maxima |= zip(inside, measured, strict=True)
+                results = _enclosing(eqn, inside, operands)
+                maxima |= zip(inside, results[len(eqn.outvars) :], strict=True)
             else:
                 results = bound(eqn, operands)
-            values |= zip(eqn.outvars, results, strict=True)
+            values |= zip(eqn.outvars, results, strict=False)
             measure(eqn.outvars)
     largest = [maxima[x] if x in maxima else _nothing(x) for x in probes]
     return [*read(jaxpr.outvars), *largest]
@@ -112,13 +112,13 @@ def bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """The results of an equation as JAX binds it, with some parameters `changed`, such as its body."""
     params = eqn.primitive.get_bind_params(eqn.params | changed)
     out = eqn.primitive.bind(*operands, **params)
-    return out if eqn.primitive.multiple_results else [out]
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _enclosing(
     eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """What an equation with bodies returns, and the maxima of the probes in its bodies: there is at least one.
+) -> list[Any]:
+    """What an equation with bodies returns, and then the maxima of the probes in its bodies: there is at least one.
 
     The equation is bound with bodies that return one maximum for each probe after their other results.
     """
@@ -131,10 +131,10 @@ def _enclosing(
     if name.startswith("custom_"):
         # The body runs once more, for the maxima. The results come from the call itself, with its derivatives.
         again = _run(bodies[0], inside, *jax.lax.stop_gradient(operands))
-        if not probes[0].shared:
-            return bound(eqn, operands), again[-count:]
         # `check_clip` takes no derivatives, and its results have to come from a softmax that got the shared logits.
-        return again[:-count], again[-count:]
+        if probes[0].shared:
+            return again
+        return [*bound(eqn, operands), *again[-count:]]
     # `jax.shard_map` makes the new equation, with all of its parameters.
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], inside, operands)
@@ -144,43 +144,42 @@ def _enclosing(
         else [with_maxima(bodies[0], inside)]
     )
     outputs = bound(eqn, operands, **versions.with_bodies(eqn, new, count))
-    maxima = list(outputs[-count:])
     # A scan stacks the maxima of its iterations. Where the iterations are layers, they are kept; where they are others,
     # such as blocks of queries, the largest one counts.
     if name == "scan":
-        for k, step in enumerate(steps):
+        for k, step in enumerate(steps, start=len(eqn.outvars)):
             if not step.layer:
-                maxima[k] = jax.lax.reduce_max(maxima[k], (0,))
-    return outputs[:-count], maxima
+                outputs[k] = jax.lax.reduce_max(outputs[k], (0,))
+    return outputs
 
 
 def _shard_map(
     eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
-) -> tuple[list[Any], list[Any]]:
-    """What a `shard_map` returns, and for each probe the largest logits of all devices."""
+) -> list[Any]:
+    """What a `shard_map` returns, and then for each probe the largest logits of all devices."""
     params, count = eqn.params, len(probes)
     mesh, check_vma = params["mesh"], params["check_vma"]
     axis_names = params["newly_manual_axes"]
 
-    def on_one_device(*operands: Any) -> tuple[list[Any], list[Any]]:
-        """What this device returns, and for each probe the largest logits of all devices."""
+    def on_one_device(*operands: Any) -> list[Any]:
+        """What this device returns, and then for each probe the largest logits of all devices."""
         outputs = _run(body, probes, *operands)
-        maxima = []
-        for maximum in outputs[-count:]:
+        for k, maximum in enumerate(outputs[-count:], start=-count):
             # With `check_vma`, JAX knows along which axes of the mesh the maximum may differ from device to device.
             # Without it, it may differ along all of them.
             differing = axis_names
             if check_vma:
                 differing = axis_names & versions.varying(jax.typeof(maximum))
             axes = tuple(axis for axis in mesh.axis_names if axis in differing)
-            maxima.append(jax.lax.pmax(maximum, axes) if axes else maximum)
-        return outputs[:-count], maxima
+            if axes:
+                outputs[k] = jax.lax.pmax(maximum, axes)
+        return outputs
 
     mapped = jax.shard_map(
         on_one_device,
         mesh=mesh,
         in_specs=params["in_specs"],
-        out_specs=(list(params["out_specs"]), [PartitionSpec()] * count),
+        out_specs=[*params["out_specs"], *[PartitionSpec()] * count],
         axis_names=axis_names,
         check_vma=check_vma,
     )

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,11 +21,13 @@ class Refused(Exception):
     """Why this attention can't be clipped."""
 
 
+# What a clip scales: entries of parameters, queries first.
+Spans: TypeAlias = tuple[PlacedScale, ...]
 # All features of queries or keys, by number.
 _ALL = range(1 << 30)
 
 
-def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[tuple[PlacedScale, ...]]:
+def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[Spans]:
     """What a clip may scale, the best first, where logits are a sum of products of these queries and keys.
 
     The first proposal scales both sides of each product where each head has keys of its own, and the last the queries

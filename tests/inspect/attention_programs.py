@@ -656,9 +656,7 @@ def a_mask_after_a_reshape(p, x):
     )
 
 
-@attention(
-    sites="something is added to its logits before their axes change order", **GROUPED
-)
+@attention(sites="something is added to its logits before their axes change", **GROUPED)
 def a_bias_before_a_transpose(p, x):
     return grouped(
         p,
