@@ -169,7 +169,8 @@ class ClipByStatistic:
             # For a log, the state keeps what the last clip did until the next clip.
             after.maxima[name] = jnp.where(is_due, maximum, state.maxima[name])
             after.factors[name] = jnp.where(is_due, gamma, state.factors[name])
-            after.clips[name] = state.clips[name] + (gamma < 1)
+            is_clipped = (gamma < 1).astype(jnp.int32)
+            after.clips[name] = state.clips[name] + is_clipped
             gammas[name] = gamma
         return after, gammas
 
