@@ -73,14 +73,6 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     return paths, [leaf for _, leaf in entries], treedef
 
 
-def leaf_paths(tree: Any) -> list[tuple[str, ...]]:
-    """Names of the path of each leaf that is not masked, in the order of `jax.tree.leaves`."""
-    paths, leaves, _ = flatten_with_names(tree)
-    return [
-        path for path, leaf in zip(paths, leaves, strict=True) if not is_masked(leaf)
-    ]
-
-
 def _refuse_equal_names(paths: list[tuple[str, ...]]) -> None:
     """Raises where two leaves or modules have the same "/"-joined names."""
     # Without a slash in a name, different paths are different joined names.

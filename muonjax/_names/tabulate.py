@@ -3,21 +3,19 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from muonjax._common.arguments import errors_of
 from muonjax._common.model_registry import parameters_of
-from muonjax._common.trees import dtype_of, leaf_paths
+from muonjax._common.trees import flatten_paths, is_masked
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     matrix_pieces,
     resolve_dimension_numbers,
 )
 from muonjax._names.check_parameters import check_parameters
-from muonjax._names.roles import Answer
 from muonjax._names.routes import routes
 
 _HEADER = ("leaf", "shape", "goes to", "matrices", "why")
@@ -54,26 +52,43 @@ def tabulate(
       query/bias       4×16     Adam               bias
       query/kernel     64×4×16  Muon     64×64     attention query
       ───────────────  ───────  ───────  ────────  ───────────────
-      Muon: 4,096 parameters (19.9 %), 1 matrix in 1 leaf
-      Adam: 16,448 parameters (80.1 %), 2 leaves
-      Every leaf is float32.
+      Muon: 4,096 parameters (19.9 %)
+      Adam: 16,448 parameters (80.1 %)
     """
     arrays = parameters_of(params)
     with errors_of("tabulate"):
         check_parameters(arrays)
-        given = dimension_numbers
-        answers = routes(params) if given is None else _answers_as_given(arrays, given)
-    leaves = []
-    for leaf, path in zip(jax.tree.leaves(arrays), answers, strict=True):
-        answer = answers[path]
-        shape, dtype = jnp.shape(leaf), dtype_of(leaf)
-        leaves.append(_Leaf(path, shape, dtype, answer.numbers, answer.why))
-    lines = _aligned([_HEADER, *(leaf.cells() for leaf in leaves)])
-    lines.append(_total("Muon", leaves))
-    lines.append(_total("Adam", leaves))
-    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
-    if dtypes:
-        lines.append(f"Every leaf is {' or '.join(dtypes)}.")
+        # What is masked is no leaf of the tree.
+        leaves = {
+            path: leaf
+            for path, leaf in flatten_paths(arrays).items()
+            if not is_masked(leaf)
+        }
+        if dimension_numbers is None:
+            answers = routes(params).values()
+            numbers = [answer.numbers for answer in answers]
+            reasons = [answer.why for answer in answers]
+        else:
+            numbers = resolve_dimension_numbers(
+                dimension_numbers, arrays, call="(params, dimension_numbers)"
+            )
+            # A `Program` knows the line of code that decided; a tree does not say why.
+            why = getattr(dimension_numbers, "why", lambda path: "given")
+            reasons = [why(path) for path in leaves]
+        rows: list[Sequence[str]] = [_HEADER]
+        num_parameters: Counter[str] = Counter()
+        for path, entry, reason in zip(leaves, numbers, reasons, strict=True):
+            optimizer = "Adam" if entry is None else "Muon"
+            shape = jnp.shape(leaves[path])
+            num_parameters[optimizer] += math.prod(shape)
+            matrices = _matrices(path, leaves[path], entry)
+            size = "×".join(map(str, shape)) or "scalar"
+            rows.append((path, size, optimizer, matrices, reason))
+    lines = _aligned(rows)
+    for optimizer in ("Muon", "Adam"):
+        count = num_parameters[optimizer]
+        share = 100 * count / max(1, num_parameters.total())
+        lines.append(f"{optimizer}: {count:,} parameters ({share:.1f} %)")
     # A `Program` knows what it lacks.
     skipped = getattr(dimension_numbers, "skipped", None)
     if skipped is not None:
@@ -81,61 +96,15 @@ def tabulate(
     return "\n".join(line.rstrip() for line in lines if line)
 
 
-def _answers_as_given(params: Any, dimension_numbers: Any) -> dict[str, Answer]:
-    """What dimension numbers of the caller or of a `Program` say of all leaves, by path.
-
-    A masked leaf is no leaf of the tree, and has none.
-    """
-    numbers = resolve_dimension_numbers(
-        dimension_numbers, params, call="(params, dimension_numbers)"
-    )
-    # A `Program` knows the line of code that decided; a tree does not say why.
-    why = getattr(dimension_numbers, "why", lambda path: "given")
-    answers = {}
-    for names, entry in zip(leaf_paths(params), numbers, strict=True):
-        path = "/".join(names)
-        answers[path] = Answer(entry, why(path))
-    return answers
-
-
-class _Leaf(NamedTuple):
-    """A leaf with what is decided about it.
-
-    Attributes:
-      path: "/"-joined.
-      shape: Its shape.
-      dtype: Its dtype.
-      numbers: Its axes as a matrix for Muon; None: it is Adam's.
-      why: The reason, in a few words.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    numbers: DimensionNumbers | None
-    why: str
-
-    @property
-    def optimizer(self) -> str:
-        return "Adam" if self.numbers is None else "Muon"
-
-    def matrices(self) -> Counter[tuple[int, int]]:
-        """How many matrices of each size it holds, {(64, 64): 3}; empty if it is Adam's."""
-        sizes: Counter[tuple[int, int]] = Counter()
-        leaf = jax.ShapeDtypeStruct(self.shape, self.dtype)
-        numbers = {self.path: self.numbers}
-        for piece in matrix_pieces(numbers, {self.path: leaf}, call="tabulate"):
-            view = piece.view
-            sizes[view.fan_in, view.fan_out] += view.batch
-        return sizes
-
-    def cells(self) -> Sequence[str]:
-        """Its line, in the columns of the header: "3 of 64×64" for three matrices."""
-        sizes = []
-        for (m, n), count in self.matrices().items():
-            sizes.append(f"{m}×{n}" if count == 1 else f"{count} of {m}×{n}")
-        shape = "×".join(map(str, self.shape)) or "scalar"
-        return self.path, shape, self.optimizer, " + ".join(sizes), self.why
+def _matrices(path: str, leaf: Any, numbers: DimensionNumbers | None) -> str:
+    """The matrices of a leaf, as "64×64", "3 of 64×64" or "64×64 + 2 of 64×32"; "" if it is Adam's."""
+    counts: Counter[str] = Counter()
+    for piece in matrix_pieces({path: numbers}, {path: leaf}):
+        counts[f"{piece.view.fan_in}×{piece.view.fan_out}"] += piece.view.batch
+    cells = []
+    for size, count in counts.items():
+        cells.append(size if count == 1 else f"{count} of {size}")
+    return " + ".join(cells)
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -146,22 +115,3 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     for cells in table:
         lines.append("  ".join(map(str.ljust, cells, widths)))
     return [lines[0], rule, *lines[1:], rule]
-
-
-def _total(optimizer: str, leaves: Sequence[_Leaf]) -> str:
-    """What an optimizer takes of all leaves: "Muon: 384 parameters (31.2 %), 6 matrices in 2 leaves"."""
-    taken = [leaf for leaf in leaves if leaf.optimizer == optimizer]
-    size = sum(math.prod(leaf.shape) for leaf in taken)
-    size_of_all = sum(math.prod(leaf.shape) for leaf in leaves)
-    share = 100 * size / max(1, size_of_all)
-    parameters = _counted(size, "parameter", "parameters")
-    held = _counted(len(taken), "leaf", "leaves")
-    matrices = sum(leaf.matrices().total() for leaf in taken)
-    if matrices:
-        held = f"{_counted(matrices, 'matrix', 'matrices')} in {held}"
-    return f"{optimizer}: {parameters} ({share:.1f} %), {held}"
-
-
-def _counted(count: int, one: str, several: str) -> str:
-    """A count and its noun, "1 leaf" or "1,024 leaves"."""
-    return f"{count:,} {one if count == 1 else several}"

@@ -30,9 +30,8 @@ def test_default_routing():
         "block/query/kernel  3×8×2×4  Muon     3 of 8×8  attention query, stacked",
         "c_attn/kernel       8×24     Muon     3 of 8×8  attention q, k, v",
         "──────────────────  ───────  ───────  ────────  ────────────────────────",
-        "Muon: 384 parameters (31.2 %), 6 matrices in 2 leaves",
-        "Adam: 848 parameters (68.8 %), 3 leaves",
-        "Every leaf is float32.",
+        "Muon: 384 parameters (31.2 %)",
+        "Adam: 848 parameters (68.8 %)",
     ]
 
 
@@ -40,7 +39,7 @@ def test_given_tree_function_and_prefix():
     by_tree = tabulate(PARAMS, dimension_numbers(PARAMS))
     assert by_tree == tabulate(PARAMS, dimension_numbers)
     given, by_names = (
-        table.splitlines()[2:-4] for table in (by_tree, tabulate(PARAMS))
+        table.splitlines()[2:-3] for table in (by_tree, tabulate(PARAMS))
     )
     assert [line.split()[:3] for line in given] == [
         line.split()[:3] for line in by_names
@@ -64,21 +63,20 @@ def test_given_tree_must_fit():
         tabulate(PARAMS, {"Embed_0": None})
 
 
-def test_several_dtypes_share_a_line_and_scalars_get_a_word():
+def test_scalars_get_a_word():
     table = tabulate(
         {"a": leaf(4, 5, dtype="bfloat16"), "b": leaf(), "step": leaf(dtype="int32")}
     )
     assert "scalar" in table
     assert "not a floating-point leaf" in table
-    assert "Every leaf is bfloat16 or float32 or int32." in table
 
 
 def test_masked_and_empty_trees():
     masked = {"a": optax.MaskedNode(), "w": leaf(1)}
     for table in (tabulate(masked), tabulate(masked, dimension_numbers)):
         assert table.splitlines()[2].startswith("w ")
-        assert "Adam: 1 parameter (" in table
-    assert tabulate({}).splitlines()[-1] == "Adam: 0 parameters (0.0 %), 0 leaves"
+        assert "Adam: 1 parameters (" in table
+    assert tabulate({}).splitlines()[-1] == "Adam: 0 parameters (0.0 %)"
 
 
 def test_an_nnx_model_has_its_parameters_alone():
@@ -90,4 +88,5 @@ def test_an_nnx_model_has_its_parameters_alone():
     )
     leaves = [line.split()[0] for line in tabulate(model).splitlines()[2:6]]
     assert leaves == ["bn/bias", "bn/scale", "up/bias", "up/kernel"]
-    assert "3 leaves" in tabulate(model, dimension_numbers(model))
+    given = tabulate(model, dimension_numbers(model)).splitlines()[2:6]
+    assert [line.split()[0] for line in given] == leaves
