@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muonjax._inspect.layouts import HOLE, Layout, Region, Run
+from muonjax._inspect.layouts import Region, Run
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import Use
 from muonjax._matrices.matrix_view import (
@@ -102,7 +102,12 @@ def _form(records: Records, leaf: int, use: Use) -> _Form:
         axis = min(column_axes)
         return form._replace(cut=_Cut(axis, (shape[axis] // groups,) * groups))
     sliced = {axis for axis, _ in use.view.layout.region}
-    cut = _cut(product.parts, shape, column_axes, sliced, product.mixed)
+    cut = _cut(product.parts, shape, column_axes, sliced)
+    if cut is not None and product.has_mixed_stretches:
+        line = records.graph.line(use.node)
+        raise Contradiction(
+            f"a norm of some of its columns before they are cut: {line}"
+        )
     if cut is not None and cut.sizes == (1,) * shape[cut.axis]:
         # Such an axis counts matrices, as one of queries, keys and values does. If it is the only one of the columns,
         # its parts are vectors, which stay one matrix.
@@ -149,7 +154,6 @@ def _cut(
     shape: tuple[int, ...],
     columns: frozenset[int],
     sliced: Collection[int],
-    mixed: Collection[Layout] = (),
 ) -> _Cut | None:
     """Along which axis, and into which sizes, columns are cut for different purposes; None: they are one matrix.
 
@@ -162,7 +166,6 @@ def _cut(
       shape: Its shape.
       columns: Its axes that are columns.
       sliced: Axes of which this product takes a slice, as x @ w[:, :64]: there, the regions must be all of the axis.
-      mixed: Columns that an operation takes together, so that no cut divides them.
     """
     for axis in sorted(columns):
         masks = {dict(region).get(axis, b"") for region in regions}
@@ -178,10 +181,7 @@ def _cut(
             continue
         # Columns that no operation takes become parts, too.
         edges = sorted({0, period, *np.flatnonzero(changes.any(0)).tolist()})
-        divides_mixed = any(
-            _divides(edge, axis, layout) for layout in mixed for edge in edges
-        )
-        if not divides_mixed and (parts.any(0).all() or axis not in sliced):
+        if parts.any(0).all() or axis not in sliced:
             return _Cut(axis, _sizes(edges), shape[axis] // period)
     return None
 
@@ -193,17 +193,6 @@ def _sizes(edges: Iterable[int]) -> tuple[int, ...]:
 def _repeated(mask: bytes, size: int) -> np.ndarray:
     """A mask that repeats along an axis, for so many of its positions: of 10 and 4 it is 1010."""
     return np.resize(np.frombuffer(mask, bool), size)
-
-
-def _divides(position: int, axis: int, layout: Layout) -> bool:
-    """Whether a cut of an axis at this position would put columns on different sides that a norm takes together."""
-    for run in layout.runs:
-        if run.axis == axis:
-            positions = run.positions
-            largest = np.where(positions == HOLE, -1, positions).max(0)
-            if ((positions.min(0) < position) & (position <= largest)).any():
-                return True
-    return False
 
 
 def _numbers(form: _Form) -> DimensionNumbers:

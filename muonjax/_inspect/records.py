@@ -217,16 +217,16 @@ class Records:
     def record_reduced(
         self, projections: Iterable[Projection], axes: Sequence[int]
     ) -> None:
-        """Records which columns of layers an operation mixes along `axes`, such as a norm or a maximum.
+        """Records that an operation mixes columns of layers along `axes`, such as a norm or a maximum.
 
-        A norm along axis 3 of [batch, length, 8, 16] leaves the heads along axis 2 separate: they may still be parts.
-        A norm along axes 2 and 3 takes all columns together, as one part.
+        What it takes is a part. A norm of each of several stretches of all columns, as of the gates of an LSTM, is
+        recorded separately: columns may be cut between these stretches later, or through them.
         """
         for projection in projections:
             layout = projection.layout
-            # Some columns are mixed, here or by a sum before, and others stay separate.
-            if projection.unmixed and layout.runs_not_along(axes):
-                projection.product.mixed.add(layout.add_up(axes))
+            is_of_stretches = layout.runs_not_along(axes) and not layout.region
+            if is_of_stretches and projection.unmixed:
+                projection.product.has_mixed_stretches = True
             else:
                 self.record_parts([projection])
 

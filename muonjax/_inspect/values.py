@@ -89,9 +89,8 @@ class Product:
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
     # The parts that are used separately.
     parts: set[Region] = dataclasses.field(default_factory=set)
-    # Where a norm of each head mixes columns, and others stay separate: the layout after it, whose entries have the
-    # positions of the mixed ones. The separate ones may count heads.
-    mixed: set[Layout] = dataclasses.field(default_factory=set)
+    # Whether an operation mixed some of all columns and left others separate: see `record_reduced`.
+    has_mixed_stretches: bool = False
 
 
 class Projection(NamedTuple):

@@ -38,6 +38,7 @@ class HostileProgram(NamedTuple):
 
 PROGRAMS = []
 ANYTHING = "anything"
+NORM = "by names: a norm of some of its columns before they are cut"
 EINSUM = "by names: an einsum of three or more operands (split it) is not followed"
 
 
@@ -420,12 +421,12 @@ def gated(p, i, f, g):
     return end(p, jax.nn.sigmoid(i) * jnp.tanh(g) + jax.nn.sigmoid(f))
 
 
-@program(X, **PARTS)
+@program(X, w=((D, 3 * D), NORM), out=((D, 1), "an output head"))
 def gates_of_one_norm_each(p, x):
     return gated(p, *jnp.moveaxis(norm((x @ p["w"]).reshape(B, T, 3, D)), 2, 0))
 
 
-@program(X, w=((D, 2 * D), "0 | 1"), out=((D, 1), "an output head"))
+@program(X, w=((D, 2 * D), NORM), out=((D, 1), "an output head"))
 def a_gate_cut_through_normalized_heads(p, x):
     a, b = jnp.split(norm((x @ p["w"]).reshape(B, T, H, 2 * S)), 2, -1)
     return end(p, (a * jax.nn.sigmoid(b)).reshape(B, T, D))
