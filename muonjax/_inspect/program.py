@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,36 +135,29 @@ class Program:
         """
         params = self._params if params is None else params
         leaf_of = flatten_paths(params)
-        trained = {n: leaf for n, leaf in leaf_of.items() if not is_masked(leaf)}
-        decisions = self._decisions_on(trained)
-        decided = {path: decision.numbers for path, decision in decisions.items()}
-        # In the order of the leaves. What is masked, as by `optax.masked`, stays as it is.
-        numbers = leaf_of | decided | _numbers_by_names(params, decisions)
-        structure = jax.tree.structure(params, is_leaf=is_masked)
-        return structure.unflatten(numbers.values())
-
-    def _decisions_on(self, leaves: Mapping[str, Any]) -> dict[str, Decision]:
-        """The decisions on these parameters, by path.
-
-        Raises:
-          ValueError: as `dimension_numbers`.
-        """
-        # Sizes may be others, but each parameter needs a decision, and the axes that it is about: a stack of several
-        # models has one more.
         inspected = flatten_paths(self._params)
+        decisions: dict[str, Decision] = {}
         missing = []
-        for path, leaf in leaves.items():
-            if path not in self._decisions:
+        for path, leaf in leaf_of.items():
+            if is_masked(leaf):
+                continue
+            if path not in inspected:
                 missing.append(path)
+            # Sizes may be others, but not the number of axes: a stack of several models has one more.
             elif jnp.ndim(leaf) != jnp.ndim(inspected[path]):
                 missing.append(f"{path} {jnp.shape(leaf)}")
+            else:
+                decisions[path] = self._decisions[path]
         if missing:
             raise ValueError(
                 f"{self._call} was inspected without the parameters {listed(missing, ', ')}; inspect it with the tree "
                 "that the optimizer gets."
             )
-        decisions = {path: self._decisions[path] for path in leaves}
-        return decisions
+        decided = {path: decision.numbers for path, decision in decisions.items()}
+        # In the order of the leaves. What is masked, as by `optax.masked`, stays as it is.
+        numbers = leaf_of | decided | _numbers_by_names(params, decisions)
+        structure = jax.tree.structure(params, is_leaf=is_masked)
+        return structure.unflatten(numbers.values())
 
     @property
     def vectors(self) -> set[str]:
