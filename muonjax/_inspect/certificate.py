@@ -8,12 +8,12 @@ An operation that has no rule here, or whose operands do not fit, refuses the cl
 
 A clip of two heads, in a query kernel [16, 64], by factors with the logarithms a and b begins with the table [3, 1, 64]
 
-    logarithms       a  a  ...  a   b        b  ...
-    first positions  0  1  ...  31  2^20     2^20 + 1  ...
+    logarithms       a  a  ...  a   b   b  ...  b
+    first positions  0  1  ...  31  32  33 ...  63
     last positions   the same, with a minus
 
 and at the logits [batch, head, query, key] it has to be [3, 1, 2, 1, 1] with the logarithms a, b, if the keys are not
-scaled, and the positions 0 to 31 and 2^20 to 2^20 + 31: the sum over features took the least and the largest.
+scaled, and the positions 0 to 31 and 32 to 63: the sum over features took the least and the largest.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Certificate:
         """Records the table [3, *loops, *axes] of a parameter of which a clip scales some parts.
 
         A kernel [64, 2, 16] has two layers along axis 1 and four heads along the last axis. With logarithms [2 layers,
-        4 heads] its table is [3, 1, 2, 16], without loops. The positions of head h begin at h 2^20.
+        4 heads] its table is [3, 1, 2, 16], without loops.
 
         Args:
           spans: Its parts, all of one parameter.
@@ -138,11 +138,11 @@ class Certificate:
         """
         tables = []
         for number, span in enumerate(spans):
-            # Each feature has a position, so that a sum over some of them is not taken for one over all. A head has
-            # fewer than 2^20, and part number k those from k 2^40 on, which no other part has.
-            head, feature = np.indices((span.entries, span.features))
-            positions = float(number << 40) + (head << 20) + feature
-            positions = np.broadcast_to(positions, (*span.layers, *positions.shape))
+            # Each feature has a position, so that a sum over some of them is not taken for one over all. Part number k
+            # has those from k 2^40 on, which no other part has.
+            shape = (span.entries, span.features)
+            positions = np.arange(math.prod(shape)).reshape(shape) + float(number << 40)
+            positions = np.broadcast_to(positions, (*span.layers, *shape))
             # Queries and keys take √γ each, or one of them γ.
             power = 1.0 if span.factor == "whole" else 0.5
             of_features = power * logarithms[..., None]
