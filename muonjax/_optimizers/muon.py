@@ -12,7 +12,6 @@ from muonjax._clip.qk_clip import clip_of_logits
 from muonjax._clip.site import Sites
 from muonjax._common.arguments import (
     WIDE_FLOATS,
-    check_flag,
     check_range,
     check_rates,
     check_transformation,
@@ -441,7 +440,7 @@ def adamclip(
       An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.
 
     Raises:
-      ValueError, TypeError: A setting out of its range; otherwise as `qk_clip`.
+      ValueError, TypeError: As `qk_clip`. Optax does not check its numbers, such as b1.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -454,23 +453,16 @@ def adamclip(
 
     Source: J. Su, kexue.fm/archives/11126.
     """
-    # Optax checks none of its arguments, and a mask that does not fit the parameters would be an error about trees.
-    adam: dict[str, Any] = dict(settings)
-    adam["mask"] = fitted_mask("mask", settings.get("mask"))
-    check_flag(nesterov=settings.get("nesterov", False))
-    if settings.get("mu_dtype") is not None:
-        given_dtype(
-            "mu_dtype", adam["mu_dtype"], WIDE_FLOATS, "a float type of 16 bits or more"
-        )
-    for name in adam.keys() & {"b1", "b2"}:
-        check_range(name, adam[name], "in [0, 1)", ".")
-    # These are rates, or added to something: finite and not negative.
-    rates = {
-        name: adam[name] for name in adam.keys() & {"eps", "eps_root", "weight_decay"}
-    }
-    check_rates(learning_rate=learning_rate, **rates)
+    check_rates(learning_rate=learning_rate)
+    # Muon's momentum may be int8, and in AdamW's first moment Optax would round almost everything away.
+    mu_dtype = settings.get("mu_dtype")
+    if mu_dtype is not None:
+        wanted = "a float type of 16 bits or more"
+        given_dtype("mu_dtype", mu_dtype, WIDE_FLOATS, wanted)
+    # A mask that does not fit the parameters would be an error about trees.
+    settings["mask"] = fitted_mask("mask", settings.get("mask"))
     # AdamW's moments may be in host memory, as Muon's momentum may.
-    optimizer = offload(adamw(learning_rate, **adam))
+    optimizer = offload(adamw(learning_rate, **settings))
     return _clipped(
         optimizer, clip_of_logits("adamclip", threshold, program, every_k, axis_name)
     )

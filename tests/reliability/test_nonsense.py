@@ -87,6 +87,10 @@ ALLOWED = {
     "*mask": ({"True"}, "a prefix of the tree of parameters: all of them"),
     "*clip.every_k": ({"None"}, "1, of which optax.inject_hyperparams makes no array"),
     "*.scan_axis": ({"-1"}, "it counts from the end"),
+    **dict.fromkeys(
+        [f"adamclip.{name}" for name in ("b1", "b2", "eps", "eps_root", "weight_decay", "nesterov")],
+        ({*NONSENSE}, "a setting of optax.adamw, which Optax does not check"),
+    ),
     "Scale.axes": ({"-1"}, "it counts from the end"),
     "Scale.power": ({"-1", "1.5"}, "a power of any size"),
     "value_and_grad.argnums": ({"-1"}, "it counts from the end"),
