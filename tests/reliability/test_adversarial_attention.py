@@ -38,8 +38,7 @@ def largest(query, key, mask, causal, window):
         mask=mask,
         is_causal=causal,
         local_window_size=window,
-        block_q=2,
-        block_k=3,
+        block=2,
     )
 
 
