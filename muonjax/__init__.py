@@ -7,7 +7,6 @@ from muonjax._clip.scaled_entries import Scale
 from muonjax._clip.signal_clip import signal_clip
 from muonjax._clip.site import Site
 from muonjax._clip.site_constructors import fused_qkv_site, mha_site, mla_site
-from muonjax._common import model_registry as _models
 from muonjax._inspect.program import Program, inspect
 from muonjax._inspect.value_and_grad import value_and_grad
 from muonjax._matrices.matrix_view import FusedDimensionNumbers, MuonDimensionNumbers
@@ -81,9 +80,6 @@ __all__ = [
 ]
 
 __version__ = "0.2.0"
-
-# muonjax.nnx imports Flax, so it is loaded only with the first NNX model.
-_models.register("flax.nnx", module="muonjax.nnx")
 
 
 def __getattr__(name: str):

@@ -19,7 +19,6 @@ from jax import lax
 
 from muonjax import loha as shared
 from muonjax._common.arguments import errors_of
-from muonjax._common.trees import listed
 
 __all__ = ["TrainState", "loha", "merge"]
 
@@ -132,19 +131,15 @@ def merge(params: Any) -> Any:
     layers = sorted(path[:-2] for path in flat if path[-2:] == first_factor)
     if not layers:
         raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")
-    # The scale does not train, so it is lost where only trained parameters are kept.
-    without_scale = [
-        layer for layer in layers if (*layer, _HOLDER, shared.SCALE) not in flat
-    ]
-    if without_scale:
-        paths = listed(["/".join(layer) for layer in without_scale], ", ")
-        raise ValueError(
-            f"merge: no {shared.SCALE} at {paths}; give frozen parameters too."
-        )
     for layer in layers:
+        # The scale does not train, so it is lost where only trained parameters are kept.
+        scale = flat.pop((*layer, _HOLDER, shared.SCALE), None)
+        if scale is None:
+            raise ValueError(
+                f"merge: no {shared.SCALE} at {'/'.join(layer)}; give frozen parameters too."
+            )
         # The adapter's parameters go, and only the kernel stays.
         factors = [flat.pop((*layer, _HOLDER, name)) for name in shared.FACTORS]
-        scale = flat.pop((*layer, _HOLDER, shared.SCALE))
         kernel = flat[(*layer, "kernel")]
         with errors_of(f"merge: the adapter at {'/'.join(layer)!r}"):
             flat[(*layer, "kernel")] = _merged(kernel, factors, scale)
@@ -155,19 +150,8 @@ def _merged(
     kernel: jax.Array, factors: Sequence[jax.Array], scale: jax.Array
 ) -> jax.Array:
     """kernel + ΔW, of one layer or of a stack of layers along leading axes, as `nn.scan` makes it."""
-    shapes = [factor.shape for factor in factors]
-    # A factor of one layer has two axes.
-    num_stacked = len(shapes[0]) - 2
-    # 5 layers have a scale [5], and all other leaves begin with its axes: w1a [5, m, r], w1b [5, r, n].
-    # Stacked along axis 1 or 2, w1a begins with m and w1b with r. If m and r are 5 too, w1a [m, r, 5] and w1b [r, n, 5]
-    # seem to have the ranks 5 and n; axis 1 can't be told from axis 0 then.
-    stacks = {leaf.shape[:num_stacked] for leaf in (*factors, kernel)}
-    ranks_agree = shapes[0][-1] == shapes[1][-2]
-    if stacks != {scale.shape} or not ranks_agree:
-        raise ValueError(
-            f"its factors of shapes {shapes} are stacked along another axis than the first; "
-            "scan with variable_axes={'params': 0}."
-        )
+    # A factor of one layer has two axes. `vmap` raises where the layers are stacked along another axis than the first.
+    num_stacked = factors[0].ndim - 2
     # One layer after the other along each stacked axis
     adapted_kernel = shared.adapted_kernel
     for _ in range(num_stacked):

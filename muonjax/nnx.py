@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from muonjax import loha as shared
-from muonjax._common.arguments import errors_of
+from muonjax._common.arguments import check_pattern, errors_of
 from muonjax._common.trees import listed
 
 __all__ = ["LoHaParam", "add_loha", "merge"]
@@ -68,7 +68,7 @@ class LoHa(nnx.Module):
 
 def add_loha(
     model: nnx.Module,
-    path_rule: str | Callable[[str], bool],
+    path_rule: str,
     *,
     rank: int,
     alpha: float | None = None,
@@ -82,8 +82,7 @@ def add_loha(
 
     Args:
       model: Any NNX module.
-      path_rule: A regular expression searched in the layer's path, "blocks/0/attention/query", or a function
-        of that path.
+      path_rule: A regular expression searched in the layer's path, "blocks/0/attention/query".
       rank: The rank of each of the two products; ΔW has rank up to rank².
       alpha: ΔW is scaled by alpha / rank; None: alpha = rank.
       rngs: The stream "params".
@@ -104,14 +103,9 @@ def add_loha(
     """
     with errors_of("add_loha"):
         scale = shared.scale_of(rank, alpha)
-    # A rule is a function of a path.
-    matches = re.compile(path_rule).search if isinstance(path_rule, str) else path_rule
-    if not callable(matches):
-        raise TypeError(
-            f"add_loha(path_rule={path_rule!r}) must be a regular expression or a function."
-        )
+        check_pattern("path_rule", path_rule)
     layers = dict(_layers(model))
-    paths = [path for path in layers if matches(path)]
+    paths = [path for path in layers if re.search(path_rule, path)]
     if not paths:
         available = listed([*layers], ", ")
         raise ValueError(
@@ -173,9 +167,7 @@ def _layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
     """Paths and layers that can be adapted, in the model's order."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Linear | nnx.LinearGeneral | nnx.Conv):
-            # A name with a slash is quoted, so that no two paths read the same.
-            names = [repr(name) if "/" in str(name) else str(name) for name in path]
-            yield "/".join(names), module
+            yield "/".join(map(str, path)), module
 
 
 def _num_input_axes(layer: Layer) -> int:
@@ -211,11 +203,6 @@ def _check_layer(layer: Layer) -> None:
 
 
 # How the rest of muonjax reads an NNX model; see `muonjax._common.model_registry`.
-
-
-def is_model(tree: Any) -> bool:
-    """Whether it is an NNX model."""
-    return isinstance(tree, nnx.Module)
 
 
 def parameters_of(model: nnx.Module) -> Any:

@@ -1,38 +1,22 @@
-"""Treat a model that is an object as a tree of parameters, and a function of it as a function of that tree.
+"""Treat an NNX model as a tree of parameters, and a function of it as a function of that tree.
 
-A tree of arrays passes through as it is. What the models of a library need is written in the module that is registered
-for this library. That module imports the library, so it is loaded only when the first object of the library comes.
+A tree of arrays passes through as it is. What NNX models need is in `muonjax.nnx`, which imports Flax, so it is loaded
+only when the first model comes.
 """
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
-# The module for each library that is registered: {"flax.nnx": "muonjax.nnx"}.
-_MODULES: dict[str, str] = {}
-
-
-def register(library: str, module: str) -> None:
-    """Says which module treats the models of a library.
-
-    Args:
-      library: The package that defines the base class of the models, "flax.nnx".
-      module: A module with the functions `is_model`, `parameters_of`, `as_function_of_parameters` and
-        `value_and_grad_of_model`.
-    """
-    _MODULES[library] = module
-
 
 def functions_for(tree: Any) -> Any:
-    """The module that treats this model; None for a tree, which needs none."""
-    # A user's model is a class of their own module, below one of the library.
-    for base in type(tree).__mro__:
-        for library, module in _MODULES.items():
-            if f"{base.__module__}.".startswith(f"{library}."):
-                # The library is loaded already, for its object is here.
-                functions = importlib.import_module(module)
-                return functions if functions.is_model(tree) else None
-    return None
+    """`muonjax.nnx` for an NNX model; None for a tree, which needs none."""
+    # Where a model is, Flax is loaded already.
+    flax_nnx = sys.modules.get("flax.nnx")
+    if flax_nnx is None or not isinstance(tree, flax_nnx.Module):
+        return None
+    return importlib.import_module("muonjax.nnx")
 
 
 def is_model(tree: Any) -> bool:

@@ -51,11 +51,8 @@ def _is_array(leaf: Any) -> bool:
 def types_of_modules(params: Any) -> dict[str, Role]:
     """The roles that types and settings of modules show and names can't, by the path of the parameter.
 
-    An `eqx.nn.Embedding` is an embedding under any name. Settings show that a kernel has groups, or that it belongs to
-    an einsum with letters of its own.
-
-    Raises:
-      TypeError: The arrays have axes with names, as Haliax's and penzai's have them, which only a program reads.
+    An `eqx.nn.Embedding` is an embedding under any name. Settings show that a kernel has groups, that it belongs to an
+    einsum with letters of its own, or that its axes have names.
     """
     roles_by_path: dict[str, Role] = {}
     # Other modules tell nothing, and what is inside of them is looked at in turn.
@@ -64,28 +61,20 @@ def types_of_modules(params: Any) -> dict[str, Role]:
         role = _type(module)
         if role is None:
             continue
-        if role is _NAMED_AXES:
-            name = "/".join(trees.names(path))
-            raise TypeError(
-                f"{name!r} has axes with names, which nothing reads here. {INSPECT}"
-            )
         for rest, _ in jax.tree.leaves_with_path(module):
             # A bias has it too; who reads this asks for weights alone.
             roles_by_path["/".join(trees.names((*path, *rest)))] = role
     return roles_by_path
 
 
-_NAMED_AXES = Role("array with named axes")
-
-
 def _type(node: Any) -> Role | None:
     """The role of a module's parameters, if its type or its settings show it."""
     # penzai's arrays have `named_axes`, Haliax's have `array` and `axes`.
     is_haliax = hasattr(node, "array") and hasattr(node, "axes")
-    if hasattr(node, "named_axes") or is_haliax:
-        return _NAMED_AXES
+    has_named_axes = hasattr(node, "named_axes") or is_haliax
     # Flax calls the groups of a convolution feature_group_count, Equinox groups.
     groups = getattr(node, "feature_group_count", getattr(node, "groups", 1))
-    if hasattr(node, "einsum_str") or (isinstance(groups, int) and groups > 1):
+    is_grouped = isinstance(groups, int) and groups > 1
+    if has_named_axes or is_grouped or hasattr(node, "einsum_str"):
         return roles.SPECIAL
     return roles.EMBEDDING if type(node).__name__ in ("Embedding", "Embed") else None

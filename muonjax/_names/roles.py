@@ -139,7 +139,7 @@ RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
 # Gemma's are [2, in, out] or [2, out, in], and Phi 3's lie side by side.
 GATE_UP = Role("gate and up", ranks=(2, 3, 4))
 LONE_LETTER = Role("a letter")  # S4's B, or an adapter's
-SPECIAL = Role("kernel with groups or an einsum of its own")
+SPECIAL = Role("kernel with groups, an einsum of its own or names of axes")
 OPEN = (INTERLEAVED, RECURRENT, GATE_UP, LONE_LETTER, SPECIAL)
 
 # Adam's.

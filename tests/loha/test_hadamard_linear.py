@@ -201,14 +201,9 @@ W = jnp.ones((6, 4))
         ((X, W, A, A, A, B), "exchanged"),
         ((X, W, A, B, A, B[:, :3]), "exchanged"),
         ((X, W, A[:, :0], B[:0], A[:, :0], B[:0]), "none of them empty"),
-        (
-            (X, W, *(jnp.ones(f.shape, int) for f in (A, B, A, B))),
-            "floating-point",
-        ),
         ((X[:, :5], W, A, B, A, B), r"need x \[..., 6\]"),
         ((X, W, A[None], B[None], A[None], B[None]), "jax.vmap"),
         ((X, X, A, B, A, B), r"w \(6, 4\), got \(3, 6\) and \(3, 6\)"),
-        ((X, "w", A, B, A, B), "hadamard_linear: w='w' must be an array"),
     ],
 )
 def test_bad_input_is_named(arguments, message):

@@ -112,9 +112,7 @@ def test_add_loha_takes_the_layers_of_the_rule():
         "attention/query",
         "attention/value",
     ]
-    assert add_loha(
-        Mixed(nnx.Rngs(0)), lambda path: path == "up", rank=2, rngs=nnx.Rngs(1)
-    ) == ["up"]
+    assert add_loha(Mixed(nnx.Rngs(0)), "^up$", rank=2, rngs=nnx.Rngs(1)) == ["up"]
 
 
 @pytest.mark.parametrize(
