@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
@@ -24,7 +23,6 @@ from muonjax._common.arguments import (
     errors_of,
     fitted_mask,
     given_dtype,
-    shown,
 )
 from muonjax._common.linalg import (
     MatrixProduct,
@@ -212,8 +210,6 @@ def scale_by_muon(
 
     Source: `optax.contrib.scale_by_muon`, Optax 0.2.8.
     """
-    # There is a row for each step, or one row for all of them.
-    shape = np.shape(ns_coeffs)
     with errors_of("scale_by_muon"):
         check_range("beta", beta, "in [0, 1)", "; 0.95 is usual.")
         check_rates(eps=eps)
@@ -227,13 +223,9 @@ def scale_by_muon(
         check_flag(nesterov=nesterov, adaptive=adaptive)
         check_choice("preconditioning", preconditioning, get_args(_Preconditioning))
         check_distribution(distribution)
-        if len(shape) not in (1, 2) or shape[-1] != 3:
-            raise ValueError(
-                f"(ns_coeffs={shown(ns_coeffs)}) must have shape (3,) or (n, 3), not {shape}."
-            )
         check_range("ns_steps", ns_steps, "positive and finite", "; it counts steps.")
 
-    # The state is Optax's own. It refuses more rows of coefficients than steps.
+    # The state is Optax's own. It refuses coefficients of another shape than (3,) or (n, 3), and more rows than steps.
     theirs = optax.contrib.scale_by_muon(ns_coeffs, ns_steps, mu_dtype=mu_dtype)
 
     @errors_of("scale_by_muon")

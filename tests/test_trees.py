@@ -56,7 +56,7 @@ def test_an_attribute_called_value_is_a_name():
 def test_two_leaves_never_have_one_path():
     """A name with a slash, as Haiku's have, is left as it is."""
     assert list(flatten_paths({"mlp/~/linear": {"w": 1.0}})) == ["mlp/~/linear/w"]
-    with pytest.raises(ValueError, match="both called 'a/b'; rename one"):
+    with pytest.raises(ValueError, match="both called 'a/b/w'; rename one"):
         flatten_paths({"a/b": {"w": 1.0}, "a": {"b": {"w": 2.0}}})
 
 

@@ -51,7 +51,7 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
 
     {"dense": {"kernel": x, "bias": y}} gives [("dense", "bias"), ("dense", "kernel")], [y, x] and the structure.
 
-    Two leaves or modules never have the same "/"-joined names: {"a/b": x, "a": {"b": y}} is refused.
+    Two leaves never have the same "/"-joined names: {"a/b": x, "a": {"b": y}} is refused.
 
     A box of Flax, such as an `nnx.Param`, adds no name: its one leaf `kernel.value` gives ("kernel",). An attribute
     `value` next to others, such as the arrays `query`, `key` and `value` of an Equinox module, gives a name.
@@ -69,25 +69,12 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     for path in keys:
         is_only_leaf = leaves_of_module[path[:-1]] == 1
         paths.append(names(path) if is_only_leaf else _all_names(path))
-    _refuse_equal_names(paths)
+    # Names may have slashes, as Haiku's do.
+    joined = ["/".join(path) for path in paths]
+    if len({*joined}) < len(joined):
+        name = max(joined, key=joined.count)
+        raise ValueError(f"two leaves are both called {name!r}; rename one of them.")
     return paths, [leaf for _, leaf in entries], treedef
-
-
-def _refuse_equal_names(paths: list[tuple[str, ...]]) -> None:
-    """Raises where two leaves or modules have the same "/"-joined names."""
-    # Without a slash in a name, different paths are different joined names.
-    if not any("/" in name for path in paths for name in path):
-        return
-    # A second path with the same joined names is another module or leaf.
-    path_of: dict[str, tuple[str, ...]] = {}
-    for path in paths:
-        for length in range(1, len(path) + 1):
-            module = path[:length]
-            name = "/".join(module)
-            if path_of.setdefault(name, module) != module:
-                raise ValueError(
-                    f"two modules or leaves are both called {name!r}; rename one of them."
-                )
 
 
 def flatten_paths(tree: Any) -> dict[str, Any]:

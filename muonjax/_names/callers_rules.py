@@ -6,12 +6,7 @@ from typing import Any
 
 from muonjax._common import trees
 from muonjax._common.arguments import check_pattern
-from muonjax._matrices.matrix_view import (
-    DimensionNumbers,
-    FusedDimensionNumbers,
-    MuonDimensionNumbers,
-    matrix_pieces,
-)
+from muonjax._matrices.matrix_view import DimensionNumbers, matrix_pieces
 from muonjax._names.path_words import Path
 
 PathRules = Sequence[tuple[str, DimensionNumbers | None]]
@@ -28,10 +23,13 @@ def apply_rules(
       ValueError: A rule that matches no leaf, or numbers that do not fit a leaf.
       TypeError: A rule that is no pair, or that gives integers to Muon.
     """
-    _check(rules)
     names = ["/".join(path) for path in paths]
     ruled: dict[Path, DimensionNumbers | None] = {}
-    for pattern, numbers in rules:
+    for rule in rules if isinstance(rules, Sequence) else [rules]:
+        if not isinstance(rule, (tuple, list)) or len(rule) != 2:
+            raise TypeError(f"(rules=...) has {rule!r}; give pairs: pattern, numbers.")
+        pattern, numbers = rule
+        check_pattern("rules", pattern)
         # A rule with a typo would silently do nothing, so that one without a leaf is refused.
         is_used = False
         for path, name, leaf in zip(paths, names, leaves, strict=True):
@@ -48,18 +46,3 @@ def apply_rules(
                 f"(rules=...): {pattern!r} matches no leaf; paths look like {shown}."
             )
     return ruled
-
-
-def _check(rules: Any) -> None:
-    """Raise unless the rules are pairs of a regular expression and dimension numbers or None."""
-    for rule in rules if isinstance(rules, Sequence) else [rules]:
-        match rule:
-            case (
-                str() as pattern,
-                None | MuonDimensionNumbers() | FusedDimensionNumbers(),
-            ):
-                check_pattern("rules", pattern)
-            case _:
-                raise TypeError(
-                    f"(rules=...) has {rule!r}; give pairs: pattern, numbers."
-                )
