@@ -25,7 +25,6 @@ from muonjax._matrices.matrix_view import (
 from muonjax._mesh.host_memory import offload
 from muonjax._names.check_parameters import check_parameters
 from muonjax._names.routes import routes
-from muonjax._transforms.momentum import check_int8, has_int8
 
 
 def partition_by_route(
@@ -228,8 +227,6 @@ def _check_state(state: Any, expected: Any) -> None:
     # A restored state may be of another class, with the same fields.
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
         raise ValueError(message_for_other_state(state))
-    # Momentum in int8 has scales next to it, so that its state is another tree.
-    check_int8(state, has_int8(expected))
     shapes = list(map(jnp.shape, jax.tree.leaves(state)))
     entries = jax.tree.leaves_with_path(expected)
     if shapes == [leaf.shape for _, leaf in entries]:
@@ -242,8 +239,9 @@ def _check_state(state: Any, expected: Any) -> None:
             difference = f"{name} {list(leaf.shape)} is {list(shape)}"
             break
     raise ValueError(
-        "this state was made for other parameters, another routing or another `adam` "
-        f"({difference}); give the settings that it was made with, or call init."
+        "this state was made for other parameters, another routing, another `adam` or int8 "
+        f"({difference}); give the settings that it was made with, call init, or "
+        "muonjax.cast_momentum(state, mu_dtype) for another `mu_dtype`."
     )
 
 

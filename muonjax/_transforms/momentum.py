@@ -141,7 +141,13 @@ def trace(
     @errors_of("trace")
     def update(updates, state, params=None):
         del params
-        check_int8(state, is_int8)
+        # A restored state may be of another class, with the same fields.
+        if hasattr(state, "scale") != is_int8:
+            wanted = "jnp.int8" if is_int8 else "jnp.float32"
+            raise ValueError(
+                "this state has momentum in another dtype; convert it by "
+                f"muonjax.cast_momentum(state, {wanted})."
+            )
         if is_int8:
             _check_blocks(updates, distribution)
         updates, *arrays = leaf_by_leaf(step, updates, *state)
@@ -260,7 +266,8 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
     """
     with errors_of("cast_momentum"):
         dtype = given_dtype("dtype", dtype, *_MOMENTUM)
-        if has_int8(state) is None:
+        nodes = jax.tree.leaves(state, is_leaf=_is_momentum)
+        if not any(map(_is_momentum, nodes)):
             raise ValueError(
                 "(state) finds no momentum; give the state of muon or of trace."
             )
@@ -268,54 +275,35 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
         def cast(node: Any) -> Any:
             if not _is_momentum(node):
                 return node
-            is_int8 = isinstance(node, Int8TraceState)
-            if is_int8 and dtype == jnp.int8:
-                # Rounding twice would lose digits.
-                return node
             # A tree of floats, whatever the state was
+            is_int8 = isinstance(node, Int8TraceState)
             momentum = jax.tree.map(dequantize, *node) if is_int8 else node.trace
-            if dtype != jnp.int8:
-                return optax.TraceState(optax.tree.cast(momentum, dtype))
-            _check_real(momentum)
-
-            def quantized(m: jax.Array) -> tuple[jax.Array, jax.Array]:
-                # `quantize` computes in the dtype of its argument.
-                return quantize(m.astype(at_least_float32(m.dtype)))
-
-            # A tree of pairs becomes a tree of integers and one of scales.
-            pairs = jax.tree.map(quantized, momentum)
-            return Int8TraceState(
-                *jax.tree.transpose(jax.tree.structure(momentum), None, pairs)
-            )
+            if dtype == jnp.int8:
+                return _quantized_state(momentum)
+            return optax.TraceState(optax.tree.cast(momentum, dtype))
 
         return jax.tree.map(cast, state, is_leaf=_is_momentum)
 
 
+def _quantized_state(momentum: Any) -> Int8TraceState:
+    """A tree of floats as integers and scales."""
+    _check_real(momentum)
+    integers = []
+    scales = []
+    leaves, treedef = jax.tree.flatten(momentum)
+    for m in leaves:
+        # `quantize` computes in the dtype of its argument.
+        values, scale = quantize(m.astype(at_least_float32(m.dtype)))
+        integers.append(values)
+        scales.append(scale)
+    return Int8TraceState(treedef.unflatten(integers), treedef.unflatten(scales))
+
+
 def _check_real(momentum: Any) -> None:
     """Raise for complex leaves."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(momentum):
+    for path, leaf in jax.tree.leaves_with_path(momentum):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             name = jax.tree_util.keystr(path)
             raise TypeError(
                 f"int8 momentum has no imaginary part, and {name} is {leaf.dtype}."
             )
-
-
-def has_int8(state: Any) -> bool | None:
-    """Whether the momentum in a state is in int8; None if there is none."""
-    # `optax.partition` has one for each of its parts.
-    nodes = jax.tree.leaves(state, is_leaf=_is_momentum)
-    kinds = {type(node) for node in nodes if _is_momentum(node)}
-    return Int8TraceState in kinds if kinds else None
-
-
-def check_int8(state: Any, wanted: bool | None) -> None:
-    """Raise where the momentum in a state is in int8 and should not be, or the reverse."""
-    is_int8 = has_int8(state)
-    # A state without momentum is for another check to refuse.
-    if is_int8 is None or wanted is None or is_int8 == wanted:
-        return
-    kept, asked = ("int8", "jnp.float32") if is_int8 else ("a float type", "jnp.int8")
-    raise ValueError(
-        f"this momentum is in {kept}; see muonjax.cast_momentum(state, {asked})."
-    )
