@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -87,14 +86,8 @@ def normalize_neurons(
     @errors_of("normalize_neurons")
     def init(params) -> NormalizeNeuronsState:
         pieces = matrix_pieces(dimension_numbers, params)
-
-        # `params` may be shapes, which have no entries to sum.
-        def as_array(leaf: Any) -> jax.Array:
-            return leaf if isinstance(leaf, jax.Array) else jnp.zeros_like(leaf)
-
-        arrays = jax.tree.map(as_array, params)
         moments = []
-        for piece, array in zip(pieces, pieces.of(arrays), strict=True):
+        for piece, array in zip(pieces, pieces.of(params), strict=True):
             # A number for each neuron: of a matrix [batch, rows, columns] an array [batch, 1, columns], or with the
             # rows and columns of the view. It is a sum like that of `update`, and so sharded as that one is.
             zero = zero_beside(array, piece.view.reduction_axes)
