@@ -158,16 +158,11 @@ def polar_express_rows(
 
 def checked_rows(coefficients: Any) -> Coefficients:
     """`coefficients` as rows of floats; raises on anything else."""
-    if isinstance(coefficients, str):
-        raise ValueError(
-            f"(coefficients={coefficients!r}): give numbers in place of a name, such as "
-            "muonjax.polar_express(5)."
-        )
     try:
         rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"(coefficients={coefficients!r}) needs rows of three numbers (a, b, c)."
+            f"(coefficients={coefficients!r}) needs rows of three numbers (a, b, c), such as polar_express(5)."
         ) from error
     if not rows or not all(math.isfinite(v) for row in rows for v in row):
         raise ValueError(

@@ -57,17 +57,8 @@ BALANCED = Steps(
 _ACCURATE = polar_express(12, lower=1e-5)
 
 
-class _Presets(type):
-    """Names the presets if another name is asked for."""
-
-    def __getattr__(cls, name: str) -> Any:
-        raise AttributeError(
-            f"NewtonSchulz has no preset {name!r}; there are accurate, balanced, fast."
-        )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NewtonSchulz(metaclass=_Presets):
+class NewtonSchulz:
     """Says how to orthogonalize; hashable, and never part of an optimizer's state.
 
     Args:

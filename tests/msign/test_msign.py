@@ -372,7 +372,7 @@ def test_the_loops_are_rolled_and_stack_nothing():
     (lambda: msign(jnp.ones(3)), ValueError, r"needs a matrix .* got shape \(3,\)"),
     (lambda: msign(jnp.ones((2, 2)), coefficients=()), ValueError, r"msign\(coefficients=\(\)\) .* one row"),
     (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, 2.0),)), ValueError, r"rows of three numbers"),
-    (lambda: msign(jnp.ones((2, 2)), coefficients="jordan"), ValueError, r"give numbers in place of a name"),
+    (lambda: msign(jnp.ones((2, 2)), coefficients="jordan"), ValueError, r"rows of three numbers"),
     (lambda: msign(jnp.ones((2, 2)), coefficients=((1.0, np.nan, 2.0),)), ValueError, r"finite"),
     (lambda: msign({"w": jnp.ones((2, 2))}), TypeError, r"msign\(x=\{'w': .* must be an array \[\*b"),
     (lambda: msign([[1.0, 2.0], [3.0]]), TypeError, r"msign\(x=\[\[1\.0, 2\.0\], \[3\.0\]\]\) must be an array"),

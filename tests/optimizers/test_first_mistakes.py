@@ -95,10 +95,6 @@ def test_names_that_are_nearly_right(name, meant):
         AttributeError, match=rf"no attribute '{name}'{re.escape(meant)}$"
     ):
         getattr(muonjax, name)
-    with pytest.raises(
-        AttributeError, match="no preset 'quick'; there are accurate, balanced, fast"
-    ):
-        _ = muonjax.NewtonSchulz.quick
 
 
 def update(tx, gradients, params, state=None, **more):
