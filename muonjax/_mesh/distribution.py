@@ -29,7 +29,7 @@ MeshShape = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Distribution:
-    """Says how parameters are sharded over a mesh; hashable, and never part of an optimizer's state.
+    """Says how parameters are sharded over a mesh; never part of an optimizer's state.
 
     muonjax divides the matrices among the devices by it: each belongs to one device.
 
@@ -64,18 +64,6 @@ class Distribution:
             _check_spec(
                 spec, f"Distribution(param_specs=...) at {where}", self.mesh.axis_names
             )
-
-    @functools.cached_property
-    def _value(self) -> tuple:
-        # As mesh axes a NamedSharding equals its spec, and None equals P().
-        specs, treedef = jax.tree.flatten(self.param_specs, is_leaf=_is_spec)
-        return self.mesh, tuple(map(_mesh_axes_by_axis, specs)), treedef
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Distribution) and self._value == other._value
-
-    def __hash__(self) -> int:
-        return hash(self._value)
 
 
 def _is_spec(x: Any) -> bool:

@@ -26,17 +26,6 @@ def update(tree, **settings):
     return jax.jit(lambda x: tx.update(x, tx.init(x))[0])(tree)
 
 
-def test_a_distribution_is_a_value():
-    mesh = make_mesh(fsdp=8)
-    one, same = (Distribution(mesh, {"a": P("fsdp"), "b": None}) for _ in range(2))
-    assert one == same
-    assert hash(one) == hash(same)
-    assert one == Distribution(mesh, {"a": NamedSharding(mesh, P("fsdp")), "b": P()})
-    assert one != Distribution(mesh, {"a": P(None, "fsdp"), "b": None})
-    assert one != Distribution(make_mesh(fsdp=4), {"a": P("fsdp"), "b": None})
-    assert one != "fsdp"
-
-
 @pytest.mark.parametrize("spec", [P("data"), P(None, ("fsdp", "data"))])
 def test_axes_that_the_mesh_lacks(spec):
     with pytest.raises(
