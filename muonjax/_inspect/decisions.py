@@ -37,6 +37,8 @@ class Decision(NamedTuple):
     trains: bool = True  # it has a gradient, and meets data
     # A bias, a gain, but for axes that count layers: weight decay is not for it.
     is_vector: bool = False
+    # What can't be told, for a warning: it is decided, but may be something else.
+    doubt: str = ""
 
 
 def decide(records: Records, is_loss: bool) -> list[Decision]:
@@ -106,7 +108,7 @@ class _Decider:
         return self._without_product(uses)
 
     def _is_in_gradient(self, use: Use) -> bool:
-        """Whether it belongs to the forward or the backward pass of a gradient; derivatives of `jax.jvp` are none."""
+        """Whether it belongs to the forward or the backward pass of a gradient, and not of `jax.jvp` alone."""
         transforms = self.graph.nodes[use.node].transforms
         return self.takes_gradients and not transforms.isdisjoint(["jvp", "transpose"])
 
@@ -178,8 +180,8 @@ class _Decider:
         if self.is_loss and "layer" not in destinations:
             doubt = "a hidden layer, or an output head: what follows it does not train"
         if doubt:
-            return self._adam(doubt, first, by_names=True)
-        return Decision(numbers, why, per_head)
+            doubt = f"{doubt}: {self.graph.line(first)}"
+        return Decision(numbers, why, per_head, doubt=doubt)
 
     def _head(self, products: list[Use]) -> Decision:
         """The decision on a parameter that no layer follows: AdamW, but its name decides if that is not sure."""

@@ -376,7 +376,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
-    """Raise if the function uses no parameter; warn of those that it does not use."""
+    """Raise if the function uses no parameter; warn of those that it does not use, and of those that can't be told."""
     unused = [f"{name} ({d.why})" for name, d in decisions.items() if not d.trains]
     # Most likely the tree of another model, or a function that closes over its parameters.
     if decisions and len(unused) == len(decisions):
@@ -388,6 +388,13 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
         names = listed(unused, ", ")
         warn_user(
             f"{call}: parameters that were not seen to meet data, or have no gradient, go to Adam: {names}."
+        )
+    # Decided, but on what may be a coincidence of the program.
+    doubts = [f"{name} ({d.doubt})" for name, d in decisions.items() if d.doubt]
+    if doubts:
+        warn_user(
+            f"{call} can't tell what these are: {listed(doubts, ', ')}. "
+            "See program.why(name); program.with_rules([(name, None)]) decides otherwise."
         )
 
 

@@ -939,12 +939,7 @@ KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
 ADAPTER = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
 
 
-@program(
-    X,
-    sites="all columns of a parameter",
-    a=((D, 2), "0 | 1"),
-    b=((2, D), "does not train"),
-)
+@program(X, sites="all columns of a parameter", **ADAPTER)
 def adapted_queries(p, x):
     kernel, *others = KERNELS_OF_DATA
     q, k, v = (heads(x @ w) for w in (kernel + p["a"] @ p["b"], *others))

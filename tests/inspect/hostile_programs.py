@@ -571,7 +571,7 @@ def frozen(name):
     )
 
 
-@program(TOKENS, X, up=((D, D), "0 | 1"), down=((D, D), "does not train"))
+@program(TOKENS, X, up=((D, D), "0 | 1"), down=((D, D), "0 | 1"))
 def a_block_before_a_frozen_head(p, t, x):
     x = x + jax.nn.gelu(x @ p["up"]) @ p["down"]
     return cross_entropy(x @ frozen("head"), t)
@@ -581,7 +581,7 @@ def a_block_before_a_frozen_head(p, t, x):
     TOKENS,
     X,
     up=((D, D), "0 | 1"),
-    down=((D, D), "does not train"),
+    down=((D, D), "0 | 1"),
     head=((D, V), "no gradient"),
 )
 def a_block_before_a_head_under_stop_gradient(p, t, x):
@@ -625,7 +625,7 @@ def a_merged_adapter_of_a_gated_layer(p, x):
     return sq((x + hidden @ merged("down")) @ p["out"])
 
 
-@program(X, projector=((D, D), "does not train"))
+@program(X, projector=((D, D), "0 | 1"))
 def a_projector_into_a_frozen_tower(p, x):
     return sq(jnp.tanh(jnp.tanh(x @ p["projector"]) @ frozen("up")) @ frozen("down"))
 

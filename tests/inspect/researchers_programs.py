@@ -204,7 +204,7 @@ def slot_attention(p, x):
     down=((3, 3, 3, D), "0, 1, 2 | 3"),
     mid=((3, 3, D, D), "0, 1, 2 | 3"),
     up=((2, 2, D, D), "0, 1, 2 | 3"),
-    time=((D, 2 * D), "by names: a layer, or a table"),
+    time=((D, 2 * D), "0 | 1 / 2 of 1"),
     out=((3, 3, 2 * D, 3), "head"),
 )
 def unet(p, x):

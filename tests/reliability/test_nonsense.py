@@ -94,6 +94,7 @@ ALLOWED = {
     "Scale.axes": ({"-1"}, "it counts from the end"),
     "Scale.power": ({"-1", "1.5"}, "a power of any size"),
     "value_and_grad.argnums": ({"-1"}, "it counts from the end"),
+    "value_and_grad.fun": ({*NONSENSE}, "Python says that it is no function, where it is called"),
     "loha.param_dtype": ({*NONSENSE}, "an argument of Flax's own layer"),
     "*.params": ({*NONSENSE}, "one leaf is a tree"),
     "metrics.state": ({*NONSENSE}, "there is nothing in it"),
