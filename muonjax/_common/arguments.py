@@ -96,7 +96,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
         )
 
 
-# What momentum may be in: float8 keeps half of a constant gradient's momentum, and none of a small one's.
+# Dtypes of products and of Adam's moments: float8 keeps half of a constant gradient's, and none of a small one's.
 WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
