@@ -126,15 +126,16 @@ class ClipByStatistic:
 
         The shape of a factor broadcasts to the parameter.
         """
-        # Sites are found again, because the tree may have lost parameters since `init`. Paths and shapes are static, so
-        # this is done while tracing. `not_trained` names the statistics of a program's attentions with frozen
-        # parameters, which are ignored.
+        # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes are
+        # static, so this is done while tracing. `not_trained` names the statistics of a program's attentions with
+        # frozen parameters, which are ignored.
         sites, not_trained = self.find(modules)
         self._check_state(state, sites)
         maxima = match_statistics(self.argument, statistics, sites, not_trained)
         if self.axis_name:
             # Replicas that clip by their own maxima would diverge.
             maxima = jax.lax.pmax(maxima, self.axis_name)
+        # The state keeps the maxima since the last clip. Every k-th update clips by them; for all others γ is 1.
         state, gammas = self._clip_of_update(state, maxima)
         return state, parameter_factors(sites, gammas)
 

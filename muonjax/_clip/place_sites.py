@@ -75,7 +75,7 @@ def place_sites(
                 raise ValueError(
                     f"two sites match {name!r}; narrow or merge them, or give each its signal."
                 )
-            attentions[name] = _placed(site, path, name, modules)
+            attentions[name] = _placed_site(site, path, name, modules)
     # Here every site is an attention of a program that does not train, since a site by hand has a module or has raised.
     if not attentions:
         raise ValueError(
@@ -120,18 +120,19 @@ def _matched(site: Site, modules: Modules) -> list[str]:
     )
 
 
-def _placed(site: Site, path: str, name: str, modules: Modules) -> PlacedSite:
-    """The site on the module of this path; raises ValueError where its parameters do not fit."""
+def _placed_site(site: Site, path: str, name: str, modules: Modules) -> PlacedSite:
+    """The site on the module of this path; raises ValueError or TypeError where its parameters do not fit."""
     leaves = [below(path, scale.path) for scale in site.scales]
     scan_axis: Any = site.scan_axis  # a tuple after the checks of `Site`
     scales: list[PlacedScale] = []
     for scale, leaf in zip(site.scales, leaves, strict=True):
-        # A layer without a bias has no leaf for it; one whose bias is masked is refused below.
+        # A layer without a bias has no leaf for it. A bias that is masked has a leaf, which `_shape` refuses.
         if not scale.optional or modules.leaves.get(leaf) is not None:
             scales.append(placed(scale, leaf, _shape(path, leaf, modules), scan_axis))
-    # A program shows that nothing else feeds the logits. For a site by hand, the other parameters' names have to tell.
+    # A program has proved that the clip is exact. For a site by hand, names and shapes have to tell: a norm would undo
+    # the clip, heads that do not fit could not be multiplied, and an adapter would add what is not scaled.
     if not site.exact:
-        # Norms of queries and keys are no part of another signal, whose factors have other names.
+        # Only an attention has queries and keys. `signal_clip` may scale anything, and has factors of other names.
         if any(scale.factor in ("query", "key") for scale in site.scales):
             _refuse_norms(path, site.norms, modules)
             _check_heads(path, scales)

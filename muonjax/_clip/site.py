@@ -126,7 +126,7 @@ class PlacedSite(NamedTuple):
     @property
     def layers(self) -> tuple[int, ...]:
         """Sizes of the axes of stacked layers."""
-        # `_check_layers` has seen that all parameters have the same.
+        # `_placed_site` has seen that all parameters have the same.
         return self.scales[0].layers
 
     @property

@@ -60,7 +60,7 @@ def attentions(records: Records) -> list[Call]:
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         views = tuple(projection.view for projection in projections)
         calls.append(Call(records.graph.line(i), i, views, problem=why))
-    for product, reader in attention.readers.items():
+    for product, reader in attention.other_readers.items():
         if product not in attention.softmaxes:
             calls.append(_not_followed(records, product, reader))
     # It may be an attention, or hide one.
@@ -140,9 +140,10 @@ _DERIVATIVES = "the function takes derivatives of it, which a clip would change 
 def _check_softmaxes(records: Records, product: int) -> None:
     """Refuses logits that are not what one softmax over keys takes."""
     attention, line = records.attention, records.graph.line(product)
+    # For each softmax the logits that enter it, and the axes of the product that count keys.
     (logits, normalized), *others = attention.softmaxes[product]
-    # Weights of which the logits were lost, as softmax(logits)², multiply values as well.
-    is_several = product in attention.readers
+    # Exponentials of the logits multiply something that is no softmax, as softmax(logits)² does.
+    is_several = product in attention.other_readers
     for other, axes in others:
         # Two halves of the weights that multiply values are of one softmax: their layouts alone differ.
         if (other._replace(layout=logits.layout), axes) != (logits, normalized):

@@ -161,6 +161,7 @@ class Layout(NamedTuple):
         An axis that is no source is left with its first entry: (2, None) of an array x [3, 4, 5] gives
         x[0, 0, :, None].
         """
+        # Axis 0 of positions counts the terms of an entry that is a sum; axis i of the array is their axis 1 + i.
         kept = [source for source in sources if source is not None]
         new = [1 + axis for axis, source in enumerate(sources) if source is None]
         order = [0, *(1 + source for source in kept)]
@@ -168,10 +169,13 @@ class Layout(NamedTuple):
         def move(positions: Positions) -> Positions:
             # The axes that are gone have one entry each.
             in_order = np.einsum(positions, range(positions.ndim), order)
+            # A new axis has one position for all of its entries, which repeat.
             return np.expand_dims(in_order, new)
 
+        # The first entry along the axes that are gone; how far the others are from it does not matter.
         rest, _ = self.split(other_axes(len(self.shape), kept))
-        return rest.moved(shape, move) or self  # never None: no run has holes alone
+        # `moved` returns None for an array without an entry of the origin, which can't be here.
+        return rest.moved(shape, move) or self
 
     def moved(
         self, shape: Sequence[int], move: Callable[[Positions], Positions]

@@ -104,7 +104,7 @@ def _by_matrix(
     if has_factors and (sums_over_last or has_weights):
         records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
         if has_weights:
-            attention.readers[scores] = node.index
+            attention.other_readers[scores] = node.index
         # It follows a layer, as a head (items @ w).T does. With learned queries these are scores, if a sum normalizes
         # their exponentials.
         records.layers.products.add(node.index)
@@ -178,13 +178,15 @@ def _recorded_projections(
     """Records how a layer uses each parameter in `weights`, and returns a projection for each that is part of a matrix.
 
     x @ (w + a @ b) uses w, a and b, each with rows, columns and batch axes of its own. The product sums over an axis of
-    w and of a; b is a factor (`view.inner` holds the axes between the factors). A parameter of which no axis is summed
-    over, and that is no factor, is a scale.
+    w and of a; b is a factor (`view.inner` holds the axes in which factors meet, those of a that b sums over). A
+    parameter of which no axis is summed over, and that is no factor, is a scale.
     """
     projections = []
     if weights.value.is_weight:
-        # Slices that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix, are one matrix.
+        # Slices that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix, are one matrix. Where data choose
+        # between slices, the value is no weight any more.
         records.record_added_slices(weights.value.views)
+    # The sum goes over experts and their features, and only the features would be rows.
     if _sums_over_experts(records, activation):
         records.record_views(node, "a sum over experts", [weights.value], "unknown")
         return []
@@ -198,7 +200,7 @@ def _recorded_projections(
             node,
             "product" if is_product else "other",
             view,
-            MULTIPLIED,
+            MULTIPLIED,  # the words for a scale; a product needs none
             k=k,
             rows=weights.rows(view),
             columns=weights.columns(view),
@@ -207,8 +209,11 @@ def _recorded_projections(
             activation=activation.array,
             kernel=kernel,
         )
+        # A scale has no product.
         if product is not None:
-            projections.append(Projection(product, weights.along(layout)))
+            # Where the parameter's columns are in the result, whose axes take the place of the operand's.
+            columns = weights.along(layout)
+            projections.append(Projection(product, columns))
     return projections
 
 

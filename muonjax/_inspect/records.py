@@ -62,7 +62,7 @@ class AttentionRecords:
             list
         )
         # the operation where its exponentials multiply a third array, perhaps values.
-        self.readers: dict[int, int] = {}
+        self.other_readers: dict[int, int] = {}
         # Products of two activations. All others, as with learned queries or frozen keys, are attention only if a sum
         # normalizes their exponentials, as a softmax does.
         self.two_sided: set[int] = set()
@@ -203,7 +203,7 @@ class Records:
         # keys the sum may come later, as in (exp(scores) @ values) / sum(exp(scores)).
         is_normalized = product in attention.summed_exponentials
         if is_normalized or product in attention.two_sided:
-            attention.readers.setdefault(product, node.index)
+            attention.other_readers.setdefault(product, node.index)
 
     def record_parts(self, projections: Iterable[Projection]) -> None:
         """Records that an operation takes the columns of each of these together, and no others: they are parts.

@@ -142,15 +142,17 @@ def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
 def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
     """The matrices of query, key and value that lie side by side in one of two axes, as in [d, 3·d] on axis 1.
 
-    Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. A key and value [d, 2·d]
-    may be two of d × d, or [2·n, 4·n] that is stored (out, in) for keys of n features.
+    Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. Key and value alone are
+    left open: [64, 128] may be two of 64 × 64 side by side, or, stored (out, in), two of 32 × 128.
     """
     parts = p.role.parts
     if p.rank != 2 or parts != 3:
         return None
     first, last = p.shape
     if first == 3 * last:
-        return FusedDimensionNumbers(1, 0, parts, 0)
+        return FusedDimensionNumbers(
+            reduction_axis=1, output_axis=0, parts=parts, axis=0
+        )
     if last == 3 * first:
         return FusedDimensionNumbers(0, 1, parts, 1)
     return None

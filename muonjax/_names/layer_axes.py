@@ -71,6 +71,7 @@ def _layers(
     verdicts = {is_stacked(p, neighbors) for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)
+        # None if they are no stack after all.
         if layers is not None:
             return layers
     if len(parameters) == 1:

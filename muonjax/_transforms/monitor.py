@@ -205,6 +205,7 @@ def _measure(
     weight_rms = _norm(weights) / size**0.5
     # A weight of zero that does not move has the ratio 0, and one that moves infinity.
     are_zero = (update_rms == 0) & (weight_rms == 0)
+    # Leaves with a NaN or an infinity are counted, and not entries.
     num_non_finite = jnp.float32(0)
     for gradient in gradients:
         is_non_finite = jnp.any(~jnp.isfinite(gradient))
