@@ -353,31 +353,30 @@ class Certificate:
         table = reshaped(self.at[value], old, new)
         head_of = _heads_of_entries(table, self.first, expected)
         # A table has several entries only along the axes of layers, which come first, and of heads.
-        varying = 1 + np.flatnonzero(np.array(table.shape[1:]) > 1)
         path = list(probe.path)
-        for axis in varying[varying < self.first]:
+        for place, size in zip(self.loops, table.shape[1 : self.first], strict=True):
+            if size == 1:
+                continue
             # This scan goes over layers: `layer` keeps a maximum for each of them.
-            place = self.loops[axis - 1]
             depth = len(place)
             # If it is around another probe alone, these logits are made of its last iteration, and of none by itself.
             if probe.path[:depth] != place:
                 raise NotFollowed
             path[depth - 1] = path[depth - 1]._replace(layer=True)
-        head_axes = varying[varying >= self.first]
+        axes = [axis for axis, size in enumerate(head_of.shape) if size > 1]
+        # The axis along which the number of the head grows most comes first: axis 1 of [[0, 2], [1, 3]].
+        axes.sort(key=lambda axis: head_of.take(1, axis).min(), reverse=True)
         # The entries have to be the heads one by one, perhaps for each example: 0, 1, 2, 0, 1, 2.
-        heads = expected.shape[-1]
-        if (head_of != np.arange(len(head_of)) % heads).any():
+        heads = np.moveaxis(head_of, axes, range(len(axes))).ravel()
+        if (heads != np.arange(len(heads)) % expected.shape[-1]).any():
             raise NotFollowed
-        return probe._replace(
-            path=tuple(path),
-            heads=axes_after(-self.first, head_axes.tolist()),
-        )
+        return probe._replace(path=tuple(path), heads=tuple(axes))
 
 
 def _heads_of_entries(table: Table, first: int, expected: np.ndarray) -> np.ndarray:
-    """The head of each entry of the logits, by its logarithm.
+    """The head of each entry of the logits, by its logarithm, with one entry along each axis without heads.
 
-    A table [3, 1, 4, 1, 1] with the logarithms a, b, a, b and `expected` [a, b] gives [0, 1, 0, 1].
+    A table [3, 4, 1, 1] with the logarithms a, b, a, b and `expected` [a, b] gives 0, 1, 0, 1 of the shape [4, 1, 1].
 
     Args:
       table: [3, *loops, *axes of the logits]; `first` says where the axes begin.
@@ -390,6 +389,7 @@ def _heads_of_entries(table: Table, first: int, expected: np.ndarray) -> np.ndar
     heads = expected.reshape(-1, expected.shape[-1])  # [layers, heads]
     if math.prod(table.shape[1:first]) != len(heads):
         raise NotFollowed
+    axes = table.shape[first:]
     table = table.reshape(3, len(heads), -1)  # [3, layers, entries]
     is_head = heads[:, :, None] == table[0, :, None]  # [layers, heads, entries]
     # The order in the first layer has to be that of all layers.
@@ -399,4 +399,4 @@ def _heads_of_entries(table: Table, first: int, expected: np.ndarray) -> np.ndar
     is_equal = (table[..., first_entries[head_of]] == table).all()
     if not is_equal or not np.array_equal(table[0][:, first_entries], heads):
         raise NotFollowed
-    return head_of
+    return head_of.reshape(axes)

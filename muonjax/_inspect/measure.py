@@ -30,7 +30,7 @@ class Probe(NamedTuple):
 
     path: tuple[Step, ...]  # the bodies that lead to them, from the outside
     variable: Var  # the logits after scale, bias and mask, in the innermost body
-    heads: tuple[int, ...] = ()  # the axes kept; all others are maximized over
+    heads: tuple[int, ...] = ()  # the axes kept, in this order; the others go
     # The logits before mask and bias: measured where `variable` does not mask.
     raw: Var | None = None
     # For `check_clip`: under `vmap`, softmax gets the logits of the first example in all of them.
@@ -235,6 +235,8 @@ def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, b
 def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
     """The largest logit of each head, float32: for logits [batch, head, query, key] and probe.heads (1,) [head].
 
+    Axes of heads come in the probe's order: [head of a group, batch, group, query, key] and (2, 0) give [group, head].
+
     `raw`: the logits before masks and biases, None if none were added. An entry to which `MASKED` or less was
     added is masked, and all others are measured without what was added.
     """
@@ -244,4 +246,6 @@ def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Arra
     # The maximum that softmax computes is not used: one more reader of it changes how XLA rounds.
     others = other_axes(logits.ndim, probe.heads)
     maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), tuple(others))
+    kept = sorted(probe.heads)
+    maxima = maxima.transpose([kept.index(axis) for axis in probe.heads])
     return maxima.astype(jnp.float32)
