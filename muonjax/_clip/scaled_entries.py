@@ -29,8 +29,8 @@ class Scale:
     The signal has entries: heads, output dimensions, or groups of them. Flatten the parameter's `axes`, and take the
     positions `part`: they are `entries` runs of equal length, and of each run the positions `span` are scaled. A kernel
     (d, heads, head_dim) is `axes=(-2, -1)`, and the keys of a fused (d, 3·heads·head_dim) are `axes=(-1,)`,
-    `part=(heads·head_dim, 2·heads·head_dim)`, `entries=heads`. Where they lie head by head, [q k v | q k v], their part
-    is all, and their `span` (head_dim, 2·head_dim).
+    `part=(heads·head_dim, 2·heads·head_dim)`, `entries=heads`. A kernel that makes queries, keys and values group by
+    group, [q q k v | q q k v], has two `groups`, and its queries are the `part` (0, 2·head_dim) of each.
 
     Attributes:
       path: The parameter's path below the site's module: "query/kernel".
@@ -38,8 +38,9 @@ class Scale:
       axes: The axes of one layer's parameter, negative, that hold the entries.
       entries: How many there are; None: the length of the first of the axes, or 1 if there is no axis. 1 for a signal
         of one number per layer.
-      part: (first, end) on the flattened axes; an end of None is the end of them.
+      part: (first, end) on the flattened axes, or within each group; an end of None is the end of it.
       span: (first, end) within the run of each entry; an end of None is the end of the run.
+      groups: Into how many equal groups the flattened axes are cut.
       power: The exponent of γ.
       factor: Name of the linear factor that the parameter belongs to; a kernel and its bias share one.
       optional: Whether the parameter may be missing, as a bias may.
@@ -61,6 +62,7 @@ class Scale:
     entries: int | None = None
     part: tuple[int, int | None] = (0, None)
     span: tuple[int, int | None] = (0, None)
+    groups: int = 1
     power: float = 1.0
     factor: str = "output"
     optional: bool = False
@@ -69,6 +71,7 @@ class Scale:
     def __post_init__(self):
         check_text(path=self.path, factor=self.factor)
         whole_number("rank", self.rank, 0, ", at least 0.")
+        whole_number("groups", self.groups, 1, ", at least 1.")
         if self.entries is not None:
             whole_number("entries", self.entries, 1, ", at least 1, or None.")
         axes = axis_numbers("axes", self.axes)
@@ -162,16 +165,17 @@ class PlacedScale(NamedTuple):
         *layers, entries, _ = values.shape
         sizes = [self.shape[axis] for axis in self.axes]
         first, end = scale.part
-        run = ((end or 0) - first) // entries
+        run = ((end or 0) - first) * scale.groups // entries
         # [*layers, entries, run]: a run holds something else outside of its span, as the values of MLA's keys.
         numpy = values.__array_namespace__()
         values = numpy.broadcast_to(values, (*layers, entries, self.features))
         table = _padded(values, scale.span[0], run, otherwise)
-        # [*layers, *sizes]: and the axes outside of the part, as the values of a fused kernel.
+        # [*layers, groups, group]: and a group outside of its part, as the values of a fused kernel.
         # A kernel [d, heads, size] has this shape already: with explicit axes, sharded heads can't be reshaped.
         if table.shape != (*layers, *sizes):
-            table = table.reshape(*layers, -1)
-            table = _padded(table, first, math.prod(sizes), otherwise)
+            table = table.reshape(*layers, scale.groups, -1)
+            group = math.prod(sizes) // scale.groups
+            table = _padded(table, first, group, otherwise)
             table = table.reshape(*layers, *sizes)
         # Axis i of the table, [*layers, *sizes], belongs at axis order[i] of the parameter.
         order = (*self.stack, *self.axes)
@@ -202,22 +206,23 @@ def placed(
     layer_axes = [axis for axis in range(len(shape)) if axis not in stack]
     axes = tuple(layer_axes[axis] for axis in scale.axes)
     # What the scale leaves open follows from the shape: the first axis counts the entries, as heads in (d, heads,
-    # head_dim), and they fill the axes from the first position of the part on.
+    # head_dim), and they fill each group from the first position of the part on.
     sizes = [shape[axis] for axis in axes]
     entries = scale.entries or (*sizes, 1)[0]
-    size = math.prod(sizes)
+    group, rest = divmod(math.prod(sizes), scale.groups)
     first, end = scale.part
     if end is None:
-        end = size
+        end = group
     # The run of each head; it has to be a whole number of positions.
-    run, rest = divmod(end - first, entries)
+    run, rest_of_run = divmod((end - first) * scale.groups, entries)
     first_of_run, end_of_run = scale.span
     if end_of_run is None:
         end_of_run = run
-    if rest or not (first_of_run < end_of_run <= run and first < end <= size):
+    is_whole = rest == rest_of_run == entries % scale.groups == 0
+    if not (is_whole and first_of_run < end_of_run <= run and first < end <= group):
         raise ValueError(
             f"{leaf!r} of shape {shape} does not hold {entries} heads, features {scale.span} of each, in positions "
-            f"{first}:{end} of {size}. See the site's layout and sizes."
+            f"{first}:{end} of {group}. See the site's layout and sizes."
         )
     filled = dataclasses.replace(
         scale, entries=entries, part=(first, end), span=(first_of_run, end_of_run)

@@ -168,20 +168,24 @@ class QueriesAndKeys:
         """
         shape = self.shapes[leaf]
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))
-        runs = layout.runs[1:]
-        held = sorted(run.axis for run in runs)
+        heads = self._heads(operand, layout)
+        head_axes = [run.axis for run in layout.runs_along(heads)]
+        # A kernel [64, 16, 8] with the heads last is flattened along (2, 1), so that the features of one head follow
+        # each other.
+        runs = sorted(layout.runs[1:], key=lambda x: (x.axis not in head_axes, x.axis))
+        held = [run.axis for run in runs]
         if not set(held).isdisjoint(stack):
             raise Refused("a loop goes over a part of an axis of its parameter")
         # The positions of each entry of the operand along the flattened axes: [terms, batch, query, 8, 16] here.
         positions = np.zeros([1] * (1 + len(layout.shape)), int)
-        for run in runs:
-            weight = math.prod(shape[axis] for axis in held if axis > run.axis)
-            positions = positions + weight * run.positions.astype(int)
-        heads = [1 + axis for axis in self._heads(operand, layout)]
+        size = 1
+        for run in reversed(runs):
+            positions = positions + size * run.positions.astype(int)
+            size *= shape[run.axis]
+        heads = [1 + axis for axis in heads]
         count = math.prod(positions.shape[axis] for axis in heads)
         of_heads = np.moveaxis(positions, heads, range(len(heads))).reshape(count, -1)
         width = len(np.unique(of_heads[0, of_heads[0] < HOLE]))
-        size = math.prod(shape[axis] for axis in held)
         # Each head once: an axis of examples and heads has those of each example.
         places = _places(np.unique(of_heads.min(1)), width, size)
         # A `Scale` counts the axes of one layer from the last.
@@ -216,7 +220,8 @@ def _divided(
 def _places(first: np.ndarray, width: int, size: int) -> dict[str, Any]:
     """Where the heads lie on flattened axes of a parameter, in the words of `Scale`.
 
-    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, part=(128, 256), span=(0, 16).
+    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, part=(128, 256). With the columns
+    q q k v q q k v, 16 each, the queries are entries=4, part=(0, 32) in groups=2.
 
     Args:
       first: The first position of each head.
@@ -224,24 +229,21 @@ def _places(first: np.ndarray, width: int, size: int) -> dict[str, Any]:
       size: The number of all positions.
 
     Raises:
-      Refused: The heads are no equal runs.
+      Refused: The heads are no equal runs in equal groups.
     """
-    entries, start = len(first), int(first[0])
-    # The distance from one head to the next.
-    stride = max(int(first[1]) - start, 1) if entries > 1 else size
-    # With columns q k v q k v ..., 16 each, the keys begin at 16 in each stride of 48: part=(0, ...) and span=(16, 32).
-    # From 16 on, the last stride would end behind the parameter.
-    before = start % stride
-    if before + width > stride:
-        before = 0
-    start -= before
-    stop = start + entries * stride
-    # That no other columns lie between those of a head is for the certificate to say.
-    is_regular = np.array_equal(first, first[0] + np.arange(entries) * stride)
-    if not is_regular or width > stride or stop > size:
+    # In a group one head follows the other. Whether other columns lie between those of a head is for the certificate.
+    in_group = int(np.argmax([*(np.diff(first) != width), True])) + 1
+    groups = len(first) // in_group
+    group, rest = divmod(size, groups)
+    start = int(first[0])
+    stop = start + in_group * width
+    expected = np.arange(groups)[:, None] * group + np.arange(in_group) * width
+    is_regular = np.array_equal(first - start, expected.ravel())
+    if rest or stop > group or not is_regular:
         raise Refused("its heads do not lie one after the other in the parameter")
     return {
-        "entries": entries,
+        "entries": len(first),
         "part": (start, stop),
-        "span": (before, before + width),
+        "span": (0, width),
+        "groups": groups,
     }

@@ -374,6 +374,7 @@ SCALES = muonjax.mha_site().scales
     ({"span": (2, 1)}, "above 2"),
     ({"span": (-1, None)}, "at least 0"),
     ({"part": (2, 2)}, "above 2"),
+    ({"groups": 0}, "at least 1"),
 ])  # fmt: skip
 def test_a_scale_by_hand_is_checked(fields, message):
     with pytest.raises(

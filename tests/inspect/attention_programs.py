@@ -708,17 +708,36 @@ def a_sum_of_each_head_that_divides_last(p, x):
     return grouped(p, x, gate=1 / jnp.abs(x @ p["gate"])[..., None])
 
 
+@attention(sites=1, **QKVO | dict.fromkeys("qk", (D, S, H)))
+def heads_last(p, x):
+    q, k = (jnp.einsum("btd,dsh->bths", x, p[n]) for n in "qk")
+    return end(p, logits_of(q, k), heads(x @ p["v"]))
+
+
 # One kernel of queries, keys and values.
 
 
-@attention(sites="its heads do not lie one after", qkv=(D, 8 * S), o=(4 * S, D))
-def fused_groups(p, x):
-    """Falcon and Megatron: two queries, a key and a value for each of two groups, in turns."""
-    y = (x @ p["qkv"]).reshape(B, T, 2, 4, S)
-    q, k, v = y[..., :2, :], y[..., 2, :], y[..., 3, :]
-    logits = jnp.einsum("bqgnd,bkgd->bgnqk", q, k)
-    z = jnp.einsum("bgnqk,bkgd->bqgnd", jax.nn.softmax(logits), v).reshape(B, T, -1)
-    return jnp.mean((z @ p["o"]) ** 2), logits.reshape(B, 4, T, T)
+def fused_groups(name, groups, count, turn=0, sites=1):
+    """Falcon and Megatron: `count` queries, a key and a value for each group, in turns; `turn` puts others first."""
+
+    def fun(p, x):
+        y = jnp.roll(
+            (x @ p["qkv"] + p["b"]).reshape(B, T, groups, count + 2, S), -turn, 3
+        )
+        q, k, v = y[..., :count, :], y[..., count, :], y[..., count + 1, :]
+        logits = jnp.einsum("bqgnd,bkgd->bgnqk", q, k)
+        z = jnp.einsum("bgnqk,bkgd->bqgnd", jax.nn.softmax(logits), v).reshape(B, T, -1)
+        return jnp.mean((z @ p["o"]) ** 2), logits.reshape(B, groups * count, T, T)
+
+    fun.__name__ = name
+    width = groups * (count + 2) * S
+    attention(sites=sites, qkv=(D, width), b=(width,), o=(groups * count * S, D))(fun)
+
+
+fused_groups("fused_groups", 2, 2)
+fused_groups("fused_groups_of_three", 3, 3)
+fused_groups("fused_groups_with_the_key_first", 2, 2, 2)
+fused_groups("fused_groups_with_the_key_last", 2, 3, 1)
 
 
 @attention(sites=1, qkv=((D, 3, H, S), "0 | 2, 3; 0 | 3"))

@@ -173,8 +173,8 @@ def _grid(shape: tuple[int, ...], scale, stack: tuple[int, ...]) -> np.ndarray:
     own = [axis for axis in range(len(shape)) if axis not in stack]
     held = [own[axis] for axis in scale.axes]
     total = int(np.prod([shape[axis] for axis in held]))
-    part = np.arange(total)[slice(*scale.part)]
-    runs = part.reshape(scale.entries, -1)[:, slice(*scale.span)]
+    groups = np.arange(total).reshape(scale.groups, -1)[:, slice(*scale.part)]
+    runs = groups.reshape(scale.entries, -1)[:, slice(*scale.span)]
     flat = np.zeros(total, int)
     for head, run in enumerate(runs, start=1):
         flat[run] = head
