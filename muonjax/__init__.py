@@ -3,7 +3,7 @@
 from muonjax import optax_contrib
 from muonjax._clip.max_logits import max_logits, max_logits_bound
 from muonjax._clip.qk_clip import apply_qk_clip, qk_clip
-from muonjax._clip.scaled_entries import Scale
+from muonjax._clip.scale import Scale
 from muonjax._clip.signal_clip import signal_clip
 from muonjax._clip.site import Site
 from muonjax._clip.site_constructors import fused_qkv_site, mha_site, mla_site

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend import backend
 
 from pallas_kernels._hopper_tiles import SQUARE
-from pallas_kernels._xla import Operands
+from pallas_kernels._xla_product import Operands
 
 # Streaming multiprocessors of an H100 SXM, where the device does not say.
 CORES = 132

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels import _hopper_product, _xla
+from pallas_kernels import _hopper_product, _xla_product
 from pallas_kernels._platform_of import platform_of
-from pallas_kernels._xla import Operands
+from pallas_kernels._xla_product import Operands
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
@@ -108,7 +108,7 @@ class SymmetricProduct(NamedTuple):
         checked.
         """
         # The sums' real dtype: float32 for half types, whose own digits would be too few for these numbers.
-        real = jnp.finfo(_xla.accumulator(x.dtype)).dtype
+        real = jnp.finfo(_xla_product.accumulator(x.dtype)).dtype
         operands = Operands(x, y, c, jnp.asarray(alpha, real), jnp.asarray(beta, real))
         implementation = self.implementation or _choose(self.platform, x)
         return _traced_once(operands, implementation, self.platform)
@@ -166,7 +166,7 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
                 f"to go with x of shape {x.shape}, got {value.shape} and {value.dtype.name}."
             )
     # α and β are real also for complex matrices: the product would not be Hermitian otherwise.
-    real = jnp.finfo(_xla.accumulator(x.dtype)).dtype
+    real = jnp.finfo(_xla_product.accumulator(x.dtype)).dtype
     alpha = _checked_scale("alpha", alpha, batch).astype(real)
     beta = _checked_scale("beta", beta, batch).astype(real)
     return Operands(x, y, c, alpha, beta)
@@ -193,14 +193,17 @@ def _run(
 ) -> Inexact[Array, "*batch m m"]:
     """The product by the implementation of this name."""
     if implementation == "blocked":
-        return _xla.blocked_product(operands, platform=platform)
+        return _xla_product.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:
         # The platform for which the program is compiled is not known yet, so both are traced.
-        on_a_gpu, elsewhere = _hopper_product.symmetric_product, _xla.symmetric_product
+        on_a_gpu, elsewhere = (
+            _hopper_product.symmetric_product,
+            _xla_product.symmetric_product,
+        )
         return jax.lax.platform_dependent(operands, cuda=on_a_gpu, default=elsewhere)
     if implementation == "hopper":
         return _hopper_product.symmetric_product(operands)
-    return _xla.symmetric_product(operands)
+    return _xla_product.symmetric_product(operands)
 
 
 _product = jax.custom_jvp(_run, nondiff_argnums=(1, 2))
@@ -209,13 +212,13 @@ _product = jax.custom_jvp(_run, nondiff_argnums=(1, 2))
 @jax.custom_jvp
 def _gram(x: Inexact[Array, "*batch m k"]) -> Inexact[Array, "*batch m m"]:
     """``X Xᴴ``. Its derivative is ``M + Mᴴ`` with the one product ``M = dX Xᴴ``; JAX's own has two."""
-    return _xla.product(x, x)
+    return _xla_product.product(x, x)
 
 
 @_gram.defjvp
 def _gram_jvp(primals, tangents):
     (x,), (dx,) = primals, tangents
-    m = _xla.product(dx, x)
+    m = _xla_product.product(dx, x)
     return _gram(x), m + m.mT.conj()
 
 
@@ -235,8 +238,8 @@ def _product_jvp(implementation, platform, primals, tangents):
 
     def plain(values):
         o = operands._replace(**values)
-        p = _gram(o.x) if o.y is None else _xla.product(o.x, o.y)
-        return _xla.scaled_sum(_xla.mirror(p), o)
+        p = _gram(o.x) if o.y is None else _xla_product.product(o.x, o.y)
+        return _xla_product.scaled_sum(_xla_product.mirror(p), o)
 
     out = _product(operands, implementation, platform)
     _, tangent = jax.jvp(plain, (values,), (directions,))

@@ -6,7 +6,7 @@ import pytest
 
 import muonjax.__main__ as device_check
 from muonjax.__main__ import main
-from pallas_kernels import _xla
+from pallas_kernels import _xla_product
 from tests.tools.tiers import thorough
 
 
@@ -36,8 +36,10 @@ def one_quick_check(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.usefixtures("one_quick_check")
 def test_a_kernel_that_is_wrong_gives_exit_status_1(monkeypatch, capsys):
-    right = _xla.blocked_product
-    monkeypatch.setattr(_xla, "blocked_product", lambda *a, **k: 1.02 * right(*a, **k))
+    right = _xla_product.blocked_product
+    monkeypatch.setattr(
+        _xla_product, "blocked_product", lambda *a, **k: 1.02 * right(*a, **k)
+    )
     assert main(["--quick"]) == 1
     out = capsys.readouterr().out
     assert "WRONG: 'blocked', float32" in out
@@ -50,7 +52,7 @@ def test_a_kernel_that_does_not_compile_gives_exit_status_1(monkeypatch, capsys)
     def fails(*_, **__):
         raise jax.errors.JaxRuntimeError("no such instruction")
 
-    monkeypatch.setattr(_xla, "blocked_product", fails)
+    monkeypatch.setattr(_xla_product, "blocked_product", fails)
     assert main(["--quick"]) == 1
     assert "no such instruction" in capsys.readouterr().out
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from muonjax._clip.scaled_entries import PlacedScale, placed
+from muonjax._clip.scale import PlacedScale, placed
 from muonjax._clip.site import PlacedSite, Site
 from muonjax._common.trees import dtype_of, flatten_paths, is_masked, listed
 

@@ -15,7 +15,7 @@ from muonjax._clip.clip_by_statistic import (
     scaled_leaves,
 )
 from muonjax._clip.place_sites import Modules
-from muonjax._clip.scaled_entries import PlacedScale
+from muonjax._clip.scale import PlacedScale
 from muonjax._clip.site import PlacedSite, Sites, as_sites
 from muonjax._common.arguments import check_range, errors_of, mesh_axes
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from muonjax._clip.scaled_entries import PlacedScale, Scale
+from muonjax._clip.scale import PlacedScale, Scale
 from muonjax._common.arguments import (
     axis_numbers,
     check_flag,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from muonjax._clip.scaled_entries import Scale
+from muonjax._clip.scale import Scale
 from muonjax._clip.site import KEY_NORMS, Site
 from muonjax._common.arguments import check_text, errors_of, whole_number
 

@@ -47,9 +47,9 @@ From these records follow two answers:
   parameters that a clip has to scale, and where its logits are. These are proposals, queries and keys before queries
   alone: whether a clip scales these logits and nothing else is for the certificate to say. A product whose exponentials
   read values and that can't be followed is listed and refused with its line; so no attention is missed silently.
-  `attention_sites` names them by the paths of their parameters, and writes what is scaled as sites.
+  `name_attentions` names them by the paths of their parameters, and writes what is scaled as sites.
 
-`certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
+`clip_certificate` then proves each clip, or refuses it. It draws a factor for each head and follows the logarithms of
 the factors through every operation that a clip changes: the logits of each head must get exactly their factor, and
 no scalar that the function returns may change (an array may, such as a returned parameter). It ends at the logits:
 that nothing but their softmax reads them is for `clippable_attention` to check. It trusts no layout and no projection,

@@ -9,12 +9,12 @@ import numpy as np
 
 from muonjax._clip.site import Site
 from muonjax._inspect import follow_logits
-from muonjax._inspect.certificate import Certificate
+from muonjax._inspect.clip_certificate import Certificate
+from muonjax._inspect.clip_proposals import QueriesAndKeys, Refused, Spans, proposals_of
 from muonjax._inspect.graph import LONG_EINSUM, Place
 from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import doubt_of_masks
 from muonjax._inspect.measure import Probe
-from muonjax._inspect.proposals import QueriesAndKeys, Refused, Spans, proposals_of
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
     Logits,

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from muonjax._inspect.clip_proposals import Refused
 from muonjax._inspect.graph import Graph
 from muonjax._inspect.possible_numbers import MASKED, numbers_in
-from muonjax._inspect.proposals import Refused
 from muonjax._inspect.values import Addend
 
 # Softmax gives e^-20, 2e-9, of a share to what so much is added to; a larger number hides nothing.

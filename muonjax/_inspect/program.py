@@ -23,11 +23,11 @@ from muonjax._common.trees import (
     is_masked,
     listed,
 )
-from muonjax._inspect.attention_sites import named_attentions
 from muonjax._inspect.clippable_attention import Call
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow
 from muonjax._inspect.measure import Probe, with_maxima
+from muonjax._inspect.name_attentions import named_attentions
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.callers_rules import PathRules, apply_rules

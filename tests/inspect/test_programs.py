@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import muonjax
-from muonjax._inspect.certificate import Certificate
+from muonjax._inspect.clip_certificate import Certificate
 from tests.inspect import attention_programs, hostile_programs, researchers_programs
 from tests.inspect.library_models.model import flattened
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.common import hlo_counts
-from pallas_kernels import _xla, symmetric_product
+from pallas_kernels import _xla_product, symmetric_product
 from tests.pallas_kernels.symmetric_product_suite import SymmetricProductSuite
 
 
@@ -14,7 +14,7 @@ class TestBlocked(SymmetricProductSuite):
 
     @pytest.fixture(autouse=True)
     def _small_blocks(self, monkeypatch):
-        monkeypatch.setattr(_xla, "_SMALLEST_BLOCK", 4)
+        monkeypatch.setattr(_xla_product, "_SMALLEST_BLOCK", 4)
 
 
 def _flops(implementation, m=1024):

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from muonjax._clip.scaled_entries import PlacedScale
+from muonjax._clip.scale import PlacedScale
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import MOST, NotFollowed, other_axes
 from muonjax._inspect.measure import Probe

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from muonjax._clip.scaled_entries import PlacedScale, Scale
+from muonjax._clip.scale import PlacedScale, Scale
 from muonjax._inspect.layouts import HOLE, Layout, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import Operand, Projection
