@@ -110,7 +110,7 @@ def times(quick: bool) -> Iterator[Check]:
         # The gradients are the parameters: only times are measured.
         step = jax.jit(method.update).lower(params, state, params).compile()
         compilation = time.perf_counter() - start
-        updates = params
+        updates = params  # for the type checker: the loop runs at least three times
         seconds = []
         for _ in range(3 if quick else 10):
             start = time.perf_counter()

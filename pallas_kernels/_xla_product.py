@@ -164,12 +164,12 @@ def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m
 def _in_blocks(
     o: Operands, *, rows: int, platform: str
 ) -> Inexact[Array, "*batch m m"]:
-    """The product from blocks: ``P_ij = X_i Y_jᴴ`` for i >= j, and ``P_ji = P_ijᴴ``."""
+    """The product from rows of blocks: ``P_ij = X_i Y_jᴴ`` for i >= j, and ``P_ji = P_ijᴴ``."""
     # Block i takes the rows from bounds[i] to bounds[i + 1].
     m = o.x.shape[-2]
     bounds = [m * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
-    # At starts that XLA does not know, all slices of one size are one compiled kernel.
+    # On a CPU the starts come from a loop, so that XLA does not know them: slices of one size are one compiled kernel.
     starts = numbers_from_loop(bounds[:-1], platform)
 
     def cut(a: jax.Array, i: int) -> jax.Array:
@@ -185,7 +185,7 @@ def _in_blocks(
             block = product(x_i, cut(o.second, j))
             blocks[i, j] = block
             blocks[j, i] = mirror(block) if i == j else block.mT.conj()
-    # Column by column: two concatenations in all, which take the mirrored blocks along.
+    # First each column of blocks, then all columns. The mirrored blocks are transposed on the way.
     columns = []
     for j in range(rows):
         column = [blocks[i, j] for i in range(rows)]

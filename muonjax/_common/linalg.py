@@ -115,8 +115,8 @@ def identity_like(
     """I in the dtype of A, with an axis of one entry for each of its batch axes.
 
     `jax_numpy_rank_promotion="raise"` asks for those. With `as_constant` the program contains the numbers of a small
-    one: XLA's CPU compiler would unroll the comparison of rows and columns, which takes longer than all else in a
-    small iteration. Not where forward derivatives go through a `shard_map`, which don't take such a constant.
+    one: XLA's CPU compiler would unroll the comparison of rows and columns, which takes longer to compile than all
+    else in a small iteration. Leave it False where `jax.jvp` goes through a `shard_map`, which refuses such a constant.
     """
     k = a.shape[-1]
     # NumPy's matrix is a constant of the program.

@@ -129,8 +129,8 @@ class Certificate:
     def touch(self, spans: Sequence[PlacedScale], logarithms: np.ndarray) -> None:
         """Records the table [3, *loops, *axes] of a parameter of which a clip scales some parts.
 
-        A kernel [64, 2, 16] has two layers along axis 1 and four heads along the last axis. With logarithms [2 layers,
-        4 heads] its table is [3, 1, 2, 16], without loops.
+        A kernel [64, 2, 16] has two layers along axis 1 and four heads of four entries along the last axis. With
+        logarithms [2 layers, 4 heads] its table is [3, 1, 2, 16], without loops.
 
         Args:
           spans: Its parts, all of one parameter.
@@ -138,19 +138,20 @@ class Certificate:
         """
         tables = []
         for number, span in enumerate(spans):
-            # Each feature has a position, so that a sum over some of them is not taken for one over all. Part number k
-            # has those from k 2^40 on, which no other part has.
+            # Each feature has a position: at the logits a sum over some features has another first or last position
+            # than one over all. Part number k has those from k 2^40 on, which no other part has.
             shape = (span.entries, span.features)
             positions = np.arange(math.prod(shape)).reshape(shape) + float(number << 40)
             positions = np.broadcast_to(positions, (*span.layers, *shape))
             # Queries and keys take √γ each, or one of them γ.
             power = 1.0 if span.factor == "whole" else 0.5
             of_features = power * logarithms[..., None]
+            # The first and the last position of an entry; the last with a minus, so that a minimum takes both.
             three = (of_features, positions, -positions)
             tables.append(np.stack(list(map(span.spread, three, _UNTOUCHED))))
         # An entry of two parts is scaled twice.
         table = functools.reduce(_product, tables)
-        # The parameter is outside of all scans: the axes of the loops have one entry.
+        # The parameter is outside of all scans: the axes of the loops, 1 to `first` - 1, have one entry.
         table = _compact(np.expand_dims(table, tuple(range(1, self.first))))
         # It is None where all factors are 1.
         if table is not None:

@@ -220,22 +220,27 @@ def _numbers_per_head(
       form: The matrices of the parameter.
       shape: Its shape.
       heads: Where its columns count heads: the run from head to head, along axis 1 of [64, 8, 16], or in steps of 16
-        along axis 1 of [64, 128]; and the region of the columns that have these heads.
+        along axis 1 of [64, 128]; and the region that has these heads, as (axis, mask of its positions) pairs.
     """
     axes = _axes(run for run, _ in heads)
     # Axes of which neighboring positions are in different heads.
     counting = _axes(run for run, _ in heads if run.stride == 1)
-    if counting:
-        # [64, 8 * 16] with heads along the faster axis: a head has every eighth column. [64, 8]: a head has one column,
-        # a vector. No columns are left then, and the parameter stays one matrix.
-        columns = (form.columns - counting) or form.columns
-        return _numbers(form._replace(columns=columns))
     cut = form.cut
+    if counting:
+        columns = form.columns - counting
+        # No other axis has columns: of [64, 8], where a head is a vector, and of [64, 8 * 16] with heads along the
+        # faster axis, where a head has every eighth column. Such a kernel stays one matrix.
+        if not columns:
+            return _numbers(form)
+        # [64, 24, 16] with 24 heads of queries, keys and values: each head is a matrix, so that nothing is cut.
+        if cut is not None and cut.axis in counting:
+            cut = None
+        return _numbers(form._replace(columns=columns, cut=cut))
     # One axis alone can be cut. If heads lie along another axis than the parts, the heads are cut and the parts are
     # not.
     if cut is None or cut.axis not in axes:
         cut = _Cut(min(axes), (shape[min(axes)],))
-    # The sizes of the parts of all repeats (a tuple, repeated): they are cut further where heads begin.
+    # The sizes of all parts, which are cut further where heads begin: (2, 1) with two repeats is (2, 1, 2, 1).
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
         # Heads along a second axis stay together.

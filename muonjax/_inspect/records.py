@@ -138,22 +138,23 @@ class Records:
         k: int = 0,
         **axes: Any,
     ) -> Product | None:
-        """Records what an operation does with a parameter, in place of what was recorded of both before.
+        """Records what an operation does with a parameter, in place of what was recorded before of these two.
 
         Args:
           node: The operation.
           kind: One of `Kind`.
           view: The parameter, as the operation sees it.
           what: What is done, in words, or the name of the operation.
-          k: The number of the view, if the operation takes a sum of several.
+          k: The number of this view among those of the operand: of x @ (w + a @ b) w has 0, a has 1 and b has 2.
           axes: Rows, columns and the other attributes of `Use`.
 
         Returns:
-          What becomes of it, if it is a product. Each new one gets the next bit.
+          The `Product`, to which later operations add what becomes of it; None for any other kind.
         """
         product = None
         if kind == "product":
             products = self.uses.products
+            # A loop's body is followed again until nothing changes: a product that is there keeps its bit.
             new = Product(OF_PRODUCTS << len(products))
             product = products.setdefault((node.index, k), new)
         use = Use(kind, what, node.index, view, product=product, **axes)

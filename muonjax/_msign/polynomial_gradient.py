@@ -125,7 +125,8 @@ def symmetric_linear_map(
     Args:
       apply: (at, v) -> J v, differentiable in `at`; the same shape in and out. It may close over Python values, but
         not over arrays: inside `jax.shard_map` those would not get the varying mesh axes of the others.
-      at: The point, a tree of arrays. Inside `jax.shard_map` they vary over the same mesh axes as `direction`.
+      at: The point, a tree of the arrays that `apply` needs. Inside `jax.shard_map` they vary over the same mesh axes
+        as `direction`, so that the system below may close over them.
       direction: v.
     """
 

@@ -150,7 +150,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
       params: The parameters of the training loop after the update that returned `state`.
 
     Returns:
-      params - beta m, with the dtypes of `params`.
+      params - beta m, where m is the state's mean of the weights' changes, with the dtypes of `params`.
 
     Raises:
       ValueError: The state does not have exactly one `EmaNesterovState`, or has one of other parameters.
@@ -177,7 +177,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
             raise ValueError(
                 "(state, params): params have other shapes than the state."
             )
-    # The beta of the last update, by which these parameters are ahead.
+    # The beta of the last update, by which these parameters are ahead. `nnx.Optimizer` boxes each leaf of a state.
     beta = unboxed(states[0].beta)
     weights = []
     for y, m in zip(leaves, means, strict=True):

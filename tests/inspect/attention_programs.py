@@ -803,6 +803,19 @@ def a_derivative_of_an_attention(p, x, v):
     return jnp.mean((y - lax.stop_gradient(derivative)) ** 2)
 
 
+@program(
+    X,
+    sites=1,
+    qkv=((D, 3 * H, S), "0 | 1, 2 / 3 of 1; 0 | 2"),
+    o=((D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
+def queries_keys_and_values_along_the_axis_of_heads(p, x):
+    q, k, v = jnp.split(jnp.einsum("btd,dhs->bths", x, p["qkv"]), 3, 2)
+    y = mixed(jax.nn.softmax(logits_of(q, k)), v)
+    return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
+
+
 TERMS = [f"w{i}" for i in range(8)]
 
 
