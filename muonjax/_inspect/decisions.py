@@ -80,6 +80,7 @@ class _Decider:
         unlisted = self.records.unlisted
         if unlisted >= 0:
             return self._left_to_names(self.graph.nodes[unlisted].name, unlisted)
+        uses = self._without_scales(leaf, uses)
         for use in uses:
             if use.kind == "unknown":
                 return self._left_to_names(use.what, use.node)
@@ -111,6 +112,18 @@ class _Decider:
         """Whether it belongs to the forward or the backward pass of a gradient, and not of `jax.jvp` alone."""
         transforms = self.graph.nodes[use.node].transforms
         return self.takes_gradients and not transforms.isdisjoint(["jvp", "transpose"])
+
+    def _without_scales(self, leaf: int, uses: list[Use]) -> list[Use]:
+        """The uses of a parameter without the products that make a number by which all of it is scaled.
+
+        x @ (w / s), with a spectral norm s = u @ w @ v, has two products that make s, and one that uses w as a matrix.
+        """
+        scales = self.records.uses.scales[leaf]
+        others = []
+        for use in uses:
+            if use.kind != "product" or not use.product.bit & scales:
+                others.append(use)
+        return others or uses
 
     def _adam(self, why: str, node: int, by_names: bool = False) -> Decision:
         """AdamW, for a reason with the line of an operation; `by_names` leaves it to names, with a warning."""

@@ -389,10 +389,16 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
 
     Each is looked at as the factor of the other.
     """
+    rank = sum(n > 1 for n in records.shape(node.outputs[0]))
     for value, factor in ((x, y), (y, x)):
         repeats = factor.axes("repeats")
         if repeats:
             records.record_weights(node, factor, value)
+        # In w / norm(w), with the spectral norm, one number scales all of w. The products that make this number are no
+        # uses of w as a matrix, so `decisions` gets what it depends on.
+        if value.is_weight and len(repeats) == rank:
+            for view in value.views:
+                records.uses.scales[view.leaf] |= factor.depends_on
         records.record_choice_by_labels(value, factor.axes("one hot"), factor)
         if not factor.is_activation:
             continue

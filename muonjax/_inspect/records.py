@@ -48,6 +48,8 @@ class Uses:
         self.read_by_labels: set[int] = set()
         # For each parameter, its axes along which products with slices of it are added up.
         self.summed_slices: dict[int, set[int]] = defaultdict(set)
+        # For each parameter, what one factor for all of it depends on, such as its spectral norm.
+        self.scales: dict[int, int] = defaultdict(int)
 
 
 class AttentionRecords:
