@@ -180,12 +180,14 @@ class Certificate:
             # Softmax and all that follows change as the clip wants it.
             if value in self.logits:
                 self.at[value] = table
-                continue
-            # An array may be returned with the clip's factors, as a parameter is; a loss may not.
-            if value in graph.outputs and self.records.shape(value) == ():
-                return operation
-            self.tables[value] = table
-            pending.update(graph.readers[value])
+            else:
+                self.tables[value] = table
+                pending.update(graph.readers[value])
+        # An array may be returned with the clip's factors, as a parameter is; a loss may not.
+        for value in graph.outputs:
+            if value in self.tables and self.records.shape(value) == ():
+                # A parameter of one number has no producer: the first operation stands for it.
+                return graph.producer.get(value, 0)
         return None
 
     def _table(self, value: int, rank: int, least: float = -np.inf) -> Table:
@@ -293,12 +295,9 @@ class Certificate:
         if name in ("reduce_sum", "reduce_max", "reduce_min"):
             return _reduced_if_equal(table, axes_after(self.first, params["axes"]))
         if name == "scan_slice":
-            table = self._exchanged(node, table)
-            if table.shape[self.first] > 1:
-                raise NotFollowed
-            return table.squeeze(self.first)
+            return self._slice_of_scan(node, table)
         if name == "scan_stack":
-            return self._exchanged(node, np.expand_dims(table, self.first))
+            return self._stack_of_scan(node, table)
         if name == "conv_general_dilated":
             return self._by_kernel(node, table)
         if name not in _KEEPS_TABLE:
@@ -307,10 +306,14 @@ class Certificate:
         is_float = self.graph.is_float(node.outputs[0])
         if not is_float or rounds_coarsely(self.records, node):
             raise NotFollowed
-        # Which entries a shard has is not known.
         old, new = self.graph.shapes(node)
-        if old != new:
+        # An untiled `all_gather` adds an axis that counts devices.
+        if len(old) != len(new):
             raise NotFollowed
+        for axis, n in enumerate(old):
+            # A shard has fewer entries along an axis. If that has several heads, it isn't known which the shard has.
+            if n != new[axis] and table.shape[self.first + axis] > 1:
+                raise NotFollowed
         return table
 
     def _by_kernel(self, node: Node, table: Table) -> Table:
@@ -323,12 +326,24 @@ class Certificate:
         sizes[numbers.out_spec[1]] = -1
         return of_features.reshape((*table.shape[: self.first], *sizes))
 
-    def _exchanged(self, node: Node, table: Table) -> Table:
-        """A table [3, *loops, iterations, ...] with the axis of a scan's iterations and that of its loop exchanged."""
-        scan = node.params["scan"]
-        if scan not in self.loops:
-            return table  # the logits are in no iteration of this scan
-        return np.swapaxes(table, 1 + self.loops.index(scan), self.first)
+    def _slice_of_scan(self, node: Node, table: Table) -> Table:
+        """What the iterations of a scan take of an array [iterations, ...]: its first axis becomes that of the loop."""
+        if table.shape[self.first] > 1:
+            if node.params["scan"] not in self.loops:
+                raise NotFollowed  # the logits are in no iteration of this scan
+            loop = 1 + self.loops.index(node.params["scan"])
+            if table.shape[loop] > 1:
+                raise NotFollowed
+            table = np.swapaxes(table, loop, self.first)
+        return table.squeeze(self.first)
+
+    def _stack_of_scan(self, node: Node, table: Table) -> Table:
+        """What a scan collects, as an array [iterations, ...]: the axis of the loop becomes its first axis."""
+        table = np.expand_dims(table, self.first)
+        if node.params["scan"] in self.loops:
+            loop = 1 + self.loops.index(node.params["scan"])
+            table = np.swapaxes(table, loop, self.first)
+        return table
 
     def located(
         self, probe: Probe, value: int, seen: int, expected: np.ndarray
