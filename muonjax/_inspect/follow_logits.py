@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from muonjax._inspect.graph import Node
-from muonjax._inspect.possible_numbers import is_mask
+from muonjax._inspect.possible_numbers import is_mask, numbers_in
 from muonjax._inspect.values import FROZEN, PARAMETER, Addend, Logits, Value
 
 if TYPE_CHECKING:
@@ -54,8 +52,8 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     if node.name in ("exp", "logistic"):
         return _exponential(node, value)
     if not operation.is_sum:
-        # What a mask hides, -1e9, would become the largest logits.
-        if value.logits[0].is_masked and _has_negative_number(operation):
+        # Times a number below zero, what a mask hides, -1e9, would become the largest logits.
+        if value.logits[0].is_masked and not _is_positive_scale(operation):
             return ()
         return through(node, value)
     # The logits are operand number `at`.
@@ -63,10 +61,17 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     return _chosen(operation, at) if operation.is_choice else _added(operation, at)
 
 
-def _has_negative_number(operation: Operation) -> bool:
-    """Whether an operand is a number of the program below zero, as in `-logits`, which multiplies by -1."""
-    known = [operation.records.known(array) for array in operation.arrays]
-    return any(x is not None and np.ndim(x) == 0 and x < 0 for x in known)
+def _is_positive_scale(operation: Operation) -> bool:
+    """Whether what multiplies or divides logits is made of the program's own numbers, none of them 0 or below.
+
+    Numbers that are not computed here, such as sqrt(64), are taken for positive ones.
+    """
+    for array, value in zip(operation.arrays, operation.values, strict=True):
+        if not value.logits:
+            numbers = numbers_in(operation.records.graph, array)
+            if numbers is None or numbers.min() <= 0:
+                return False
+    return True
 
 
 def through(node: Node, value: Value) -> tuple[Logits, ...]:

@@ -816,6 +816,13 @@ def queries_keys_and_values_along_the_axis_of_heads(p, x):
     return jnp.mean((y @ p["o"] @ p["out"]) ** 2)
 
 
+MINUS_ONES = np.full((1, H, 1, 1), -1, np.float32)
+spelled("a_mask_before_negative_factors", ELSE,
+        spell=lambda a, p: (a + jnp.where(CAUSAL, 0.0, -1e9)) * MINUS_ONES)  # fmt: skip
+spelled("a_choice_before_negative_factors", ELSE,
+        spell=lambda a, p: jnp.where(CAUSAL, a, -1e9) / MINUS_ONES)  # fmt: skip
+
+
 TERMS = [f"w{i}" for i in range(8)]
 
 
