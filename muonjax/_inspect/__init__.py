@@ -40,9 +40,9 @@ The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, 
 From these records follow two answers:
 
 - `decisions`: for each parameter its axes as a matrix (`matrix_axes`), or AdamW with the line that says why, such as an
-  output head (`product_destination`). Parameters whose uses contradict each other, or may be those of something else,
-  are left to names, with the reason; so are those that an unknown operation takes, or a gradient inside of the
-  function, and all of them next to an operation without a rule.
+  output head (`product_destination`). What may be a table, or comes before frozen numbers, is decided with a warning.
+  Parameters whose uses contradict each other are left to names, with the reason; so are those that an unknown
+  operation takes, or only a gradient inside of the function, and all of them next to an operation without a rule.
 - `clippable_attention`: for each product of queries and keys of which a softmax reads values, the runs of the
   parameters that a clip has to scale, and where its logits are. These are proposals, queries and keys before queries
   alone: whether a clip scales these logits and nothing else is for the certificate to say. A product whose exponentials

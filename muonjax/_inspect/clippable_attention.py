@@ -149,7 +149,7 @@ def _check_softmaxes(records: Records, product: int) -> None:
         if (other._replace(layout=logits.layout), axes) != (logits, normalized):
             is_several = True
     # A loss that is made of the model's derivatives, as of a physicist's network.
-    if is_several and "jvp" in records.nodes[product].transforms:
+    if is_several and "jvp" in records.graph.derivatives(product):
         raise Refused(f"{_DERIVATIVES}: {line}")
     if is_several:
         raise Refused(f"several softmaxes take its logits: {line}")
@@ -190,7 +190,7 @@ def _check_readers(records: Records, product: int) -> None:
 def _not_alone(records: Records, operation: int) -> str:
     """Why a clip can't go through this operation."""
     node, line = records.nodes[operation], records.graph.line(operation)
-    if node.name == "add_any" and "jvp" in node.transforms:
+    if node.name == "add_any" and "jvp" in records.graph.derivatives(operation):
         return f"{_DERIVATIVES}: {line}"
     values = records.inputs(node)
     is_biased = any(value.is_weight for value in values)

@@ -1,7 +1,7 @@
 """Decide from its uses which optimizer takes a parameter, and as which matrices.
 
 The first that holds of these, each with its line: whole numbers; never used; used by an operation that is not followed,
-or in a gradient that the function takes, and left to names; looked up; in no product; an output head of a loss; in
+or only in a gradient that the function takes, and left to names; looked up; in no product; an output head of a loss; in
 products with vectors alone; in a last product without a loss, and left to names; an embedding of patches. All others
 are matrices, if their products agree.
 """
@@ -62,9 +62,8 @@ class _Decider:
     def __init__(self, records: Records, is_loss: bool):
         self.records, self.graph, self.is_loss = records, records.graph, is_loss
         self.ends = Ends(records)
-        nodes = self.graph.nodes
         self.takes_gradients = any(
-            "transpose" in nodes[i].transforms for i in self.graph.live
+            "transpose" in self.graph.derivatives(i) for i in self.graph.live
         )
 
     def decide(self, leaf: int, uses: list[Use]) -> Decision:
@@ -86,9 +85,14 @@ class _Decider:
                 return self._left_to_names(use.what, use.node)
         in_gradient = [use for use in uses if self._is_in_gradient(use)]
         others = [use for use in uses if not self._is_in_gradient(use)]
-        # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel backward too. If it takes
-        # nothing but a gradient, or trains the model, what follows a product can't be told.
-        if in_gradient and not any(use.kind == "product" for use in others):
+        # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel backward too. What follows
+        # a product in a gradient can't be told, so that another product has to show it.
+        followed = [
+            use
+            for use in others
+            if use.kind == "product" and self.ends.destination(use) != "output"
+        ]
+        if in_gradient and not followed:
             return self._left_to_names(
                 "a gradient inside of the function", in_gradient[0].node
             )
@@ -110,7 +114,7 @@ class _Decider:
 
     def _is_in_gradient(self, use: Use) -> bool:
         """Whether it belongs to the forward or the backward pass of a gradient, and not of `jax.jvp` alone."""
-        transforms = self.graph.nodes[use.node].transforms
+        transforms = self.graph.derivatives(use.node)
         return self.takes_gradients and not transforms.isdisjoint(["jvp", "transpose"])
 
     def _without_scales(self, leaf: int, uses: list[Use]) -> list[Use]:

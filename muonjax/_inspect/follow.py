@@ -62,7 +62,7 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
         before, carried = carried, [_after_round(records, carry) for carry in carries]
         if carried == before:
             break
-    takes_gradients = any("transpose" in records.nodes[i].transforms for i in body)
+    takes_gradients = any("transpose" in records.graph.derivatives(i) for i in body)
     for carry in carries:
         start = records.values[carry.inputs[0]]
         # The loop changes what entered as a parameter. If it takes gradients, an optimizer in it may train a matrix,

@@ -122,11 +122,6 @@ class Node:
     equation: JaxprEqn  # of a "carry" and the like that of the loop, of a rewritten operation the one of the program
     place: Place
 
-    @property
-    def transforms(self) -> frozenset[str]:
-        """The derivatives that it belongs to and that the function takes by itself: "jvp", and "transpose" backward."""
-        return _transforms(self.equation.source_info.name_stack)
-
 
 @functools.lru_cache(1024)
 def _transforms(name_stack: Any) -> frozenset[str]:
@@ -441,6 +436,21 @@ class Graph:
 
     # What is asked of it.
 
+    def enclosing(self, operation: int) -> list[JaxprEqn]:
+        """The equation of an operation, and of the calls and loops that it is in, from the inside to the outside."""
+        node = self.nodes[operation]
+        equations = [node.equation]
+        for depth in range(len(node.place), 0, -1):
+            equations.append(self.callers[node.place[:depth]])
+        return equations
+
+    def derivatives(self, operation: int) -> frozenset[str]:
+        """The derivatives that it belongs to and that the function takes by itself: "jvp", and "transpose" backward."""
+        transforms: frozenset[str] = frozenset()
+        for equation in self.enclosing(operation):
+            transforms |= _transforms(equation.source_info.name_stack)
+        return transforms
+
     def upstream(
         self,
         values: Iterable[int],
@@ -475,17 +485,13 @@ class Graph:
 
     def line(self, operation: int) -> str:
         """File and line of the user's code that an operation comes from, such as "model.py:41"."""
-        node = self.nodes[operation]
         # From the inside to the outside: a library's function may be traced once, with no line of the user's.
-        equations = [node.equation]
-        for depth in range(len(node.place), 0, -1):
-            equations.append(self.callers[node.place[:depth]])
-        for equation in equations:
+        for equation in self.enclosing(operation):
             for frame in getattr(equation.source_info.traceback, "frames", ()):
                 if not any(part in frame.file_name for part in _LIBRARIES):
                     return f"{_shown(frame.file_name)}:{frame.line_num}"
         # JAX's choice of a frame, where the user's code is installed as a library.
-        return source_info_util.summarize(node.equation.source_info)
+        return source_info_util.summarize(self.nodes[operation].equation.source_info)
 
     def shape(self, value: int) -> tuple[int, ...]:
         return self.avals[value].shape

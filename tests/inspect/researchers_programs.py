@@ -233,6 +233,31 @@ def maml(p, x):
     return loss(jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p)))
 
 
+@program(ROWS, w=((D, D), GRADIENT), out=((D, 4), GRADIENT))
+def maml_of_a_jitted_loss(p, x):
+    loss = jax.jit(
+        lambda p: cross_entropy(jnp.tanh(x @ p["w"]) @ p["out"], jnp.zeros(B, int))
+    )
+    return loss(jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p)))
+
+
+@program(
+    ROWS, ROWS, enc=((D, D), GRADIENT), w=((D, D), GRADIENT), out=((D, 1), GRADIENT)
+)
+def forces_with_a_penalty_on_features(p, x, y):
+    """Without the gradient the encoder would be a head."""
+    features = lambda x: jnp.tanh(x @ p["enc"])
+    energy = lambda x: jnp.sum(jnp.tanh(features(x) @ p["w"]) @ p["out"])
+    return sq(jax.grad(energy)(x) - y) + sq(features(x))
+
+
+@program(ROWS, w=((D, D), M), mid=((D, D), M), out=((D, 1), GRADIENT))
+def a_gradient_penalty(p, x):
+    """WGAN's."""
+    critic = lambda x: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["mid"]) @ p["out"]
+    return jnp.mean(critic(x)) + sq(jax.grad(lambda x: jnp.sum(critic(x)))(x))
+
+
 @program(ROWS, w=((D, D), M), mid=((D, D), M), out=((D, 4), "head"))
 def first_order_maml(p, x):
     """So does SAM: what it adds to the weights has no gradient."""
