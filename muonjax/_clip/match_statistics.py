@@ -64,7 +64,8 @@ def _statistic_of(
       site: The module, whose parameters say how many layers and entries there are.
     """
     dtype = getattr(value, "dtype", type(value))
-    if not jnp.issubdtype(dtype, jnp.number):
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if is_complex or not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(
             f"{what} is {shown(value)}; give an array of real numbers, [*layers, heads]."
         )

@@ -56,7 +56,7 @@ def max_logits(
       `[heads]`, float32 (float64 for float64 input). −inf for a head whose every pair is masked.
 
     Raises:
-      ValueError: Shapes that do not fit together; a block or window size that is traced or out of range.
+      ValueError: Shapes that do not fit together, or are empty; a block or window size that is traced or out of range.
       TypeError: An argument has another type, as a mask that is a list or a boolean.
 
     Example:

@@ -333,8 +333,9 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         raise
     shapes = jax.tree.map(_shape, params)
     first = result[0] if isinstance(result, tuple | list) and result else result
-    is_tree = len(jax.tree.leaves(params)) > 1
-    if is_tree and jax.tree.flatten(first) == jax.tree.flatten(shapes):
+    # Gradients may have another dtype than the parameters.
+    is_like_params = jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, params)
+    if is_like_params and len(jax.tree.leaves(params)) > 1:
         raise ValueError(
             f"{call} returns a tree like the parameters, as a training step or a gradient does; give the loss function."
         )
@@ -487,9 +488,16 @@ def find_maxima(
             # Where batch and heads are one axis, each example has entries of its own.
             entries = next(measured).reshape(*queries.layers, -1, queries.entries)
             of_calls.append(entries.max(-2))
-        # An attention that is called several times has the largest logits of all its calls, where NaN hides no number.
-        maxima[attention.name] = functools.reduce(jnp.fmax, of_calls)
+        maxima[attention.name] = functools.reduce(_larger, of_calls)
     return results[:count], maxima
+
+
+def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The larger of the largest logits of two calls of an attention; one that overflows hides none of the other."""
+    nothing = jnp.full_like(a, -jnp.inf)
+    finite = [jax.lax.select(x == jnp.inf, nothing, x) for x in (a, b)]
+    # `fmax` leaves out NaN.
+    return jnp.fmax(*finite)
 
 
 def _clippable(

@@ -75,6 +75,7 @@ MISMATCHES = [
     ({"a": 400.0}, r"shape \(\)"),
     ({"a": jnp.ones((0, 4))}, r"shape \(0, 4\)"),
     ({"a": (HOT,)}, "give an array of real numbers"),
+    ({"a": HOT + 0j}, "give an array of real numbers"),
     ({"a": {"max_logits": HOT}}, "'a' is {.*; give an array of real numbers"),
     ({"a": None}, "'a' is None; give"),
     ({"a": jnp.ones(4, bool)}, "'a' is .*; give"),

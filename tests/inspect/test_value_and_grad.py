@@ -421,3 +421,20 @@ def test_grouped_queries_under_checkpoint():
     want = jnp.einsum("bths,buhs->bhtu", q, jnp.repeat(k, 2, 2)).max((0, 2, 3)) / 8**0.5
     for (_, maxima), _ in (plain, kept):
         assert_allclose(maxima["max_logits"], want, rtol=2e-5)
+
+
+@pytest.mark.nan("the call that overflows")
+def test_a_call_that_overflows_hides_no_logits_of_another():
+    def loss(w, xs):
+        return sum(jnp.mean(layer(w, x) ** 2) for x in xs)
+
+    def layer(w, x):
+        q, k, v = (jnp.einsum("btd,dhs->bths", x, w[n]) for n in "qkv")
+        y = jax.nn.softmax(jnp.einsum("bqhs,bkhs->bhqk", q, k))
+        return jnp.einsum("bqhs,hsd->bqd", jnp.einsum("bhqk,bkhs->bqhs", y, v), w["o"])
+
+    w = {name: array[0] for name, array in weights().items()}
+    x = tokens()
+    (_, alone), _ = value_and_grad(loss)(w, (x, x))
+    (_, both), _ = value_and_grad(loss)(w, (x, x * 1e30))
+    assert_allclose(both["max_logits"], alone["max_logits"], rtol=1e-6)
