@@ -103,12 +103,14 @@ def clip_of_logits(
     is_optimizer = call in ("muonclip", "adamclip")
     # `muonclip(2e-3)` is a likely first call. The signature allows it, so that the message can show both lines.
     if sites is None:
-        first = "2e-3" if is_optimizer else "100.0"
+        line = f"tx = muonjax.{call}({'2e-3' if is_optimizer else '100.0'}, program)"
+        if call == "apply_qk_clip":
+            line = "params = muonjax.apply_qk_clip(params, max_logits, program)"
         raise ValueError(
-            f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n"
-            f"tx = muonjax.{call}({first}, program)"
+            f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n{line}"
         )
-    # γ = threshold / largest logit. `_attentions` sets its power for queries and keys when the modules are found.
+    # γ = min(1, threshold / largest logit). Once the sites are placed on modules, `_attentions` gives queries and keys
+    # their powers of γ: 1/2 each, or 1 and 0 where heads share keys.
     return ClipByStatistic(
         call=call,
         argument="max_logits",

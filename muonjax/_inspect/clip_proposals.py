@@ -69,12 +69,14 @@ class QueriesAndKeys:
     def both_sides(self) -> list[PlacedScale]:
         """Queries and keys, with the factor √γ each, "query" and "key".
 
-        Keys that several heads share stay as they are, and the queries that they meet get the factor γ, "whole": all
-        of them in multi-query attention, and the rotary features in latent attention (MLA).
+        Keys that several heads share, or whose heads can't be told apart, stay as they are, and the queries that they
+        meet get the factor γ, "whole": all of them in multi-query and grouped-query attention, and the rotary features
+        in latent attention (MLA).
 
         Raises:
           Refused: As `queries`.
         """
+        # For its numbers of heads and layers, which all spans have in common.
         first, *_ = self.queries([_ALL])
         of_keys: list[PlacedScale] = []
         shared: list[range] = []

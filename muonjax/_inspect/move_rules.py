@@ -246,14 +246,15 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     # `jnp.take(x, 2, axis)`.
     if known is not None and records.shape(node.inputs[1]) == (1,):
         return _one_operand(records, node)
+    # For each axis of the result the axis of x that it has all of: [None, None, 1] for `table[tokens]`.
     sources = _sources_of_gather(records, node)
     old, _ = records.graph.shapes(node)
     # The axes along which the indices choose: axis 0 in `table[tokens]`.
     picked = [axis for axis, n in enumerate(old) if axis not in sources and n > 1]
-    # They choose entries of a parameter, or columns of a product.
-    is_part = _differs_along(x, picked)
-    # Columns permuted by a constant index are no look-up. Constant labels, as of a trial, are no permutation.
-    if is_part and known is not None:
+    # Whether entries of a parameter, or columns of a product, differ along these axes: then the indices choose some.
+    chooses = _differs_along(x, picked)
+    # Constant indices that have each column once put the columns in another order, which is not followed.
+    if chooses and known is not None:
         count = math.prod(old[axis] for axis in picked)
         if np.array_equal(np.sort(known, None), range(count)):
             raise NotFollowed
@@ -261,9 +262,11 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     # the product are classes.
     if not x.views:
         records.record_choice_by_labels(x, picked, indices)
-        if is_part:
+        # The operation takes these columns together, whichever of them it chooses.
+        if chooses:
             records.record_parts(x.projections)
             return [dependent([x, indices])]
+    # Recorded as a look-up if data choose, and followed on: what is chosen may be an expert's matrix.
     return [looked_up(records, node, [x, indices], sources)]
 
 

@@ -138,10 +138,11 @@ def _by_parameter(
     # Learned queries [8, 64] that a projection multiplies are its input, and no matrix.
     if activation.value.is_weight:
         records.record_views(node, "a learned input", [activation.value])
-    # The result may be the scores of an attention, as in x @ queries.T with learned queries. Scores that the activation
-    # was made of end at this layer. Exponentials stay what they are, as softmax's weights do in talking heads.
+    # The result may be the scores of an attention, as in x @ queries.T with learned queries; they take the place of
+    # those that the activation was made of. Weights that a matrix mixes over heads still are weights of their softmax.
     result = result._replace(scores=node.index)
-    # A depthwise convolution takes no columns together.
+    # A layer sums over columns of the layer before, and those that it takes together are one matrix of that layer. A
+    # depthwise convolution takes each column by itself.
     is_depthwise = weights.kernel.is_depthwise
     if not is_depthwise:
         records.record_parts(activation.value.projections)
@@ -152,8 +153,8 @@ def _by_parameter(
         for projection in activation.value.projections:
             batches = projection.layout.runs_along(activation.batch)
             projection.product.batches.update(batches)
-    # Several losses times their weights are no layer. A number may also be what a model gives for one example. Without
-    # a projection the parameters only scale, along axes of one entry, or a sum over experts is not followed.
+    # This may be no layer. Without a projection the parameters only scale, or a sum over experts is not followed. A
+    # number may be a sum of weighted losses, or what a model gives for one example.
     if not projections or records.shape(node.outputs[0]) == ():
         records.layers.without_rule.add(node.index)
         return result

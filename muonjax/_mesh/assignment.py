@@ -92,7 +92,7 @@ def multiply_adds(layout: MatrixLayout) -> int:
 
 
 def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[Round]:
-    """Give each matrix to an owner: a round for each group of leaves that are sharded over the same mesh axes.
+    """Give each matrix to an owner: a round for each group of leaves that are exchanged together.
 
     Matrices of one kind, which have equal shapes and shardings, take equally long. The kinds that take longest come
     first, and each matrix goes to the owner that is least busy then.
@@ -101,6 +101,7 @@ def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[
     queues: dict[MatrixKind, list[Matrices]] = {}
     for i, leaf in enumerate(leaves):
         kind = matrix_kind(leaf, mesh_shape)
+        # Stacked layers may be sharded: these are the ones of one shard, since all shards are divided in the same way.
         count = matrices_on_device(leaf, mesh_shape)
         matrices = Matrices(kind.layout, leaf=i, start=0, count=count)
         queues.setdefault(kind, []).append(matrices)
@@ -114,13 +115,14 @@ def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[
     work_of_devices = np.zeros(math.prod(mesh_shape.values()))
     owners_of: dict[ExchangeGroup, Owners] = {}
     for kind in sorted(queues, key=longest_first):
-        # [owners, devices of an owner]
+        # [owners, devices of an owner]: one device for each shard of the layers, and each has layers of its own.
         devices = _owner_devices(kind.group, mesh_shape)
         # For each owner a list of the matrices that it has so far
         owners = owners_of.setdefault(kind.group, [[] for _ in devices])
         work_of_one = multiply_adds(kind.layout)
         # An owner of several devices is as busy as the busiest of them. One more matrix makes it busier by 1.
         busy = work_of_devices[devices].max(axis=1) / work_of_one
+        # This adds to the lists of the owners.
         counts = _give(queues[kind], owners, busy)
         work_of_devices[devices] += work_of_one * counts[:, None]
     return [_round(group, owners, mesh_shape) for group, owners in owners_of.items()]

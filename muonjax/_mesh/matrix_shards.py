@@ -12,7 +12,7 @@ In this file an `axis` is a number, an axis of an array, and a `name` is that of
 The words of this folder:
 
   block     The part of a matrix that one device stores, and sends to the owner.
-  owner     The device that orthogonalizes a matrix.
+  owner     The device that orthogonalizes a matrix; one for each shard of an axis that counts matrices.
   replicas  Devices that store the same blocks. They divide the matrices among them.
   group     Leaves that are exchanged over the same mesh axes and in the same dtype.
   kind      Matrices of one group with equal layouts. They are interchangeable.

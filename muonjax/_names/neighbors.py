@@ -74,6 +74,7 @@ class Neighbors:
         # A bias is as long as the outputs; if both axes are, it votes for neither.
         if bias and len(bias) == 1:
             return (first == bias[0]) - (last == bias[0])
+        # A name says which side is wider. The last axis of a convolution (out, in, *window) belongs to its window.
         if p.rank > 2 or not re.search(_WIDENING, p.layer):
             return 0
         return (first > last) - (first < last)
