@@ -258,7 +258,7 @@ def _as_booleans(
 
     Axes of size one stay, because they broadcast.
     """
-    # JAX raises for shapes that don't broadcast to each other, and here the mask is no larger than the logits.
+    # JAX raises for shapes that don't broadcast to each other; a mask that would enlarge the logits is refused here.
     if jnp.broadcast_shapes(mask.shape, logits) != logits:
         raise ValueError(
             f"(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."

@@ -390,7 +390,9 @@ def _meant(keyword: str, known: Sequence[str]) -> str:
     # optax.contrib.muon takes adam_b1, adam_weight_decay and others. Each has the answer of `b2`: a setting of `adam`.
     synonym = "b2" if keyword.startswith("adam_") else keyword
     for here, elsewhere in _NAMES_ELSEWHERE.items():
-        if is_optimizer and synonym in elsewhere.split():
+        # muonh has no weight decay, for example.
+        is_missing = here.isidentifier() and here not in known
+        if is_optimizer and not is_missing and synonym in elsewhere.split():
             return f": in muonjax it is {here}"
     # Otherwise it is perhaps a mistyped name of these.
     similar = difflib.get_close_matches(keyword, known, 1)

@@ -140,12 +140,13 @@ _DERIVATIVES = "the function takes derivatives of it, which a clip would change 
 def _check_softmaxes(records: Records, product: int) -> None:
     """Refuses logits that are not what one softmax over keys takes."""
     attention, line = records.attention, records.graph.line(product)
-    # For each softmax the logits that enter it, and the axes of the product that count keys.
+    # For each product of softmax's weights and values: the logits that softmax takes, and the axes of the product of
+    # queries and keys that count keys.
     (logits, normalized), *others = attention.softmaxes[product]
-    # Exponentials of the logits multiply something that is no softmax, as softmax(logits)² does.
+    # Some exponentials multiply an array after their logits were lost, as softmax(logits)² @ values does.
     is_several = product in attention.other_readers
     for other, axes in others:
-        # Two halves of the weights that multiply values are of one softmax: their layouts alone differ.
+        # weights[:, :8] @ v1 and weights[:, 8:] @ v2 have one softmax: the layouts of their logits alone differ.
         if (other._replace(layout=logits.layout), axes) != (logits, normalized):
             is_several = True
     # A loss that is made of the model's derivatives, as of a physicist's network.
@@ -154,7 +155,7 @@ def _check_softmaxes(records: Records, product: int) -> None:
     if is_several:
         raise Refused(f"several softmaxes take its logits: {line}")
     # One number for each query may be subtracted, and not another one for some of its keys.
-    if logits.shifted and logits.shifted & normalized:
+    if logits.shifted is not None and logits.shifted & normalized:
         raise Refused(
             f"its softmax subtracts a number that may differ from key to key: {line}"
         )

@@ -59,7 +59,7 @@ class AttentionRecords:
         # By product of two arrays, perhaps queries and keys:
         # its operands;
         self.operands: dict[int, tuple[Operand, Operand]] = {}
-        # the logits that enter each softmax of it, and which of its axes count keys, over which softmax normalizes;
+        # for each product of softmax's weights and values, the logits that softmax takes, and which axes count keys;
         self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(
             list
         )

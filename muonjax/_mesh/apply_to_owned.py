@@ -159,7 +159,8 @@ def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
     for owner in columns:
         row = []
         for layout, firsts in owner.items():
-            # Matrices of a layout follow each other in the buffer, and so do those of a batch.
+            # An owner's matrices of one layout follow each other in the buffer, as `assign_owners` gives them kind by
+            # kind: a batch is so many of them in a row, and its place is that of the first.
             for column in firsts[::batch_size]:
                 row.append((column, layouts.index(layout)))
         rows.append(row)

@@ -454,12 +454,12 @@ def adamclip(
     Source: J. Su, kexue.fm/archives/11126.
     """
     check_rates(learning_rate=learning_rate)
-    # Muon's momentum may be int8, and in AdamW's first moment Optax would round almost everything away.
+    # int8 is for Muon's momentum, which has scales. Optax would cast Adam's first moment to it, and round it away.
     mu_dtype = settings.get("mu_dtype")
     if mu_dtype is not None:
         wanted = "a float type of 16 bits or more"
         given_dtype("mu_dtype", mu_dtype, WIDE_FLOATS, wanted)
-    # A mask that does not fit the parameters would be an error about trees.
+    # Optax's error for a mask that does not fit would speak of trees; this one names the argument.
     settings["mask"] = fitted_mask("mask", settings.get("mask"))
     # AdamW's moments may be in host memory, as Muon's momentum may.
     optimizer = offload(adamw(learning_rate, **settings))
