@@ -16,6 +16,7 @@ from muonjax._inspect.possible_numbers import numbers_in
 from muonjax._inspect.product_destination import Ends
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
+    ADDED,
     OF_PRODUCTS,
     PARAMETER,
     PRODUCT_OF_PARAMETERS,
@@ -113,7 +114,12 @@ class _Decider:
         return self._without_product(uses)
 
     def _is_in_gradient(self, use: Use) -> bool:
-        """Whether it belongs to the forward or the backward pass of a gradient, and not of `jax.jvp` alone."""
+        """Whether it belongs to the forward or the backward pass of a gradient, and not of `jax.jvp` alone.
+
+        What is added, as a bias, shows what it is there too.
+        """
+        if use.what == ADDED:
+            return False
         transforms = self.graph.derivatives(use.node)
         return self.takes_gradients and not transforms.isdisjoint(["jvp", "transpose"])
 

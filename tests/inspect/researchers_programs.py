@@ -251,10 +251,12 @@ def forces_with_a_penalty_on_features(p, x, y):
     return sq(jax.grad(energy)(x) - y) + sq(features(x))
 
 
-@program(ROWS, w=((D, D), M), mid=((D, D), M), out=((D, 1), GRADIENT))
+@program(
+    ROWS, w=((D, D), M), mid=((D, D), M), b=((D,), "added"), out=((D, 1), GRADIENT)
+)
 def a_gradient_penalty(p, x):
     """WGAN's."""
-    critic = lambda x: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["mid"]) @ p["out"]
+    critic = lambda x: jnp.tanh(jnp.tanh(x @ p["w"] + p["b"]) @ p["mid"]) @ p["out"]
     return jnp.mean(critic(x)) + sq(jax.grad(lambda x: jnp.sum(critic(x)))(x))
 
 
