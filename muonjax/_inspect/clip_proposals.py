@@ -36,11 +36,12 @@ def proposals_of(pairs: Sequence[QueriesAndKeys]) -> list[Spans]:
     Raises:
       Refused: The queries can't be scaled.
     """
-    both: list[PlacedScale] = []
-    queries_alone: list[PlacedScale] = []
+    # Each span once: in Transformer-XL the same queries meet keys and positions.
+    both: dict[PlacedScale, None] = {}
+    queries_alone: dict[PlacedScale, None] = {}
     for pair in pairs:
-        both += pair.both_sides()
-        queries_alone += pair.queries([_ALL])
+        both |= dict.fromkeys(pair.both_sides())
+        queries_alone |= dict.fromkeys(pair.queries([_ALL]))
     # They are equal where no key can be scaled, such as keys that do not train.
     different = dict.fromkeys([tuple(both), tuple(queries_alone)])
     proposals = [spans for spans in different if len(set(map(_heads_of, spans))) == 1]

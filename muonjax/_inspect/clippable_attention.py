@@ -147,7 +147,8 @@ def _check_softmaxes(records: Records, product: int) -> None:
     is_several = product in attention.other_readers
     for other, axes in others:
         # weights[:, :8] @ v1 and weights[:, 8:] @ v2 have one softmax: the layouts of their logits alone differ.
-        if (other._replace(layout=logits.layout), axes) != (logits, normalized):
+        same_layout = other._replace(layout=logits.layout, shifts=logits.shifts)
+        if (same_layout, axes) != (logits, normalized):
             is_several = True
     # A loss that is made of the model's derivatives, as of a physicist's network.
     if is_several and "jvp" in records.graph.derivatives(product):
@@ -155,7 +156,7 @@ def _check_softmaxes(records: Records, product: int) -> None:
     if is_several:
         raise Refused(f"several softmaxes take its logits: {line}")
     # One number for each query may be subtracted, and not another one for some of its keys.
-    if logits.shifted is not None and logits.shifted & normalized:
+    if product in attention.shifted_by_key:
         raise Refused(
             f"its softmax subtracts a number that may differ from key to key: {line}"
         )

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from muonjax._inspect.graph import Node
+from muonjax._inspect.layouts import whole
 from muonjax._inspect.possible_numbers import is_mask, numbers_in
-from muonjax._inspect.values import FROZEN, PARAMETER, Addend, Logits, Value
+from muonjax._inspect.values import FROZEN, PARAMETER, Addend, AxisFact, Logits, Value
 
 if TYPE_CHECKING:
     from muonjax._inspect.entrywise_rules import Operation
@@ -78,7 +79,7 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
     """Logits after an operation that takes no other ones, of any kind: a scale, a tanh, a sum over devices.
 
     Whether it scales them or makes something else of them is for the certificate to say. None are left if a mask or a
-    bias was added before (`is_biased`), or their maximum subtracted (`shifted`): in tanh(logits + mask) the largest
+    bias was added before (`is_biased`), or their maximum subtracted (`shifts`): in tanh(logits + mask) the largest
     logit that `measure` takes before the mask is not the one that softmax gets.
     """
     logits = []
@@ -86,7 +87,7 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
         # This is an exponential already, or a maximum: what follows only shows to which attention it belongs.
         if x.stage != "logits":
             logits.append(x)
-        elif not x.is_biased and x.shifted is None:
+        elif not x.is_biased and not x.shifts:
             logits.append(x._replace(value=node.outputs[0]))
     return tuple(logits)
 
@@ -117,7 +118,7 @@ def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
     weights = []
     for x in value.logits:
         # softmax(x - c) = softmax(x), and no such thing is true of a sigmoid.
-        is_shifted = node.name == "logistic" and x.shifted is not None
+        is_shifted = node.name == "logistic" and bool(x.shifts)
         if not is_shifted and not x.layout.region:
             weights.append(x._replace(stage="weights"))
     return tuple(weights)
@@ -140,12 +141,13 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     for x in value.logits:
         if x.product in _products(other, "per query"):
             # Softmax may subtract any number that is the same for all keys. The maximum [batch, head, query, 1]
-            # repeats along the keys, and differs along the other axes of the product.
-            runs = x.layout.runs_not_along(other.axes("repeats"))
-            shifted = (x.shifted or frozenset()) | {run.axis for run in runs}
-            logits.append(x._replace(shifted=shifted))
+            # repeats along the keys. Without such a fact, a number may differ along all axes.
+            facts = [fact for fact in other.facts if fact.what == "repeats"]
+            everywhere = AxisFact("repeats", whole(x.layout.shape))
+            shifts = (*x.shifts, *(facts or [everywhere]))
+            logits.append(x._replace(shifts=shifts))
         # No mask is added after the maximum, and no array that a clip may change, such as a learned bias.
-        elif x.shifted is None and not _may_change([other]):
+        elif not x.shifts and not _may_change([other]):
             masked = x._replace(value=node.outputs[0], is_masked=True)
             # A mask of 0 and -inf hides logits, and leaves the others as they are. Anything else may be a bias.
             is_plain = node.name == "add" and is_mask(
@@ -173,7 +175,7 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
     may_change = _may_change([*others, operation.chooser])
     logits = []
     for x in operation.values[at].logits:
-        if x.shifted is None and not (x.is_biased and may_change):
+        if not x.shifts and not (x.is_biased and may_change):
             logits.append(x._replace(value=operation.node.outputs[0], is_masked=True))
     return tuple(logits)
 

@@ -336,6 +336,8 @@ def _record_attention(
         # Which axes of the product of queries and keys count keys: those that weights @ values sums over.
         keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
         attention.softmaxes[product].append((logits, keys))
+        if any(fact.layout.runs_along(weights.summed) for fact in logits.shifts):
+            attention.shifted_by_key.add(product)
         for operand in attention.operands[product]:
             operands.append(operand)
             # Queries that share a key head are counted by an axis of their own.

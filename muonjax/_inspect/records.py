@@ -69,6 +69,8 @@ class AttentionRecords:
         # normalizes their exponentials, as a softmax does.
         self.two_sided: set[int] = set()
         self.summed_exponentials: set[int] = set()
+        # Products from whose logits a number was subtracted that may differ from key to key.
+        self.shifted_by_key: set[int] = set()
         # Products whose softmax is along columns of a parameter, as of a router, or of an output head.
         self.routers: set[int] = set()
         # By call of three arrays, perhaps a kernel of attention: the projections that it takes.

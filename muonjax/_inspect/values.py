@@ -123,6 +123,17 @@ class Addend(NamedTuple):
     sign: int = 1
 
 
+class AxisFact(NamedTuple):
+    """What is known of some axes of an array, as a layout that has runs along these alone.
+
+    "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one; "input": they are
+    those of an argument of the function; "repeats": it differs along all but those that only repeat it.
+    """
+
+    what: str
+    layout: Layout
+
+
 class Logits(NamedTuple):
     """What is left of the product of two projections: attention logits and what softmax makes of them."""
 
@@ -136,24 +147,13 @@ class Logits(NamedTuple):
     raw: int = -1
     added: tuple[Addend, ...] = ()
     is_masked: bool = False  # some are replaced, or hidden by what was added
-    # Axes of the product along which the number differs that was subtracted, their maximum; None if none was.
-    shifted: frozenset[int] | None = None
+    # The axes of the array along which a number differs that was subtracted, such as their maximum.
+    shifts: tuple[AxisFact, ...] = ()
 
     @property
     def is_biased(self) -> bool:
         """Whether a mask or a bias was added to the logits."""
         return self.raw >= 0
-
-
-class AxisFact(NamedTuple):
-    """What is known of some axes of an array, as a layout that has runs along these alone.
-
-    "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one; "input": they are
-    those of an argument of the function; "repeats": it differs along all but those that only repeat it.
-    """
-
-    what: str
-    layout: Layout
 
 
 class Value(NamedTuple):
@@ -272,8 +272,14 @@ class Operand:
         return tuple(other_axes(len(self.shape), (*self.summed, *self.batch)))
 
     def is_query(self, keys: Iterable[int]) -> bool:
-        """Whether it is the queries of a product whose axes `keys` count keys: they come from the other operand."""
-        return self.sources[max(keys)] is None
+        """Whether it is the queries of a product whose axes `keys` count keys: these come from the other operand.
+
+        After the shift of Transformer-XL, of "bqhd,khd->bhqk", both operands have some of these axes. The queries have
+        all others, and the positions have no axis of examples.
+        """
+        of_this = [self.sources[axis] is not None for axis in keys]
+        has_all_others = self.sources.count(None) == 1
+        return not any(of_this) or (has_all_others and not all(of_this))
 
     def along(self, layout: Layout) -> Layout:
         """A layout of this operand, with the axes of the product in place of the operand's."""
@@ -341,6 +347,8 @@ def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
         item = item._replace(layout=layout)
         if isinstance(item, Projection):
             item = item._replace(biases=move_each(item.biases, move))
+        if isinstance(item, Logits):
+            item = item._replace(shifts=move_each(item.shifts, move))
         moved.append(item)
     return tuple(moved)
 

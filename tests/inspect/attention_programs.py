@@ -165,6 +165,16 @@ spelled(
 )
 spelled("without_a_multiple_of_the_maximum", SHIFTED,
         softmax=lambda a, p: jax.nn.softmax(a - 3 * a.max(-1, keepdims=True) * BIAS))  # fmt: skip
+
+
+def of_halves(logits):
+    """Softmax of the logits less their maximum, which differs from one half of the keys to the other."""
+    halves = logits.reshape(B, H, T, 2, -1)
+    powers = jnp.exp(halves - halves.max(-1, keepdims=True)).reshape(logits.shape)
+    return powers / powers.sum(-1, keepdims=True)
+
+
+spelled("without_the_maximum_of_a_half", SHIFTED, softmax=lambda a, p: of_halves(a))
 spelled("a_maximum_under_a_mask", 1,
         softmax=lambda a, p: jax.nn.softmax(jnp.where(~CAUSAL, a.max(-1, keepdims=True), a)))  # fmt: skip
 spelled("scaled_after_the_maximum", ADDED,
@@ -773,7 +783,7 @@ def heads_cut_before_their_products(p, x):
 # Several inputs, several products, several uses.
 
 
-@attention(sites=None, **QKVO)
+@attention(sites=1, **QKVO)
 def one_kernel_on_two_inputs(p, x):
     q, k, v = projected(p, x)
     return end(p, logits_of(q + heads(jnp.tanh(x) @ p["q"]), k), v)
@@ -787,13 +797,29 @@ def one_softmax_of_two_products(p, x):
     return end(p, logits, jnp.concatenate([v, v], 1))[0]
 
 
-@program(X, sites=ADDED, r=(D, D), u=(H, S), w=(H, S), **QKVO)
-def logits_of_relative_positions(p, x):
+def relative_positions(p, x, shift, terms="bqhd,khd->bhqk"):
     """Transformer-XL."""
     q, k, v = projected(p, x)
     r = heads(jnp.sin(jnp.arange(T)[:, None] * jnp.arange(1.0, D + 1)) @ p["r"])
-    by_place = jnp.roll(jnp.einsum("bqhd,khd->bhqk", q + p["w"], r), 1, -1)
-    return end(p, logits_of(q + p["u"], k) + by_place, v)[0]
+    by_place = shift(jnp.einsum(terms, q + p["w"], r))
+    return end(p, logits_of(q + p["u"], k) + by_place, v)
+
+
+RELATIVE = {"r": (D, D), "u": (H, S), "w": (H, S)} | QKVO
+
+
+@attention(sites=1, **RELATIVE)
+def relative_positions_shifted_by_a_reshape(p, x):
+    def shift(a):
+        padded = jnp.pad(a, [(0, 0)] * 3 + [(1, 0)])
+        return padded.reshape(B, H, T + 1, T)[:, :, 1:].reshape(a.shape)
+
+    return relative_positions(p, x, shift)
+
+
+@attention(sites=ADDED, **RELATIVE)
+def relative_positions_by_a_roll(p, x):
+    return relative_positions(p, x, lambda a: jnp.roll(a, 1, -1))
 
 
 @program(X, X, sites="takes derivatives of it", **QKVO)
