@@ -22,7 +22,6 @@ from muonjax._common.arguments import (
     given_dtype,
     message_for_other_state,
 )
-from muonjax._common.trees import dtype_of
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
@@ -332,22 +331,10 @@ def _adamw_for_others(
     return adamw(
         rate.learning_rate,
         b2=0.95,
-        eps=_adam_eps(tree),
         weight_decay=rate.weight_decay,
         mask=mask,
         mu_dtype=None if is_int8 else mu_dtype,
     )
-
-
-def _adam_eps(tree: Any) -> float:
-    """Adam's usual eps, or the smallest normal number of the narrowest float: 1e-8 is 0 in float16."""
-    # 1e-8 is below float16's smallest normal number, 6e-5.
-    eps = 1e-8
-    for leaf in jax.tree.leaves(tree):
-        dtype = dtype_of(leaf)
-        if jnp.issubdtype(dtype, jnp.floating):
-            eps = max(eps, float(jnp.finfo(dtype).tiny))
-    return eps
 
 
 class AdamWSettings(TypedDict, total=False):
