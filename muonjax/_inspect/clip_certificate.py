@@ -186,8 +186,9 @@ class Certificate:
         # An array may be returned with the clip's factors, as a parameter is; a loss may not.
         for value in graph.outputs:
             if value in self.tables and self.records.shape(value) == ():
-                # A parameter of one number has no producer: the first operation stands for it.
-                return graph.producer.get(value, 0)
+                # No operation makes a parameter of one number: the first one stands for it.
+                maker = graph.maker(value)
+                return 0 if maker is None else maker.index
         return None
 
     def _table(self, value: int, rank: int, least: float = -np.inf) -> Table:

@@ -21,12 +21,12 @@ from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
 from muonjax._inspect.versions import Body
 
 
-def follow(body: Body, parameters: range, given: Sequence[Any] = ()) -> Records:
-    """What one pass over the operations of a jaxpr finds out about these of its inputs.
+def follow(body: Body, count: int, given: Sequence[Any] = ()) -> Records:
+    """What one pass over the operations of a jaxpr finds out about its parameters, the first `count` of its inputs.
 
     `given` as in `Graph`.
     """
-    records = Records(Graph(body, parameters, given))
+    records = Records(Graph(body, count, given))
     _follow(records, 0, len(records.nodes))
     return records
 

@@ -24,7 +24,6 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
 from muonjax._inspect.versions import (
-    EXTENSIBLE,
     Body,
     bodies,
     constants,
@@ -41,12 +40,12 @@ _COLLECTIVES = {
     "pmax": "reduce_max",
     "pmin": "reduce_min",
 }
-_ENTERED = EXTENSIBLE | {
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vmap_call",
-    "custom_lin",
-}
+# Operations whose body is entered: calls, loops, branches, functions with derivatives or a batching rule of their own.
+_CALLS = """
+    call closed_call compute_on cond custom_jvp_call custom_lin custom_vjp_call custom_vmap_call jit remat2 scan
+    shard_map while xla_metadata_call
+"""
+_ENTERED = frozenset(_CALLS.split())
 
 
 def _split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
@@ -58,25 +57,10 @@ def _split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
     return parts
 
 
-def _stacked(*arrays: jax.Array, axis: int) -> jax.Array:
-    """`stack`, as a concatenation."""
-    expanded = [lax.expand_dims(x, (axis,)) for x in arrays]
-    return lax.concatenate(expanded, axis)
-
-
-def _unstacked(x: jax.Array, axis: int) -> list[jax.Array]:
-    """`unstack`, as slices."""
-    slices = _split(x, [1] * x.shape[axis], axis)
-    return [lax.squeeze(part, (axis,)) for part in slices]
-
-
 def _padded(
     x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
 ) -> jax.Array:
     """`pad`, as a concatenation along one axis after the other."""
-    # Zeros between the entries, as `associative_scan` puts them there, and a negative padding stay a `pad`.
-    if any(inside or min(low, high) < 0 for low, high, inside in padding_config):
-        return lax.pad(x, value, padding_config)
     for axis, (low, high, _) in enumerate(padding_config):
         before, after = list(x.shape), list(x.shape)
         before[axis], after[axis] = low, high
@@ -90,8 +74,12 @@ _REWRITTEN: dict[str, Callable[..., Any]] = {
     "neg": lambda x: lax.mul(x, np.array(-1).astype(x.dtype)),
     "pad": _padded,
     "split": _split,
-    "stack": _stacked,
-    "unstack": _unstacked,
+    "stack": lambda *xs, axis: lax.concatenate(
+        [lax.expand_dims(x, (axis,)) for x in xs], axis
+    ),
+    "unstack": lambda x, axis: [
+        lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])
+    ],
 }
 
 
@@ -119,7 +107,7 @@ class Node:
     params: dict[str, Any]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    equation: JaxprEqn  # of a "carry" and the like that of the loop, of a rewritten operation the one of the program
+    equation: JaxprEqn  # a "carry" and the like have the one of their loop
     place: Place
 
 
@@ -149,43 +137,42 @@ class Graph:
     outputs (2,), and tanh with inputs (2,) and outputs (3,).
     """
 
-    def __init__(self, closed: Body, parameters: range, given: Sequence[Any] = ()):
+    def __init__(self, closed: Body, count: int, given: Sequence[Any] = ()):
         """The operations of `closed`.
 
         Args:
           closed: The jaxpr.
-          parameters: Which of its inputs are parameters.
+          count: How many of its inputs, the first ones, are parameters.
           given: Arrays that the function was called with and that are not inputs of the jaxpr. The jaxpr has them as
             constants, whose numbers are no part of the program.
         """
         jaxpr = opened(closed)
         self._given = given
         self.nodes: list[Node] = []
-        # By value: the index of the operation that makes it.
-        self.producer: dict[int, int] = {}
+        # By value: the operation that makes it, if it is no argument and no constant.
+        self.makers: dict[int, Node] = {}
+        self.maker = self.makers.get
         # By value: its shape and dtype, and its variable in each body where it has one: where it is made, inside of a
         # `jit` that takes it, and outside of one that returns it.
         self.avals: list[Any] = []
         self.variables: list[dict[Place, Any]] = []
         # What the function is given: parameters and data.
         inputs = [self._new(v, ()) for v in jaxpr.invars]
-        self.parameters = [inputs[i] for i in parameters]
-        self.arguments = [x for i, x in enumerate(inputs) if i not in parameters]
-        # In `x * 2.0 + table` the function closes over `table`. `constants` has its value, and `constant_arrays` the
-        # array by its value, unless the array is data: a tracer, a random key, or one that was `given`.
+        self.parameters, self.arguments = inputs[:count], inputs[count:]
+        # In `x * 2.0 + table` the function closes over `table`: `constants` has its number, and `constant_arrays` the
+        # array by its number, unless the array is data: a tracer, a random key, or one that was `given`.
         self.constants: list[int] = []
         self.constant_arrays: dict[int, Any] = {}
-        # By value, the numbers that rules read: the literal 2.0, and those constants that `_is_index` takes. `follow`
-        # adds what the program computes from them alone.
+        # By value, the numbers that rules read: the literal 2.0, constants of one number and constant indices.
+        # `follow` adds what the program computes from them alone.
         self.known: dict[int, Any] = {}
         # By value, the results of `possible_numbers.numbers_in`, which fills it.
         self.possible_numbers: dict[int, Any] = {}
         # By the index of a loop's first operation: where its "carry" operations end, and where its body does.
         self.loops: dict[int, tuple[int, int]] = {}
-        # By the place of a body: the equation that has it, and its jaxpr.
+        # By the place of a body: the equation that has it.
         self.callers: dict[Place, JaxprEqn] = {}
-        self.bodies: dict[Place, Body] = {}
-        self.outputs = self._walk(jaxpr, self._constants(closed, ()), inputs, ())
+        self.outputs = self._walk(closed, inputs, ())
         # By value: the operations that take it.
         self.readers: dict[int, list[int]] = defaultdict(list)
         for node in self.nodes:
@@ -196,8 +183,8 @@ class Graph:
         self.trained = self._producers(self.upstream(self.outputs, with_gradient=True))
 
     def _producers(self, values: Iterable[int]) -> set[int]:
-        """The operations that make these values; arguments and constants have none."""
-        return {self.producer[x] for x in values if x in self.producer}
+        """The operations that make these values."""
+        return {self.makers[x].index for x in values if x in self.makers}
 
     # How the list is made.
 
@@ -219,8 +206,9 @@ class Graph:
             if any(_is_same(array, given) for given in self._given):
                 continue
             self.constant_arrays[x] = array
-            # It may say where a slice or a look-up goes.
-            if _is_index(array):
+            # A number, as of a mask, or indices of one axis, which may say where a slice or a look-up goes.
+            is_float = jnp.issubdtype(array.dtype, jnp.inexact)
+            if array.ndim == 0 or (array.ndim == 1 and not is_float):
                 self.known[x] = np.asarray(array)
         return values
 
@@ -239,17 +227,10 @@ class Graph:
         # operations get one name, whose rule follows none of them.
         if _is_long_einsum(equation.source_info.name_stack):
             name = LONG_EINSUM
-        node = Node(
-            index=len(self.nodes),
-            name=name,
-            params=params,
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
-            equation=equation,
-            place=place,
-        )
+        index = len(self.nodes)
+        node = Node(index, name, params, tuple(inputs), tuple(outputs), equation, place)
         self.nodes.append(node)
-        self.producer |= dict.fromkeys(outputs, node.index)
+        self.makers |= dict.fromkeys(outputs, node)
         return outputs
 
     def _add_for_each(
@@ -263,30 +244,20 @@ class Graph:
     ) -> list[int]:
         """Appends an operation with one result for each variable, such as a "join" for each output of a `cond`.
 
-        `operands` has a list for each operand of these operations, which are taken in parallel: operation k gets
-        [values[k] for values in operands].
+        `operands` has the first operands of all these operations, then the second ones, ...: [[1, 2], [3, 4]] are the
+        operands (1, 3) of the first operation and (2, 4) of the second.
         """
         results = []
-        for k, variable in enumerate(variables):
-            inputs = [values[k] for values in operands]
+        for variable, *inputs in zip(variables, *operands, strict=True):
             results += self._add(name, params, inputs, [variable], equation, place)
         return results
 
-    def _walk(
-        self,
-        jaxpr: Any,
-        consts: Sequence[int],
-        args: Sequence[int],
-        place: Place,
-        replaced: JaxprEqn | None = None,
-    ) -> list[int]:
-        """Appends the operations of a jaxpr on these values; returns the values of its results.
-
-        `replaced`: None for a jaxpr of the program. If the jaxpr is a rewriting (`_REWRITTEN`), the equation of the
-        program in whose place it stands.
-        """
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        values = dict(zip(variables, [*consts, *args], strict=True))
+    def _walk(self, body: Body, inputs: Sequence[int], place: Place) -> list[int]:
+        """Appends the operations of a jaxpr on these values; returns the values of its results."""
+        jaxpr = opened(body)
+        variables = [*jaxpr.invars, *jaxpr.constvars]
+        given = [*inputs, *self._constants(body, place)]
+        values: dict[Any, int] = dict(zip(variables, given, strict=True))
 
         def read(atom: Any) -> int:
             if not isinstance(atom, Literal):
@@ -302,16 +273,14 @@ class Graph:
             if eqn.primitive.name in _ENTERED and bodies(eqn):
                 outputs = self._add_bodies(eqn, position, inputs, place)
             else:
-                outputs = self._single(eqn, inputs, place, replaced)
+                outputs = self._single(eqn, inputs, place)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _single(
-        self, eqn: JaxprEqn, inputs: list[int], place: Place, replaced: JaxprEqn | None
-    ) -> list[int]:
+    def _single(self, eqn: JaxprEqn, inputs: list[int], place: Place) -> list[int]:
         """Appends an equation whose bodies are not entered, perhaps as other operations; returns its results' values.
 
-        A `split` becomes slices, and a `psum` over an axis of a `vmap` a `reduce_sum`. `replaced` as in `_walk`.
+        A `split` becomes slices, and a `psum` over an axis of a `vmap` a `reduce_sum`.
         """
         name, variables = eqn.primitive.name, eqn.outvars
         if name in _COLLECTIVES:
@@ -323,14 +292,16 @@ class Graph:
                 return self._add_for_each(
                     reduction, [inputs], variables, eqn, place, axes=axes
                 )
-        # A rewriting is not rewritten again, because `_padded` may return a `pad`. Each of its operations keeps the
-        # equation of the program, which has the user's line.
-        if name not in _REWRITTEN or replaced is not None:
-            source = replaced or eqn
-            return self._add(name, eqn.params, inputs, variables, source, place)
+        # Zeros between the entries, as `associative_scan` puts them there, and a negative padding stay a `pad`.
+        padding = eqn.params.get("padding_config", ())
+        is_dilated = any(inside or min(low, high) < 0 for low, high, inside in padding)
+        if name not in _REWRITTEN or is_dilated:
+            return self._add(name, eqn.params, inputs, variables, eqn, place)
         rewriting = functools.partial(_REWRITTEN[name], **eqn.params)
-        other = jax.make_jaxpr(rewriting)(*(self.avals[x] for x in inputs))
-        outputs = self._walk(other.jaxpr, (), inputs, place, replaced=eqn)
+        rewritten = jax.make_jaxpr(rewriting)(*(self.avals[x] for x in inputs))
+        for operation in rewritten.eqns:
+            operation.source_info = eqn.source_info  # the user's line, and JAX's scopes
+        outputs = self._walk(rewritten, inputs, place)
         # The rewriting has new variables. Those of the program take their place.
         self._also_in(outputs, variables, place)
         return outputs
@@ -343,32 +314,32 @@ class Graph:
         `position`: its index among the equations of the body at `place`.
         """
         name = eqn.primitive.name
-        places = []
+        entered: list[tuple[Body, Place]] = []
         for i, body in enumerate(bodies(eqn)):
             inner = (*place, Step(position, i, name))
-            places.append(inner)
-            self.callers[inner], self.bodies[inner] = eqn, body
-        # The first body of a `while` computes its results, and the second is its condition.
-        if name in ("scan", "while"):
-            return self._loop(places[0], inputs)
+            self.callers[inner] = eqn
+            entered.append((body, inner))
         if name == "cond":
             # The first input says which branch runs; each branch takes all other inputs.
             which, *operands = inputs
-            branches = [self._enter(inner, operands) for inner in places]
+            branches = [self._enter(*branch, operands) for branch in entered]
             indices = [which] * len(eqn.outvars)
             return self._add_for_each(
                 "join", [indices, *branches], eqn.outvars, eqn, place
             )
+        # The first body of a `while` computes its results, and the second is its condition.
+        if name in ("scan", "while"):
+            return self._loop(eqn, *entered[0], inputs)
         # All others have one body: the derivatives of a `custom_vjp` are Python's functions, and no jaxprs.
-        (inner,) = places
+        ((body, inner),) = entered
         if name == "shard_map":
             # A device has a shard of each array, with fewer entries along some axes: what the body takes and gives are
             # other arrays than those outside.
-            variables = opened(self.bodies[inner]).invars
+            variables = opened(body).invars
             shards = self._add_for_each("shard", [inputs], variables, eqn, inner)
-            outputs = self._enter(inner, shards)
+            outputs = self._enter(body, inner, shards)
             return self._add_for_each("unshard", [outputs], eqn.outvars, eqn, place)
-        outputs = self._enter(inner, inputs)
+        outputs = self._enter(body, inner, inputs)
         self._also_in(outputs, eqn.outvars, place)
         return outputs
 
@@ -379,20 +350,20 @@ class Graph:
         for x, v in zip(values, variables, strict=True):
             self.variables[x][place] = v
 
-    def _enter(self, inner: Place, inputs: Sequence[int]) -> list[int]:
+    def _enter(self, body: Body, inner: Place, inputs: Sequence[int]) -> list[int]:
         """Appends the operations of a body."""
         # Inside, the inputs of the call have the variables of the body.
-        body = self.bodies[inner]
         self._also_in(inputs, opened(body).invars, inner)
-        return self._walk(opened(body), self._constants(body, inner), inputs, inner)
+        return self._walk(body, inputs, inner)
 
-    def _loop(self, inner: Place, inputs: list[int]) -> list[int]:
+    def _loop(
+        self, eqn: JaxprEqn, body: Body, inner: Place, inputs: list[int]
+    ) -> list[int]:
         """Appends the body of a scan or a while once; returns the values of the loop's results.
 
         `lax.scan(lambda x, w: (x @ w, x), x0, weights)` becomes carry(x0, end), scan_slice(weights), dot_general, whose
         result is `end`, and scan_stack(carry). The results are `end` and the value of scan_stack.
         """
-        eqn = self.callers[inner]
         # The inputs are [constants, carried arrays, arrays that a scan slices]. Those of a while begin with the
         # constants of its condition, which is not followed, and it slices and stacks nothing.
         if eqn.primitive.name == "scan":
@@ -401,8 +372,7 @@ class Graph:
             inputs = inputs[eqn.params["cond_nconsts"] :]
             start, carried = eqn.params["body_nconsts"], len(eqn.outvars)
         stop = start + carried
-        body = opened(self.bodies[inner])
-        variables = body.invars
+        variables = opened(body).invars
         # One carry operation for each carried array; they are the first operations of the loop.
         first = len(self.nodes)
         carry = self._add_for_each(
@@ -411,11 +381,11 @@ class Graph:
         slices = self._add_for_each(
             "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
         )
-        # What the body hands on as it is is a constant, such as parameters in a carry.
+        # A carried array that the body returns unchanged is a constant, such as parameters in a carry.
         for k in range(carried):
-            if body.outvars[k] is variables[start + k]:
+            if opened(body).outvars[k] is variables[start + k]:
                 carry[k] = inputs[start + k]
-        outputs = self._enter(inner, [*inputs[:start], *carry, *slices])
+        outputs = self._enter(body, inner, [*inputs[:start], *carry, *slices])
         # carry(x0) becomes carry(x0, end): from the second iteration on the array comes from the end of the body.
         for k, end in enumerate(outputs[:carried], start=first):
             self.nodes[k].inputs += (end,)
@@ -446,10 +416,9 @@ class Graph:
 
     def derivatives(self, operation: int) -> frozenset[str]:
         """The derivatives that it belongs to and that the function takes by itself: "jvp", and "transpose" backward."""
-        transforms: frozenset[str] = frozenset()
-        for equation in self.enclosing(operation):
-            transforms |= _transforms(equation.source_info.name_stack)
-        return transforms
+        equations = self.enclosing(operation)
+        names = [_transforms(x.source_info.name_stack) for x in equations]
+        return frozenset().union(*names)
 
     def upstream(
         self,
@@ -457,7 +426,7 @@ class Graph:
         with_gradient: bool = False,
         without: Container[int] = (),
     ) -> set[int]:
-        """These values and all that they depend on.
+        """These values, and all values that they depend on.
 
         Args:
           values: The values to begin with.
@@ -500,10 +469,6 @@ class Graph:
         """The shapes of an operation's first operand and of its first result."""
         return self.shape(node.inputs[0]), self.shape(node.outputs[0])
 
-    def maker(self, value: int) -> Node | None:
-        """The operation that makes a value; None for arguments and constants."""
-        return self.nodes[self.producer[value]] if value in self.producer else None
-
     def is_float(self, value: int) -> bool:
         return _is_float(getattr(self.avals[value], "dtype", None))
 
@@ -538,15 +503,8 @@ def _is_same(constant: Any, given: Any) -> bool:
     # `embedding[tokens.reshape(-1)]`, and JAX copies its int64 to int32.
     if isinstance(constant, jax.Array) or not isinstance(given, np.ndarray):
         return constant is given
-    numbers = np.asarray(constant)
-    copied = given.reshape(-1).astype(numbers.dtype)
-    return np.array_equal(numbers.reshape(-1), copied)
-
-
-def _is_index(array: Any) -> bool:
-    """Whether it is a number, as of a mask that the function closes over, or the indices of one axis."""
-    is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
-    return array.ndim == 0 or (array.ndim == 1 and is_integer)
+    copied = given.astype(constant.dtype)
+    return np.array_equal(np.ravel(constant), np.ravel(copied))
 
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")

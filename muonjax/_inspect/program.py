@@ -345,7 +345,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         is_loss = loss.shape == () and jnp.issubdtype(loss.dtype, jnp.inexact)
     # Leaves and decisions come in the order of the tree.
     paths = list(flatten_paths(params))
-    records = follow(closed, range(len(jax.tree.leaves(params))))
+    records = follow(closed, len(jax.tree.leaves(params)))
     decisions = dict(zip(paths, decide(records, is_loss), strict=True))
     calls = named_attentions(records, paths)
     _check_uses(call, decisions)
@@ -517,7 +517,7 @@ def _clippable(
     """
     # The inputs of the jaxpr begin with the leaves of the first argument.
     parameters = flatten_paths(arguments[0])
-    records = follow(closed, range(len(parameters)), given)
+    records = follow(closed, len(parameters), given)
     attentions = named_attentions(records, list(parameters))
     clippable = [x for x in attentions if x.site is not None]
     if clippable:

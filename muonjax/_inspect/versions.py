@@ -14,13 +14,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 Body: TypeAlias = Jaxpr | ClosedJaxpr  # JAX 0.12 has one type for both
 
-# Equations that can return more than they do; all others are opaque: a rule for derivatives or for batching,
-# or a kernel, is written for the outputs as they are.
-_CALLS = frozenset(
-    {"jit", "call", "closed_call", "remat2", "compute_on", "xla_metadata_call"}
-)
-EXTENSIBLE = _CALLS | {"scan", "while", "cond", "shard_map"}
-
 
 def bodies(eqn: JaxprEqn) -> list[Body]:
     """The jaxprs that an equation runs: the branches of a `cond`, and of a `while` its body before its condition."""
