@@ -51,22 +51,21 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
 
     At first each carried value depends on what enters the loop; after a round also on what the body gives.
     """
-    carries = [records.nodes[i] for i in first if i in records.graph.live]
-    carried = [dependent([records.values[carry.inputs[0]]]) for carry in carries]
-    # A round only adds dependencies. They go on by at least one carried value in each round, as in `a, b = x, a`, so
-    # that a round without a new one comes soon.
-    for _ in range(len(carries) + 3):
+    graph, values = records.graph, records.values
+    carries = [records.nodes[i] for i in first if i in graph.live]
+    carried = [dependent([values[carry.inputs[0]]]) for carry in carries]
+    before = None
+    # A round only adds dependencies, of which there are finitely many. In `a, b = x, a` x takes two rounds to b.
+    while carried != before:
         for carry, value in zip(carries, carried, strict=True):
-            records.values[carry.outputs[0]] = value
+            values[carry.outputs[0]] = value
         _follow(records, body.start, body.stop)
         before, carried = carried, [_after_round(records, carry) for carry in carries]
-        if carried == before:
-            break
-    takes_gradients = any("transpose" in records.graph.derivatives(i) for i in body)
+    takes_gradients = any("transpose" in graph.derivatives(i) for i in body)
     for carry in carries:
-        start = records.values[carry.inputs[0]]
-        # The loop changes what entered as a parameter. If it takes gradients, an optimizer in it may train a matrix,
-        # which is left to names. All others are initial states, as of an RNN, and no matrices.
+        start = values[carry.inputs[0]]
+        # A parameter that the loop changes is an initial state, as of an RNN, and no matrix. But a loop that takes
+        # gradients may train it, as in MAML: then it may be a matrix, and is left to names.
         if start.is_weight:
             kind = "unknown" if takes_gradients else "other"
             records.record_views(
@@ -75,18 +74,15 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
 
 
 def _after_round(records: Records, carry: Node) -> Value:
-    """What a loop carries after one more round, by what it depends on.
-
-    Its body is followed again until this does not change any more.
-    """
+    """What a loop carries after one more round, by what it depends on."""
     # What was there before the loop, at the end of this round, and before this round.
     start, end = records.inputs(carry)
     value = records.values[carry.outputs[0]]
-    # Projections are not followed from round to round: what they are of counts as taken together.
+    # Projections are not followed from round to round: the columns that the loop carries are one part.
     records.record_parts((*start.projections, *end.projections))
     after = dependent([start, end, value])
-    # Bits from OF_PRODUCTS on stand for products. h = tanh(h @ w) comes from this round's h @ w, whose bit will stand
-    # for that of the next round, which can't depend on itself: only the products before the loop stay.
+    # Bits from OF_PRODUCTS on stand for products. In h = tanh(h @ w) the product has one bit for all rounds. It takes
+    # the h of the round before, and may not seem to depend on itself: only the products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
     return after._replace(depends_on=without_products | start.depends_on)
 
