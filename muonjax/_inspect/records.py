@@ -102,10 +102,8 @@ class Records:
         # The last operation of which nothing is known, so that nothing can be decided; -1 if there is none.
         self.unlisted = -1
         for leaf, parameter in enumerate(graph.parameters):
-            views: tuple[ParameterView, ...] = ()
-            if graph.is_float(parameter):
-                views = (ParameterView(leaf, whole(graph.shape(parameter))),)
-            self.values[parameter] = Value(PARAMETER, views)
+            view = ParameterView(leaf, whole(graph.shape(parameter)))
+            self.values[parameter] = Value(PARAMETER, (view,))
         for array in (*graph.arguments, *graph.constants):
             self.values[array] = self._input(array)
 

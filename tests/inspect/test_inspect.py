@@ -594,13 +594,16 @@ def test_arguments_that_the_function_does_not_take_are_named():
 
 
 def test_counters_beside_the_parameters_are_no_unused_parameters():
-    """The keys and counts of an NNX module's dropout, say."""
+    """The keys and counts of an NNX module's dropout, say; and a quantized weight, whose gain trains."""
 
     def loss(params, x):
-        return jnp.mean((jnp.tanh(x @ params["w"]) @ params["out"]) ** 2)
+        return jnp.mean(
+            (jnp.tanh(x @ (params["codes"] * params["gain"])) @ params["out"]) ** 2
+        )
 
     params = {
-        "w": jnp.ones((3, 3)),
+        "codes": jnp.ones((3, 3), jnp.int8),
+        "gain": jnp.ones(3),
         "out": jnp.ones((3, 2)),
         "count": jnp.zeros((), jnp.uint32),
     }
@@ -608,6 +611,7 @@ def test_counters_beside_the_parameters_are_no_unused_parameters():
         warnings.simplefilter("error")
         program = muonjax.inspect(loss, params, jnp.ones((2, 3)))
     assert program.why("count") == "whole numbers"
+    assert program.why("gain").startswith("multiplied entry by entry")
 
 
 def test_a_module_that_is_no_argument_is_asked_for():
