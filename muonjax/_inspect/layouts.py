@@ -31,7 +31,7 @@ Region: TypeAlias = frozenset[tuple[int, bytes]]
 HOLE = 1 << 30
 # The most entries of an array of positions. Arrays that would need more are not followed.
 MOST = 1 << 22
-# In place of an axis of the origin: a run along it, of zeros and holes, only says where the array has holes.
+# In place of an axis of the origin: the run along it, of zeros and holes, only says where the array has holes.
 OTHER = -1
 
 
@@ -45,10 +45,11 @@ class NotFollowed(Exception):
 
 
 class Run(NamedTuple):
-    """Positions along one axis of the origin: several for each entry of an array, or a set of them.
+    """Positions along one axis of the origin, either of each entry of an array, or a set of positions.
 
-    The positions of an array [4, 16] have the shape [n, 4, 16], or [n, 1, 16] if they are the same in all four rows.
-    Each entry is a sum of n entries of the origin, whose positions are sorted. A set is sorted and has one axis.
+    - `Layout.runs` have those of each entry. For an array [4, 16] their shape is [n, 4, 16], or [n, 1, 16] if they are
+      the same in all four rows. Each entry is a sum of n entries of the origin, whose positions are sorted.
+    - All others, as of `Layout.runs_along`, are sets: sorted, of the shape [n].
     """
 
     axis: int
@@ -87,10 +88,10 @@ class Layout(NamedTuple):
         """Which part of the origin this is: nothing if it is all of it.
 
         In a kernel [16, 24] with columns q, k, v, q, k, v, ..., the queries have {(1, bytes of [True, False, False])}.
-        Without a run nothing says which positions are there, as along the rows of a kernel after the product with it.
+        An axis without a run counts as whole, such as the rows of a kernel after the product with it.
         """
         region = []
-        for run in self.runs[1:]:
+        for run in self.runs[1:]:  # without the one along `OTHER`
             is_there = np.isin(np.arange(self.origin[run.axis]), run.positions)
             # A mask that repeats, such as 10101010 of every second column, is kept as 10.
             if not is_there.all():
@@ -117,8 +118,8 @@ class Layout(NamedTuple):
         """The layout of the first entry along these axes, and the distances of the other entries from it.
 
         A kernel [16, 64] as [16, 4, 16], split along axis 1, leaves its first head [16, 1, 16], whose positions are
-        0, ..., 15, and the distances {0, 16, 32, 48}. They are a run, whose positions are a set. Positions that are no
-        sum of a first entry and distances, as 0, 1, 5, 3 in an array [2, 2], leave no run: the set has all of them.
+        0, ..., 15, and the set of distances {0, 16, 32, 48}. In an array [2, 2] with the positions 0, 1 and 5, 3 the
+        second row has no distance from the first: then the set has all positions, and the layout has no run of them.
         """
         runs: Sequence[Run] = self.runs
         distances: list[Run] = []
@@ -192,7 +193,6 @@ class Layout(NamedTuple):
             if moved.positions.min(initial=HOLE) == HOLE:
                 return None
             runs.append(moved)
-        # What was visited before is so wherever the entries go.
         return self._replace(shape=tuple(shape), runs=tuple(runs))
 
     @property
@@ -209,19 +209,21 @@ class Layout(NamedTuple):
 
         Positions 7, 8 at start 1 of 4 become HOLE, 7, 8, HOLE.
         """
-        length, rank = self.shape[axis], len(self.shape)
-        width = [(0, 0)] * (1 + rank)
-        width[1 + axis] = (start, size - start - length)
+        stop = start + self.shape[axis]
         shape = list(self.shape)
         shape[axis] = size
         runs: list[Run] = []
         for run in self.runs:
+            # The run that says where holes are gets the new ones. Another run needs them only if it has positions for
+            # each index along the axis.
             if axis in run.varying or run.axis == OTHER:
                 full = list(run.shape)
-                full[1 + axis] = length
-                positions = np.broadcast_to(run.positions, full)
-                padded = np.pad(positions, width, constant_values=HOLE)
-                run = _run_of(run.axis, padded)
+                full[1 + axis] = size
+                positions = np.full(full, HOLE)
+                np.moveaxis(positions, 1 + axis, 0)[start:stop] = np.moveaxis(
+                    run.positions, 1 + axis, 0
+                )
+                run = _run_of(run.axis, positions)
             runs.append(run)
         return self._replace(shape=tuple(shape), runs=tuple(runs))
 
@@ -241,9 +243,9 @@ def whole(shape: tuple[int, ...]) -> Layout:
 def merged(layouts: tuple[Layout, ...]) -> Layout:
     """The layout of a sum of parts of one origin, or of a concatenation, whose parts have holes for each other.
 
-    All layouts have one shape and one origin. Each entry has the positions of all parts: the halves 0, 1, HOLE, HOLE
-    and HOLE, HOLE, 2, 3 of a concatenation give 0, 1, 2, 3. The sum of the halves 0, 1 and 2, 3 has two positions for
-    each entry, 0, 1 and 2, 3.
+    All layouts have one shape and one origin. Each entry has the positions of all parts: 0, 1, HOLE, HOLE and HOLE,
+    HOLE, 2, 3, which are put side by side, give 0, 1, 2, 3. The sum of 0, 1 and 2, 3 has two positions for each entry:
+    0 and 2 for the first, 1 and 3 for the second.
     """
     first = layouts[0]
     by_axis: dict[int, list[tuple[Run, Positions]]] = {}
@@ -255,14 +257,14 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     runs = []
     for axis, parts in sorted(by_axis.items()):
         run, _ = parts[0]
-        # As along the rows of a kernel, of which only columns were cut.
+        # They are equal along the rows of a kernel, of which only columns were cut.
         if len({run for run, _ in parts}) > 1:
             terms = [np.where(holes, HOLE, run.positions) for run, holes in parts]
             shape = np.broadcast_shapes(*(term.shape[1:] for term in terms))
             full = [np.broadcast_to(term, (len(term), *shape)) for term in terms]
             run = _sum_of(axis, np.concatenate(full))
-            # If some parts of a concatenation are sums, as where a rotation leaves the first tokens as they are, each
-            # entry counts as a sum of all along the axis where these were put together.
+            # A rotation of all tokens but the first: x[:1] side by side with a sum of two features of x[1:]. Along the
+            # axis of tokens each entry gets the positions of all, so that tokens don't look like heads.
             if len({len(term) for term in terms}) > 1:
                 for k in frozenset().union(*(x.runs[0].varying for x in layouts)):
                     run = _added_up(run, k)
@@ -273,8 +275,8 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
 def _sum_of(axis: int, terms: Positions) -> Run:
     """The run of a sum, or of a concatenation, of terms with these positions [terms, *array].
 
-    Where the terms of one entry are not as far from each other as those of its neighbor along an axis, as those of
-    heads that are added in another order, each entry along this axis has the positions of all.
+    The heads of q[:2] + q[2:] have columns of their own: q[0] and q[2], q[1] and q[3], at one distance. In q + q[::-1]
+    the distance depends on the head: then each entry along the axis of heads gets the positions of all.
     """
     run = _run_of(axis, terms)
     distances = terms - terms[:1]
@@ -295,27 +297,26 @@ def _period(pattern: Positions) -> int:
 
 @functools.lru_cache(4096)
 def _split(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
-    """The positions along an axis of the array as a set, and the run of its first entry, each in a list.
+    """A run as `Layout.split` divides it: the set of distances along an axis, and the run of the first entry.
 
     Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape
-    [1, 16]. Where the positions are no such sum, or vary along this axis alone, they are all in the set, and there is
-    no run.
+    [1, 16]. Each comes in a list, which is empty if there is none. No run is left if the positions are no such sum, or
+    vary along this axis alone.
     """
     if axis not in run.varying:
         return [], [run]
-    # Holes are no positions: they stay where all entries along the axis have one.
+    # It has no positions, only holes: a hole is left where all entries along the axis are holes.
     if run.axis == OTHER:
         return [], [_added_up(run, axis)]
-    positions = run.positions
+    positions = np.ma.masked_equal(run.positions, HOLE)
     others = tuple(other_axes(positions.ndim, [1 + axis]))
     # positions[i, j] = start[j] + step[i]
     start = positions.min(1 + axis, keepdims=True)
-    is_hole = positions == HOLE
-    step = np.where(is_hole, HOLE, positions - start).min(others, keepdims=True)
-    total = np.where(is_hole, HOLE, start + step)
-    if start.size > 1 and np.array_equal(total, positions):
-        return [set_of(run.axis, step)], [_run_of(run.axis, start)]
-    return [set_of(run.axis, positions)], []
+    step = (positions - start).min(others, keepdims=True)
+    if start.size > 1 and (start + step == positions).all():
+        first = _run_of(run.axis, start.filled(HOLE))
+        return [set_of(run.axis, step.filled(HOLE))], [first]
+    return [set_of(run.axis, run.positions)], []
 
 
 def _added_up(run: Run, axis: int) -> Run:
@@ -326,16 +327,19 @@ def _added_up(run: Run, axis: int) -> Run:
 
 
 def _run_of(axis: int, positions: Positions) -> Run:
-    """These positions, sorted and each once, with one entry along each axis of the array on which they don't depend."""
-    # So runs are small, and equal where the positions are.
+    """The run of an array's positions [n, *axes], n for each entry, in a form in which equal positions are equal.
+
+    The positions of an entry are sorted, each once, and an axis on which they don't depend has one entry.
+    """
     if len(positions) > 1:
         positions = np.sort(positions, 0)
         # An entry that has a position twice gets a hole in its place, and holes of all entries are left out.
         is_repeated = positions[1:] == positions[:-1]
         positions[1:][is_repeated] = HOLE
         positions.sort(0)
-        most = (positions < HOLE).reshape(len(positions), -1).any(1).sum()
-        positions = positions[: max(most, 1)]
+        is_term = positions.reshape(len(positions), -1).min(1) < HOLE
+        is_term[0] = True  # also if all entries are holes
+        positions = positions[is_term]
     for k, n in enumerate(positions.shape[1:], start=1):
         if n > 1:
             first = positions.take([0], k)
