@@ -99,7 +99,7 @@ class Projection(NamedTuple):
     product: Product
     layout: Layout
     biases: tuple[ParameterView, ...] = ()  # parameters that were added since then
-    # The first operation that does not commute with scaling the parameter.
+    # The first operation that does not commute with scaling the parameter, of a sum the last of its parts' operations.
     nonlinear_at: int = -1
     # No nonlinear operation yet puts several columns together: it may still be cut into parts.
     unmixed: bool = True
@@ -187,21 +187,14 @@ class Value(NamedTuple):
 
     @property
     def without_gradient(self) -> Value:
-        """The value after a `stop_gradient`, which depends on FROZEN in place of PARAMETER.
+        """The value after a `stop_gradient`: it depends on FROZEN in place of PARAMETER.
 
-        Its parameters and projections are not followed further. Its logits are, since softmax subtracts their maximum
-        without gradient.
+        Only its facts stay, and its logits: softmax subtracts their maximum without gradient.
         """
         depends_on = self.depends_on
         if depends_on & PARAMETER:
             depends_on = (depends_on - PARAMETER) | FROZEN
-        return self._replace(
-            depends_on=depends_on,
-            views=(),
-            projections=(),
-            scores=-1,
-            exponential_of=-1,
-        )
+        return Value(depends_on, logits=self.logits, facts=self.facts)
 
     def map(self, move: Move) -> Value:
         """After an operation that only moves entries."""
@@ -232,19 +225,15 @@ class Value(NamedTuple):
         )
 
     def axes(self, what: str) -> tuple[int, ...]:
-        """The axes along which it is "one hot", or "counts", or "repeats" itself."""
-        axes: list[int] = []
+        """The axes along which the value is "one hot", "counts", or "repeats"."""
+        axes: set[int] = set()
         for fact in self.facts:
-            if fact.what != what:
-                continue
-            varying = fact.layout.varying
-            # Its layout has the axes along which the value does not repeat.
-            if what == "repeats":
-                long = {axis for axis, n in enumerate(fact.layout.shape) if n > 1}
-                axes += sorted(long - varying)
-            else:
-                axes += sorted(varying)
-        return tuple(axes)
+            if fact.what == what:
+                layout = fact.layout
+                long = {axis for axis, n in enumerate(layout.shape) if n > 1}
+                # The layout of "repeats" varies along the axes along which the value does not repeat.
+                axes |= long - layout.varying if what == "repeats" else layout.varying
+        return tuple(sorted(axes))
 
 
 @dataclasses.dataclass(eq=False)
@@ -337,7 +326,7 @@ class Operand:
 def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
     """Views, projections, logits or facts after an operation that moves entries, each with the layout `move(layout)`.
 
-    Those of which no entry is left are dropped, as by a slice of the others.
+    An item of which no entry is left is dropped: k after a slice of q from concatenate([q, k]).
     """
     moved = []
     for item in items:
@@ -407,10 +396,9 @@ def _united(parts: Sequence[Projection]) -> Projection:
     if len(parts) == 1:
         return parts[0]
     biases = grouped((bias.leaf, bias) for part in parts for bias in part.biases)
-    nonlinear = (part.nonlinear_at for part in parts if not part.is_linear)
     return _with_all_entries(parts)._replace(
         biases=tuple(map(_with_all_entries, biases.values())),
-        nonlinear_at=next(nonlinear, -1),
+        nonlinear_at=max(part.nonlinear_at for part in parts),
         unmixed=used_in_one_way(parts) and all(part.unmixed for part in parts),
     )
 
