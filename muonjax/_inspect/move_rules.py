@@ -131,9 +131,9 @@ def _spread(x: Facts, first: int, axes: Sequence[int], rank: int) -> Facts:
 
 
 def _gathered(records: Records, node: Node, x: Facts) -> Facts:
-    """Facts after a `gather`: of a slice at an index that the program contains, or of slices with the same facts.
+    """Facts after a `gather`, as `moved_by` says: `jnp.take(array, 2, 1)`, at an index that the program contains.
 
-    `x` is [*any, *axes of the operand], with one entry along each axis on which they don't depend.
+    `jnp.take(array, tokens, 1)`, of indices that it does not contain, has facts if they don't depend on this axis.
     """
     old, new = records.graph.shapes(node)
     index = records.known(node.inputs[1])
@@ -164,15 +164,14 @@ def reshaped(x: Facts, old: Shape, new: Shape) -> Facts:
     Positions [4, 1] of an array [4, 16], which depend on the row alone, become [64] for the shape [64], each 16 times,
     and [2, 2, 1] for the shape [2, 2, 16].
     """
-    # Logits may have been cut or repeated between the softmax and where they are measured: that is no reshape. Arrays
-    # without entries have no facts.
+    # The certificate asks about logits that may have been cut or repeated, too. Arrays without entries have no facts.
     if math.prod(old) != math.prod(new) or 0 in old:
         raise NotFollowed
     first = x.ndim - len(old)
     # Only axes on which facts depend get an entry for each index: [4, 16] becomes [4, 1].
     full = list(x.shape[:first])
     result = list(full)
-    # Groups of axes, in order, of which each becomes one group of new axes.
+    # [4, 6, 5] -> [24, 5]: the axes (0, 1) become the axis 0, and 2 becomes 1.
     for before, after in _regrouped(old, new):
         # If facts depend on one axis of a group, all axes of the group get an entry for each index.
         is_varying = any(x.shape[first + axis] > 1 for axis in before)
@@ -231,7 +230,7 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
         # Parts of one parameter are not put together again.
         if len({view.leaf for view in views}) < len(views):
             raise NotFollowed
-    # Next to other logits nothing is left of them, as one softmax takes them all.
+    # One softmax may take logits next to a sink, but two kinds of logits side by side are not followed.
     with_logits = [part.logits for part in placed if part.logits]
     logits = with_logits[0] if len(with_logits) == 1 else ()
     return [result._replace(views=tuple(views), projections=projections, logits=logits)]
@@ -253,7 +252,7 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     picked = [axis for axis, n in enumerate(old) if axis not in sources and n > 1]
     # Whether entries of a parameter, or columns of a product, differ along these axes: then the indices choose some.
     chooses = _differs_along(x, picked)
-    # Constant indices that have each column once put the columns in another order, which is not followed.
+    # Constant indices that have each column once, as 1, 0, 3, 2, change the order of columns: that is not followed.
     if chooses and known is not None:
         count = math.prod(old[axis] for axis in picked)
         if np.array_equal(np.sort(known, None), range(count)):
@@ -262,7 +261,7 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     # the product are classes.
     if not x.views:
         records.record_choice_by_labels(x, picked, indices)
-        # The operation takes these columns together, whichever of them it chooses.
+        # Any column may be chosen, so that all of them are one part, and it is not known which one the result has.
         if chooses:
             records.record_parts(x.projections)
             return [dependent([x, indices])]
@@ -287,10 +286,7 @@ def _sources_of_gather(records: Records, node: Node) -> list[int | None]:
 
 def _differs_along(x: Value, axes: Sequence[int]) -> bool:
     """Whether entries along these axes come from different entries of a parameter, or columns of a product."""
-    for part in (*x.views, *x.projections):
-        if part.layout.runs_along(axes):
-            return True
-    return False
+    return any(part.layout.runs_along(axes) for part in (*x.views, *x.projections))
 
 
 def looked_up(
@@ -301,18 +297,16 @@ def looked_up(
     Args:
       records: Gets a record of each parameter that data look up.
       node: The operation.
-      values: The array and its indices.
+      values: The array, whose axes without a source count matrices from here on (`Layout.loops`), and its indices.
       sources: For each axis of the result the axis of the array that it has all of, if it is one. So [None, None, 1] of
         a table [256, 64] are its rows at indices [2, 8]. Along all other axes of the array one entry is taken.
     """
     x, *indices = values
     shape, order = records.shape(node.outputs[0]), tuple(sources)
 
-    def kept(layout: Layout) -> Layout:
-        return layout.pick(order, shape)
-
     def visited(layout: Layout) -> Layout:
-        return kept(layout.visit(other_axes(len(layout.shape), order)))
+        gone = other_axes(len(layout.shape), order)
+        return layout.visit(gone).pick(order, shape)
 
     # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
     if dependent(indices).depends_on & DATA:
@@ -323,10 +317,11 @@ def looked_up(
             rows = view.layout.runs_along(other_axes(len(view.layout.shape), order))
             if rows:
                 records.record(node, "looked up", view, "looked up", rows=rows)
-    # It is followed on: an index may choose the matrix of an expert, which is multiplied then. If an array holds
-    # parameters, only these are followed.
+    # It is followed on: an index may choose the matrix of an expert, which is multiplied then. Columns of an array that
+    # has parameters too are not followed.
     views = move_each(x.views, visited)
-    projections = move_each(() if x.views else x.projections, kept)
+    columns = () if x.views else x.projections
+    projections = move_each(columns, lambda layout: layout.pick(order, shape))
     return dependent(values)._replace(views=views, projections=projections)
 
 

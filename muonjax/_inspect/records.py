@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from muonjax._inspect.graph import Graph, Node
-from muonjax._inspect.layouts import whole
+from muonjax._inspect.layouts import Region, whole
 from muonjax._inspect.values import (
     ADDED,
     DATA,
@@ -53,30 +53,30 @@ class Uses:
 
 
 class AttentionRecords:
-    """Products that may be those of queries and keys, each by the number of its operation (`calls` by the call's)."""
+    """Operations that may be attention, by the number of a product that may give its logits, as queries @ keys.T."""
 
     def __init__(self) -> None:
-        # By product of two arrays, perhaps queries and keys:
-        # its operands;
+        # The operands of the product.
         self.operands: dict[int, tuple[Operand, Operand]] = {}
-        # for each product of softmax's weights and values, the logits that softmax takes, and which axes count keys;
+        # One entry for each product weights @ values that was followed from it: the logits that softmax takes, and the
+        # axes of the product that count keys.
         self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(
             list
         )
-        # the operation where its exponentials multiply a third array, perhaps values.
+        # If exponentials of the product multiply an array, perhaps values, and were not followed: that operation.
         self.other_readers: dict[int, int] = {}
-        # Products of two activations. All others, as with learned queries or frozen keys, are attention only if a sum
-        # normalizes their exponentials, as a softmax does.
+        # Products of two activations. Other products, as with learned queries or frozen keys, are attention only if a
+        # sum of their exponentials normalizes these, as in a softmax.
         self.two_sided: set[int] = set()
         self.summed_exponentials: set[int] = set()
         # Products from whose logits a number was subtracted that may differ from key to key.
         self.shifted_by_key: set[int] = set()
         # Products whose softmax is along columns of a parameter, as of a router, or of an output head.
         self.routers: set[int] = set()
-        # By call of three arrays, perhaps a kernel of attention: the projections that it takes.
+        # By the number of a call with three arrays, perhaps a kernel of attention: the projections that it takes.
         self.calls: dict[int, tuple[Projection, ...]] = {}
-        # By layer that gives values: the region of them that the first attention takes.
-        self.value_parts: dict[Product, Any] = {}
+        # By layer that gives values: the region of its columns that the first attention takes.
+        self.value_parts: dict[Product, Region] = {}
 
 
 class Layers:
@@ -93,13 +93,14 @@ class Records:
 
     def __init__(self, graph: Graph):
         self.graph, self.nodes, self.shape = graph, graph.nodes, graph.shape
-        self.known = graph.known.get  # the number that the program contains, if it does
+        # The numbers of a value, if the program contains them; None otherwise.
+        self.known = graph.known.get
         self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses = Uses()
         self.attention = AttentionRecords()
         self.layers = Layers()
-        # The last operation of which nothing is known, so that nothing can be decided; -1 if there is none.
+        # The last operation without any rule, which may do anything, so that nothing is decided; -1 if there is none.
         self.unlisted = -1
         for leaf, parameter in enumerate(graph.parameters):
             view = ParameterView(leaf, whole(graph.shape(parameter)))
@@ -140,7 +141,7 @@ class Records:
         k: int = 0,
         **axes: Any,
     ) -> Product | None:
-        """Records what an operation does with a parameter, in place of what was recorded before of these two.
+        """Records what an operation does with a parameter. A second record of the two replaces the first.
 
         Args:
           node: The operation.
@@ -191,19 +192,20 @@ class Records:
                 self.uses.read_by_labels.add(projection.product.use.node)
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
-        """Records that an operation multiplies `weights` by `values`, if these may be those of an attention.
+        """Records that an operation multiplies `weights` by `values`, if `weights` may be those of a softmax.
 
-        It does nothing unless `weights` are exponentials of scores, as softmax's weights are.
+        Then there is an attention whose logits were not followed: `clippable_attention` refuses to clip it.
         """
+        # The product of whose exponentials the weights are made, such as queries @ keys.T.
         product = weights.exponential_of
-        # Both are made of the same exponentials in softmax's division exp(x) / sum(exp(x)). What depends on no
-        # data, such as a gain, is no value.
-        is_read = values.depends_on & DATA and values.exponential_of != product
-        if product < 0 or not is_read:
+        # In softmax's division exp(x) / sum(exp(x)) two arrays are made of the exponentials, and none of them is the
+        # values. A gain, which depends on no data, isn't either.
+        may_be_values = values.depends_on & DATA and values.exponential_of != product
+        if product < 0 or not may_be_values:
             return
         attention = self.attention
-        # In exp(x @ c) * y with a matrix c there is no softmax, unless a sum divides the exponentials. For queries and
-        # keys the sum may come later, as in (exp(scores) @ values) / sum(exp(scores)).
+        # exp(x @ c) * y with a matrix c is no softmax, unless a sum divides the exponentials. For queries and keys the
+        # sum may come later, as in (exp(scores) @ values) / sum(exp(scores)).
         is_normalized = product in attention.summed_exponentials
         if is_normalized or product in attention.two_sided:
             attention.other_readers.setdefault(product, node.index)
@@ -222,13 +224,15 @@ class Records:
     ) -> None:
         """Records that an operation mixes columns of layers along `axes`, such as a norm or a maximum.
 
-        What it takes is a part. A norm of each of several stretches of all columns, as of the gates of an LSTM, is
-        recorded separately: columns may be cut between these stretches later, or through them.
+        The columns that it takes are one part. But a norm of each gate of an LSTM, x @ w as [4, 16] along the last
+        axis, takes all columns and mixes 16 at a time. They may still be four parts. Whether later slices cut between
+        the gates is not followed: if there are any, `matrix_axes` leaves the parameter to names.
         """
         for projection in projections:
             layout = projection.layout
-            is_of_stretches = layout.runs_not_along(axes) and not layout.region
-            if is_of_stretches and projection.unmixed:
+            # All columns, in several groups along other axes.
+            has_groups = layout.runs_not_along(axes) and not layout.region
+            if has_groups and projection.unmixed:
                 projection.product.has_mixed_stretches = True
             else:
                 self.record_parts([projection])
