@@ -316,7 +316,7 @@ def looked_up(
                 raise NotFollowed
             rows = view.layout.runs_along(other_axes(len(view.layout.shape), order))
             if rows:
-                records.record(node, "looked up", view, "looked up", rows=rows)
+                records.record(node, "looked up", view, rows=rows)
     # It is followed on: an index may choose the matrix of an expert, which is multiplied then. Columns of an array that
     # has parameters too are not followed.
     views = move_each(x.views, visited)

@@ -136,7 +136,7 @@ class Records:
         node: Node,
         kind: Kind,
         view: ParameterView,
-        what: str,
+        what: str = "",
         *,
         k: int = 0,
         **axes: Any,
@@ -147,7 +147,7 @@ class Records:
           node: The operation.
           kind: One of `Kind`.
           view: The parameter, as the operation sees it.
-          what: What is done, in words, or the name of the operation.
+          what: What is done, in words, or the name of the operation, where the kind does not say it.
           k: The number of this view among those of the operand: of x @ (w + a @ b) w has 0, a has 1 and b has 2.
           axes: Rows, columns and the other attributes of `Use`.
 

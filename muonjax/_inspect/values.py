@@ -57,7 +57,7 @@ class Use(NamedTuple):
     """One thing that is done with a parameter; axes are those of the parameter."""
 
     kind: Kind
-    what: str  # in words, or the name of the operation
+    what: str  # in words, or the name of the operation; "" if the kind says it
     node: int  # the number of the operation
     view: ParameterView
     rows: tuple[
