@@ -51,7 +51,8 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
 
     At first each carried value depends on what enters the loop; after a round also on what the body gives.
     """
-    graph, values = records.graph, records.values
+    graph = records.graph
+    values = records.values
     carries = [records.nodes[i] for i in first if i in graph.live]
     carried = [dependent([values[carry.inputs[0]]]) for carry in carries]
     before = None
@@ -60,7 +61,8 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
         for carry, value in zip(carries, carried, strict=True):
             values[carry.outputs[0]] = value
         _follow(records, body.start, body.stop)
-        before, carried = carried, [_after_round(records, carry) for carry in carries]
+        before = carried
+        carried = [_after_round(records, carry) for carry in carries]
     takes_gradients = any("transpose" in graph.derivatives(i) for i in body)
     for carry in carries:
         start = values[carry.inputs[0]]

@@ -50,7 +50,8 @@ _ENTERED = frozenset(_CALLS.split())
 
 def _split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
     """`split`, as slices."""
-    parts, start = [], 0
+    parts = []
+    start = 0
     for size in sizes:
         parts.append(lax.slice_in_dim(x, start, start + size, axis=axis))
         start += size
@@ -62,8 +63,10 @@ def _padded(
 ) -> jax.Array:
     """`pad`, as a concatenation along one axis after the other."""
     for axis, (low, high, _) in enumerate(padding_config):
-        before, after = list(x.shape), list(x.shape)
-        before[axis], after[axis] = low, high
+        before = list(x.shape)
+        before[axis] = low
+        after = list(x.shape)
+        after[axis] = high
         sides = lax.broadcast(value, before), x, lax.broadcast(value, after)
         x = lax.concatenate(sides, axis)
     return x
@@ -158,7 +161,8 @@ class Graph:
         self.variables: list[dict[Place, Any]] = []
         # What the function is given: parameters and data.
         inputs = [self._new(v, ()) for v in jaxpr.invars]
-        self.parameters, self.arguments = inputs[:count], inputs[count:]
+        self.parameters = inputs[:count]
+        self.arguments = inputs[count:]
         # In `x * 2.0 + table` the function closes over `table`: `constants` has its number, and `constant_arrays` the
         # array by its number, unless the array is data: a tracer, a random key, or one that was `given`.
         self.constants: list[int] = []
@@ -207,8 +211,7 @@ class Graph:
                 continue
             self.constant_arrays[x] = array
             # A number, as of a mask, or indices of one axis, which may say where a slice or a look-up goes.
-            is_float = jnp.issubdtype(array.dtype, jnp.inexact)
-            if array.ndim == 0 or (array.ndim == 1 and not is_float):
+            if array.ndim == 0 or (array.ndim == 1 and not _is_float(array.dtype)):
                 self.known[x] = np.asarray(array)
         return values
 
@@ -282,7 +285,8 @@ class Graph:
 
         A `split` becomes slices, and a `psum` over an axis of a `vmap` a `reduce_sum`.
         """
-        name, variables = eqn.primitive.name, eqn.outvars
+        name = eqn.primitive.name
+        variables = eqn.outvars
         if name in _COLLECTIVES:
             # Under `jax.vmap(f, axis_name="batch")` JAX has replaced "batch" by the number of an axis of the array. An
             # axis of a mesh keeps its name, and a sum over it remains a `psum`, which moves nothing (`SAME`).
@@ -370,7 +374,8 @@ class Graph:
             start, carried = scan_counts(eqn)
         else:
             inputs = inputs[eqn.params["cond_nconsts"] :]
-            start, carried = eqn.params["body_nconsts"], len(eqn.outvars)
+            start = eqn.params["body_nconsts"]
+            carried = len(eqn.outvars)
         stop = start + carried
         variables = opened(body).invars
         # One carry operation for each carried array; they are the first operations of the loop.
@@ -434,7 +439,8 @@ class Graph:
             an argmax, and the results of a `stop_gradient`.
           without: Operations whose operands are left out.
         """
-        upstream, pending = set(), list(values)
+        upstream = set()
+        pending = list(values)
         while pending:
             value = pending.pop()
             node = self.maker(value)

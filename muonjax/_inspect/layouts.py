@@ -220,9 +220,9 @@ class Layout(NamedTuple):
                 full = list(run.shape)
                 full[1 + axis] = size
                 positions = np.full(full, HOLE)
-                np.moveaxis(positions, 1 + axis, 0)[start:stop] = np.moveaxis(
-                    run.positions, 1 + axis, 0
-                )
+                # With this axis first, the part lies from `start` to `stop`.
+                part = positions.swapaxes(0, 1 + axis)[start:stop]
+                part[:] = run.positions.swapaxes(0, 1 + axis)
                 run = _run_of(run.axis, positions)
             runs.append(run)
         return self._replace(shape=tuple(shape), runs=tuple(runs))
@@ -289,7 +289,8 @@ def _sum_of(axis: int, terms: Positions) -> Run:
 
 def _period(pattern: Positions) -> int:
     """After how many entries a pattern repeats: 3 for 100100100100, and 4 for 1000."""
-    n, period = len(pattern), 1
+    n = len(pattern)
+    period = 1
     while n % period or (pattern.reshape(-1, period) != pattern[:period]).any():
         period += 1
     return period

@@ -192,7 +192,8 @@ def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
         old_stop = int(np.searchsorted(old_sizes, size, "right")) - 1
         new_stop = int(np.searchsorted(new_sizes, size, "right")) - 1
         yield range(old_start, old_stop), range(new_start, new_stop)
-        old_start, new_start = old_stop, new_stop
+        old_start = old_stop
+        new_start = new_stop
 
 
 @rule("transpose reshape squeeze rev slice scan_stack broadcast_in_dim tile")
@@ -214,7 +215,8 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
     size = records.shape(node.outputs[0])[axis]
     inputs = node.inputs
     result = dependent(records.values[x] for x in inputs)
-    placed, start = [], 0
+    placed = []
+    start = 0
     for x in inputs:
         value = records.values[x]
         # Only what is made of parameters and numbers alone is still a weight.
@@ -274,7 +276,8 @@ def _sources_of_gather(records: Records, node: Node) -> list[int | None]:
 
     `table[tokens]` of a table [256, 64] and tokens [2, 8] gives [None, None, 1].
     """
-    numbers, sizes = node.params["dimension_numbers"], node.params["slice_sizes"]
+    numbers = node.params["dimension_numbers"]
+    sizes = node.params["slice_sizes"]
     old, new = records.graph.shapes(node)
     sources: list[int | None] = [None] * len(new)
     kept = other_axes(len(old), _gone(numbers))
@@ -302,7 +305,8 @@ def looked_up(
         a table [256, 64] are its rows at indices [2, 8]. Along all other axes of the array one entry is taken.
     """
     x, *indices = values
-    shape, order = records.shape(node.outputs[0]), tuple(sources)
+    shape = records.shape(node.outputs[0])
+    order = tuple(sources)
 
     def visited(layout: Layout) -> Layout:
         gone = other_axes(len(layout.shape), order)

@@ -92,7 +92,9 @@ class Records:
     """What one pass over the operations finds out."""
 
     def __init__(self, graph: Graph):
-        self.graph, self.nodes, self.shape = graph, graph.nodes, graph.shape
+        self.graph = graph
+        self.nodes = graph.nodes
+        self.shape = graph.shape
         # The numbers of a value, if the program contains them; None otherwise.
         self.known = graph.known.get
         self.shapes = [graph.shape(x) for x in graph.parameters]
@@ -125,8 +127,10 @@ class Records:
         self, node: Node, k: int, summed: Sequence[int] = (), batch: Sequence[int] = ()
     ) -> Operand:
         """Operand number `k` of a product, without its `sources`."""
-        array, (product,) = node.inputs[k], node.outputs
-        shape, product_shape = self.shape(array), self.shape(product)
+        array = node.inputs[k]
+        (product,) = node.outputs
+        shape = self.shape(array)
+        product_shape = self.shape(product)
         return Operand(self.values[array], array, shape, product_shape, summed, batch)
 
     # What the rules record.

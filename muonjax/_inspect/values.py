@@ -344,7 +344,9 @@ def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
 
 def dependent(values: Iterable[Value]) -> Value:
     """A value that depends on all of these, in a way that is not followed."""
-    depends_on, scores, exponential_of = 0, -1, -1
+    depends_on = 0
+    scores = -1
+    exponential_of = -1
     for value in values:
         depends_on |= value.depends_on
         scores = max(scores, value.scores)
