@@ -257,7 +257,7 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     runs = []
     for axis, parts in sorted(by_axis.items()):
         run, _ = parts[0]
-        # They are equal along the rows of a kernel, of which only columns were cut.
+        # Equal runs are one, as along the rows of a kernel of which only columns were cut.
         if len({run for run, _ in parts}) > 1:
             terms = [np.where(holes, HOLE, run.positions) for run, holes in parts]
             shape = np.broadcast_shapes(*(term.shape[1:] for term in terms))
@@ -328,7 +328,7 @@ def _added_up(run: Run, axis: int) -> Run:
 
 
 def _run_of(axis: int, positions: Positions) -> Run:
-    """The run of an array's positions [n, *axes], n for each entry, in a form in which equal positions are equal.
+    """The run of an array's positions [n, *axes], n for each entry: equal positions give equal runs.
 
     The positions of an entry are sorted, each once, and an axis on which they don't depend has one entry.
     """
