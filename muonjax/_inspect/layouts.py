@@ -257,9 +257,14 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     runs = []
     for axis, parts in sorted(by_axis.items()):
         run, _ = parts[0]
+        holes_of_parts = [holes for _, holes in parts]
         # Equal runs are one, as along the rows of a kernel of which only columns were cut.
         if len({run for run, _ in parts}) > 1:
-            terms = [np.where(holes, HOLE, run.positions) for run, holes in parts]
+            # Holes of all parts, as in a rotation of queries next to other ones, stay in the run `OTHER` alone.
+            filled = ~np.logical_and.reduce(np.broadcast_arrays(*holes_of_parts))
+            terms = [
+                np.where(holes & filled, HOLE, run.positions) for run, holes in parts
+            ]
             shape = np.broadcast_shapes(*(term.shape[1:] for term in terms))
             full = [np.broadcast_to(term, (len(term), *shape)) for term in terms]
             run = _sum_of(axis, np.concatenate(full))
