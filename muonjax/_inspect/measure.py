@@ -22,6 +22,7 @@ from muonjax._inspect import versions
 from muonjax._inspect.graph import Step
 from muonjax._inspect.layouts import other_axes
 from muonjax._inspect.possible_numbers import MASKED
+from muonjax._inspect.values import grouped
 from muonjax._inspect.versions import Body, opened
 
 
@@ -33,19 +34,20 @@ class Probe(NamedTuple):
     heads: tuple[int, ...] = ()  # the axes kept, in this order; the others go
     # The logits before mask and bias: measured where `variable` does not mask.
     raw: Var | None = None
-    # For `check_clip`: under `vmap`, softmax gets the logits of the first example in all of them.
+    # For `check_clip`: under its `vmap`, softmax gets the logits of the first example in all of them.
     shared: bool = False
 
 
 def with_maxima(body: Body, probes: tuple[Probe | Any, ...]) -> ClosedJaxpr:
     """The jaxpr that returns what `body` does, and for each probe the largest logits, float32 [*layers, *heads].
 
-    NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes. The type of an array in place of a
-    probe is that of largest logits in another branch: all are -inf.
+    NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes.
 
-    One jaxpr for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step.
+    A branch of a `cond` returns an array for the probes of other branches too. In place of such a probe `probes` has
+    the type of its largest logits, and the array is -inf.
     """
-    # By the body itself, and not for longer than it lives.
+    # One jaxpr for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step. The keys of
+    # `_WITH_MAXIMA` are weak, so nothing is kept longer than the body lives.
     known = _WITH_MAXIMA.setdefault(body, {})
     if probes not in known:
         shapes = [variable.aval for variable in opened(body).invars]
@@ -61,33 +63,32 @@ _WITH_MAXIMA: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = (
 def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
     """The results of `with_maxima` for these inputs, which are traced."""
     jaxpr = opened(body)
-    given = [*versions.constants(body), *arrays]
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    values: dict[Any, Any] = dict(zip(inputs, given, strict=True))
-    # By the equation in a body of which the logits are, or by their variable. Several calls of an attention may have
-    # one probe.
-    probes_at: dict[Any, list[Probe]] = {}
-    for probe in dict.fromkeys(probes):
-        if isinstance(probe, Probe):
-            at = probe.path[0].equation if probe.path else probe.variable
-            probes_at.setdefault(at, []).append(probe)
+    # By the variable that holds the logits, or by the number of the equation in whose body they are. Several calls of
+    # an attention may have one probe.
+    probes_at = grouped(
+        (probe.path[0].equation if probe.path else probe.variable, probe)
+        for probe in dict.fromkeys(probes)
+        if isinstance(probe, Probe)
+    )
+    values: dict[Any, Any] = {}
     maxima: dict[Any, Any] = {}
 
     def read(atoms: Iterable[Any]) -> list[Any]:
         return [x.val if isinstance(x, Literal) else values[x] for x in atoms]
 
-    def measure(variables: Iterable[Any]) -> None:
+    def write(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
+        """Keeps the arrays of these variables, and measures those that are logits."""
+        values.update(zip(variables, arrays, strict=True))
         for variable in variables:
             for probe in probes_at.get(variable, ()):
-                # Logits before a mask is added are measured after it.
-                raw = None if probe.raw is None else values[probe.raw]
+                # The logits before a mask was added come earlier in the body.
+                raw = values.get(probe.raw)
                 maxima[probe] = _largest(values[variable], raw, probe)
-                # For `check_clip` alone: under its `vmap` all examples go on with the logits of the first.
                 if probe.shared:
                     values[variable] = _of_the_first(values[variable])
 
     # Logits may be an input of the body, as where a softmax has a function of its own.
-    measure(inputs)
+    write([*jaxpr.constvars, *jaxpr.invars], [*versions.constants(body), *arrays])
     for index, eqn in enumerate(jaxpr.eqns):
         # As JAX runs a jaxpr, so that errors and profiles name the user's lines and scopes.
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -96,14 +97,11 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
             eqn.ctx.manager,
         ):
             operands = read(eqn.invars)
-            if index in probes_at:
-                inside = tuple(probes_at[index])
-                results = _enclosing(eqn, inside, operands)
-                maxima |= zip(inside, results[len(eqn.outvars) :], strict=True)
-            else:
-                results = bound(eqn, operands)
-            values |= zip(eqn.outvars, results, strict=False)
-            measure(eqn.outvars)
+            inside = tuple(probes_at.get(index, ()))
+            results = _bound_with_maxima(eqn, inside, operands)
+            count = len(eqn.outvars)
+            write(eqn.outvars, results[:count])
+            maxima |= zip(inside, results[count:], strict=True)
     largest = [maxima[x] if x in maxima else _nothing(x) for x in probes]
     return [*read(jaxpr.outvars), *largest]
 
@@ -115,13 +113,12 @@ def bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _enclosing(
+def _bound_with_maxima(
     eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]
 ) -> list[Any]:
-    """What an equation with bodies returns, and then the maxima of the probes in its bodies: there is at least one.
-
-    The equation is bound with bodies that return one maximum for each probe after their other results.
-    """
+    """What an equation returns, and then the largest logits of each probe in its bodies, if there are any."""
+    if not probes:
+        return bound(eqn, operands)
     name, count = eqn.primitive.name, len(probes)
     # From each probe the first step of its path, and the probe as the body sees it.
     steps = [probe.path[0] for probe in probes]
@@ -131,18 +128,15 @@ def _enclosing(
     if name.startswith("custom_"):
         # The body runs once more, for the maxima. The results come from the call itself, with its derivatives.
         again = _run(bodies[0], inside, *jax.lax.stop_gradient(operands))
-        # `check_clip` takes no derivatives, and its results have to come from a softmax that got the shared logits.
+        # `check_clip` takes no derivatives. It replaces the logits in the body, so the results come from there.
         if probes[0].shared:
             return again
         return [*bound(eqn, operands), *again[-count:]]
     # `jax.shard_map` makes the new equation, with all of its parameters.
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], inside, operands)
-    new = (
-        _branches(bodies, steps, inside)
-        if name == "cond"
-        else [with_maxima(bodies[0], inside)]
-    )
+    # Others are bound with bodies that return the maxima after their other results.
+    new = _with_all_maxima(bodies, steps, inside)
     outputs = bound(eqn, operands, **versions.with_bodies(eqn, new, count))
     # A scan stacks the maxima of its iterations. Where the iterations are layers, they are kept; where they are others,
     # such as blocks of queries, the largest one counts.
@@ -151,6 +145,32 @@ def _enclosing(
             if not step.layer:
                 outputs[k] = jax.lax.reduce_max(outputs[k], (0,))
     return outputs
+
+
+def _with_all_maxima(
+    bodies: Sequence[Body], steps: Sequence[Step], probes: Sequence[Probe]
+) -> list[ClosedJaxpr]:
+    """The bodies of an equation, each of which returns a maximum for every probe after its other results.
+
+    All branches of a `cond` have to return the same types. With a probe in each of two branches, the first returns
+    (maximum 0, -inf) and the second (-inf, maximum 1).
+
+    Args:
+      bodies: The bodies as they are.
+      steps: For each probe, the step to its body.
+      probes: The probes, as a body sees them.
+    """
+    new = []
+    for k, body in enumerate(bodies):
+        wanted: list[Any] = []
+        for step, probe in zip(steps, probes, strict=True):
+            if step.body == k:
+                wanted.append(probe)
+            else:
+                of_other = with_maxima(bodies[step.body], (probe,))
+                wanted.append(of_other.out_avals[-1])
+        new.append(with_maxima(body, tuple(wanted)))
+    return new
 
 
 def _shard_map(
@@ -164,16 +184,16 @@ def _shard_map(
     def on_one_device(*operands: Any) -> list[Any]:
         """What this device returns, and then for each probe the largest logits of all devices."""
         outputs = _run(body, probes, *operands)
-        for k, maximum in enumerate(outputs[-count:], start=-count):
+        results, maxima = outputs[:-count], outputs[-count:]
+        for maximum in maxima:
             # With `check_vma`, JAX knows along which axes of the mesh the maximum may differ from device to device.
             # Without it, it may differ along all of them.
             differing = axis_names
             if check_vma:
                 differing = axis_names & versions.varying(jax.typeof(maximum))
             axes = tuple(axis for axis in mesh.axis_names if axis in differing)
-            if axes:
-                outputs[k] = jax.lax.pmax(maximum, axes)
-        return outputs
+            results.append(jax.lax.pmax(maximum, axes) if axes else maximum)
+        return results
 
     mapped = jax.shard_map(
         on_one_device,
@@ -184,33 +204,6 @@ def _shard_map(
         check_vma=check_vma,
     )
     return mapped(*operands)
-
-
-def _branches(
-    bodies: Sequence[Body], steps: Sequence[Step], probes: Sequence[Probe]
-) -> list[Any]:
-    """The branches of a `cond`, each of which returns a maximum for every probe after its other results.
-
-    With a probe in each of two branches, the first returns (maximum 0, -inf) and the second (-inf, maximum 1).
-
-    Args:
-      bodies: The branches as they are.
-      steps: For each probe, its branch.
-      probes: The probes, as a branch sees them.
-    """
-    # All branches of a `cond` have to return the same types, so -inf needs the type of the maximum.
-    types = []
-    for step, probe in zip(steps, probes, strict=True):
-        measured = with_maxima(bodies[step.body], (probe,))
-        types.append(opened(measured).outvars[-1].aval)
-    branches = []
-    for branch, body in enumerate(bodies):
-        probes_or_types = [
-            probe if step.body == branch else kind
-            for step, probe, kind in zip(steps, probes, types, strict=True)
-        ]
-        branches.append(with_maxima(body, tuple(probes_or_types)))
-    return branches
 
 
 def _nothing(kind: Any) -> jax.Array:
@@ -233,9 +226,10 @@ def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, b
 
 
 def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
-    """The largest logit of each head, float32: for logits [batch, head, query, key] and probe.heads (1,) [head].
+    """The largest logit of each head, float32, over all axes but `probe.heads`, which come in this order.
 
-    Axes of heads come in the probe's order: [head of a group, batch, group, query, key] and (2, 0) give [group, head].
+    Logits [batch, head, query, key] with heads (1,) give [head], and logits [head of a group, batch, group, query, key]
+    with heads (2, 0) give [group, head of a group].
 
     `raw`: the logits before masks and biases, None if none were added. An entry to which `MASKED` or less was
     added is masked, and all others are measured without what was added.
