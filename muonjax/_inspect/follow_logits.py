@@ -7,49 +7,44 @@ is followed on, and the attention is refused with that operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import whole
 from muonjax._inspect.possible_numbers import is_mask, numbers_in
-from muonjax._inspect.values import FROZEN, PARAMETER, Addend, AxisFact, Logits, Value
+from muonjax._inspect.values import (
+    FROZEN,
+    PARAMETER,
+    Addend,
+    AxisFact,
+    Logits,
+    Value,
+    grouped,
+)
 
 if TYPE_CHECKING:
     from muonjax._inspect.entrywise_rules import Operation
 
 EXPONENTIALS = ("exp", "exp2", "logistic")
-_POWERS = (
-    *EXPONENTIALS,
-    "sqrt",
-    "rsqrt",
-    "cbrt",
-    "pow",
-    "integer_pow",
-    "square",
-    "one_minus_square",
-    "polynomial",
-)
-_STAGES = ("logits", "weights", "per query")
+_ROOTS = "sqrt rsqrt cbrt pow integer_pow square one_minus_square polynomial"
+_POWERS = (*EXPONENTIALS, *_ROOTS.split())
 
 
 def after(operation: Operation) -> tuple[Logits, ...]:
-    """What an operation entry by entry makes of logits, of their maximum, or of softmax's weights.
+    """What an operation entry by entry makes of logits, of softmax's weights, or of a number for each query.
 
     `exp(x - largest)` of logits x makes weights, and x plus an array without parameters is masked logits. Nothing is
     left of logits where they become something else.
     """
-    # The first value decides: logits before the weights of an earlier softmax that they are added to, weights before
-    # their sum; then those whose product comes last in the program.
-    with_logits = [v for v in operation.values if v.logits]
-    with_logits.sort(
-        key=lambda v: (_STAGES.index(v.logits[0].stage), -v.logits[0].product)
-    )
-    if not with_logits:
-        return ()
-    value, node = with_logits[0], operation.node
-    if value.logits[0].stage != "logits":
-        return _of_weights(operation, with_logits)
+    node, values = operation.node, operation.values
+    # The operands by how far their logits have come. Logits are followed where another softmax's weights are added to
+    # them, and so is the later of two products.
+    operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
+    if "logits" not in operands:
+        return _of_weights(operation, operands)
+    at = max(operands["logits"], key=lambda k: values[k].logits[0].product)
+    value = values[at]
     if node.name in ("exp", "logistic"):
         return _exponential(node, value)
     if not operation.is_sum:
@@ -57,8 +52,6 @@ def after(operation: Operation) -> tuple[Logits, ...]:
         if value.logits[0].is_masked and not _is_positive_scale(operation):
             return ()
         return through(node, value)
-    # The logits are operand number `at`.
-    at = next(k for k, v in enumerate(operation.values) if v is value)
     return _chosen(operation, at) if operation.is_choice else _added(operation, at)
 
 
@@ -76,11 +69,11 @@ def _is_positive_scale(operation: Operation) -> bool:
 
 
 def through(node: Node, value: Value) -> tuple[Logits, ...]:
-    """Logits after an operation that takes no other ones, of any kind: a scale, a tanh, a sum over devices.
+    """Logits after an operation on one array that has some: a scale, a tanh, a sum over devices.
 
-    Whether it scales them or makes something else of them is for the certificate to say. None are left if a mask or a
-    bias was added before (`is_biased`), or their maximum subtracted (`shifts`): in tanh(logits + mask) the largest
-    logit that `measure` takes before the mask is not the one that softmax gets.
+    The certificate says whether it scales them. Masked or biased logits (`is_biased`), and logits whose maximum was
+    subtracted (`shifts`), end here: `measure` takes the largest logit before the mask, and softmax gets that of
+    tanh(logits + mask).
     """
     logits = []
     for x in value.logits:
@@ -93,24 +86,23 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
 
 
 def _of_weights(
-    operation: Operation, with_logits: Sequence[Value]
+    operation: Operation, operands: dict[str, list[int]]
 ) -> tuple[Logits, ...]:
-    """What an operation makes of softmax's weights, or, if there are none, of a maximum or a sum over keys.
+    """What is left of softmax's weights, or of a maximum or a sum over keys: `operands` are the numbers of both.
 
-    `with_logits` are the operands that are made of logits, the weights first. Weights divided by their sum are weights,
-    and so is a difference of two softmaxes, as in differential attention, which has the logits of both. A power of
-    weights, or a product of two, is the softmax of other logits: softmax(x)² is proportional to softmax(2 x).
+    Weights divided by their sum are weights, and so is a difference of two softmaxes, as in differential attention,
+    which has the logits of both. A power of weights, or a product of two, is the softmax of other logits: softmax(x)²
+    is proportional to softmax(2 x).
     """
-    stage = with_logits[0].logits[0].stage
-    # Next to weights, a maximum or a sum is left out: it is one number for each query, and only scales them.
-    of_stage = [v for v in with_logits if v.logits[0].stage == stage]
-    is_product = operation.is_scale and len(of_stage) > 1
-    if stage == "weights" and (is_product or operation.node.name in _POWERS):
+    weights = operands.get("weights", [])
+    is_product = operation.is_scale and len(weights) > 1
+    if weights and (is_product or operation.node.name in _POWERS):
         return ()
-    logits: dict[Logits, None] = {}  # each once
-    for value in of_stage:
-        logits |= dict.fromkeys(value.logits)
-    return tuple(logits)
+    logits = []
+    # A maximum or a sum is one number for each query: next to weights it only scales them.
+    for k in weights or operands.get("per query", []):
+        logits += operation.values[k].logits
+    return tuple(dict.fromkeys(logits))
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
@@ -125,16 +117,15 @@ def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
 
 
 def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
-    """The sum or the difference of logits, operand number `at`, and the only other operand.
+    """Logits, operand number `at`, plus or minus the only other operand.
 
-    That may be logits of other products, as in q1 @ k1 + q2 @ k2; the maximum of these logits; or a mask or a bias.
+    This may be logits of other products, as in q1 @ k1 + q2 @ k2, the maximum of these logits, a mask or a bias.
     """
-    node, arrays = operation.node, operation.arrays
+    node = operation.node
     value, other = operation.values[at], operation.values[1 - at]
-    further = _products(other, "logits")
-    if further and further.isdisjoint(_products(value, "logits")):
-        both = value._replace(logits=(*value.logits, *other.logits))
-        return through(node, both)
+    products = _products(other, "logits")
+    if products and products.isdisjoint(_products(value, "logits")):
+        return through(node, value._replace(logits=(*value.logits, *other.logits)))
     if node.name == "sub" and at == 1:  # mask - logits
         return ()
     logits = []
@@ -148,30 +139,34 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
             logits.append(x._replace(shifts=shifts))
         # No mask is added after the maximum, and no array that a clip may change, such as a learned bias.
         elif not x.shifts and not _may_change([other]):
-            masked = x._replace(value=node.outputs[0], is_masked=True)
-            # A mask of 0 and -inf hides logits, and leaves the others as they are. Anything else may be a bias.
-            is_plain = node.name == "add" and is_mask(
-                operation.records.graph, arrays[1 - at]
-            )
-            if x.is_biased or not is_plain:
-                sign = -1 if node.name == "sub" else 1
-                masked = masked._replace(
-                    # Before the first of several: later ones are added to masked logits.
-                    raw=x.raw if x.is_biased else arrays[at],
-                    added=(*x.added, Addend(arrays[1 - at], node.index, sign)),
-                )
-            logits.append(masked)
+            logits.append(_masked(operation, at, x))
     return tuple(logits)
 
 
-def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
-    """Logits after `jnp.where(mask, logits, -inf)`, where they are operand number `at`, if a clip may change no more.
+def _masked(operation: Operation, at: int, logits: Logits) -> Logits:
+    """Logits, in operand number `at`, after a mask or a bias is added.
 
-    The operands are those that the mask chooses between; `operation.chooser` is the mask.
+    A mask of 0 and -inf leaves all logits that it does not hide as they are. Anything else may be a bias: then the
+    largest logits are those of `raw`, the array before the first bias, among the entries that are not hidden.
+    """
+    node, addend = operation.node, operation.arrays[1 - at]
+    masked = logits._replace(value=node.outputs[0], is_masked=True)
+    if node.name == "add" and is_mask(operation.records.graph, addend):
+        return masked
+    sign = -1 if node.name == "sub" else 1
+    return masked._replace(
+        raw=logits.raw if logits.is_biased else operation.arrays[at],
+        added=(*logits.added, Addend(addend, node.index, sign)),
+    )
+
+
+def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
+    """Logits, operand number `at`, after a choice such as `jnp.where(mask, logits, -inf)`.
+
+    A clip may change the mask or what it puts in the place of logits, as it changes the mask `biased > 0`. The
+    certificate refuses that, but only up to the first bias. Biased logits are not followed here, then.
     """
     others = [v for k, v in enumerate(operation.values) if k != at]
-    # After `logits + bias` the certificate looks at nothing, and what is hidden is told by what has been added
-    # (`masks_or_biases`). A mask that a clip changes, such as `biased > 0`, would hide others.
     may_change = _may_change([*others, operation.chooser])
     logits = []
     for x in operation.values[at].logits:
@@ -181,7 +176,7 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
 
 
 def _may_change(values: Iterable[Value]) -> bool:
-    """Whether a clip may change these."""
+    """Whether a clip may change one of these, since it depends on parameters."""
     return any(v.depends_on & (PARAMETER | FROZEN) for v in values)
 
 
