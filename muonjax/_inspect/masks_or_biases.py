@@ -12,12 +12,13 @@ _HIDES = -20.0
 
 
 def doubt_of_masks(graph: Graph, added: Sequence[Addend]) -> str:
-    """The line of the first array added to logits whose numbers data give: a mask or a bias. "" if there is none.
+    """The line where the first array that may be a mask or a bias is added to logits; "" if there is none.
 
-    What adds `MASKED` (-9000) or less to a logit hides it, and what adds more is a bias, which is not measured.
+    That is an array whose numbers only data say, such as an argument. When it runs, an entry to which it adds `MASKED`
+    (-9000) or less counts as hidden; anything else counts as a bias, and is left out of the largest logits.
 
     Raises:
-      Refused: An array adds few numbers, of which one is between -9000 and -20: a mask of 0 and -100, or a bias.
+      Refused: An array is known to hold a number between -9000 and -20: it is a mask of 0 and -100, or a bias.
     """
     doubt = ""
     for addend in added:

@@ -58,10 +58,7 @@ def is_mask(graph: Graph, value: int, hides: float = MASKED) -> bool:
 
 
 def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
-    """The numbers that an array may hold, of a constant or of an operation's result: what `numbers_in` keeps.
-
-    None if data say which, as in an argument; `_MANY` if the program says which, but they are more than a few.
-    """
+    """What `numbers_in` keeps: `_MANY` if the program says which numbers an array may hold, but they are many."""
     constant = graph.known.get(value, graph.constant_arrays.get(value))
     if constant is not None:
         numbers = np.ravel(constant)
@@ -72,20 +69,19 @@ def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
         return np.array([0.0, 1.0])
     else:
         node = graph.maker(value)
-        numbers = None if node is None else _made_by(graph, node)
+        numbers = None if node is None else _result_of(graph, node)
     if numbers is None:
         return None
     numbers = np.unique(numbers.astype(float))
     return numbers if len(numbers) <= _MOST else _MANY
 
 
-def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
-    """The numbers that an operation makes of those of its operands; None if data say which.
+def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
+    """The numbers in the result of an operation, by those in its operands; None if data say which.
 
-    where(data, 0, -1e9) makes 0 and -1e9, data * -1e9 makes -1e9, 0 and 1e9, and data + 1 makes None.
+    where(data, 0, -1e9) holds 0 and -1e9, data * -1e9 holds -1e9, 0 and 1e9, and data + 1 gives None.
     """
-    is_move = node.name in _OPERANDS_WITH_ENTRIES
-    if is_move:
+    if node.name in _OPERANDS_WITH_ENTRIES:
         inputs = node.inputs[_OPERANDS_WITH_ENTRIES[node.name]]
     elif node.name in _ARITHMETIC:
         inputs = node.inputs
@@ -100,11 +96,10 @@ def _made_by(graph: Graph, node: Node) -> np.ndarray | None:
             known.append(numbers)
     if len(known) < len(inputs):
         # Data times -1e9 is taken for a mask that is an argument, of 0 and 1, or of 0 and -1 as in (mask - 1) * 1e9.
-        is_large = node.name == "mul" and known and (-np.abs(known[0]) <= MASKED).all()
-        if not is_large:
-            return None
-        return np.concatenate([-known[0], [0.0], known[0]])
-    if is_move:
+        if node.name == "mul" and known and (-np.abs(known[0]) <= MASKED).all():
+            return np.concatenate([-known[0], [0.0], known[0]])
+        return None
+    if node.name not in _ARITHMETIC:
         return np.concatenate(known)
     # Each number of one operand with each of the other. Some of these pairs may not occur.
     with np.errstate(all="ignore"):
