@@ -46,7 +46,7 @@ def _iota(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("eq")
 def _eq(records: Records, node: Node) -> Sequence[Value]:
-    """An index equals one of the numbers that count along an axis: the result is one hot along it.
+    """An array that equals 0, 1, 2, ... along an axis does so at one index at most: the result is one hot along it.
 
     So `(tokens[:, None] == jnp.arange(10)) @ table`, as `jax.nn.one_hot` has it, is a look-up.
     """
@@ -131,13 +131,11 @@ def spread_operands(records: Records, node: Node) -> list[Value]:
     spread = []
     for value, array in zip(values, node.inputs, strict=True):
         old = records.shape(array)
-        if old == shape:
-            spread.append(value)
-            continue
-        # A scalar next to an array repeats along all axes: -1 is no axis's size.
-        sizes = old or [-1] * len(shape)
-        sources = [axis if n == shape[axis] else None for axis, n in enumerate(sizes)]
-        spread.append(value.repeated(old, sources, shape))
+        if old != shape:
+            # A scalar next to an array repeats along all axes.
+            sources = [k if old and old[k] == n else None for k, n in enumerate(shape)]
+            value = value.repeated(old, sources, shape)
+        spread.append(value)
     return spread
 
 
@@ -152,7 +150,7 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
     `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
     """
     result = dependent(values)
-    # Queries times keys stay scores where a layer is added to them, as one of forget gates.
+    # In q @ k + x @ gate the later product is none of queries and keys: the scores are those of the earlier one.
     scores = [v.scores for v in values if v.scores in records.attention.operands]
     result = result._replace(scores=max(scores, default=result.scores))
     operation = Operation(records, node, values, node.inputs)
@@ -163,36 +161,30 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
         if _are_several_parts(cases):
             raise NotFollowed
     elif node.name in ("add", "add_any"):
-        terms = []
-        for value, array in zip(values, node.inputs, strict=True):
-            if not is_zero(records, array):
-                terms.append(value)
-        # The number 0, with which Python's `sum` begins, is no term.
-        if len(terms) == 1:
-            return terms[0]
+        for value, other in zip(values, reversed(node.inputs), strict=True):
+            # Python's `sum` begins with the number 0, to which nothing is added then. A table of zeros is no such
+            # number: it may be a state that changes, as a running mean.
+            if np.array_equal(records.known(other, np.nan), 0):
+                return value
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
-    # Operands without parameters and logits. The maximum that softmax subtracts depends on no parameter, for it is
-    # without gradient, but it has logits.
-    if not any(
-        value.depends_on & PARAMETER or value.logits for value in operation.values
-    ):
-        # A sum of an argument's entries is made of these still.
-        kinds: tuple[str, ...] = ()
-        if operation.is_scale:
-            kinds = ("input", "one hot")
-        elif operation.is_sum:
-            kinds = ("input",)
-        facts = [fact for value in operation.values for fact in value.facts]
-        kept = dict.fromkeys(fact for fact in facts if fact.what in kinds)
-        return result._replace(facts=tuple(kept))
-    return _of_activations(operation, result)
+    for value in operation.values:
+        # The maximum that softmax subtracts depends on no parameter, for it is without gradient, but it has logits.
+        if value.depends_on & PARAMETER or value.logits:
+            return _of_activations(operation, result)
+    return result._replace(facts=_facts_of_data(operation))
 
 
-def is_zero(records: Records, array: int) -> bool:
-    """Whether an array is the number 0. A table of zeros is not: it may be a state that changes, as a running mean."""
-    known = records.known(array)
-    return known is not None and np.ndim(known) == 0 and known == 0
+def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
+    """What is known of the axes of a sum or a product of arrays that no parameter is in.
+
+    An image minus its mean still has the axes of an argument, and one_hot(labels) * weight is zero but for one index.
+    """
+    kinds = ["input"] if operation.is_sum or operation.is_scale else []
+    if operation.is_scale:
+        kinds.append("one hot")
+    facts = [fact for value in operation.values for fact in value.facts]
+    return tuple(dict.fromkeys(fact for fact in facts if fact.what in kinds))
 
 
 def _are_several_parts(values: Sequence[Value]) -> bool:
@@ -237,9 +229,9 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
 
 
 def _of_activations(operation: Operation, result: Value) -> Value:
-    """The result of an operation entry by entry on activations, or on parameters and data.
+    """The result of an operation on activations, or on parameters and data: `result`, which has what it depends on.
 
-    `result` has so far what it depends on.
+    Parameters end here, recorded as added or multiplied, but for a parameter times data, which may be a masked weight.
     """
     records, node, values = operation.records, operation.node, operation.values
     weights = [value for value in values if value.is_weight]
@@ -249,9 +241,8 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     elif operation.is_sum:
         _record_meeting_parts(records, values)
     projections = _projections(operation)
-    # 2 ** scores is an exponential, too.
+    # Softmax's weights, if the scores are those of queries and keys. 2 ** scores is an exponential, too.
     if node.name in (*follow_logits.EXPONENTIALS, "pow"):
-        # These are softmax's weights if the scores are those of queries and keys.
         result = result._replace(exponential_of=result.scores)
     return result._replace(
         views=_of_masked_weights(operation),
@@ -279,16 +270,14 @@ def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
 
 
 def _projections(operation: Operation) -> tuple[Projection, ...]:
-    """The projections of all operands as the result has them, with the parameters that a sum adds as their biases.
-
-    A choice counts as a sum here, of which each entry has one summand.
-    """
+    """The projections of all operands as the result has them, with the parameters that a sum adds as their biases."""
     records = operation.records
-    operands = []
-    for k, value in enumerate(operation.values):
-        projections = _projections_of_operand(operation, k)
-        operands.append(value._replace(projections=projections))
+    operands = [
+        value._replace(projections=_projections_of_operand(operation, k))
+        for k, value in enumerate(operation.values)
+    ]
     projections = all_projections(operands)
+    # A choice between two arrays counts as a sum, but each entry has one summand, so no slices are added up.
     if operation.is_sum and not operation.is_choice:
         _record_sum_of_slices(records, projections)
     projections = last_projections(records, projections)
@@ -310,9 +299,9 @@ def _projections_of_operand(operation: Operation, k: int) -> tuple[Projection, .
     before = operation.values[k].projections
     if _is_linear(operation, k, others):
         return before
-    # All other operations, such as tanh, are functions of each column.
     projections = []
     for projection in before:
+        # Each entry of tanh(x @ w), or of its product with a gate, still comes from one column of w: it is unmixed.
         unmixed = all(_keeps_columns(projection, other) for other in others)
         after = after_nonlinearity(
             operation.records, projection, operation.node, unmixed=unmixed
@@ -324,26 +313,28 @@ def _projections_of_operand(operation: Operation, k: int) -> tuple[Projection, .
 def _is_linear(operation: Operation, k: int, others: Sequence[Value]) -> bool:
     """Whether an operation is linear in operand number `k`, where `others` are its other operands.
 
-    - A product is linear if the other factor is a parameter, a number or data, and no activation, which is made of
-      parameters and data. In a divisor it is not linear.
+    - A product is linear unless the other factor is an activation, made of parameters and data. A quotient is not
+      linear in its divisor.
     - A sum, or a choice, is linear if each other operand has projections too, is a bias, or is a number in place of
       what a mask hides. Any other, as the data in x + x @ w, makes it nonlinear: scaling w scales a part of the sum.
+    - All other operations, such as tanh, are not linear.
     """
     if operation.is_scale:
         is_divisor = operation.node.name == "div" and k == 1
         return not is_divisor and not others[0].is_activation
     for other in others:
-        is_in_place_of_hidden = operation.is_choice and not other.depends_on
-        if not other.is_weight and not other.projections and not is_in_place_of_hidden:
+        replaces_hidden = operation.is_choice and not other.depends_on
+        if not (other.is_weight or other.projections or replaces_hidden):
             return False
     return operation.is_sum
 
 
 def _keeps_columns(projection: Projection, other: Value) -> bool:
-    """Whether each entry still is one column's, after a sum or a product with `other`.
+    """Whether each entry still comes from one column of the projection, after a sum or a product with `other`.
 
-    `other` comes from elsewhere, or is a statistic of some of the columns, as in a norm of each head.
+    `other` may come from elsewhere, or be a statistic of some of the columns, as in a norm of each head.
     """
+    # `other` does not depend on the product.
     if not projection.product.bit & other.depends_on:
         return True
     # SiLU is a projection times a function of itself.
@@ -385,24 +376,22 @@ def last_projections(
 
 
 def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
-    """Records what two factors say about each other: weights of a softmax, labels, a norm, a gate.
-
-    Each is looked at as the factor of the other.
-    """
+    """Records what each factor of x * y may be for the other one: a softmax's weights, a norm, labels, a gate."""
     rank = sum(n > 1 for n in records.shape(node.outputs[0]))
     for value, factor in ((x, y), (y, x)):
         repeats = factor.axes("repeats")
         if repeats:
             records.record_weights(node, factor, value)
-        # In w / norm(w), with the spectral norm, one number scales all of w. The products that make this number are no
-        # uses of w as a matrix, so `decisions` gets what it depends on.
+        # One number scales all of w, as its norm in w / norm(w). The products u @ w @ v that make a spectral norm are
+        # no uses of w as a matrix: `decisions` finds them by what the number depends on.
         if value.is_weight and len(repeats) == rank:
             for view in value.views:
                 records.uses.scales[view.leaf] |= factor.depends_on
         records.record_choice_by_labels(value, factor.axes("one hot"), factor)
         if not factor.is_activation:
             continue
-        # A gate that differs along axes of experts, and repeats along other columns of a product.
+        # gate[b, e, 1] * y[b, e, f], of a layer's result y: the gate repeats along the columns f, so the columns e
+        # count experts. A factor made of y itself, as in a norm, is no gate.
         for projection in value.projections:
             layout, product = projection.layout, projection.product
             if not product.bit & factor.depends_on and layout.runs_along(repeats):
@@ -410,11 +399,12 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
 
 
 def _record_meeting_parts(records: Records, values: Iterable[Value]) -> None:
-    """Records parts of one product that a sum puts together after a different function of each, as a rotation does."""
+    """Records columns of one product as parts if a sum adds different functions of them: tanh(q[:, :4]) + q[:, 4:]."""
     projections = [projection for value in values for projection in value.projections]
-    for parts in grouped(
+    of_products = grouped(
         (projection.product, projection) for projection in projections
-    ).values():
+    )
+    for parts in of_products.values():
         if not used_in_one_way(parts):
             records.record_parts(parts)
 
