@@ -53,20 +53,20 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
     result = dependent([left.value, right.value])
     if not result.depends_on & PARAMETER:
         return result
+    # Each operand with the other one.
+    pairs = ((left, right), (right, left))
     if not left.summed:
         node = dataclasses.replace(node, name="mul")
         repeated = []
-        for x in (left, right):
+        for x, _ in pairs:
             repeated.append(x.value.repeated(x.shape, x.sources, x.product_shape))
         return entrywise(records, node, repeated)
-    # Each operand with the other one.
-    pairs = ((left, right), (right, left))
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
     for operand, other in pairs:
-        # The summed axes along which the other operand is one hot.
-        axes = zip(operand.summed, other.summed, strict=True)
+        # The summed axes along which the other operand is one hot: its index chooses one entry along them.
         one_hot = other.value.axes("one hot")
+        axes = zip(operand.summed, other.summed, strict=True)
         chosen = [axis for axis, of_other in axes if of_other in one_hot]
         if chosen and operand.is_parameter and operand.value.views:
             values = [operand.value, other.value]
@@ -88,28 +88,28 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
 def _by_matrix(
     records: Records, node: Node, result: Value, weights: Operand, activation: Operand
 ) -> Value:
-    """The product of an activation and an operand made of parameters: a layer, or perhaps a part of an attention.
+    """The product of an activation and an operand made of parameters: `result`, which has what it depends on.
 
-    Then the operand is a product of parameters that may be queries, keys or values, as in x @ (queries @ w).T. These
-    parameters are left to names. `result` has so far what it depends on.
+    It is a layer, also with a merged adapter as in x @ (a @ b), unless the operand is a product of parameters that may
+    be queries, keys or values, as in x @ (queries @ w).T. Such parameters are left to names.
     """
     attention = records.attention
-    # The product whose exponentials the activation is made of, which are softmax's weights if a sum normalizes them.
+    # The product whose exponentials the activation is made of. They are softmax's weights if a sum normalizes them.
     scores = activation.value.exponential_of
     has_weights = scores in attention.summed_exponentials or scores in attention.routers
     views = weights.value.views
-    # Learned queries times a matrix, q @ w, multiply keys along their last axis.
-    sums_over_last = not views[0].layout.runs_along(weights.summed)
-    has_factors = all(view.inner for view in views)
-    if has_factors and (sums_over_last or has_weights):
-        records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
-        if has_weights:
-            attention.other_readers[scores] = node.index
-        # It follows a layer, as a head (items @ w).T does. With learned queries these are scores, if a sum normalizes
-        # their exponentials.
-        records.layers.products.add(node.index)
-        return result._replace(scores=node.index)
-    return _by_parameter(records, node, result, weights, activation)
+    # x @ (a @ b) sums over an axis of a, the first factor, and x @ (queries @ w).T over none.
+    is_transposed = not views[0].layout.runs_along(weights.summed)
+    is_product = all(view.inner for view in views)
+    if not is_product or not (is_transposed or has_weights):
+        return _by_parameter(records, node, result, weights, activation)
+    records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
+    if has_weights:
+        attention.other_readers[scores] = node.index
+    # What is before it is no output head. The result may be scores: it is attention if a sum normalizes their
+    # exponentials.
+    records.layers.products.add(node.index)
+    return result._replace(scores=node.index)
 
 
 def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
@@ -133,16 +133,15 @@ def _by_parameter(
 ) -> Value:
     """The result of a layer, with a projection by each parameter in `weights`, such as w, a and b in x @ (w + a @ b).
 
-    `result` has so far what it depends on.
+    `result` has what it depends on.
     """
     # Learned queries [8, 64] that a projection multiplies are its input, and no matrix.
     if activation.value.is_weight:
         records.record_views(node, "a learned input", [activation.value])
-    # The result may be the scores of an attention, as in x @ queries.T with learned queries; they take the place of
-    # those that the activation was made of. Weights that a matrix mixes over heads still are weights of their softmax.
+    # With learned queries, x @ queries.T are scores. Those of which x was made no longer count.
     result = result._replace(scores=node.index)
-    # A layer sums over columns of the layer before, and those that it takes together are one matrix of that layer. A
-    # depthwise convolution takes each column by itself.
+    # A layer sums over columns of the layer before: all that it takes together are one matrix there. A depthwise
+    # convolution takes each column by itself.
     is_depthwise = weights.kernel.is_depthwise
     if not is_depthwise:
         records.record_parts(activation.value.projections)
@@ -153,8 +152,8 @@ def _by_parameter(
         for projection in activation.value.projections:
             batches = projection.layout.runs_along(activation.batch)
             projection.product.batches.update(batches)
-    # This may be no layer. Without a projection the parameters only scale, or a sum over experts is not followed. A
-    # number may be a sum of weighted losses, or what a model gives for one example.
+    # This may be no layer: the parameters only scale, or a sum over experts is not followed. A result that is a number
+    # may be a sum of weighted losses, or what a model gives for one example.
     if not projections or records.shape(node.outputs[0]) == ():
         records.layers.without_rule.add(node.index)
         return result
@@ -162,8 +161,8 @@ def _by_parameter(
     depends_on = result.depends_on | DATA
     for projection in projections:
         depends_on |= projection.product.bit
-    # Each feature after a depthwise convolution comes from one column of the layer before: that is followed on as well,
-    # as after a nonlinear operation.
+    # Each feature after a depthwise convolution comes from one column of the layer before, whose projections go on as
+    # after a nonlinear operation.
     if is_depthwise:
         for projection in activation.aligned.projections:
             projections.append(
@@ -178,22 +177,22 @@ def _recorded_projections(
 ) -> list[Projection]:
     """Records how a layer uses each parameter in `weights`, and returns a projection for each that is part of a matrix.
 
-    x @ (w + a @ b) uses w, a and b, each with rows, columns and batch axes of its own. The product sums over an axis of
-    w and of a; b is a factor (`view.inner` holds the axes in which factors meet, those of a that b sums over). A
-    parameter of which no axis is summed over, and that is no factor, is a scale.
+    x @ (w + a @ b) uses w, a and b, numbers 0, 1 and 2, each with rows, columns and batch axes of its own. The product
+    sums over an axis of w and of a; b is a factor (`view.inner` holds the axes in which factors meet, those of a that b
+    sums over). A parameter of which no axis is summed over, and that is no factor, is a scale.
     """
-    projections = []
     if weights.value.is_weight:
         # Slices that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix, are one matrix. Where data choose
         # between slices, the value is no weight any more.
         records.record_added_slices(weights.value.views)
-    # The sum goes over experts and their features, and only the features would be rows.
+    # Axes of experts would be taken for rows.
     if _sums_over_experts(records, activation):
         records.record_views(node, "a sum over experts", [weights.value], "unknown")
         return []
     kernel = weights.kernel
     if _cuts_input(activation):
         kernel = kernel._replace(is_patch=True)
+    projections = []
     for k, view in enumerate(weights.value.views):
         layout = view.layout
         is_product = bool(layout.runs_along(weights.summed) or view.inner)
@@ -222,7 +221,8 @@ def _sums_over_experts(records: Records, activation: Operand) -> bool:
     """Whether a product sums over experts and their features: the activation was gated along some of the axes.
 
     In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d] the axis 0 of w counts matrices, and no rows. The gate has made e a
-    batch of the product that gave h (`Product.batches`). A router's weights times features may be such a gate too.
+    batch of the product that gave h (`Product.batches`). If the activation is made of a router's weights, they may be
+    such a gate.
     """
     sizes = [activation.shape[axis] for axis in activation.summed]
     is_of_router = activation.value.exponential_of in records.attention.routers
@@ -230,7 +230,7 @@ def _sums_over_experts(records: Records, activation: Operand) -> bool:
         return True
     for projection in activation.value.projections:
         product = projection.product
-        # An axis that counts heads may be a batch of another product too, and is still one of rows here.
+        # Heads are not experts: an output projection sums over heads and their features, and both are rows.
         experts = product.batches - {run for run, _ in product.heads}
         summed = projection.layout.runs_along(activation.summed)
         # A sum over experts alone has no rows that would be taken for experts.
@@ -240,9 +240,10 @@ def _sums_over_experts(records: Records, activation: Operand) -> bool:
 
 
 def _cuts_input(operand: Operand) -> bool:
-    """Whether the sum runs over stretches of two axes of an argument, as over the pixels of a patch.
+    """Whether a product takes patches of an argument: its sum runs over stretches of two axes, as over 4 x 4 pixels.
 
-    Images [b, 8 * 4, 8 * 4], reshaped and summed over both axes of 4, are such an argument.
+    Images [b, 32, 32], reshaped to [b, 8, 4, 8, 4] and summed over both axes of 4, are such an argument. Along each of
+    their axes the sum takes neighbors (a stride of 1), and an axis of 8 that counts patches is left.
     """
     for fact in operand.value.facts:
         if fact.what != "input":
@@ -261,16 +262,17 @@ def _cuts_input(operand: Operand) -> bool:
 def _of_activations(
     records: Records, node: Node, result: Value, left: Operand, right: Operand
 ) -> Value:
-    """The product of two arrays, none of them a matrix of parameters, where at least one depends on parameters.
+    """The product of two arrays that are no matrices of parameters, at least one of which depends on parameters.
 
-    It records mixtures of experts, parts, heads, and attention if an operand is softmax's weights. Then it follows the
-    result as a product of two activations, or of one and numbers that do not train.
+    It may mix the results of experts, multiply queries by keys, or softmax's weights by values. `result` has what it
+    depends on.
     """
     # Either operand may be softmax's weights.
     pairs = ((left, right), (right, left))
     for operand, _ in pairs:
         _record_mixture(records, node, operand)
-    # Queries, keys or values times each other: a batch axis counts heads. One of them may be frozen.
+    # Queries, keys or values, of which one side may be frozen. The columns that the product takes are a part of their
+    # layers, and a batch axis counts heads.
     of_a_model = PARAMETER | FROZEN
     if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
         for operand in (left, right):
@@ -290,12 +292,10 @@ def _of_activations(
 
 
 def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
-    """Records a product that sums over some columns of a layer and keeps others: perhaps the layer is several experts.
+    """Leaves a layer to names if a product sums over some of its columns and keeps others: it may be several experts.
 
-    Such a layer is left to names.
-
-    With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) does. So does a product with
-    kernels that were mixed for each example, x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
+    With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) is such a product. So is one
+    with kernels that were mixed for each example, x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
     """
     for projection in operand.value.projections:
         # Columns that a gate chooses, as of labels, are known to count experts.
@@ -313,11 +313,12 @@ def _softmaxes_of(weights: Operand) -> list[list[Logits]]:
 
     The logits of one softmax may be a sum of products, as q1 @ k1 + q2 @ k2 in latent attention.
     """
-    of_arrays = []
-    for logits in weights.value.logits:
-        if logits.stage == "weights" and logits.layout.runs_along(weights.summed):
-            of_arrays.append((logits.value, logits))
-    return list(grouped(of_arrays).values())
+    of_arrays = grouped(
+        (logits.value, logits)
+        for logits in weights.value.logits
+        if logits.stage == "weights" and logits.layout.runs_along(weights.summed)
+    )
+    return list(of_arrays.values())
 
 
 def _record_attention(
@@ -325,8 +326,7 @@ def _record_attention(
 ) -> None:
     """Records an attention, softmax(logits) @ values: its logits and keys, and which columns count heads.
 
-    `softmax` are the logits of all products whose sum the softmax takes. `summed` are the axes of an operand that its
-    product sums over, and `free` those that it alone has.
+    `softmax` are the logits of all products whose sum the softmax takes.
     """
     attention = records.attention
     operands = [values]
@@ -340,13 +340,14 @@ def _record_attention(
             attention.shifted_by_key.add(product)
         for operand in attention.operands[product]:
             operands.append(operand)
-            # Queries that share a key head are counted by an axis of their own.
+            # In einsum("bqghd,bkgd->bghqk", q, k) four queries h share the key head g, which is a batch. So h is a free
+            # axis of q, and counts heads too.
             records.record_heads(operand.value.projections, operand.free)
             # A fused kernel gives both queries and keys, whose regions stay two parts.
             is_query = operand.is_query(keys)
             for part in operand.value.projections:
-                # The product sums over the features of queries that share a key head, and keeps their axis of heads.
-                # So it was recorded as what may be a mixture of experts, which it is not.
+                # This product sums over d and keeps h, both columns of q: it was recorded as what may be a mixture of
+                # experts, before it was known to be an attention's.
                 records.uses.by_operation.pop((product, part.view.leaf, 0), None)
                 key = (part.product, is_query)
                 regions_of_projection.append((key, part.layout.region))
@@ -355,6 +356,7 @@ def _record_attention(
         # as the two parts that were recorded for the two products.
         if len(regions) > 1:
             projected.parts.difference_update(regions)
+    # Heads written one by one would be taken for parts.
     if _take_other_columns(records, values):
         node = records.nodes[softmax[0].product]
         for operand in operands:
@@ -381,7 +383,8 @@ def _of_two_activations(
 ) -> Value:
     """The product of two activations, with logits if it may be queries times keys.
 
-    It counts as a layer (`Layers`) if both have free axes, or if it matches the features of two towers.
+    Layers before it are hidden ones if both operands have free axes, or if it matches two towers, as in an einsum
+    `bd,bd->b`.
     """
     records.attention.two_sided.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
@@ -418,17 +421,18 @@ def _by_constants(
     """
     # softmax(q k^T) @ c, of frozen values c, ends the logits of these products.
     attentions = {x.product for softmax in _softmaxes_of(activation) for x in softmax}
-    logits = []
-    for after in follow_logits.through(node, activation.aligned):
-        if after.product not in attentions:
-            logits.append(after)
+    logits = [
+        x
+        for x in follow_logits.through(node, activation.aligned)
+        if x.product not in attentions
+    ]
     projections = activation.added_up.projections
     result = result._replace(projections=projections, logits=tuple(logits))
     is_layer = _is_frozen_layer(activation, constants)
-    # The result is the last product whose exponentials may be a softmax's, as of frozen keys. A rotation or an average
-    # of scores leaves them what they are.
-    has_free = activation.free and constants.free
-    if is_layer or attentions or (has_free and result.scores < 0):
+    # The result may be scores, as of frozen keys, and is no exponential of older ones. But scores that a rotation or an
+    # average takes stay the ones that they are.
+    may_be_scores = activation.free and constants.free and result.scores < 0
+    if is_layer or attentions or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
     if is_layer:
         records.layers.frozen.add(node.index)
@@ -465,7 +469,10 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
 
 @rule("conv_general_dilated")
 def _conv(records: Records, node: Node) -> Sequence[Value]:
-    """A convolution, whose kernel has axes of output features, of input features, and of its window."""
+    """A convolution, whose kernel has axes of output features, of input features, and of its window.
+
+    It embeds patches if its windows do not overlap: the strides are the sizes of the window.
+    """
     params, weight = node.params, records.shape(node.inputs[1])
     numbers = params["dimension_numbers"]
     out, into, *window = numbers.rhs_spec
@@ -476,17 +483,16 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
         is_depthwise=groups > 1 and weight[into] == 1,
         is_patch=tuple(params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     )
-    # For each axis of the result the axis of the image, and of the kernel, that it comes from. Only features are
-    # followed: the axes of the batch and of pixels have None.
-    of_image: list[int | None] = [None] * len(weight)
-    of_kernel: list[int | None] = [None] * len(weight)
-    of_kernel[numbers.out_spec[1]] = out
-    # A depthwise convolution with one output for each feature leaves the features where they are.
-    if kernel.is_depthwise and weight[out] == groups:
-        of_image[numbers.out_spec[1]] = numbers.lhs_spec[1]
     image = records.operand(node, 0)
     weights = records.operand(node, 1, (into, *window))
-    image.sources, weights.sources, weights.kernel = of_image, of_kernel, kernel
+    weights.kernel = kernel
+    # Features are axis 1 of the specifications. Of the result's axes only this one is followed to the operands.
+    features, rank = numbers.out_spec[1], len(weight)
+    # A depthwise convolution with one output for each feature leaves the features where they are.
+    is_kept = kernel.is_depthwise and weight[out] == groups
+    of_image = numbers.lhs_spec[1] if is_kept else None
+    weights.sources = [out if axis == features else None for axis in range(rank)]
+    image.sources = [of_image if axis == features else None for axis in range(rank)]
     return [_by_kernel(records, node, image, weights)]
 
 
@@ -506,14 +512,15 @@ def _ragged(records: Records, node: Node) -> Sequence[Value]:
 def _by_kernel(
     records: Records, node: Node, activation: Operand, weights: Operand
 ) -> Value:
-    """The result of a convolution, or of a product of groups of rows: a layer if its weights are parameters.
+    """The result of a convolution, or of each expert's matrix times its rows: a layer if the weights are parameters.
 
-    All other weights are not followed: the result only depends on both operands, whose parameters are left to names.
+    Weights that data made are not followed: the result only depends on both operands, whose parameters are left to
+    names.
     """
     values = [activation.value, weights.value]
     result = dependent(values)
-    # A kernel of parameters, or of parameters and data, such as a masked one. With groups, a kernel that depends on
-    # data may be one for each example, where the examples are the groups.
+    # Parameters, or without groups also parameters times data, such as a mask. With groups such a kernel may be made
+    # for each example of a batch that was reshaped to be the groups.
     is_followed = weights.value.is_weight or weights.kernel.groups == 1
     if weights.value.views and is_followed:
         return _by_parameter(records, node, result, weights, activation)
