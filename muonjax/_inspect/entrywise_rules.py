@@ -39,7 +39,8 @@ from muonjax._inspect.values import (
 
 @rule("iota")
 def _iota(records: Records, node: Node) -> Sequence[Value]:
-    sizes, counted = records.shape(node.outputs[0]), node.params["dimension"]
+    sizes = records.shape(node.outputs[0])
+    counted = node.params["dimension"]
     shape = tuple(n if axis == counted else 1 for axis, n in enumerate(sizes))
     return [Value(facts=(AxisFact("counts", whole(shape)),))]
 
@@ -150,7 +151,7 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
     `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
     """
     result = dependent(values)
-    # In q @ k + x @ gate the later product is none of queries and keys: the scores are those of the earlier one.
+    # In q @ k + x @ gate the later product does not multiply queries by keys: the scores stay q @ k.
     scores = [v.scores for v in values if v.scores in records.attention.operands]
     result = result._replace(scores=max(scores, default=result.scores))
     operation = Operation(records, node, values, node.inputs)
@@ -189,12 +190,13 @@ def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
 
 def _are_several_parts(values: Sequence[Value]) -> bool:
     """Whether these have several parts of one parameter, before or after a product with it."""
-    parts: list[tuple[Any, Any]] = []
+    parts: set[tuple[Any, Any]] = set()
     for value in values:
-        parts += [(view.leaf, view.layout.region) for view in value.views]
+        parts |= {(view.leaf, view.layout.region) for view in value.views}
         for projection in value.projections:
-            parts.append((projection.product, projection.layout.region))
-    return any(len(set(regions)) > 1 for regions in grouped(parts).values())
+            parts.add((projection.product, projection.layout.region))
+    origins = {origin for origin, _ in parts}
+    return len(origins) < len(parts)
 
 
 # Operands that are made of parameters alone.
@@ -208,7 +210,7 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """
     values = operation.values
     several = sum(bool(value.views) for value in values) > 1
-    # A bias differs along fewer axes than the weight that it is added to.
+    # A bias or a gain differs along fewer axes than the weight.
     extents = [value.varying for value in values]
     if operation.is_sum:
         # In a column plus a row each differs along fewer axes than the sum. A column times a row is a matrix instead.
@@ -217,11 +219,10 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
     for value in values:
         repeats = any(value.varying < extent for extent in extents)
         is_noisy = several and value.depends_on & NOISE
-        for view in value.views:
-            if repeats or is_noisy:
-                operation.records.record(operation.node, "other", view, operation.what)
-            else:
-                views.append(view)
+        if repeats or is_noisy:
+            operation.records.record_views(operation.node, operation.what, [value])
+        else:
+            views += value.views
     return tuple(dict.fromkeys(views))
 
 
@@ -233,7 +234,9 @@ def _of_activations(operation: Operation, result: Value) -> Value:
 
     Parameters end here, recorded as added or multiplied, but for a parameter times data, which may be a masked weight.
     """
-    records, node, values = operation.records, operation.node, operation.values
+    records = operation.records
+    node = operation.node
+    values = operation.values
     weights = [value for value in values if value.is_weight]
     records.record_views(node, operation.what, weights)
     if operation.is_scale:
@@ -393,7 +396,8 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
         # gate[b, e, 1] * y[b, e, f], of a layer's result y: the gate repeats along the columns f, so the columns e
         # count experts. A factor made of y itself, as in a norm, is no gate.
         for projection in value.projections:
-            layout, product = projection.layout, projection.product
+            layout = projection.layout
+            product = projection.product
             if not product.bit & factor.depends_on and layout.runs_along(repeats):
                 product.batches.update(layout.runs_not_along(repeats))
 

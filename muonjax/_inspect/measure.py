@@ -119,7 +119,8 @@ def _bound_with_maxima(
     """What an equation returns, and then the largest logits of each probe in its bodies, if there are any."""
     if not probes:
         return bound(eqn, operands)
-    name, count = eqn.primitive.name, len(probes)
+    name = eqn.primitive.name
+    count = len(probes)
     # From each probe the first step of its path, and the probe as the body sees it.
     steps = [probe.path[0] for probe in probes]
     inside = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
@@ -177,15 +178,17 @@ def _shard_map(
     eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
 ) -> list[Any]:
     """What a `shard_map` returns, and then for each probe the largest logits of all devices."""
-    params, count = eqn.params, len(probes)
-    mesh, check_vma = params["mesh"], params["check_vma"]
+    params = eqn.params
+    mesh = params["mesh"]
+    check_vma = params["check_vma"]
     axis_names = params["newly_manual_axes"]
+    count = len(probes)
 
     def on_one_device(*operands: Any) -> list[Any]:
         """What this device returns, and then for each probe the largest logits of all devices."""
         outputs = _run(body, probes, *operands)
-        results, maxima = outputs[:-count], outputs[-count:]
-        for maximum in maxima:
+        results = outputs[:-count]
+        for maximum in outputs[-count:]:
             # With `check_vma`, JAX knows along which axes of the mesh the maximum may differ from device to device.
             # Without it, it may differ along all of them.
             differing = axis_names

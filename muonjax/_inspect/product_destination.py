@@ -43,11 +43,11 @@ class Ends:
 
         The first kernel of tanh(x @ w1) @ w2 has "layer", and the second, whose result becomes the loss, "output".
         """
-        # In x @ (a @ b) the columns of a meet the factor b, as `inner` says, which is the next layer.
+        # In x @ (a @ b) the factor b is the next layer after a: the columns of a meet it, so they are in `inner`.
         if use.columns and use.columns in use.view.inner:
             return "layer"
         (value,) = self.graph.nodes[use.node].outputs
-        # A cross-entropy follows it.
+        # Labels choose one of its columns, as in a cross-entropy.
         if value in self.to_outputs and use.node in self.read_by_labels:
             return "output"
         if value in self.to_products:

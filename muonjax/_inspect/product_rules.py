@@ -233,8 +233,7 @@ def _sums_over_experts(records: Records, activation: Operand) -> bool:
         # Heads are not experts: an output projection sums over heads and their features, and both are rows.
         experts = product.batches - {run for run, _ in product.heads}
         summed = projection.layout.runs_along(activation.summed)
-        # A sum over experts alone has no rows that would be taken for experts.
-        if not experts.isdisjoint(summed) and len(activation.summed) > 1:
+        if not experts.isdisjoint(summed):
             return True
     return False
 
@@ -299,7 +298,8 @@ def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
     """
     for projection in operand.value.projections:
         # Columns that a gate chooses, as of labels, are known to count experts.
-        product, layout = projection.product, projection.layout
+        product = projection.product
+        layout = projection.layout
         columns = set(product.use.columns) - product.batches
         summed = columns.intersection(layout.runs_along(operand.summed))
         if summed and columns.intersection(layout.runs_along(operand.free)):
@@ -388,7 +388,8 @@ def _of_two_activations(
     """
     records.attention.two_sided.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
-    first, second = left.value, right.value
+    first = left.value
+    second = right.value
     has_towers = is_match([(first, left.summed), (second, right.summed)])
     if (left.free and right.free) or has_towers:
         records.layers.products.add(node.index)
@@ -473,7 +474,8 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
 
     It embeds patches if its windows do not overlap: the strides are the sizes of the window.
     """
-    params, weight = node.params, records.shape(node.inputs[1])
+    params = node.params
+    weight = records.shape(node.inputs[1])
     numbers = params["dimension_numbers"]
     out, into, *window = numbers.rhs_spec
     sizes = tuple(weight[axis] for axis in window)
@@ -486,8 +488,9 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
     image = records.operand(node, 0)
     weights = records.operand(node, 1, (into, *window))
     weights.kernel = kernel
-    # Features are axis 1 of the specifications. Of the result's axes only this one is followed to the operands.
-    features, rank = numbers.out_spec[1], len(weight)
+    # Features are axis 1 of each specification. No other axis of the result is followed to the operands.
+    features = numbers.out_spec[1]
+    rank = len(weight)
     # A depthwise convolution with one output for each feature leaves the features where they are.
     is_kept = kernel.is_depthwise and weight[out] == groups
     of_image = numbers.lhs_spec[1] if is_kept else None

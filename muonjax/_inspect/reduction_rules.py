@@ -8,25 +8,26 @@ from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import NotFollowed, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
-from muonjax._inspect.values import ParameterView, Value, dependent, is_match
+from muonjax._inspect.values import Logits, ParameterView, Value, dependent, is_match
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(records: Records, node: Node) -> Sequence[Value]:
-    """All but the maximum of logits is not followed further."""
+    """A maximum and the like: nothing is followed further but the maximum of logits, which softmax subtracts."""
     (value,) = records.inputs(node)
     records.record_reduced(value.projections, node.params["axes"])
     result = dependent([value])
-    if node.name == "reduce_max" and value.logits and value.logits[0].stage == "logits":
-        maxima = tuple(x._replace(stage="per query") for x in value.logits)
-        result = result._replace(logits=maxima)
+    if node.name == "reduce_max":
+        result = result._replace(logits=_per_query(value, "logits"))
     return [_without_axes(records, node, result)]
 
 
 @rule("reduce_sum")
 def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
-    """A sum over axes. Linear projections are followed on, with their columns along these axes added up."""
-    (value,), axes = records.inputs(node), node.params["axes"]
+    """A sum over axes. Linear projections go on, with their columns along these axes added up; others end here."""
+    (value,) = records.inputs(node)
+    axes = node.params["axes"]
+    # sum(q * k) is a product of two activations, and perhaps the scores of an attention.
     if _multiplies_layers(records, node):
         records.layers.products.add(node.index)
         records.attention.two_sided.add(node.index)
@@ -39,17 +40,20 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
             linear.append(projection)
         else:
             records.record_reduced([projection], axes)
-    # The sum of softmax's weights is one number for each query, as the maximum is. Added logits are not followed.
-    totals = [
-        logits._replace(stage="per query")
-        for logits in value.logits
-        if logits.stage == "weights"
-    ]
-    views = _reduced_views(value, axes)
+    # Softmax divides its weights by their sum. A sum of logits themselves is not followed.
     result = value._replace(
-        views=views, projections=tuple(linear), logits=tuple(totals)
+        views=_reduced_views(value, axes),
+        projections=tuple(linear),
+        logits=_per_query(value, "weights"),
     )
     return [_without_axes(records, node, result)]
+
+
+def _per_query(value: Value, stage: str) -> tuple[Logits, ...]:
+    """The logits or softmax's weights in a value, at the stage at which they become one number for each query."""
+    return tuple(
+        x._replace(stage="per query") for x in value.logits if x.stage == stage
+    )
 
 
 def _multiplies_layers(records: Records, node: Node) -> bool:
@@ -71,12 +75,12 @@ def _record_sum_of_exponentials(
     product = value.exponential_of
     if product < 0:
         return
-    # A layer has an entry for each parameter that its weights are a sum of, 0 for the first.
+    # Whether the product is a layer: the first parameter in its weights has number 0.
     has_parameter = (product, 0) in records.uses.products
     projections = [p for p in value.projections if p.product.use.node == product]
     if any(p.layout.runs_along(axes) for p in projections):
         records.attention.routers.add(product)
-    # Without its projection nothing says whether a product with a parameter has its columns along these axes.
+    # If the projection of a layer was lost, its columns may lie along these axes: this is no sign of attention.
     elif projections or not has_parameter:
         records.attention.summed_exponentials.add(product)
 
@@ -84,8 +88,8 @@ def _record_sum_of_exponentials(
 def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ...]:
     """The parameters in a sum over `axes` of parameters multiplied by numbers or by each other.
 
-    They are a mixture, as sum_e share[e] * w[e, i, j] of experts, which a loop visits. Nothing is left of a parameter
-    that is summed over all its axes, as in a norm or a penalty, or over none.
+    sum_e share[e] * w[e, i, j] is a mixture of experts: w goes on as the matrix [i, j] of each expert, as after a loop
+    over them. A parameter ends here if it is summed over all its axes, as in a norm or a penalty, or over none.
 
     Raises:
       NotFollowed: The parameters keep different axes, as the factors in sum_k a[i, k] * b[k, j].

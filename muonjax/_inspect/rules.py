@@ -45,7 +45,8 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     - an operation that mixes columns, such as a sort, makes them one part as well;
     - one whose rule does not handle its settings may choose some of the columns: layers are left to names, but for
       those whose columns were mixed before;
-    - one that is in no table may be anything, a softmax or something one hot: all parameters are left to names.
+    - any other that is in no table may be anything, a softmax or something one hot: all parameters of the function are
+      left to names.
     """
     values = records.inputs(node)
     activations = [
@@ -57,7 +58,7 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     is_call = "call" in node.name or (takes_three and not is_listed)
     if not is_call and not is_listed:
         records.unlisted = node.index
-    # Without data it may be a penalty, such as a determinant: "alone", which does not say what the parameter is.
+    # A penalty without data, such as a determinant, does not say what the parameter is: other uses of it decide.
     has_data = any(value.depends_on and not value.is_weight for value in values)
     records.record_views(node, node.name, values, "unknown" if has_data else "alone")
     projections = [projection for value in values for projection in value.projections]
@@ -86,7 +87,7 @@ def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
     """
     values = records.inputs(node)
     records.layers.without_rule.add(node.index)
-    # Each operand may be softmax's weights, and each other one the values. Nothing is recorded of one and itself.
+    # Each operand may be softmax's weights, and each other one the values. For one and itself this records nothing.
     for value in values:
         for other in values:
             records.record_weights(node, value, other)

@@ -63,7 +63,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
-        # A model of a library's, such as Flax NNX, whose own transformation separates its parameters from its state.
+        # The transformation of Flax NNX separates the parameters of a model from its state.
         library = functions_for(args[0]) if args else None
         if library is not None:
             differentiated = library.value_and_grad_of_model(
@@ -96,14 +96,15 @@ def _with_max_logits(
         aux: Any = None  # what `fun` returned with the loss while it was traced
 
         def loss_and_traced(*parameters: Any) -> list[Any]:
-            """The loss and the traced leaves of `aux`; its other leaves, such as strings, are no output of a jaxpr."""
+            """The loss and the leaves of `aux` that depend on the trace; others, such as strings, stay in `aux`."""
             nonlocal aux
             # All other arguments are what they were: flags, strings, tracers of enclosing transformations.
             arguments = list(args)
             for i, parameter in zip(chosen, parameters, strict=True):
                 arguments[i] = parameter
             loss, aux = _loss_and_aux(call, fun(*arguments, **kwargs), has_aux)
-            return [loss, *filter(_is_traced, jax.tree.leaves(aux))]
+            traced = [x for x in jax.tree.leaves(aux) if isinstance(x, Tracer)]
+            return [loss, *traced]
 
         closed = jax.make_jaxpr(loss_and_traced)(*parameters)
         # The jaxpr has the arrays of all other arguments as constants, but they are data and no part of the program.
@@ -113,17 +114,17 @@ def _with_max_logits(
             return loss, max_logits
         # `aux` with the results of the run in place of the leaves that were traced, in the same order.
         results = iter(arrays)
-        aux = jax.tree.map(lambda x: next(results) if _is_traced(x) else x, aux)
+        aux = jax.tree.map(lambda x: next(results) if isinstance(x, Tracer) else x, aux)
         return loss, (aux, max_logits)
 
     return measured
 
 
 def _loss_and_aux(call: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """What the function returned, as a loss and what comes with it, or None.
+    """The loss in what `fun` returned, and what comes with it, or None.
 
     Raises:
-      TypeError: as `value_and_grad`.
+      TypeError: As in `value_and_grad`.
     """
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         raise TypeError(
@@ -155,8 +156,3 @@ def _check_differentiable(call: str, params: Any) -> None:
                 f"{call}: {path!r} is {leaf.dtype}, which has no derivative; give it to the loss in another argument, "
                 "not among the arguments to differentiate by. An NNX model is given itself."
             )
-
-
-def _is_traced(leaf: Any) -> bool:
-    """Whether a result depends on a trace; all others, arrays or not, are kept separately."""
-    return isinstance(leaf, Tracer)
