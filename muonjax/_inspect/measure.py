@@ -193,7 +193,7 @@ def _shard_map(
             # Without it, it may differ along all of them.
             differing = axis_names
             if check_vma:
-                differing = axis_names & versions.varying(jax.typeof(maximum))
+                differing &= versions.varying(jax.typeof(maximum))
             axes = tuple(axis for axis in mesh.axis_names if axis in differing)
             results.append(jax.lax.pmax(maximum, axes) if axes else maximum)
         return results

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from muonjax._inspect.graph import Graph, Node
+from muonjax._inspect.values import CHOICES
 
 # What is added to a logit to mask it is this or less, where it may be any number; an ALiBi bias of this size masks as
 # well. It is -1e4 in many models, which is -9984 in bfloat16, and less exact where a logit of this precision takes it.
@@ -17,18 +18,12 @@ _MOST = 8
 # NaN stands for more numbers than these, as of positions or in a table, and arithmetic with NaN gives NaN.
 _MANY = np.array([np.nan])
 
-# Operations whose results hold no other numbers than these of their operands.
+# Operations whose results hold no other numbers than their first operand.
 _MOVES = """
     broadcast_in_dim convert_element_type copy copy_p dynamic_slice gather pcast pvary reshape reshard rev scan_slice
     shard sharding_constraint slice squeeze stop_gradient tile transpose unshard
 """
-_UNIONS = {
-    "concatenate": slice(None),
-    "join": slice(1, None),
-    "select_n": slice(1, None),
-}
-# For each of these operations, the operands whose entries its result has.
-_OPERANDS_WITH_ENTRIES = dict.fromkeys(_MOVES.split(), slice(1)) | _UNIONS
+_MOVING = frozenset(_MOVES.split())
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "log": np.log,
@@ -81,9 +76,12 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
 
     where(data, 0, -1e9) holds 0 and -1e9, data * -1e9 holds -1e9, 0 and 1e9, and data + 1 gives None.
     """
-    if node.name in _OPERANDS_WITH_ENTRIES:
-        inputs = node.inputs[_OPERANDS_WITH_ENTRIES[node.name]]
-    elif node.name in _ARITHMETIC:
+    if node.name in _MOVING:
+        inputs = node.inputs[:1]
+    # The first operand of a choice says which of the others is chosen.
+    elif node.name in CHOICES:
+        inputs = node.inputs[1:]
+    elif node.name in ("concatenate", *_ARITHMETIC):
         inputs = node.inputs
     else:
         # Without data these are numbers that other rules would have to compute, such as the cosines of positions.

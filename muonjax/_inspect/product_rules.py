@@ -488,7 +488,7 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
     image = records.operand(node, 0)
     weights = records.operand(node, 1, (into, *window))
     weights.kernel = kernel
-    # Features are axis 1 of each specification. No other axis of the result is followed to the operands.
+    # Entry 1 of a specification is the axis of features. No other axis of the result is followed to the operands.
     features = numbers.out_spec[1]
     rank = len(weight)
     # A depthwise convolution with one output for each feature leaves the features where they are.
