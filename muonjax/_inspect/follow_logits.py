@@ -37,9 +37,10 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     `exp(x - largest)` of logits x makes weights, and x plus an array without parameters is masked logits. Nothing is
     left of logits where they become something else.
     """
-    node, values = operation.node, operation.values
-    # The operands by how far their logits have come. Logits are followed where another softmax's weights are added to
-    # them, and so is the later of two products.
+    node = operation.node
+    values = operation.values
+    # The operands by how far their logits have come. Next to logits nothing else is followed, such as another softmax's
+    # weights that are added to them. If both operands are logits, `at` is the number of the later product's.
     operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
     if "logits" not in operands:
         return _of_weights(operation, operands)
@@ -69,11 +70,11 @@ def _is_positive_scale(operation: Operation) -> bool:
 
 
 def through(node: Node, value: Value) -> tuple[Logits, ...]:
-    """Logits after an operation on one array that has some: a scale, a tanh, a sum over devices.
+    """The logits of an array after an operation that is no mask, maximum or exponential: a scale, a tanh, a sum.
 
-    The certificate says whether it scales them. Masked or biased logits (`is_biased`), and logits whose maximum was
-    subtracted (`shifts`), end here: `measure` takes the largest logit before the mask, and softmax gets that of
-    tanh(logits + mask).
+    The certificate says whether it scales them. Logits to which a mask or a bias was added (`is_biased`), or from which
+    their maximum was subtracted (`shifts`), end here: in tanh(logits + mask) the largest logit that `measure` takes
+    before the mask is not the one that softmax gets.
     """
     logits = []
     for x in value.logits:
