@@ -107,6 +107,7 @@ class Operation(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
+        """Whether it is linear in all operands together. A choice is too: each entry is one of the operands'."""
         return self.node.name in SUMS
 
     @property
@@ -189,7 +190,7 @@ def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
 
 
 def _are_several_parts(values: Sequence[Value]) -> bool:
-    """Whether these have several parts of one parameter, before or after a product with it."""
+    """Whether these hold several parts of one parameter, or of its product: two regions of one origin."""
     parts: set[tuple[Any, Any]] = set()
     for value in values:
         parts |= {(view.leaf, view.layout.region) for view in value.views}
