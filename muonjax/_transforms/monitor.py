@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,23 +38,19 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float32
 
 
-# `muon/orthogonality` comes to those of the matrices.
-_STATISTICS = ("update_rms", "weight_rms", "update_to_weight", "non_finite")
-
-
 class MonitorState(NamedTuple):
     """State of `monitor`.
 
     Attributes:
       inner: The state of the transformation that is watched.
       count: Steps so far, int32.
-      statistics: "muon/update_rms" and the others in `monitor`, float32 []; NaN until the first step has been measured.
+      statistics: "muon/update_rms" and all others that `monitor` lists, float32 []; NaN until a step has been measured.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
       >>> state = muonjax.monitor(optax.sgd(0.1)).init({"dense": {"kernel": jnp.ones((2, 2))}})
       >>> list(state.statistics)[:2], int(state.count)
-      (['muon/orthogonality', 'muon/update_rms'], 0)
+      (['adam/non_finite', 'adam/update_rms'], 0)
     """
 
     inner: Any
@@ -115,7 +112,12 @@ def monitor(
         with errors_of("monitor"):
             pieces = matrix_pieces(numbers, params)
             _check_same_matrices(inner_state, params, pieces)
-        return MonitorState(inner_state, jnp.zeros([], jnp.int32), _unmeasured())
+        # NaN for each statistic
+        shapes = jax.eval_shape(
+            functools.partial(_statistics, pieces), params, params, params
+        )
+        unmeasured = optax.tree.full_like(shapes, jnp.nan)
+        return MonitorState(inner_state, jnp.zeros([], jnp.int32), unmeasured)
 
     def update(updates, state, params=None, **extra_args):
         gradients = updates
@@ -128,45 +130,17 @@ def monitor(
         with errors_of("monitor"):
             pieces = matrix_pieces(numbers, params)
 
-        def measured() -> dict[str, jax.Array]:
-            """The statistics of this step, {"muon/orthogonality": ..., "muon/update_rms": ..., ...}."""
-            # All trees have the structure of the parameters, so their leaves are in one order.
-            trees = list(map(jax.tree.leaves, (gradients, updates, params)))
-            matrix_leaves = {piece.leaf for piece in pieces}
-            other_leaves = set(range(len(trees[0]))) - matrix_leaves
-            # [matrices of the piece] each
-            deviations = list(map(_deviation, pieces.of(updates), pieces))
-            mean = jnp.float32(0)
-            if deviations:
-                mean = jnp.mean(jnp.concatenate(deviations))
-            statistics = {"muon/orthogonality": jnp.sqrt(mean)}
-            for group, indices in ("muon", matrix_leaves), ("adam", other_leaves):
-                # The gradients, the updates and the weights of the group
-                leaves = []
-                for tree in trees:
-                    leaves.append([tree[i] for i in sorted(indices)])
-                for name, value in _measure(*leaves).items():
-                    statistics[f"{group}/{name}"] = value
-            return statistics
-
         # A checkpoint may have been restored in another dtype.
         last = optax.tree.cast(state.statistics, jnp.float32)
-        is_due = state.count % every_k == 0
-        # `measured` runs only at the steps that are due.
-        statistics = jax.lax.cond(is_due, measured, lambda: last)
+        statistics = jax.lax.cond(
+            state.count % every_k == 0,
+            lambda: _statistics(pieces, gradients, updates, params),
+            lambda: last,
+        )
         count = jnp.asarray(optax.safe_increment(state.count))
         return updates, MonitorState(inner_state, count, statistics)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _unmeasured() -> dict[str, jax.Array]:
-    """NaN for each statistic of each group."""
-    statistics = ["muon/orthogonality"]
-    for group in ("muon", "adam"):
-        statistics += [f"{group}/{name}" for name in _STATISTICS]
-    # A new array for each, because a buffer that is in two places can't be donated.
-    return {name: jnp.full((), jnp.nan, jnp.float32) for name in statistics}
 
 
 def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
@@ -175,17 +149,21 @@ def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
     In `monitor(muon(1e-3, program))` the optimizer takes the matrices of the program, and the monitor those of names.
     """
     leaves = dict(jax.tree.leaves_with_path(params))
-    matrices = {list(leaves)[piece.leaf] for piece in pieces}
+    paths = list(leaves)
+    matrices = {paths[piece.leaf] for piece in pieces}
     # The state of `optax.partition` has `inner_states`, the states of its parts by their labels; muonjax calls the part
-    # for matrices "muon". The other leaves of this tree are arrays.
+    # for matrices "muon". All other nodes that this loop meets are arrays.
     for node in jax.tree.leaves(
         state, is_leaf=lambda node: hasattr(node, "inner_states")
     ):
-        # Nothing for an array, for a partition with other labels, and for a Muon without momentum.
-        arrays = jax.tree.leaves_with_path(
-            getattr(node, "inner_states", {}).get("muon")
-        )
-        kept = {parameter_like(path, x.shape, leaves) for path, x in arrays} - {None}
+        state_of_muon = getattr(node, "inner_states", {}).get("muon")
+        # The momentum at .inner_state[0].trace["dense"]["kernel"] is that of the parameter ["dense"]["kernel"].
+        kept = set()
+        for path, x in jax.tree.leaves_with_path(state_of_muon):
+            kept.add(parameter_like(path, x.shape, leaves))
+        # A count is like no parameter.
+        kept.discard(None)
+        # Nothing is kept of an array, of a partition with other labels, and of a Muon without momentum.
         if kept and kept != matrices:
             # The caller's `errors_of` puts "monitor" before it.
             raise ValueError(
@@ -193,39 +171,55 @@ def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
             )
 
 
-def _measure(
-    gradients: Sequence[jax.Array],
-    updates: Sequence[jax.Array],
-    weights: Sequence[jax.Array],
+def _statistics(
+    pieces: Pieces, gradients: Any, updates: Any, params: Any
 ) -> dict[str, jax.Array]:
-    """The statistics of a group of leaves, 0 without any: {"update_rms": float32 [], ...} as in `monitor`."""
-    # Each root mean square is a norm over the root of the number of entries.
-    size = max(1, sum(map(jnp.size, weights)))
-    update_rms = _norm(updates) / size**0.5
-    weight_rms = _norm(weights) / size**0.5
-    # A weight of zero that does not move has the ratio 0, and one that moves infinity.
-    are_zero = (update_rms == 0) & (weight_rms == 0)
-    # Leaves with a NaN or an infinity are counted, and not entries.
-    num_non_finite = jnp.float32(0)
-    for gradient in gradients:
+    """The statistics of one step: {"muon/orthogonality": float32 [], "muon/update_rms": float32 [], ...}."""
+    # For each piece one number a matrix
+    deviations = list(map(_deviation, pieces.of(updates), pieces))
+    mean = jnp.mean(jnp.concatenate(deviations)) if deviations else jnp.float32(0)
+    statistics = {"muon/orthogonality": jnp.sqrt(mean)}
+
+    matrices = {piece.leaf for piece in pieces}
+    groups: dict[str, list[Any]] = {"muon": [], "adam": []}
+    # (gradient, update, weight) of each parameter: all three trees have the structure of the parameters.
+    leaves = zip(*map(jax.tree.leaves, (gradients, updates, params)), strict=True)
+    for i, leaf in enumerate(leaves):
+        groups["muon" if i in matrices else "adam"].append(leaf)
+    for group, members in groups.items():
+        for name, value in _of_group(members).items():
+            statistics[f"{group}/{name}"] = value
+    return statistics
+
+
+def _of_group(leaves: Sequence[tuple[Any, Any, Any]]) -> dict[str, jax.Array]:
+    """The statistics over some leaves, each given as (gradient, update, weight); 0 where there is none."""
+    update_norm = weight_norm = num_non_finite = jnp.float32(0)
+    size = 0
+    for gradient, update, weight in leaves:
+        # |(x, y)| = hypot(|x|, |y|), which does not overflow
+        update_norm = jnp.hypot(update_norm, _norm(update))
+        weight_norm = jnp.hypot(weight_norm, _norm(weight))
+        size += jnp.size(weight)
+        # Leaves with a NaN or an infinity are counted, and not entries.
         is_non_finite = jnp.any(~jnp.isfinite(gradient))
         num_non_finite += is_non_finite.astype(jnp.float32)
+    # A weight of zero that does not move has the ratio 0, and one that moves infinity.
+    are_zero = (update_norm == 0) & (weight_norm == 0)
+    root = max(1, size) ** 0.5
     return {
-        "update_rms": update_rms,
-        "weight_rms": weight_rms,
-        "update_to_weight": update_rms / jnp.where(are_zero, 1, weight_rms),
-        "non_finite": num_non_finite / max(1, len(gradients)),
+        "update_rms": update_norm / root,
+        "weight_rms": weight_norm / root,
+        "update_to_weight": update_norm / jnp.where(are_zero, 1, weight_norm),
+        "non_finite": num_non_finite / max(1, len(leaves)),
     }
 
 
-def _norm(arrays: Sequence[jax.Array]) -> Float32[Array, ""]:
-    """sqrt(sum x^2) over all entries x of the arrays, whose squares need not be numbers of float32."""
-    norm = jnp.float32(0)
-    for x in arrays:
-        magnitudes = jnp.abs(x).astype(jnp.float32)
-        factor, square = square_of_any_size(magnitudes, lambda x: jnp.sum(x**2))
-        norm = jnp.hypot(norm, jnp.sqrt(square) / factor)
-    return norm
+def _norm(x: jax.Array) -> Float32[Array, ""]:
+    """sqrt(sum x^2) over all entries, whose squares need not be numbers of float32."""
+    magnitudes = jnp.abs(x).astype(jnp.float32)
+    factor, square = square_of_any_size(magnitudes, lambda x: jnp.sum(x**2))
+    return jnp.sqrt(square) / factor
 
 
 def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
@@ -240,9 +234,9 @@ def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
         # The deviation does not depend on the scale of U, and no power of entries up to 1 overflows.
         largest = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
         u = u / jnp.maximum(largest, float(jnp.finfo(jnp.float32).tiny))
+        gram = dot.with_adjoint(u, u)
         # With A = U U^H the least |c A - I|^2 / m is 1 - tr(A)^2 / (m |A|^2), at c = tr(A) / |A|^2.
         # tr(A) is |U|^2.
-        gram = dot.with_adjoint(u, u)
         m_times_square = square_norm(gram) * gram.shape[-1]
         share = square_norm(u) ** 2 / or_one(m_times_square)
         # A matrix of zeros counts as orthogonal, and rounding may make a share larger than 1.
