@@ -1,7 +1,7 @@
 """The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, Unpack
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,8 @@ from muonjax._transforms.momentum import momentum_dtype, trace
 from muonjax._transforms.normalize_neurons import normalize_neurons
 from muonjax._transforms.orthogonalize import orthogonalize
 
-Members = Callable[[DimensionNumbersTree], list[optax.GradientTransformation]]
-"""Makes members of a chain from the dimension numbers of the matrices."""
+Member = Callable[[DimensionNumbersTree], optax.GradientTransformation]
+"""Makes a member of a chain from the dimension numbers of the matrices."""
 
 
 class MatrixSettings(TypedDict, total=False):
@@ -69,25 +69,13 @@ class MuonSettings(MatrixSettings, total=False):
     rms: float | None
 
 
-class _RateAndDecay(NamedTuple):
-    """What AdamW takes for all leaves that are no matrices.
-
-    Attributes:
-      learning_rate: A number or a schedule.
-      weight_decay: A number or a schedule.
-      mask: The leaves that decay, as `weight_decay_mask` in `muon`; None: all but biases, norms and other vectors.
-    """
-
-    learning_rate: optax.ScalarOrSchedule
-    weight_decay: optax.ScalarOrSchedule
-    mask: Any = None
-
-
 def _orthogonalized(
     call: str,
-    members: Members,
-    adam_rate: _RateAndDecay,
+    members: Sequence[Member],
     program: DimensionNumbersTree | None,
+    adam_rate: optax.ScalarOrSchedule,
+    adam_decay: optax.ScalarOrSchedule,
+    adam_mask: Any,
     *,
     decay: optax.ScalarOrSchedule = 0.95,
     nesterov: bool = True,
@@ -97,16 +85,20 @@ def _orthogonalized(
     adam: optax.GradientTransformation | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Orthogonalized momentum for matrices, then `members`; Adam for all other leaves.
+    """For matrices momentum, its polar factor, then `members`; for all other leaves AdamW, or `adam`.
 
     Args:
       call: Names the optimizer in errors.
-      members: For the dimension numbers, the transformations that follow in the chain.
-      adam_rate: Rate and decay of AdamW for all other leaves; `adam_learning_rate` and `adam` come before it.
-      program: As in `muon`, and so are the settings; `decay` is that of the momentum.
+      members: What follows the polar factor in the chain.
+      program: As in `muon`.
+      adam_rate: AdamW's learning rate, unless `adam_learning_rate` is given.
+      adam_decay: AdamW's weight decay.
+      adam_mask: The leaves that AdamW decays, as `weight_decay_mask` in `muon`.
+
+    All other arguments are as in `muon`; `decay` is that of the momentum.
     """
     # `trace` would name its own argument, accumulator_dtype, in an error.
-    momentum_dtype("mu_dtype", mu_dtype)
+    mu_dtype = momentum_dtype("mu_dtype", mu_dtype)
     check_program("program", program)
     if adam is not None:
         check_transformation("adam", adam)
@@ -116,31 +108,42 @@ def _orthogonalized(
             raise ValueError(
                 "(adam_learning_rate=..., adam=...) takes one of them: `adam` has a rate of its own."
             )
-        adam_rate = adam_rate._replace(learning_rate=adam_learning_rate)
+        adam_rate = adam_learning_rate
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
-        # A state may be in host memory. `trace` copies its own leaf by leaf, and `orthogonalize` has none; `offload`
-        # copies the states of all other members, such as `normalize_neurons`.
         momentum = trace(decay, nesterov, mu_dtype, distribution=distribution)
         polar = orthogonalize(
             dimension_numbers=numbers,
             newton_schulz=newton_schulz,
             distribution=distribution,
         )
-        return optax.chain(momentum, polar, *map(offload, members(numbers)))
+        # A state may be in host memory. `trace` copies its own leaf by leaf, and `orthogonalize` has none; `offload`
+        # copies the states of all others, such as `normalize_neurons`.
+        others = [offload(member(numbers)) for member in members]
+        return optax.chain(momentum, polar, *others)
 
-    def others(tree: Any) -> optax.GradientTransformation:
-        return adam or _adamw_for_others(adam_rate, program, mu_dtype, tree)
+    def adamw_or_adam(tree: Any) -> optax.GradientTransformation:
+        if adam is not None:
+            return adam
+        mask = _all_but_vectors(tree, program) if adam_mask is None else adam_mask
+        return adamw(
+            adam_rate,
+            b2=0.95,
+            weight_decay=adam_decay,
+            mask=mask,
+            # Adam's first moment has no 8-bit form.
+            mu_dtype=None if mu_dtype == jnp.int8 else mu_dtype,
+        )
 
     # This chain is thrown away: the members check their settings where they are made, so that a mistake shows before
     # the first step. They read dimension numbers only when they get a tree, so None will do.
     matrices(None)
-    return partition_by_route(call, matrices, others, program)
+    return partition_by_route(call, matrices, adamw_or_adam, program)
 
 
-def _with_decay(
+def _muon_like(
     call: str,
-    members: Members,
+    members: Sequence[Member],
     learning_rate: optax.ScalarOrSchedule,
     program: DimensionNumbersTree | None,
     *,
@@ -149,33 +152,32 @@ def _with_decay(
     rms: float | None = 0.2,
     **settings: Unpack[MatrixSettings],
 ) -> optax.GradientTransformationExtraArgs:
-    """Orthogonalized momentum, then `members`, the scale of an update, weight decay and the learning rate.
+    """`muon`, with `members` between the polar factor and its scale.
 
     Args:
       call: Names the optimizer in errors.
-      members: For the dimension numbers, the transformations between the momentum and the scale.
-      learning_rate: As in `muon`, and so are all others.
+      members: None in `muon`, and `normalize_neurons` in `normuon`.
+
+    All other arguments are as in `muon`.
     """
     # `optax.add_decayed_weights` and the rate check nothing, and a mask that does not fit would be Optax's error, about
     # trees.
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
     mask = fitted_mask("weight_decay_mask", weight_decay_mask)
     scale: dict[str, Any] = {"rule": "width"} if rms is None else {"rms": rms}
-
-    def to_the_end(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
-        # W <- W - learning_rate (O + weight_decay W) for the scaled update O
-        return [
-            *members(numbers),
-            match_rms(**scale, dimension_numbers=numbers),
-            optax.add_decayed_weights(weight_decay, mask),
-            scale_by_learning_rate(learning_rate),
-        ]
-
-    adam_rate = _RateAndDecay(learning_rate, weight_decay, mask)
-    return _orthogonalized(call, to_the_end, adam_rate, program, **settings)
+    # W <- W - learning_rate (O + weight_decay W) for the scaled polar factor O
+    all_members: list[Member] = [
+        *members,
+        lambda numbers: match_rms(**scale, dimension_numbers=numbers),
+        lambda _: optax.add_decayed_weights(weight_decay, mask),
+        lambda _: scale_by_learning_rate(learning_rate),
+    ]
+    return _orthogonalized(
+        call, all_members, program, learning_rate, weight_decay, mask, **settings
+    )
 
 
-@explains_keywords("muon", _with_decay, _orthogonalized)
+@explains_keywords("muon", _muon_like, _orthogonalized)
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     program: DimensionNumbersTree | None = None,
@@ -224,7 +226,7 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    return _with_decay("muon", lambda numbers: [], learning_rate, program, **settings)
+    return _muon_like("muon", [], learning_rate, program, **settings)
 
 
 @explains_keywords("normuon", muon)
@@ -257,13 +259,12 @@ def normuon(
 
     Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491).
     """
-    # `normalize_neurons` has another name for it.
+    # `normalize_neurons` would name its own argument, decay, in an error.
     check_range("neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
-
-    def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
-        return [normalize_neurons(neuron_decay, dimension_numbers=numbers)]
-
-    return _with_decay("normuon", members, learning_rate, program, **settings)
+    members: list[Member] = [
+        lambda numbers: normalize_neurons(neuron_decay, dimension_numbers=numbers)
+    ]
+    return _muon_like("normuon", members, learning_rate, program, **settings)
 
 
 @explains_keywords("muonh", _orthogonalized)
@@ -306,35 +307,21 @@ def muonh(
         raise ValueError(
             "(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3, or adam=."
         )
-
-    def members(numbers: DimensionNumbersTree) -> list[optax.GradientTransformation]:
-        return [hyperball(learning_rate, dimension_numbers=numbers)]
-
-    # The norms of matrices are fixed, and nothing decays.
-    adam_rate = _RateAndDecay(0.0, weight_decay=0.0)
-    return _orthogonalized("muonh", members, adam_rate, program, **settings)
+    members: list[Member] = [
+        lambda numbers: hyperball(learning_rate, dimension_numbers=numbers)
+    ]
+    # AdamW's rate is given by one of those two, and nothing decays, as the norms of matrices are fixed.
+    return _orthogonalized("muonh", members, program, 0.0, 0.0, None, **settings)
 
 
-def _adamw_for_others(
-    rate: _RateAndDecay, program: Any, mu_dtype: jax.typing.DTypeLike | None, tree: Any
-) -> optax.GradientTransformation:
-    """AdamW for the leaves of a tree that are no matrices, which decays all of them but vectors.
+def _all_but_vectors(tree: Any, program: Any) -> Callable[[Any], Any]:
+    """The mask of AdamW's leaves that decay, {"embedding": True, "scale": False} for instance.
 
     Names tell biases and norms; a program tells vectors of any name, by the paths in `Program.vectors`.
     """
-    # A tree of booleans, {"embedding": True, "scale": False}
     is_decayed = decays(tree, getattr(program, "vectors", ()))
     # A function, for Optax would call a tree that is callable, as an Equinox module is.
-    mask = (lambda _: is_decayed) if rate.mask is None else rate.mask
-    # Adam's first moment has no 8-bit form.
-    is_int8 = mu_dtype is not None and jnp.dtype(mu_dtype) == jnp.int8
-    return adamw(
-        rate.learning_rate,
-        b2=0.95,
-        weight_decay=rate.weight_decay,
-        mask=mask,
-        mu_dtype=None if is_int8 else mu_dtype,
-    )
+    return lambda _: is_decayed
 
 
 class AdamWSettings(TypedDict, total=False):
@@ -460,16 +447,16 @@ def _clipped(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer and its clip as a chain, whose update refuses a state that another optimizer made."""
     chain = optax.chain(optimizer, clip.transformation())
-    # The number of states tells this optimizer from another one: `muon` has one, AdamW one for each of its members.
+    # The length of its state tells the optimizer from another one: AdamW has an entry for each of the three members of
+    # its chain, and `muon` has one, for both of its parts. Without parameters no array is made.
     num_states = len(optimizer.init({}))  # pyright: ignore[reportArgumentType]
 
     @errors_of(clip.call)
     def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(params, unnamed)
-        # The state of the optimizer, and that of the clip. A restored state may be a list in place of a tuple.
+        # The state of the optimizer, and that of the clip, which checks it. A restored state may be a list.
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
-        has_clip = is_pair and hasattr(state[1], "factors")
-        if not has_clip or len(state[0]) != num_states:
+        if not is_pair or len(state[0]) != num_states:
             raise ValueError(message_for_other_state(state))
         updates, state = chain.update(updates, state, params, **extra_args)
         # XLA may choose another sharding for what the clip multiplies.
