@@ -44,20 +44,18 @@ def partition_by_route(
     # The routing key and the partition of the last tree, in one assignment: threads may share the optimizer.
     last: Any = (None, None)
 
-    def partition_of(tree: Any, params: Any) -> optax.GradientTransformationExtraArgs:
-        """The partition for a tree of parameters or of their gradients.
+    def partition_of(params: Any) -> optax.GradientTransformationExtraArgs:
+        """The partition for these parameters.
 
         Routing a large tree takes long, so the last partition is kept for trees with its paths, shapes and dtypes. One
         that was made while tracing serves later calls too, for it holds no tracers.
-
-        `params` are the parameters: a gradient of an integer has another dtype than the integer.
         """
         nonlocal last
         last_key, partition = last
-        key = _routing_key(tree, params)
+        key = _routing_key(params)
         if key != last_key:
             # The whole tree is routed: a decision looks at the neighbors of a leaf, which a partition hides.
-            pieces, rest, labels = _route(dimension_numbers, tree, params)
+            pieces, rest, labels = _route(dimension_numbers, params)
             inner: dict[Hashable, optax.GradientTransformation] = {
                 "muon": matrices(pieces),
                 # `offload` lets the state be in host memory; for the matrices' state `matrices` does that itself.
@@ -73,16 +71,15 @@ def partition_by_route(
 
     @errors_of(call)
     def init(params):
-        return partition_of(params, params).init(params)
+        return partition_of(params).init(params)
 
     @errors_of(call)
     def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(params, unnamed)
-        # Parameters without gradient are left out, as the gradients leave them out.
         params = _params_with_gradients(updates, params)
-        partition = partition_of(updates, params)
-        # What the state should be like: gradients have the shapes of their parameters. Nothing is allocated.
-        _check_state(state, jax.eval_shape(partition.init, updates))
+        partition = partition_of(params)
+        # What the state should be like; nothing is allocated.
+        _check_state(state, jax.eval_shape(partition.init, params))
         # Optax gives each part a tree in which the leaves of the others are masked.
         updates, state = partition.update(updates, state, params, **extra_args)
         # `apply_updates` adds them to the parameters, and explicit axis types add only arrays with equal shardings.
@@ -96,9 +93,9 @@ def sharded_as(params: Any, updates: Any) -> Any:
     return jax.tree.map(sharded_like, updates, params)
 
 
-def _routing_key(*trees: Any) -> tuple[Any, list[Any]]:
-    """Structure, shapes and dtypes of trees: equal keys are routed equally."""
-    leaves, treedef = jax.tree.flatten(trees)
+def _routing_key(tree: Any) -> tuple[Any, list[Any]]:
+    """Structure, shapes and dtypes of a tree: equal keys are routed equally."""
+    leaves, treedef = jax.tree.flatten(tree)
     # A leaf need not be an array: a number of Python has its type alone.
     kinds = [(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves]
     return treedef, kinds
@@ -135,41 +132,36 @@ def _zeros_like_params(_: Any, params: Any) -> Any:
     return optax.tree.zeros_like(params)
 
 
-def _route(
-    given: DimensionNumbersTree, tree: Any, params: Any
-) -> tuple[Pieces, Any, Any]:
-    """The matrices of the leaves that are Muon's, the parameters that are AdamW's, and a tree of labels.
+def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any, Any]:
+    """The matrices of Muon's leaves, the tree of AdamW's leaves with all others masked, and the tree of labels.
 
-    A kernel, a bias and an integer that counts steps get the labels "muon", "adam" and "fixed". In the first two, the
-    leaves of the others are masked.
+    {"kernel": w, "bias": b, "step": 3} gives the pieces of w, {"kernel": MaskedNode(), "bias": b, "step": MaskedNode()}
+    and {"kernel": "muon", "bias": "adam", "step": "fixed"}.
 
     Args:
       given: What says which leaves are matrices: a program, dimension numbers, or None for names.
-      tree: The parameters, or their gradients.
       params: The parameters.
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(params)
     # An entry for each leaf: its dimension numbers, or None for a leaf that is no matrix.
     if given is None:
-        numbers = [answer.numbers for answer in routes(tree).values()]
+        numbers = [answer.numbers for answer in routes(params).values()]
     else:
-        check_parameters(tree)
-        numbers = resolve_dimension_numbers(given, tree)
+        check_parameters(params)
+        numbers = resolve_dimension_numbers(given, params)
     if leaves and not any(numbers):
         arguments = "params" if given is None else "params, program"
         warn_once(
             f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
         )
-    # `tree` may be gradients, whose dtypes may be others.
-    parameters = jax.tree.leaves(params)
     labels = []
-    for entry, param in zip(numbers, parameters, strict=True):
+    for entry, leaf in zip(numbers, leaves, strict=True):
         if entry is not None:
             labels.append("muon")
         else:
-            labels.append("adam" if _is_trainable(param) else "fixed")
+            labels.append("adam" if _is_trainable(leaf) else "fixed")
 
-    def part(leaves: list[Any], label: str) -> Any:
+    def part(label: str) -> Any:
         """What `optax.partition` calls the transformation of a label with: all other leaves are masked."""
         masked = []
         for leaf, label_of_leaf in zip(leaves, labels, strict=True):
@@ -177,8 +169,8 @@ def _route(
         return treedef.unflatten(masked)
 
     # This checks the axes of every matrix, so that a mistake shows before the first step.
-    pieces = matrix_pieces(treedef.unflatten(numbers), part(leaves, "muon"))
-    return pieces, part(parameters, "adam"), treedef.unflatten(labels)
+    pieces = matrix_pieces(treedef.unflatten(numbers), part("muon"))
+    return pieces, part("adam"), treedef.unflatten(labels)
 
 
 def _params_with_gradients(updates: Any, params: Any) -> Any:
@@ -189,30 +181,28 @@ def _params_with_gradients(updates: Any, params: Any) -> Any:
     """
     gradients = flatten_paths(updates)
     leaves = flatten_paths(params)
-    differences = sorted(gradients.keys() ^ leaves.keys())
-    for path in differences:
-        if path in gradients:
-            raise ValueError(
-                f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}"
-            )
-        if _is_trainable(leaves[path]):
+    for path, leaf in leaves.items():
+        if path not in gradients and _is_trainable(leaf):
             raise ValueError(
                 f"{path!r} is a parameter without a gradient; {_EQUAL_TREES}"
             )
-    if differences:
-        # `gradients` is in the order of the tree, and an entry of it may be a masked leaf.
-        structure = jax.tree.structure(updates, is_leaf=is_masked)
-        params = structure.unflatten(leaves[path] for path in gradients)
-    # A gradient of another shape could broadcast. Leaves that another optimizer takes are masked, as in `optax.masked`.
+    kept = []
     for path, gradient in gradients.items():
-        if is_masked(gradient) or is_masked(leaves[path]):
-            continue
-        shape, wanted = jnp.shape(gradient), jnp.shape(leaves[path])
-        if shape != wanted:
+        if path not in leaves:
             raise ValueError(
-                f"the gradient of {path!r} has shape {shape}, the parameter {wanted}."
+                f"{path!r} is a gradient without a parameter; {_EQUAL_TREES}"
             )
-    return params
+        leaf = leaves[path]
+        # `optax.masked` masks the leaves that another optimizer takes.
+        is_present = not is_masked(gradient) and not is_masked(leaf)
+        # A gradient of another shape could broadcast.
+        if is_present and jnp.shape(gradient) != jnp.shape(leaf):
+            raise ValueError(
+                f"the gradient of {path!r} has shape {jnp.shape(gradient)}, the parameter {jnp.shape(leaf)}."
+            )
+        kept.append(leaf if is_present else gradient)
+    # `gradients` is in the order of the tree.
+    return jax.tree.structure(updates, is_leaf=is_masked).unflatten(kept)
 
 
 _EQUAL_TREES = "tx.update(grads, state, params) needs equal trees."
