@@ -369,7 +369,7 @@ def _full_signature(
     if settings.kind is not inspect.Parameter.VAR_KEYWORD:
         return signature
     keywords: dict[str, inspect.Parameter] = {}
-    # The first source counts, so it comes last.
+    # Where two sources have one keyword, the first counts, so it is written last.
     for source in reversed(sources):
         keywords.update(inspect.signature(source).parameters)
     # The annotation is Unpack[group].
@@ -387,12 +387,12 @@ def _meant(keyword: str, known: Sequence[str]) -> str:
     """
     # Only optimizers have counterparts in other libraries.
     is_optimizer = "learning_rate" in known
-    # optax.contrib.muon takes adam_b1, adam_weight_decay and others. Each has the answer of `b2`: a setting of `adam`.
+    # optax.contrib.muon has settings of AdamW, such as adam_b1. Each has the answer of `b2`: a setting of `adam`.
     synonym = "b2" if keyword.startswith("adam_") else keyword
     for here, elsewhere in _NAMES_ELSEWHERE.items():
-        # muonh has no weight decay, for example.
-        is_missing = here.isidentifier() and here not in known
-        if is_optimizer and not is_missing and synonym in elsewhere.split():
+        # A name counts where this call has it, as `weight_decay` in muon and not in muonh; a sentence always does.
+        counts = here in known or not here.isidentifier()
+        if is_optimizer and counts and synonym in elsewhere.split():
             return f": in muonjax it is {here}"
     # Otherwise it is perhaps a mistyped name of these.
     similar = difflib.get_close_matches(keyword, known, 1)

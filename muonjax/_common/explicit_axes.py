@@ -64,11 +64,11 @@ def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"
 
     Args:
       x: An array.
-      axes: Zeros with these axes of size 1, sharded as x is along the others; None: a scalar. Counted from 0.
+      axes: Axes of x that get size 1, counted from 0: (0,) for an x [64, 32] gives zeros [1, 32], sharded as x is along
+        the axis of 32. None: a scalar.
     """
     if isinstance(x, jax.Array) and is_explicit(x):
-        # Not of zeros_like(x): jit would not see that x, and with it the mesh, is needed. `isnan` gives finite numbers
-        # for an x with NaN too.
+        # A sum over x, and not over zeros_like(x), for which `jit` would forget the mesh. `isnan` is finite for all x.
         return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
     if axes is None:
         return jnp.zeros([], int)

@@ -58,11 +58,6 @@ class Policy:
         return jnp.dtype(jnp.bfloat16 if is_rounded else dtype)
 
     @property
-    def _is_lite_tpu(self) -> bool:
-        """Whether JAX calls it "lite", as a v5e and a v6e: with less memory bandwidth than a v5p."""
-        return self.platform == "tpu" and "lite" in self.kind
-
-    @property
     def stack_elements(self) -> float:
         """How many elements are stacked at most, to run as one batch.
 
@@ -72,11 +67,12 @@ class Policy:
         # The loop over chunks reads the stack where it is.
         if self.is_cpu:
             return math.inf
-        if self._is_lite_tpu:
-            # One matrix of 1024 x 4096, since the fast memory keeps no larger stack: 8 matrices in two stacks take
-            # 16 % more of the counted time than one by one on a v5e, and 53 % more on a v6e.
-            return 4 << 20
         if self.platform == "tpu":
+            # JAX calls a v5e and a v6e "lite": they have less memory bandwidth than a v5p. One matrix of 1024 x 4096,
+            # since the fast memory keeps no larger stack: 8 matrices in two stacks take 16 % more of the counted time
+            # than one by one on a v5e, and 53 % more on a v6e.
+            if "lite" in self.kind:
+                return 4 << 20
             # One matrix of 4096 x 4096, 24 of 768 x 768 or 6 of 768 x 3072. On a v5p the two stacks take 29 % less.
             return 17 << 20
         # Two matrices of 4096 x 4096.
@@ -112,14 +108,15 @@ class Policy:
         """
         # `matrix_view` refuses empty matrices.
         size_of_one = math.prod(shape)
-        # The elements that a batch may hold: on a TPU, or a platform without a rule, as many as a stack.
+        # The elements that a batch may hold. On a TPU, or a platform without a rule, a batch is a whole stack.
         bound = self.stack_elements
         if self.is_cpu:
             bound = 1 << 18
         elif self.platform == "gpu":
             # A launch of a few large matrices fills the device already, so that more of them only take memory.
             bound = (256 if size_of_one < 4 << 20 else 64) << 20
-        # One matrix is a batch, of whatever size. All batches have one size, so that they share a program.
+        # One matrix is a batch, of whatever size. All batches have one size, so that they share a program: if
+        # five of 12 matrices fit, a batch has four.
         size = max(1, min(count, int(bound // size_of_one)))  # from 1 to count
         while count % size != 0:
             size -= 1

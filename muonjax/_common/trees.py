@@ -14,19 +14,13 @@ def is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
-def unboxed(leaf: Any) -> jax.Array:
-    """The array in a leaf of a state: `nnx.Optimizer` keeps each in a variable."""
-    # A variable is a tree with one leaf, and an array is its own leaf.
-    return jax.tree.leaves(leaf)[0]
-
-
 def is_boxed(node: Any) -> bool:
     """Whether a node is a box of Flax around one array, with metadata such as its sharding."""
     return hasattr(node, "unbox") or hasattr(node, "get_metadata")
 
 
 def without_box(node: Any) -> Any:
-    """What is in a box of Flax; any other node as it is."""
+    """What is in a box of Flax, such as a variable of `nnx.Optimizer`; any other node as it is."""
     if not is_boxed(node):
         return node
     # Linen and NNX have other methods for it, but both are nodes with one child.
@@ -67,8 +61,9 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any
     leaves_of_module = Counter(path[:-1] for path in keys)
     paths = []
     for path in keys:
-        is_only_leaf = leaves_of_module[path[:-1]] == 1
-        paths.append(names(path) if is_only_leaf else _all_names(path))
+        # In a box `names` leaves out `value`; of a node with several leaves each key is a name.
+        may_be_box = leaves_of_module[path[:-1]] == 1
+        paths.append(names(path) if may_be_box else _all_names(path))
     # Names may have slashes, as Haiku's do.
     joined = ["/".join(path) for path in paths]
     if len({*joined}) < len(joined):

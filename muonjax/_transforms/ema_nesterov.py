@@ -9,7 +9,7 @@ import optax
 
 from muonjax._common.arguments import check_range, check_transformation, errors_of
 from muonjax._common.linalg import at_least_float32, scaled
-from muonjax._common.trees import dtype_of, unboxed
+from muonjax._common.trees import dtype_of, without_box
 from muonjax._mesh.host_memory import leaf_by_leaf
 
 
@@ -103,12 +103,10 @@ def ema_nesterov(
                 "optax.chain(ema_nesterov(...), qk_clip(...)), and optax.MultiSteps around it."
             )
         count = jnp.zeros([], jnp.int32)
-
         # In bfloat16 a mean would not change any more once it is large.
-        def zero_mean(p: Any) -> jax.Array:
-            return jnp.zeros_like(p, at_least_float32(dtype_of(p)))
-
-        ema = jax.tree.map(zero_mean, params)
+        ema = jax.tree.map(
+            lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params
+        )
         return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
     def update(updates, state, params=None, **extra_args):
@@ -178,7 +176,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
                 "(state, params): params have other shapes than the state."
             )
     # The beta of the last update, by which these parameters are ahead. `nnx.Optimizer` boxes each leaf of a state.
-    beta = unboxed(states[0].beta)
+    beta = without_box(states[0].beta)
     weights = []
     for y, m in zip(leaves, means, strict=True):
         # θ = y - beta m

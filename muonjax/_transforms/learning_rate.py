@@ -32,15 +32,15 @@ def scale_by_learning_rate(
         # A copy, because a schedule may return the same array twice, and a buffer in two places can't be donated.
         return jnp.array(schedule(count), jnp.result_type(float))
 
-    def scale(learning_rate: Any) -> optax.GradientTransformation:
-        def scaled(u: Any, _: Any) -> jax.Array:
-            # In the update's dtype, as Optax multiplies.
-            return -learning_rate.astype(u.dtype) * u
+    def scale_by(learning_rate: Any) -> optax.GradientTransformation:
+        """One step at a known rate, -rate * u, in the update's dtype as Optax multiplies."""
+        return optax.stateless_with_tree_map(
+            lambda u, _: -learning_rate.astype(u.dtype) * u
+        )
 
-        return optax.stateless_with_tree_map(scaled)
-
+    # Optax keeps the count, and at each step calls `scale_by` with the rate at it.
     with_schedule = optax.inject_hyperparams(
-        scale, hyperparam_dtype=jnp.result_type(float)
+        scale_by, hyperparam_dtype=jnp.result_type(float)
     )
     return with_schedule(rate_at)
 

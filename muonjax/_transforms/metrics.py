@@ -1,16 +1,15 @@
 """Make one dictionary for a log of what an optimizer's state keeps: counts, rates, what clips and monitors measured."""
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from muonjax._common.trees import dtype_of, names, unboxed
+from muonjax._common.trees import dtype_of, names, without_box
 
 # What Optax's guards against bad gradients call their numbers, and what a log calls them.
 _GUARDS = {"total_notfinite": "num_not_finite", "should_skip": "is_skipped"}
@@ -68,7 +67,7 @@ def metrics(state: Any) -> dict[str, Any]:
         prefix = f"{kind}_{num_parts[kind]}" if num_parts[kind] else kind
         num_parts[kind] += 1
         for name, value in measured.items():
-            values[f"{prefix}/{name}"] = unboxed(value)
+            values[f"{prefix}/{name}"] = without_box(value)
 
     # The maximum of nothing is -inf; a log has NaN for it, as for what a monitor has not measured.
     log = {}
@@ -93,12 +92,14 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
     for path, number in jax.tree.leaves_with_path(state):
         if jnp.ndim(number) > 0:
             continue
-        # The names in the path, such as ("inner_states", "adam", "1", "count"); a single array has no names.
-        *holder, name = names(path) or ("",)
+        # Such as "inner_states/adam/inner_state/2/hyperparams" and "learning_rate"
+        holder, _, name = "/".join(names(path)).rpartition("/")
         # A parameter may be called "count" too, but it is a floating-point number.
         is_integer = not jnp.issubdtype(dtype_of(number), jnp.inexact)
-        if name == "learning_rate" and holder[-1:] == ["hyperparams"]:
-            rate = "adam_learning_rate" if _is_of_adam(holder) else name
+        if name == "learning_rate" and holder.endswith("hyperparams"):
+            # The innermost partition around the rate says whose it is.
+            _, _, part = holder.rpartition("inner_states/")
+            rate = "adam_learning_rate" if part.startswith("adam/") else name
             values[rate] = number
         elif name == "count" and is_integer:
             values[name] = jnp.maximum(number, values.get(name, 0))
@@ -106,14 +107,6 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
             # Optax's "total_notfinite" is "num_not_finite" in a log.
             values[_GUARDS[name]] = number
     return values
-
-
-def _is_of_adam(holder: Sequence[str]) -> bool:
-    """Whether the innermost partition around a state gives it to the part for all but matrices."""
-    labels = [
-        label for name, label in itertools.pairwise(holder) if name == "inner_states"
-    ]
-    return labels[-1:] == ["adam"]
 
 
 def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
@@ -147,13 +140,13 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
     measured = {}
     for path in state["factors"]:
         # [*layers, heads]
-        signal = unboxed(state["maxima"][path]).max()
-        factor = unboxed(state["factors"][path])
+        signal = without_box(state["maxima"][path]).max()
+        factor = without_box(state["factors"][path])
         largest = jnp.maximum(largest, signal)
         smallest = jnp.minimum(smallest, factor.min())
         num_heads += factor.size
         num_clipped += jnp.sum(factor < 1)
-        total_clipped += jnp.sum(unboxed(state["clips"][path]))
+        total_clipped += jnp.sum(without_box(state["clips"][path]))
         measured[f"largest/{path or 'model'}"] = signal
     return measured | {
         "largest": largest,

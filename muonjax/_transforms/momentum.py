@@ -96,7 +96,7 @@ def trace(
         dtype = momentum_dtype("accumulator_dtype", accumulator_dtype)
 
     if callable(decay):
-        # Optax keeps the count, and calls `trace` with the decay that the schedule gives at it.
+        # Optax keeps the count, and at each step calls `trace` with the number that the schedule gives at it.
         static = ("nesterov", "accumulator_dtype", "distribution")
         with_schedule = optax.inject_hyperparams(
             trace, static, hyperparam_dtype=jnp.result_type(float)
@@ -107,7 +107,7 @@ def trace(
 
     def step(g: jax.Array, *stored: jax.Array) -> tuple[jax.Array, ...]:
         """The update of a leaf and its new momentum, which is stored as an array, or as integers and scales."""
-        # `stored` has the leaf of each field of the state: of `trace`, and in int8 of `scale` too.
+        # `stored` is (momentum,), or (integers, scales) in int8: the leaf of each field of the state.
         m = dequantize(*stored) if is_int8 else stored[0]
         # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
         wide = at_least_float32(g.dtype, m.dtype)
@@ -119,29 +119,26 @@ def trace(
         # The update is that of M before it is rounded.
         if is_int8:
             return update.astype(g.dtype), *quantize(momentum)
-        # The dtype that `optax.trace` returns, also in JAX's strict mode of promotion.
+        # `optax.trace` returns the wider one of the two dtypes. JAX's strict mode knows none for bfloat16 and float32.
         with jax.numpy_dtype_promotion("standard"):
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
 
     def int8_zeros(params: Any) -> Int8TraceState:
         _check_blocks(params, distribution)
-
-        # Not `quantize` of zeros: XLA would reduce the constants while it compiles, for minutes.
-        def zero_scales(values: jax.Array) -> jax.Array:
-            # [..., blocks], sharded as the leaf is
-            first_of_blocks = _in_blocks(values)[..., 0]
-            return jnp.zeros_like(first_of_blocks, jnp.float32)
-
         values = optax.tree.zeros_like(params, dtype=jnp.int8)
-        return Int8TraceState(values, jax.tree.map(zero_scales, values))
+        # An entry for each block, sharded as the leaf is. Not `quantize` of zeros: XLA would reduce the constants while
+        # it compiles, for minutes.
+        first_entries = jax.tree.map(lambda x: _in_blocks(x)[..., 0], values)
+        scales = optax.tree.zeros_like(first_entries, dtype=jnp.float32)
+        return Int8TraceState(values, scales)
 
     zeros = int8_zeros if is_int8 else optax.trace(0.0, accumulator_dtype=dtype).init
 
     @errors_of("trace")
     def update(updates, state, params=None):
         del params
-        # A restored state may be of another class, with the same fields.
+        # The field `scale` tells an int8 state: a restored one may be of another class, with the same fields.
         if hasattr(state, "scale") != is_int8:
             wanted = "jnp.int8" if is_int8 else "jnp.float32"
             raise ValueError(
@@ -150,8 +147,9 @@ def trace(
             )
         if is_int8:
             _check_blocks(updates, distribution)
-        updates, *arrays = leaf_by_leaf(step, updates, *state)
-        state = Int8TraceState(*arrays) if is_int8 else optax.TraceState(*arrays)
+        # A tree for each field of the state: of momentum, or of integers and of scales
+        updates, *fields = leaf_by_leaf(step, updates, *state)
+        state = Int8TraceState(*fields) if is_int8 else optax.TraceState(*fields)
         return updates, state
 
     return optax.GradientTransformation(errors_of("trace")(zeros), update)
@@ -214,11 +212,11 @@ def quantize(
 ) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
     """The nearest integers in units of a 127th of each block's largest entry, and these units.
 
-    A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. x is float32 or float64. NaN and inf
-    make the scale of their block infinite or NaN, and so the block as `dequantize` returns it.
+    A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make the scale of their
+    block infinite or NaN, and so the block as `dequantize` returns it.
     """
     # [..., blocks, entries of a block]
-    blocks = _in_blocks(x)
+    blocks = _in_blocks(x.astype(at_least_float32(x.dtype)))
     # The bits of |x| as an integer are in the order of |x|, with NaN above inf; a maximum of floats may ignore NaN.
     bits = (
         jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
@@ -226,7 +224,7 @@ def quantize(
     largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
     # Zeros are divided too: a branch would be one more kernel on a GPU.
     scale = jnp.maximum(largest, _SMALLEST_ENTRY) / _LARGEST_INTEGER
-    integers = jnp.round(blocks / scale[..., None].astype(x.dtype))
+    integers = jnp.round(blocks / scale[..., None].astype(blocks.dtype))
     return integers.astype(jnp.int8).reshape(x.shape), scale
 
 
@@ -278,25 +276,14 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
             # A tree of floats, whatever the state was
             is_int8 = isinstance(node, Int8TraceState)
             momentum = jax.tree.map(dequantize, *node) if is_int8 else node.trace
-            if dtype == jnp.int8:
-                return _quantized_state(momentum)
-            return optax.TraceState(optax.tree.cast(momentum, dtype))
+            if dtype != jnp.int8:
+                return optax.TraceState(optax.tree.cast(momentum, dtype))
+            _check_real(momentum)
+            values = jax.tree.map(lambda m: quantize(m)[0], momentum)
+            scales = jax.tree.map(lambda m: quantize(m)[1], momentum)
+            return Int8TraceState(values, scales)
 
         return jax.tree.map(cast, state, is_leaf=_is_momentum)
-
-
-def _quantized_state(momentum: Any) -> Int8TraceState:
-    """A tree of floats as integers and scales."""
-    _check_real(momentum)
-    integers = []
-    scales = []
-    leaves, treedef = jax.tree.flatten(momentum)
-    for m in leaves:
-        # `quantize` computes in the dtype of its argument.
-        values, scale = quantize(m.astype(at_least_float32(m.dtype)))
-        integers.append(values)
-        scales.append(scale)
-    return Int8TraceState(treedef.unflatten(integers), treedef.unflatten(scales))
 
 
 def _check_real(momentum: Any) -> None:
