@@ -8,6 +8,7 @@ the same up to rounding; for the rest see docs/coming_from.md.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
@@ -236,7 +237,7 @@ def scale_by_muon(
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
             # beta mu / (1 - beta^(t + 1)) + (1 - beta) G / (1 - beta^t) at step t, as in Nadam and in Optax: a mean
-            # that began at zero is too small by 1 - beta^t, and beta mu is a part of the next step's mean.
+            # that began at zero is too small by the factor 1 - beta^t, and beta mu is a part of the next step's mean.
             unbiased_mu = optax.tree.bias_correction(
                 mu, beta, optax.safe_increment(count)
             )
@@ -247,13 +248,11 @@ def scale_by_muon(
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
         # The coefficients come from the state, for a restored checkpoint may hold others than `ns_coeffs`.
+        iteration = functools.partial(
+            _iteration, state.ns_coeffs, ns_steps, preconditioning, eps
+        )
         polar_factors = map_matrices(
-            lambda policy: _iteration(
-                state.ns_coeffs, ns_steps, preconditioning, eps, policy
-            ),
-            direction,
-            weight_dimension_numbers,
-            distribution,
+            iteration, direction, weight_dimension_numbers, distribution
         )
         if adaptive:
             # <X, Y> Y over all matrices of a leaf together, as in Optax
@@ -333,12 +332,18 @@ def _row_factors(
     eps: jax.typing.ArrayLike,
     scale: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch _m 1"]:
-    """What Optax multiplies the rows of X by before its first step, from `norm` = |X|_F and `gram` = A = X X^H.
+    """What Optax multiplies the rows of X by before its first step: one over a bound of the largest singular value.
 
-    The result is one over a bound of the largest singular value; "aol" has a bound for each row. X was multiplied by
-    `scale`, and `eps` is meant for the unscaled matrix.
+    "aol" has a bound for each row.
+
+    Args:
+      norm: |X|_F.
+      gram: A = X X^H.
+      preconditioning: Which bound.
+      eps: What Optax adds to the norm of the user's matrix, which is X / scale; so scale eps is added here.
+      scale: What the user's matrix was multiplied by.
     """
-    # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten", and takes 1e-8. A is scaled by scale^2.
+    # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten", and takes 1e-8 for A, which has scale^2 here.
     smallest = jnp.asarray(1e-8, scale.dtype) * scale * scale
     if preconditioning == "aol":
         # D_i = (sum_j |A_ij|)^(-1/2), as D A D then has no eigenvalue above 1

@@ -257,11 +257,13 @@ def errors_of(call: str) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         # A subclass, such as UnicodeError, may have other arguments than a message.
         if type(error) in (TypeError, ValueError):
-            # The message without any call's name is kept in the error, so that an outer call replaces an inner one.
+            # "(decay=2) must be in [0, 1)" is kept in the error where `trace` puts its name before it, so that `muon`
+            # around `trace` can put its own there instead.
             fields = vars(error)
             message = fields.setdefault("message", str(error))
             separator = "" if message.startswith(("(", ":", " ")) else ": "
             named = f"{call}{separator}{message}"
+            # An argument is a part of the message that all outer calls keep.
             if call.startswith("("):
                 fields["message"] = named
             error.args = (named,)

@@ -98,7 +98,7 @@ class Policy:
         return self.platform == "gpu"
 
     def chunk_size(self, count: int, shape: tuple[int, int]) -> int:
-        """How many of `count` matrices of `shape` run as one batch: the largest divisor whose batch is small enough.
+        """How many of `count` matrices of `shape` run as one batch, a divisor of `count`: as many as are fast together.
 
         On a CPU a batched product is slower than the same products one after the other as soon as one matrix
         fills the caches (measured: benchmarks/optimizer/batching.py at commit 709d0d3e). On an accelerator few large

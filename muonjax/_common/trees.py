@@ -28,16 +28,20 @@ def without_box(node: Any) -> Any:
     return content
 
 
+_KEYS_IN_BOXES = (
+    jax.tree_util.GetAttrKey("value"),
+    jax.tree_util.GetAttrKey("raw_value"),
+)
+
+
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """A key path as names, without the box of Flax at its end: `.value` of a metadata box or of an NNX variable.
 
     NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read the same.
     """
     # Boxes of Linen and variables of NNX are nodes whose one child is the attribute `value`.
-    last: Any = path[-1] if path else None
-    is_attribute = isinstance(last, jax.tree_util.GetAttrKey)
-    is_box = is_attribute and last.name in ("value", "raw_value")
-    return _all_names(path[:-1] if is_box else path)
+    is_in_box = bool(path) and path[-1] in _KEYS_IN_BOXES
+    return _all_names(path[:-1] if is_in_box else path)
 
 
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
@@ -140,7 +144,7 @@ def listed(items: Sequence[str], separator: str = "; ") -> str:
 
 
 def _all_names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names of every key of a path."""
+    """The names of every key of a path: `layers[0].kernel.value` gives ("layers", "0", "kernel", "value")."""
     every_name = []
     for key in path:
         # A dictionary's key may itself be a path.

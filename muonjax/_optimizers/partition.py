@@ -41,7 +41,8 @@ def partition_by_route(
       others: Makes that of all other leaves from the parameters, in which all that it does not take is masked.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-    # The routing key and the partition of the last tree, in one assignment: threads may share the optimizer.
+    # The routing key and the partition of the last tree. One assignment sets both, because threads may share the
+    # optimizer.
     last: Any = (None, None)
 
     def partition_of(params: Any) -> optax.GradientTransformationExtraArgs:
@@ -209,12 +210,12 @@ _EQUAL_TREES = "tx.update(grads, state, params) needs equal trees."
 
 
 def _check_state(state: Any, expected: Any) -> None:
-    """Raise unless the state's arrays have the shapes of those that these parameters need, which `expected` has.
+    """Raise unless the arrays of the state have the shapes of those in `expected`, the state of these parameters.
 
     Otherwise momentum of another shape would broadcast, or Optax would speak of trees. A restored state may have other
-    dtypes, and may meet other settings.
+    dtypes.
     """
-    # A restored state may be of another class, with the same fields.
+    # A restored state may be of another class with the field of Optax's partition.
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
         raise ValueError(message_for_other_state(state))
     shapes = list(map(jnp.shape, jax.tree.leaves(state)))

@@ -56,7 +56,7 @@ def cautious_weight_decay(
     def agreeing(
         u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]
     ) -> Num[Array, "*leaf"] | None:
-        """The weight where its sign is the update's, else 0."""
+        """The weight where its sign is the update's, else 0; None, as in Optax, where there is no update."""
         if u is None:
             return None
         # Signs, because a product of two small numbers underflows.

@@ -118,7 +118,7 @@ def hyperball(
     @errors_of("hyperball")
     def update(updates, state, params=None):
         require_params(params)
-        # `scale_by_learning_rate` of 1 is minus the rate.
+        # eta is the learning rate: the update 1 becomes -eta, and a schedule counts the step.
         minus_eta: Any
         minus_eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
         pieces = matrix_pieces(dimension_numbers, updates)
@@ -160,8 +160,9 @@ def _mean(x: Float[Array, "*leaf"], view: MatrixView) -> Float[Array, "*#leaf"]:
 
 def _rms(x: Inexact[Array, "*leaf"], view: MatrixView) -> Float[Array, "*#leaf"]:
     """The root mean square of each matrix, 1e-37 to 1e37, though float32 has no squares beyond 1e-19 and 1e19."""
-    factor, square = square_of_any_size(x, lambda x: _mean(jnp.abs(x) ** 2, view))
-    return jnp.sqrt(square) / factor
+    c, square = square_of_any_size(x, lambda x: _mean(jnp.abs(x) ** 2, view))
+    # The square is that of c x.
+    return jnp.sqrt(square) / c
 
 
 def _step(
@@ -173,24 +174,30 @@ def _step(
 ) -> tuple[Inexact[Array, "*leaf"], Float[Array, "*sphere"]]:
     """What to add to the weight W of one leaf, and the root mean square of W that the state keeps.
 
-    The norms in the formulas are root mean squares; m n, which all of them lack, cancels.
+    |X| below is the root mean square of X, which is the norm over sqrt(m n): only ratios of norms count here.
+
+    Args:
+      update: O in `hyperball`, here U.
+      weight: W.
+      kept_rms: The root mean square of each matrix that the state has kept, [1, 1] for a leaf [m, n].
+      view: Which axes are the matrices of the leaf.
+      minus_eta: Minus the learning rate.
     """
-    # `kept_rms` has size 1 along the axes of rows and columns, and so broadcasts.
     w = _wide(weight)
     u = _wide(update)
     # A checkpoint may have been restored in another dtype.
     kept_rms = jnp.asarray(kept_rms, jnp.finfo(w.dtype).dtype)
 
-    # W is taken in units of its norm, so that no square overflows.
+    # From here to the last lines W is in units of its kept norm, so that no square overflows.
     unit = jnp.where(kept_rms > 0, kept_rms, 1)
     w = w / unit
-    # In these units it is 1, or 0 for a matrix of zeros.
+    # In these units the kept norm is 1, or 0 for a matrix of zeros.
     kept_rms = kept_rms / unit
     weight_rms = jnp.sqrt(_mean(jnp.abs(w) ** 2, view))
     # The update may be of any size, as where no `orthogonalize` comes before.
     update_rms = _rms(u, view)
 
-    # R follows what has changed the norm from outside, by more than rounding does.
+    # R is the kept norm, or |W| where something outside, such as a clip, has changed it by more than rounding does.
     rounding = _LEAST_TOLERANCE
     for dtype in (update.dtype, weight.dtype):
         rounding = max(rounding, float(jnp.finfo(dtype).eps))
@@ -201,9 +208,9 @@ def _step(
     # |V|^2 = |W|^2 + 2 c <W, U> + c^2 |U|^2 from sums that are there: no second reduction.
     inner = _mean((w * u.conj()).real, view)
     moved_square = weight_rms**2 + 2 * c * inner + (c * update_rms) ** 2
-    # A step to the middle of the ball has no direction from there.
+    # From the middle of the ball, |V| < 0.01 |W|, no direction leads back; a U of zeros has none.
     is_still = (update_rms == 0) | (moved_square <= 1e-4 * weight_rms**2)
-    # W' - W = (R / |V| - 1) W + R / |V| c U
+    # W' - W = R V / |V| - W = (R / |V| - 1) W + R / |V| c U
     back = radius / jnp.sqrt(jnp.where(is_still, 1, moved_square))
     step = (back - 1) * w + back * c * u
     step = jnp.where(is_still, 0, unit * step)

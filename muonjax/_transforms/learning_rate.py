@@ -33,10 +33,13 @@ def scale_by_learning_rate(
         return jnp.array(schedule(count), jnp.result_type(float))
 
     def scale_by(learning_rate: Any) -> optax.GradientTransformation:
-        """One step at a known rate, -rate * u, in the update's dtype as Optax multiplies."""
-        return optax.stateless_with_tree_map(
-            lambda u, _: -learning_rate.astype(u.dtype) * u
-        )
+        """The transformation at one step, where the rate is a number."""
+
+        def step(u: Any, _: Any) -> jax.Array:
+            # In the update's dtype, as Optax multiplies.
+            return -learning_rate.astype(u.dtype) * u
+
+        return optax.stateless_with_tree_map(step)
 
     # Optax keeps the count, and at each step calls `scale_by` with the rate at it.
     with_schedule = optax.inject_hyperparams(

@@ -88,8 +88,8 @@ def normalize_neurons(
         pieces = matrix_pieces(dimension_numbers, params)
         moments = []
         for piece, array in zip(pieces, pieces.of(params), strict=True):
-            # A number for each neuron: of a matrix [batch, rows, columns] an array [batch, 1, columns], or with the
-            # rows and columns of the view. It is a sum like that of `update`, and so sharded as that one is.
+            # A number for each neuron: of a leaf [layers, d, columns] an array [layers, 1, columns], sharded as the sum
+            # over d is that `update` takes.
             zero = zero_beside(array, piece.view.reduction_axes)
             moments.append(zero.astype(jnp.float32))
         return NormalizeNeuronsState(pieces.as_state(moments))
@@ -101,7 +101,7 @@ def normalize_neurons(
         pieces = matrix_pieces(dimension_numbers, updates)
         # Each neuron, a column, has one number: a moment has the shape of its piece, with size 1 along the rows.
         shapes = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
-        # One array for each piece, after a check of their shapes
+        # The arrays of the state, one for each piece; raises unless they have these shapes.
         moments = pieces.of_state(state.second_moment, shapes)
         normalized = []
         new_moments = []
@@ -122,13 +122,12 @@ def _normalize(
     decay: Any,
     eps: Any,
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
-    """The normalized update of one leaf and the new second moment of its neurons, as `normalize_neurons` has them.
+    """The step of `normalize_neurons` for one leaf: its update, and the second moment of its neurons.
 
     For a leaf [d, heads, size] with rows d the moment is [1, heads, size].
     """
-    # Rows and columns may be several axes each.
     o = update.astype(at_least_float32(update.dtype))
-    # |O_j|^2 of each neuron, which is a column
+    # |O_j|^2 of each neuron, which is a column, [1, heads, size]
     squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
     # v <- decay v + (1 - decay) |O_j|^2 / fan_in
     moment = decay * moment.astype(squares.dtype) + (1 - decay) * squares / view.fan_in
