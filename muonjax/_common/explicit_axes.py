@@ -64,13 +64,10 @@ def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"
 
     Args:
       x: An array.
-      axes: Axes of x that get size 1, counted from 0: (0,) for an x [64, 32] gives zeros [1, 32], sharded as x is along
-        the axis of 32. None: a scalar.
+      axes: For a new array in which these axes of x, counted from 0, have size 1: (0,) for an x [64, 32] gives zeros
+        [1, 32] on a mesh, sharded as x is along the axis of 32. None: a scalar.
     """
     if isinstance(x, jax.Array) and is_explicit(x):
         # A sum over x, and not over zeros_like(x), for which `jit` would forget the mesh. `isnan` is finite for all x.
         return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
-    if axes is None:
-        return jnp.zeros([], int)
-    shape = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
-    return jnp.zeros(shape, int)
+    return jnp.zeros([], int)

@@ -161,8 +161,7 @@ def square_of_any_size(
     # The sum of x itself counts between 2^-84 and 2^84. It is 0 after an underflow and infinite after an overflow.
     is_small = square < lowering.astype(square.dtype)
     is_large = square > lifting.astype(square.dtype)
-    unchanged = jnp.ones_like(lowering)
-    c = jnp.where(is_small, lifting, jnp.where(is_large, lowering, unchanged))
+    c = jnp.where(is_small, lifting, jnp.where(is_large, lowering, 1.0))
     square = jnp.where(
         is_small, square_of_lifted, jnp.where(is_large, square_of_lowered, square)
     )

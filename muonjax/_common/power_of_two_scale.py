@@ -34,7 +34,7 @@ def scale_of_largest(
     info = jnp.finfo(largest.dtype)
     # Zero, subnormal numbers, inf and NaN count as 1.
     is_normal = (largest >= info.tiny) & (largest < jnp.inf)
-    largest = jnp.where(is_normal, largest, jnp.ones_like(largest))
+    largest = jnp.where(is_normal, largest, 1.0)
     # By bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
     bits = jax.lax.bitcast_convert_type(
         largest, jnp.int32 if info.bits == 32 else jnp.int64

@@ -90,8 +90,9 @@ def normalize_neurons(
         for piece, array in zip(pieces, pieces.of(params), strict=True):
             # A number for each neuron: of a leaf [layers, d, columns] an array [layers, 1, columns], sharded as the sum
             # over d is that `update` takes.
-            zero = zero_beside(array, piece.view.reduction_axes)
-            moments.append(zero.astype(jnp.float32))
+            rows = piece.view.reduction_axes
+            zeros = jnp.zeros(piece.view.summed_over(rows), jnp.float32)
+            moments.append(zeros + zero_beside(array, rows).astype(jnp.float32))
         return NormalizeNeuronsState(pieces.as_state(moments))
 
     @errors_of("normalize_neurons")
