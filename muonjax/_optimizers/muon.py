@@ -445,7 +445,7 @@ def adamclip(
 def _clipped(
     optimizer: optax.GradientTransformation, clip: ClipByStatistic
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer and its clip as a chain, whose update refuses a state that another optimizer made."""
+    """A chain of the optimizer and its clip, whose update refuses a state that another optimizer made."""
     chain = optax.chain(optimizer, clip.transformation())
     # The length of its state tells the optimizer from another one: AdamW has an entry for each of the three members of
     # its chain, and `muon` has one, for both of its parts. Without parameters no array is made.

@@ -155,7 +155,8 @@ def trace(
     return optax.GradientTransformation(errors_of("trace")(zeros), update)
 
 
-# Not float16, which ends at 65504: the momentum of a constant gradient is 20 of it.
+# The dtypes of a momentum, and how an error lists them: the last two arguments of `given_dtype`.
+# Not float16, which ends at 65504: the momentum of a constant gradient is 20 times the gradient.
 _MOMENTUM = (
     (jnp.bfloat16, jnp.float32, jnp.float64, jnp.complexfloating, jnp.int8),
     "jnp.bfloat16, a float type of 32 bits or more, or jnp.int8",

@@ -130,7 +130,7 @@ def _normalize(
     o = update.astype(at_least_float32(update.dtype))
     # |O_j|^2 of each neuron, which is a column, [1, heads, size]
     squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
-    # v <- decay v + (1 - decay) |O_j|^2 / fan_in
+    # v <- decay v + (1 - decay) |O_j|^2 / fan_in, with as many rows as fan_in says
     moment = decay * moment.astype(squares.dtype) + (1 - decay) * squares / view.fan_in
     # P_j = O_j / (sqrt(v_j) + eps)
     factor = 1 / (jnp.sqrt(moment) + eps)
