@@ -1,8 +1,8 @@
 """Batch matrices of equal or neighboring shape, so that each group is compiled once.
 
-A group holds arrays [batch, m, n] of one dtype whose matrices have the same m <= n (tall ones are transposed). Several
-n share a program where the policy says that this costs less than one more program: the narrower matrices get columns of
-zeros, which stay zero.
+A group holds arrays [batch, m, n] of one dtype whose matrices have the same m <= n. (`map_leaves` views tall matrices
+transposed.) Several n share a program where the policy says that this costs less than one more program: the narrower
+matrices get columns of zeros, which stay zero.
 
 The arrays of a group are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: a large array
 stays alone and is never copied. A loop goes over a stack in chunks and writes each chunk's result over its input. The
@@ -50,11 +50,11 @@ def map_leaves(
     views: Sequence[MatrixView],
     policy: Policy,
 ) -> list[jax.Array]:
-    """f of each matrix that `views` show in these leaves, as in `map_groups`."""
-    # Each leaf as [batch, m, n] or [batch, n, m], wide or tall as it lies in the leaf.
-    matrices = list(map(MatrixView.to_matrices, views, leaves))
+    """f of each matrix that `views` show in these leaves, as in `map_groups`; f(x.mT) = f(x).mT."""
+    wide_views = [view.wide for view in views]
+    matrices = list(map(MatrixView.to_matrices, wide_views, leaves))
     results = map_groups(f, matrices, policy)
-    return list(map(MatrixView.to_leaf, views, results))
+    return list(map(MatrixView.to_leaf, wide_views, results))
 
 
 def map_groups(
@@ -63,9 +63,8 @@ def map_groups(
     """f of each matrix, compiled once for each group.
 
     Args:
-      f: Its `whole` maps [*batch, m, n] to the same shape, each matrix by itself; f(x.mT) = f(x).mT, and columns of
-        zeros stay zero.
-      matrices: Matrices of any sizes.
+      f: Its `whole` maps [*batch, m, n] to the same shape, each matrix by itself; columns of zeros stay zero.
+      matrices: Arrays of matrices with m <= n.
       policy: The policy for the device.
 
     Returns:
@@ -98,13 +97,13 @@ def map_groups(
 
 
 def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.Array]:
-    """f of each of the arrays [count, m, n] or [count, n, m] that share a program: of one dtype and m, and any n."""
-    # All have one m, so the largest pair has the largest n.
-    m, n = max(map(_sides, parts))
+    """f of each of the arrays [count, m, n] that share a program: of one dtype and m, and any n."""
+    # All have one m, so the largest shape has the largest n.
+    m, n = max(x.shape[1:] for x in parts)
     # Small matrices run in batches of `size`, which divides their number; large ones one after the other.
     counts = list(map(len, parts))
     size = policy.chunk_size(sum(counts), (m, n))
-    # [matrices, m, n]: tall ones are transposed, and those with fewer columns get columns of zeros.
+    # [matrices, m, n]
     stack = _stacked(parts, n)
     # [chunks, size, m, n], or [chunks, m, n]: XLA for CPUs multiplies batches of one in a slower way.
     chunks = stack if size == 1 else stack.reshape(-1, size, m, n)
@@ -119,13 +118,8 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
 
         chunks = jax.lax.fori_loop(0, len(chunks), body, chunks)
     outputs = _unstacked(chunks.reshape(stack.shape), counts, policy.platform)
-    results = []
-    for x, y in zip(parts, outputs, strict=True):
-        # The columns of zeros go, and a tall matrix becomes tall again: [count, m, n] -> the shape of x.
-        _, columns = _sides(x)
-        y = y[..., :columns]
-        results.append(y.mT if _is_tall(x) else y)
-    return results
+    # The columns of zeros go.
+    return [y[..., : x.shape[-1]] for x, y in zip(parts, outputs, strict=True)]
 
 
 def _groups(
@@ -137,29 +131,25 @@ def _groups(
     narrower ones need cost less than another program. Matrices [768, 768], [768, 3072], [3072, 768] and [768, 2304]
     make [[0], [1, 2, 3]], if f takes the Gram form for n > 1.5 m.
     """
-    # (m, form, dtype) and n -> the indices of the arrays with these. The last three matrices of the example are
-    # {((768, True, "float32"), 2304): [3], ((768, True, "float32"), 3072): [1, 2]}, where True means the Gram form.
-    indices_of: dict[tuple, list[int]] = {}
+    # (m, form, dtype) -> n -> the indices of the arrays with these. The last three matrices of the example are
+    # {(768, True, "float32"): {3072: [1, 2], 2304: [3]}}, where True means the Gram form.
+    neighbors: dict[tuple, dict[int, list[int]]] = {}
     for i, x in enumerate(matrices):
-        m, n = _sides(x)
-        in_common = m, f.form(m, n), x.dtype.name
-        indices_of.setdefault((in_common, n), []).append(i)
+        _, m, n = x.shape
+        by_columns = neighbors.setdefault((m, f.form(m, n), x.dtype.name), {})
+        by_columns.setdefault(n, []).append(i)
 
-    groups: list[list[int]] = []
-    previous = None
-    # The fewest columns first: a group gets the columns of the next.
-    for in_common, n in sorted(indices_of):
-        indices = indices_of[in_common, n]
-        columns_of_zeros = 0
-        if in_common == previous:
-            for i in groups[-1]:
-                _, columns = _sides(matrices[i])
-                columns_of_zeros += len(matrices[i]) * (n - columns)
-        if in_common == previous and policy.pads(in_common[0], columns_of_zeros):
-            groups[-1] += indices
-        else:
-            groups.append(indices)
-        previous = in_common
+    groups = []
+    for (m, _, _), by_columns in neighbors.items():
+        group: list[int] = []
+        # The fewest columns first: a group gets the columns of the next.
+        for n, indices in sorted(by_columns.items()):
+            zeros = sum(len(matrices[i]) * (n - matrices[i].shape[2]) for i in group)
+            if group and not policy.pads(m, zeros):
+                groups.append(group)
+                group = []
+            group += indices
+        groups.append(group)
     return sorted(map(sorted, groups))
 
 
@@ -172,7 +162,7 @@ def _stacks(
     one make stacks of four and two.
     """
     # With columns of zeros all matrices of a group are [m, n].
-    m, n = max(_sides(matrices[i]) for i in group)
+    m, n = max(matrices[i].shape[1:] for i in group)
     elements = {i: len(matrices[i]) * m * n for i in group}
     total = sum(elements.values())
     # The bound asks for at least so many stacks, and equal ones have this share of the elements each.
@@ -190,19 +180,15 @@ def _stacks(
 
 
 def _stacked(parts: Sequence[jax.Array], n: int) -> Inexact[Array, "count m n"]:
-    """The matrices [count, m, n] or [count, n, m] of several arrays, wide, as one array.
-
-    All have one m. Those with fewer than n columns get columns of zeros.
-    """
-    wide = []
-    for part in parts:
-        x = part.mT if _is_tall(part) else part
+    """The matrices of several arrays of one m as one array; those with fewer than n columns get columns of zeros."""
+    padded = []
+    for x in parts:
         missing = n - x.shape[2]
         if missing:
             x = jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
-        wide.append(x)
+        padded.append(x)
     # A single array is not copied.
-    return jnp.concatenate(wide) if len(wide) > 1 else wide[0]
+    return jnp.concatenate(padded) if len(padded) > 1 else padded[0]
 
 
 def _unstacked(
@@ -218,14 +204,3 @@ def _unstacked(
     for start, count in zip(starts, counts, strict=True):
         parts.append(jax.lax.dynamic_slice_in_dim(stack, start, count))
     return parts
-
-
-def _is_tall(x: Inexact[Array, "*batch m n"]) -> bool:
-    """Whether the matrix has more rows than columns."""
-    return x.shape[-2] > x.shape[-1]
-
-
-def _sides(x: Inexact[Array, "*batch m n"]) -> tuple[int, int]:
-    """The shorter and the longer side of a matrix."""
-    m, n = sorted(x.shape[-2:])
-    return m, n

@@ -339,14 +339,23 @@ class MatrixView(NamedTuple):
         """The axes of `shape` as a stack of matrices has them: what counts, rows, columns."""
         return self.batch_axes + self.reduction_axes + self.output_axes
 
+    @property
+    def wide(self) -> MatrixView:
+        """The view of the transposes where this one has tall matrices: rows and columns are exchanged; else itself."""
+        if self.fan_in <= self.fan_out:
+            return self
+        return self._replace(
+            reduction_axes=self.output_axes, output_axes=self.reduction_axes
+        )
+
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
         """The leaf as a stack of matrices: [layers, d, heads, size] with rows d gives [layers, d, heads * size]."""
         # [*batch_axes, *reduction_axes, *output_axes]
         ordered = leaf.transpose(self._order)
         return ordered.reshape(self.batch, self.fan_in, self.fan_out)
 
-    def to_leaf(self, matrices: Inexact[Array, "batch fan_in fan_out"]) -> jax.Array:
-        """The inverse of `to_matrices`."""
+    def to_leaf(self, matrices: jax.Array) -> jax.Array:
+        """The inverse of `to_matrices`, from the same numbers in any shape."""
         ordered = matrices.reshape(self._sizes(self._order))
         # inverse[axis] is the place of this axis of `shape` among the ordered ones.
         inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)

@@ -15,11 +15,9 @@
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from muonjax._common.explicit_axes import sharded_like
@@ -29,11 +27,11 @@ from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.apply_to_owned import apply_to_owned
 from muonjax._mesh.assignment import Owners, Round, assign_owners, row_length
 from muonjax._mesh.distribution import even_sharding, partition_spec
-from muonjax._mesh.matrix_shards import ShardedLeaf, axes_of_matrix
+from muonjax._mesh.matrix_shards import ShardedLeaf
 
 Arrays = Sequence[jax.Array]
 Results = dict[tuple[int, int], jax.Array]
-"""(leaf, number of the first matrix) -> [matrices, *axes of a block]."""
+"""(leaf, number of the first matrix) -> the blocks of consecutive matrices, as one vector."""
 
 
 def map_on_mesh(
@@ -123,37 +121,26 @@ def exchange(
     Returns:
       This device's part of the result of each leaf.
     """
-    # [matrices, *axes of a block] for each leaf
-    stacks = list(map(_stack_of_matrices, blocks, views))
+    # A block has the leaf's axes, of which the mesh has cut some: a device's [2, 16, 64] of a leaf [4, 64, 64].
+    views_of_blocks = []
+    for view, block in zip(views, blocks, strict=True):
+        views_of_blocks.append(view.wide._replace(shape=block.shape))
+    # [matrices, rows of a block, columns of a block] for each leaf
+    stacks = list(map(MatrixView.to_matrices, views_of_blocks, blocks))
     results: Results = {}
     for round_ in rounds:
         results.update(_run_round(f, round_, stacks, policy))
-    # The matrices of a leaf had several owners, so its result arrives in parts, by the number of the first matrix. All
-    # matrices of a leaf are of one kind, and so of one round.
-    parts_of_leaves: list[Any] = [[] for _ in blocks]
+    # The matrices of a leaf had several owners, so its result arrives in parts, by the number of the first matrix.
+    parts_of_leaves: list[list[jax.Array]] = [[] for _ in blocks]
     for leaf, start in sorted(results):
         parts_of_leaves[leaf].append(results[leaf, start])
-    stacks = map(jnp.concatenate, parts_of_leaves)
-    return list(map(_block_of_stack, stacks, views, blocks))
-
-
-def _order(view: MatrixView) -> tuple[int, ...]:
-    """The axes of a leaf: those that count matrices, and those of the shorter and the longer side of each."""
-    return view.batch_axes + axes_of_matrix(view)
-
-
-def _stack_of_matrices(block: jax.Array, view: MatrixView) -> jax.Array:
-    """A device's block of a leaf as [matrices, *axes of a matrix]."""
-    # A block has the leaf's axes, of which the mesh has cut some: a device's [2, 16, 64] of a leaf [4, 64, 64].
-    matrix_shape = [block.shape[axis] for axis in axes_of_matrix(view)]
-    return block.transpose(_order(view)).reshape(-1, *matrix_shape)
-
-
-def _block_of_stack(stack: jax.Array, view: MatrixView, block: jax.Array) -> jax.Array:
-    """The inverse of `_stack_of_matrices`, in the shape and dtype of `block`."""
-    order = _order(view)
-    stack = stack.reshape([block.shape[axis] for axis in order])
-    return stack.transpose(np.argsort(order)).astype(block.dtype)
+    outputs = []
+    for parts, view, block in zip(
+        parts_of_leaves, views_of_blocks, blocks, strict=True
+    ):
+        output = view.to_leaf(jnp.concatenate(parts))
+        outputs.append(output.astype(block.dtype))
+    return outputs
 
 
 def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Results:
@@ -178,8 +165,8 @@ def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Re
 def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
     """What this device sends to the owners of one replica: a row for each, with its blocks of the owner's matrices.
 
-    `stacks` has this device's blocks of each leaf, [matrices, *block]. An owner of the matrices 2 and 3 of a leaf with
-    blocks [16, 64] gets a row of 2048 numbers, and zeros up to `row_size`.
+    `stacks` has this device's blocks of each leaf, [matrices, rows, columns]. An owner of the matrices 2 and 3 of a
+    leaf with blocks [16, 64] gets a row of 2048 numbers, and zeros up to `row_size`.
     """
     dtype, row_size = round_.group.dtype, round_.row_size
     parts = []
@@ -196,9 +183,9 @@ def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
 
 
 def _unpack(buffers: Arrays, round_: Round) -> Results:
-    """The inverse of `_pack`, from a buffer [owners, numbers] of each replica.
+    """The inverse of `_pack`, from a buffer [owners, row_size] of each replica.
 
-    An owner of the first two matrices of leaf 3, in blocks [16, 64], gives {(3, 0): [2, 16, 64]}.
+    An owner of the first two matrices of leaf 3, in blocks of 1024 numbers, gives {(3, 0): [2048]}.
     """
     # An owner's row has its matrices in the order of `_pack`.
     results = {}
@@ -210,7 +197,6 @@ def _unpack(buffers: Arrays, round_: Round) -> Results:
             for matrices in owner:
                 stop = start + matrices.size
                 blocks = jax.lax.slice_in_dim(flat, start, stop)
-                blocks = blocks.reshape(-1, *matrices.layout.block_shape)
                 results[matrices.leaf, matrices.start] = blocks
                 start = stop
     return results

@@ -124,13 +124,6 @@ def matrices_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
     return count
 
 
-def axes_of_matrix(view: MatrixView) -> tuple[int, ...]:
-    """The axes of the shorter side of each matrix of a leaf, then those of the longer side."""
-    if view.fan_in > view.fan_out:
-        return view.output_axes + view.reduction_axes
-    return view.reduction_axes + view.output_axes
-
-
 def _matrix_layout(
     view: MatrixView, sharding: Sequence[Axes], mesh_shape: MeshShape
 ) -> MatrixLayout:
@@ -138,13 +131,15 @@ def _matrix_layout(
 
     A kernel [16, 64] with P("fsdp", "tensor") on 4 x 2 devices has blocks [4, 32]. Its owner gathers [16, 64].
     """
+    # The axes of the shorter side, then those of the longer side
+    view = view.wide
     block_shape = []
     gathered = []
-    for axis in axes_of_matrix(view):
+    for axis in view.reduction_axes + view.output_axes:
         # `even_sharding` has left only mesh axes that divide the axis.
         block_shape.append(
             view.shape[axis] // devices_along(mesh_shape, sharding[axis])
         )
         gathered.append(sharding[axis])
-    m, n = sorted((view.fan_in, view.fan_out))
-    return MatrixLayout((m, n), tuple(block_shape), tuple(gathered))
+    shape = view.fan_in, view.fan_out
+    return MatrixLayout(shape, tuple(block_shape), tuple(gathered))
