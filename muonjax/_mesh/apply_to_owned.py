@@ -95,8 +95,7 @@ class Batch(NamedTuple):
     def divide(self, matrices: jax.Array) -> jax.Array:
         """The inverse of `assemble`."""
         blocks = matrices.reshape([self._shape[axis] for axis in self._order])
-        rows = math.prod(self.exchanged.values())
-        return blocks.transpose(np.argsort(self._order)).reshape(rows, -1)
+        return blocks.transpose(np.argsort(self._order)).reshape(-1, self.width)
 
 
 class Loop(NamedTuple):

@@ -22,8 +22,8 @@ from muonjax._mesh.matrix_shards import (
     MatrixKind,
     MatrixLayout,
     ShardedLeaf,
-    matrices_on_device,
     matrix_kind,
+    view_of_block,
 )
 
 
@@ -102,7 +102,7 @@ def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[
     for i, leaf in enumerate(leaves):
         kind = matrix_kind(leaf, mesh_shape)
         # Stacked layers may be sharded: these are the ones of one shard, since all shards are divided in the same way.
-        count = matrices_on_device(leaf, mesh_shape)
+        count = view_of_block(leaf, mesh_shape).batch
         matrices = Matrices(kind.layout, leaf=i, start=0, count=count)
         queues.setdefault(kind, []).append(matrices)
 

@@ -27,7 +27,7 @@ from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.apply_to_owned import apply_to_owned
 from muonjax._mesh.assignment import Owners, Round, assign_owners, row_length
 from muonjax._mesh.distribution import even_sharding, partition_spec
-from muonjax._mesh.matrix_shards import ShardedLeaf
+from muonjax._mesh.matrix_shards import ShardedLeaf, view_of_block
 
 Arrays = Sequence[jax.Array]
 Results = dict[tuple[int, int], jax.Array]
@@ -68,7 +68,8 @@ def map_on_mesh(
             # A script for a mesh, run on one device, computes the same as without one.
             return tuple(map_leaves(f, blocks, views, policy))
         rounds = assign_owners(sharded_leaves, mesh_shape)
-        return tuple(exchange(f, blocks, views, rounds, policy))
+        views_of_blocks = [view_of_block(leaf, mesh_shape) for leaf in sharded_leaves]
+        return tuple(exchange(f, blocks, views_of_blocks, rounds, policy))
 
     # The checker of varying axes can't see that an all-gather makes replicas.
     in_specs = tuple(specs)
@@ -113,20 +114,16 @@ def exchange(
 
     Args:
       f: Takes matrices with m <= n.
-      blocks: This device's part of each leaf, in the leaf's axes.
-      views: The view of each leaf.
+      blocks: This device's part of each leaf, in the leaf's axes: [2, 16, 64] of a leaf [4, 64, 64].
+      views: The view of each block, as wide matrices.
       rounds: The owners of all matrices, in a round for each group of leaves that are sharded over the same mesh axes.
       policy: The policy for the devices.
 
     Returns:
       This device's part of the result of each leaf.
     """
-    # A block has the leaf's axes, of which the mesh has cut some: a device's [2, 16, 64] of a leaf [4, 64, 64].
-    views_of_blocks = []
-    for view, block in zip(views, blocks, strict=True):
-        views_of_blocks.append(view.wide._replace(shape=block.shape))
     # [matrices, rows of a block, columns of a block] for each leaf
-    stacks = list(map(MatrixView.to_matrices, views_of_blocks, blocks))
+    stacks = list(map(MatrixView.to_matrices, views, blocks))
     results: Results = {}
     for round_ in rounds:
         results.update(_run_round(f, round_, stacks, policy))
@@ -135,16 +132,14 @@ def exchange(
     for leaf, start in sorted(results):
         parts_of_leaves[leaf].append(results[leaf, start])
     outputs = []
-    for parts, view, block in zip(
-        parts_of_leaves, views_of_blocks, blocks, strict=True
-    ):
+    for parts, view, block in zip(parts_of_leaves, views, blocks, strict=True):
         output = view.to_leaf(jnp.concatenate(parts))
         outputs.append(output.astype(block.dtype))
     return outputs
 
 
 def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Results:
-    """Exchange the blocks of a group, apply f, and exchange the results."""
+    """The results of a round: the blocks of its group go to their owners, f is applied, and the results go back."""
     # The replicas store the same blocks, and each sends those of its own owners. All devices run one program, so the
     # replica's number chooses a branch of it.
     packs = [

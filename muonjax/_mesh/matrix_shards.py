@@ -93,53 +93,42 @@ def matrix_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixKind:
     "fsdp", so that its owner, one of four devices, gathers [64, 16]. Devices along "data" are replicas, which own other
     matrices each.
     """
+    view = view_of_block(leaf, mesh_shape)
+    # The axes of the shorter side of a matrix, then those of the longer side
+    axes = view.reduction_axes + view.output_axes
     # Mesh axes of size one cut nothing.
     mesh_axes = [name for name, size in mesh_shape.items() if size > 1]
-    sharding = [_among(names, mesh_axes) for names in leaf.sharding]
-    layout = _matrix_layout(leaf.view, sharding, mesh_shape)
-
-    # Blocks of a matrix are exchanged along the axes that cut it. Devices along the axes that cut nothing of the leaf,
-    # neither a matrix nor the number of matrices, are its replicas.
+    wide = leaf.view.wide
+    layout = MatrixLayout(
+        shape=(wide.fan_in, wide.fan_out),
+        block_shape=tuple(view.shape[axis] for axis in axes),
+        gathered=tuple(_among(leaf.sharding[axis], mesh_axes) for axis in axes),
+    )
+    # Blocks of a matrix are exchanged along the mesh axes that cut it. Devices along the mesh axes that cut nothing of
+    # the leaf, neither a matrix nor the number of matrices, are its replicas.
     gathered = set().union(*layout.gathered)
-    stored = set().union(*sharding)
+    cut = set().union(*leaf.sharding)
     group = ExchangeGroup(
         exchange_axes=_among(mesh_axes, gathered),
-        replica_axes=tuple(name for name in mesh_axes if name not in stored),
+        replica_axes=tuple(name for name in mesh_axes if name not in cut),
         dtype=leaf.dtype,
     )
     return MatrixKind(group, layout)
 
 
+def view_of_block(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixView:
+    """The view, as wide matrices, of the block of the leaf that one device stores.
+
+    Four layers [4, 64, 16] with P(None, "fsdp") on a mesh {"fsdp": 2} have blocks [4, 32, 16]. Their matrices [64, 16]
+    are tall, so that the view shows four matrices [16, 32].
+    """
+    shape = []
+    for size, names in zip(leaf.view.shape, leaf.sharding, strict=True):
+        # `even_sharding` has left only mesh axes that divide the axis.
+        shape.append(size // devices_along(mesh_shape, names))
+    return leaf.view.wide._replace(shape=tuple(shape))
+
+
 def _among(names: Sequence[str], others: Collection[str]) -> Axes:
     """Those of the names that are among the others, in the order of `names`: the order of a mesh or of a spec."""
     return tuple(name for name in names if name in others)
-
-
-def matrices_on_device(leaf: ShardedLeaf, mesh_shape: MeshShape) -> int:
-    """The number of the leaf's matrices of which one device stores a block."""
-    # Every device along a mesh axis that cuts such an axis has matrices of its own.
-    count = 1
-    for axis in leaf.view.batch_axes:
-        count *= leaf.view.shape[axis] // devices_along(mesh_shape, leaf.sharding[axis])
-    return count
-
-
-def _matrix_layout(
-    view: MatrixView, sharding: Sequence[Axes], mesh_shape: MeshShape
-) -> MatrixLayout:
-    """Shape and sharding of the leaf's matrices.
-
-    A kernel [16, 64] with P("fsdp", "tensor") on 4 x 2 devices has blocks [4, 32]. Its owner gathers [16, 64].
-    """
-    # The axes of the shorter side, then those of the longer side
-    view = view.wide
-    block_shape = []
-    gathered = []
-    for axis in view.reduction_axes + view.output_axes:
-        # `even_sharding` has left only mesh axes that divide the axis.
-        block_shape.append(
-            view.shape[axis] // devices_along(mesh_shape, sharding[axis])
-        )
-        gathered.append(sharding[axis])
-    shape = view.fan_in, view.fan_out
-    return MatrixLayout(shape, tuple(block_shape), tuple(gathered))
