@@ -166,7 +166,7 @@ def merge(model: nnx.Module) -> None:
 def _layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
     """Paths and layers that can be adapted, in the model's order."""
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.Linear | nnx.LinearGeneral | nnx.Conv):
+        if isinstance(module, Layer):
             yield "/".join(map(str, path)), module
 
 
@@ -247,19 +247,18 @@ def value_and_grad_of_model(
 
     def measured(*given: Any) -> tuple[Any, Any]:
         """(loss, max_logits), or (loss, (aux, max_logits)) where `fun` has aux, from (model, *args, kwargs)."""
-        # `params` has the model's parameters at {0: ...}, its place among the arguments. `others` has all else: running
-        # means, random numbers, the arrays of a batch. Arguments may share variables, so they are split together.
+        # The largest logits are found in a program of the model's parameters, whose paths name the attentions. `params`
+        # has them at {0: ...}, the model's place among the arguments. `others` has all else: running means, random
+        # numbers, the arrays of a batch. Arguments may share variables, so they are split together.
         structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
         # A model without parameters has no entry.
         params_of_model = params.get(0, {})
 
         def of_parameters(params_of_model: Any, others: Any) -> tuple[Any, Any]:
             """(loss, (aux, variables)): `fun` as a function of arrays, with the variables as it leaves them."""
-            # New variables, which belong to the trace of this function: NNX refuses to change those of another.
-            # `jax.tree.map` builds the tree, and with it every variable, anew.
-            others_here = jax.tree.map(lambda array: array, others)
             params = nnx.State({0: params_of_model})
-            merged = nnx.merge(structure, params, others_here)
+            # With new variables, which belong to the trace of this function: NNX refuses to change those of another.
+            merged = nnx.merge(structure, params, others, copy=True)
             *args, kwargs = merged
             result = fun(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
@@ -273,6 +272,7 @@ def value_and_grad_of_model(
         nnx.update(given, variables)
         return loss, ((aux, max_logits) if has_aux else max_logits)
 
+    # `argnums` are the caller's, and may name a part of the model or several arguments.
     differentiated = nnx.value_and_grad(measured, argnums=argnums, has_aux=True)
     # `nnx.value_and_grad` takes no keyword arguments, so they are one more positional argument.
     return lambda *args, **kwargs: differentiated(*args, kwargs)
