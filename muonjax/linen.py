@@ -127,7 +127,7 @@ def merge(params: Any) -> Any:
     """
     flat: dict[tuple[str, ...], Any] = flatten_dict(nn.unbox(params))
     # ("dense", "loha", "hada_w1_a") says that the layer "dense" has an adapter.
-    first_factor = (_HOLDER, shared.FACTORS[0])
+    first_factor = (_HOLDER, "hada_w1_a")
     layers = sorted(path[:-2] for path in flat if path[-2:] == first_factor)
     if not layers:
         raise ValueError("merge(params): no LoHa adapter in it; was it merged already?")

@@ -173,12 +173,9 @@ def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
 
 # What the layers of Linen and NNX share.
 
-FACTORS: tuple[str, str, str, str] = (
-    "hada_w1_a",
-    "hada_w1_b",
-    "hada_w2_a",
-    "hada_w2_b",
-)
+# The factors w1a, w1b, w2a and w2b as LyCORIS names them, and the standard deviation of each at the start: 1 on the
+# inputs' side and 0.1 on the outputs'; but the second factor on the outputs' side is zero, so that ΔW = 0.
+FACTORS = {"hada_w1_a": 1.0, "hada_w1_b": 0.1, "hada_w2_a": 1.0, "hada_w2_b": 0.0}
 SCALE = "hada_scale"
 
 
@@ -211,14 +208,8 @@ def factor_shapes(
 
 
 def initial(name: str, key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
-    """The random factor with this name, as LyCORIS draws it.
-
-    Factors are normal, with standard deviation 1 on the inputs' side and 0.1 on the outputs'; but the second factor on
-    the outputs' side is zero, so that ΔW = 0 at the start.
-    """
-    # w1a, w1b, w2a, w2b
-    deviation = dict(zip(FACTORS, (1.0, 0.1, 1.0, 0.0), strict=True))[name]
-    return deviation * jax.random.normal(key, tuple(shape), dtype)
+    """The random factor with this name, normal, as LyCORIS draws it."""
+    return FACTORS[name] * jax.random.normal(key, tuple(shape), dtype)
 
 
 def adapter_mask(params: Any) -> Any:
