@@ -177,7 +177,7 @@ def normalize(
         trace = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
         inverse_trace = 1 / or_one(trace)
         return scaled(gram, inverse_trace), None, jnp.sqrt(inverse_trace)
-    # B, for the fourth power of A is no number where A is large or small.
+    # B = A / |A|_F, for the fourth power of A is no number where A is large or small.
     inverse_norm = jax.lax.rsqrt(or_one(square_norm(gram)))
     b = scaled(gram, inverse_norm)
     b2 = product(b)
@@ -187,11 +187,9 @@ def normalize(
         others = other_fourth_powers(scaled(deflation.dominant, inverse_norm))
         fourth_powers = jnp.maximum(fourth_powers - others, fourth_powers / b.shape[-1])
     # R = B / bound with bound^4 = fourth_powers
-    inverse_square = jax.lax.rsqrt(or_one(fourth_powers))
-    inverse = jnp.sqrt(inverse_square)
+    inverse_bound_squared = jax.lax.rsqrt(or_one(fourth_powers))
+    inverse_bound = jnp.sqrt(inverse_bound_squared)
+    r = scaled(b, inverse_bound)
+    r2 = scaled(b2, inverse_bound_squared)
     # R = A / (|A|_F bound), so s^2 = 1 / (|A|_F bound)
-    return (
-        scaled(b, inverse),
-        scaled(b2, inverse_square),
-        jnp.sqrt(inverse_norm * inverse),
-    )
+    return r, r2, jnp.sqrt(inverse_norm * inverse_bound)

@@ -72,14 +72,11 @@ def iterate(
         )
     # Keeps XLA from fusing what is before it with what is after it.
     barrier = jax.lax.optimization_barrier
-    # A kernel that the settings name always runs. Without a name one is chosen by what was measured.
-    implementation = settings.implementation
-    if implementation is None:
-        implementation = measured_kernel(policy.platform, x, dtype)
-    # Without a kernel, XLA's product of rounded operands is all that is needed.
-    kernel = None
-    if implementation is not None:
-        kernel = SymmetricProduct(policy.platform, implementation)
+    # A kernel that the settings name always runs, and otherwise one that was measured to be faster. Without a kernel,
+    # XLA's product of rounded operands is all that is needed.
+    platform = policy.platform
+    name = settings.implementation or measured_kernel(platform, x, dtype)
+    kernel = SymmetricProduct(platform, name) if name else None
     products = _Products(dtype, kernel)
     # Before all other steps r is updated.
     restarts: Sequence[int] = range(1, len(rows))

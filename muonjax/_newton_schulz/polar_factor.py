@@ -91,7 +91,7 @@ def polar_function(settings: NewtonSchulz, policy: Policy) -> Function:
         whole=functools.partial(polar_factor, settings=settings, policy=policy),
         # (m, n) -> whether in the Gram form, which is another program than the standard form
         form=settings.takes_gram_form,
-        exchange_dtype=lambda dtype: policy.exchange_dtype(
-            dtype, settings.compute_dtype
+        exchange_dtype=functools.partial(
+            policy.exchange_dtype, asked=settings.compute_dtype
         ),
     )

@@ -95,25 +95,21 @@ class NewtonSchulz:
     implementation: str | None = None
 
     def __post_init__(self):
-        def keep(name: str, value: Any) -> None:
-            # The fields of a frozen dataclass can't be assigned.
-            object.__setattr__(self, name, value)
-
+        # The fields of a frozen dataclass can't be assigned.
+        fields = vars(self)
         # Only the presets `fast` and `balanced` have `Steps`, constants of this file that need no check.
         if not isinstance(self.coefficients, Steps):
-            keep("coefficients", checked_rows(self.coefficients))
-        directions = whole_number(
+            fields["coefficients"] = checked_rows(self.coefficients)
+        fields["deflation"] = whole_number(
             "deflation", self.deflation, 0, " of directions; 0 turns it off."
         )
-        keep("deflation", directions)
         check_choice("form", self.form, get_args(Form))
         check_choice("normalization", self.normalization, get_args(Normalization))
         check_choice("implementation", self.implementation, (None, *IMPLEMENTATIONS))
         if self.compute_dtype is not None:
             wanted = "a float type of 16 bits or more"
-            keep(
-                "compute_dtype",
-                given_dtype("compute_dtype", self.compute_dtype, WIDE_FLOATS, wanted),
+            fields["compute_dtype"] = given_dtype(
+                "compute_dtype", self.compute_dtype, WIDE_FLOATS, wanted
             )
 
     @property
