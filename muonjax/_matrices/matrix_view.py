@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from muonjax._common.arguments import axis_numbers, errors_of
@@ -200,11 +201,9 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     (axis,) = _checked_axes(named, "axis", numbers.axis, shape)
     part_sizes = numbers.parts
     repeats = numbers.repeats
-    # Numbers below 1 are refused below, where `fill` is False for them.
+    # Numbers below 1 do not fill the axis.
     if isinstance(part_sizes, int):
-        # One stretch has all parts once.
-        stretch = shape[axis] // max(1, repeats)
-        part_sizes = (stretch // max(1, part_sizes),) * part_sizes
+        part_sizes = (shape[axis] // max(1, part_sizes * repeats),) * part_sizes
     fill = min(part_sizes, default=0) >= 1 and sum(part_sizes) * repeats == shape[axis]
     if axis not in sides or not fill:
         raise ValueError(
@@ -357,9 +356,8 @@ class MatrixView(NamedTuple):
     def to_leaf(self, matrices: jax.Array) -> jax.Array:
         """The inverse of `to_matrices`, from the same numbers in any shape."""
         ordered = matrices.reshape(self._sizes(self._order))
-        # inverse[axis] is the place of this axis of `shape` among the ordered ones.
-        inverse = sorted(range(len(self.shape)), key=self._order.__getitem__)
-        return ordered.transpose(inverse)
+        # The place of each axis of `shape` among the ordered ones
+        return ordered.transpose(np.argsort(self._order))
 
 
 class Pieces(list[Piece]):

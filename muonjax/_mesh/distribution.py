@@ -73,11 +73,9 @@ def _is_spec(x: Any) -> bool:
 
 def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
     """Raise unless `spec` shards by axes of the mesh alone."""
-    is_known = _is_spec(spec)
-    if is_known and spec is not None:
-        # Unconstrained axes are left to XLA, so that nobody knows the shards.
-        is_known = PartitionSpec.UNCONSTRAINED not in getattr(spec, "spec", spec)
-    if not is_known:
+    axes = getattr(spec, "spec", spec) or ()
+    # Unconstrained axes are left to XLA, so that nobody knows the shards.
+    if not _is_spec(spec) or PartitionSpec.UNCONSTRAINED in axes:
         raise TypeError(
             f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's axes, a "
             "NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, params)."
@@ -99,13 +97,10 @@ def _mesh_axes_by_axis(
     if isinstance(spec, NamedSharding):
         spec = spec.spec
     sharding: list[Axes] = []
+    # An axis is sharded by no mesh axis (None), by one ("fsdp"), or by several ("data", "fsdp").
     for entry in spec or ():
-        if entry is None:
-            sharding.append(())
-        elif isinstance(entry, str):
-            sharding.append((entry,))
-        else:
-            sharding.append(tuple(entry))
+        names = entry if isinstance(entry, tuple) else (entry,)
+        sharding.append(tuple(name for name in names if name is not None))
     # A spec may be shorter than the array has axes.
     unnamed = ndim - len(sharding)
     return (*sharding, *[()] * unnamed)
@@ -185,7 +180,7 @@ def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[in
 
 def check_distribution(distribution: Any) -> None:
     """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
-    if distribution is not None and not isinstance(distribution, Distribution):
+    if not isinstance(distribution, Distribution | None):
         kind = type(distribution).__name__
         raise TypeError(
             f"(distribution={kind}(...)) must be a muonjax.Distribution(mesh, specs), which "
@@ -201,11 +196,14 @@ def shardings_on_mesh(
 
     None if no leaf is chosen, or nothing says how they are sharded: they were made under no mesh, are inside of a
     `jax.shard_map`, or are on an Auto mesh. If that mesh has several devices, this warns.
+
+    All are returned on one mesh: on a mesh {"fsdp": 4} with explicit axis types, a leaf that was made under no mesh is
+    replicated over "fsdp".
     """
-    # Those of all leaves, so that specs that fit no leaf are refused.
+    # The shardings of all leaves, so that specs that fit no leaf are refused.
     shardings = shardings_of(tree, distribution)
     shardings = [shardings[i] for i in chosen]
-    # Leaves can be on different meshes: the type of an array that was made under none has a mesh without axes.
+    # The type of an array that was made under no mesh has a mesh without axes, which are not explicit.
     for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
         if distribution is not None or AxisType.Explicit in mesh.axis_types:
             return [NamedSharding(mesh, sharding.spec) for sharding in shardings]

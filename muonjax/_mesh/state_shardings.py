@@ -77,14 +77,16 @@ def state_shardings(
 
     def sharding(path: Path, leaf: Any) -> NamedSharding:
         parameter = parameter_like(path, leaf.shape, leaves)
-        # With explicit axis types `tx.init` has sharded it already.
-        spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec
-        if parameter is None:
-            return NamedSharding(mesh, spec)
-        if leaf.sharding is None:
+        spec = PartitionSpec()
+        if leaf.sharding is not None:
+            # With explicit axis types `tx.init` has sharded it already.
+            spec = leaf.sharding.spec
+        elif parameter is not None:
             axes = even_sharding(leaf.shape, spec_of[parameter], dict(mesh.shape))
             spec = partition_spec(axes)
-        return NamedSharding(mesh, spec, memory_kind=memory_kind)
+        # Counters and other small arrays stay on the device.
+        kind = None if parameter is None else memory_kind
+        return NamedSharding(mesh, spec, memory_kind=kind)
 
     return jax.tree_util.tree_map_with_path(sharding, jax.eval_shape(tx.init, params))
 
