@@ -16,6 +16,7 @@ relative to Q and T, and a step multiplies them no more than it multiplies X.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,12 +32,15 @@ from muonjax._common.linalg import (
     square_of_any_size,
 )
 from muonjax._common.platform_policy import Policy
-from muonjax._newton_schulz.coefficients import restarts_of
+from muonjax._newton_schulz.coefficients import Coefficients, restarts_of
 from muonjax._newton_schulz.settings import NewtonSchulz
 from pallas_kernels._symmetric_product import SymmetricProduct, measured_kernel
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32
+
+# Keeps XLA from fusing what is before it with what is after it.
+_barrier = jax.lax.optimization_barrier
 
 # |z|_F at the start. Entries of r are at most its square, and those of r^2 at most its fourth power, 4096: far enough
 # from 65504, where float16 ends, and from 6e-5, below which float16 loses digits.
@@ -62,7 +66,7 @@ def iterate(
     """The polar factor of x with m <= n, nearly, by products of operands in `dtype`: float16 or bfloat16.
 
     X is sqrt(u) z and its Gram matrix R is u r, with z and r in half precision and a number u. A step maps X to
-    a X + (b R + c R^2) X = a (1 + Q) X. Then z, or r alone, becomes that of the new X (see the top of this file).
+    a X + (b R + c R^2) X = a (1 + Q) X. Between restarts only r becomes that of the new X (see the top of this file).
     """
     rows = settings.steps.half
     if any(a == 0 for a, _, _ in rows):
@@ -70,14 +74,12 @@ def iterate(
             "NewtonSchulz(coefficients=...): in half precision each step needs a linear term; "
             "give compute_dtype='float32'."
         )
-    # Keeps XLA from fusing what is before it with what is after it.
-    barrier = jax.lax.optimization_barrier
     # A kernel that the settings name always runs, and otherwise one that was measured to be faster. Without a kernel,
     # XLA's product of rounded operands is all that is needed.
     platform = policy.platform
     name = settings.implementation or measured_kernel(platform, x, dtype)
     kernel = SymmetricProduct(platform, name) if name else None
-    products = _Products(dtype, kernel)
+    products = _Products(MatrixProduct(dtype.name, None, dtype.name), kernel)
     # Before all other steps r is updated.
     restarts: Sequence[int] = range(1, len(rows))
     if settings.takes_gram_form(*x.shape[-2:]):
@@ -85,52 +87,69 @@ def iterate(
 
     # z [*batch, m, n] with |z|_F = _NORM, in half precision from here on
     z = _scaled_to_norm(x.astype(jnp.float32)).astype(dtype)
-    z = barrier(z)
+    z = _barrier(z)
     # An r that is not exactly symmetric is amplified by the first steps, whose factors are the largest.
     r = hermitian_part(products.symmetric(z))
-    # r^2 is made for the bound, and serves the first step; None wherever it is not made.
-    r2: jax.Array | None = products.symmetric(r)
+    # r^2 is made for the bound, and serves the first step.
+    r2 = products.symmetric(r)
     # No eigenvalue of R = u r, and so no singular value of X = sqrt(u) z, is above 1.
     u = 1 / _bound(r2, settings)
 
-    # The steps since the last restart map z to gain (1 + T) z, where `total` is T, None for 0.
-    total: Any = None
-    gain = 1.0
-    for t, (a, b, c) in enumerate(rows):
-        if t in restarts:
-            # z <- gain (1 + T) z, and r <- z z^H
-            z = (gain * (_wide(z) + _wide(products.rounded(total, z)))).astype(z.dtype)
-            # Or XLA would keep all that z is made of for its later uses.
-            z = barrier(z)
-            r = products.symmetric(z)
-            r2 = None
-            total = None
-            gain = 1.0
+    # The steps up to the first restart map z to gain (1 + T) z, where `total` is T; then those up to the next one do.
+    stops = [*restarts, len(rows)]
+    gain, total = _composed(rows[: stops[0]], r, r2, u, products)
+    for start, stop in itertools.pairwise(stops):
+        # z <- gain (1 + T) z, and r <- z z^H
+        z = (gain * (_wide(z) + _wide(products.rounded(total, z)))).astype(z.dtype)
+        # Or XLA would keep all that z is made of for its later uses.
+        z = _barrier(z)
+        r = products.symmetric(z)
+        gain, total = _composed(rows[start:stop], r, None, u, products)
 
-        # Q = (b / a) u r + (c / a) u^2 r^2
-        if r2 is not None:
-            q = (b / a * u * _wide(r) + c / a * u * (u * _wide(r2))).astype(r.dtype)
-        else:
-            q = products.symmetric(r, c=r, alpha=c / a * u**2, beta=b / a * u)
-        # XLA for GPUs would join the products that share q, and copy their other operands side by side.
-        q = barrier(q)
-
-        if t + 1 < len(rows) and t + 1 not in restarts:
-            # r <- a^2 (1 + Q) r (1 + Q), where `once` is (1 + Q) r
-            once = products.symmetric(q, r, c=r)
-            r = products.symmetric(once, q, c=once, alpha=a**2, beta=a**2)
-            r2 = None
-        # 1 + T <- (1 + Q) (1 + T), so T <- Q T + T + Q, and gain <- a gain
-        total = q if total is None else products.symmetric(barrier(q), total, total + q)
-        gain *= a
-
-    # No step multiplies the error of the last map, so this is rounded as gain sqrt(u) (1 + T).
+    # After the last steps X = sqrt(u) gain (1 + T) z. No step follows that would multiply an error of this map, so
+    # 1 + T may be rounded as a whole, with its numbers.
     total = _wide(total)
     # 1 + T
     total = jnp.where(on_diagonal(total), total + 1, total)
     last = (gain * jnp.sqrt(u) * total).astype(z.dtype)
     # A stack's result is cut into leaves, and in half precision that moves half as much.
     return _wide(products.rounded(last, z))
+
+
+def _composed(
+    rows: Coefficients,
+    r: Float[Array, "*batch m m"],
+    r2: Float[Array, "*batch m m"] | None,
+    u: Float32[Array, "*batch 1 1"],
+    products: _Products,
+) -> tuple[float, Float[Array, "*batch m m"]]:
+    """The number g and T with which the steps of all rows map z to g (1 + T) z, from r, and r^2 if that is made.
+
+    A step is a (1 + Q) with Q = (b / a) u r + (c / a) u^2 r^2.
+    """
+    gain = 1.0
+    # T, None for 0
+    total: Any = None
+    for step, (a, b, c) in enumerate(rows, 1):
+        if r2 is not None:
+            linear = b / a * u * _wide(r)
+            quadratic = c / a * u * (u * _wide(r2))
+            q = (linear + quadratic).astype(r.dtype)
+        else:
+            q = products.symmetric(r, c=r, alpha=c / a * u**2, beta=b / a * u)
+        # XLA for GPUs would join the products that share q, and copy their other operands side by side.
+        q = _barrier(q)
+        if step < len(rows):
+            # r <- a^2 (1 + Q) r (1 + Q), where `once` is (1 + Q) r
+            once = products.symmetric(q, r, c=r)
+            r = products.symmetric(once, q, c=once, alpha=a**2, beta=a**2)
+            r2 = None
+        # 1 + T <- (1 + Q) (1 + T), so T <- Q T + T + Q
+        if total is not None:
+            q = products.symmetric(_barrier(q), total, total + q)
+        total = q
+        gain *= a
+    return gain, total
 
 
 def _scaled_to_norm(x: Float32[Array, "*batch m n"]) -> Float32[Array, "*batch m n"]:
@@ -159,17 +178,12 @@ class _Products(NamedTuple):
     """Products in half precision, each summed in float32 and rounded once.
 
     Attributes:
-      dtype: float16 or bfloat16.
+      rounded: Makes products that are rounded to half precision.
       by_kernel: Makes symmetric products, mirrored, if a kernel is named or chosen.
     """
 
-    dtype: jnp.dtype
+    rounded: MatrixProduct
     by_kernel: SymmetricProduct | None
-
-    @property
-    def rounded(self) -> MatrixProduct:
-        """Products that are rounded to half precision."""
-        return MatrixProduct(self.dtype.name, None, self.dtype.name)
 
     def symmetric(
         self,
@@ -194,4 +208,4 @@ class _Products(NamedTuple):
         # A library of matrix products adds C in the product itself, if no number and no other dtype is between them.
         if isinstance(alpha, float) and alpha == beta == 1.0:
             return product + c
-        return (alpha * _wide(product) + beta * _wide(c)).astype(self.dtype)
+        return (alpha * _wide(product) + beta * _wide(c)).astype(product.dtype)
