@@ -32,7 +32,7 @@ def test_a_fused_leaf_is_its_parts(cut):
     parts = np.random.default_rng(0).standard_normal((3, 4, 4)).astype(np.float32)
     fused = np.concatenate(parts, axis=cut)
     numbers = FusedDimensionNumbers(0, 1, parts=3, axis=cut)
-    pieces = matrix_pieces({"w": numbers}, {"w": fused}, call="test")
+    pieces = matrix_pieces({"w": numbers}, {"w": fused})
     assert_array_equal([piece.take([fused]) for piece in pieces], parts)
     assert_array_equal(pieces.replaced({"w": fused}, list(parts))["w"], fused)
 
@@ -69,13 +69,13 @@ TREE = {"a": {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, "c": jnp.ones((2, 2))}
 
 def test_a_tree_that_does_not_fit_is_refused():
     with pytest.raises(TypeError, match="not MuonDimensionNumbers or None"):
-        resolve_dimension_numbers({"a": None, "c": 3}, TREE, call="muon")
+        resolve_dimension_numbers({"a": None, "c": 3}, TREE)
 
 
 def test_an_entry_that_optax_masks_is_none():
     numbers = {"a": optax.MaskedNode(), "c": MuonDimensionNumbers(1, 0)}
     expected = [None, None, numbers["c"]]
-    assert resolve_dimension_numbers(numbers, TREE, call="muon") == expected
+    assert resolve_dimension_numbers(numbers, TREE) == expected
 
 
 @quick("equal")
@@ -87,7 +87,7 @@ def test_parts_that_repeat_are_the_stretches_of_one_matrix_each(parts):
     fused = np.asarray(normal(5, heads * period))
     numbers = FusedDimensionNumbers(0, 1, parts=parts, axis=1, repeats=heads)
     tree = {"w": fused}
-    pieces = matrix_pieces({"w": numbers}, tree, call="test")
+    pieces = matrix_pieces({"w": numbers}, tree)
     taken = [np.asarray(piece.take([fused])) for piece in pieces]
     start = 0
     for piece, size in zip(taken, (2, 2, 2) if parts == 3 else parts, strict=True):

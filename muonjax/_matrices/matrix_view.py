@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muonjax._common.arguments import axis_numbers, errors_of
+from muonjax._common.arguments import axis_numbers
 from muonjax._common.explicit_axes import sharded_like, whole_along
 from muonjax._common.trees import (
     broadcast_prefix,
@@ -92,7 +92,7 @@ def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
 
 
 def resolve_dimension_numbers(
-    numbers: DimensionNumbersTree, tree: Any, *, call: str = ""
+    numbers: DimensionNumbersTree, tree: Any
 ) -> list[DimensionNumbers | None]:
     """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
 
@@ -106,19 +106,18 @@ def resolve_dimension_numbers(
         return []
     if numbers is None:
         numbers = MuonDimensionNumbers()
-    with errors_of(call):
-        # An entry is a tuple, which JAX would take for a part of the tree.
-        entries = broadcast_prefix(
-            tree_of(numbers, tree),
-            tree,
-            is_leaf=_is_entry,
-            what="the dimension numbers",
-        )
-        for entry in entries:
-            if not _is_entry(entry):
-                raise TypeError(
-                    f"dimension numbers hold {entry!r}, not MuonDimensionNumbers or None."
-                )
+    # An entry is a tuple, which JAX would take for a part of the tree.
+    entries = broadcast_prefix(
+        tree_of(numbers, tree),
+        tree,
+        is_leaf=_is_entry,
+        what="the dimension numbers",
+    )
+    for entry in entries:
+        if not _is_entry(entry):
+            raise TypeError(
+                f"dimension numbers hold {entry!r}, not MuonDimensionNumbers or None."
+            )
     # `optax.masked` puts a MaskedNode in place of the entry of a leaf that is another optimizer's.
     return [None if is_masked(entry) else entry for entry in entries]
 
@@ -129,32 +128,29 @@ def _is_entry(x: Any) -> bool:
     return x is None or isinstance(x, entries)
 
 
-def matrix_pieces(
-    numbers: DimensionNumbersTree, tree: Any, *, call: str = ""
-) -> Pieces:
+def matrix_pieces(numbers: DimensionNumbersTree, tree: Any) -> Pieces:
     """The matrices of all leaves of `tree`: a piece for each leaf, or for each part of a fused one, in order.
 
     A fused kernel [64, 128] of queries with 64 columns, and of keys and values with 32 each, is three pieces.
 
-    `numbers` may be `Pieces`, which an optimizer has found for such trees already. Errors begin with `call`; a caller
-    that gives none has an `errors_of` around it, whose call they name.
+    `numbers` may be `Pieces`, which an optimizer has found for such trees already. The caller has an `errors_of` around
+    it, whose call the errors name.
     """
     if isinstance(numbers, Pieces):
         return numbers
-    with errors_of(call):
-        entries = resolve_dimension_numbers(numbers, tree)
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        pieces = Pieces(treedef)
-        for i, (path, leaf) in enumerate(leaves):
-            entry = entries[i]
-            if entry is None:  # no matrix
-                continue
-            # The leaf as errors name it; a tree may be one array.
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            named = f"the leaf {name!r}" if name else "the leaf"
-            _check_leaf(named, leaf)
-            pieces += _pieces(named, i, tuple(leaf.shape), entry)
-        return pieces
+    entries = resolve_dimension_numbers(numbers, tree)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    pieces = Pieces(treedef)
+    for i, (path, leaf) in enumerate(leaves):
+        entry = entries[i]
+        if entry is None:  # no matrix
+            continue
+        # The leaf as errors name it; a tree may be one array.
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        named = f"the leaf {name!r}" if name else "the leaf"
+        _check_leaf(named, leaf)
+        pieces += _pieces(named, i, tuple(leaf.shape), entry)
+    return pieces
 
 
 def _check_leaf(named: str, leaf: Any) -> None:
@@ -187,14 +183,12 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     reduction = _checked_axes(named, "reduction_axis", numbers.reduction_axis, shape)
     output = _checked_axes(named, "output_axis", numbers.output_axis, shape)
     sides = reduction + output
-    # The first thing that is wrong with the axes, in words.
-    problem = ""
-    if 0 in shape:
-        problem = "has an empty dimension"
-    elif not reduction or not output or len(set(sides)) < len(sides):
-        problem = "needs disjoint axes for its sides, none twice"
-    if problem:
-        raise ValueError(f"{named} of shape {shape} {problem}, got {numbers}.")
+    are_disjoint = len(set(sides)) == len(sides)
+    if 0 in shape or not reduction or not output or not are_disjoint:
+        raise ValueError(
+            f"{named} of shape {shape} needs disjoint axes for its sides, none twice, and no empty dimension, "
+            f"got {numbers}."
+        )
     if not isinstance(numbers, FusedDimensionNumbers):
         return [Piece(i, view_of(shape, reduction, output))]
 
@@ -380,11 +374,11 @@ class Pieces(list[Piece]):
         return by_leaf
 
     def replaced(self, tree: Any, results: Sequence[Any]) -> Any:
-        """The tree with a result of the shape of each piece in its place; what is no matrix stays.
+        """The tree with each piece replaced by its result, of the piece's shape; what is no matrix stays.
 
-        A fused kernel [8, 12] of queries, keys and values has three pieces [8, 4]. As [8, 1, 4], of one stretch, they
-        are put side by side to [8, 1, 12]. Where queries, keys and values of two groups take turns along the axis, each
-        piece has two stretches, [8, 2, 2].
+        A fused kernel [8, 12] of queries, keys and values has three pieces [8, 4]. `in_stretches` shows them as
+        [8, 1, 4], and side by side along the last axis they are [8, 1, 12]. Where queries, keys and values of two
+        groups take turns along the axis, each piece has two stretches, [8, 2, 2].
         """
         leaves = self.treedef.flatten_up_to(tree)
         for i, pairs in self._by_leaf(results).items():

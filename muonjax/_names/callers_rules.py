@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from muonjax._common import trees
-from muonjax._common.arguments import check_pattern
+from muonjax._common.arguments import check_pattern, errors_of
 from muonjax._matrices.matrix_view import DimensionNumbers, matrix_pieces
 from muonjax._names.path_words import Path
 
@@ -38,7 +38,8 @@ def apply_rules(
             is_used = True
             if path not in ruled and not trees.is_masked(leaf):
                 # Raises where the numbers don't fit the leaf.
-                matrix_pieces({name: numbers}, {name: leaf}, call="(rules=...)")
+                with errors_of("(rules=...)"):
+                    matrix_pieces({name: numbers}, {name: leaf})
                 ruled[path] = numbers
         if not is_used:
             shown = ", ".join(names[:3])

@@ -69,9 +69,8 @@ def tabulate(
             numbers = [answer.numbers for answer in answers]
             reasons = [answer.why for answer in answers]
         else:
-            numbers = resolve_dimension_numbers(
-                dimension_numbers, arrays, call="(params, dimension_numbers)"
-            )
+            with errors_of("(params, dimension_numbers)"):
+                numbers = resolve_dimension_numbers(dimension_numbers, arrays)
             # A `Program` knows the line of code that decided; a tree does not say why.
             why = getattr(dimension_numbers, "why", lambda path: "given")
             reasons = [why(path) for path in leaves]

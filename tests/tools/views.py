@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from muonjax import FusedDimensionNumbers, MuonDimensionNumbers
+from muonjax._common.arguments import errors_of
 from muonjax._matrices.matrix_view import matrix_pieces
 
 # The shape of a leaf, its dimension numbers, and where each of its matrices is.
@@ -32,5 +33,6 @@ def leaf(*shape, dtype="float32"):
 
 def matrix_view(leaf, numbers, *, call):
     """The view of one leaf (anything with shape and dtype), which is not cut."""
-    (piece,) = matrix_pieces(numbers, leaf, call=call)
+    with errors_of(call):
+        (piece,) = matrix_pieces(numbers, leaf)
     return piece.view
