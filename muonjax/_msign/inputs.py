@@ -1,4 +1,4 @@
-"""Check the matrices of msign, and bring them to wide orientation and unit norm."""
+"""Check the matrices of msign, and bring them to unit norm."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._common.arguments import check_precision, shown
-from muonjax._common.linalg import MatrixProduct, adjoint, at_least_float32, square_norm
+from muonjax._common.linalg import MatrixProduct, at_least_float32, square_norm
 from muonjax._common.power_of_two_scale import power_of_two_scale
 from muonjax._newton_schulz.coefficients import Coefficients, polar_express
 
@@ -59,24 +59,12 @@ def rows_beside(
 
 def normalized(
     x: Float[Array, "*batch m n"],
-) -> Float[Array, "*batch short long"]:
-    """x as wide matrices of Frobenius norm 1, in float32 or wider; zero matrices stay zero."""
-    # The polar factor of X^T is the transpose of that of X, and the Gram matrix of wide X is the smaller one.
-    m, n = x.shape[-2:]
-    wide = adjoint(x) if m > n else x
-    wide = wide.astype(at_least_float32(x.dtype))
-    # The square of an entry beyond 1e19 would overflow, so x becomes about 1 first, without rounding.
-    wide = wide * power_of_two_scale(wide)
-    return wide * _inverse_norm(wide)
-
-
-def oriented_like(
-    wide: Float[Array, "*batch short long"], x: Float[Array, "*batch m n"]
 ) -> Float[Array, "*batch m n"]:
-    """`wide` in the orientation and dtype of x, as `normalized` found it."""
-    # A square matrix was not transposed.
-    oriented = wide if wide.shape == x.shape else adjoint(wide)
-    return oriented.astype(x.dtype)
+    """x with Frobenius norm 1, in float32 or wider; zero matrices stay zero."""
+    x = x.astype(at_least_float32(x.dtype))
+    # The square of an entry beyond 1e19 would overflow, so x becomes about 1 first, without rounding.
+    x = x * power_of_two_scale(x)
+    return x * _inverse_norm(x)
 
 
 def _inverse_norm(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:

@@ -70,4 +70,5 @@ def msign(
     # An empty matrix has no norm, and one without rows or columns has nothing to change.
     if x.size == 0:
         return x
+    # Inside of `jax.shard_map` the rows must vary over the mesh axes of x.
     return polynomial_msign(x, rows_beside(x, rows), dot)

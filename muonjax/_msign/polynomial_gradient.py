@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._common.linalg import MatrixProduct, adjoint, identity_like
-from muonjax._msign.inputs import normalized, oriented_like
+from muonjax._msign.inputs import normalized
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -56,12 +56,12 @@ def iterate(
 
     def step(x, row):
         a, b, c = row
-        # With the mean eigenvalue tau of A, and A's distance D = A - tau I from it,
+        # With any number tau, and D = A - tau I,
         #   a I + b A + c A^2 = alpha I + beta D + c D^2,  alpha = a + b tau + c tau^2,  beta = b + 2 c tau.
-        # The closer the singular values are to each other, the smaller D is, and with it the rounding of the products;
-        # the identity's share needs no product.
+        # Here tau is the mean eigenvalue of A. The closer the singular values are to each other, the smaller D is, and
+        # with it the rounding of the products; the identity's share needs no product.
         square = _gram(x, dot)
-        # The sum is the same about any number, so the mean may be a constant.
+        # The sum is the same for any tau, so derivatives may take it for a constant.
         trace = jnp.trace(square, axis1=-2, axis2=-1)[..., None, None]
         tau = lax.stop_gradient(trace / square.shape[-1])
         distance = square - tau * identity_like(square)
@@ -79,8 +79,12 @@ def polynomial_msign(
     x: Float[Array, "*batch m n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
 ) -> Float[Array, "*batch m n"]:
     """msign whose derivative is that of the polynomial on x / |x|_F; it keeps x alone. `rows` are constants."""
+    # The polar factor of X^T is the transpose of that of X, and the Gram matrix of wide X is the smaller one.
+    is_tall = x.shape[-2] > x.shape[-1]
+    wide = x.mT if is_tall else x
     # The checkpoint normalizes x again in the backward pass.
-    return oriented_like(iterate_keeping_input(normalized(x), rows, dot), x)
+    y = iterate_keeping_input(normalized(wide), rows, dot).astype(x.dtype)
+    return y.mT if is_tall else y
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
