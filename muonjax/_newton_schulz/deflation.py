@@ -45,7 +45,7 @@ from muonjax._newton_schulz.coefficients import never_above_one, polar_express
 from pallas_kernels._symmetric_product import SymmetricProduct
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Inexact
+    from jaxtyping import Array, Float, Inexact
 
 # Number of products with A, from the random start. After one, the error of the subspace adds up to 0.05 to the polar
 # error on real momentum; after two, nothing.
@@ -99,17 +99,15 @@ def pre_deflate(
 ) -> Inexact[Array, "*batch m n"]:
     """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V [*batch, m, k] shrunk, roughly.
 
-    Args:
-      x: X.
-      rank: How many directions the deflation of the Gram matrix shrinks later; here these are k, but at most eight.
+    Here k is at most eight; `rank` directions are shrunk later, by the deflation of the Gram matrix.
     """
 
-    def multiply(v: jax.Array) -> jax.Array:
+    def multiply(v):
         # X X^H V as X (V^H X)^H: X^H V would transpose X, which takes longer than the rest.
         return dot.with_adjoint(x, dot(adjoint(v), x))
 
-    start = random_start(x.shape[-2], min(rank, _PRE_DEFLATED))
-    v = _dominant_subspace(multiply, _like(x[..., :1], start), num_steps=1)
+    start = _random_start(x, min(rank, _PRE_DEFLATED))
+    v = _dominant_subspace(multiply, start, num_steps=1)
     # D [*batch, k, k] brings the singular values of all k directions to one target.
     _, d = _projection_and_shrinkage(v, multiply(v))
     # X - V D V^H X
@@ -131,7 +129,7 @@ def shrink_dominant(
       platform: The platform of the device.
     """
     # V spans the dominant directions.
-    start = _like(gram[..., :rank], random_start(gram.shape[-1], rank))
+    start = _random_start(gram, rank)
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
     # [*batch, m, k], as V
     av = dot(gram, v)
@@ -171,15 +169,17 @@ def _projection_and_shrinkage(
     d = identity_like(inverse_sqrt, as_constant=True)
     d = d - scaled(inverse_sqrt, 1 / inverse_target)
 
-    # Between a direction of V with the singular value s and another with t lies a small angle theta. To first order the
-    # polar factor's entry for these two moves by
-    #     sin(theta) D (s - t) / (target + t), which is at most sin(theta) D (s^2 - t^2) / (s target).
-    # Their entry of A V - V H is sin(theta) (s^2 - t^2), so the bound is an entry of (A V - V H) D H^(-1/2) / target.
+    # A direction of V may be turned by a small angle theta, from a singular vector with the singular value s toward
+    # another one with t. For these two, and to first order,
+    #     A V - V H has the entry    sin(theta) (s^2 - t^2),
+    #     the polar factor moves by  sin(theta) D (s - t) / (target + t) <= sin(theta) (s^2 - t^2) D / (s target).
+    # So no movement is larger than the entry of (A V - V H) D H^(-1/2) / target.
     residual = dot(av - dot(v, h), dot(d, inverse_sqrt))
-    moved = scaled(residual, inverse_target)
-    # Each entry counts twice, for (s, t) and (t, s): the root mean square over m directions is sqrt(2 / m) |moved|_F.
-    limit = _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(moved)
-    return h, scaled(d, jnp.minimum(1, limit))
+    bounds = scaled(residual, inverse_target)
+    # Each counts twice, for (s, t) and (t, s). So over m directions the root mean square is at most
+    # sqrt(2 / m) |bounds|_F.
+    allowed_share = _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(bounds)
+    return h, scaled(d, jnp.minimum(1, allowed_share))
 
 
 def _largest_eigenvalue(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
@@ -219,11 +219,11 @@ def _dominant_subspace(
       num_steps: How many steps.
     """
 
-    def orthonormalize(_, y: jax.Array) -> jax.Array:
+    def orthonormalize(_, y):
         # Y (Y^H Y)^(-1/2)
         return dot(y, inverse_root(dot(adjoint(y), y)))
 
-    def subspace_step(_, v: jax.Array) -> jax.Array:
+    def subspace_step(_, v):
         y = multiply(v)
         return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, y)
 
@@ -243,10 +243,8 @@ def inverse_root(h: jax.Array) -> jax.Array:
     # For eigenvalues of R from 1e-4 to 1; smaller ones, down to the ridge, leave Q too small.
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 
-    def step(
-        t: jax.Array, carry: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        r, q = carry
+    def step(t, r_and_q):
+        r, q = r_and_q
         a, b, c = entry(rows, t)
         # R tends to I and Q to h^(-1/2):
         # P = a I + b R + c R^2, R <- P R P, Q <- Q P
@@ -261,18 +259,25 @@ def inverse_root(h: jax.Array) -> jax.Array:
     return q
 
 
-def random_start(m: int, k: int) -> Float32[Array, "m k"]:
-    """Fixed random numbers in [-1, 1): the start of the subspace iteration, the same on every device.
+def _random_start(
+    a: Inexact[Array, "*batch m n"], k: int
+) -> Inexact[Array, "*batch m k"]:
+    """Fixed random numbers in [-1, 1): the start of the subspace iteration, the same for each matrix and device.
 
     Not signs: with few columns two rows of these can be equal, and what lies in both can't be told apart.
     """
+    m = a.shape[-2]
     # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest.
     bits = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     # As signed integers the bits are evenly spread over [-2^31, 2^31).
     integers = jax.lax.bitcast_convert_type(bits ^ (bits >> 16), jnp.int32)
-    return (integers.astype(jnp.float32) * jnp.float32(2.0**-31)).reshape(m, k)
+    numbers = (integers.astype(jnp.float32) * jnp.float32(2.0**-31)).reshape(m, k)
+    batch_axes = tuple(range(a.ndim - 2))
+    numbers = jnp.expand_dims(numbers.astype(a.dtype), batch_axes)
+    # With the batch and, inside `jax.shard_map`, the varying axes of A, which the carry of a loop needs.
+    return jnp.zeros_like(a[..., :1]) + numbers
 
 
 def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
@@ -290,11 +295,3 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
     norm = jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + info.tiny)
     delta = (ROUNDING * info.eps * norm)[..., None, None]
     return jnp.where(mask, gram + delta.astype(gram.dtype), gram)
-
-
-def _like(
-    a: Inexact[Array, "*batch m #k"], value: Inexact[Array, "*#batch m k"]
-) -> Inexact[Array, "*batch m k"]:
-    """`value` with the batch, the dtype and, inside `jax.shard_map`, the varying axes of a: a loop's carry."""
-    batch_axes = tuple(range(a.ndim - value.ndim))
-    return jnp.zeros_like(a) + jnp.expand_dims(value.astype(a.dtype), batch_axes)
