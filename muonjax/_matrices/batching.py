@@ -84,9 +84,9 @@ def map_groups(
     for indices in stacks:
         parts = [matrices[i] for i in indices]
         if policy.one_stack_at_a_time and previous is not None:
-            # XLA keeps a stack in memory until its results are cut out of it and cast. The barrier makes the next stack
-            # come after that of the last result, which is cut out with the others; without it XLA's scheduler for GPUs
-            # keeps several stacks at once.
+            # XLA keeps a stack in memory until its results are cut out of it and cast. Its scheduler for GPUs would
+            # begin the next stacks before, and keep several. So the arrays of this stack wait for the last result of
+            # the previous one, which is cut out together with the others.
             waiting = parts, results[previous]
             parts, results[previous] = jax.lax.optimization_barrier(waiting)
         outputs = _map_stack(f, parts, policy)
@@ -113,13 +113,16 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
         chunks = f.whole(chunks[0])
     else:
 
-        def body(i: jax.Array, chunks: jax.Array) -> jax.Array:
+        def body(i, chunks):
             return with_entry(chunks, i, f.whole(entry(chunks, i)))
 
         chunks = jax.lax.fori_loop(0, len(chunks), body, chunks)
     outputs = _unstacked(chunks.reshape(stack.shape), counts, policy.platform)
-    # The columns of zeros go.
-    return [y[..., : x.shape[-1]] for x, y in zip(parts, outputs, strict=True)]
+    results = []
+    for x, y in zip(parts, outputs, strict=True):
+        # The columns of zeros go.
+        results.append(y[..., : x.shape[2]])
+    return results
 
 
 def _groups(
@@ -136,7 +139,8 @@ def _groups(
     neighbors: dict[tuple, dict[int, list[int]]] = {}
     for i, x in enumerate(matrices):
         _, m, n = x.shape
-        by_columns = neighbors.setdefault((m, f.form(m, n), x.dtype.name), {})
+        in_common = m, f.form(m, n), x.dtype.name
+        by_columns = neighbors.setdefault(in_common, {})
         by_columns.setdefault(n, []).append(i)
 
     groups = []
@@ -144,8 +148,11 @@ def _groups(
         group: list[int] = []
         # The fewest columns first: a group gets the columns of the next.
         for n, indices in sorted(by_columns.items()):
-            zeros = sum(len(matrices[i]) * (n - matrices[i].shape[2]) for i in group)
-            if group and not policy.pads(m, zeros):
+            columns_of_zeros = 0
+            for i in group:
+                count, _, columns = matrices[i].shape
+                columns_of_zeros += count * (n - columns)
+            if group and not policy.pads(m, columns_of_zeros):
                 groups.append(group)
                 group = []
             group += indices
