@@ -14,7 +14,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,6 @@ from muonjax._mesh.distribution import even_sharding, partition_spec
 from muonjax._mesh.matrix_shards import ShardedLeaf, view_of_block
 
 Arrays = Sequence[jax.Array]
-Results = dict[tuple[int, int], jax.Array]
-"""(leaf, number of the first matrix) -> the blocks of consecutive matrices, as one vector."""
 
 
 def map_on_mesh(
@@ -63,7 +61,7 @@ def map_on_mesh(
         sharded_leaves.append(ShardedLeaf(view, axes, f.exchange_dtype(leaf.dtype)))
         specs.append(partition_spec(axes))
 
-    def on_blocks(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+    def on_blocks(*blocks):
         if mesh.size == 1:
             # A script for a mesh, run on one device, computes the same as without one.
             return tuple(map_leaves(f, blocks, views, policy))
@@ -124,13 +122,12 @@ def exchange(
     """
     # [matrices, rows of a block, columns of a block] for each leaf
     stacks = list(map(MatrixView.to_matrices, views, blocks))
-    results: Results = {}
-    for round_ in rounds:
-        results.update(_run_round(f, round_, stacks, policy))
-    # The matrices of a leaf had several owners, so its result arrives in parts, by the number of the first matrix.
+    # The matrices of a leaf had several owners, so its result arrives in parts. Their owners follow each other in one
+    # round, and so do the parts.
     parts_of_leaves: list[list[jax.Array]] = [[] for _ in blocks]
-    for leaf, start in sorted(results):
-        parts_of_leaves[leaf].append(results[leaf, start])
+    for round_ in rounds:
+        for leaf, part in _run_round(f, round_, stacks, policy):
+            parts_of_leaves[leaf].append(part)
     outputs = []
     for parts, view, block in zip(parts_of_leaves, views, blocks, strict=True):
         output = view.to_leaf(jnp.concatenate(parts))
@@ -138,8 +135,10 @@ def exchange(
     return outputs
 
 
-def _run_round(f: Function, round_: Round, stacks: Arrays, policy: Policy) -> Results:
-    """The results of a round: the blocks of its group go to their owners, f is applied, and the results go back."""
+def _run_round(
+    f: Function, round_: Round, stacks: Arrays, policy: Policy
+) -> Iterator[tuple[int, jax.Array]]:
+    """As `_unpack`, after the blocks of a group have gone to their owners, f was applied, and the results are back."""
     # The replicas store the same blocks, and each sends those of its own owners. All devices run one program, so the
     # replica's number chooses a branch of it.
     packs = [
@@ -171,30 +170,27 @@ def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
             blocks = stacks[matrices.leaf][matrices.start : stop]
             # A dtype half as wide as the leaf's halves what is sent.
             parts.append(blocks.reshape(-1).astype(dtype))
-        padding = row_size - row_length(owner)
-        parts.append(jnp.zeros(padding, dtype))
+        # Padding
+        parts.append(jnp.zeros(row_size - row_length(owner), dtype))
     # Each owner's blocks and padding have row_size numbers together.
     return jnp.concatenate(parts).reshape(-1, row_size)
 
 
-def _unpack(buffers: Arrays, round_: Round) -> Results:
-    """The inverse of `_pack`, from a buffer [owners, row_size] of each replica.
+def _unpack(buffers: Arrays, round_: Round) -> Iterator[tuple[int, jax.Array]]:
+    """The inverse of `_pack`, from a buffer [owners, row_size] of each replica: leaves, each with a part of its blocks.
 
-    An owner of the first two matrices of leaf 3, in blocks of 1024 numbers, gives {(3, 0): [2048]}.
+    An owner of two matrices of leaf 3, in blocks [16, 64], gives (3, [2048]).
     """
-    # An owner's row has its matrices in the order of `_pack`.
-    results = {}
     for buffer, owners in zip(buffers, round_.replicas, strict=True):
         # The rows one after the other
         flat = buffer.reshape(-1)
         for row, owner in enumerate(owners):
+            # An owner's row has its matrices in the order of `_pack`.
             start = row * buffer.shape[1]
             for matrices in owner:
                 stop = start + matrices.size
-                blocks = jax.lax.slice_in_dim(flat, start, stop)
-                results[matrices.leaf, matrices.start] = blocks
+                yield matrices.leaf, jax.lax.slice_in_dim(flat, start, stop)
                 start = stop
-    return results
 
 
 def _all_to_all(buffer: jax.Array, round_: Round) -> jax.Array:
