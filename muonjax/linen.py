@@ -37,9 +37,7 @@ class LoHa(nn.Module):
     param_dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(
-        self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any
-    ) -> jax.Array:
+    def __call__(self, lhs, rhs, *args, **settings):
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         # The layer that made the adapter is its parent. The first axes of a kernel are its inputs.
         layer = self.parent
@@ -140,9 +138,9 @@ def merge(params: Any) -> Any:
             )
         # The adapter's parameters go, and only the kernel stays.
         factors = [flat.pop((*layer, _HOLDER, name)) for name in shared.FACTORS]
-        kernel = flat[(*layer, "kernel")]
+        path = (*layer, "kernel")
         with errors_of(f"merge: the adapter at {'/'.join(layer)!r}"):
-            flat[(*layer, "kernel")] = _merged(kernel, factors, scale)
+            flat[path] = _merged(flat[path], factors, scale)
     return unflatten_dict(flat)
 
 
@@ -151,10 +149,9 @@ def _merged(
 ) -> jax.Array:
     """kernel + ΔW, of one layer or of a stack of layers along leading axes, as `nn.scan` makes it."""
     # A factor of one layer has two axes. `vmap` raises where the layers are stacked along another axis than the first.
-    num_stacked = factors[0].ndim - 2
     # One layer after the other along each stacked axis
     adapted_kernel = shared.adapted_kernel
-    for _ in range(num_stacked):
+    for _ in range(factors[0].ndim - 2):
         adapted_kernel = jax.vmap(adapted_kernel)
     return adapted_kernel(kernel, factors, scale)
 

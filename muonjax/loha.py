@@ -114,7 +114,7 @@ def multiply(
     precision = settings.get("precision")
 
     @jax.checkpoint
-    def call(x: jax.Array, kernel: jax.Array, factors: Any, scale: Any) -> jax.Array:
+    def call(x, kernel, factors, scale):
         x, factors = lax.optimization_barrier((x, factors))
         adapted = adapted_kernel(kernel, factors, scale, precision)
         return function(x, adapted, *args, **settings)
@@ -230,7 +230,7 @@ def adapter_mask(params: Any) -> Any:
       >>> tx = optax.partition({"train": optax.adam(1e-3), "freeze": optax.set_to_zero()}, labels)
     """
 
-    def trains(path: tuple[Any, ...], _: Any) -> bool:
+    def trains(path, _):
         return bool(path) and names(path)[-1] in FACTORS
 
     return jax.tree_util.tree_map_with_path(trains, params)

@@ -55,14 +55,17 @@ class LoHa(nnx.Module):
         """w1a [in, rank], w1b [rank, out], w2a [in, rank], w2b [rank, out]."""
         return [getattr(self, name)[...] for name in shared.FACTORS]
 
-    def __call__(
-        self, lhs: jax.Array, rhs: jax.Array, *args: Any, **settings: Any
-    ) -> jax.Array:
+    def __call__(self, lhs, rhs, *args, **settings):
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         # Without one an `nnx.LinearGeneral` calls lax.dot_general.
-        function = self.replaced or lax.dot_general
         return shared.multiply(
-            function, lhs, rhs, self.factors(), self.scale, *args, **settings
+            self.replaced or lax.dot_general,
+            lhs,
+            rhs,
+            self.factors(),
+            self.scale,
+            *args,
+            **settings,
         )
 
 
@@ -112,11 +115,11 @@ def add_loha(
             f"add_loha(path_rule={path_rule!r}) matches none of the layers {available}."
         )
     # All adapters are made before the first layer changes, for an error must leave the model unchanged.
-    adapters = []
+    adapters = {}
     for path in paths:
         with errors_of(f"add_loha: {path!r}"):
-            adapters.append(LoHa(layers[path], rank, scale, rngs))
-    for path, adapter in zip(paths, adapters, strict=True):
+            adapters[path] = LoHa(layers[path], rank, scale, rngs)
+    for path, adapter in adapters.items():
         layer = layers[path]
         # `nnx.data` says that the attribute holds variables, since Flax declares it as a plain function.
         setattr(layer, _product_attribute(layer), nnx.data(adapter))
@@ -217,7 +220,7 @@ def as_function_of_parameters(
     # `state` has what does not train, such as running means and counts of random numbers.
     structure, params, state = nnx.split(model, nnx.Param, ...)
 
-    def of_parameters(params: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_parameters(params, state, *args, **kwargs):
         # A copy, so that a loss that updates running means changes no variable of the caller's.
         return fun(nnx.merge(structure, params, state, copy=True), *args, **kwargs)
 
@@ -245,16 +248,14 @@ def value_and_grad_of_model(
       ((loss, (aux, max_logits)), gradients) where `fun` has aux.
     """
 
-    def measured(*given: Any) -> tuple[Any, Any]:
+    def measured(*given):
         """(loss, max_logits), or (loss, (aux, max_logits)) where `fun` has aux, from (model, *args, kwargs)."""
         # The largest logits are found in a program of the model's parameters, whose paths name the attentions. `params`
         # has them at {0: ...}, the model's place among the arguments. `others` has all else: running means, random
         # numbers, the arrays of a batch. Arguments may share variables, so they are split together.
         structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
-        # A model without parameters has no entry.
-        params_of_model = params.get(0, {})
 
-        def of_parameters(params_of_model: Any, others: Any) -> tuple[Any, Any]:
+        def of_parameters(params_of_model, others):
             """(loss, (aux, variables)): `fun` as a function of arrays, with the variables as it leaves them."""
             params = nnx.State({0: params_of_model})
             # With new variables, which belong to the trace of this function: NNX refuses to change those of another.
@@ -267,7 +268,8 @@ def value_and_grad_of_model(
         # Errors name the caller's function.
         of_parameters.__name__ = getattr(fun, "__name__", "loss")
         with_maxima = with_max_logits(of_parameters, argnums=0, has_aux=True)
-        loss, ((aux, variables), max_logits) = with_maxima(params_of_model, others)
+        # A model without parameters has no entry.
+        loss, ((aux, variables), max_logits) = with_maxima(params.get(0, {}), others)
         # `fun` may have changed running means or counts of random numbers: the caller's variables get them.
         nnx.update(given, variables)
         return loss, ((aux, max_logits) if has_aux else max_logits)

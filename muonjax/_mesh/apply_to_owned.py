@@ -185,7 +185,7 @@ def _run_loop(
     # All have one shape, so one width.
     width = loop.batches[0].width
 
-    def step(i: jax.Array, buffer: jax.Array) -> jax.Array:
+    def step(i, buffer):
         column, layout = places[i]
         # [devices, width] -> [matrices, m, n]
         rows = jax.lax.dynamic_slice(buffer, (0, column), (len(buffer), width))

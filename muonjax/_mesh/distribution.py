@@ -102,8 +102,8 @@ def _mesh_axes_by_axis(
         names = entry if isinstance(entry, tuple) else (entry,)
         sharding.append(tuple(name for name in names if name is not None))
     # A spec may be shorter than the array has axes.
-    unnamed = ndim - len(sharding)
-    return (*sharding, *[()] * unnamed)
+    sharding += [()] * (ndim - len(sharding))
+    return tuple(sharding)
 
 
 def devices_along(mesh_shape: MeshShape, axes: Axes) -> int:
@@ -172,18 +172,17 @@ def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[in
     for leaf, sharding in zip(jax.tree.leaves(tree), shardings, strict=True):
         # The type of an array that was made under no mesh has a mesh without axes.
         mesh_shape = dict(sharding.mesh.shape)
-        axes_by_axis = even_sharding(leaf.shape, sharding.spec, mesh_shape)
-        last_axis = axes_by_axis[-1] if axes_by_axis else ()  # of a scalar
-        shards.append(devices_along(mesh_shape, last_axis))
+        # A scalar is in one piece, as an axis of one entry is.
+        sharded = even_sharding(leaf.shape or (1,), sharding.spec, mesh_shape)
+        shards.append(devices_along(mesh_shape, sharded[-1]))
     return shards
 
 
 def check_distribution(distribution: Any) -> None:
     """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
     if not isinstance(distribution, Distribution | None):
-        kind = type(distribution).__name__
         raise TypeError(
-            f"(distribution={kind}(...)) must be a muonjax.Distribution(mesh, specs), which "
+            f"(distribution={type(distribution).__name__}(...)) must be a muonjax.Distribution(mesh, specs), which "
             "says how each parameter is sharded too. Leave it out where the mesh has explicit axis "
             "types."
         )

@@ -49,13 +49,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
         check_transformation("tx", tx)
     inner_update = optax.with_extra_args_support(tx).update
 
-    def update(
-        updates: optax.Updates,
-        state: Any,
-        params: Any = None,
-        *unnamed: Any,
-        **extra_args: Any,
-    ):
+    def update(updates, state, params=None, *unnamed, **extra_args):
         refuse_positional(unnamed)
         # Without host memory the program stays as it is.
         if not any(map(_is_on_host, jax.tree.leaves(state))):

@@ -70,12 +70,11 @@ def state_shardings(
             mesh, specs = _sharding_of_arrays(params)
         else:
             mesh, specs = distribution.mesh, distribution.param_specs
-        spread = spread_specs(specs, params)
-    # By path: the parameters, and their specs.
-    leaves = dict(jax.tree.leaves_with_path(params))
-    spec_of = dict(zip(leaves, spread, strict=True))
+        # By path: the parameters, and their specs.
+        leaves = dict(jax.tree.leaves_with_path(params))
+        spec_of = dict(zip(leaves, spread_specs(specs, params), strict=True))
 
-    def sharding(path: Path, leaf: Any) -> NamedSharding:
+    def sharding(path, leaf):
         parameter = parameter_like(path, leaf.shape, leaves)
         spec = PartitionSpec()
         if leaf.sharding is not None:
@@ -115,12 +114,12 @@ def parameter_like(
 def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
     """The mesh and the shardings of arrays, or of `jax.ShapeDtypeStruct`s with a sharding."""
 
-    def named_sharding(leaf: Any) -> NamedSharding | None:
+    def named_sharding(leaf):
         sharding = getattr(leaf, "sharding", None)
         return sharding if isinstance(sharding, NamedSharding) else None
 
     shardings = jax.tree.map(named_sharding, params)
-    # Replicated arrays need the mesh too, and there is one for the whole state.
+    # There is one mesh for the whole state, for replicated arrays too.
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
         raise ValueError(

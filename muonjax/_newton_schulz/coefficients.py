@@ -164,7 +164,7 @@ def checked_rows(coefficients: Any) -> Coefficients:
         raise ValueError(
             f"(coefficients={coefficients!r}) needs rows of three numbers (a, b, c), such as polar_express(5)."
         ) from error
-    if not rows or not all(math.isfinite(v) for row in rows for v in row):
+    if not rows or not np.isfinite(rows).all():
         raise ValueError(
             f"(coefficients={coefficients!r}) needs at least one row, all of it finite."
         )

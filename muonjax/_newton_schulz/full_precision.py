@@ -15,7 +15,6 @@ its largest singular value.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -73,17 +72,16 @@ def iterate(
     restarts: Sequence[int] = range(1, len(rows))
     if settings.takes_gram_form(m, n):
         restarts = gram_restarts(rows, dtype)
-    multiply = MatrixProduct(dtype.name, "highest")
+    multiply = MatrixProduct(dtype.name)
     product = SymmetricProduct(policy.platform, settings.implementation)
 
     x, nonzero = below_one(x, dtype)
     if rank and 1 not in restarts:
         # In the Gram form the second step takes R from the first, so the rounding of R must be small already.
-        shrink = functools.partial(pre_deflate, rank=rank)
         # XLA for a CPU would compute the new X again for each of its readers.
-        x = materialize(shrink, x, policy.platform)
+        x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
-    def first_polynomial(rows: Coefficients, r: jax.Array) -> jax.Array:
+    def first_polynomial(rows, r):
         """Q of the first steps, which also deflate and normalize X: Q X is what `rows` make of s W X."""
         deflation = None
         if rank:

@@ -77,10 +77,8 @@ def polar_factor(
     dtype = policy.compute_dtype(x.dtype, settings.compute_dtype)
     is_tall = x.shape[-2] > x.shape[-1]
     wide = x.mT if is_tall else x
-    if jnp.finfo(dtype).bits == 16:
-        y = half_precision.iterate(wide, settings, policy, dtype)
-    else:
-        y = full_precision.iterate(wide, settings, policy, dtype)
+    precision = half_precision if jnp.finfo(dtype).bits == 16 else full_precision
+    y = precision.iterate(wide, settings, policy, dtype)
     y = y.mT if is_tall else y
     return y.astype(x.dtype)
 

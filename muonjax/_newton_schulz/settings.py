@@ -107,16 +107,18 @@ class NewtonSchulz:
         check_choice("normalization", self.normalization, get_args(Normalization))
         check_choice("implementation", self.implementation, (None, *IMPLEMENTATIONS))
         if self.compute_dtype is not None:
-            wanted = "a float type of 16 bits or more"
             fields["compute_dtype"] = given_dtype(
-                "compute_dtype", self.compute_dtype, WIDE_FLOATS, wanted
+                "compute_dtype",
+                self.compute_dtype,
+                WIDE_FLOATS,
+                "a float type of 16 bits or more",
             )
 
     @property
     def steps(self) -> Steps:
         """The polynomials for each precision; your own rows serve in full and in half precision."""
         rows = self.coefficients
-        return rows if isinstance(rows, Steps) else Steps(full=rows, half=rows)
+        return rows if isinstance(rows, Steps) else Steps(rows, rows)
 
     def in_full_precision(self, m: int) -> tuple[Coefficients, int]:
         """The rows for matrices of the shorter side m, and how many directions are shrunk before them."""
