@@ -1,7 +1,7 @@
 """Batch matrices of equal or neighboring shape, so that each group is compiled once.
 
-A group holds arrays [batch, m, n] of one dtype whose matrices have the same m <= n. (`map_leaves` views tall matrices
-transposed.) Several n share a program where the policy says that this costs less than one more program: the narrower
+A group holds arrays [batch, m, n] of one dtype whose matrices have the same m <= n. (`map_leaves` transposes
+tall ones.) Several n share a program where the policy says that this costs less than one more program: the narrower
 matrices get columns of zeros, which stay zero.
 
 The arrays of a group are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: a large array
@@ -51,10 +51,16 @@ def map_leaves(
     policy: Policy,
 ) -> list[jax.Array]:
     """f of each matrix that `views` show in these leaves, as in `map_groups`; f(x.mT) = f(x).mT."""
-    wide_views = [view.wide for view in views]
-    matrices = list(map(MatrixView.to_matrices, wide_views, leaves))
+    # Not as views of the transposes: XLA for a CPU would sum in another order where a tall matrix is alone.
+    matrices = []
+    for view, leaf in zip(views, leaves, strict=True):
+        x = view.to_matrices(leaf)
+        matrices.append(x.mT if view.is_tall else x)
+    outputs = []
     results = map_groups(f, matrices, policy)
-    return list(map(MatrixView.to_leaf, wide_views, results))
+    for view, y in zip(views, results, strict=True):
+        outputs.append(view.to_leaf(y.mT if view.is_tall else y))
+    return outputs
 
 
 def map_groups(

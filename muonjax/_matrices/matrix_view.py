@@ -333,9 +333,14 @@ class MatrixView(NamedTuple):
         return self.batch_axes + self.reduction_axes + self.output_axes
 
     @property
+    def is_tall(self) -> bool:
+        """Whether a matrix has more rows than columns."""
+        return self.fan_in > self.fan_out
+
+    @property
     def wide(self) -> MatrixView:
         """The view of the transposes where this one has tall matrices: rows and columns are exchanged; else itself."""
-        if self.fan_in <= self.fan_out:
+        if not self.is_tall:
             return self
         return self._replace(
             reduction_axes=self.output_axes, output_axes=self.reduction_axes
