@@ -10,6 +10,7 @@ each owner. Each shape is compiled once.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,23 +32,10 @@ def apply_to_owned(
     The buffer [devices, columns] has a row from each device along the exchange axes of the round.
     """
     owner_axes = round_.group.owner_axes
-
-    def apply(x: jax.Array) -> jax.Array:
-        """f of the matrices [count, m, n]."""
-        if not policy.is_cpu or len(x) == 1:
-            return f.whole(x)
-
-        # On a CPU one after the other is no slower. Each goes as a batch of one: without a batch axis, the order of
-        # XLA's sums depends on the number of devices, and results would not have the same bits on every mesh.
-        def of_one(matrix: jax.Array) -> jax.Array:
-            return f.whole(matrix[None])[0]
-
-        return jax.lax.map(of_one, x)
-
     # Without owner axes there is one owner of what this device stores.
     owner = jax.lax.axis_index(owner_axes) if owner_axes else 0
     for loop in _loops(round_, policy):
-        buffer = _run_loop(apply, loop, owner, buffer)
+        buffer = _run_loop(f.whole, loop, owner, buffer)
     return buffer
 
 
@@ -112,62 +100,59 @@ class Loop(NamedTuple):
     steps: np.ndarray
 
 
-Columns = list[dict[MatrixLayout, list[int]]]
-"""For each owner and each layout of its matrices, the first column of each matrix in the buffer."""
+Owned = list[list[tuple[int, MatrixLayout]]]
+"""For each owner its matrices of one shape: the first column in the buffer, and the layout."""
 
 
 def _loops(round_: Round, policy: Policy) -> list[Loop]:
     """One loop for each shape of matrices, with their places in the rows of all owners."""
     owners = list(itertools.chain(*round_.replicas))
-    # The row for an owner has its matrices one after the other: two with blocks of 256 numbers and one with 512 begin
-    # in the columns 0, 256 and 512.
-    # columns_of[shape][i][layout] has the first columns of all matrices of this layout in the row for owner i.
-    columns_of: dict[tuple[int, ...], Columns] = {}
+    owned_by_shape: dict[tuple[int, int], Owned] = {}
     for i, owner in enumerate(owners):
+        # The row for an owner has its matrices one after the other: two with blocks of 256 numbers and one with 512
+        # begin in the columns 0, 256 and 512.
         column = 0
         for matrices in owner:
             layout = matrices.layout
-            columns = columns_of.setdefault(layout.shape, [{} for _ in owners])
-            firsts = range(column, column + matrices.size, layout.block_size)
-            columns[i].setdefault(layout, []).extend(firsts)
-            column += matrices.size
-    return [_loop(columns, round_, policy) for columns in columns_of.values()]
+            owned = owned_by_shape.setdefault(layout.shape, [[] for _ in owners])
+            for _ in range(matrices.count):
+                owned[i].append((column, layout))
+                column += layout.block_size
+    return [_loop(owned, round_, policy) for owned in owned_by_shape.values()]
 
 
-def _loop(columns: Columns, round_: Round, policy: Policy) -> Loop:
+def _loop(owned: Owned, round_: Round, policy: Policy) -> Loop:
     """The loop over matrices of one shape, a batch of equally many in each step.
 
-    Two owners whose columns are [{A: [0, 32]}, {A: [0], B: [32]}], for layouts A and B, get with batches of one matrix
-    the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
+    Two owners with the matrices [(0, A), (32, A)] and [(0, A), (32, B)], for layouts A and B, get with batches of one
+    matrix the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
     """
-    # One shape can have several layouts: leaves that are sharded along other axes.
-    layouts = list(dict.fromkeys(itertools.chain(*columns)))
+    # How many matrices of each layout an owner has. One shape can have several layouts: leaves that are sharded along
+    # other axes.
+    counts = [Counter(layout for _, layout in matrices) for matrices in owned]
+    layouts = list(dict.fromkeys(itertools.chain(*counts)))
+    # On a CPU one matrix after the other is no slower. Each is a batch of one: without a batch axis, the order of XLA's
+    # sums depends on the number of devices, and results would not have the same bits on every mesh.
     batch_size = 1
     if not policy.is_cpu:
         # Batches have one size for all layouts and owners, because all devices run one program: a divisor of the
         # number of matrices that any owner has of any layout.
-        counts: list[int] = []
-        for owner in columns:
-            counts += map(len, owner.values())
-        batch_size = policy.chunk_size(math.gcd(*counts), layouts[0].shape)
+        divisor = 0
+        for count in counts:
+            divisor = math.gcd(divisor, *count.values())
+        batch_size = policy.chunk_size(divisor, layouts[0].shape)
     exchanged = {name: jax.lax.axis_size(name) for name in round_.group.exchange_axes}
     batches = [Batch(layout, batch_size, exchanged) for layout in layouts]
 
-    # Each owner has a row, with the place of each step's batch: its first column, and the number of its layout.
-    rows: list[list[tuple[int, int]]] = []
-    for owner in columns:
-        row = []
-        for layout, firsts in owner.items():
-            # An owner's matrices of one layout follow each other in the buffer, as `assign_owners` gives them kind by
-            # kind: a batch is so many of them in a row, and its place is that of the first.
-            for column in firsts[::batch_size]:
-                row.append((column, layouts.index(layout)))
-        rows.append(row)
-    steps = np.array(list(map(len, rows)))
-    # All rows of a table have one length; an owner with fewer steps does not reach the places that fill up its row.
-    for row in rows:
-        row += [(0, 0)] * (steps.max() - len(row))
-    return Loop(batches, np.array(rows, np.int32), steps)
+    steps = np.array([len(matrices) // batch_size for matrices in owned])
+    # An owner with fewer steps than others does not reach the zeros at the end of its row.
+    places = np.zeros((len(owned), steps.max(), 2), np.int32)
+    for i, matrices in enumerate(owned):
+        # An owner's matrices of one layout follow each other in the buffer, as `assign_owners` gives them kind by
+        # kind: a batch is so many of them in a row, and its place is that of the first.
+        for step, (column, layout) in enumerate(matrices[::batch_size]):
+            places[i, step] = column, layouts.index(layout)
+    return Loop(batches, places, steps)
 
 
 def _run_loop(

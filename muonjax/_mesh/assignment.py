@@ -55,7 +55,7 @@ class Round(NamedTuple):
 
     Attributes:
       group: Whose leaves are exchanged.
-      replicas: For each replica its owners. An owner's matrices of equal shape follow each other.
+      replicas: For each replica its owners. An owner's matrices of one layout follow each other.
     """
 
     group: ExchangeGroup
@@ -193,12 +193,7 @@ def _take(queue: list[Matrices], count: int) -> list[Matrices]:
 
 
 def _round(group: ExchangeGroup, owners: Owners, mesh_shape: MeshShape) -> Round:
-    """The round of a group, with a list of owners for each replica: 8 owners are two lists of 4 if replicas are 2.
-
-    It sorts the list of each of the `owners`, so that matrices of equal shape follow each other: one loop serves all.
-    """
-    for matrices_of_owner in owners:
-        matrices_of_owner.sort(key=lambda matrices: matrices.layout.shape)
+    """The round of a group, with a list of owners for each replica: 8 owners are two lists of 4 if replicas are 2."""
     per_replica = devices_along(mesh_shape, group.exchange_axes)
     # Owners are numbered by their coordinates along the replica axes first and the exchange axes last. So the owners of
     # one replica follow each other.
