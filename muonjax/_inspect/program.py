@@ -19,7 +19,6 @@ from muonjax._common.arguments import errors_of, warn_user
 from muonjax._common.model_registry import as_function_of_parameters, is_model
 from muonjax._common.trees import (
     flatten_paths,
-    flatten_with_names,
     is_masked,
     listed,
 )
@@ -94,12 +93,10 @@ class Program:
           ValueError: A rule matches no parameter, or its numbers do not fit one.
           TypeError: A rule is no such pair.
         """
-        paths, leaves, _ = flatten_with_names(self._params)
         with errors_of("with_rules"):
-            ruled = apply_rules(paths, leaves, rules)
+            ruled = apply_rules(flatten_paths(self._params), rules)
         decisions = dict(self._decisions)
-        for path, numbers in ruled.items():
-            name = "/".join(path)
+        for name, numbers in ruled.items():
             old = decisions[name]
             decisions[name] = Decision(
                 numbers,

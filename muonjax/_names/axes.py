@@ -9,6 +9,8 @@ there is no answer.
 
 from collections.abc import Mapping
 
+import jax
+
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,
     FusedDimensionNumbers,
@@ -22,11 +24,21 @@ from muonjax._names.roles import Parameter
 
 
 def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """Which axes of one layer's parameter are rows and which are columns; None where nothing tells.
+    """Which axes of a leaf are the rows of its matrices and which are the columns; None where nothing tells.
 
-    It has two axes or more, and its name is not that of a vector or a table. A query [d, heads, size] gives
-    MuonDimensionNumbers(0, (1, 2)).
+    One layer of it has two axes or more, and its name is not that of a vector or a table. A query [d, heads, size]
+    gives MuonDimensionNumbers(0, (1, 2)), and a stack of these [layers, d, heads, size] one axis more, (1, (2, 3)).
     """
+    # Queries, keys and values that have an axis of their own are one part by now (`unstack`).
+    if p.role.parts > 1:
+        return _side_by_side(p)
+    # The rows and columns in the axes of one layer, and then in those of the leaf.
+    numbers = _matrix_of_layer(p, neighbors)
+    return jax.tree.map(lambda axis: p.axes[axis], numbers)
+
+
+def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
+    """The axes of one layer that are rows and columns; None where nothing tells."""
     role, rank = p.role, p.rank
     # Names don't show the axes of these, such as the gates of a recurrent cell.
     if role in roles.OPEN:
@@ -34,9 +46,6 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     # The window of a convolution has at least one axis, next to its inputs and outputs.
     if role is roles.CONVOLUTION and rank == 2:
         return None
-    # `unstack` took parts that have an axis of their own apart, so that these lie along another one.
-    if role.parts > 1:
-        return _side_by_side(p)
     if rank > 2:
         if role is roles.MLA_UP:
             return MuonDimensionNumbers(0, (1, 2))
@@ -60,29 +69,35 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     of a DenseGeneral [*inputs, *outputs], or of a matrix for each block.
     """
     bias = neighbors.bias(p)
-    # Flax and most other libraries have the outputs last.
-    usual = p.rank - 1
-    if p.rank == 2:
-        # Flax calls its arrays `kernel`. Only a `weight` is taken to be stored (out, in), as PyTorch does.
-        outputs_first = p.is_called_weight and neighbors.outputs_first
-        # The weights of routers are often stored in another order than the other weights.
-        is_router = p.role is roles.ROUTER and p.is_called_weight
-        is_known = outputs_first or (outputs_first is False and not is_router)
-    else:
-        outputs_first = is_outputs_first(p, neighbors)
-        is_convolution = p.role is roles.CONVOLUTION or has_leading_window(p.shape)
-        is_known = not bias and (outputs_first or is_convolution)
-        # A transposed convolution is [*window, out, in] in Keras and Haiku.
-        if bias and "transpose" in p.name.lower():
-            usual -= 1
-    if outputs_first:
-        usual = 0
     axes = [axis for axis, size in enumerate(p.shape) if bias == (size,)]
+    if len(axes) == 1:
+        return axes[0]
+    if p.rank == 2:
+        return _usual_output_axis(p, neighbors)
+    outputs_first = is_outputs_first(p, neighbors)
+    is_convolution = p.role is roles.CONVOLUTION or has_leading_window(p.shape)
+    usual = 0 if outputs_first else p.rank - 1
+    if not bias:
+        return usual if outputs_first or is_convolution else None
+    # A transposed convolution is [*window, out, in] in Keras and Haiku.
+    if not outputs_first and "transpose" in p.path.lower():
+        usual -= 1
     # Where several axes are as long as the bias, the order of axes in the library decides.
-    if len(axes) == 1 or (axes and usual not in axes):
-        return axes[-1]
-    is_told = p.rank > 2 and usual in axes
-    return usual if is_told or is_known else None
+    if usual in axes:
+        return usual
+    return axes[-1] if axes else None
+
+
+def _usual_output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
+    """The axis of outputs of a matrix [in, out] or [out, in] by the library that it seems to be from."""
+    # Flax calls its arrays `kernel`, and stores (in, out). A `weight` may be stored (out, in), as PyTorch does.
+    if not p.is_called_weight:
+        return 1
+    if neighbors.outputs_first:
+        return 0
+    # The weights of routers are often stored in another order than the other weights.
+    is_known = neighbors.outputs_first is False and p.role is not roles.ROUTER
+    return 1 if is_known else None
 
 
 # The order of axes in query, key and value, and in the output, for d features and h heads of size s.
@@ -96,8 +111,9 @@ _ORDERS = (
 def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """The matrix of an attention's projection with three axes: one side is the features, one the heads.
 
-    The order of axes is that of the first library whose order makes sense of all projections in the same attention. A
-    query [64, 4, 16] and an output [4, 16, 64] fit Flax, so the query's rows are axis 0 and its columns (1, 2).
+    Libraries order the axes differently. The first one decides whose order does not contradict the sizes of the
+    attention's projections: a query [64, 4, 16] and an output [4, 16, 64] fit Flax, so that the query's rows are axis
+    0 and its columns (1, 2).
     """
     shapes: dict[str, Shape] = {}
     for name, shape in neighbors.attention(p).items():
@@ -107,7 +123,7 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
         if len(shape) == 3:
             shapes[name] = shape
     # An output alone may have any order, as that of an einsum.
-    if [*shapes] == ["out"]:
+    if shapes.keys() <= {"out"}:
         return None
     is_output = p.role.projection == "out"
     for input_order, output_order in _ORDERS:
@@ -116,7 +132,7 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
         for name, shape in shapes.items():
             order = output_order if name == "out" else input_order
             sizes[name] = dict(zip(order, shape, strict=True))
-        if sizes and not _contradict(sizes):
+        if not _contradict(sizes):
             order = output_order if is_output else input_order
             features = order.index("d")
             heads = tuple(axis for axis in range(3) if axis != features)
@@ -134,9 +150,8 @@ def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
         # A single head may be as large as the model.
         if size["s"] >= size["d"] and size["h"] > 1:
             return True
-    if "query" not in sizes or "out" not in sizes:
-        return False
-    return sizes["query"]["h"] != sizes["out"]["h"]
+    heads = {sizes[name]["h"] for name in sizes.keys() & {"query", "out"}}
+    return len(heads) > 1
 
 
 def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
@@ -145,14 +160,13 @@ def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
     Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. Key and value alone are
     left open: [64, 128] may be two of 64 × 64 side by side, or, stored (out, in), two of 32 × 128.
     """
-    parts = p.role.parts
-    if p.rank != 2 or parts != 3:
+    if p.rank != 2 or p.role.parts != 3:
         return None
     first, last = p.shape
-    if first == 3 * last:
-        return FusedDimensionNumbers(
-            reduction_axis=1, output_axis=0, parts=parts, axis=0
-        )
     if last == 3 * first:
-        return FusedDimensionNumbers(0, 1, parts, 1)
-    return None
+        inputs, outputs = p.axes
+    elif first == 3 * last:
+        outputs, inputs = p.axes
+    else:
+        return None
+    return FusedDimensionNumbers(inputs, outputs, parts=3, axis=outputs)

@@ -1,20 +1,19 @@
 """Apply the caller's rules, pairs of a pattern and dimension numbers."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from muonjax._common import trees
 from muonjax._common.arguments import check_pattern, errors_of
 from muonjax._matrices.matrix_view import DimensionNumbers, matrix_pieces
-from muonjax._names.path_words import Path
 
 PathRules = Sequence[tuple[str, DimensionNumbers | None]]
 
 
 def apply_rules(
-    paths: Sequence[Path], leaves: Sequence[Any], rules: PathRules
-) -> dict[Path, DimensionNumbers | None]:
+    leaves: Mapping[str, Any], rules: PathRules
+) -> dict[str, DimensionNumbers | None]:
     """The dimension numbers that a caller's rules give to leaves, by path; the first rule that matches counts.
 
     ("attn/.*/kernel", None) gives None to every leaf in which the pattern is found.
@@ -23,8 +22,7 @@ def apply_rules(
       ValueError: A rule that matches no leaf, or numbers that do not fit a leaf.
       TypeError: A rule that is no pair, or that gives integers to Muon.
     """
-    names = ["/".join(path) for path in paths]
-    ruled: dict[Path, DimensionNumbers | None] = {}
+    ruled: dict[str, DimensionNumbers | None] = {}
     for rule in rules if isinstance(rules, Sequence) else [rules]:
         if not isinstance(rule, (tuple, list)) or len(rule) != 2:
             raise TypeError(f"(rules=...) has {rule!r}; give pairs: pattern, numbers.")
@@ -32,17 +30,17 @@ def apply_rules(
         check_pattern("rules", pattern)
         # A rule with a typo would silently do nothing, so that one without a leaf is refused.
         is_used = False
-        for path, name, leaf in zip(paths, names, leaves, strict=True):
-            if not re.search(pattern, name):
+        for path, leaf in leaves.items():
+            if not re.search(pattern, path):
                 continue
             is_used = True
             if path not in ruled and not trees.is_masked(leaf):
                 # Raises where the numbers don't fit the leaf.
                 with errors_of("(rules=...)"):
-                    matrix_pieces({name: numbers}, {name: leaf})
+                    matrix_pieces({path: numbers}, {path: leaf})
                 ruled[path] = numbers
         if not is_used:
-            shown = ", ".join(names[:3])
+            shown = ", ".join([*leaves][:3])
             raise ValueError(
                 f"(rules=...): {pattern!r} matches no leaf; paths look like {shown}."
             )

@@ -62,7 +62,7 @@ def types_of_modules(params: Any) -> dict[str, Role]:
         if role is None:
             continue
         for rest, _ in jax.tree.leaves_with_path(module):
-            # A bias has it too; who reads this asks for weights alone.
+            # The module's bias gets the role too, and `routes` asks for weights alone.
             roles_by_path["/".join(trees.names((*path, *rest)))] = role
     return roles_by_path
 

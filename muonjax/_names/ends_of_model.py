@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from muonjax._matrices.matrix_view import DimensionNumbers
 from muonjax._names import roles
 from muonjax._names.convolutions import grouped
-from muonjax._names.path_words import Path, stem
+from muonjax._names.path_words import Words, stem
 from muonjax._names.roles import Answer, Parameter
 
 # Names of the end of a model, or of a part of it that is a model by itself.
@@ -51,20 +51,20 @@ _PLAIN = re.compile(r"dense|linear|lin|fc|layers?|top|predictions|proj|projectio
 
 
 def ends(
-    parameters: Sequence[Parameter], answers: Mapping[Path, Answer]
-) -> dict[Path, Answer]:
+    parameters: Sequence[Parameter], answers: Mapping[str, Answer]
+) -> dict[str, Answer]:
     """Adam for matrices that are no hidden layers, by their paths; open where names can't tell.
 
     These are depthwise and grouped convolutions, output heads, and embeddings without a name in
     `roles`. `answers` says of each parameter which matrix it is, wherever it is in the model.
     """
-    # The widths that parameters multiply, and those of what comes out: a kernel [32, 80] takes 32 and gives 80.
+    # How many parameters multiply each width, and the widths that come out: a kernel [32, 80] takes 32 and gives 80.
     taken: Counter[int] = Counter()
-    given: Counter[int] = Counter()
+    given: set[int] = set()
     for p in parameters:
         takes, gives = _widths(p, answers[p.path].numbers)
         taken.update(takes)
-        given.update(gives)
+        given |= gives
     layers = _Layers(parameters)
     # Nothing comes before or after a single layer.
     is_single = sum(p.rank > 1 for p in parameters) == 1
@@ -77,12 +77,12 @@ def ends(
         answer = grouped(p, numbers, given)
         if not is_single:
             takes, gives = _widths(p, numbers)
-            # No parameter but itself, if it is square, takes what the layer gives.
-            is_untaken = all(taken[width] == (width in takes) for width in gives)
+            taken_by_others = taken - Counter(takes)
+            is_untaken = gives.isdisjoint(taken_by_others)
             answer = answer or _output_head(p, layers, is_untaken)
-            # It is a bare array [m, n] of unknown name, and no parameter gives m.
+            # A bare array [m, n] of unknown name, for which no parameter gives m.
             is_unnamed = p.role is roles.UNKNOWN and p.is_bare
-            if answer is None and is_unnamed and given.keys().isdisjoint(takes):
+            if answer is None and is_unnamed and given.isdisjoint(takes):
                 why = (
                     "no other parameter gives its input, so that it may be an embedding"
                 )
@@ -129,41 +129,41 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     in_attention = re.search("att(n|en)", "/".join(modules))
     if in_attention or not _is_layer(p):
         return None
-    is_dense = p.rank == 2
     name = stem(p.layer)
-    has_end_name = bool(_END.fullmatch(name))
+    has_end_name = _END.fullmatch(name)
     # At the root, or in a module with the name of an end, such as `decoder`.
-    is_in_end = not modules or bool(_END.fullmatch(modules[-1]))
+    is_in_end = not modules or _END.fullmatch(modules[-1])
     # A model has one end, so that no stack of layers is one, and no part that others continue.
-    is_stacked = p.rank < len(p.leaf_shape)
-    is_hidden = is_stacked or any(map(_HIDDEN.fullmatch, modules))
+    is_hidden = p.is_stack or any(map(_HIDDEN.fullmatch, modules))
+    # layers_1/out repeats layers_0/out.
     is_repeated = layers.is_repeated(p)
-    # The indices of all layers with its name in its module: (0,) to (4,) of Dense_0 to Dense_4.
-    series = layers.series[p.scope][name]
-    is_last = is_dense and _indices(p) == max(series)
-    is_last_of_several = is_last and len(series) > 1
-
-    # Each sign is a reason of its own, which the warning prints.
-    signs = []
-    # model/out, which is there once; not layers_0/out, which layers_1 repeats.
     by_name = has_end_name and not is_hidden and not is_repeated
-    if by_name:
-        signs.append("by its name")
-    # Dense_4, or a layer with a plain name such as Dense, if there is one alone. It is not the last layer where another
-    # one is called `out`, and `out` itself counts by its name.
+
+    # The numbers of all layers with this name in this module: (0,) to (4,) of Dense_0 to Dense_4.
+    numbers = layers.numbers[p.scope][name]
+    is_last = p.rank == 2 and _numbers_of(p) == max(numbers)
+    is_last_of_several = is_last and len(numbers) > 1
+    # Where another layer is called `out`, Dense_4 is not the last one, and `out` itself counts by its name.
+    is_end_named = any(map(_END.fullmatch, layers.numbers[p.scope]))
+    may_be_last = is_in_end and not is_hidden and not is_end_named
+    # Dense_4, or a layer with a plain name such as Dense, if there is one alone.
     ends_by_number = is_last_of_several or (is_last and _PLAIN.fullmatch(name))
-    is_end_named = any(map(_END.fullmatch, layers.series[p.scope]))
-    if ends_by_number and is_in_end and not is_hidden and not is_end_named:
-        signs.append("the last of its kind")
+
     # Blocks that repeat continue each other, so that there a width that nothing takes is no sign alone: a fused gate is
     # split before the next layer takes it. It is a sign with a name, or with a number, as fc2 of fc1 and fc2.
-    may_end = has_end_name or is_last_of_several or not is_repeated
-    if may_end and is_untaken:
-        signs.append("no other parameter takes its output")
-    if not signs:
+    may_be_untaken = has_end_name or is_last_of_several or not is_repeated
+
+    signs = {
+        "by its name": by_name,
+        "the last of its kind": ends_by_number and may_be_last,
+        "no other parameter takes its output": is_untaken and may_be_untaken,
+    }
+    # The warning prints those that it has.
+    reasons = ", ".join(sign for sign, holds in signs.items() if holds)
+    if not reasons:
         return None
-    is_sure = by_name and is_untaken and is_in_end and is_dense
-    return Answer(None, f"output head: {', '.join(signs)}", is_open=not is_sure)
+    is_sure = by_name and is_untaken and is_in_end and p.rank == 2
+    return Answer(None, f"output head: {reasons}", is_open=not is_sure)
 
 
 def _is_layer(p: Parameter) -> bool:
@@ -172,26 +172,27 @@ def _is_layer(p: Parameter) -> bool:
 
 
 class _Layers:
-    """Which layers of a model stand next to each other, repeat, or are the last of their kind.
+    """Which layers of a model repeat, or are the last of their kind.
 
     Attributes:
-      series: The layers in each module by name without its number, and their indices:
-        {("block_0",): {"fc": [(1,), (2,)], "norm": []}}.
+      numbers: For each module, the names of its layers without numbers, and the numbers of those that are matrices:
+        {("block_0",): {"fc": [(1,), (2,)], "norm": []}} of block_0/fc1, block_0/fc2 and block_0/norm.
       num_common: How many modules are around all parameters: 1 if all paths begin with "params".
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        self.series: dict[Path, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
-        # The modules that have layers of each kind: {"block_/fc": {("block_0",), ("block_1",)}}.
-        self._scopes: dict[str, set[Path]] = defaultdict(set)
+        self.numbers: dict[Words, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
+        # The modules that have a layer, by the layer's path without numbers: fc1 is in block_0 and in block_1,
+        # {"block_/fc": {("block_0",), ("block_1",)}}.
+        self._scopes: dict[str, set[Words]] = defaultdict(set)
         for p in parameters:
             self._scopes[self._kind(p)].add(p.scope)
-            series = self.series[p.scope].setdefault(stem(p.layer), [])
+            numbers = self.numbers[p.scope].setdefault(stem(p.layer), [])
             if p.rank > 1 and _is_layer(p):
-                series.append(_indices(p))
-        # The names with which the paths of all modules begin, as "params" in {"params": {...}}.
+                numbers.append(_numbers_of(p))
+        # The modules are paths such as ("params", "block_0"), whose first names may all be the same.
         self.num_common = 0
-        for names in zip(*self.series, strict=False):
+        for names in zip(*self.numbers, strict=False):
             if len({*names}) > 1:
                 break
             self.num_common += 1
@@ -201,11 +202,11 @@ class _Layers:
         return len(self._scopes[self._kind(p)]) > 1
 
     def _kind(self, p: Parameter) -> str:
-        """The same for the layers of this name in all blocks that differ by number: block_0/fc1 and block_1/fc2."""
+        """The path of a layer without numbers, which block_0/fc1 and block_1/fc2 have in common."""
         return re.sub(r"\d+", "", "/".join((*p.scope, p.layer)))
 
 
-def _indices(p: Parameter) -> tuple[int, ...]:
+def _numbers_of(p: Parameter) -> tuple[int, ...]:
     """The numbers in the name of a layer: (4,) of Dense_4, (3, 0) of layers/3/0."""
     name = "/".join(p.module[len(p.scope) :])
     return tuple(map(int, re.findall(r"\d+", name)))

@@ -10,12 +10,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from muonjax._names.neighbors import Neighbors
-from muonjax._names.path_words import Path
 from muonjax._names.roles import Parameter
 
 
 def unstack(parameters: list[Parameter]) -> list[Parameter]:
-    """Remove the axes that count layers, again and again where scans are nested.
+    """Remove the axes that count layers, again and again where scans are nested; and those that count parts.
 
     A stack of a kernel [6, 32, 80], its bias [6, 80] and a norm's scale [6, 32] becomes one layer's
     [32, 80], [80] and [32].
@@ -24,8 +23,8 @@ def unstack(parameters: list[Parameter]) -> list[Parameter]:
       parameters: Every leaf of the tree.
 
     Returns:
-      The same leaves with the shapes and axes of one layer. A leaf whose axis of layers can't be told keeps it, and
-      `is_stacked` says so.
+      The same leaves with the axes of one layer. A leaf whose axis of layers can't be told keeps it, and `is_stacked`
+      says so.
     """
     while True:
         # Each round takes one axis from every stack that it finds, and one that takes none is the last. The layers come
@@ -34,8 +33,10 @@ def unstack(parameters: list[Parameter]) -> list[Parameter]:
         layers = {p.path: p for p in _layers(parameters, neighbors, depth=0)}
         unstacked = [layers[p.path] for p in parameters]
         if unstacked == parameters:
-            return list(map(_one_part, parameters))
+            break
         parameters = unstacked
+    # Queries, keys and values [3, d, heads, size] become the queries [d, heads, size].
+    return list(map(_one_part, parameters))
 
 
 def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
@@ -64,8 +65,8 @@ def _layers(
     """One layer of each leaf in a module: without the axis of layers if the module is a stack, else as it is.
 
     A module is a stack if one of its leaves must be a stack, all others may be, and all have an axis of the same size
-    at the same position. In any other module, the modules inside of it are tried in turn. All paths begin with the same
-    `depth` names.
+    at the same position. In any other module, the modules inside of it are tried in turn. In the tree, the parameters
+    are all below the same `depth` keys.
     """
     # None, for a leaf that may or may not be a stack, fits either answer.
     verdicts = {is_stacked(p, neighbors) for p in parameters}
@@ -76,10 +77,10 @@ def _layers(
             return layers
     if len(parameters) == 1:
         return list(parameters)
-    # By the next name of the path; () for a path without one
-    modules: dict[Path, list[Parameter]] = defaultdict(list)
+    # By one key more of the tree
+    modules: dict[tuple[str, ...], list[Parameter]] = defaultdict(list)
     for p in parameters:
-        modules[p.path[depth : depth + 1]].append(p)
+        modules[p.keys[: depth + 1]].append(p)
     layers = []
     for inside in modules.values():
         layers += _layers(inside, neighbors, depth + 1)
@@ -121,9 +122,7 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
 
 def _without(p: Parameter, axis: int) -> Parameter:
     """One layer of a stack whose layers are along this axis."""
-    shape = p.shape[:axis] + p.shape[axis + 1 :]
-    axes = p.axes[:axis] + p.axes[axis + 1 :]
-    return p._replace(shape=shape, axes=axes)
+    return p._replace(axes=p.axes[:axis] + p.axes[axis + 1 :])
 
 
 def _one_part(p: Parameter) -> Parameter:

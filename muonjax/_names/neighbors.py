@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from muonjax._names import roles
-from muonjax._names.path_words import Path, attention_scope
+from muonjax._names.path_words import Words, attention_scope
 from muonjax._names.roles import Parameter
 
 Shape = tuple[int, ...]
@@ -24,8 +24,8 @@ class Neighbors:
 
     def __init__(self, parameters: Sequence[Parameter]):
         # A bias belongs to the weight of its module; the projections of an attention are in one scope, or below it.
-        self._biases: dict[Path, Shape] = {}
-        self._attentions: dict[Path, dict[str, Shape]] = defaultdict(dict)
+        self._biases: dict[Words, Shape] = {}
+        self._attentions: dict[Words, dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
             if p.role.name == "bias":
                 self._biases[p.module] = p.shape
@@ -58,7 +58,7 @@ class Neighbors:
             # Norms and tables have no bias of fewer axes: this is a dense layer with a misleading name.
             return len(bias) < p.rank
         # The scale of a norm is a vector; a kernel of two axes is the dense layer of an adaptive norm.
-        return p.role is roles.NORM and p.path[-1] == "kernel"
+        return p.role is roles.NORM and p.leaf_name == "kernel"
 
     def _vote(self, p: Parameter) -> int:
         """1 if a weight is stored (out, in), -1 if (in, out), 0 if its bias and its name don't show it.

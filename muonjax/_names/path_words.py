@@ -3,7 +3,8 @@
 import functools
 import re
 
-Path = tuple[str, ...]
+# The names of a path: ("attn", "query", "kernel") of "attn/query/kernel".
+Words = tuple[str, ...]
 
 # How libraries call a layer's matrix: Flax `kernel`, Haiku `w`, PyTorch `weight` (`weight_v` with
 # weight normalization); and its vectors.
@@ -14,13 +15,13 @@ _CONTAINER = r"\d+|array|value|raw_value"
 
 
 @functools.cache
-def words(path: Path) -> Path:
+def words(path: str) -> Words:
     """The names of a path, split at slashes and dots, without the index or the `value` behind the name of an array.
 
-    >>> words(("mlp/~/linear_0", "w")), words(("key.weights",)), words(("ffn", "w", "0")), words(("w", "value"))
+    >>> words("mlp/~/linear_0/w"), words("key.weights"), words("ffn/w/0"), words("w/value")
     (('mlp', '~', 'linear_0', 'w'), ('key', 'weights'), ('ffn', 'w'), ('w',))
     """
-    names = re.findall(r"[^/.]+", "/".join(path))
+    names = re.findall(r"[^/.]+", path)
     while len(names) > 1 and re.fullmatch(_CONTAINER, names[-1]):
         # Behind any other name a number is the layer's own, as in layers/0.
         if not re.fullmatch(rf"{WEIGHT}|{VECTOR}|scale", snake(names[-2])):
@@ -30,17 +31,17 @@ def words(path: Path) -> Path:
 
 
 @functools.cache
-def layer_of(path: Path) -> tuple[Path, str]:
+def layer_of(path: str) -> tuple[Words, str]:
     """The layer that a leaf belongs to: its scope, and its name in snake case without a number.
 
-    All layers of a list have one name: it is that of their kind, and `module` tells them from each other.
+    All layers of a list have the same scope and name; only `module` differs between them.
 
-    >>> layer_of(("block", "MultiHeadDotProductAttention_0", "query", "kernel"))
+    >>> layer_of("block/MultiHeadDotProductAttention_0/query/kernel")
     (('block', 'MultiHeadDotProductAttention_0'), 'query')
-    >>> layer_of(("mlp", "experts", "wi_0"))
+    >>> layer_of("mlp/experts/wi_0")
     (('mlp', 'experts'), 'wi')
-    >>> layer_of(("encoder", "layers", "0", "kernel"))
-    (('encoder',), 'layers')
+    >>> layer_of("encoder/layers/0/kernel"), module("encoder/layers/0/kernel")
+    ((('encoder',), 'layers'), ('encoder', 'layers', '0'))
     """
     names = module(path) or words(path)
     # The index of a list has the name "" in snake case, which names no layer.
@@ -50,28 +51,28 @@ def layer_of(path: Path) -> tuple[Path, str]:
 
 
 @functools.cache
-def module(path: Path) -> Path:
-    """The path of the module whose kernel or bias this is; a bare array is a module by itself.
+def module(path: str) -> Words:
+    """The module whose kernel or bias this is; a bare array is a module by itself.
 
-    >>> module(("Dense_0", "bias")) == module(("Dense_0", "kernel")) != module(("Dense_1", "kernel"))
-    True
-    >>> module(("attention", "output_w")) == module(("attention", "output_b"))
-    True
+    >>> module("Dense_0/bias"), module("Dense_0/kernel"), module("wq")
+    (('Dense_0',), ('Dense_0',), ('wq',))
+    >>> module("attention/output_w"), module("attention/output_b")
+    (('attention', 'output'), ('attention', 'output'))
     """
-    path = words(path)
-    if not path:
-        return path
-    if re.fullmatch(f"{WEIGHT}|{VECTOR}|scale", snake(path[-1])):
-        return path[:-1]
-    name = re.sub(rf"_({WEIGHT}|bias|b)$", "", path[-1])
-    return (*path[:-1], name)
+    names = words(path)
+    if not names:
+        return names
+    *around, name = names
+    if not re.fullmatch(f"{WEIGHT}|{VECTOR}|scale", snake(name)):
+        around.append(re.sub(rf"_({WEIGHT}|bias|b)$", "", name))
+    return tuple(around)
 
 
 @functools.cache
-def attention_scope(path: Path) -> Path:
+def attention_scope(path: str) -> Words:
     """A layer's scope up to the last module with "attn" or "attention" in its name; all of it without such a name.
 
-    >>> attention_scope(("block_0", "self_attn", "qkv", "query", "kernel"))
+    >>> attention_scope("block_0/self_attn/qkv/query/kernel")
     ('block_0', 'self_attn')
     """
     scope, _ = layer_of(path)

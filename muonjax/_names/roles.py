@@ -5,15 +5,14 @@ and split at slashes and dots (`path_words`). Each row of the tables below says 
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from muonjax._matrices.matrix_view import DimensionNumbers, axes_of
 from muonjax._names.path_words import (
     VECTOR,
     WEIGHT,
-    Path,
+    Words,
     layer_of,
     module,
     snake,
@@ -45,26 +44,32 @@ class Parameter(NamedTuple):
     """A leaf as one layer sees it.
 
     Attributes:
-      path: Names from the root.
+      keys: Where it is in the tree, ("attn", "query", "kernel"). A key of Haiku's may have slashes.
+      path: The keys joined, "attn/query/kernel".
       role: What it is in its layer.
-      shape: Its shape in one layer.
-      axes: For each axis of `shape`, which axis of the leaf it is.
       leaf_shape: Its shape as it is stored.
+      axes: Which of the leaf's axes one layer has: (1, 2) of a stack [6, 32, 80] of kernels.
     """
 
-    path: Path
+    keys: tuple[str, ...]
+    path: str
     role: Role
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
     leaf_shape: tuple[int, ...]
+    axes: tuple[int, ...]
 
     @property
-    def name(self) -> str:
-        return "/".join(self.path)
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in one layer."""
+        return tuple(self.leaf_shape[axis] for axis in self.axes)
 
     @property
     def rank(self) -> int:
-        return len(self.shape)
+        return len(self.axes)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether the leaf has further axes, which count layers."""
+        return len(self.leaf_shape) > self.rank
 
     @property
     def is_matrix(self) -> bool:
@@ -78,11 +83,11 @@ class Parameter(NamedTuple):
         return rows, columns
 
     @property
-    def module(self) -> Path:
+    def module(self) -> Words:
         return module(self.path)
 
     @property
-    def scope(self) -> Path:
+    def scope(self) -> Words:
         return layer_of(self.path)[0]
 
     @property
@@ -90,10 +95,14 @@ class Parameter(NamedTuple):
         return layer_of(self.path)[1]
 
     @property
+    def leaf_name(self) -> str:
+        """The name of the array, such as "kernel"; "" of a tree that is one array."""
+        return "".join(words(self.path)[-1:])
+
+    @property
     def is_called_weight(self) -> bool:
         """Whether it is called `weight`, as PyTorch, Equinox and axlearn call Flax's `kernel`."""
-        name = "".join(words(self.path)[-1:])
-        return bool(re.fullmatch("weights?(_v)?", name))
+        return bool(re.fullmatch("weights?(_v)?", self.leaf_name))
 
     @property
     def is_bare(self) -> bool:
@@ -253,52 +262,51 @@ _ADAPTER = rf"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_{_FACTOR}|w[12]_?[ab]"
 _ADAPTER_LEAF = rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]"
 # S4's B and C, an adapter's A. K, O, Q and V are an attention's, U, V and W a layer's.
 _LETTER = "[A-JL-NPRSTX-Z]|[A-D]_(re|im|real|imag)"
-_ROUTER = r"(\w+_)?(router|gate|gating)(_logits)?"
 _DENSE = (
     r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down"
     r"|gate|router|intermediate|hidden|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
 )
+# Names that say something only outside of an attention.
+_OUTSIDE = ((ROUTER, r"(\w+_)?(router|gate|gating)(_logits)?"), (DENSE, _DENSE))
 
 
-def read_roles(paths: Sequence[Path]) -> list[Role]:
+def read_roles(paths: Collection[str]) -> dict[str, Role]:
     """Reads the role of every path of a tree.
 
     Neighbors matter: `out` is an attention's only next to a query or a key.
 
-    >>> paths = [("Dense_0", "kernel"), ("Dense_0", "bias"), ("ln_f", "scale")]
-    >>> [role.name for role in read_roles(paths)]
+    >>> roles = read_roles(["Dense_0/kernel", "Dense_0/bias", "ln_f/scale"])
+    >>> [role.name for role in roles.values()]
     ['dense', 'bias', 'scale']
     """
-    attentions: set[Path] = set()
-    names: dict[Path, set[str]] = defaultdict(set)
-    # A tree that is one array has the path (), and no name.
-    named_paths = [words(path) or ("",) for path in paths]
-    for path in named_paths:
+    attentions: set[Words] = set()
+    for path in paths:
         scope, layer = layer_of(path)
-        # A query, a key or a fused projection makes its scope an attention. Alone, a layer `q` may be a Q network, and
-        # `value` a critic, or one half of a gated layer, as in penzai.
+        # A query, a key or a fused projection makes its scope an attention. A layer `q` does not, because it may be a
+        # Q network, and neither does `value`, a critic or one half of a gated layer, as in penzai.
         may_be_q_network = re.match("q(_|$)", layer)
         projection = _first(_PROJECTIONS, layer)
         if not may_be_q_network and projection not in (None, VALUE):
             attentions.add(scope)
-        *module_path, name = path
-        names[tuple(module_path)].add(name)
-    return [_role(path, attentions, names[path[:-1]]) for path in named_paths]
+    arrays = set(map(words, paths))
+    return {path: _role(path, attentions, arrays) for path in paths}
 
 
-def _role(path: Path, attentions: set[Path], siblings: set[str]) -> Role:
-    """What a leaf is in its layer: ("Dense_0", "kernel") is a dense layer's kernel, ("ln_f", "scale") a scale.
+def _role(path: str, attentions: set[Words], arrays: set[Words]) -> Role:
+    """What a leaf is in its layer: "Dense_0/kernel" is a dense layer's kernel, "ln_f/scale" a scale.
 
-    The last two names tell what is never a matrix; the name of the layer tells which matrix it is. The first that fits
-    decides: an adapter, a letter, a bias by its weight, a row of `_NOT_MUON`, a matrix.
+    The names of the array and of its module tell what is never a matrix; the name of the layer tells which matrix it
+    is. The first that fits decides: an adapter, a letter, a bias by its weight, a row of `_NOT_MUON`, a matrix.
 
     Args:
-      path: The names of the leaf from the root.
+      path: The path of the leaf.
       attentions: The scopes that hold queries or keys.
-      siblings: The names of all leaves of its module, {"kernel", "bias"}.
+      arrays: The paths of all leaves in words.
     """
+    # A tree that is one array has the path "", and no name.
+    *around, name = words(path) or ("",)
     # The module's and the array's name, "ln_f/scale"; "/scale" of an array in no module.
-    names = ["", *filter(None, map(snake, path))]
+    names = ["", *filter(None, map(snake, words(path)))]
     last_two = "/".join(names[-2:])
     # The layer of attn/query/kernel is "query".
     _, layer = layer_of(path)
@@ -306,43 +314,37 @@ def _role(path: Path, attentions: set[Path], siblings: set[str]) -> Role:
     if re.fullmatch(_ADAPTER, layer) or re.fullmatch(_ADAPTER_LEAF, last_two):
         return ADAPTER
     # A capital letter may be a state space's matrix or an adapter's factor.
-    if re.fullmatch(_LETTER, path[-1]):
+    if re.fullmatch(_LETTER, name):
         return LONE_LETTER
     # Haiku and AlphaFold have a bias output_b next to its weight output_w.
-    has_weight = re.sub("_b$", "_w", path[-1]) in siblings - {path[-1]}
-    role = BIAS if has_weight else _first(_NOT_MUON, last_two)
-    # An array called queries is an attention's projection next to keys or values; alone it holds learned tokens.
-    is_query = (
-        role is TOKENS and names[-1] == "queries" and siblings & {"keys", "values"}
-    )
+    if name.endswith("_b") and (*around, f"{name[:-1]}w") in arrays:
+        return BIAS
+    role = _first(_NOT_MUON, last_two)
+    # An array called queries is an attention's projection next to keys; alone it holds learned tokens.
+    is_query = name == "queries" and (*around, "keys") in arrays
     # The logits of a router are no output of the model.
     is_router = role is HEAD and "router" in names
     if role is None or is_query or is_router:
-        return _matrix(path, layer, attentions)
+        return _matrix(path, attentions)
     return role
 
 
-def _matrix(path: Path, layer: str, attentions: set[Path]) -> Role:
+def _matrix(path: str, attentions: set[Words]) -> Role:
     """What a matrix is, by the name of its layer: `out` is an attention's output next to queries, and else UNKNOWN."""
-    scope = layer_of(path)[0]
-    around = snake(scope[-1]) if scope else ""
+    scope, layer = layer_of(path)
+    # The modules around the layer, and the layer: "", "layers", "self_attn", "query".
+    names = ["", *map(snake, scope), layer]
     # Haiku keeps the gates of an LSTM in a layer called linear.
-    if around == "lstm" and layer == "linear":
+    if names[-2:] == ["lstm", "linear"]:
         return RECURRENT
-    if scope in attentions or re.search(r"att(n|en)", around):
+    if scope in attentions or re.search(r"att(n|en)", names[-2]):
         table = (*_PROJECTIONS, *_IN_ATTENTION, *_ANYWHERE)
-        otherwise = UNKNOWN
     else:
-        table = (*_ANYWHERE, (ROUTER, _ROUTER))
-        otherwise = _first([(DENSE, _DENSE)], layer) or UNKNOWN
-    # The first row that fits decides.
-    if role := _first(table, layer):
-        return role
-    is_expert = any(
-        re.search(r"(^|_)(experts?|moe)(_|$)", snake(name)) for name in path
-    )
-    # experts_0/dense is one of the experts, whose own name says nothing.
-    return EXPERTS if is_expert else otherwise
+        table = (*_ANYWHERE, *_OUTSIDE)
+    role = _first(table, layer) or UNKNOWN
+    # The name of the layer in experts_0/dense does not say that it is one of the experts.
+    is_expert = re.search(r"[_/](experts?|moe)([_/]|$)", "/".join(names))
+    return EXPERTS if is_expert and role in (DENSE, UNKNOWN) else role
 
 
 def _first(table: Sequence[tuple[Role, str]], name: str) -> Role | None:

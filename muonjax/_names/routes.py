@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from muonjax._common import trees
 from muonjax._common.arguments import errors_of, warn_once
 from muonjax._common.model_registry import parameters_of
-from muonjax._matrices.matrix_view import DimensionNumbers
 from muonjax._names import roles
 from muonjax._names.axes import matrices
 from muonjax._names.callers_rules import PathRules, apply_rules
@@ -34,7 +33,6 @@ from muonjax._names.convolutions import patch_embedding
 from muonjax._names.ends_of_model import ends
 from muonjax._names.layer_axes import is_stacked, unstack
 from muonjax._names.neighbors import Neighbors
-from muonjax._names.path_words import Path
 from muonjax._names.roles import Answer, Parameter, Role
 
 # The reasons that show that names, or the caller, know an end of the model.
@@ -108,54 +106,50 @@ def routes(
     arrays = parameters_of(params)
     with errors_of("dimension_numbers"):
         check_parameters(arrays)
-        paths, leaves, _ = trees.flatten_with_names(arrays)
-        ruled = apply_rules(paths, leaves, rules)
+        leaves = trees.flatten_paths(arrays)
+        ruled = apply_rules(leaves, rules)
     # Modules know more than a tree of their arrays, such as that a layer is an embedding.
-    parameters = _parameters(paths, leaves, types_of_modules(params))
-    answers = _answers(parameters)
+    parameters = _parameters(arrays, types_of_modules(params))
+    neighbors = Neighbors(parameters)
+    answers = {p.path: _of_one_layer(p, neighbors) for p in parameters}
+    answers |= ends(parameters, answers)
     # What the caller says counts more than names, also for a leaf that is an end of the model.
     for path, numbers in ruled.items():
         answers[path] = Answer(numbers, "rule")
     _warn(parameters, answers, reasons)
-    answers_of_leaves = {}
-    for path, leaf in zip(paths, leaves, strict=True):
-        if not trees.is_masked(leaf):
-            answer = answers.get(path, Answer(None, "not a floating-point leaf"))
-            answers_of_leaves["/".join(path)] = answer
-    return answers_of_leaves
+    # Integers have no answer, unless a rule gives one.
+    no_parameter = Answer(None, "not a floating-point leaf")
+    return {
+        path: answers.get(path, no_parameter)
+        for path, leaf in leaves.items()
+        if not trees.is_masked(leaf)
+    }
 
 
-def _parameters(
-    paths: Sequence[Path], leaves: Sequence[Any], types: Mapping[str, Role]
-) -> list[Parameter]:
-    """The floating-point leaves, each with its role and with the shape that it has in one layer.
+def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
+    """The floating-point leaves of a tree, each with its role and with the shape that it has in one layer.
 
     `types` are the roles that modules show, by the path of the parameter.
     """
+    keys_of_leaves, leaves, _ = trees.flatten_with_names(arrays)
+    paths = list(map("/".join, keys_of_leaves))
+    roles_by_path = roles.read_roles(paths)
     parameters = []
-    roles_of_leaves = roles.read_roles(paths)
-    for path, leaf, role in zip(paths, leaves, roles_of_leaves, strict=True):
+    for keys, path, leaf in zip(keys_of_leaves, paths, leaves, strict=True):
         if trees.is_masked(leaf):
             continue
         # Integers count or are quantized; neither optimizer takes them.
         if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
-        # The type of a module tells what its kernel is, an `eqx.nn.Embedding` under any name, and nothing of its bias,
-        # which names give to Adam.
+        # The type of a module shows what its kernel is: that of an `eqx.nn.Embedding` is an embedding under any name.
+        # It shows nothing of the module's bias, which names give to Adam.
+        role = roles_by_path[path]
         if role.muon:
-            role = types.get("/".join(path), role)
-        # `unstack` takes the axes of layers from `shape` and `axes`, and leaves `leaf_shape` as it is.
-        shape = jnp.shape(leaf)
-        axes = tuple(range(len(shape)))
-        parameters.append(Parameter(path, role, shape, axes, leaf_shape=shape))
+            role = types.get(path, role)
+        # All axes of the leaf, until `unstack` removes those that count layers
+        axes = tuple(range(jnp.ndim(leaf)))
+        parameters.append(Parameter(keys, path, role, jnp.shape(leaf), axes))
     return unstack(parameters)
-
-
-def _answers(parameters: Sequence[Parameter]) -> dict[Path, Answer]:
-    """What names say of each parameter, by its path."""
-    neighbors = Neighbors(parameters)
-    answers = {p.path: _of_one_layer(p, neighbors) for p in parameters}
-    return answers | ends(parameters, answers)
 
 
 def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
@@ -172,37 +166,18 @@ def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
         return Answer(None, "vector")
     # It has an axis of layers still where `unstack` could not tell which one.
     is_unreadable = is_misnamed or is_stacked(p, neighbors)
-    # So far the numbers count the axes of one layer; the leaf may be a stack of layers.
-    numbers = None if is_unreadable else _on_leaf(matrices(p, neighbors), p.axes)
+    numbers = None if is_unreadable else matrices(p, neighbors)
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
     # A matrix with one row or one column is a vector in another shape.
     if 1 in map(math.prod, p.sizes_of(numbers)):
         return Answer(None, f"{p.role.name} with one row or column")
-    was_stacked = math.prod(p.shape) < math.prod(p.leaf_shape)
-    return Answer(numbers, f"{p.role.name}, stacked" if was_stacked else p.role.name)
-
-
-def _on_leaf(
-    numbers: DimensionNumbers | None, leaf_axes: Sequence[int]
-) -> DimensionNumbers | None:
-    """Dimension numbers of one layer, written in the axes of the leaf.
-
-    One layer's kernel in a stack [6, 32, 80] has the `leaf_axes` (1, 2): its rows 0 and columns 1 are axes 1 and 2.
-    """
-    if numbers is None:
-        return None
-    axes_on_leaf = {}
-    for field, axes in numbers._asdict().items():
-        # The other fields of `FusedDimensionNumbers` count parts.
-        if field in ("reduction_axis", "output_axis", "axis"):
-            axes_on_leaf[field] = jax.tree.map(lambda axis: leaf_axes[axis], axes)
-    return numbers._replace(**axes_on_leaf)
+    return Answer(numbers, f"{p.role.name}, stacked" if p.is_stack else p.role.name)
 
 
 def _warn(
     parameters: Sequence[Parameter],
-    answers: Mapping[Path, Answer],
+    answers: Mapping[str, Answer],
     reasons: Mapping[str, str],
 ) -> None:
     """Warn of open leaves, of a model without ends, and of leaves that a program could not follow.
@@ -217,12 +192,12 @@ def _warn(
     open_leaves, open_paths, unfollowed = [], [], []
     for p in parameters:
         answer = answers[p.path]
-        leaf = f"{p.name!r} {p.leaf_shape}"
+        leaf = f"{p.path!r} {p.leaf_shape}"
         if answer.numbers is not None:
             muon_leaves.append(leaf)
-        if answer.is_open or re.match(_END, answer.why):
+        if re.match(_END, answer.why):
             is_end_known = True
-        reason = reasons.get(p.name)
+        reason = reasons.get(p.path)
         # A vector that goes to Adam is no surprise, even if the program could not follow it.
         if reason and (answer.numbers is not None or p.is_matrix):
             optimizer = "Adam" if answer.numbers is None else "Muon"
@@ -231,7 +206,7 @@ def _warn(
             )
         elif answer.is_open:
             open_leaves.append(f"{leaf}: {answer.why}")
-            open_paths.append(re.escape(p.name))
+            open_paths.append(re.escape(p.path))
     if unfollowed:
         warn_once(
             "The program does not decide these leaves, and their names do: "
@@ -244,7 +219,7 @@ def _warn(
             f"{trees.listed(open_leaves)}. {INSPECT} By hand: muonjax.dimension_numbers(params, "
             f"rules=[(r'^{open_paths[0]}$', None)]), and so on; MuonDimensionNumbers(rows, columns) is for Muon."
         )
-    # With a program its reasons stand above, and what it decided are rules here.
+    # With a program, the warning above lists what names decide.
     elif not is_end_known and len(muon_leaves) > 1 and not reasons:
         warn_once(
             "No name is that of an embedding or an output head, so that Muon takes all "
@@ -260,14 +235,11 @@ def decays(params: Any, vectors: Collection[str] = ()) -> Any:
     >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}, "scale": jnp.ones(4)})
     {'embedding': True, 'query': {'bias': False}, 'scale': False}
     """
-    paths, leaves, treedef = trees.flatten_with_names(params)
+    leaves = trees.flatten_paths(params)
     decayed = []
-    for path, role, leaf in zip(paths, roles.read_roles(paths), leaves, strict=True):
-        if trees.is_masked(leaf):
-            decayed.append(leaf)
-            continue
+    for path, role in roles.read_roles(leaves).items():
         # The bias of a query has two axes, [heads, size], and is a vector nevertheless.
-        is_named = role.name in ("bias", "scale")
-        is_vector = is_named or "/".join(path) in vectors
-        decayed.append(jnp.ndim(leaf) > 1 and not is_vector)
-    return treedef.unflatten(decayed)
+        is_vector = role.name in ("bias", "scale") or path in vectors
+        if not trees.is_masked(leaves[path]):
+            decayed.append(jnp.ndim(leaves[path]) > 1 and not is_vector)
+    return jax.tree.structure(params).unflatten(decayed)
