@@ -26,21 +26,20 @@ from muonjax._names.path_words import Words, stem
 from muonjax._names.roles import Answer, Parameter
 
 # Names of the end of a model, or of a part of it that is a model by itself.
-_ENDS = (
+_END = re.compile(
+    r"(?!pre_|norm_|.*att|.*_in(_|$))("
     # Classifiers and language models: out, proj_out, logits_dense, final_layer, predictions.
-    r"(\w+_)?(\w*outs?|outputs?|logits?|heads?|final|last|pred\w*|classif\w*)(_\w+)?",
-    r"top|readout|softmax|to_\w+|cls|(class|bbox|box)_embed|(\w+_)?unembed(ding)?",
+    r"(\w+_)?(\w*outs?|outputs?|logits?|heads?|final|last|pred\w*|classif\w*)(_\w+)?"
+    r"|top|readout|softmax|to_\w+|cls|(class|bbox|box)_embed|(\w+_)?unembed(ding)?"
     # Autoencoders, GANs, diffusion.
-    r"(\w+_)?dec(oder?s?)?(_\w*mlp)?|gen(erator)?|disc(riminator)?|eps|noise|score",
+    r"|(\w+_)?dec(oder?s?)?(_\w*mlp)?|gen(erator)?|disc(riminator)?|eps|noise|score"
     # Reinforcement learning: Q networks, actors and critics, distributions of actions.
-    r"(\w+_)?(critics?|actors?|policy|pol|pi|value|reward)(_\w+)?|action\w*|adv(antage)?",
-    r"v|vs|vf|q|qs|qf|q_?(net|nets|network|values?|function|fn)",
-    r"mu|mean|(log_?)?std|stddev|sigma",
+    r"|(\w+_)?(critics?|actors?|policy|pol|pi|value|reward)(_\w+)?|action\w*|adv(antage)?"
+    r"|v|vs|vf|q|qs|qf|q_?(net|nets|network|values?|function|fn)"
+    r"|mu|mean|(log_?)?std|stddev|sigma"
     # Elman's networks by letters: from hidden units to outputs.
-    r"w_?h[yo]",
+    r"|w_?h[yo])"
 )
-_NO_END = r"pre_|norm_|.*att|.*_in(_|$)"
-_END = re.compile(rf"(?!{_NO_END})({'|'.join(_ENDS)})")
 # Parts of a model that others continue.
 _HIDDEN = re.compile(
     r"(\w+_)?(block|enc(oder)?s?|att(n|en)\w*|embedder|embeddings?|tower|trunk|torso"

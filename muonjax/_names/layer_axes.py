@@ -52,11 +52,11 @@ def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     # Queries that are grouped by key head, [d, groups, heads, size], have an axis more than their keys.
     if p.role.projection in ("query", "out") and p.rank == 4:
         return None
-    # The role tells how many axes one layer's parameter may have: (2, 3) for a query.
-    ranks = p.role.ranks
-    if ranks and p.rank > max(ranks):
+    # The role tells how many axes one layer's parameter may have: two or three for a query.
+    least, most = p.role.ranks
+    if p.rank > most:
         return True
-    return False if p.rank == min(ranks, default=0) else None
+    return False if p.rank == least else None
 
 
 def _layers(
@@ -114,10 +114,8 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     # Which of several equal axes counts the layers can't be told.
     if len(fits) > 1:
         return list(parameters)
-    layers = []
-    for p, axis in zip(parameters, fits.pop(), strict=True):
-        layers.append(_without(p, axis))
-    return layers
+    axes = fits.pop()
+    return [_without(p, axis) for p, axis in zip(parameters, axes, strict=True)]
 
 
 def _without(p: Parameter, axis: int) -> Parameter:

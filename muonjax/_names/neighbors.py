@@ -68,8 +68,7 @@ class Neighbors:
         is_matrix = p.role.muon and p.rank > 1
         if not is_matrix or not p.is_called_weight:
             return 0
-        first = p.shape[0]
-        last = p.shape[-1]
+        first, *_, last = p.shape
         bias = self.bias(p)
         # A bias is as long as the outputs; if both axes are, it votes for neither.
         if bias and len(bias) == 1:

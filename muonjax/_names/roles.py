@@ -26,8 +26,8 @@ class Role(NamedTuple):
     Attributes:
       name: In words, as `tabulate` prints it.
       muon: False for what is never a matrix for Muon: biases, scales, embeddings, output heads.
-      ranks: The ranks that the parameter of one layer, not a stack of layers, may have; empty:
-        unknown.
+      ranks: The fewest and the most axes that the parameter of one layer, not a stack of layers, may have; by default
+        any number.
       parts: Number of matrices in one kernel, 3 for query, key and value.
       projection: "query", "key", "value" or "out" of an attention; "norm" of what is called a norm;
         else "".
@@ -35,7 +35,7 @@ class Role(NamedTuple):
 
     name: str
     muon: bool = True
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, int] = (0, 99)
     parts: int = 1
     projection: str = ""
 
@@ -129,100 +129,104 @@ QUERY = Role("attention query", ranks=(2, 3), projection="query")
 KEY = Role("attention key", ranks=(2, 3), projection="key")
 VALUE = Role("attention value", ranks=(2, 3), projection="value")
 OUT = Role("attention output", ranks=(2, 3), projection="out")
-FUSED_QKV = Role("attention q, k, v", ranks=(2, 3, 4), parts=3, projection="query")
-FUSED_KV = Role("attention key, value", ranks=(2, 3, 4), parts=2, projection="key")
+FUSED_QKV = Role("attention q, k, v", ranks=(2, 4), parts=3, projection="query")
+FUSED_KV = Role("attention key, value", ranks=(2, 4), parts=2, projection="key")
 # In multi-head latent attention this projection takes latents, which are narrower than the model.
 MLA_UP = Role("attention key, value", ranks=(2, 3))
 
 # Other matrices.
 EXPERTS = Role("experts", ranks=(2, 3))
-CONVOLUTION = Role("convolution", ranks=(2, 3, 4, 5))
+CONVOLUTION = Role("convolution", ranks=(2, 5))
 ADAPTER = Role("adapter factor", ranks=(2, 3))
-DENSE = Role("dense", ranks=(2,))
-ROUTER = Role("router", ranks=(2,))
+DENSE = Role("dense", ranks=(2, 2))
+ROUTER = Role("router", ranks=(2, 2))
 UNKNOWN = Role("matrix")
 
 # Names show that these exist, but not how their axes are used.
 INTERLEAVED = Role("projections interleaved by head")
-RECURRENT = Role("gates of a recurrent cell", ranks=(2,))
+RECURRENT = Role("gates of a recurrent cell", ranks=(2, 2))
 # Gemma's are [2, in, out] or [2, out, in], and Phi 3's lie side by side.
-GATE_UP = Role("gate and up", ranks=(2, 3, 4))
+GATE_UP = Role("gate and up", ranks=(2, 4))
 LONE_LETTER = Role("a letter")  # S4's B, or an adapter's
 SPECIAL = Role("kernel with groups, an einsum of its own or names of axes")
 OPEN = (INTERLEAVED, RECURRENT, GATE_UP, LONE_LETTER, SPECIAL)
 
 # Adam's.
 BIAS = Role("bias", muon=False)  # a vector, or [heads, size] of a query
-SCALE = Role("scale", muon=False, ranks=(1,))
+SCALE = Role("scale", muon=False, ranks=(1, 1))
 # A norm's `weight` is a matrix where its shape is one, as in an adaptive norm.
-NORM = Role("scale", muon=False, ranks=(1,), projection="norm")
+NORM = Role("scale", muon=False, ranks=(1, 1), projection="norm")
 EMBEDDING = Role("embedding", muon=False)
-TABLE = Role("embedding", muon=False, ranks=(2,))
+TABLE = Role("embedding", muon=False, ranks=(2, 2))
 POSITION = Role("position", muon=False)
 PATCHES = Role("patch embedding", muon=False)
-HEAD = Role("output head", muon=False, ranks=(2,))
+HEAD = Role("output head", muon=False, ranks=(2, 2))
 STATE_SPACE = Role("state-space parameter", muon=False)
 DEPTHWISE = Role("depthwise convolution", muon=False)
 TOKENS = Role("learned tokens", muon=False)
 
 _EMBED = r"(?:\w+_)?(?:embed\w*|emb|wte|wpe|embedder|lookup|lut|relative_attention_bias)|tok|shared"
-_SCALES = (
-    r"(\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?|beta)|\w*norm\w*|rms\w*|weight_g"
-)
-_TABLES = (
-    r"(\w+_)?tables?|\w+_embedding_\w+|code_?(vectors|book)\w*|centroids|prototypes"
-)
-_ENTITIES = r"(\w+_)?(factors|vectors|lookup|lut|vocab|entit(y|ies)|relations?)|w_e"
-_POSITIONS = r"(pos|pos_?emb\w*|position|positional|rel_pos|relative|\w+_pos|\w+_position)(_\w+)?"
-_TOKENS = (
-    r"cls(_\w+)?|probe|const\w*|(\w+_)?(tokens?|masks?)(\W.*)?"
-    r"|latents?|registers?|queries|prompts?"
-)
-_HEADS = (
-    r"(\w+_)?heads?|classifier|readout|score|qa_outputs|(class|bbox|box)_embed"
-    r"|(?!pre_|router_)((\w+_)?logits?(_\w+)?|logit_?dense)|(\w+_)?unembed(ding)?|vocab_proj\w*"
-)
-_BARE_HEADS = r"lm_head|head|(\w+_)?unembed(ding)?|to_logits|logits|w_u"
-_STATES = r"\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta|time_(decay|first|mix|faaaa|maa)\w*"
-_DEPTHWISE = r"(\w+_)?(depthwise|dw_?conv|conv_?dw|pos_conv)\w*"
-_PATCHES = r"\w*patch_?(embed\w*|emb|proj\w*|ify|conv\w*|stem)\w*"
-
 # Read as a whole: "module/leaf" in snake case and without numbers. The first row that fits decides.
 _NOT_MUON = (
     # Every library; TransformerLens' b_q and b_in.
     (BIAS, rf".*/({VECTOR}|\w+_bias|bias_\w+|b_\w+)"),
-    # Flax' and Haiku's norms; nanoGPT's bare ln_1; Wav2Vec 2.0's weight_g; DoRA's magnitude.
-    (SCALE, rf".*/({_SCALES})"),
-    # Swin's temperature, BEiT's and timm's layer scales, ALiBi's slopes.
-    (SCALE, r".*/(alpha|temperature|tau|layer_?scale\w*|ls\d?|slopes?)"),
+    (
+        SCALE,
+        # Flax' and Haiku's norms; nanoGPT's bare ln_1; Wav2Vec 2.0's weight_g; DoRA's magnitude.
+        r".*/((\w+_)?(scale|gamma|gain|magnitude|ln\d*(_\w+)?|beta)|\w*norm\w*|rms\w*|weight_g"
+        # Swin's temperature, BEiT's and timm's layer scales, ALiBi's slopes.
+        r"|alpha|temperature|tau|layer_?scale\w*|ls\d?|slopes?)",
+    ),
     # Norms of PyTorch, Equinox and axlearn (weight), Tunix (w) and EasyDeL (kernel).
     (NORM, r"((\w+_)?(ln|bn|gn|rms)|\w*norm)\d*(_\w+)?/(weight|w|g|kernel)"),
     # DINOv3, Gemma 3 and ViTs; a convolution or a dense layer.
-    (PATCHES, rf"{_PATCHES}/{WEIGHT}"),
+    (PATCHES, rf"\w*patch_?(embed\w*|emb|proj\w*|ify|conv\w*|stem)\w*/{WEIGHT}"),
     # Flax' embedding, MaxText's token_embedder, Gemma's input_embedding; VQ-VAE's code books.
-    (EMBEDDING, rf".*/({_EMBED}|emb_var|{_TABLES})"),
-    # Bare arrays of word vectors and recommenders; TransformerLens' W_E.
-    (TABLE, rf".*/({_ENTITIES})"),
-    # Embeddings of PyTorch, axlearn, Levanter and Equinox (weight), Simply (w).
-    (TABLE, rf"({_EMBED})/(w|weights?|value|table)|(wte|wpe)/{WEIGHT}"),
+    (
+        EMBEDDING,
+        rf".*/({_EMBED}|emb_var|(\w+_)?tables?|\w+_embedding_\w+"
+        r"|code_?(vectors|book)\w*|centroids|prototypes)",
+    ),
+    (
+        TABLE,
+        # Bare arrays of word vectors and recommenders; TransformerLens' W_E.
+        r".*/((\w+_)?(factors|vectors|lookup|lut|vocab|entit(y|ies)|relations?)|w_e)"
+        # Embeddings of PyTorch, axlearn, Levanter and Equinox (weight), Simply (w).
+        rf"|({_EMBED})/(w|weights?|value|table)|(wte|wpe)/{WEIGHT}",
+    ),
     # big_vision's posemb, SAM's rel_pos_h, Perceiver's pos_embs, TransformerLens' W_pos.
-    (POSITION, rf".*/{_POSITIONS}"),
-    # ViT's cls, big_vision's probe, DINOv3's register tokens, StyleGAN's const.
-    (TOKENS, rf".*/({_TOKENS})"),
-    # SAM's iou_token and mask_tokens.
-    (TOKENS, r"(\w+_)?(tokens?|prompts?)/(weight|value)"),
+    (POSITION, r".*/(pos(ition(al)?)?|pos_?emb\w*|relative|\w+_pos(ition)?)(_\w+)?"),
+    (
+        TOKENS,
+        # ViT's cls, big_vision's probe, DINOv3's register tokens, StyleGAN's const.
+        r".*/(cls(_\w+)?|probe|const\w*|(\w+_)?(tokens?|masks?)(\W.*)?"
+        r"|latents?|registers?|queries|prompts?)"
+        # SAM's iou_token and mask_tokens.
+        r"|(\w+_)?(tokens?|prompts?)/(weight|value)",
+    ),
     # MaxText's logits_dense, big_vision's head, Transformers' lm_head, seqax' unembed.
-    (HEAD, rf"({_HEADS})/{WEIGHT}|.*/({_BARE_HEADS})"),
+    (
+        HEAD,
+        r"((\w+_)?heads?|classifier|readout|score|qa_outputs|(class|bbox|box)_embed"
+        r"|(?!pre_|router_)((\w+_)?logits?(_\w+)?|logit_?dense)|(\w+_)?unembed(ding)?|vocab_proj\w*"
+        rf")/{WEIGHT}|.*/(lm_head|head|(\w+_)?unembed(ding)?|to_logits|logits|w_u)",
+    ),
     # S4's log_step and Lambda, Mamba's A_log and D, RWKV's time_decay, Griffin's a_param.
-    (STATE_SPACE, rf".*/({_STATES})"),
+    (
+        STATE_SPACE,
+        r".*/(\w+_log|a_param|d_skip|log_\w+|lambda\w*|dt|delta"
+        r"|time_(decay|first|mix|faaaa|maa)\w*)",
+    ),
     # ConvNeXt's dwconv, EfficientNet's and MobileNet's depthwise_conv, Keras' depthwise_kernel.
-    (DEPTHWISE, rf"{_DEPTHWISE}/{WEIGHT}|.*/depthwise_kernel"),
+    (
+        DEPTHWISE,
+        rf"(\w+_)?(depthwise|dw_?conv|conv_?dw|pos_conv)\w*/{WEIGHT}|.*/depthwise_kernel",
+    ),
 )
 
 # What libraries put before and behind "q" or "query".
 _BEFORE = r"(?:w_?|to_|linear_|fc_|proj_|c_)?"
-_LAYER = r"_proj(?:ection)?|_dense|_lin(?:ear)?|_einsum|_layer|_net"
-_BEHIND = rf"(?:{_LAYER}|_b|_up|_heads?|_attn|_fused)*"
+_BEHIND = r"(_proj(ection)?|_dense|_lin(ear)?|_einsum|_layer|_net|_b|_up|_heads?|_attn|_fused)*"
 # The names of a layer that make an attention of its scope.
 _PROJECTIONS = (
     # Flax' query, Llama's q_proj, Gemma's q_einsum, DistilBERT's q_lin, diffusers' to_q.
@@ -238,18 +242,20 @@ _PROJECTIONS = (
     # Bloom; Flaxformer's parallel layers.
     (INTERLEAVED, r"query_key_value|(q_wi|o_wo)(_fused)?"),
 )
-_OUTPUT = rf"(w_?|to_|attn_|attention_|c_|linear_|fc_)?(o|out|output|proj){_BEHIND}"
 # Names that other layers have too, which mean these inside of an attention.
 _IN_ATTENTION = (
     # Flax' out, Llama's o_proj, BERT's dense, Haiku's linear, Gemma's attn_vec_einsum.
-    (OUT, rf"{_OUTPUT}|post|attn_vec_einsum|dense|linear"),
+    (
+        OUT,
+        rf"(w_?|to_|attn_|attention_|c_|linear_|fc_)?(o|out|output|proj){_BEHIND}"
+        r"|post|attn_vec_einsum|dense|linear",
+    ),
     # PyTorch's MultiheadAttention.
     (FUSED_QKV, "in_proj"),
 )
-# PyTorch's weight_ih, Flax' dense_i, Elman's W_h.
-_GATES = r"weight_[ih]h(_l\d+)?(_reverse)?|(dense|w)_[ih]|[ih]h"
 _ANYWHERE = (
-    (RECURRENT, _GATES),
+    # PyTorch's weight_ih, Flax' dense_i, Elman's W_h.
+    (RECURRENT, r"weight_[ih]h(_l\d+)?(_reverse)?|(dense|w)_[ih]|[ih]h"),
     # Gemma's gating_einsum, Phi 3's gate_up_proj, Flaxformer's wi_fused.
     (GATE_UP, r"(gate_(and_)?up|up_gate)(_proj)?|wi_fused|gating_einsum"),
     # pw: pointwise convolutions by a dense layer, as in ConvNeXt.
@@ -257,8 +263,9 @@ _ANYWHERE = (
 )
 
 # LoRA's a and b, DoRA's, LoHa's w1_a; qwix' and Gemma's `lora/a`.
-_FACTOR = r"(?:[ab](?:_\w+)?|down|up|w[12]_?[ab]?)"
-_ADAPTER = rf"(?:\w+_)?(?:lora|dora|hada|loha|lokr)_{_FACTOR}|w[12]_?[ab]"
+_ADAPTER = (
+    r"(\w+_)?(lora|dora|hada|loha|lokr)_([ab](_\w+)?|down|up|w[12]_?[ab]?)|w[12]_?[ab]"
+)
 _ADAPTER_LEAF = rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]"
 # S4's B and C, an adapter's A. K, O, Q and V are an attention's, U, V and W a layer's.
 _LETTER = "[A-JL-NPRSTX-Z]|[A-D]_(re|im|real|imag)"
