@@ -18,7 +18,7 @@ from muonjax._matrices.matrix_view import (
     one_or_several,
 )
 from muonjax._names import roles
-from muonjax._names.convolutions import has_leading_window, is_outputs_first
+from muonjax._names.convolutions import has_leading_window, outputs_are_first
 from muonjax._names.neighbors import Neighbors, Shape
 from muonjax._names.roles import Parameter
 
@@ -74,7 +74,7 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
         return axes[0]
     if p.rank == 2:
         return _usual_output_axis(p, neighbors)
-    outputs_first = is_outputs_first(p, neighbors)
+    outputs_first = outputs_are_first(p, neighbors)
     is_convolution = p.role is roles.CONVOLUTION or has_leading_window(p.shape)
     usual = 0 if outputs_first else p.rank - 1
     if not bias:

@@ -10,8 +10,7 @@ from muonjax._common.arguments import warn_once
 from muonjax._names import roles
 from muonjax._names.roles import Role
 
-_CALLS = "program = muonjax.inspect(loss_fn, params, batch), then muonjax.muon(2e-3, program)"
-INSPECT = f"Better: {_CALLS}."
+INSPECT = "Better: program = muonjax.inspect(loss_fn, params, batch), then muonjax.muon(2e-3, program)."
 # Flax's other collections of variables.
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
@@ -55,15 +54,13 @@ def types_of_modules(params: Any) -> dict[str, Role]:
     einsum with letters of its own, or that its axes have names.
     """
     roles_by_path: dict[str, Role] = {}
-    # Other modules tell nothing, and what is inside of them is looked at in turn.
-    modules = jax.tree.leaves_with_path(params, is_leaf=lambda node: bool(_type(node)))
-    for path, module in modules:
-        role = _type(module)
-        if role is None:
-            continue
-        for rest, _ in jax.tree.leaves_with_path(module):
+    # Modules with a role, and the arrays that are in no such module
+    nodes = jax.tree.leaves_with_path(params, is_leaf=lambda node: bool(_type(node)))
+    for path, node in nodes:
+        if role := _type(node):
             # The module's bias gets the role too, and `routes` asks for weights alone.
-            roles_by_path["/".join(trees.names((*path, *rest)))] = role
+            for rest, _ in jax.tree.leaves_with_path(node):
+                roles_by_path["/".join(trees.names((*path, *rest)))] = role
     return roles_by_path
 
 

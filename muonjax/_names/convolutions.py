@@ -29,7 +29,7 @@ def patch_embedding(p: Parameter) -> Answer | None:
         return None
     # Up to three modules around the kernel, "model/patch_embed/proj".
     modules = words(p.path)[-4:-1]
-    is_named = bool(re.search("embed|patch|stem", "/".join(modules).lower()))
+    is_named = re.search("embed|patch|stem", "/".join(modules).lower())
     # The patches of a vision transformer are at least 8 × 8, and its width is at least 128.
     is_large = side >= 8 and outputs >= 128
     if side % 2 or inputs > 16 or not (is_named or is_large):
@@ -50,16 +50,23 @@ def grouped(
       numbers: Its matrix.
       given: The widths that the parameters of the tree give.
     """
-    inputs = _channels(p, numbers)
+    rows, columns = p.sizes_of(numbers)
+    # A kernel whose name says nothing may be a convolution's, whose rows are its channels and its window.
+    may_be_convolution = p.role in (roles.CONVOLUTION, roles.UNKNOWN)
+    if not may_be_convolution or len(rows) == 1:
+        return None
+    # PyTorch's kernels are [out, in, *window], others [*window, in, out]: the channels are the first row, or the last.
+    is_outputs_first = axes_of(numbers.output_axis) == p.axes[:1]
+    inputs = rows[0] if is_outputs_first else rows[-1]
     if inputs == 1:
         why = "one input channel: depthwise, or the first layer over gray images"
         return Answer(None, why, is_open=True)
-    if inputs is None or inputs in given or inputs == _IMAGE_CHANNELS:
+    if inputs in given or inputs == _IMAGE_CHANNELS:
         return None
-    _, (outputs,) = p.sizes_of(numbers)
-    # With g groups, a width of g·inputs is given somewhere, and g divides the outputs.
     for width in given:
-        if width % inputs == 0 and outputs % (width // inputs) == 0:
+        # With g groups, a width of g·inputs is given somewhere, and g divides the outputs.
+        groups, rest = divmod(width, inputs)
+        if rest == 0 and columns[0] % groups == 0:
             why = (
                 "no other parameter gives as many channels, so that it may have groups"
             )
@@ -67,27 +74,13 @@ def grouped(
     return None
 
 
-def _channels(p: Parameter, numbers: DimensionNumbers) -> int | None:
-    """How many channels the window of a convolution sees; None for other leaves."""
-    rows, _ = p.sizes_of(numbers)
-    # A kernel whose name says nothing may be a convolution's, and the rows of one are its channels and its window.
-    may_be_convolution = p.role in (roles.CONVOLUTION, roles.UNKNOWN)
-    if not may_be_convolution or len(rows) == 1:
-        return None
-    # PyTorch's kernels are [out, in, *window], others [*window, in, out]: the channels are the first row, or the last.
-    is_outputs_first = axes_of(numbers.output_axis) == p.axes[:1]
-    return rows[0] if is_outputs_first else rows[-1]
-
-
-def is_outputs_first(p: Parameter, neighbors: Neighbors) -> bool:
+def outputs_are_first(p: Parameter, neighbors: Neighbors) -> bool:
     """Whether a kernel of three axes or more is called `weight` and stored as PyTorch does, (out, in, *window).
 
     [64, 3, 7, 7] is, and [7, 7, 3, 64] is not. Where the shape shows no window, the other weights of the tree decide.
     """
-    if not p.is_called_weight or p.rank < 3:
-        return False
     # axlearn calls its kernels [*window, in, out] weights too.
-    if has_leading_window(p.shape):
+    if not p.is_called_weight or has_leading_window(p.shape):
         return False
     return bool(neighbors.outputs_first) or has_trailing_window(p.shape)
 
@@ -107,6 +100,5 @@ def has_leading_window(shape: Shape) -> bool:
 
 def has_trailing_window(shape: Shape) -> bool:
     """Whether the trailing axes look like the window of a convolution [out, in, *window], [32, 16, 3, 3]."""
-    outputs_and_inputs = shape[:2]
-    window = shape[2:]
-    return has_leading_window((*window, *reversed(outputs_and_inputs)))
+    # [3, 3, 16, 32]
+    return has_leading_window((*shape[2:], *reversed(shape[:2])))

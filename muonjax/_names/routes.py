@@ -111,7 +111,7 @@ def routes(
     # Modules know more than a tree of their arrays, such as that a layer is an embedding.
     parameters = _parameters(arrays, types_of_modules(params))
     neighbors = Neighbors(parameters)
-    answers = {p.path: _of_one_layer(p, neighbors) for p in parameters}
+    answers = {p.path: _answer_by_layer(p, neighbors) for p in parameters}
     answers |= ends(parameters, answers)
     # What the caller says counts more than names, also for a leaf that is an end of the model.
     for path, numbers in ruled.items():
@@ -152,8 +152,8 @@ def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
     return unstack(parameters)
 
 
-def _of_one_layer(p: Parameter, neighbors: Neighbors) -> Answer:
-    """What names say of one layer's parameter, whether or not it is an end of the model."""
+def _answer_by_layer(p: Parameter, neighbors: Neighbors) -> Answer:
+    """What names say of a parameter as a layer's. `ends` then finds the layers at an end of the model."""
     # The name is that of a vector or a table, as `scale` or `embed`, but a bias next to it shows a matrix. Whether the
     # name is wrong or the bias belongs elsewhere can't be told, so that such a leaf is open.
     is_misnamed = p.is_matrix and neighbors.contradict_name(p)
@@ -187,16 +187,10 @@ def _warn(
       answers: What names and rules say of each.
       reasons: Why a program could not decide a leaf, by its "/"-joined path.
     """
-    muon_leaves = []
-    is_end_known = False
     open_leaves, open_paths, unfollowed = [], [], []
     for p in parameters:
         answer = answers[p.path]
         leaf = f"{p.path!r} {p.leaf_shape}"
-        if answer.numbers is not None:
-            muon_leaves.append(leaf)
-        if re.match(_END, answer.why):
-            is_end_known = True
         reason = reasons.get(p.path)
         # A vector that goes to Adam is no surprise, even if the program could not follow it.
         if reason and (answer.numbers is not None or p.is_matrix):
@@ -219,8 +213,23 @@ def _warn(
             f"{trees.listed(open_leaves)}. {INSPECT} By hand: muonjax.dimension_numbers(params, "
             f"rules=[(r'^{open_paths[0]}$', None)]), and so on; MuonDimensionNumbers(rows, columns) is for Muon."
         )
-    # With a program, the warning above lists what names decide.
-    elif not is_end_known and len(muon_leaves) > 1 and not reasons:
+    # With a program, the first warning lists what names decide.
+    elif not reasons:
+        _warn_without_ends(parameters, answers)
+
+
+def _warn_without_ends(
+    parameters: Sequence[Parameter], answers: Mapping[str, Answer]
+) -> None:
+    """Warn that Muon takes all matrices, if no name is that of an embedding or an output head."""
+    muon_leaves = []
+    for p in parameters:
+        # A model has ends if a leaf goes to Adam as one, or if the caller's rules decide.
+        if re.match(_END, answers[p.path].why):
+            return
+        if answers[p.path].numbers is not None:
+            muon_leaves.append(f"{p.path!r} {p.leaf_shape}")
+    if len(muon_leaves) > 1:
         warn_once(
             "No name is that of an embedding or an output head, so that Muon takes all "
             f"{len(muon_leaves)} matrices, {muon_leaves[0]} and {muon_leaves[-1]} too. {INSPECT} "

@@ -18,8 +18,6 @@ from muonjax._matrices.matrix_view import (
 from muonjax._names.check_parameters import check_parameters
 from muonjax._names.routes import routes
 
-_HEADER = ("leaf", "shape", "goes to", "matrices", "why")
-
 
 def tabulate(
     params: Any, dimension_numbers: Any | Callable[[Any], Any] | None = None
@@ -74,7 +72,7 @@ def tabulate(
             # A `Program` knows the line of code that decided; a tree does not say why.
             why = getattr(dimension_numbers, "why", lambda path: "given")
             reasons = [why(path) for path in leaves]
-        rows: list[Sequence[str]] = [_HEADER]
+        rows = [("leaf", "shape", "goes to", "matrices", "why")]
         num_parameters: Counter[str] = Counter()
         for path, entry, reason in zip(leaves, numbers, reasons, strict=True):
             optimizer = "Adam" if entry is None else "Muon"
@@ -100,17 +98,14 @@ def _matrices(path: str, leaf: Any, numbers: DimensionNumbers | None) -> str:
     counts: Counter[str] = Counter()
     for piece in matrix_pieces({path: numbers}, {path: leaf}):
         counts[f"{piece.view.fan_in}×{piece.view.fan_out}"] += piece.view.batch
-    cells = []
-    for size, count in counts.items():
-        cells.append(size if count == 1 else f"{count} of {size}")
-    return " + ".join(cells)
+    return " + ".join(
+        size if count == 1 else f"{count} of {size}" for size, count in counts.items()
+    )
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table, its columns aligned, with rules below its head and at its end."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rule = "  ".join("─" * width for width in widths)
-    lines = []
-    for cells in table:
-        lines.append("  ".join(map(str.ljust, cells, widths)))
+    lines = ["  ".join(map(str.ljust, cells, widths)) for cells in table]
     return [lines[0], rule, *lines[1:], rule]
