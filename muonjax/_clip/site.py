@@ -45,8 +45,8 @@ class Site:
         name.
 
     Raises:
-      ValueError: No scales, a number out of its range, a path or norm that is no regular expression.
-      TypeError: A field of another type.
+      ValueError: A number out of its range, a path or norm that is no regular expression.
+      TypeError: No scales, or a field of another type.
 
     Example:
       >>> import muonjax
@@ -69,23 +69,21 @@ class Site:
         if not self.exact:
             check_pattern("path", self.path)
         check_text(signal=self.signal)
-        self._check_scales()
+        if not _are(Scale, self.scales):
+            raise TypeError(
+                f"(scales={shown(self.scales)}) must be a tuple of muonjax.Scale, at least one."
+            )
         # A field of a frozen dataclass is set in this way alone.
         if self.scan_axis is not None:
             axes = axis_numbers("scan_axis", self.scan_axis)
             object.__setattr__(self, "scan_axis", axes)
         check_pattern("norms", self.norms)
 
-    def _check_scales(self) -> None:
-        is_several = isinstance(self.scales, (tuple, list))
-        if not is_several or not all(isinstance(scale, Scale) for scale in self.scales):
-            raise TypeError(
-                f"(scales={shown(self.scales)}) must be a tuple of muonjax.Scale."
-            )
-        if not self.scales:
-            raise ValueError(
-                f"(path={self.path!r}, scales=()) scales nothing; name a parameter."
-            )
+
+def _are(kind: type, several: Any) -> bool:
+    """Whether this is a sequence of objects of one kind, and not an empty one."""
+    is_several = isinstance(several, Sequence) and len(several) > 0
+    return is_several and all(isinstance(each, kind) for each in several)
 
 
 Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
@@ -100,8 +98,7 @@ def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
     several = getattr(sites, "sites", sites)
     if isinstance(several, Site):
         several = (several,)
-    is_several = isinstance(several, Sequence) and len(several) > 0
-    if not is_several or not all(isinstance(site, Site) for site in several):
+    if not _are(Site, several):
         raise TypeError(
             f"({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
             "or sites such as muonjax.mha_site(). Give all other settings by their names."

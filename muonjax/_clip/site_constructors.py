@@ -10,7 +10,6 @@ from muonjax._clip.site import KEY_NORMS, Site
 from muonjax._common.arguments import check_text, errors_of, whole_number
 
 _AT_LEAST_ONE = ", at least 1."
-_AXIS = r"\(([^()]*)\)|(\S+)"  # several letters in brackets, or one
 
 
 def mha_site(
@@ -56,8 +55,6 @@ def mha_site(
     with errors_of("mha_site"):
         check_text(query=query, key=key, layout=layout)
         _check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads)
-        # Queries and keys have kernels of one layout, in which brackets may hold (h d). Their numbers of heads may
-        # differ.
         queries = _projection(query, "query", layout, entries=num_heads)
         keys = _projection(key, "key", layout, entries=key_heads)
         return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
@@ -176,16 +173,16 @@ def fused_qkv_site(
         # The values take the rest of the kernel, and nothing scales them.
         orders = ("3hd", "h3d")
         if by_head:
-            of_query: Any = {"span": (0, head_dim)}
-            of_key: Any = {"span": (head_dim, 2 * head_dim)}
+            field = "span"
+            width, end = head_dim, 2 * head_dim
         else:
+            field = "part"
             width = num_heads * head_dim
-            of_query = {"part": (0, width)}
-            of_key = {"part": (width, width + key_heads * head_dim)}
-        queries = _projection(
-            name, "query", layout, orders, entries=num_heads, **of_query
-        )
-        keys = _projection(name, "key", layout, orders, entries=key_heads, **of_key)
+            end = width + key_heads * head_dim
+        of_query: Any = {"entries": num_heads, field: (0, width)}
+        of_key: Any = {"entries": key_heads, field: (width, end)}
+        queries = _projection(name, "query", layout, orders, **of_query)
+        keys = _projection(name, "key", layout, orders, **of_key)
         return Site(path=path, scales=queries + keys, scan_axis=scan_axis)
 
 
@@ -209,14 +206,12 @@ def _projection(
       ValueError: The layout can't be read, or it does not show how many heads there are.
     """
     # The letters of each axis: ["i", "hd"] of "i (h d)".
-    letters = [
-        (merged or single).replace(" ", "")
-        for merged, single in re.findall(_AXIS, layout)
-    ]
-    outputs = [axis for axis in range(len(letters)) if letters[axis] != "i"]
-    order = "".join(letters[axis] for axis in outputs)
-    # One letter i for one axis of the input, and every other axis an output.
+    axes = re.findall(r"\(.*?\)|\S+", layout)
+    letters = [re.sub("[() ]", "", axis) for axis in axes]
     rank = len(letters)
+    outputs = [axis for axis in range(rank) if letters[axis] != "i"]
+    order = "".join(letters).replace("i", "")
+    # One letter i for one axis of the input, and every other axis an output.
     if order not in orders or rank != len(outputs) + 1:
         wanted = " or ".join(map(" ".join, orders))
         raise ValueError(
