@@ -71,7 +71,8 @@ def _statistic_of(
         )
     # The clip is no part of the loss, and its arithmetic is in float32 whatever the model computes in.
     statistic = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
-    if _long_axes(statistic.shape) != _long_axes(site.shape):
+    long_axes = tuple(size for size in site.shape if size != 1)
+    if statistic.squeeze().shape != long_axes:
         raise ValueError(
             f"{what} has shape {statistic.shape}; the parameters say {site.shape}, layers before heads: take the "
             "maximum over all other axes. What value_and_grad returns fits the sites of muonjax.inspect."
@@ -79,8 +80,3 @@ def _statistic_of(
     # -inf loses against each measurement of another micro-batch or device, and no head is clipped by it.
     statistic = jnp.where(jnp.isfinite(statistic), statistic, -jnp.inf)
     return statistic.reshape(site.shape)
-
-
-def _long_axes(shape: Sequence[int]) -> list[int]:
-    """The sizes of the axes with more or fewer entries than one."""
-    return [size for size in shape if size != 1]

@@ -206,7 +206,7 @@ def max_logits_bound(lse: Float[Array, "*batch T heads"]) -> Float32[Array, " he
     cast = float(jnp.finfo(lse.dtype).eps) / 2
     # An error δ of the sum is an absolute one of its logarithm, log(sum·(1 + δ)) ≈ lse + δ, and the logarithm's own
     # rounding is relative to lse. Each is taken as four float32 epsilons.
-    inside = 4 * float(jnp.finfo(jnp.float32).eps)
+    inside = 4 * jnp.finfo(jnp.float32).eps
     lse = lax.stop_gradient(lse).astype(jnp.float32)
     top = lse.max(tuple(range(lse.ndim - 1)))
     # Where lse is infinite or NaN, it is returned as it is.
@@ -265,4 +265,4 @@ def _as_booleans(
         )
     # As NumPy does, axes that the mask lacks are added in front.
     shape = (1,) * (len(logits) - mask.ndim) + mask.shape
-    return jnp.asarray(lax.stop_gradient(mask)).astype(bool).reshape(shape)
+    return jnp.asarray(mask).astype(bool).reshape(shape)
