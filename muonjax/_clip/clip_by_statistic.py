@@ -15,6 +15,7 @@ from muonjax._clip.place_sites import Modules, place_sites
 from muonjax._clip.site import PlacedSite, Site
 from muonjax._common.arguments import (
     errors_of,
+    mesh_axes,
     message_for_other_state,
     shown,
     warn_user,
@@ -59,27 +60,36 @@ class QKClipState(NamedTuple):
     clips: ByPath
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class ClipByStatistic:
     """Scale the weights of sites by the statistics that `update` gets: `qk_clip`, `muonclip`, `signal_clip`.
 
     Attributes:
       call: The public function, for errors.
       argument: What `update` calls the statistics.
+      origin: Where the user gets them, for the error of an update without them.
       sites: What is scaled.
       prepare: Checks the modules that the sites match, and may set their powers of γ.
       threshold: The largest value allowed, or a schedule of the number of clips so far.
-      every_k: Clip at every k-th update.
-      axis_name: Mesh axes to take the maximum over, or ().
+      every_k: Clip at every k-th update; None is 1.
+      axis_name: Mesh axes to take the maximum over, one or several; None is no axis.
     """
 
     call: str
     argument: str
+    origin: str
     sites: Sequence[Site]
     prepare: Callable[[list[PlacedSite]], list[PlacedSite]]
     threshold: Any
-    every_k: int
-    axis_name: tuple[str, ...]
+    every_k: Any
+    axis_name: Any
+
+    def __post_init__(self):
+        # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
+        every_k = 1 if self.every_k is None else self.every_k
+        why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
+        self.every_k = whole_number("every_k", every_k, 1, why)
+        self.axis_name = mesh_axes("axis_name", self.axis_name)
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         """The member of a chain."""
@@ -114,35 +124,31 @@ class ClipByStatistic:
             # The state of another optimizer lacks this field, and so does a dictionary from a checkpoint.
             if not hasattr(state, "factors"):
                 raise ValueError(message_for_other_state(state))
-            self._require(params, statistics)
+            usage = f"tx.update(grads, state, params, {self.argument}={self.argument})"
+            if params is None:
+                raise ValueError(f"update needs params: call {usage}.")
+            if statistics is None:
+                raise ValueError(f"update needs {self.argument}{self.origin}{usage}.")
+            # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes
+            # are static, so this is done while tracing. `not_trained` names the statistics of a program's attentions
+            # with frozen parameters, which are ignored.
             modules = Modules(params)
-            state, factors = self.clip(state, modules, statistics)
+            sites, not_trained = self.find(modules)
+            self._check_state(state, sites)
+            maxima = match_statistics(self.argument, statistics, sites, not_trained)
+            if self.axis_name:
+                # Replicas that clip by their own maxima would diverge.
+                maxima = jax.lax.pmax(maxima, self.axis_name)
+            state, gammas = self.gammas_of_update(state, maxima)
+            factors = parameter_factors(sites, gammas)
             return scaled_leaves(updates, modules.leaves, factors), state
 
-    def clip(
-        self, state: QKClipState, modules: Modules, statistics: Any
-    ) -> tuple[QKClipState, ByPath]:
-        """The state after this update, and what each parameter that is clipped is multiplied by, by its path.
-
-        The shape of a factor broadcasts to the parameter.
-        """
-        # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes are
-        # static, so this is done while tracing. `not_trained` names the statistics of a program's attentions with
-        # frozen parameters, which are ignored.
-        sites, not_trained = self.find(modules)
-        self._check_state(state, sites)
-        maxima = match_statistics(self.argument, statistics, sites, not_trained)
-        if self.axis_name:
-            # Replicas that clip by their own maxima would diverge.
-            maxima = jax.lax.pmax(maxima, self.axis_name)
-        # The state keeps the maxima since the last clip. Every k-th update clips by them; for all others γ is 1.
-        state, gammas = self._clip_of_update(state, maxima)
-        return state, parameter_factors(sites, gammas)
-
-    def _clip_of_update(
+    def gammas_of_update(
         self, state: QKClipState, maxima: ByPath
     ) -> tuple[QKClipState, ByPath]:
         """The state after this update, and what the update clips by.
+
+        The state keeps the maxima since the last clip. Every k-th update clips by them.
 
         Args:
           state: The state before this update.
@@ -200,20 +206,6 @@ class ClipByStatistic:
                     )
                     return
 
-    def _require(self, params: Any, statistics: Any) -> None:
-        """Raise where `update` was called without parameters or statistics."""
-        if params is not None and statistics is not None:
-            return
-        usage = f"tx.update(grads, state, params, {self.argument}={self.argument})"
-        missing = "params" if params is None else self.argument
-        # Only logits have a call that measures them, which the message shows.
-        if missing != "max_logits":
-            raise ValueError(f"update needs {missing}: call {usage}.")
-        raise ValueError(
-            "update needs max_logits: (loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, batch), "
-            f"then\n{usage}. Linen's TrainState that passes it on is muonjax.linen.TrainState."
-        )
-
 
 def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
     """The state before the first update: no maxima, and no head scaled."""
@@ -228,14 +220,6 @@ def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
         state.factors[site.name] = zeros + 1.0
         state.clips[site.name] = zeros.astype(jnp.int32)
     return state
-
-
-def checked_every_k(every_k: Any) -> int:
-    """How many updates lie between two clips; 1 for None. Raises for what is no such number."""
-    # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
-    every_k = 1 if every_k is None else every_k
-    why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
-    return whole_number("every_k", every_k, 1, why)
 
 
 def clip_factor(
@@ -274,20 +258,17 @@ def parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
             power = scale.scale.power
             if power == 0:
                 continue
-            gamma = _power(gammas[site.name], power)
-            factor = scale.spread(gamma[..., None], 1.0)
-            # A kernel may have two scales, as the query and the rotary features of latent attention. Each is 1 where
-            # the other one holds, so their product is the factor of the kernel.
+            gamma = gammas[site.name]
+            # The square root is exact, and faster than a general power.
+            root = jnp.sqrt(gamma) if power == 0.5 else gamma**power
+            # All features of a head have one factor, [*layers, heads, 1]; what is not scaled has 1.
+            factor = scale.spread(root[..., None], otherwise=1.0)
+            # A kernel may have two scales, as the query and the rotary features of latent attention. Each is 1 on the
+            # features of the other, so their product is the factor of the kernel.
             if scale.leaf in factors:
                 factor = factors[scale.leaf] * factor
             factors[scale.leaf] = factor
     return factors
-
-
-def _power(x: Float[Array, "*shape"], power: float) -> Float[Array, "*shape"]:
-    """x**power, for x > 0."""
-    # The square root is exact, and faster than a general power.
-    return jnp.sqrt(x) if power == 0.5 else x**power
 
 
 def scaled_leaves(updates: Any, params: ByPath, factors: ByPath) -> Any:

@@ -2,6 +2,7 @@
 
 import posixpath
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,13 +38,13 @@ class Modules:
 
     def __init__(self, params: Any):
         self.leaves = flatten_paths(params)
-        self.leaves_of: dict[str, list[str]] = {}
+        self.leaves_of: dict[str, list[str]] = defaultdict(list)
         for leaf in self.leaves:
-            # Each beginning of the path is a module that holds the leaf.
-            names = leaf.split("/")
-            for depth in range(len(names)):
-                module = "/".join(names[:depth])
-                self.leaves_of.setdefault(module, []).append(leaf)
+            # "decoder/query", "decoder" and "" hold "decoder/query/kernel".
+            module = leaf
+            while module:
+                module = _parent(module)
+                self.leaves_of[module].append(leaf)
 
     def is_trained(self, path: str) -> bool:
         """Whether there is a leaf of this path that is not masked."""
@@ -56,18 +57,19 @@ def place_sites(
 ) -> tuple[list[PlacedSite], set[str]]:
     """Every module that the sites match, checked against the parameters; and the names of the statistics to skip.
 
-    These belong to attentions of a program with a parameter that does not train: its logits are measured all the same.
+    `value_and_grad` measures all attentions of a program. The statistics of those with a parameter that does not train
+    are skipped.
     """
     attentions: dict[str, PlacedSite] = {}
     not_trained: set[str] = set()
     for site in sites:
-        # The sites of a program are exact, each with the path of one attention. Some attentions may be frozen. A site
-        # by hand that finds no parameters is a mistake, for which `_matched` and `_placed` raise.
         if site.exact:
+            # An exact site is one attention of a program, which may be frozen.
             paths = [below(site.path, scale.path) for scale in site.scales]
             if not all(modules.is_trained(path) for path in paths):
                 not_trained.add(_name_of(site.path, site.signal))
                 continue
+        # A site by hand is a pattern. If it finds no parameters, that is a mistake, for which these functions raise.
         for path in [site.path] if site.exact else _matched(site, modules):
             name = _name_of(path, site.signal)
             # With two patterns for one module its heads would be scaled twice.
@@ -76,7 +78,7 @@ def place_sites(
                     f"two sites match {name!r}; narrow or merge them, or give each its signal."
                 )
             attentions[name] = _placed_site(site, path, name, modules)
-    # Here every site is an attention of a program that does not train, since a site by hand has a module or has raised.
+    # A site by hand has a module by now, or has raised: all these are attentions of a program that do not train.
     if not attentions:
         raise ValueError(
             f"no attention of the program is trained here: the parameters lack {listed(sorted(not_trained), ', ')}. "
@@ -87,8 +89,8 @@ def place_sites(
 
 def _name_of(path: str, signal: str) -> str:
     """The key of a statistic: the path of its module, and its signal where the module has several."""
-    names = [name for name in (path, signal) if name]
-    return "/".join(names) or "max_logits"
+    # "attention/" without a signal
+    return below(path, signal).strip("/") or "max_logits"
 
 
 def _matched(site: Site, modules: Modules) -> list[str]:
@@ -126,9 +128,10 @@ def _placed_site(site: Site, path: str, name: str, modules: Modules) -> PlacedSi
     scan_axis: Any = site.scan_axis  # a tuple after the checks of `Site`
     scales: list[PlacedScale] = []
     for scale, leaf in zip(site.scales, leaves, strict=True):
-        # A layer without a bias has no leaf for it. A bias that is masked has a leaf, which `_shape` refuses.
-        if not scale.optional or modules.leaves.get(leaf) is not None:
-            scales.append(placed(scale, leaf, _shape(path, leaf, modules), scan_axis))
+        # A layer without a bias has no leaf for it. A bias that is masked has a leaf, which is refused.
+        if not scale.optional or leaf in modules.leaves:
+            shape = _checked_shape(path, leaf, modules)
+            scales.append(placed(scale, leaf, shape, scan_axis))
     # A program has proved that the clip is exact. For a site by hand, names and shapes have to tell: a norm would undo
     # the clip, heads that do not fit could not be multiplied, and an adapter would add what is not scaled.
     if not site.exact:
@@ -158,25 +161,25 @@ def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
     is_one_each = len(query_heads) == len(key_heads) == len(features) == 1
     if not is_one_each or max(query_heads) % max(key_heads) != 0:
         heads = [f"{x.leaf!r} {x.entries} of {x.features} features" for x in scales]
-        # A key of one head, in an axis of 12, is read as 4 heads of 3 by mha_site(num_heads=4).
+        # mha_site(num_heads=4) alone reads a key that all heads share, [d, 12], as 4 heads of 3 features.
         raise ValueError(
             f"heads of {path!r}, {', '.join(heads)}: query heads must be a multiple of key heads, with as many "
             "features each. Several query heads may share a key head: give num_kv_heads, and see the site's layout."
         )
 
 
-def _refuse_adapters(path: str, leaves: Sequence[str], modules: Modules) -> None:
+def _refuse_adapters(path: str, scaled: Sequence[str], modules: Modules) -> None:
     """Refuse a projection with parameters that the clip does not scale, such as those of a LoRA adapter.
 
-    If an attention at `path` scales "attn/query/kernel", then "attn/query/lora_a" adds to the queries what is not
-    scaled.
+    If an attention at `path` scales "attn/query/kernel", then "attn/query/lora_a" is a part of the queries that keeps
+    its size.
     """
     # If queries are a bare array of the attention, what lies next to it may be anything.
-    projections = {_parent(leaf) for leaf in leaves} - {path}
+    projections = {_parent(leaf) for leaf in scaled} - {path}
     inside = set()
     for projection in projections:
         inside.update(modules.leaves_of.get(projection, ()))
-    if others := sorted(inside.difference(leaves)):
+    if others := sorted(inside.difference(scaled)):
         raise ValueError(
             f"{others} feed the queries or keys too. Merge them into the kernels."
         )
@@ -200,7 +203,7 @@ def _refuse_norms(path: str, norms: str, modules: Modules) -> None:
         )
 
 
-def _shape(module: str, path: str, modules: Modules) -> tuple[int, ...]:
+def _checked_shape(module: str, path: str, modules: Modules) -> tuple[int, ...]:
     """The shape of the parameter at `path`; raises unless it is trained and of floats that a factor can scale."""
     if not modules.is_trained(path):
         masked = " that is not masked out" if path in modules.leaves else ""

@@ -10,14 +10,14 @@ import optax
 
 from muonjax._clip.clip_by_statistic import (
     ClipByStatistic,
-    checked_every_k,
     first_state,
+    parameter_factors,
     scaled_leaves,
 )
+from muonjax._clip.match_statistics import match_statistics
 from muonjax._clip.place_sites import Modules
-from muonjax._clip.scale import PlacedScale
 from muonjax._clip.site import PlacedSite, Sites, as_sites
-from muonjax._common.arguments import check_range, errors_of, mesh_axes
+from muonjax._common.arguments import check_range, errors_of
 
 _USUAL = "; Kimi K2 used 100."
 
@@ -96,10 +96,9 @@ def clip_of_logits(
 ) -> ClipByStatistic:
     """The clip by largest logits for the public function `call`: "qk_clip", "muonclip", "adamclip" or "apply_qk_clip".
 
-    The caller puts its name before the messages of errors, with `errors_of`.
+    That function puts its own name before the messages of errors, with `errors_of`.
     """
     check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
-    # `qk_clip` takes a threshold first, and an optimizer a learning rate.
     is_optimizer = call in ("muonclip", "adamclip")
     # `muonclip(2e-3)` is a likely first call. The signature allows it, so that the message can show both lines.
     if sites is None:
@@ -109,16 +108,18 @@ def clip_of_logits(
         raise ValueError(
             f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n{line}"
         )
-    # γ = min(1, threshold / largest logit). Once the sites are placed on modules, `_attentions` gives queries and keys
-    # their powers of γ: 1/2 each, or 1 and 0 where heads share keys.
+    # γ = min(1, threshold / largest logit). Once the sites are placed on modules, `_disjoint_attentions` gives queries
+    # and keys their powers of γ: 1/2 each, or 1 and 0 where heads share keys.
     return ClipByStatistic(
         call=call,
         argument="max_logits",
+        origin=" (muonjax.linen.TrainState passes it on): "
+        "(loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, batch), then\n",
         sites=as_sites("program" if is_optimizer else "sites", sites),
-        prepare=_attentions,
+        prepare=_disjoint_attentions,
         threshold=threshold,
-        every_k=checked_every_k(every_k),
-        axis_name=mesh_axes("axis_name", axis_name),
+        every_k=every_k,
+        axis_name=axis_name,
     )
 
 
@@ -128,7 +129,7 @@ def apply_qk_clip(
     sites: Sites,
     threshold: jax.typing.ArrayLike = 100.0,
 ) -> optax.Params:
-    """Clips parameters by the largest logits of these same parameters: exact, layer by layer.
+    """Clips parameters by the largest logits that these parameters have: no step lies between, and the bound is exact.
 
     Args:
       params: Parameters, with arrays as leaves.
@@ -155,33 +156,35 @@ def apply_qk_clip(
     with errors_of("apply_qk_clip"):
         clip = clip_of_logits("apply_qk_clip", threshold, sites)
         modules = Modules(params)
-        attentions, _ = clip.find(modules)
-        # No step lies between the measurement and this clip, so that the bound is exact.
-        _, factors = clip.clip(first_state(attentions, modules), modules, max_logits)
+        attentions, not_trained = clip.find(modules)
+        maxima = match_statistics("max_logits", max_logits, attentions, not_trained)
+        # The first update of a state clips by these logits alone.
+        _, gammas = clip.gammas_of_update(first_state(attentions, modules), maxima)
+        factors = parameter_factors(attentions, gammas)
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
     return scaled_leaves(params, zeros, factors)
 
 
-def _attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
+def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
     """The attentions with QK-Clip's powers of γ, such as 1/2 for queries and for keys.
 
-    Raises ValueError where two of them would scale the same numbers of a parameter. Two may share a leaf, as they share
-    one fused projection, if each scales its own positions.
+    Raises ValueError where the same numbers of a parameter would be scaled twice. Two attentions may share a leaf, such
+    as a fused projection, if each scales its own positions; and so may the queries and the keys of one.
     """
-    attentions: list[PlacedSite] = []
-    # By the leaf that the attentions so far scale. One attention may scale a leaf twice, as queries and as keys.
-    scales_of_leaf: dict[str, list[PlacedScale]] = defaultdict(list)
+    # The numbers of each leaf that are scaled so far. Booleans, because masks along different axes of a parameter are
+    # together as large as the parameter.
+    scaled: dict[str, Any] = defaultdict(bool)
+    attentions = []
     for site in sites:
         attention = _with_powers(site)
         for scale in attention.scales:
-            if any(map(scale.overlaps, scales_of_leaf[scale.leaf])):
+            mask = scale.mask()
+            if (scaled[scale.leaf] & mask).any():
                 raise ValueError(
                     f"two sites scale {scale.leaf!r}, which would be clipped twice."
                 )
-        # Added after all of them are checked, so that an attention is not compared with itself.
-        for scale in attention.scales:
-            scales_of_leaf[scale.leaf].append(scale)
+            scaled[scale.leaf] = scaled[scale.leaf] | mask
         attentions.append(attention)
     return attentions
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -76,11 +77,7 @@ class Scale:
             whole_number("entries", self.entries, 1, ", at least 1, or None.")
         axes = axis_numbers("axes", self.axes)
         object.__setattr__(self, "axes", axes)
-        # In two axes, 1 and -1 are the same, and 2 is out of range: (1, -1) and (1, 2) have one different axis here.
-        different = {
-            axis % self.rank for axis in axes if -self.rank <= axis < self.rank
-        }
-        if len(different) < len(axes):
+        if len(_different(axes, self.rank)) < len(axes):
             raise ValueError(
                 f"({axes=}) must be different axes of the {self.rank} of one layer."
             )
@@ -88,6 +85,11 @@ class Scale:
         _check_positions("span", self.span)
         check_range("power", self.power, "finite", ".")
         check_flag(optional=self.optional)
+
+
+def _different(axes: Iterable[int], rank: int) -> set[int]:
+    """The axes of an array, from the front: (1, -1) and (1, 2) are {1} of two axes, where 2 is out of range."""
+    return {axis % rank for axis in axes if -rank <= axis < rank}
 
 
 def _check_positions(name: str, positions: Any) -> None:
@@ -141,12 +143,10 @@ class PlacedScale(NamedTuple):
         first, end = self.scale.span
         return (end or 0) - first
 
-    def overlaps(self, other: PlacedScale) -> bool:
-        """Whether both may scale one number of the same parameter."""
-        # Booleans: along different axes of a parameter both together are as large as it.
-        here = self.spread(np.ones((*self.layers, self.entries, 1), bool), False)
-        there = other.spread(np.ones((*other.layers, other.entries, 1), bool), False)
-        return bool((here & there).any())
+    def mask(self) -> np.ndarray:
+        """Which numbers of the parameter are scaled, in a shape that broadcasts to the parameter."""
+        entries = np.ones((*self.layers, self.entries, 1), bool)
+        return self.spread(entries, otherwise=False)
 
     def spread(
         self,
@@ -166,11 +166,12 @@ class PlacedScale(NamedTuple):
         sizes = [self.shape[axis] for axis in self.axes]
         first, end = scale.part
         run = ((end or 0) - first) * scale.groups // entries
-        # [*layers, entries, run]: a run holds something else outside of its span, as the values of MLA's keys.
-        numpy = values.__array_namespace__()
-        values = numpy.broadcast_to(values, (*layers, entries, self.features))
+        # [*layers, entries, run]: outside of its span a run is not scaled, as the values behind MLA's keys.
+        # NumPy or jax.numpy
+        xp = values.__array_namespace__()
+        values = xp.broadcast_to(values, (*layers, entries, self.features))
         table = _padded(values, scale.span[0], run, otherwise)
-        # [*layers, groups, group]: and a group outside of its part, as the values of a fused kernel.
+        # [*layers, groups, group]: outside of its part a group is not scaled, as the values of a fused kernel.
         # A kernel [d, heads, size] has this shape already: with explicit axes, sharded heads can't be reshaped.
         if table.shape != (*layers, *sizes):
             table = table.reshape(*layers, scale.groups, -1)
@@ -181,7 +182,7 @@ class PlacedScale(NamedTuple):
         order = (*self.stack, *self.axes)
         table = table.transpose(np.argsort(order).tolist())
         other_axes = [axis for axis in range(len(self.shape)) if axis not in order]
-        return numpy.expand_dims(table, other_axes)
+        return xp.expand_dims(table, other_axes)
 
 
 def _padded(values: Any, first: int, size: int, otherwise: float) -> Any:
@@ -191,8 +192,7 @@ def _padded(values: Any, first: int, size: int, otherwise: float) -> Any:
     if not first and not after:
         return values
     widths = [(0, 0)] * (values.ndim - 1) + [(first, after)]
-    numpy = values.__array_namespace__()
-    return numpy.pad(values, widths, constant_values=otherwise)
+    return values.__array_namespace__().pad(values, widths, constant_values=otherwise)
 
 
 def placed(
@@ -205,10 +205,11 @@ def placed(
     # kernel (d, L, heads, head_dim) but a bias (heads, L, head_dim).
     layer_axes = [axis for axis in range(len(shape)) if axis not in stack]
     axes = tuple(layer_axes[axis] for axis in scale.axes)
-    # What the scale leaves open follows from the shape: the first axis counts the entries, as heads in (d, heads,
-    # head_dim), and they fill each group from the first position of the part on.
+    # The keys of a fused kernel [d, 384] with eight heads of 16 features are the part 128:256 of one group of 384
+    # positions, and each head has a run of 16 of them. What the scale leaves open follows from the shape: the first
+    # axis counts the entries, as heads in (d, heads, head_dim), and a part or a span goes to the last position.
     sizes = [shape[axis] for axis in axes]
-    entries = scale.entries or (*sizes, 1)[0]
+    entries = scale.entries or (sizes[0] if sizes else 1)
     group, rest = divmod(math.prod(sizes), scale.groups)
     first, end = scale.part
     if end is None:
@@ -233,18 +234,18 @@ def placed(
 def _stack(
     scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """The axes of a parameter that count layers: as many as it has more than one layer's.
+    """The axes of a parameter that count layers: `scan_axis`, or the leading ones.
 
-    They are `scan_axis`, or the leading ones. A parameter of a single layer has none.
+    They are (0,) for kernels [d, heads, size] in a stack [layers, d, heads, size]. A parameter of a single layer has
+    none, even if the site has a `scan_axis` for other modules that it matches.
     """
-    # A site with `scan_axis` may match modules without a stack, which have no axis of layers.
     rank = len(shape)
+    # `scale.rank` axes belong to each layer.
     count = rank - scale.rank
     stack = scan_axis
     if stack is None or count == 0:
         stack = tuple(range(count))
-    different = {axis % rank for axis in stack if -rank <= axis < rank}
-    if not len(different) == len(stack) == count:
+    if not len(_different(stack, rank)) == len(stack) == count:
         where = "leading axes" if scan_axis is None else f"axes {scan_axis}"
         raise ValueError(
             f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on {where}. "

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import optax
 
-from muonjax._clip.clip_by_statistic import ClipByStatistic, checked_every_k
+from muonjax._clip.clip_by_statistic import ClipByStatistic
 from muonjax._clip.site import PlacedSite, Site, as_sites
-from muonjax._common.arguments import check_range, errors_of, mesh_axes
+from muonjax._common.arguments import check_range, errors_of
 
 
 def signal_clip(
@@ -66,11 +66,12 @@ def signal_clip(
         clip = ClipByStatistic(
             call="signal_clip",
             argument="signals",
+            origin=": call ",
             sites=checked,
             prepare=_each_scales_its_own,
             threshold=threshold,
-            every_k=checked_every_k(every_k),
-            axis_name=mesh_axes("axis_name", axis_name),
+            every_k=every_k,
+            axis_name=axis_name,
         )
     return clip.transformation()
 
