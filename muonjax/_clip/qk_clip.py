@@ -182,7 +182,8 @@ def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
             mask = scale.mask()
             if (scaled[scale.leaf] & mask).any():
                 raise ValueError(
-                    f"two sites scale {scale.leaf!r}, which would be clipped twice."
+                    f"two sites, or two scales of one, scale {scale.leaf!r}, "
+                    "which would be clipped twice."
                 )
             scaled[scale.leaf] = scaled[scale.leaf] | mask
         attentions.append(attention)

@@ -221,3 +221,9 @@ def test_two_attentions_in_one_module_have_a_statistic_each():
         match=r"scale 'a/self_key/(kernel|bias)', which would be clipped twice",
     ):
         muonjax.qk_clip(100.0, shared).init({"a": params})
+
+
+def test_scales_of_one_site_overlap():
+    scales = (*SITE.scales, SITE.scales[0])
+    with pytest.raises(ValueError, match=r"two scales of one, scale 'query/kernel'"):
+        muonjax.qk_clip(1.0, muonjax.Site(path="", scales=scales)).init(PARAMS)
