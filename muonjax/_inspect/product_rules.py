@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from muonjax._inspect import follow_logits
 from muonjax._inspect.entrywise_rules import after_nonlinearity, entrywise
 from muonjax._inspect.graph import Node
@@ -182,9 +184,16 @@ def _recorded_projections(
     sums over). A parameter of which no axis is summed over, and that is no factor, is a scale.
     """
     if weights.value.is_weight:
-        # Slices that are added, as c[..., 0] + 1j * c[..., 1] of a complex matrix, are one matrix. Where data choose
-        # between slices, the value is no weight any more.
-        records.record_added_slices(weights.value.views)
+        views = weights.value.views
+        # The parts of c[..., 0] + 1j * c[..., 1] are added up in the real part of c @ h, and kept in c @ x of real x.
+        dtype = records.graph.avals[weights.array].dtype
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        if is_complex and len(views) > len({view.leaf for view in views}):
+            what = "a sum of its real and imaginary parts"
+            records.record_views(node, what, [weights.value], "unknown")
+            return []
+        # Slices that are added are one matrix. Where data choose between slices, the value is no weight any more.
+        records.record_added_slices(views)
     # Axes of experts would be taken for rows.
     if _sums_over_experts(records, activation):
         records.record_views(node, "a sum over experts", [weights.value], "unknown")

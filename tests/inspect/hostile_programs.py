@@ -794,15 +794,17 @@ in_each_order(
     X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), EINSUM),
 )  # fmt: skip
 
+PARTS = "by names: a sum of its real and imaginary parts is not followed: hostile_programs.py:"
+
 
 @program(
     X,
     **{f"up{i}": ((D, D), "0 | 1") for i in range(5)},
-    **{f"c{i}": ((D, D, 2), "1, 2 | 0") for i in range(5)},
+    **{f"c{i}": ((D, D, 2), PARTS) for i in range(5)},
     out=((D, 1), "head"),
 )
 def complex_matrices_in_a_deep_residual_stream(p, x):
-    """The real part of c h is a product of [re c, -im c] with [re h, im h]."""
+    """The real part of c h sums over both parts of c, and they are two columns of c x with a real x."""
     for i in range(5):
         h = jnp.tanh(x @ p[f"up{i}"])
         c = p[f"c{i}"][..., 0] + 1j * p[f"c{i}"][..., 1]
