@@ -56,7 +56,13 @@ def test_owners_give_the_same_bits_on_every_mesh(names, newton_schulz, meshes):
     found = []
     for sizes in meshes:
         values, results = on_mesh(make_mesh(**sizes), names, newton_schulz)
-        check(results, values, newton_schulz)
+        # A deflation rounds more: on one device its result is up to 4e-6 from that in float64, and without one 2e-6.
+        check(
+            results,
+            values,
+            newton_schulz,
+            atol=2e-6 if newton_schulz is QUICK else 4e-6,
+        )
         found.append(jax.tree.map(np.asarray, results))
     for other in found[1:]:
         for name in names:
