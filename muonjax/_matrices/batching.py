@@ -151,7 +151,7 @@ def _groups(
 
     groups = []
     for (m, _, _), by_columns in neighbors.items():
-        group: list[int] = []
+        group = []
         # The fewest columns first: a group gets the columns of the next.
         for n, indices in sorted(by_columns.items()):
             columns_of_zeros = 0
@@ -181,7 +181,7 @@ def _stacks(
     # The bound asks for at least so many stacks, and equal ones have this share of the elements each.
     bound = policy.stack_elements
     share = total / max(1, math.ceil(total / bound))
-    stacks: list[list[int]] = []
+    stacks = []
     filled = 0
     for i, size in elements.items():
         if not stacks or filled >= share or filled + size > bound:

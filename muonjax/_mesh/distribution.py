@@ -96,7 +96,7 @@ def _mesh_axes_by_axis(
     """
     if isinstance(spec, NamedSharding):
         spec = spec.spec
-    sharding: list[Axes] = []
+    sharding = []
     # An axis is sharded by no mesh axis (None), by one ("fsdp"), or by several ("data", "fsdp").
     for entry in spec or ():
         names = entry if isinstance(entry, tuple) else (entry,)

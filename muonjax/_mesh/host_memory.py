@@ -73,7 +73,7 @@ def leaf_by_leaf(
     leaves, treedef = jax.tree.flatten(updates)
     # This raises if a state is of other parameters.
     states_of_leaves = zip(*map(treedef.flatten_up_to, states), strict=True)
-    results: list[tuple[Any, ...]] = []
+    results = []
     # The new state of the last leaf before, on its way to the host; None before there is one.
     copies_to_host: Any = None
     for update, state in zip(leaves, states_of_leaves, strict=True):

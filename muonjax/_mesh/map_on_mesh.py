@@ -124,7 +124,7 @@ def exchange(
     stacks = list(map(MatrixView.to_matrices, views, blocks))
     # The matrices of a leaf had several owners, so its result arrives in parts. Their owners follow each other in one
     # round, and so do the parts.
-    parts_of_leaves: list[list[jax.Array]] = [[] for _ in blocks]
+    parts_of_leaves = [[] for _ in blocks]
     for round_ in rounds:
         for leaf, part in _run_round(f, round_, stacks, policy):
             parts_of_leaves[leaf].append(part)

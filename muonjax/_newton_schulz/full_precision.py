@@ -16,7 +16,6 @@ its largest singular value.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -69,7 +68,7 @@ def iterate(
     # `rank` directions are shrunk before the steps, none if it is 0.
     rows, rank = settings.in_full_precision(m)
     # The standard form makes R = X X^H anew before each step, the Gram form before few of them.
-    restarts: Sequence[int] = range(1, len(rows))
+    restarts = range(1, len(rows))
     if settings.takes_gram_form(m, n):
         restarts = gram_restarts(rows, dtype)
     multiply = MatrixProduct(dtype.name)

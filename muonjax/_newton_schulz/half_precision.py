@@ -17,7 +17,6 @@ relative to Q and T, and a step multiplies them no more than it multiplies X.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -81,7 +80,7 @@ def iterate(
     kernel = SymmetricProduct(platform, name) if name else None
     products = _Products(MatrixProduct(dtype.name, None, dtype.name), kernel)
     # Before all other steps r is updated.
-    restarts: Sequence[int] = range(1, len(rows))
+    restarts = range(1, len(rows))
     if settings.takes_gram_form(*x.shape[-2:]):
         restarts = restarts_of(rows, LARGEST_GROWTH[dtype.name])
 

@@ -61,7 +61,7 @@ def newton_schulz(
         raise TypeError(
             f"newton_schulz(x) needs a float or complex matrix, got {x.dtype}."
         )
-    return polar_factor(x, settings=settings, policy=policy_of(x))
+    return polar_factor(x, settings, policy_of(x))
 
 
 def polar_factor(
