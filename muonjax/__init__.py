@@ -97,4 +97,4 @@ def __getattr__(name: str):
 
 
 def __dir__():
-    return [*globals(), "linen", "nnx"]
+    return sorted({*globals(), "linen", "nnx"})
