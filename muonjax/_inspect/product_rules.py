@@ -192,6 +192,13 @@ def _recorded_projections(
             what = "a sum of its real and imaginary parts"
             records.record_views(node, what, [weights.value], "unknown")
             return []
+        # Learned queries times a kernel of several heads, by keys: the heads are columns of the kernel alone.
+        shared = [v for v in views if not v.layout.runs_along(weights.batch)]
+        if weights.batch and shared and any(view.inner for view in views):
+            records.record_views(
+                node, PRODUCT_OF_PARAMETERS, [weights.value], "unknown"
+            )
+            return []
         # Slices that are added are one matrix. Where data choose between slices, the value is no weight any more.
         records.record_added_slices(views)
     # Axes of experts would be taken for rows.

@@ -219,6 +219,19 @@ def learned_queries(p, x):
     return jnp.mean((jnp.tanh(o @ p["o"]) @ p["out"]) ** 2)
 
 
+@program(
+    X, sites="it can't be followed", latents=((3, D), CHAIN),
+    **ATTENTION | {"q": ((D, D), CHAIN)}, out=((D, 1), "head"),
+)  # fmt: skip
+def learned_queries_token_by_token(p, x):
+    """The product of a kernel and latents, in Equinox's order, that keys multiply: a factor of three columns."""
+    q = heads(jax.vmap(lambda token: p["q"].T @ token)(p["latents"]))
+    k, v = heads(x @ p["k"]), heads(x @ p["v"])
+    o = jax.vmap(lambda k, v: jnp.einsum("hqk,khd->qhd",
+        jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k)), v))(k, v)  # fmt: skip
+    return jnp.mean((jnp.tanh(o.reshape(B, 3, D) @ p["o"]) @ p["out"]) ** 2)
+
+
 # Stacks, experts, combinations.
 
 
