@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from muonjax._clip.site import Site
 from muonjax._inspect import follow_logits
 from muonjax._inspect.clip_certificate import Certificate
-from muonjax._inspect.clip_proposals import QueriesAndKeys, Refused, Spans, proposals_of
+from muonjax._inspect.clip_proposals import Refused, Spans, proposals_of
 from muonjax._inspect.graph import LONG_EINSUM, Place
 from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import doubt_of_masks
@@ -28,7 +26,7 @@ class Call(NamedTuple):
     """One attention: what to scale, and where its largest logits are; or why it can't be clipped."""
 
     line: str
-    operation: int  # the product of queries and keys, or the call
+    operation: int  # the product of queries and keys, or the call of a kernel
     views: tuple[ParameterView, ...] = ()  # the parameters of its queries and keys
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
     proposals: tuple[Spans, ...] = ()
@@ -52,18 +50,20 @@ def attentions(records: Records) -> list[Call]:
         (softmaxes[0][0].value, product)
         for product, softmaxes in attention.softmaxes.items()
     )
-    # Followed to their softmax; then calls of kernels, and exponentials that multiply something unknown.
+    # Products that were followed to their softmax.
     calls = [_call(records, products) for products in by_array.values()]
+    # Calls of kernels.
     for i, projections in attention.calls.items():
         node = records.nodes[i]
         call = str(node.params.get("name") or node.name)
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         views = tuple(projection.view for projection in projections)
         calls.append(Call(records.graph.line(i), i, views, problem=why))
+    # Products whose exponentials multiply something, perhaps values, and that were not followed to a softmax.
     for product, reader in attention.other_readers.items():
         if product not in attention.softmaxes:
             calls.append(_not_followed(records, product, reader))
-    # It may be an attention, or hide one.
+    # An operation without a rule: it may be an attention, or hide one.
     i = records.unlisted
     if i >= 0:
         problem = f"{records.nodes[i].name} is not followed, and may hide an attention"
@@ -83,20 +83,21 @@ def attentions(records: Records) -> list[Call]:
 
 
 def _not_followed(records: Records, product: int, reader: int) -> Call:
-    """A product whose exponentials multiply something in the operation `reader`."""
-    why = "it can't be followed from parameters through queries and keys to its values"
+    """The refusal of a product that has no softmax, though `reader` multiplies its exponentials by something."""
+    problem = (
+        "it can't be followed from parameters through queries and keys to its values"
+    )
     if records.nodes[reader].name == LONG_EINSUM:
-        why = f"{LONG_EINSUM} takes its weights"
-    problem = f"{why}: {records.graph.line(reader)}"
-    call = Call(records.graph.line(product), product, problem=problem)
+        problem = f"{LONG_EINSUM} takes its weights"
+    problem = f"{problem}: {records.graph.line(reader)}"
     operands = records.attention.operands.get(product, ())
+    # A product with operands had logits, which were lost on the way: where, is the better reason.
     try:
-        # A product with operands had logits, which were lost on the way.
         if operands:
             _check_readers(records, product)
     except Refused as refused:
-        call = call._replace(problem=str(refused))
-    return call._replace(views=_views(operands))
+        problem = str(refused)
+    return Call(records.graph.line(product), product, _views(operands), problem=problem)
 
 
 def _views(operands: Iterable[Operand]) -> tuple[ParameterView, ...]:
@@ -108,33 +109,24 @@ def _views(operands: Iterable[Operand]) -> tuple[ParameterView, ...]:
 
 
 def _call(records: Records, products: Sequence[int]) -> Call:
-    """The attention whose logits are the sum of these products of queries and keys: what to scale, or why not.
-
-    Its `views`, of which it gets its name, are the parameters of queries and keys.
-    """
-    softmaxes = records.attention.softmaxes
-    pairs = []
-    operands = []
+    """The attention whose logits are the sum of these products of queries and keys: what to scale, or why not."""
+    attention, first = records.attention, products[0]
+    operands: list[Operand] = []
     for product in products:
-        pair = QueriesAndKeys(records, product, softmaxes[product][0][1])
-        pairs.append(pair)
-        operands += [pair.query, pair.key]
-    call = Call(records.graph.line(products[0]), products[0], _views(operands))
+        operands += attention.operands[product]
+    call = Call(records.graph.line(first), first, _views(operands))
     # The logits of all products are in one array, with the same masks.
-    logits, _ = softmaxes[products[0]][0]
+    logits, _ = attention.softmaxes[first][0]
     try:
         for product in products:
             _check_softmaxes(records, product)
             _check_readers(records, product)
         doubt = doubt_of_masks(records.graph, logits.added)
-        proposals = tuple(proposals_of(pairs))
+        proposals = tuple(proposals_of(records, products))
         probe = _probe(records, logits)
     except Refused as refused:
         return call._replace(problem=str(refused))
     return call._replace(probes=(probe,), proposals=proposals, doubt=doubt)
-
-
-_DERIVATIVES = "the function takes derivatives of it, which a clip would change too"
 
 
 def _check_softmaxes(records: Records, product: int) -> None:
@@ -142,19 +134,18 @@ def _check_softmaxes(records: Records, product: int) -> None:
     attention, line = records.attention, records.graph.line(product)
     # For each product of softmax's weights and values: the logits that softmax takes, and the axes of the product of
     # queries and keys that count keys.
-    (logits, normalized), *others = attention.softmaxes[product]
+    softmaxes = attention.softmaxes[product]
+    # weights[:, :8] @ v1 and weights[:, 8:] @ v2 have one softmax: the layouts of their logits alone differ.
+    different = set()
+    for logits, keys in softmaxes:
+        different.add((logits._replace(layout=None, shifts=()), keys))
     # Some exponentials multiply an array after their logits were lost, as softmax(logits)² @ values does.
-    is_several = product in attention.other_readers
-    for other, axes in others:
-        # weights[:, :8] @ v1 and weights[:, 8:] @ v2 have one softmax: the layouts of their logits alone differ.
-        same_layout = other._replace(layout=logits.layout, shifts=logits.shifts)
-        if (same_layout, axes) != (logits, normalized):
-            is_several = True
-    # A loss that is made of the model's derivatives, as of a physicist's network.
-    if is_several and "jvp" in records.graph.derivatives(product):
-        raise Refused(f"{_DERIVATIVES}: {line}")
-    if is_several:
-        raise Refused(f"several softmaxes take its logits: {line}")
+    if len(different) > 1 or product in attention.other_readers:
+        why = "several softmaxes take its logits"
+        # A loss that is made of the model's derivatives, as of a physicist's network.
+        if "jvp" in records.graph.derivatives(product):
+            why = "the function takes derivatives of it, which a clip would change too"
+        raise Refused(f"{why}: {line}")
     # One number for each query may be subtracted, and not another one for some of its keys.
     if product in attention.shifted_by_key:
         raise Refused(
@@ -165,35 +156,32 @@ def _check_softmaxes(records: Records, product: int) -> None:
 def _check_readers(records: Records, product: int) -> None:
     """Refuses logits of which something else is made than a softmax: a clip would change that, too.
 
-    Such are a tanh of masked logits, a concatenation with other ones, a penalty on them, and the next layer's logits,
-    which these are added to.
+    Such are a tanh of masked logits, their concatenation with others, a penalty on them, and the next layer's logits if
+    these are added to them.
     """
     graph, values = records.graph, records.values
-    pending = {*records.nodes[product].outputs}
-    followed: set[int] = set()
-    while pending:
-        value = pending.pop()
-        followed.add(value)
+    # It grows while it is gone through.
+    followed = [*records.nodes[product].outputs]
+    for value in followed:
         is_maximum = any(x.stage == "per query" for x in values[value].logits)
         for i in graph.readers[value]:
             node = records.nodes[i]
-            # Such as a number for a log; or the maximum that an online softmax carries from block to block.
+            # What has no gradient, such as a number for a log, may change, and so may the maximum that an online
+            # softmax carries from block to block.
             if i not in graph.trained or (node.name == "carry" and is_maximum):
                 continue
             for result in node.outputs:
                 if not any(x.product == product for x in values[result].logits):
                     raise Refused(_not_alone(records, i))
-                # Softmax's weights change as the clip wants it.
+                # After an exponential come softmax's weights, which change as the clip wants it.
                 is_weights = node.name in follow_logits.EXPONENTIALS
                 if not is_weights and result not in followed:
-                    pending.add(result)
+                    followed.append(result)
 
 
 def _not_alone(records: Records, operation: int) -> str:
     """Why a clip can't go through this operation."""
     node, line = records.nodes[operation], records.graph.line(operation)
-    if node.name == "add_any" and "jvp" in records.graph.derivatives(operation):
-        return f"{_DERIVATIVES}: {line}"
     values = records.inputs(node)
     is_biased = any(value.is_weight for value in values)
     has_logits = any(value.is_activation for value in values)
@@ -205,39 +193,38 @@ def _not_alone(records: Records, operation: int) -> str:
 def _probe(records: Records, logits: Logits) -> Probe:
     """Where the logits that enter softmax are measured: in one of the bodies that have them as a variable.
 
-    A `jit` in a scan, say, is a body in a body, and logits that it returns are a variable of both. `raw` logits are
-    those before a mask or a bias was added.
+    A `jit` in a scan, say, is a body in a body, and logits that it returns are a variable of both.
+
+    Raises:
+      Refused: They can't be measured before a mask or a bias is added, or the body is in a loop without a gradient.
     """
     variables = records.graph.variables[logits.value]
-    raw_variables = records.graph.variables[logits.raw] if logits.is_biased else {}
     places = list(variables)
-    if logits.is_biased:  # a bias was added, as ALiBi's, or what may be one
-        # `measure` takes the largest of the logits before it that the mask leaves, entry by entry.
+    raw_variables: dict[Place, Any] = {}
+    # A bias was added, as ALiBi's, or what may be one: the largest logits are those before it. `measure` takes them,
+    # entry by entry, of all that a mask leaves.
+    if logits.is_biased:
         raw, seen = (records.values[x].logits[0] for x in (logits.raw, logits.value))
         if raw.layout != seen.layout:
             raise Refused("something is added to its logits before their axes change")
+        raw_variables = records.graph.variables[logits.raw]
         places = [place for place in variables if place in raw_variables]
     if not places:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
         )
-    # Inside of functions with derivatives of their own (`jax.custom_vjp`) the logits have to be computed once more.
-    place = min(places, key=_num_custom_calls)
+    # The first is the body that computes them.
+    place = places[0]
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
     return Probe(place, variables[place], raw=raw_variables.get(place))
-
-
-def _num_custom_calls(place: Place) -> int:
-    """How many functions with derivatives of their own a body is in."""
-    return sum(step.kind.startswith("custom_") for step in place)
 
 
 # The proof.
 
 
 def _proved(records: Records, calls: Sequence[Call]) -> Call:
-    """The first of these calls, for all of them, with the first proposal that scales the logits of each head alone.
+    """One attention in place of calls with the same queries, with the first proposal that is exact; or why none is.
 
     One clip scales the logits of all of these calls: a problem of one is a problem of all.
     """
@@ -267,27 +254,20 @@ def _located(
     Raises:
       Refused: A clip would not scale the logits of each head alone.
     """
-    # Those of γ, for each head of each layer. Even whole numbers: half of each is whole too, and no sum is rounded.
-    shape = (*spans[0].layers, spans[0].entries)
-    logarithms = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, shape)
     probes = [call.probes[0] for call in calls]
     # `_check_softmaxes` has seen that the softmaxes of a call take equal logits.
     logits = [records.attention.softmaxes[call.operation][0][0] for call in calls]
     # A clip scales the logits before a mask or a bias is added, and the probe sees them after that.
     raw = [x.raw if x.is_biased else x.value for x in logits]
-    certificate = Certificate(records, probes, raw)
-    for of_leaf in grouped((span.leaf, span) for span in spans).values():
-        certificate.touch(of_leaf, logarithms)
+    certificate = Certificate(records, probes, raw, spans)
     failure = certificate.failure()
     if failure is not None:
         raise Refused(_not_alone(records, failure))
-    located = []
-    for probe, value, x in zip(probes, raw, logits, strict=True):
-        try:
-            located.append(certificate.located(probe, value, x.value, logarithms))
-        # As of a sink or of padding; or heads of a projection that were put in another order.
-        except NotFollowed:
-            raise Refused(
-                "a clip would not give each of its logits the factor of its head, as one of padding"
-            ) from None
-    return tuple(located)
+    seen = [x.value for x in logits]
+    try:
+        return tuple(map(certificate.located, probes, raw, seen))
+    # Some are those of a sink or of padding, or the heads of a projection are in another order.
+    except NotFollowed:
+        raise Refused(
+            "a clip would not give each of its logits the factor of its head, as one of padding"
+        ) from None
