@@ -45,12 +45,11 @@ class Decision(NamedTuple):
 def decide(records: Records, is_loss: bool) -> list[Decision]:
     """One decision for each parameter."""
     decider = _Decider(records, is_loss)
-    uses = [
-        use
+    by_leaf = grouped(
+        (use.view.leaf, use)
         for use in records.uses.by_operation.values()
         if use.node in records.graph.trained
-    ]
-    by_leaf = grouped((use.view.leaf, use) for use in uses)
+    )
     return [
         decider.decide(leaf, by_leaf.get(leaf, []))
         for leaf in range(len(records.shapes))
@@ -80,6 +79,7 @@ class _Decider:
         unlisted = self.records.unlisted
         if unlisted >= 0:
             return self._left_to_names(self.graph.nodes[unlisted].name, unlisted)
+        # In x @ (w / norm(w)) the norm is no use of w.
         uses = self._without_scales(leaf, uses)
         for use in uses:
             if use.kind == "unknown":
@@ -87,22 +87,20 @@ class _Decider:
         in_gradient = [use for use in uses if self._is_in_gradient(use)]
         others = [use for use in uses if not self._is_in_gradient(use)]
         # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel backward too. What follows
-        # a product in a gradient can't be told, so that another product has to show it.
-        followed = [
-            use
+        # a product there is no layer of the model. So another product, outside of the gradient, has to show a layer.
+        is_followed = any(
+            use.kind == "product" and self.ends.destination(use) != "output"
             for use in others
-            if use.kind == "product" and self.ends.destination(use) != "output"
-        ]
-        if in_gradient and not followed:
+        )
+        if in_gradient and not is_followed:
             return self._left_to_names(
                 "a gradient inside of the function", in_gradient[0].node
             )
-        uses = others
-        products = [use for use in uses if use.kind == "product"]
+        products = [use for use in others if use.kind == "product"]
         # x @ w[i], with w [experts, d, f] and an index that data give, chooses a matrix along axis 0, and then
         # multiplies by it: such an axis is one of the product's loops. That is no look-up in a table.
         visited_axes = {run for use in products for run in use.view.layout.loops}
-        for use in uses:
+        for use in others:
             # The rows of a look-up are the axes along which the index chooses.
             if use.kind == "looked up" and not visited_axes.issuperset(use.rows):
                 why = f"looked up: {self.graph.line(use.node)}"
@@ -111,7 +109,7 @@ class _Decider:
                 return Decision(None, why)
         if products:
             return self._of_products(leaf, products)
-        return self._without_product(uses)
+        return self._without_product(others)
 
     def _is_in_gradient(self, use: Use) -> bool:
         """Whether it belongs to the forward or the backward pass of a gradient, and not of `jax.jvp` alone.
@@ -129,11 +127,9 @@ class _Decider:
         x @ (w / s), with a spectral norm s = u @ w @ v, has two products that make s, and one that uses w as a matrix.
         """
         scales = self.records.uses.scales[leaf]
-        others = []
-        for use in uses:
-            if use.kind != "product" or not use.product.bit & scales:
-                others.append(use)
-        return others or uses
+        return [
+            use for use in uses if use.kind != "product" or not use.product.bit & scales
+        ] or uses
 
     def _adam(self, why: str, node: int, by_names: bool = False) -> Decision:
         """AdamW, for a reason with the line of an operation; `by_names` leaves it to names, with a warning."""
@@ -157,15 +153,14 @@ class _Decider:
         return Decision(None, why, trains=False)
 
     def _without_product(self, uses: list[Use]) -> Decision:
-        """The decision on a parameter that is in no product with data, but added or the like, by its first use."""
-        for use in uses:
-            # A factor of a @ b that is added to the input, as positions are, or else meets data in no product.
-            if use.view.inner:
-                return self._left_to_names(PRODUCT_OF_PARAMETERS, use.node)
-        # Axes with more than one entry in a use. A bias [layers, d] has one: a scan over layers makes axis 0 a loop, of
-        # which no run is left.
+        """The decision on a parameter that is in no product with data, such as one that is added, by its first use."""
+        # Axes with more than one entry in a use. A bias [layers, d] has one, d: an iteration of a scan over layers uses
+        # one entry of the other axis.
         axes = set()
         for use in uses:
+            # A factor of a @ b that meets data in no product, as where positions a @ b are added to the input.
+            if use.view.inner:
+                return self._left_to_names(PRODUCT_OF_PARAMETERS, use.node)
             axes |= {run.axis for run in use.view.layout.runs if run.positions.size > 1}
         # "alone": without data, as in a penalty. That does not show what the parameter is, and its name has to.
         is_alone = uses[0].kind == "alone"

@@ -48,39 +48,36 @@ class _Form(NamedTuple):
 def matrices_of(
     records: Records, leaf: int, uses: Sequence[Use]
 ) -> tuple[DimensionNumbers, DimensionNumbers, str]:
-    """The matrices that all of these products, at least one, agree on; those with one for each head; and why.
+    """The matrices that all of these products agree on, at least one; the same with one for each head; and why.
 
     Raises:
       Contradiction: They do not agree, or one of them has no such axes.
     """
     shape = records.shapes[leaf]
-    # Different forms, each with its first use.
-    forms: dict[Any, tuple[_Form, Use]] = {}
+    # Different forms, each with the line of its first product.
+    forms: dict[Any, tuple[_Form, str]] = {}
     for use in uses:
         form = _form(records, leaf, use)
         # A tied matrix, x @ w and y @ w.T, is orthogonalized the same either way.
         sides = frozenset({form.rows, form.columns})
-        forms.setdefault((sides, form.cut), (form, use))
-    (form, use), *others = forms.values()
+        forms.setdefault((sides, form.cut), (form, records.graph.line(use.node)))
+    (form, line), *others = forms.values()
     if others:
-        other, another_use = others[0]
-        first, second = (
-            records.graph.line(use.node),
-            records.graph.line(another_use.node),
-        )
-        raise Contradiction(f"{form} in {first}, but {other} in {second}")
-    if form.cut is None:  # perhaps the function cuts the parameter before its products
+        other, other_line = others[0]
+        raise Contradiction(f"{form} in {line}, but {other} in {other_line}")
+    # In w[:, :32] and w[:, 32:] the function cuts the parameter itself, and not the result of its product.
+    if form.cut is None:
         slices = {use.view.layout.region for use in uses}
         form = form._replace(cut=_cut(slices, shape, form.columns, form.columns))
     # Which columns count heads, in any of the products: [64, 8, 16] has the run 0, ..., 7 along axis 1.
     heads = set()
-    for other in uses:
-        for run, region in other.product.heads:
+    for use in uses:
+        for run, region in use.product.heads:
             if run.axis in form.columns:
                 heads.add((run, region))
     numbers = _numbers(form)
     per_head = _numbers_per_head(form, shape, heads) if heads else numbers
-    return numbers, per_head, f"{form}: {records.graph.line(use.node)}"
+    return numbers, per_head, f"{form}: {line}"
 
 
 def _axes(runs: Iterable[Run]) -> frozenset[int]:
@@ -104,9 +101,8 @@ def _form(records: Records, leaf: int, use: Use) -> _Form:
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, column_axes, sliced)
     if cut is not None and product.has_mixed_stretches:
-        line = records.graph.line(use.node)
         raise Contradiction(
-            f"a norm of some of its columns before they are cut: {line}"
+            f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"
         )
     if cut is not None and cut.sizes == (1,) * shape[cut.axis]:
         # Such an axis counts matrices, as one of queries, keys and values does. If it is the only one of the columns,
@@ -127,19 +123,18 @@ def _rows_and_columns(
     """
     # `rows`, `columns` and `batch` are runs, of which one axis may have several.
     product, line = use.product, records.graph.line(use.node)
-    rows, columns = set(use.rows), set(use.columns)
-    batch = set(use.batch)
+    columns, batch = set(use.columns), set(use.batch)
     # "hbd,hdf->hbf", and then a sum over h, is one product that sums over h and d: both are rows.
     summed = batch & product.added_up
     # x @ w with w [d, e, f], whose result a later product, or a gate, takes expert by expert: e counts matrices. Heads
-    # are taken one by one as well, and stay columns. So do columns of which all count experts.
+    # are taken one by one as well, and stay columns. If all columns would count experts, none does.
     heads = {run for run, _ in product.heads}
     experts = columns & (product.batches - heads)
     if experts == columns:
         experts = set()
     # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over.
     slices = records.uses.summed_slices[leaf]
-    row_axes = _axes(rows | summed) | slices
+    row_axes = _axes([*use.rows, *summed]) | slices
     column_axes = _axes(columns - experts)
     batch_axes = _axes((batch - summed) | experts) - slices
     if row_axes & column_axes:
@@ -169,14 +164,14 @@ def _cut(
     """
     for axis in sorted(columns):
         masks = {dict(region).get(axis, b"") for region in regions}
-        # An operation takes all of the axis, or all take the same part of it.
+        # An operation takes all of the axis, or all operations take the same part of it.
         if b"" in masks or len(masks) < 2:
             continue
         period = math.lcm(*map(len, masks))
         parts = np.array([_repeated(mask, period) for mask in masks])
         # Where a part begins or ends.
         changes = np.diff(parts, axis=1, prepend=False, append=False)
-        # Operations take columns that overlap, or are no stretch.
+        # Some operations take columns that others take too, or columns with gaps between them.
         if parts.sum(0).max() > 1 or (changes.sum(1) != 2).any():
             continue
         # Columns that no operation takes become parts, too.
@@ -196,10 +191,8 @@ def _repeated(mask: bytes, size: int) -> np.ndarray:
 
 
 def _numbers(form: _Form) -> DimensionNumbers:
-    rows, columns = (
-        one_or_several(sorted(form.rows)),
-        one_or_several(sorted(form.columns)),
-    )
+    rows = one_or_several(sorted(form.rows))
+    columns = one_or_several(sorted(form.columns))
     if form.cut is None:
         return MuonDimensionNumbers(rows, columns)
     sizes = form.cut.sizes
