@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from muonjax._clip.place_sites import module_of
 from muonjax._clip.site import Site
@@ -12,7 +12,7 @@ from muonjax._inspect.clippable_attention import Call, attentions
 from muonjax._inspect.records import Records
 
 
-def named_attentions(records: Records, paths: Sequence[str]) -> list[Call]:
+def named_attentions(records: Records, paths: Iterable[str]) -> list[Call]:
     """The attentions that train, with name and site, in the order of the program.
 
     An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by its module,
@@ -32,24 +32,24 @@ def named_attentions(records: Records, paths: Sequence[str]) -> list[Call]:
     named = []
     count_of: Counter[str] = Counter()
     for attention, module in zip(calls, modules, strict=True):
-        if not attention.spans:  # it can't be clipped
+        # It can't be clipped.
+        if not attention.spans:
             named.append(attention._replace(name=module))
             continue
-        is_alone = modules.count(module) == 1
-        queries = path_of[attention.spans[0].leaf]
-        name = (module or "max_logits") if is_alone else queries
+        name = module or "max_logits"
+        if modules.count(module) > 1:
+            name = path_of[attention.spans[0].leaf]
         # Heads of one projection, written one by one, have the same queries.
         count_of[name] += 1
         if count_of[name] > 1:
             name = f"{name}:{count_of[name]}"
-        # A span's `leaf` is the number of its parameter, and a scale has the path below its module: here the root.
-        scales = []
-        for span in attention.spans:
-            scales.append(dataclasses.replace(span.scale, path=path_of[span.leaf]))
-        # All parameters of an attention share the axes that a scan takes layer by layer; None without a scan.
-        layers = attention.spans[0].stack or None
-        site = Site(
-            path="", scales=tuple(scales), signal=name, scan_axis=layers, exact=True
+        # The paths of a site's scales are those below the site's `path`, which is "" here: the root of the tree.
+        scales = tuple(
+            dataclasses.replace(span.scale, path=path_of[span.leaf])
+            for span in attention.spans
         )
+        # The axes that count layers are the same in all parameters of an attention; None without a scan.
+        layers = attention.spans[0].stack or None
+        site = Site(path="", scales=scales, signal=name, scan_axis=layers, exact=True)
         named.append(attention._replace(name=name, site=site))
     return named

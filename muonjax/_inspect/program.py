@@ -97,21 +97,22 @@ class Program:
             ruled = apply_rules(flatten_paths(self._params), rules)
         decisions = dict(self._decisions)
         for name, numbers in ruled.items():
-            old = decisions[name]
-            decisions[name] = Decision(
-                numbers,
-                "a rule of yours",
-                numbers,
-                trains=old.trains,
-                is_vector=old.is_vector,
+            # Whether it trains and whether it is a vector is still what the program says.
+            decisions[name] = decisions[name]._replace(
+                numbers=numbers,
+                per_head=numbers,
+                why="a rule of yours",
+                by_names=False,
+                doubt="",
             )
         return Program(decisions, self.attentions, self._params, self._fun)
 
     def per_head(self) -> Program:
         """The same program with a matrix for each head of an attention's queries, keys and values."""
-        decisions = {}
-        for name, decision in self._decisions.items():
-            decisions[name] = decision._replace(numbers=decision.per_head)
+        decisions = {
+            path: decision._replace(numbers=decision.per_head)
+            for path, decision in self._decisions.items()
+        }
         return Program(decisions, self.attentions, self._params, self._fun)
 
     def dimension_numbers(self, params: Any = None) -> DimensionNumbersTree:
@@ -138,13 +139,11 @@ class Program:
         for path, leaf in leaf_of.items():
             if is_masked(leaf):
                 continue
-            if path not in inspected:
-                missing.append(path)
             # Sizes may be others, but not the number of axes: a stack of several models has one more.
-            elif jnp.ndim(leaf) != jnp.ndim(inspected[path]):
-                missing.append(f"{path} {jnp.shape(leaf)}")
-            else:
+            if path in inspected and jnp.ndim(leaf) == jnp.ndim(inspected[path]):
                 decisions[path] = self._decisions[path]
+            else:
+                missing.append(f"{path} {np.shape(leaf)}")
         if missing:
             raise ValueError(
                 f"{self._call} was inspected without the parameters {listed(missing, ', ')}; inspect it with the tree "
@@ -162,13 +161,13 @@ class Program:
 
         Weight decay is not for them by default.
         """
-        decisions = self._decisions
-        return {path for path, d in decisions.items() if d.is_vector or not d.trains}
+        decisions = self._decisions.items()
+        return {path for path, d in decisions if d.is_vector or not d.trains}
 
     def skipped(self, params: Any) -> str:
         """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
-        leaf_of = flatten_paths(params)
-        there = {path for path, leaf in leaf_of.items() if not is_masked(leaf)}
+        leaves = flatten_paths(params).items()
+        there = {path for path, leaf in leaves if not is_masked(leaf)}
         missing = [path for path in self._decisions if path not in there]
         if not missing:
             return ""
@@ -222,7 +221,7 @@ class Program:
         return sites
 
     def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Clips all attentions by another factor for each head, between 1 and 1/2, and measures what changes.
+        """Clips all attentions, each head by another factor from 1/2 to 1, and measures what changes.
 
         Use it to verify a clip: it runs the function twice, vectorized, with the parameters as they are and clipped. In
         both runs softmax gets the logits of the first, so that all results must stay equal.
@@ -247,18 +246,16 @@ class Program:
             return find_maxima(closed, [params], self._call, given, shared=True)
 
         _, shapes = jax.eval_shape(results_and_maxima, params)
-        # Each head has another factor, so that a clip that takes one head for another shows. To a clip at 1.0, largest
-        # logits of 1 / factor say that it has to scale the logits by the factor.
-        largest = {}
-        for name, maximum in shapes.items():
-            factors = jnp.linspace(0.5, 1.0, maximum.size).reshape(maximum.shape)
-            largest[name] = 1 / factors
+        # A clip at 1.0 divides the logits of a head by what is given as the largest of them. Each head is given another
+        # number, so that a clip that takes one head for another shows.
+        largest = jax.tree.map(
+            lambda x: jnp.linspace(2.0, 1.0, x.size).reshape(x.shape), shapes
+        )
         clipped = apply_qk_clip(params, largest, sites, 1.0)
         # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones.
         pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, clipped)
         results, maxima = jax.vmap(results_and_maxima)(pair)
-        numbers = [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
-        changes = [_deviation(*result) for result in numbers]
+        changes = [_deviation(*x) for x in results if _is_float(x)]
         deviations = {}
         for name, (before, after) in maxima.items():
             of_logits = _deviation(before / largest[name], after, each=True)
@@ -283,7 +280,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
       params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets. Or an NNX model, which stays
         as it is; its `nnx.Param`s are the parameters.
       *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s; anything else is passed on as it is.
-      **kwargs: Keyword arguments of `fun`, likewise.
+      **kwargs: Keyword arguments of `fun`, like `args`.
 
     Returns:
       A `Program`.
@@ -309,14 +306,15 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         raise TypeError(
             f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
         )
-    # For errors: what the user gave, before a model becomes parameters and state.
-    call, whole = _name(fun), fun
+    # What the user gave, before a model becomes parameters and state.
+    call, given = _name(fun), fun
     types = ", ".join(type(x).__name__ for x in (params, *args))
     fun, params, args = as_function_of_parameters(fun, params, args)
     check_arrays(call, params)
     try:
         # Only shapes are traced: arrays of any size cost nothing.
-        closed, result = _traced(fun, params, args, kwargs)
+        shapes = jax.tree.map(_shape, params)
+        closed, result = _traced(fun, shapes, args, kwargs)
     except Exception as error:
         # Flax's, for a model that `fun` closes over.
         if type(error).__name__ == "TraceContextError":
@@ -328,34 +326,25 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"{call} called your function with ({types}): first the parameters, then the batch."
         )
         raise
-    shapes = jax.tree.map(_shape, params)
-    first = result[0] if isinstance(result, tuple | list) and result else result
-    # Gradients may have another dtype than the parameters.
-    is_like_params = jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, params)
-    if is_like_params and len(jax.tree.leaves(params)) > 1:
-        raise ValueError(
-            f"{call} returns a tree like the parameters, as a training step or a gradient does; give the loss function."
-        )
-    # A loss may come with other results, as with `has_aux`.
-    is_loss = False
-    for loss in jax.tree.leaves(result)[:1]:
-        is_loss = loss.shape == () and jnp.issubdtype(loss.dtype, jnp.inexact)
+    is_loss = _is_loss(call, result, shapes)
     # Leaves and decisions come in the order of the tree.
     paths = list(flatten_paths(params))
-    records = follow(closed, len(jax.tree.leaves(params)))
+    records = follow(closed, len(paths))
     decisions = dict(zip(paths, decide(records, is_loss), strict=True))
     calls = named_attentions(records, paths)
     _check_uses(call, decisions)
     _warn_of_masks(call, calls)
     attentions = [Attention(x.name, x.line, x.site, x.problem) for x in calls]
-    return Program(decisions, attentions, shapes, whole)
+    return Program(decisions, attentions, shapes, given)
 
 
 def _traced(
     fun: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ClosedJaxpr, Any]:
-    """The jaxpr of `fun`, whose inputs are the leaves of `params` and then the arrays in the arguments; and the shapes
-    of what it returns."""
+    """The jaxpr of `fun`, and the shapes of what it returns.
+
+    The inputs of the jaxpr are the leaves of `params`, and then the arrays in the arguments.
+    """
     # What is no array, such as a flag, a string or a function, is given to `fun` as it is.
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
@@ -365,8 +354,24 @@ def _traced(
         args, kwargs = jax.tree.unflatten(structure, filled)
         return fun(params, *args, **kwargs)
 
-    shapes = jax.tree.map(_shape, params)
-    return jax.make_jaxpr(call, return_shape=True)(shapes, arrays)
+    return jax.make_jaxpr(call, return_shape=True)(params, arrays)
+
+
+def _is_loss(call: str, result: Any, params: Any) -> bool:
+    """Whether a function with this result is a loss: a number comes first, perhaps of several results (`has_aux`).
+
+    Raises:
+      ValueError: What comes first is like the parameters.
+    """
+    first = result[0] if isinstance(result, tuple | list) and result else result
+    # Gradients may have another dtype than the parameters.
+    is_like_params = jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, params)
+    if is_like_params and len(jax.tree.leaves(params)) > 1:
+        raise ValueError(
+            f"{call} returns a tree like the parameters, as a training step or a gradient does; give the loss function."
+        )
+    leaves = jax.tree.leaves(result)
+    return bool(leaves) and leaves[0].shape == () and _is_float(leaves[0])
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -374,7 +379,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
-    """Raise if the function uses no parameter; warn of those that it does not use, and of those that can't be told."""
+    """Raise if the function uses no parameter; warn of those that it doesn't use, and of those that are in doubt."""
     unused = [f"{name} ({d.why})" for name, d in decisions.items() if not d.trains]
     # Most likely the tree of another model, or a function that closes over its parameters.
     if decisions and len(unused) == len(decisions):
@@ -383,9 +388,9 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
             "loss and the tree that it takes."
         )
     if unused:
-        names = listed(unused, ", ")
         warn_user(
-            f"{call}: parameters that were not seen to meet data, or have no gradient, go to Adam: {names}."
+            f"{call}: parameters that were not seen to meet data, or have no gradient, go to Adam: "
+            f"{listed(unused, ', ')}."
         )
     # Decided, but on what may be a coincidence of the program.
     doubts = [f"{name} ({d.doubt})" for name, d in decisions.items() if d.doubt]
@@ -399,9 +404,10 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
 def _warn_of_masks(call: str, attentions: Iterable[Call]) -> None:
     """Warn of attentions with something added to their logits that may be a mask or a bias."""
     # What an argument of the function adds may be either, and decides which logits count as masked.
-    doubted = [x for x in attentions if x.site is not None and x.doubt]
-    if doubted:
-        masks = [f"{x.name!r} ({x.doubt})" for x in doubted]
+    masks = [
+        f"{x.name!r} ({x.doubt})" for x in attentions if x.site is not None and x.doubt
+    ]
+    if masks:
         warn_user(
             f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "
             f"{MASKED:.0f} count as a mask; give masks as booleans, jnp.where(mask, logits, -jnp.inf)."
@@ -464,19 +470,19 @@ def find_maxima(
       arguments: Trees whose leaves are the inputs of `closed`. The first holds the parameters.
       call: What an error names.
       given: The leaves of its other arguments, which are constants of `closed`.
-      shared: As in `Probe`.
+      shared: Whether, under `vmap`, all examples get the logits of the first (`Probe.shared`), for `check_clip`.
     """
     # Nothing is kept from one trace to the next, whose jaxpr has other variables.
     clippable = _clippable(closed, arguments, given, call)
     probes: list[Probe] = []
     for attention in clippable:
         probes += (probe._replace(shared=shared) for probe in attention.probes)
-    # What the function returns comes first, then one array for each probe.
+    # It returns what the function returns, and then one array for each probe.
     measured_function = jaxpr_as_fun(with_maxima(closed, tuple(probes)))
     # A constant of the program would come as one of NumPy's.
     results = [jnp.asarray(x) for x in measured_function(*jax.tree.leaves(arguments))]
-    count = len(results) - len(probes)
-    measured = iter(results[count:])
+    count = len(probes)
+    measured = iter(results[-count:])
     maxima = {}
     for attention in clippable:
         queries = attention.spans[0]
@@ -486,13 +492,12 @@ def find_maxima(
             entries = next(measured).reshape(*queries.layers, -1, queries.entries)
             of_calls.append(entries.max(-2))
         maxima[attention.name] = functools.reduce(_larger, of_calls)
-    return results[:count], maxima
+    return results[:-count], maxima
 
 
 def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
     """The larger of the largest logits of two calls of an attention; one that overflows hides none of the other."""
-    nothing = jnp.full_like(a, -jnp.inf)
-    finite = [jax.lax.select(x == jnp.inf, nothing, x) for x in (a, b)]
+    finite = [jnp.where(x == jnp.inf, -jnp.inf, x) for x in (a, b)]
     # `fmax` leaves out NaN.
     return jnp.fmax(*finite)
 
@@ -548,3 +553,7 @@ def _no_site(
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
