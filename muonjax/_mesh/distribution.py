@@ -73,9 +73,11 @@ def _is_spec(x: Any) -> bool:
 
 def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
     """Raise unless `spec` shards by axes of the mesh alone."""
-    axes = getattr(spec, "spec", spec) or ()
-    # Unconstrained axes are left to XLA, so that nobody knows the shards.
-    if not _is_spec(spec) or PartitionSpec.UNCONSTRAINED in axes:
+    is_known = _is_spec(spec)
+    if is_known and spec is not None:
+        # Unconstrained axes are left to XLA, so that nobody knows the shards.
+        is_known = PartitionSpec.UNCONSTRAINED not in getattr(spec, "spec", spec)
+    if not is_known:
         raise TypeError(
             f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's axes, a "
             "NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, params)."

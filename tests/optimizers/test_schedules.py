@@ -155,7 +155,7 @@ def test_adamw_of_half_precision_is_that_of_float32(grad_dtype):
     wide = last_update("float32")
     assert_allclose(last_update("bfloat16"), wide, rtol=1e-6)
     theirs = optax.adamw(1.0, weight_decay=0.0)
-    state = theirs.init(wide)
+    state = theirs.init(jnp.ones(64))
     for grad in grads.astype(jnp.float32):
         expected, state = theirs.update(grad, state, wide)
     assert_allclose(wide, expected, rtol=1e-3)
