@@ -67,7 +67,7 @@ class ClipByStatistic:
     Attributes:
       call: The public function, for errors.
       argument: What `update` calls the statistics.
-      origin: Where the user gets them, for the error of an update without them.
+      source: How the user gets them, for the error of an update without them.
       sites: What is scaled.
       prepare: Checks the modules that the sites match, and may set their powers of γ.
       threshold: The largest value allowed, or a schedule of the number of clips so far.
@@ -77,7 +77,7 @@ class ClipByStatistic:
 
     call: str
     argument: str
-    origin: str
+    source: str
     sites: Sequence[Site]
     prepare: Callable[[list[PlacedSite]], list[PlacedSite]]
     threshold: Any
@@ -128,7 +128,7 @@ class ClipByStatistic:
             if params is None:
                 raise ValueError(f"update needs params: call {usage}.")
             if statistics is None:
-                raise ValueError(f"update needs {self.argument}{self.origin}{usage}.")
+                raise ValueError(f"update needs {self.argument}{self.source}{usage}.")
             # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes
             # are static, so this is done while tracing. `not_trained` names the statistics of a program's attentions
             # with frozen parameters, which are ignored.

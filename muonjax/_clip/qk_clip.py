@@ -113,7 +113,7 @@ def clip_of_logits(
     return ClipByStatistic(
         call=call,
         argument="max_logits",
-        origin=" (muonjax.linen.TrainState passes it on): "
+        source=" (muonjax.linen.TrainState passes it on): "
         "(loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, batch), then\n",
         sites=as_sites("program" if is_optimizer else "sites", sites),
         prepare=_disjoint_attentions,

@@ -66,7 +66,7 @@ def signal_clip(
         clip = ClipByStatistic(
             call="signal_clip",
             argument="signals",
-            origin=": call ",
+            source=": call ",
             sites=checked,
             prepare=_each_scales_its_own,
             threshold=threshold,

@@ -69,7 +69,7 @@ class Site:
         if not self.exact:
             check_pattern("path", self.path)
         check_text(signal=self.signal)
-        if not _are(Scale, self.scales):
+        if not _is_sequence_of(Scale, self.scales):
             raise TypeError(
                 f"(scales={shown(self.scales)}) must be a tuple of muonjax.Scale, at least one."
             )
@@ -80,7 +80,7 @@ class Site:
         check_pattern("norms", self.norms)
 
 
-def _are(kind: type, several: Any) -> bool:
+def _is_sequence_of(kind: type, several: Any) -> bool:
     """Whether this is a sequence of objects of one kind, and not an empty one."""
     is_several = isinstance(several, Sequence) and len(several) > 0
     return is_several and all(isinstance(each, kind) for each in several)
@@ -98,7 +98,7 @@ def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
     several = getattr(sites, "sites", sites)
     if isinstance(several, Site):
         several = (several,)
-    if not _are(Site, several):
+    if not _is_sequence_of(Site, several):
         raise TypeError(
             f"({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
             "or sites such as muonjax.mha_site(). Give all other settings by their names."

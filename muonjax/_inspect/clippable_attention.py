@@ -266,8 +266,8 @@ def _located(
     seen = [x.value for x in logits]
     try:
         return tuple(map(certificate.located, probes, raw, seen))
-    # Some are those of a sink or of padding, or the heads of a projection are in another order.
     except NotFollowed:
         raise Refused(
-            "a clip would not give each of its logits the factor of its head, as one of padding"
+            "a clip would not give each of its logits the factor of its head: some are of padding or a sink, "
+            "heads are in another order, or one parameter makes queries and keys"
         ) from None
