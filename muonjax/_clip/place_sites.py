@@ -64,12 +64,13 @@ def place_sites(
     not_trained: set[str] = set()
     for site in sites:
         if site.exact:
-            # An exact site is one attention of a program, which may be frozen.
+            # An exact site is one attention of a program. If it is frozen, a parameter of it is missing or masked here.
             paths = [below(site.path, scale.path) for scale in site.scales]
             if not all(modules.is_trained(path) for path in paths):
                 not_trained.add(_name_of(site.path, site.signal))
                 continue
-        # A site by hand is a pattern. If it finds no parameters, that is a mistake, for which these functions raise.
+        # A site by hand is a pattern. If it finds no parameters, that is a mistake, and `_matched` or
+        # `_placed_site` raises.
         for path in [site.path] if site.exact else _matched(site, modules):
             name = _name_of(path, site.signal)
             # With two patterns for one module its heads would be scaled twice.
@@ -78,10 +79,12 @@ def place_sites(
                     f"two sites match {name!r}; narrow or merge them, or give each its signal."
                 )
             attentions[name] = _placed_site(site, path, name, modules)
-    # A site by hand has a module by now, or has raised: all these are attentions of a program that do not train.
+    # There is at least one site, and one by hand has a module by now, or has raised: all these are attentions of a
+    # program that do not train.
     if not attentions:
+        names = listed(sorted(not_trained), ", ")
         raise ValueError(
-            f"no attention of the program is trained here: the parameters lack {listed(sorted(not_trained), ', ')}. "
+            f"no attention of the program is trained here: parameters of {names} are missing or masked. "
             "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
         )
     return list(attentions.values()), not_trained

@@ -61,13 +61,13 @@ each that are put together.
 
 A new primitive often needs one word: in `_ENTRYWISE` (`entrywise_rules`) if it works entry by entry (an exponential
 also in `follow_logits.EXPONENTIALS`, which refuses its softmax, as only base e is followed in `follow_logits.after`; a
-root or a power in `follow_logits._POWERS`), in `SAME` (`move_rules`) if it moves nothing, in `_MIXES` (`rules`) if it
-mixes columns, in `_ENTERED` (`graph`) if it calls a body. One that JAX can say in others, but split, pad and neg, has a
-line in `_REWRITTEN` (`graph`), unless logits may lie between. One that moves the entries of one operand has a case in
-`move_rules.moved_by`, which the certificate uses too, and its name at `move_rules._one_operand`; if a mask may pass it,
-also in `possible_numbers._MOVES`. Otherwise write a function (records, node) -> values under `@rule("its name")`:
-`records.inputs(node)` has the values of the operands, `node.params` the equation's parameters. Raise `NotFollowed` for
-settings that you do not handle. If it has several operands and a clip may pass it, the certificate needs its own line.
-Tests: a program in `tests/inspect/hostile_programs.py`, in `attention_programs.py` if a clip may pass it, and the sets
-in `test_rules.py`.
+root or a power in `follow_logits._ROOTS`; linear in several operands, as a sum is, also in `values.SUMS`), in `SAME`
+(`move_rules`) if it moves nothing, in `_MIXES` (`rules`) if it mixes columns, in `_CALLS` (`graph`) if it calls a body.
+One that JAX can say in others, but split, pad and neg, has a line in `_REWRITTEN` (`graph`), unless logits may lie
+between. One that moves the entries of one operand has a case in `move_rules.moved_by`, which the certificate uses too,
+and its name at `move_rules._one_operand`; if a mask may pass it, also in `possible_numbers._MOVES`. Otherwise write a
+function (records, node) -> values under `@rule("its name")`: `records.inputs(node)` has the values of the operands,
+`node.params` the equation's parameters. Raise `NotFollowed` for settings that you do not handle. If it has several
+operands and a clip may pass it, the certificate needs its own line. Tests: a program in
+`tests/inspect/hostile_programs.py`, in `attention_programs.py` if a clip may pass it, and the sets in `test_rules.py`.
 """

@@ -295,7 +295,10 @@ class Certificate:
         return _reduced_if_equal(_product(left, right), summed)
 
     def _moved(self, node: Node, table: Table) -> Table:
-        """The table of the result of an operation on one array with this table."""
+        """The table of the result of an operation on one array with this table, [3, *loops, *axes of the array].
+
+        Axis k of the array is axis `first` + k of the table. Along an axis on which nothing depends it has one entry.
+        """
         name = node.name
         if name in ("reduce_sum", "reduce_max", "reduce_min"):
             axes = axes_after(self.first, node.params["axes"])
@@ -303,7 +306,9 @@ class Certificate:
         if name in ("scan_slice", "scan_stack"):
             return self._through_scan(node, table)
         if name == "conv_general_dilated":
+            # The table is that of the kernel: `_followed` refuses a clip of the activation.
             return self._by_kernel(node, table)
+        # What moves entries moves their factors. All that is left after this keeps each entry where it is.
         if name not in _KEEPS_TABLE:
             return moved_by(self.records, node, table)
         # A cast to whole numbers, or to very few digits: rounding f x gives other numbers than f times the rounded x.
@@ -314,7 +319,7 @@ class Certificate:
         # An untiled `all_gather` adds an axis that counts devices.
         if len(old) != len(new):
             raise NotFollowed
-        # A shard has fewer entries along an axis. If that has several heads, it isn't known which the shard has.
+        # A shard has fewer entries along an axis. If factors differ along it, it isn't known which of them it has.
         for before, after, entries in zip(
             old, new, table.shape[self.first :], strict=True
         ):
@@ -360,7 +365,7 @@ class Certificate:
         Args:
           probe: Where the logits are measured.
           value: The logits up to which the clip was followed, by the number of their array: before masks are added.
-          seen: The logits that the probe measures: after masks, perhaps reshaped.
+          seen: The logits at which the probe is: after masks, perhaps reshaped.
 
         Raises:
           NotFollowed: The logits got other factors than those of their heads.
@@ -392,23 +397,31 @@ class Certificate:
         return probe._replace(path=tuple(path), heads=tuple(axes))
 
     def _heads_of_entries(self, table: Table) -> np.ndarray:
-        """The head of each entry of the logits, by its logarithm, with one entry along each axis without heads.
+        """The number of the head of each entry of the logits, found by the logarithm of its factor.
+
+        It has one entry along each axis without heads.
 
         A table [3, 4, 1, 1] with the logarithms a, b, a, b, where γ has a, b, gives 0, 1, 0, 1 of the shape [4, 1, 1].
+
+        Args:
+          table: That of the logits, [3, *loops, *axes]. The loops are the scans around the logits; one that does not go
+            over layers has one entry.
 
         Raises:
           NotFollowed: They got other factors than their heads.
         """
         layers = math.prod(table.shape[1 : self.first])
-        # A column for each entry: its logarithms in all layers, and then its positions. Entries of one head have equal
-        # columns, so that there are as many different ones as heads. They are sorted by the logarithm in the first
-        # layer.
+        # A column for each entry of the logits: its logarithms in all layers, then its first positions and its last
+        # ones. Entries of one head have equal columns. Logits of some features of a head only, or of two heads that
+        # were taken for one, have the logarithm of a head and other positions, and so make one column too many. Columns
+        # are sorted by the logarithm in the first layer.
         columns, column_of = np.unique(
             table.reshape(3 * layers, -1), axis=1, return_inverse=True
         )
         # [layers, heads]
         expected = self.logarithms.reshape(-1, self.logarithms.shape[-1])
         order = expected[0].argsort()
+        # A zero among the logits, as of a sink, has the logarithm NaN, which equals nothing.
         if not np.array_equal(columns[:layers], expected[:, order]):
             raise NotFollowed
         return order[column_of].reshape(table.shape[self.first :])

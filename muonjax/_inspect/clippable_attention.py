@@ -249,15 +249,21 @@ def _located(
     Args:
       records: What is known of the function.
       calls: Calls that have `spans` among their proposals, and so a probe each.
-      spans: What the clip scales; the first is one of the queries.
+      spans: What the clip scales.
 
     Raises:
       Refused: A clip would not scale the logits of each head alone.
     """
-    probes = [call.probes[0] for call in calls]
-    # `_check_softmaxes` has seen that the softmaxes of a call take equal logits.
-    logits = [records.attention.softmaxes[call.operation][0][0] for call in calls]
-    # A clip scales the logits before a mask or a bias is added, and the probe sees them after that.
+    probes = []
+    logits = []
+    for call in calls:
+        # Until calls become one attention, each has one probe.
+        probes += call.probes
+        # The logits and the axes of keys of one softmax: `_check_softmaxes` has seen that they are those of all.
+        of_softmax, _ = records.attention.softmaxes[call.operation][0]
+        logits.append(of_softmax)
+    # The certificate follows the clip up to the logits before a mask or a bias is added. The probe is at the logits
+    # after that: it reads from them which are masked, and measures the others as they were before.
     raw = [x.raw if x.is_biased else x.value for x in logits]
     certificate = Certificate(records, probes, raw, spans)
     failure = certificate.failure()

@@ -125,20 +125,24 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     node = operation.node
     value, other = operation.values[at], operation.values[1 - at]
     products = _products(other, "logits")
+    # A sum or a difference of logits needs no sign: both say in which array the result is. `through` ends those
+    # that are masked or shifted already.
     if products and products.isdisjoint(_products(value, "logits")):
         return through(node, value._replace(logits=(*value.logits, *other.logits)))
     if node.name == "sub" and at == 1:  # mask - logits
         return ()
+    # What none of these cases takes ends here, and its attention is refused.
     logits = []
     for x in value.logits:
         if x.product in _products(other, "per query"):
-            # Softmax may subtract any number that is the same for all keys. The maximum [batch, head, query, 1]
-            # repeats along the keys. Without such a fact, a number may differ along all axes.
+            # Softmax may subtract any number that is the same for all keys, such as the maximum [batch, head, query,
+            # 1]. The layout of its fact "repeats" varies along the axes along which the number differs: all but the
+            # keys. Without such a fact it may differ along all axes.
             facts = [fact for fact in other.facts if fact.what == "repeats"]
-            everywhere = AxisFact("repeats", whole(x.layout.shape))
-            shifts = (*x.shifts, *(facts or [everywhere]))
+            differs_everywhere = AxisFact("repeats", whole(x.layout.shape))
+            shifts = (*x.shifts, *(facts or [differs_everywhere]))
             logits.append(x._replace(shifts=shifts))
-        # No mask is added after the maximum, and no array that a clip may change, such as a learned bias.
+        # No mask is added after the maximum, and no array that depends on parameters, such as a learned bias.
         elif not x.shifts and not _may_change([other]):
             logits.append(_masked(operation, at, x))
     return tuple(logits)

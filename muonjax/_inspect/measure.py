@@ -177,7 +177,14 @@ def _with_all_maxima(
 def _shard_map(
     eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
 ) -> list[Any]:
-    """What a `shard_map` returns, and then for each probe the largest logits of all devices."""
+    """What a `shard_map` returns, and then for each probe the largest logits [*layers, *heads] of all devices.
+
+    Args:
+      eqn: The equation of the `shard_map`.
+      body: Its body, as the program has it.
+      probes: Those in this body, at least one, with paths that begin in it.
+      operands: The values of the equation's inputs.
+    """
     params = eqn.params
     mesh = params["mesh"]
     check_vma = params["check_vma"]
@@ -189,11 +196,12 @@ def _shard_map(
         outputs = _run(body, probes, *operands)
         results = outputs[:-count]
         for maximum in outputs[-count:]:
+            # Every device has all heads, or the certificate would have refused the clip, so this is entry by entry.
             # With `check_vma`, JAX knows along which axes of the mesh the maximum may differ from device to device.
             # Without it, it may differ along all of them.
             differing = axis_names
             if check_vma:
-                differing &= versions.varying(jax.typeof(maximum))
+                differing = axis_names & versions.varying(jax.typeof(maximum))
             axes = tuple(axis for axis in mesh.axis_names if axis in differing)
             results.append(jax.lax.pmax(maximum, axes) if axes else maximum)
         return results

@@ -300,7 +300,8 @@ def looked_up(
     Args:
       records: Gets a record of each parameter that data look up.
       node: The operation.
-      values: The array, whose axes without a source count matrices from here on (`Layout.loops`), and its indices.
+      values: The array, whose axes without a source count matrices from here on (`Layout.loops`), and its indices; none
+        for what an iteration of a scan takes.
       sources: For each axis of the result the axis of the array that it has all of, if it is one. So [None, None, 1] of
         a table [256, 64] are its rows at indices [2, 8]. Along all other axes of the array one entry is taken.
     """
@@ -315,14 +316,16 @@ def looked_up(
     # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
     if dependent(indices).depends_on & DATA:
         for view in x.views:
-            # In (table @ w)[tokens], a factored embedding, tokens choose rows of the table, and w multiplies these.
+            # (table @ w)[tokens], a factored embedding: both are factors of a product (`inner`). Tokens choose rows of
+            # the table, and w multiplies these.
             if view.inner:
                 raise NotFollowed
             rows = view.layout.runs_along(other_axes(len(view.layout.shape), order))
             if rows:
                 records.record(node, "looked up", view, rows=rows)
-    # It is followed on: an index may choose the matrix of an expert, which is multiplied then. Columns of an array that
-    # has parameters too are not followed.
+    # It is followed on: an index may choose the matrix of an expert, which is multiplied then. The first entry stands
+    # for all: callers have seen that columns don't differ along the axes that are gone, or a loop takes one after the
+    # other. In w * (x @ v) the parameter w alone is followed.
     views = move_each(x.views, visited)
     columns = () if x.views else x.projections
     projections = move_each(columns, lambda layout: layout.pick(order, shape))

@@ -533,18 +533,20 @@ def _by_kernel(
 ) -> Value:
     """The result of a convolution, or of each expert's matrix times its rows: a layer if the weights are parameters.
 
-    Weights that data made are not followed: the result only depends on both operands, whose parameters are left to
-    names.
+    Weights that data made are not followed: the result only depends on both operands. Parameters that the operands hold
+    as views, and kernels mixed for each example, are left to names.
     """
     values = [activation.value, weights.value]
     result = dependent(values)
-    # Parameters, or without groups also parameters times data, such as a mask. With groups such a kernel may be made
-    # for each example of a batch that was reshaped to be the groups.
+    # Parameters alone (`is_weight`), or without groups also parameters times data, such as a masked kernel. With groups
+    # such a kernel may be made for each example of a batch that was reshaped to be the groups.
     is_followed = weights.value.is_weight or weights.kernel.groups == 1
     if weights.value.views and is_followed:
         return _by_parameter(records, node, result, weights, activation)
     records.record_views(node, node.name, values, "unknown")
+    # The kernels may be mixed for each example, sum_e r[b, e] w[e, ...]: then w is left to names.
     _record_mixture(records, node, weights)
+    # Either way it counts as a layer: what comes before it is no output head.
     if weights.value.depends_on & PARAMETER:
         records.layers.products.add(node.index)
     # A frozen kernel over an activation that trains is a frozen layer. A depthwise one, such as a blur, does not count.

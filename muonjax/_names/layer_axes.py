@@ -68,11 +68,13 @@ def _layers(
     at the same position. In any other module, the modules inside of it are tried in turn. In the tree, the parameters
     are all below the same `depth` keys.
     """
-    # None, for a leaf that may or may not be a stack, fits either answer.
+    # By a leaf's number of axes and its bias, which is among the neighbors. None, for a leaf that may or may not be a
+    # stack, fits either answer.
     verdicts = {is_stacked(p, neighbors) for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)
-        # None if they are no stack after all.
+        # None if they are no stack after all. If two axes fit equally well, the leaves come back as they are, and the
+        # modules inside of the stack are not tried.
         if layers is not None:
             return layers
     if len(parameters) == 1:

@@ -284,8 +284,9 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
     """A + delta I, with delta somewhat above the error that rounding left in A.
 
     After the dominant part is subtracted, the remaining matrix has the absolute error of A. If that makes an eigenvalue
-    negative, polynomials can amplify it without bound. The entries' errors are of random sign and about
-    eps / 2 sqrt(a_ii a_jj) at least; the norm of such a matrix is eps sqrt(max a_ii * tr A).
+    negative, polynomials can amplify it without bound. The entries' errors are of random sign and eps / 2 sqrt(a_ii
+    a_jj) in the best case. A symmetric matrix of such entries has about twice the norm of its largest row, eps
+    sqrt(max a_ii * tr A). Sums of many terms lose more: `ROUNDING` times that.
     """
     info = jnp.finfo(gram.dtype)
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.

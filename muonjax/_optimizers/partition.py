@@ -201,6 +201,7 @@ def _params_with_gradients(updates: Any, params: Any) -> Any:
             raise ValueError(
                 f"the gradient of {path!r} has shape {jnp.shape(gradient)}, the parameter {jnp.shape(leaf)}."
             )
+        # Where one of them is masked, the gradient's entry keeps the structure of the gradients.
         kept.append(leaf if is_present else gradient)
     # `gradients` is in the order of the tree.
     return jax.tree.structure(updates, is_leaf=is_masked).unflatten(kept)

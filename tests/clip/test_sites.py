@@ -415,7 +415,7 @@ def test_exact_sites_skip_what_is_not_trained_by_one_path_alone():
         muonjax.qk_clip(1.0, [a, pattern]).init({"b": attention()})
     with pytest.raises(
         ValueError,
-        match="no attention of the program is trained here: the parameters lack a, b",
+        match="no attention of the program is trained here: parameters of a, b are missing",
     ):
         muonjax.qk_clip(1.0, [a, b]).init({"c": attention()})
 
