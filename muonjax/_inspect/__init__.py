@@ -57,7 +57,7 @@ so a mistake in them costs a refusal. One thing it does not see, and `clippable_
 each that are put together.
 
 `measure` runs the function with its largest logits as further results, and is otherwise the function to the bit;
-`value_and_grad` differentiates that, and `versions` has what differs between versions of JAX.
+`value_and_grad` differentiates that, and `jax_versions` has what differs between versions of JAX.
 
 A new primitive often needs one word: in `_ENTRYWISE` (`entrywise_rules`) if it works entry by entry (an exponential
 also in `follow_logits.EXPONENTIALS`, which refuses its softmax, as only base e is followed in `follow_logits.after`; a

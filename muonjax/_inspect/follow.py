@@ -14,11 +14,11 @@ import numpy as np
 from muonjax._inspect import move_rules, product_rules, reduction_rules  # noqa: F401  they fill RULES
 from muonjax._inspect.entrywise_rules import FOLDED
 from muonjax._inspect.graph import Graph, Node
+from muonjax._inspect.jax_versions import Body
 from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import RULES, unknown
 from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
-from muonjax._inspect.versions import Body
 
 
 def follow(body: Body, count: int, given: Sequence[Any] = ()) -> Records:

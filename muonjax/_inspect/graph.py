@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from muonjax._inspect.versions import (
+from muonjax._inspect.jax_versions import (
     Body,
     bodies,
     constants,

@@ -18,12 +18,12 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
-from muonjax._inspect import versions
+from muonjax._inspect import jax_versions
 from muonjax._inspect.graph import Step
+from muonjax._inspect.jax_versions import Body, opened
 from muonjax._inspect.layouts import other_axes
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._inspect.values import grouped
-from muonjax._inspect.versions import Body, opened
 
 
 class Probe(NamedTuple):
@@ -88,7 +88,7 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
                     values[variable] = _of_the_first(values[variable])
 
     # Logits may be an input of the body, as where a softmax has a function of its own.
-    write([*jaxpr.constvars, *jaxpr.invars], [*versions.constants(body), *arrays])
+    write([*jaxpr.constvars, *jaxpr.invars], [*jax_versions.constants(body), *arrays])
     for index, eqn in enumerate(jaxpr.eqns):
         # As JAX runs a jaxpr, so that errors and profiles name the user's lines and scopes.
         scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -124,7 +124,7 @@ def _bound_with_maxima(
     # From each probe the first step of its path, and the probe as the body sees it.
     steps = [probe.path[0] for probe in probes]
     inside = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
-    bodies = versions.bodies(eqn)
+    bodies = jax_versions.bodies(eqn)
     # A softmax with a `custom_jvp`: its rule gives derivatives of the outputs that it has, so it can't get more.
     if name.startswith("custom_"):
         # The body runs once more, for the maxima. The results come from the call itself, with its derivatives.
@@ -138,7 +138,7 @@ def _bound_with_maxima(
         return _shard_map(eqn, bodies[0], inside, operands)
     # Others are bound with bodies that return the maxima after their other results.
     new = _with_all_maxima(bodies, steps, inside)
-    outputs = bound(eqn, operands, **versions.with_bodies(eqn, new, count))
+    outputs = bound(eqn, operands, **jax_versions.with_bodies(eqn, new, count))
     # A scan stacks the maxima of its iterations. Where the iterations are layers, they are kept; where they are others,
     # such as blocks of queries, the largest one counts.
     if name == "scan":
@@ -201,7 +201,7 @@ def _shard_map(
             # Without it, it may differ along all of them.
             differing = axis_names
             if check_vma:
-                differing = axis_names & versions.varying(jax.typeof(maximum))
+                differing = axis_names & jax_versions.varying(jax.typeof(maximum))
             axes = tuple(axis for axis in mesh.axis_names if axis in differing)
             results.append(jax.lax.pmax(maximum, axes) if axes else maximum)
         return results
@@ -221,7 +221,7 @@ def _nothing(kind: Any) -> jax.Array:
     """Largest logits of this type where there are none: -inf, as of a branch of a `cond` that skips its layer."""
     # Under explicit axes, or inside of a `shard_map`, the type says how the maxima are divided.
     x = jax.lax.full(kind.shape, -jnp.inf, jnp.float32, sharding=kind.sharding)
-    axes = tuple(versions.varying(kind))
+    axes = tuple(jax_versions.varying(kind))
     return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
