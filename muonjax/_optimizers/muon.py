@@ -29,8 +29,9 @@ from muonjax._mesh.host_memory import offload
 from muonjax._names.routes import decays
 from muonjax._newton_schulz.settings import NewtonSchulz
 from muonjax._optimizers.partition import check_program, partition_by_route, sharded_as
+from muonjax._transforms.adamw import adamw
 from muonjax._transforms.hyperball import hyperball
-from muonjax._transforms.learning_rate import adamw, scale_by_learning_rate
+from muonjax._transforms.learning_rate import scale_by_learning_rate
 from muonjax._transforms.match_rms import match_rms
 from muonjax._transforms.momentum import momentum_dtype, trace
 from muonjax._transforms.normalize_neurons import normalize_neurons

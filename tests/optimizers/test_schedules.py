@@ -8,7 +8,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import muonjax
-from muonjax._transforms.learning_rate import adamw
+from muonjax._transforms.adamw import adamw
 from tests.tools.optimizers import optimizer
 from tests.tools.oracles import SHORT, gradients, normal
 

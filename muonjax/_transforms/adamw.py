@@ -1,0 +1,51 @@
+"""AdamW for the leaves that are no matrices, computed in float32 or wider."""
+
+from typing import Any
+
+import jax
+import optax
+
+from muonjax._common.linalg import at_least_float32
+from muonjax._transforms.learning_rate import scale_by_learning_rate
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    **settings: Any,
+) -> optax.GradientTransformation:
+    """`optax.adamw`, computed in float32 or wider; for a schedule the state keeps the last rate."""
+    # The members of Optax's own chain; the first and the last one have another state.
+    return optax.chain(
+        _scale_by_adam(**settings),
+        optax.add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def _scale_by_adam(**settings: Any) -> optax.GradientTransformation:
+    """`optax.scale_by_adam`, computed in float32 or wider; the state keeps its dtypes, whatever the gradients have.
+
+    In float16 the square of a gradient of 1e-4 and an eps of 1e-8 are 0, and in bfloat16 the sum 0.999 v + 0.001 g^2
+    is rounded to v. The first moment has `mu_dtype`, or the parameter's dtype, and the second one at least float32.
+    """
+    adam = optax.scale_by_adam(**settings)
+
+    def widened(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), tree)
+
+    def init(params: optax.Params) -> optax.OptState:
+        state: Any = adam.init(params)
+        return state._replace(nu=widened(state.nu))
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: Any = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        directions, new_state = adam.update(widened(updates), state, params)
+        # Each update has the dtype of its gradient.
+        directions = optax.tree.cast_like(directions, updates)
+        return directions, optax.tree.cast_like(new_state, state)
+
+    return optax.GradientTransformation(init, update)
