@@ -134,7 +134,7 @@ def muon(
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         """The chain for matrices, in Optax's order, so that its state is Optax's."""
-        # Optax scales by the width where no root mean square is given.
+        # Without a root mean square Optax scales by sqrt(max(1, fan_out / fan_in)).
         if consistent_rms is None:
             scale_by_shape = match_rms(rule="width", dimension_numbers=numbers)
         else:

@@ -12,8 +12,8 @@ def numbers_from_loop(
 ) -> Sequence[jax.typing.ArrayLike]:
     """The same numbers, on a CPU as int32 results of a loop, so that XLA does not know them.
 
-    Slices at numbers that XLA does not know are one kernel; at constants each is a kernel of its own. With 96 layers of
-    one shape, to compile such slices took more than half of the time.
+    Slices of one size, such as the matrices of a stack, are one kernel at numbers that XLA does not know; at constants
+    each is a kernel of its own. With 96 layers of one shape, to compile such slices took more than half of the time.
     """
     # Elsewhere each pass of the loop would be a launch; and a single slice is a single kernel either way.
     if platform != "cpu" or len(numbers) < 2:

@@ -92,9 +92,10 @@ Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
 def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
     """One site, several of them, or those of a `Program`, as a tuple.
 
-    Raises TypeError, which names the argument, for anything else.
+    Raises TypeError, which names the argument, for anything else. A `Program` without an attention that can be clipped
+    raises ValueError.
     """
-    # A `Program` makes its sites anew at each call, and warns of attentions that can't be clipped.
+    # `Program.sites` makes the sites anew, and warns of attentions that can't be clipped: it is read once.
     several = getattr(sites, "sites", sites)
     if isinstance(several, Site):
         several = (several,)

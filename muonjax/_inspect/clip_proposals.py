@@ -67,10 +67,12 @@ def _heads_of(span: PlacedScale) -> tuple[int, tuple[int, ...]]:
 
 
 def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale]:
-    """The scales of the queries, with the factor "whole" for features that meet `shared` ones of the keys.
+    """The scales of the queries: γ for features that meet `shared` ones of the keys, "whole", and √γ for the others.
+
+    Features are numbered along the axis that the logits sum over. If all are shared, the queries alone are scaled.
 
     Raises:
-      Refused: Which parameters make a head can't be told.
+      Refused: The queries come from no parameter that trains, or which entries make a head can't be told.
     """
     projections = queries.operand.value.projections
     if not projections:

@@ -92,7 +92,7 @@ def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
 def _mesh_axes_by_axis(
     spec: PartitionSpec | NamedSharding | None, ndim: int = 0
 ) -> tuple[Axes, ...]:
-    """For each axis of an array, the mesh axes that `spec` names for it.
+    """For each axis that `spec` has, or for all `ndim` axes of an array, the mesh axes that shard it.
 
     P("fsdp", None, ("data", "tensor")) gives (("fsdp",), (), ("data", "tensor")).
     """

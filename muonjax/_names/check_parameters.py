@@ -16,7 +16,7 @@ _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "s
 
 
 def check_parameters(params: Any) -> None:
-    """Raise TypeError unless this is a tree of arrays, as a module, an optimizer or a `Program` is not.
+    """Raise TypeError unless this is a tree of arrays, or of their shapes, as a module or a `Program` is not.
 
     Warns of collections next to the parameters, as `model.init` of Flax returns them.
     """
@@ -31,7 +31,7 @@ def check_parameters(params: Any) -> None:
                 f"(params) got {type(leaf).__name__} for the array {path!r}: give arrays alone, as "
                 "model.init(key, x)['params'] or eqx.filter(model, eqx.is_inexact_array)."
             )
-    # Running means under a name such as "mean" would be taken for parameters.
+    # Names alone don't tell that batch_stats/norm/mean is a running mean and no parameter: it would go to AdamW.
     if isinstance(params, Mapping) and "params" in params:
         beside = ", ".join(str(name) for name in params if name in _COLLECTIONS)
         if beside:

@@ -238,7 +238,7 @@ def _warn_without_ends(
 
 
 def decays(params: Any, vectors: Collection[str] = ()) -> Any:
-    """Which leaves weight decay is for: False for biases, scales and other `vectors`.
+    """Which leaves weight decay is for: False for biases, scales and `vectors`, the paths that a program knows as such.
 
     >>> import jax.numpy as jnp
     >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}, "scale": jnp.ones(4)})
@@ -249,6 +249,7 @@ def decays(params: Any, vectors: Collection[str] = ()) -> Any:
     for path, role in roles.read_roles(leaves).items():
         # The bias of a query has two axes, [heads, size], and is a vector nevertheless.
         is_vector = role.name in ("bias", "scale") or path in vectors
+        # In AdamW's tree the leaves of Muon are masked, and these are no leaves for `jax.tree`.
         if not trees.is_masked(leaves[path]):
             decayed.append(jnp.ndim(leaves[path]) > 1 and not is_vector)
     return jax.tree.structure(params).unflatten(decayed)
