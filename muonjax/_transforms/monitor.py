@@ -112,11 +112,11 @@ def monitor(
         with errors_of("monitor"):
             pieces = matrix_pieces(numbers, params)
             _check_same_matrices(inner_state, params, pieces)
-        # NaN for each statistic
-        shapes = jax.eval_shape(
+        names = jax.eval_shape(
             functools.partial(_statistics, pieces), params, params, params
         )
-        unmeasured = optax.tree.full_like(shapes, jnp.nan)
+        # An array for each, as a buffer in two places can't be donated, and on no mesh, as Optax's counters are.
+        unmeasured = {name: jnp.full((), jnp.nan, jnp.float32) for name in names}
         return MonitorState(inner_state, jnp.zeros([], jnp.int32), unmeasured)
 
     def update(updates, state, params=None, **extra_args):
