@@ -257,11 +257,11 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     runs = []
     for axis, parts in sorted(by_axis.items()):
         run, _ = parts[0]
-        holes_of_parts = [holes for _, holes in parts]
         # Equal runs are one, as along the rows of a kernel of which only columns were cut.
         if len({run for run, _ in parts}) > 1:
             # Holes of all parts, as in a rotation of queries next to other ones, stay in the run `OTHER` alone.
-            filled = ~np.logical_and.reduce(np.broadcast_arrays(*holes_of_parts))
+            holes_of_parts = np.broadcast_arrays(*(holes for _, holes in parts))
+            filled = ~np.logical_and.reduce(holes_of_parts)
             terms = [
                 np.where(holes & filled, HOLE, run.positions) for run, holes in parts
             ]

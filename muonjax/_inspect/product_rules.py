@@ -174,6 +174,21 @@ def _by_parameter(
     return result._replace(projections=tuple(projections), depends_on=depends_on)
 
 
+def _unfollowed_product(records: Records, weights: Operand) -> str:
+    """What in these weights leaves their parameters to names, in words; "" if nothing does."""
+    views = weights.value.views
+    # The parts of c[..., 0] + 1j * c[..., 1] are added up in the real part of c @ h, and kept in c @ x of real x.
+    dtype = records.graph.avals[weights.array].dtype
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if is_complex and len(views) > len({view.leaf for view in views}):
+        return "a sum of its real and imaginary parts"
+    # Learned queries times a kernel of several heads, by keys: the heads are columns of the kernel alone.
+    lacks_heads = any(not view.layout.runs_along(weights.batch) for view in views)
+    if weights.batch and lacks_heads and any(view.inner for view in views):
+        return PRODUCT_OF_PARAMETERS
+    return ""
+
+
 def _recorded_projections(
     records: Records, node: Node, weights: Operand, activation: Operand
 ) -> list[Projection]:
@@ -183,27 +198,17 @@ def _recorded_projections(
     sums over an axis of w and of a; b is a factor (`view.inner` holds the axes in which factors meet, those of a that b
     sums over). A parameter of which no axis is summed over, and that is no factor, is a scale.
     """
+    unfollowed = ""
     if weights.value.is_weight:
-        views = weights.value.views
-        # The parts of c[..., 0] + 1j * c[..., 1] are added up in the real part of c @ h, and kept in c @ x of real x.
-        dtype = records.graph.avals[weights.array].dtype
-        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        if is_complex and len(views) > len({view.leaf for view in views}):
-            what = "a sum of its real and imaginary parts"
-            records.record_views(node, what, [weights.value], "unknown")
-            return []
-        # Learned queries times a kernel of several heads, by keys: the heads are columns of the kernel alone.
-        shared = [v for v in views if not v.layout.runs_along(weights.batch)]
-        if weights.batch and shared and any(view.inner for view in views):
-            records.record_views(
-                node, PRODUCT_OF_PARAMETERS, [weights.value], "unknown"
-            )
-            return []
-        # Slices that are added are one matrix. Where data choose between slices, the value is no weight any more.
-        records.record_added_slices(views)
+        unfollowed = _unfollowed_product(records, weights)
+        if not unfollowed:
+            # Slices that are added are one matrix. Where data choose between slices, the value is no weight any more.
+            records.record_added_slices(weights.value.views)
     # Axes of experts would be taken for rows.
-    if _sums_over_experts(records, activation):
-        records.record_views(node, "a sum over experts", [weights.value], "unknown")
+    if not unfollowed and _sums_over_experts(records, activation):
+        unfollowed = "a sum over experts"
+    if unfollowed:
+        records.record_views(node, unfollowed, [weights.value], "unknown")
         return []
     kernel = weights.kernel
     if _cuts_input(activation):
