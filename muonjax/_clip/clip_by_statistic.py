@@ -22,6 +22,7 @@ from muonjax._common.arguments import (
     whole_number,
 )
 from muonjax._common.explicit_axes import sharded_like, zero_beside
+from muonjax._common.linalg import at_least_float32
 from muonjax._common.trees import flatten_paths, is_masked
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ def scaled_update(
     # The result has the wider dtype: a half-precision update of a float32 weight would miss the bound.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)
-        wide = jnp.promote_types(dtype, jnp.float32)
+    wide = at_least_float32(dtype)
     # In 16 bits f itself would be rounded, and the difference f − 1 with it.
     u = u.astype(wide)
     p = p.astype(wide)
