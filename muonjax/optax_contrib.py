@@ -134,11 +134,6 @@ def muon(
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
         """The chain for matrices, in Optax's order, so that its state is Optax's."""
-        # Without a root mean square Optax scales by sqrt(max(1, fan_out / fan_in)).
-        if consistent_rms is None:
-            scale_by_shape = match_rms(rule="width", dimension_numbers=numbers)
-        else:
-            scale_by_shape = match_rms(consistent_rms, dimension_numbers=numbers)
         return optax.chain(
             scale_by_muon(
                 ns_coeffs,
@@ -152,7 +147,7 @@ def muon(
                 weight_dimension_numbers=numbers,
                 distribution=distribution,
             ),
-            scale_by_shape,
+            match_rms(consistent_rms, dimension_numbers=numbers),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )

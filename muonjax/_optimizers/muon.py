@@ -165,11 +165,10 @@ def _muon_like(
     # trees.
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
     mask = fitted_mask("weight_decay_mask", weight_decay_mask)
-    scale: dict[str, Any] = {"rule": "width"} if rms is None else {"rms": rms}
     # W <- W - learning_rate (O + weight_decay W) for the scaled polar factor O
     all_members: list[Member] = [
         *members,
-        lambda numbers: match_rms(**scale, dimension_numbers=numbers),
+        lambda numbers: match_rms(rms, dimension_numbers=numbers),
         lambda _: optax.add_decayed_weights(weight_decay, mask),
         lambda _: scale_by_learning_rate(learning_rate),
     ]

@@ -1,47 +1,39 @@
 """The size of an orthogonalized update, from the shape of its matrix."""
 
 import math
-from typing import Literal, get_args
 
 import optax
 
-from muonjax._common.arguments import check_choice, check_range, errors_of
+from muonjax._common.arguments import check_range, errors_of
 from muonjax._matrices.matrix_view import (
     DimensionNumbersTree,
     MatrixView,
     matrix_pieces,
 )
 
-Rule = Literal["rms", "width", "spectral"]
-
 
 def match_rms(
-    rms: float = 0.2,
+    rms: float | None = 0.2,
     *,
     dimension_numbers: DimensionNumbersTree | None = None,
-    rule: Rule = "rms",
 ) -> optax.GradientTransformation:
     r"""Scale orthogonalized updates by their shape.
 
     An orthogonal m x n matrix of full rank has root mean square 1 / sqrt(max(m, n)); one of rank r has sqrt(r /
-    min(m, n)) times that. With `rule`
-
-    - "rms": times `rms` sqrt(max(m, n)): every update of full rank has the root mean square `rms`. AdamW's is
-      usually 0.2 to 0.4, so 0.2 lets Muon take AdamW's weight decay, and two to four times its rate.
-    - "width": times sqrt(max(1, fan_out / fan_in)), Jordan's; `rms` is not used.
-    - "spectral": times sqrt(fan_out / fan_in), the spectral norm at the scale of the layer (Bernstein); `rms`
-      is not used.
+    min(m, n)) times that. It is multiplied by `rms` sqrt(max(m, n)), so that every update of full rank has the root
+    mean square `rms`. AdamW's is usually 0.2 to 0.4, so 0.2 lets Muon take AdamW's weight decay, and two to four times
+    its rate.
 
     Args:
-      rms: The root mean square of an update of full rank; > 0.
+      rms: The root mean square of an update of full rank; > 0. None multiplies by sqrt(max(1, fan_out / fan_in))
+        instead, as Jordan's Muon does.
       dimension_numbers: As in `orthogonalize`.
-      rule: Which of the three.
 
     Returns:
       A stateless `optax.GradientTransformation`.
 
     Raises:
-      ValueError: If `rms` is not positive, the rule is unknown, or the dimension numbers do not fit the tree.
+      ValueError: If `rms` is not positive, or the dimension numbers do not fit the tree.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -51,23 +43,19 @@ def match_rms(
       0.2
 
     Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et al.,
-    "Muon", 2024; Bernstein & Newhouse, "Modular duality in deep learning", 2024.
+    "Muon", 2024.
     """
-    with errors_of("match_rms"):
-        check_range(
-            "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's."
-        )
-        check_choice("rule", rule, get_args(Rule))
+    if rms is not None:
+        with errors_of("match_rms"):
+            check_range(
+                "rms", rms, "positive and finite", "; 0.2 is the usual RMS of AdamW's."
+            )
 
     def factor(view: MatrixView) -> float:
         """What an orthogonalized matrix with this view is multiplied by."""
-        ratio = view.fan_out / view.fan_in
-        if rule == "spectral":
-            # This norm maps inputs of RMS 1 to outputs of RMS 1 at most.
-            return math.sqrt(ratio)
-        if rule == "width":
+        if rms is None:
             # A layer that narrows keeps the norm 1.
-            return math.sqrt(max(1.0, ratio))
+            return math.sqrt(max(1.0, view.fan_out / view.fan_in))
         # An orthogonal m x n matrix has the RMS 1 / sqrt(max(m, n)).
         return rms * math.sqrt(max(view.fan_in, view.fan_out))
 

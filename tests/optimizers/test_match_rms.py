@@ -18,11 +18,10 @@ def scale(shape, numbers=None, **settings):
     [
         ({}, 0.2 * 8**0.5),
         ({"rms": 1.0}, 8**0.5),
-        ({"rule": "width"}, 1.0),
-        ({"rule": "spectral"}, 0.5**0.5),
+        ({"rms": None}, 1.0),
     ],
 )
-def test_rules(settings, expected):
+def test_scales(settings, expected):
     assert scale((8, 4), **settings) == pytest.approx(expected)
     # The same matrix, seen through an attention kernel's axes.
     assert scale(
@@ -31,7 +30,7 @@ def test_rules(settings, expected):
 
 
 def test_width_widens_only():
-    assert scale((4, 8), rule="width") == pytest.approx(2**0.5)
+    assert scale((4, 8), rms=None) == pytest.approx(2**0.5)
 
 
 def test_a_vector_is_refused():
