@@ -86,9 +86,12 @@ def test_prefix_broadcasting():
     [
         (
             {"a": "x"},
-            r"^f\(x=...\): the labels are neither .*difference on key sets is b$",
+            r"^f\(x=...\): the labels are neither .*difference on key sets is \W*b\W*$",
         ),
-        ({"a": "x", "b": {"c": "y", "d": "z"}}, "key sets is d"),
+        (
+            {"a": "x", "b": {"c": "y", "d": "z"}},
+            r"key sets is \W*d",
+        ),  # ['d'] in JAX 0.12
         ([], "different types at key path"),
         ({"a": "x", "b": nnx.State({"c": "y"})}, "different types.*State"),
     ],
