@@ -84,8 +84,8 @@ def max_logits(
             right = 0
         block = whole_number("block", block, 1, " of positions, at least 1.")
         block_q, block_k = min(T, block), min(S, block)
-        if scale is not None:
-            check_range("scale", scale, "finite", "; 1/√D is usual.")
+        scale = depth**-0.5 if scale is None else scale
+        check_range("scale", scale, "finite", "; 1/√D is usual.")
         if mask is not None:
             wanted = "of booleans or numbers that broadcasts to [*batch, heads, T, S]"
             _check_array("mask", mask, wanted)
@@ -99,7 +99,7 @@ def max_logits(
     # The key stays [*batch, S, key_heads, depth].
     query = query.reshape(*batch, T, key_heads, groups, depth)
     # In the dtype of the products: a factor in bfloat16 would be off by up to 0.4 %.
-    factor = jnp.asarray(depth**-0.5 if scale is None else scale, dtype)
+    factor = jnp.asarray(scale, dtype)
 
     def largest_of_block(
         start: jax.Array | np.ndarray,
@@ -120,22 +120,20 @@ def max_logits(
             preferred_element_type=dtype,
         )
         logits = factor * products.reshape(*batch, heads, block_q, block_k)
+        query_positions = i + jnp.arange(block_q)
+        key_positions = j + jnp.arange(block_k)
+        ahead = key_positions - query_positions[:, None]
         # A window of left = T and right = S hides no pair.
-        if left < T or right < S:
-            query_positions = i + jnp.arange(block_q)
-            key_positions = j + jnp.arange(block_k)
-            ahead = key_positions - query_positions[:, None]
-            in_window = (ahead <= right) & (-ahead <= left)
-            logits = jnp.where(in_window, logits, -jnp.inf)
+        visible = (ahead <= right) & (-ahead <= left)
         if mask is not None:
-            # The mask [*batch, heads, T, S] may have axes of size one, which hold for every position.
-            visible = mask
-            if mask.shape[-2] > 1:
-                visible = lax.dynamic_slice_in_dim(visible, i, block_q, -2)
-            if mask.shape[-1] > 1:
-                visible = lax.dynamic_slice_in_dim(visible, j, block_k, -1)
-            logits = jnp.where(visible, logits, -jnp.inf)
-        return logits.max((-2, -1))
+            # The mask [*batch, heads, T, S] may have axes of size one, which hold for every position. JAX takes their
+            # only entry for each i and j, since a slice that would end after the axis begins earlier.
+            rows, columns = mask.shape[-2:]
+            of_queries = lax.dynamic_slice_in_dim(mask, i, min(block_q, rows), -2)
+            visible &= lax.dynamic_slice_in_dim(
+                of_queries, j, min(block_k, columns), -1
+            )
+        return logits.max((-2, -1), initial=-jnp.inf, where=visible)
 
     # The blocks are numbers of NumPy, of which at least one has a visible pair.
     starts = _visible_blocks(T, S, block_q, block_k, left, right)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from muonjax._clip.clip_by_statistic import ClipByStatistic
@@ -94,10 +95,8 @@ def clip_of_logits(
     check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
     is_optimizer = call in ("muonclip", "adamclip")
     # `muonclip(2e-3)` is a likely first call. The signature allows it, so that the message can show both lines.
-    if sites is None:
+    if sites is None and call != "apply_qk_clip":
         line = f"tx = muonjax.{call}({'2e-3' if is_optimizer else '100.0'}, program)"
-        if call == "apply_qk_clip":
-            line = "params = muonjax.apply_qk_clip(params, max_logits, program)"
         raise ValueError(
             f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n{line}"
         )
@@ -157,47 +156,39 @@ def apply_qk_clip(
 
 
 def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
-    """The attentions with QK-Clip's powers of γ, such as 1/2 for queries and for keys.
+    """The attentions, in which each kernel and bias has its power of γ, by the factor of the logit that it belongs to.
 
-    Raises ValueError where the same numbers of a parameter would be scaled twice. Two attentions may share a leaf, such
-    as a fused projection, if each scales its own positions; and so may the queries and the keys of one.
+    Query and key have 1/2 each, or 1 and 0 where query heads share a key. "whole" has 1: rotary queries, whose key all
+    heads share.
+
+    Raises ValueError for another factor, and where the same numbers of a parameter would be scaled twice. Two
+    attentions may share a leaf, such as a fused projection, if each scales its own positions; and so may the queries
+    and the keys of one.
     """
     # The numbers of each leaf that are scaled so far. Booleans, because masks along different axes of a parameter are
     # together as large as the parameter.
     scaled: dict[str, Any] = defaultdict(bool)
     attentions = []
     for site in sites:
-        attention = _with_powers(site)
-        for scale in attention.scales:
-            mask = scale.mask()
-            if (scaled[scale.leaf] & mask).any():
+        # Fewer key heads than query heads: each key head is shared.
+        has_own_keys = all(scale.entries == site.entries for scale in site.scales)
+        powers = _POWERS_OF_OWN_KEYS if has_own_keys else _POWERS_OF_SHARED_KEYS
+        scales = []
+        for scale in site.scales:
+            if scale.factor not in powers:
+                raise ValueError(
+                    f"{site.name!r} has a factor {scale.factor!r}, not query, key or whole."
+                )
+            all_heads = np.ones((*scale.layers, scale.entries, 1), bool)
+            is_scaled = scale.spread(all_heads, otherwise=False)
+            if (scaled[scale.leaf] & is_scaled).any():
                 raise ValueError(
                     f"two sites, or two scales of one, scale {scale.leaf!r}, "
                     "which would be clipped twice."
                 )
-            scaled[scale.leaf] = scaled[scale.leaf] | mask
-        attentions.append(attention)
+            scaled[scale.leaf] = scaled[scale.leaf] | is_scaled
+            power = powers[scale.factor]
+            with_power = dataclasses.replace(scale.scale, power=power)
+            scales.append(scale._replace(scale=with_power))
+        attentions.append(site._replace(scales=tuple(scales)))
     return attentions
-
-
-def _with_powers(site: PlacedSite) -> PlacedSite:
-    """An attention in which each kernel and bias has its power of γ, by the factor of the logit that it belongs to.
-
-    Query and key have 1/2 each, or 1 and 0 where query heads share a key. "whole" has 1: rotary queries, whose key all
-    heads share.
-
-    Raises ValueError for a factor other than query, key and whole.
-    """
-    # Fewer key heads than query heads: each key head is shared.
-    has_own_keys = site.key_heads == site.entries
-    powers = _POWERS_OF_OWN_KEYS if has_own_keys else _POWERS_OF_SHARED_KEYS
-    scales = []
-    for scale in site.scales:
-        factor = scale.factor
-        if factor not in powers:
-            raise ValueError(
-                f"{site.name!r} has a factor {factor!r}, not query, key or whole."
-            )
-        with_power = dataclasses.replace(scale.scale, power=powers[factor])
-        scales.append(scale._replace(scale=with_power))
-    return site._replace(scales=tuple(scales))

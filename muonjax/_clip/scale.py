@@ -143,11 +143,6 @@ class PlacedScale(NamedTuple):
         first, end = self.scale.span
         return (end or 0) - first
 
-    def mask(self) -> np.ndarray:
-        """Which numbers of the parameter are scaled, in a shape that broadcasts to the parameter."""
-        entries = np.ones((*self.layers, self.entries, 1), bool)
-        return self.spread(entries, otherwise=False)
-
     def spread(
         self,
         values: Shaped[Array | np.ndarray, "*layers entries #features"],

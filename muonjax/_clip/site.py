@@ -122,22 +122,12 @@ class PlacedSite(NamedTuple):
     scales: tuple[PlacedScale, ...]
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """Sizes of the axes of stacked layers."""
-        # `_placed_site` has seen that all parameters have the same.
-        return self.scales[0].layers
-
-    @property
     def entries(self) -> int:
         """Entries of the signal in one layer: the query heads of an attention, which has no more key heads."""
         return max(scale.entries for scale in self.scales)
 
     @property
-    def key_heads(self) -> int:
-        """How many key heads an attention has: 2 where 8 query heads share them by fours, and at most `entries`."""
-        return min(scale.entries for scale in self.scales)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """That of the statistic: [*layers, entries]."""
-        return (*self.layers, self.entries)
+        # `_placed_site` has seen that all parameters have the same layers.
+        return (*self.scales[0].layers, self.entries)
