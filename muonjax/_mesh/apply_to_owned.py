@@ -8,11 +8,12 @@ shape, which reads the places of the owner's matrices in the buffer, and how man
 each owner. Each shape is compiled once.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ import numpy as np
 from muonjax._common.platform_policy import Policy
 from muonjax._matrices.batching import Function
 from muonjax._mesh.assignment import Round
-from muonjax._mesh.matrix_shards import MatrixLayout
+from muonjax._mesh.distribution import Axes
+from muonjax._mesh.matrix_shards import ExchangeGroup, MatrixLayout
 
 
 def apply_to_owned(
@@ -31,71 +33,23 @@ def apply_to_owned(
 
     The buffer [devices, columns] has a row from each device along the exchange axes of the round.
     """
-    owner_axes = round_.group.owner_axes
-    # Without owner axes there is one owner of what this device stores.
-    owner = jax.lax.axis_index(owner_axes) if owner_axes else 0
     for loop in _loops(round_, policy):
-        buffer = _run_loop(f.whole, loop, owner, buffer)
+        buffer = _run_loop(f.whole, loop, round_.group, buffer)
     return buffer
 
 
-class Batch(NamedTuple):
-    """Matrices of one layout that an owner works on at once.
-
-    Attributes:
-      layout: Their layout.
-      count: How many there are.
-      exchanged: Size of each mesh axis of the all-to-all. Their coordinates number the rows of the buffer.
-    """
-
-    layout: MatrixLayout
-    count: int
-    exchanged: dict[str, int]
-
-    @property
-    def width(self) -> int:
-        """How many columns of the buffer they take."""
-        return self.count * self.layout.block_size
-
-    @property
-    def _order(self) -> list[int]:
-        """The axes (*exchanged, count, *block), with those next to each other that make up one axis of a matrix."""
-        # A matrix [16, 64] whose rows "fsdp" shards arrives as (fsdp, count, block rows, columns). Its rows are
-        # (fsdp, block rows), so the order is (count, fsdp, block rows, columns).
-        names = list(self.exchanged)
-        count_axis = len(names)
-        order = [count_axis]
-        for axis, gathered in enumerate(self.layout.gathered):
-            order += map(names.index, gathered)
-            order.append(count_axis + 1 + axis)
-        return order
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        """(*exchanged, count, *block)."""
-        return (*self.exchanged.values(), self.count, *self.layout.block_shape)
-
-    def assemble(self, rows: jax.Array) -> jax.Array:
-        """Blocks [devices, count * elements of a block] -> [count, m, n]."""
-        matrices = rows.reshape(self._shape).transpose(self._order)
-        return matrices.reshape(self.count, *self.layout.shape)
-
-    def divide(self, matrices: jax.Array) -> jax.Array:
-        """The inverse of `assemble`."""
-        blocks = matrices.reshape([self._shape[axis] for axis in self._order])
-        return blocks.transpose(np.argsort(self._order)).reshape(-1, self.width)
-
-
 class Loop(NamedTuple):
-    """The matrices of one shape, a batch in each step.
+    """The matrices of one shape, a batch of equally many in each step.
 
     Attributes:
-      batches: A batch of each layout that matrices of this shape have.
-      places: [owners, steps, 2]: the first column in the buffer of each step's batch, and its number in `batches`.
+      layouts: The layouts that matrices of this shape have. Those of one batch have one layout.
+      batch_size: How many matrices a batch has.
+      places: [owners, steps, 2]: the first column in the buffer of each step's batch, and its number in `layouts`.
       steps: [owners], how many steps there are.
     """
 
-    batches: list[Batch]
+    layouts: list[MatrixLayout]
+    batch_size: int
     places: np.ndarray
     steps: np.ndarray
 
@@ -118,10 +72,10 @@ def _loops(round_: Round, policy: Policy) -> list[Loop]:
             for _ in range(matrices.count):
                 owned[i].append((column, layout))
                 column += layout.block_size
-    return [_loop(owned, round_, policy) for owned in owned_by_shape.values()]
+    return [_loop(owned, policy) for owned in owned_by_shape.values()]
 
 
-def _loop(owned: Owned, round_: Round, policy: Policy) -> Loop:
+def _loop(owned: Owned, policy: Policy) -> Loop:
     """The loop over matrices of one shape, a batch of equally many in each step.
 
     Two owners with the matrices [(0, A), (32, A)] and [(0, A), (32, B)], for layouts A and B, get with batches of one
@@ -137,12 +91,8 @@ def _loop(owned: Owned, round_: Round, policy: Policy) -> Loop:
     if not policy.is_cpu:
         # Batches have one size for all layouts and owners, because all devices run one program: a divisor of the
         # number of matrices that any owner has of any layout.
-        divisor = 0
-        for count in counts:
-            divisor = math.gcd(divisor, *count.values())
+        divisor = math.gcd(*itertools.chain(*map(Counter.values, counts)))
         batch_size = policy.chunk_size(divisor, layouts[0].shape)
-    exchanged = {name: jax.lax.axis_size(name) for name in round_.group.exchange_axes}
-    batches = [Batch(layout, batch_size, exchanged) for layout in layouts]
 
     steps = np.array([len(matrices) // batch_size for matrices in owned])
     # An owner with fewer steps than others does not reach the zeros at the end of its row.
@@ -152,44 +102,66 @@ def _loop(owned: Owned, round_: Round, policy: Policy) -> Loop:
         # kind: a batch is so many of them in a row, and its place is that of the first.
         for step, (column, layout) in enumerate(matrices[::batch_size]):
             places[i, step] = column, layouts.index(layout)
-    return Loop(batches, places, steps)
+    return Loop(layouts, batch_size, places, steps)
 
 
 def _run_loop(
-    apply: Callable[[jax.Array], jax.Array], loop: Loop, owner: Any, buffer: jax.Array
+    apply: Callable[[jax.Array], jax.Array],
+    loop: Loop,
+    group: ExchangeGroup,
+    buffer: jax.Array,
 ) -> jax.Array:
     """Apply a function to this owner's matrices of one shape, whose results replace their blocks in the buffer.
 
-    The buffer [devices, columns] has a row from each device; the blocks of a matrix are in the same columns of all.
-    `owner` is the number of this device among the owners, a tracer on more than one.
+    Args:
+      apply: The function of [count, m, n].
+      loop: The matrices of all owners.
+      group: The mesh axes of the exchange.
+      buffer: [devices, columns], a row from each device; the blocks of a matrix are in the same columns of all.
     """
-    places = jnp.asarray(_row_of(owner, loop.places))
     # A branch for each layout: only how blocks become matrices differs, and `apply` is compiled once.
-    assemble = [batch.assemble for batch in loop.batches]
-    divide = [batch.divide for batch in loop.batches]
+    branches = []
+    for layout in loop.layouts:
+        branches.append(functools.partial(_assemble, layout, group.exchange_axes))
     # All have one shape, so one width.
-    width = loop.batches[0].width
+    width = loop.batch_size * loop.layouts[0].block_size
+    # The number of this device among the owners: 0 without owner axes, where it has all that it works on.
+    owner = jax.lax.axis_index(group.owner_axes)
+    places = jnp.asarray(loop.places)[owner]
 
     def step(i, buffer):
-        column, layout = places[i]
-        # [devices, width] -> [matrices, m, n]
-        rows = jax.lax.dynamic_slice(buffer, (0, column), (len(buffer), width))
-        x = jax.lax.switch(layout, assemble, rows)
-        # XLA would fuse its first and last operations with the exchange, and round differently on each mesh.
-        # The barriers prevent that.
-        x = jax.lax.optimization_barrier(x)
+        column, number = places[i]
+        # [devices, width]
+        blocks = jax.lax.dynamic_slice(buffer, (0, column), (len(buffer), width))
+        assemble = functools.partial(jax.lax.switch, number, branches)
+        # [count, m, n]. XLA would fuse its first and last operations with the exchange, and round differently on each
+        # mesh. The barriers prevent that.
+        x = jax.lax.optimization_barrier(assemble(blocks))
         y = jax.lax.optimization_barrier(apply(x))
-        rows = jax.lax.switch(layout, divide, y)
-        return jax.lax.dynamic_update_slice(buffer, rows, (0, column))
+        # `assemble` only moves entries, so that its transpose is its inverse.
+        (blocks,) = jax.linear_transpose(assemble, blocks)(y)
+        return jax.lax.dynamic_update_slice(buffer, blocks, (0, column))
 
-    # Owners have unequal numbers of matrices.
-    steps = _row_of(owner, loop.steps)
+    # Owners have unequal numbers of matrices. If these are equal, the loop has one length, which XLA then knows.
+    is_equal = (loop.steps == loop.steps[0]).all()
+    steps = loop.steps[0] if is_equal else jnp.asarray(loop.steps)[owner]
     return jax.lax.fori_loop(0, steps, step, buffer)
 
 
-def _row_of(owner: Any, table: np.ndarray) -> Any:
-    """This owner's row of a table: a constant if all rows are equal, so that XLA knows it."""
-    # With equal numbers of matrices the loop of all owners has one known length.
-    if (table == table[0]).all():
-        return table[0]
-    return jnp.asarray(table)[owner]
+def _assemble(
+    layout: MatrixLayout, exchange_axes: Axes, blocks: jax.Array
+) -> jax.Array:
+    """Matrices [count, m, n] of one layout from their blocks [devices, count * elements of a block].
+
+    The coordinates along the mesh axes of the all-to-all, `exchange_axes`, number the devices.
+    """
+    # A matrix [16, 64] whose rows "fsdp" shards arrives as (fsdp, count, block rows, columns). Its rows are
+    # (fsdp, block rows), so the order is (count, fsdp, block rows, columns).
+    count_axis = len(exchange_axes)
+    order = [count_axis]
+    for axis, gathered in enumerate(layout.gathered):
+        order += map(exchange_axes.index, gathered)
+        order.append(count_axis + 1 + axis)
+    sizes = map(jax.lax.axis_size, exchange_axes)
+    blocks = blocks.reshape(*sizes, -1, *layout.block_shape)
+    return blocks.transpose(order).reshape(-1, *layout.shape)
