@@ -60,10 +60,19 @@ class Distribution:
             )
         specs = jax.tree.leaves_with_path(self.param_specs, is_leaf=_is_spec)
         for path, spec in specs:
-            where = jax.tree_util.keystr(path) or "its root"
-            _check_spec(
-                spec, f"Distribution(param_specs=...) at {where}", self.mesh.axis_names
-            )
+            place = jax.tree_util.keystr(path) or "its root"
+            where = f"Distribution(param_specs=...) at {place}"
+            if not _is_spec(spec):
+                raise TypeError(
+                    f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's axes, a "
+                    "NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, params)."
+                )
+            # An unconstrained axis is left to XLA, so that nobody knows the shards. It is no name of a mesh axis.
+            for name in itertools.chain(*_mesh_axes_by_axis(spec)):
+                if name not in self.mesh.axis_names:
+                    raise ValueError(
+                        f"{where} names the axis {name!r}, but the mesh has only {self.mesh.axis_names}."
+                    )
 
 
 def _is_spec(x: Any) -> bool:
@@ -71,28 +80,8 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, (PartitionSpec, NamedSharding))
 
 
-def _check_spec(spec: Any, where: str, axis_names: Axes) -> None:
-    """Raise unless `spec` shards by axes of the mesh alone."""
-    is_known = _is_spec(spec)
-    if is_known and spec is not None:
-        # Unconstrained axes are left to XLA, so that nobody knows the shards.
-        is_known = PartitionSpec.UNCONSTRAINED not in getattr(spec, "spec", spec)
-    if not is_known:
-        raise TypeError(
-            f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's axes, a "
-            "NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, params)."
-        )
-    for name in itertools.chain(*_mesh_axes_by_axis(spec)):
-        if name not in axis_names:
-            raise ValueError(
-                f"{where} names the axis {name!r}, but the mesh has only {tuple(axis_names)}."
-            )
-
-
-def _mesh_axes_by_axis(
-    spec: PartitionSpec | NamedSharding | None, ndim: int = 0
-) -> tuple[Axes, ...]:
-    """For each axis that `spec` has, or for all `ndim` axes of an array, the mesh axes that shard it.
+def _mesh_axes_by_axis(spec: PartitionSpec | NamedSharding | None) -> tuple[Axes, ...]:
+    """For each axis that `spec` has, the mesh axes that shard it.
 
     P("fsdp", None, ("data", "tensor")) gives (("fsdp",), (), ("data", "tensor")).
     """
@@ -103,8 +92,6 @@ def _mesh_axes_by_axis(
     for entry in spec or ():
         names = entry if isinstance(entry, tuple) else (entry,)
         sharding.append(tuple(name for name in names if name is not None))
-    # A spec may be shorter than the array has axes.
-    sharding += [()] * (ndim - len(sharding))
     return tuple(sharding)
 
 
@@ -121,11 +108,12 @@ def even_sharding(
     An axis that they don't divide evenly counts as not sharded: such an array can't enter or leave `jit` sharded. On a
     mesh {"fsdp": 4, "tensor": 2} an array [6, 8] with P("fsdp", "tensor") gives ((), ("tensor",)).
     """
-    sharding = list(_mesh_axes_by_axis(spec, len(shape)))
-    # Along an axis that no mesh axis shards there is one device, which divides every size.
-    for axis, size in enumerate(shape):
-        if size % devices_along(mesh_shape, sharding[axis]) != 0:
-            sharding[axis] = ()
+    sharding = []
+    # A spec may be shorter than the array has axes. No mesh axis shards the others.
+    padded = itertools.chain(_mesh_axes_by_axis(spec), itertools.repeat(()))
+    for size, axes in zip(shape, padded, strict=False):
+        is_even = size % devices_along(mesh_shape, axes) == 0
+        sharding.append(axes if is_even else ())
     return tuple(sharding)
 
 
@@ -134,18 +122,25 @@ def partition_spec(sharding: tuple[Axes, ...]) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in sharding))
 
 
-def spread_specs(specs: Any, tree: Any) -> list[Any]:
-    """One spec per leaf of `tree`, from a tree or a prefix of it. Masked nodes are not leaves."""
+def spread_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
+    """One spec per leaf of `tree`, from a tree of specs, shardings or None, or a prefix of it.
+
+    Masked nodes are not leaves.
+    """
     what = "the Distribution's param_specs (of an NNX model, nnx.as_pure(specs))"
     entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, what=what)
-    # JAX would raise only where the array is used. A spec of None, of a replicated leaf, names no axes.
     leaves = jax.tree.leaves_with_path(tree)
-    for spec, (path, leaf) in zip(entries, leaves, strict=True):
-        if len(_mesh_axes_by_axis(spec)) > leaf.ndim:
+    specs_of_leaves = []
+    for entry, (path, leaf) in zip(entries, leaves, strict=True):
+        # A sharding may be on another mesh. None, of a replicated leaf, names no axes.
+        spec = partition_spec(_mesh_axes_by_axis(entry))
+        # JAX would raise only where the array is used.
+        if len(spec) > leaf.ndim:
             raise ValueError(
                 f"{spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf of shape {leaf.shape}."
             )
-    return entries
+        specs_of_leaves.append(spec)
+    return specs_of_leaves
 
 
 def shardings_of(tree: Any, distribution: Distribution | None) -> list[NamedSharding]:
@@ -155,12 +150,8 @@ def shardings_of(tree: Any, distribution: Distribution | None) -> list[NamedShar
     """
     if distribution is None:
         return [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(tree)]
-    shardings = []
-    for spec in spread_specs(distribution.param_specs, tree):
-        # A spec is a `PartitionSpec` or a `NamedSharding`, perhaps on another mesh.
-        axes = partition_spec(_mesh_axes_by_axis(spec))
-        shardings.append(NamedSharding(distribution.mesh, axes))
-    return shardings
+    specs = spread_specs(distribution.param_specs, tree)
+    return [NamedSharding(distribution.mesh, spec) for spec in specs]
 
 
 def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[int]:

@@ -26,10 +26,13 @@ def update(tree, **settings):
     return jax.jit(lambda x: tx.update(x, tx.init(x))[0])(tree)
 
 
-@pytest.mark.parametrize("spec", [P("data"), P(None, ("fsdp", "data"))])
+@pytest.mark.parametrize(
+    "spec", [P("data"), P(None, ("fsdp", "data")), P(P.UNCONSTRAINED)]
+)
 def test_axes_that_the_mesh_lacks(spec):
     with pytest.raises(
-        ValueError, match=r"at \['a'\] names the axis 'data', but the mesh has only"
+        ValueError,
+        match=r"at \['a'\] names the axis ('data'|UNCONSTRAINED), but the mesh has only",
     ):
         Distribution(make_mesh(fsdp=8), {"a": spec})
 
@@ -76,7 +79,7 @@ def test_specs_that_do_not_fit_the_tree():
 def test_a_prefix_of_specs_is_broadcast():
     tree = {"a": {"b": X, "c": X}, "d": X, "e": optax.MaskedNode()}
     specs = {"a": P("fsdp"), "d": None, "e": P("fsdp")}
-    assert spread_specs(specs, tree) == [P("fsdp"), P("fsdp"), None]
+    assert spread_specs(specs, tree) == [P("fsdp"), P("fsdp"), P()]
 
 
 def test_arrays_on_another_mesh():

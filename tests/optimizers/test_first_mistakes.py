@@ -50,8 +50,6 @@ MUON = functools.partial(muonjax.muon, 1e-2)
      "state_shardings(tx={... must be an Optax transformation: "),
     (lambda: muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jnp.ones((8, 8))}),
      "at ['w'] holds Array...; ...lambda x: x.sharding, params)"),
-    (lambda: muonjax.Distribution(jax.make_mesh((1,), ("data",)), {"w": jax.P(jax.P.UNCONSTRAINED)}),
-     "at ['w'] holds ...; expected a PartitionSpec of the mesh's axes"),
     (lambda: muonjax.qk_clip(READ, 100.0), "qk_clip(threshold=<Program ... the program is the second argument"),
     *((functools.partial(muonjax.tabulate, first), "tabulate(params) got ")
       for first in (muonjax.muon(1e-3), lambda params: params, READ)),
