@@ -144,7 +144,7 @@ def _run_round(
     packs = [
         functools.partial(_pack, round_, owners, stacks) for owners in round_.replicas
     ]
-    replica = jax.lax.axis_index(round_.group.replica_axes) if len(packs) > 1 else 0
+    replica = jax.lax.axis_index(round_.group.replica_axes)
     # [owners of a replica, row_size], a row for each owner
     buffer = jax.lax.switch(replica, packs)
 
