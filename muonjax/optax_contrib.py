@@ -287,10 +287,11 @@ def _iteration(
 
     def iterate(x: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
         """The nearly orthogonal matrix that Optax computes from X, m <= n."""
-        # As in Optax, products have the leaf's dtype and JAX's default precision; but a CPU has no units for half
-        # types.
+        # The factors of each product are rounded to the leaf's dtype, as in Optax, but on a CPU, which has no units for
+        # half types. Sums, and Y from step to step, are in float32 or wider.
         dtype = at_least_float32(x.dtype) if policy.is_cpu else x.dtype
-        product = MatrixProduct(dtype.name, None)
+        # JAX's default precision, as in Optax
+        product = MatrixProduct(dtype.name, precision=None)
         symmetric_product = SymmetricProduct(policy.platform)
 
         def square(a: jax.Array) -> jax.Array:
@@ -302,7 +303,8 @@ def _iteration(
         scale = power_of_two_scale(wide)
         y = scaled(wide, scale)
         norm = jnp.sqrt(square_norm(y))
-        # The compiler leaves out this Gram matrix where only the norm is used.
+        # The compiler leaves out this Gram matrix with "frobenius", for which the norm is enough. `eps` is added to the
+        # norm of X, so `_row_factors` needs to know how Y was scaled.
         y = scaled(y, _row_factors(norm, square(y), preconditioning, eps, scale))
         # One row serves all of `ns_steps`; of several each serves one step.
         rows = jnp.atleast_2d(coefficients)

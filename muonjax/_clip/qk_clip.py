@@ -41,15 +41,17 @@ def qk_clip(
 
     $$\gamma = \min(1, \tau / S), \qquad W_q \leftarrow \sqrt\gamma\, W_q, \qquad W_k \leftarrow \sqrt\gamma\, W_k$$
 
-    for each head of each layer, kernels and biases. What is scaled is the new weight: u' = f·u + (f − 1)·p, so
-    that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a maximum that is
-    negative, zero, infinite or NaN; such a measurement hides no finite one of another micro-batch or device.
+    for each head of each layer, kernels and biases. A key that several query heads share is not scaled: there, and for
+    the rotary features of latent attention (MLA), W_q takes all of γ. What is scaled is the new weight:
+    u' = f·u + (f − 1)·p, so that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a
+    maximum that is negative, zero, infinite or NaN. If one micro-batch or device measures infinity or NaN, the finite
+    maxima of the others still count.
 
     It is the last member of the chain, after everything that changes the update; `optax.MultiSteps` has to
-    be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. Around the clip it
-    would hand on the last micro-batch's logits alone. The bound is exact for the weights and inputs that S was
-    measured on: with a learning rate, the statistic is one step old. bfloat16 parameters round factors near 1 away
-    (`init` warns): keep float32 master weights.
+    be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. If `MultiSteps` were
+    around the clip, the clip would see the logits of the last micro-batch alone. The bound is exact for the weights and
+    inputs that S was measured on: with a learning rate, the statistic is one step old. bfloat16 parameters round
+    factors near 1 away (`init` warns): keep float32 master weights.
 
     Args:
       threshold: τ, the largest pre-softmax logit allowed, after the 1/√d scale and the mask; > 0 (Kimi K2: 100). Or a

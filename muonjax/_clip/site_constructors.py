@@ -200,7 +200,8 @@ def _projection(
       factor: Which factor of the logits both belong to: "query", "key" or "whole".
       layout: Axes of the kernel: "i (h d)" has an axis of the input and one of outputs.
       orders: In which order the letters of the outputs may come; by default the heads before their features.
-      **heads: Where the heads lie along the outputs, as fields of `Scale`.
+      **heads: Where the heads lie along the outputs, as fields of `Scale`. `entries`, the number of heads, is always
+        given, perhaps as None.
 
     Raises:
       ValueError: The layout can't be read, or it does not show how many heads there are.
@@ -210,6 +211,7 @@ def _projection(
     letters = [re.sub("[() ]", "", axis) for axis in axes]
     rank = len(letters)
     outputs = [axis for axis in range(rank) if letters[axis] != "i"]
+    # "hd" of "i (h d)", "3hd" of a fused "i (3 h d)"
     order = "".join(letters).replace("i", "")
     # One letter i for one axis of the input, and every other axis an output.
     if order not in orders or rank != len(outputs) + 1:
@@ -217,11 +219,13 @@ def _projection(
         raise ValueError(
             f"{layout=} can't be read: write i for the input and {wanted}, merged axes in brackets: 'i (h d)'."
         )
+    # An axis of heads alone says how many there are. In a merged axis only `entries` does.
     if heads["entries"] is None and "h" not in letters:
         raise ValueError(f"{layout=} has its heads in a merged axis: give num_heads.")
     kernel = Scale(
         path=f"{name}/kernel",
         rank=rank,
+        # `Scale` counts axes from the last: (-2, -1) in "i h d".
         axes=tuple(axis - rank for axis in outputs),
         factor=factor,
         **heads,

@@ -256,7 +256,10 @@ class Graph:
         return results
 
     def _walk(self, body: Body, inputs: Sequence[int], place: Place) -> list[int]:
-        """Appends the operations of a jaxpr on these values; returns the values of its results."""
+        """Appends the operations of a jaxpr on these values; returns the values of its results.
+
+        `place` is the way to this jaxpr through the bodies around it, () for the outermost.
+        """
         jaxpr = opened(body)
         variables = [*jaxpr.invars, *jaxpr.constvars]
         given = [*inputs, *self._constants(body, place)]
@@ -271,16 +274,17 @@ class Graph:
             return value
 
         for position, eqn in enumerate(jaxpr.eqns):
-            inputs = [read(atom) for atom in eqn.invars]
-            # A `jit` or a loop is entered; a kernel, which may have a body too, is an operation.
+            operands = [read(atom) for atom in eqn.invars]
+            # A `jit` or a loop is entered. All else is appended as an operation, or as a few simpler ones; a kernel is
+            # one operation, though it may have a body.
             if eqn.primitive.name in _ENTERED and bodies(eqn):
-                outputs = self._add_bodies(eqn, position, inputs, place)
+                outputs = self._add_bodies(eqn, position, operands, place)
             else:
-                outputs = self._single(eqn, inputs, place)
+                outputs = self._not_entered(eqn, operands, place)
             values.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _single(self, eqn: JaxprEqn, inputs: list[int], place: Place) -> list[int]:
+    def _not_entered(self, eqn: JaxprEqn, inputs: list[int], place: Place) -> list[int]:
         """Appends an equation whose bodies are not entered, perhaps as other operations; returns its results' values.
 
         A `split` becomes slices, and a `psum` over an axis of a `vmap` a `reduce_sum`.

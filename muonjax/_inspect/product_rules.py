@@ -470,11 +470,12 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
     The matrix is an argument or closed over, drawn at random, or without gradient.
     """
     # Numbers that the function makes itself, as a rotation, depend on none of these.
-    if not constants.value.depends_on & (DATA | FROZEN | NOISE):
+    if not constants.value.depends_on & (DATA | NOISE | FROZEN):
         return False
     # A matrix has columns.
     if not constants.free:
         return False
+    # The axes of the activation along which the columns of earlier layers lie
     column_axes: set[int] = set()
     for projection in activation.value.projections:
         column_axes |= projection.layout.varying

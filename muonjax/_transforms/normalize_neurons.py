@@ -99,6 +99,7 @@ def normalize_neurons(
     def update(updates, state, params=None):
         del params
         # A piece is a leaf, or one matrix of a fused leaf, such as the queries of a kernel of queries, keys and values.
+        # A leaf that is no matrix has no piece, and passes unchanged.
         pieces = matrix_pieces(dimension_numbers, updates)
         # Each neuron, a column, has one number: a moment has the shape of its piece, with size 1 along the rows.
         shapes = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
