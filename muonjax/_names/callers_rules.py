@@ -28,18 +28,16 @@ def apply_rules(
             raise TypeError(f"(rules=...) has {rule!r}; give pairs: pattern, numbers.")
         pattern, numbers = rule
         check_pattern("rules", pattern)
-        # A rule with a typo would silently do nothing, so that one without a leaf is refused.
-        is_used = False
-        for path, leaf in leaves.items():
-            if not re.search(pattern, path):
-                continue
-            is_used = True
+        paths = [path for path in leaves if re.search(pattern, path)]
+        for path in paths:
+            leaf = leaves[path]
             if path not in ruled and not trees.is_masked(leaf):
                 # Raises where the numbers don't fit the leaf.
                 with errors_of("(rules=...)"):
                     matrix_pieces({path: numbers}, {path: leaf})
                 ruled[path] = numbers
-        if not is_used:
+        # A rule with a typo would silently do nothing.
+        if not paths:
             shown = ", ".join([*leaves][:3])
             raise ValueError(
                 f"(rules=...): {pattern!r} matches no leaf; paths look like {shown}."
