@@ -83,9 +83,7 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     if not outputs_first and "transpose" in p.path.lower():
         usual -= 1
     # Where several axes are as long as the bias, the order of axes in the library decides.
-    if usual in axes:
-        return usual
-    return axes[-1] if axes else None
+    return usual if usual in axes else None
 
 
 def _usual_output_axis(p: Parameter, neighbors: Neighbors) -> int | None:

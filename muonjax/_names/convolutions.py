@@ -21,7 +21,7 @@ def patch_embedding(p: Parameter) -> Answer | None:
     embedding. Without such a name a large window over few channels is open.
     """
     # PyTorch stores [out, in, *window], Flax [*window, in, out].
-    if p.is_called_weight and has_trailing_window(p.shape):
+    if has_trailing_window(p.shape):
         outputs, inputs, side = p.shape[:3]
     elif has_leading_window(p.shape):
         side, inputs, outputs = p.shape[-3:]

@@ -47,7 +47,7 @@ def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     """
     bias = neighbors.bias(p) or ()
     # In a stack the bias has an axis of layers too, so that with a vector as its bias this is one layer.
-    if len(bias) == 1 and p.rank > 1 and bias[0] in p.shape:
+    if len(bias) == 1 and bias[0] in p.shape:
         return False
     # Queries that are grouped by key head, [d, groups, heads, size], have an axis more than their keys.
     if p.role.projection in ("query", "out") and p.rank == 4:

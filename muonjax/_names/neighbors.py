@@ -42,8 +42,7 @@ class Neighbors:
         if shape is None:
             return None
         # Equinox keeps the bias of a convolution as (16, 1, 1), to add it to [channels, *window].
-        is_column = shape[1:] == (1,) and p.is_called_weight
-        if len(shape) > 2 or is_column:
+        if len(shape) > 2 or p.is_called_weight:
             return tuple(size for size in shape if size > 1) or (1,)
         return shape
 
@@ -65,14 +64,13 @@ class Neighbors:
 
         A weight [80, 32] with a bias [80] votes 1, and so does one called `up`, which widens 32 to 80.
         """
-        is_matrix = p.role.muon and p.rank > 1
-        if not is_matrix or not p.is_called_weight:
+        if p.rank < 2 or not p.is_called_weight:
             return 0
         first, *_, last = p.shape
         bias = self.bias(p)
         # A bias is as long as the outputs; if both axes are, it votes for neither.
-        if bias and len(bias) == 1:
-            return (first == bias[0]) - (last == bias[0])
+        if bias:
+            return (bias == (first,)) - (bias == (last,))
         # A name says which side is wider. The last axis of a convolution (out, in, *window) belongs to its window.
         if p.rank > 2 or not re.search(_WIDENING, p.layer):
             return 0

@@ -21,7 +21,8 @@ def words(path: str) -> Words:
     >>> words("mlp/~/linear_0/w"), words("key.weights"), words("ffn/w/0"), words("w/value")
     (('mlp', '~', 'linear_0', 'w'), ('key', 'weights'), ('ffn', 'w'), ('w',))
     """
-    names = re.findall(r"[^/.]+", path)
+    # The path of a tree that is one array is "".
+    names = re.findall(r"[^/.]+", path) or [""]
     while len(names) > 1 and re.fullmatch(_CONTAINER, names[-1]):
         # Behind any other name a number is the layer's own, as in layers/0.
         if not re.fullmatch(rf"{WEIGHT}|{VECTOR}|scale", snake(names[-2])):
@@ -43,7 +44,7 @@ def layer_of(path: str) -> tuple[Words, str]:
     >>> layer_of("encoder/layers/0/kernel"), module("encoder/layers/0/kernel")
     ((('encoder',), 'layers'), ('encoder', 'layers', '0'))
     """
-    names = module(path) or words(path)
+    names = module(path)
     # The index of a list has the name "" in snake case, which names no layer.
     while len(names) > 1 and not snake(names[-1]):
         names = names[:-1]
@@ -59,10 +60,7 @@ def module(path: str) -> Words:
     >>> module("attention/output_w"), module("attention/output_b")
     (('attention', 'output'), ('attention', 'output'))
     """
-    names = words(path)
-    if not names:
-        return names
-    *around, name = names
+    *around, name = words(path)
     if not re.fullmatch(f"{WEIGHT}|{VECTOR}|scale", snake(name)):
         around.append(re.sub(rf"_({WEIGHT}|bias|b)$", "", name))
     return tuple(around)

@@ -97,7 +97,7 @@ class Parameter(NamedTuple):
     @property
     def leaf_name(self) -> str:
         """The name of the array, such as "kernel"; "" of a tree that is one array."""
-        return "".join(words(self.path)[-1:])
+        return words(self.path)[-1]
 
     @property
     def is_called_weight(self) -> bool:
@@ -310,8 +310,7 @@ def _role(path: str, attentions: set[Words], arrays: set[Words]) -> Role:
       attentions: The scopes that hold queries or keys.
       arrays: The paths of all leaves in words.
     """
-    # A tree that is one array has the path "", and no name.
-    *around, name = words(path) or ("",)
+    *around, name = words(path)
     # The module's and the array's name, "ln_f/scale"; "/scale" of an array in no module.
     names = ["", *filter(None, map(snake, words(path)))]
     last_two = "/".join(names[-2:])
