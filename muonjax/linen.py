@@ -6,10 +6,8 @@ parameters of a trained model fit next to the adapters.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
@@ -140,20 +138,9 @@ def merge(params: Any) -> Any:
         factors = [flat.pop((*layer, _HOLDER, name)) for name in shared.FACTORS]
         path = (*layer, "kernel")
         with errors_of(f"merge: the adapter at {'/'.join(layer)!r}"):
-            flat[path] = _merged(flat[path], factors, scale)
+            # Layers that `nn.scan` stacks along the first axis are merged at once.
+            flat[path] = shared.adapted_kernel(flat[path], factors, scale)
     return unflatten_dict(flat)
-
-
-def _merged(
-    kernel: jax.Array, factors: Sequence[jax.Array], scale: jax.Array
-) -> jax.Array:
-    """kernel + ΔW, of one layer or of a stack of layers along leading axes, as `nn.scan` makes it."""
-    # A factor of one layer has two axes. `vmap` raises where the layers are stacked along another axis than the first.
-    # One layer after the other along each stacked axis
-    adapted_kernel = shared.adapted_kernel
-    for _ in range(factors[0].ndim - 2):
-        adapted_kernel = jax.vmap(adapted_kernel)
-    return adapted_kernel(kernel, factors, scale)
 
 
 class TrainState(train_state.TrainState):

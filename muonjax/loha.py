@@ -128,7 +128,10 @@ def adapted_kernel(
     scale: jax.Array | float,
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "*kernel"]:
-    """kernel + ΔW in the kernel's shape and dtype, computed in float32 at least and rounded once."""
+    """kernel + ΔW in the kernel's shape and dtype, computed in float32 at least and rounded once.
+
+    The arguments may be stacks of layers along leading axes; then the scale has one number for each layer.
+    """
     # [m, r], [r, n], [m, r], [r, n] for a kernel of m n entries, such as (3, 3, 6, 4) with m = 54 and n = 4
     w1a, w1b, w2a, w2b = factors
     dtype = at_least_float32(common_dtype(kernel, *factors))
@@ -138,7 +141,7 @@ def adapted_kernel(
     # ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
     first = product(w1a, w1b)
     second = product(w2a, w2b)
-    delta = jnp.asarray(scale).astype(dtype) * first * second
+    delta = jnp.asarray(scale)[..., None, None].astype(dtype) * first * second
     adapted = kernel.astype(dtype) + delta.reshape(kernel.shape)
     return adapted.astype(kernel.dtype)
 
