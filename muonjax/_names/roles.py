@@ -25,7 +25,6 @@ class Role(NamedTuple):
 
     Attributes:
       name: In words, as `tabulate` prints it.
-      muon: False for what is never a matrix for Muon: biases, scales, embeddings, output heads.
       ranks: The fewest and the most axes that the parameter of one layer, not a stack of layers, may have; by default
         any number.
       parts: Number of matrices in one kernel, 3 for query, key and value.
@@ -34,7 +33,6 @@ class Role(NamedTuple):
     """
 
     name: str
-    muon: bool = True
     ranks: tuple[int, int] = (0, 99)
     parts: int = 1
     projection: str = ""
@@ -152,18 +150,18 @@ SPECIAL = Role("kernel with groups, an einsum of its own or names of axes")
 OPEN = (INTERLEAVED, RECURRENT, GATE_UP, LONE_LETTER, SPECIAL)
 
 # Adam's.
-BIAS = Role("bias", muon=False)  # a vector, or [heads, size] of a query
-SCALE = Role("scale", muon=False, ranks=(1, 1))
+BIAS = Role("bias")  # a vector, or [heads, size] of a query
+SCALE = Role("scale", ranks=(1, 1))
 # A norm's `weight` is a matrix where its shape is one, as in an adaptive norm.
-NORM = Role("scale", muon=False, ranks=(1, 1), projection="norm")
-EMBEDDING = Role("embedding", muon=False)
-TABLE = Role("embedding", muon=False, ranks=(2, 2))
-POSITION = Role("position", muon=False)
-PATCHES = Role("patch embedding", muon=False)
-HEAD = Role("output head", muon=False, ranks=(2, 2))
-STATE_SPACE = Role("state-space parameter", muon=False)
-DEPTHWISE = Role("depthwise convolution", muon=False)
-TOKENS = Role("learned tokens", muon=False)
+NORM = Role("scale", ranks=(1, 1), projection="norm")
+EMBEDDING = Role("embedding")
+TABLE = Role("embedding", ranks=(2, 2))
+POSITION = Role("position")
+PATCHES = Role("patch embedding")
+HEAD = Role("output head", ranks=(2, 2))
+STATE_SPACE = Role("state-space parameter")
+DEPTHWISE = Role("depthwise convolution")
+TOKENS = Role("learned tokens")
 
 _EMBED = r"(?:\w+_)?(?:embed\w*|emb|wte|wpe|embedder|lookup|lut|relative_attention_bias)|tok|shared"
 # Read as a whole: "module/leaf" in snake case and without numbers. The first row that fits decides.
@@ -223,6 +221,9 @@ _NOT_MUON = (
         rf"(\w+_)?(depthwise|dw_?conv|conv_?dw|pos_conv)\w*/{WEIGHT}|.*/depthwise_kernel",
     ),
 )
+
+# What is never a matrix for Muon: biases, scales, embeddings, output heads.
+ADAM = frozenset(role for role, _ in _NOT_MUON)
 
 # What libraries put before and behind "q" or "query".
 _BEFORE = r"(?:w_?|to_|linear_|fc_|proj_|c_)?"

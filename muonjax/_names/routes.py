@@ -144,7 +144,7 @@ def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
         # The type of a module shows what its kernel is: that of an `eqx.nn.Embedding` is an embedding under any name.
         # It shows nothing of the module's bias, which names give to Adam.
         role = roles_by_path[path]
-        if role.muon:
+        if role not in roles.ADAM:
             role = types.get(path, role)
         # All axes of the leaf, until `unstack` removes those that count layers
         axes = tuple(range(jnp.ndim(leaf)))
@@ -157,7 +157,7 @@ def _answer_by_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     # The name is that of a vector or a table, as `scale` or `embed`, but a bias next to it shows a matrix. Whether the
     # name is wrong or the bias belongs elsewhere can't be told, so that such a leaf is open.
     is_misnamed = p.is_matrix and neighbors.contradict_name(p)
-    if not p.role.muon and not is_misnamed:
+    if p.role in roles.ADAM and not is_misnamed:
         return Answer(None, p.role.name)
     # Before its axes are asked for: an embedding of patches is Adam's however it is stored.
     if patch := patch_embedding(p):
