@@ -5,7 +5,6 @@ There the type of an array says how it is sharded, and only `reshard` changes th
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -44,14 +43,10 @@ def whole_along(
     if not is_explicit(x):
         return x
     sharding = jax.typeof(x).sharding
-    spec = [*sharding.spec]
-    # An axis is sharded by no mesh axis (None), by one ("fsdp"), or by several ("data", "fsdp").
-    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
-    num_shards = math.prod(
-        sharding.mesh.shape[name] for name in names if name is not None
-    )
+    num_shards = x.shape[axis] // sharding.shard_shape(x.shape)[axis]
     if step and step % num_shards == 0:
         return x
+    spec = [*sharding.spec]
     spec[axis] = None
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
