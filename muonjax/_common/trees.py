@@ -28,19 +28,13 @@ def without_box(node: Any) -> Any:
     return content
 
 
-_KEYS_IN_BOXES = (
-    jax.tree_util.GetAttrKey("value"),
-    jax.tree_util.GetAttrKey("raw_value"),
-)
-
-
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """A key path as names, without the box of Flax at its end: `.value` of a metadata box or of an NNX variable.
 
     NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read the same.
     """
     # Boxes of Linen and variables of NNX are nodes whose one child is the attribute `value`.
-    is_in_box = bool(path) and path[-1] in _KEYS_IN_BOXES
+    is_in_box = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
     return _all_names(path[:-1] if is_in_box else path)
 
 

@@ -11,7 +11,7 @@ Words = tuple[str, ...]
 WEIGHT = r"(?:kernel|w|weights?|weight_v)"
 VECTOR = r"(?:bias|biases|b|offset|beta)"
 # Words that NNX and lists of arrays put behind the name of a parameter.
-_CONTAINER = r"\d+|array|value|raw_value"
+_CONTAINER = r"\d+|array|value"
 
 
 @functools.cache
@@ -31,7 +31,6 @@ def words(path: str) -> Words:
     return tuple(names)
 
 
-@functools.cache
 def layer_of(path: str) -> tuple[Words, str]:
     """The layer that a leaf belongs to: its scope, and its name in snake case without a number.
 
@@ -51,7 +50,6 @@ def layer_of(path: str) -> tuple[Words, str]:
     return names[:-1], snake("".join(names[-1:]))
 
 
-@functools.cache
 def module(path: str) -> Words:
     """The module whose kernel or bias this is; a bare array is a module by itself.
 
@@ -66,7 +64,6 @@ def module(path: str) -> Words:
     return tuple(around)
 
 
-@functools.cache
 def attention_scope(path: str) -> Words:
     """A layer's scope up to the last module with "attn" or "attention" in its name; all of it without such a name.
 
