@@ -182,14 +182,12 @@ def _unpack(buffers: Arrays, round_: Round) -> Iterator[tuple[int, jax.Array]]:
     An owner of two matrices of leaf 3, in blocks [16, 64], gives (3, [2048]).
     """
     for buffer, owners in zip(buffers, round_.replicas, strict=True):
-        # The rows one after the other
-        flat = buffer.reshape(-1)
-        for row, owner in enumerate(owners):
+        for row, owner in zip(buffer, owners, strict=True):
             # An owner's row has its matrices in the order of `_pack`.
-            start = row * buffer.shape[1]
+            start = 0
             for matrices in owner:
                 stop = start + matrices.size
-                yield matrices.leaf, jax.lax.slice_in_dim(flat, start, stop)
+                yield matrices.leaf, row[start:stop]
                 start = stop
 
 
@@ -217,15 +215,11 @@ def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
     # replica writes its columns between zeros; the sum has the columns of all:
     #   [A 0 0] + [0 B 0] + [0 0 C] = [A B C]
     # Replicas with 3, 0 and 2 columns begin at 0, 3 and 3, and the end is 5.
-    sizes = round_.replica_sizes
-    *starts, end = itertools.accumulate(sizes, initial=0)
+    *starts, end = itertools.accumulate(round_.replica_sizes, initial=0)
     start = jnp.asarray(starts)[jax.lax.axis_index(replica_axes)]
     shape = (len(buffer), end + round_.row_size)
     columns = jnp.zeros(shape, buffer.dtype)
     # The buffer is padded with zeros to `row_size`, so it may reach into the columns of the next replica.
     columns = jax.lax.dynamic_update_slice(columns, buffer, (0, start))
     columns = jax.lax.psum(columns[:, :end], replica_axes)
-    buffers = []
-    for start, size in zip(starts, sizes, strict=True):
-        buffers.append(columns[:, start : start + size])
-    return buffers
+    return jnp.split(columns, starts[1:], axis=1)
