@@ -85,16 +85,13 @@ def dtype_of(leaf: Any) -> Any:
 def tree_of(tree_or_function: Any, params: Any) -> Any:
     """The tree itself, or what the function returns for `params`, or what a `Program` says of them.
 
-    A model that is callable, such as an Equinox module or an `nnx.Module`, is a tree. A `jax.tree_util.Partial` is a
-    function, although JAX sees a tree in it.
+    What is a tree for JAX is a tree, also a model that is callable, such as an Equinox module or an `nnx.Module`.
     """
     is_leaf = jax.tree_util.all_leaves([tree_or_function])
     # A program has no method __call__: optax.inject_hyperparams would take it for a schedule.
     if is_leaf and hasattr(tree_or_function, "dimension_numbers"):
         return tree_or_function.dimension_numbers(params)
-    is_partial = isinstance(tree_or_function, jax.tree_util.Partial)
-    is_function = is_partial or (is_leaf and callable(tree_or_function))
-    if not is_function:
+    if not is_leaf or not callable(tree_or_function):
         return tree_or_function
     try:
         return tree_or_function(params)
