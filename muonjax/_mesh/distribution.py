@@ -117,11 +117,6 @@ def even_sharding(
     return tuple(sharding)
 
 
-def partition_spec(sharding: tuple[Axes, ...]) -> PartitionSpec:
-    """The inverse of `even_sharding`."""
-    return PartitionSpec(*(axes or None for axes in sharding))
-
-
 def spread_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
     """One spec per leaf of `tree`, from a tree of specs, shardings or None, or a prefix of it.
 
@@ -133,7 +128,7 @@ def spread_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
     specs_of_leaves = []
     for entry, (path, leaf) in zip(entries, leaves, strict=True):
         # A sharding may be on another mesh. None, of a replicated leaf, names no axes.
-        spec = partition_spec(_mesh_axes_by_axis(entry))
+        spec = PartitionSpec(*_mesh_axes_by_axis(entry))
         # JAX would raise only where the array is used.
         if len(spec) > leaf.ndim:
             raise ValueError(

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from muonjax._common.explicit_axes import sharded_like
 from muonjax._common.platform_policy import Policy
@@ -26,7 +26,7 @@ from muonjax._matrices.batching import Function, map_leaves
 from muonjax._matrices.matrix_view import MatrixView
 from muonjax._mesh.apply_to_owned import apply_to_owned
 from muonjax._mesh.assignment import Owners, Round, assign_owners, row_length
-from muonjax._mesh.distribution import even_sharding, partition_spec
+from muonjax._mesh.distribution import even_sharding
 from muonjax._mesh.matrix_shards import ShardedLeaf, view_of_block
 
 Arrays = Sequence[jax.Array]
@@ -59,7 +59,7 @@ def map_on_mesh(
         # A mesh axis that does not divide its axis of the leaf evenly is left out.
         axes = even_sharding(leaf.shape, sharding.spec, mesh_shape)
         sharded_leaves.append(ShardedLeaf(view, axes, f.exchange_dtype(leaf.dtype)))
-        specs.append(partition_spec(axes))
+        specs.append(PartitionSpec(*axes))
 
     def on_blocks(*blocks):
         if mesh.size == 1:

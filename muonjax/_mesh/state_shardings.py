@@ -16,7 +16,6 @@ from muonjax._mesh.distribution import (
     Distribution,
     check_distribution,
     even_sharding,
-    partition_spec,
     spread_specs,
 )
 
@@ -82,7 +81,7 @@ def state_shardings(
             spec = leaf.sharding.spec
         elif parameter is not None:
             axes = even_sharding(leaf.shape, spec_of[parameter], dict(mesh.shape))
-            spec = partition_spec(axes)
+            spec = PartitionSpec(*axes)
         # Counters and other small arrays stay on the device.
         kind = None if parameter is None else memory_kind
         return NamedSharding(mesh, spec, memory_kind=kind)
