@@ -64,7 +64,8 @@ class Neighbors:
 
         A weight [80, 32] with a bias [80] votes 1, and so does one called `up`, which widens 32 to 80.
         """
-        if p.rank < 2 or not p.is_called_weight:
+        is_matrix = p.rank > 1 and p.role not in roles.ADAM
+        if not is_matrix or not p.is_called_weight:
             return 0
         first, *_, last = p.shape
         bias = self.bias(p)
