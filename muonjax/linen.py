@@ -89,6 +89,7 @@ def loha(
         or for a convolution with a mask.
 
     Example:
+      >>> import jax
       >>> attention = nn.MultiHeadAttention(num_heads=2, qkv_dot_general_cls=loha(2))
       >>> params = attention.init(jax.random.key(0), jnp.ones((1, 3, 8)))["params"]
       >>> sorted(params["query"]["loha"])
