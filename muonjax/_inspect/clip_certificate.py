@@ -33,7 +33,6 @@ from muonjax._inspect.move_rules import (
     SAME,
     axes_after,
     moved_by,
-    reshaped,
     rounds_coarsely,
 )
 from muonjax._inspect.possible_numbers import MASKED, is_mask
@@ -97,7 +96,7 @@ class Certificate:
         Args:
           records: What is known of the function.
           probes: Where the logits are measured.
-          logits: The values where softmax takes over, one for each probe.
+          logits: The numbers of their arrays before a mask or a bias is added, one for each probe: softmax takes over.
           spans: What the clip scales.
         """
         self.records, self.graph, self.logits = records, records.graph, logits
@@ -189,9 +188,8 @@ class Certificate:
         # An array may be returned with the clip's factors, as a parameter is; a loss may not.
         for value in graph.outputs:
             if value in self.tables and self.records.shape(value) == ():
-                # No operation makes a parameter of one number: the first one stands for it.
-                maker = graph.maker(value)
-                return 0 if maker is None else maker.index
+                # It is no parameter: heads can't be told apart in one number.
+                return graph.makers[value].index
         return None
 
     def _table(self, value: int, rank: int, least: float = -np.inf) -> Table:
@@ -342,38 +340,32 @@ class Certificate:
 
         If the logits are inside of the scan, the first axis of the array becomes the axis of the loop, or the reverse.
         """
-        is_slice = node.name == "scan_slice"
-        if not is_slice:
-            table = np.expand_dims(table, self.first)
-        loop = self.loops.get(node.params["scan"])
-        if loop is not None:
-            table = np.swapaxes(table, loop, self.first)
-        if not is_slice:
-            return table
+        # Without logits in the scan no axis changes its place.
+        loop = self.loops.get(node.params["scan"], self.first)
+        if node.name == "scan_stack":
+            stacked = np.expand_dims(table, self.first)
+            return stacked.swapaxes(loop, self.first)
+        table = table.swapaxes(loop, self.first)
         # The iterations take different entries, and the logits are in none of them.
         if table.shape[self.first] > 1:
             raise NotFollowed
         return table.squeeze(self.first)
 
-    def located(self, probe: Probe, value: int, seen: int) -> Probe:
+    def located(self, probe: Probe, logits: int) -> Probe:
         """The probe with the axes of its layers and heads, if its logits have the right factors.
 
         Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table [3, 2, 1, 4, 1, 1], with
         `first` 2. The probe gets the axis of four as `heads`, and its step into the scan is one over layers. An axis of
         examples and heads has the heads of the first example first.
 
-        Args:
-          probe: Where the logits are measured.
-          value: The logits up to which the clip was followed, by the number of their array: before masks are added.
-          seen: The logits at which the probe is: after masks, perhaps reshaped.
+        `logits` is the number of their array, before a mask or a bias is added.
 
         Raises:
           NotFollowed: The logits got other factors than those of their heads.
         """
-        if value not in self.tables:
+        table = self.tables.get(logits)
+        if table is None:
             raise NotFollowed
-        old, new = self.records.shape(value), self.records.shape(seen)
-        table = reshaped(self.tables[value], old, new)
         head_of = self._heads_of_entries(table)
         # A table has several entries only along the axes of layers, which come first, and of heads.
         path = list(probe.path)

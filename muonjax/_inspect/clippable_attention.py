@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from muonjax._clip.site import Site
 from muonjax._inspect import follow_logits
 from muonjax._inspect.clip_certificate import Certificate
 from muonjax._inspect.clip_proposals import Refused, Spans, proposals_of
-from muonjax._inspect.graph import LONG_EINSUM, Place
+from muonjax._inspect.graph import LONG_EINSUM
 from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import doubt_of_masks
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
-    Logits,
     Operand,
     ParameterView,
     grouped,
@@ -25,17 +23,14 @@ from muonjax._inspect.values import (
 class Call(NamedTuple):
     """One attention: what to scale, and where its largest logits are; or why it can't be clipped."""
 
-    line: str
     operation: int  # the product of queries and keys, or the call of a kernel
     views: tuple[ParameterView, ...] = ()  # the parameters of its queries and keys
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
     proposals: tuple[Spans, ...] = ()
+    raw: int = -1  # the array of its logits before a mask or a bias is added
     probes: tuple[Probe, ...] = ()  # one for each call with the same queries
     spans: Spans = ()  # the proposal that is proved, queries first
-    # As in `Attention`.
-    name: str = ""
-    site: Site | None = None
-    problem: str = ""
+    problem: str = ""  # why it can't be clipped
     doubt: str = ""  # what can't be told of its masks, for a warning
 
 
@@ -58,7 +53,7 @@ def attentions(records: Records) -> list[Call]:
         call = str(node.params.get("name") or node.name)
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         views = tuple(projection.view for projection in projections)
-        calls.append(Call(records.graph.line(i), i, views, problem=why))
+        calls.append(Call(i, views, problem=why))
     # Products whose exponentials multiply something, perhaps values, and that were not followed to a softmax.
     for product, reader in attention.other_readers.items():
         if product not in attention.softmaxes:
@@ -67,13 +62,14 @@ def attentions(records: Records) -> list[Call]:
     i = records.unlisted
     if i >= 0:
         problem = f"{records.nodes[i].name} is not followed, and may hide an attention"
-        calls.append(Call(records.graph.line(i), i, problem=problem))
+        calls.append(Call(i, problem=problem))
     # Calls with the same queries are one attention, as the two softmaxes above, or a layer that is called twice.
     by_queries = []
     for call in sorted(calls, key=lambda call: call.operation):
         # The last proposal scales the queries alone. A refused call has no proposal: then calls with the same
         # parameters are one attention, or, if these aren't known, calls in the same line.
-        key = call.proposals[-1:] or call.views or call.line
+        line = records.graph.line(call.operation)
+        key = call.proposals[-1:] or call.views or line
         by_queries.append((key, call))
     proved = []
     for group in grouped(by_queries).values():
@@ -97,7 +93,7 @@ def _not_followed(records: Records, product: int, reader: int) -> Call:
             _check_readers(records, product)
     except Refused as refused:
         problem = str(refused)
-    return Call(records.graph.line(product), product, _views(operands), problem=problem)
+    return Call(product, _views(operands), problem=problem)
 
 
 def _views(operands: Iterable[Operand]) -> tuple[ParameterView, ...]:
@@ -114,7 +110,7 @@ def _call(records: Records, products: Sequence[int]) -> Call:
     operands: list[Operand] = []
     for product in products:
         operands += attention.operands[product]
-    call = Call(records.graph.line(first), first, _views(operands))
+    call = Call(first, _views(operands))
     # The logits of all products are in one array, with the same masks.
     logits, _ = attention.softmaxes[first][0]
     try:
@@ -123,10 +119,12 @@ def _call(records: Records, products: Sequence[int]) -> Call:
             _check_readers(records, product)
         doubt = doubt_of_masks(records.graph, logits.added)
         proposals = tuple(proposals_of(records, products))
-        probe = _probe(records, logits)
+        # A bias may be added, as ALiBi's: the largest logits are those before it.
+        raw = logits.raw if logits.is_biased else logits.value
+        probe = _probe(records, logits.value, raw)
     except Refused as refused:
         return call._replace(problem=str(refused))
-    return call._replace(probes=(probe,), proposals=proposals, doubt=doubt)
+    return call._replace(proposals=proposals, raw=raw, probes=(probe,), doubt=doubt)
 
 
 def _check_softmaxes(records: Records, product: int) -> None:
@@ -190,7 +188,7 @@ def _not_alone(records: Records, operation: int) -> str:
     return f"a clip would not scale its logits alone: {line} ({node.name})"
 
 
-def _probe(records: Records, logits: Logits) -> Probe:
+def _probe(records: Records, logits: int, raw: int) -> Probe:
     """Where the logits that enter softmax are measured: in one of the bodies that have them as a variable.
 
     A `jit` in a scan, say, is a body in a body, and logits that it returns are a variable of both.
@@ -198,17 +196,13 @@ def _probe(records: Records, logits: Logits) -> Probe:
     Raises:
       Refused: They can't be measured before a mask or a bias is added, or the body is in a loop without a gradient.
     """
-    variables = records.graph.variables[logits.value]
-    places = list(variables)
-    raw_variables: dict[Place, Any] = {}
-    # A bias was added, as ALiBi's, or what may be one: the largest logits are those before it. `measure` takes them,
-    # entry by entry, of all that a mask leaves.
-    if logits.is_biased:
-        raw, seen = (records.values[x].logits[0] for x in (logits.raw, logits.value))
-        if raw.layout != seen.layout:
-            raise Refused("something is added to its logits before their axes change")
-        raw_variables = records.graph.variables[logits.raw]
-        places = [place for place in variables if place in raw_variables]
+    # `measure` takes the `raw` logits entry by entry, of all that a mask leaves.
+    before, after = (records.values[x].logits[0] for x in (raw, logits))
+    if before.layout != after.layout:
+        raise Refused("something is added to its logits before their axes change")
+    variables = records.graph.variables[logits]
+    raw_variables = records.graph.variables[raw]
+    places = [place for place in variables if place in raw_variables]
     if not places:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
@@ -217,7 +211,7 @@ def _probe(records: Records, logits: Logits) -> Probe:
     place = places[0]
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
-    return Probe(place, variables[place], raw=raw_variables.get(place))
+    return Probe(place, variables[place], raw_variables[place])
 
 
 # The proof.
@@ -229,51 +223,28 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
     One clip scales the logits of all of these calls: a problem of one is a problem of all.
     """
     first = calls[0]
+    problem = first.problem
+    logits = [call.raw for call in calls]
+    # Until calls become one attention, each has one probe.
+    probes: list[Probe] = []
+    for call in calls:
+        probes += call.probes
     for spans in first.proposals:
         if not all(spans in call.proposals for call in calls):
             continue
+        certificate = Certificate(records, probes, logits, spans)
+        failure = certificate.failure()
+        if failure is not None:
+            problem = _not_alone(records, failure)
+            continue
         try:
-            probes = _located(records, calls, spans)
-        except Refused as refused:
-            first = first._replace(problem=str(refused))
+            # With the axes of the logits that count layers and heads.
+            located = tuple(map(certificate.located, probes, logits))
+        except NotFollowed:
+            problem = (
+                "a clip would not give each of its logits the factor of its head: some are of padding or a sink, "
+                "heads are in another order, or one parameter makes queries and keys"
+            )
         else:
-            return first._replace(spans=spans, probes=probes, problem="")
-    return first
-
-
-def _located(
-    records: Records, calls: Sequence[Call], spans: Spans
-) -> tuple[Probe, ...]:
-    """The probes of the calls, with the axes of the logits that count layers and heads, if a clip of `spans` is exact.
-
-    Args:
-      records: What is known of the function.
-      calls: Calls that have `spans` among their proposals, and so a probe each.
-      spans: What the clip scales.
-
-    Raises:
-      Refused: A clip would not scale the logits of each head alone.
-    """
-    probes = []
-    logits = []
-    for call in calls:
-        # Until calls become one attention, each has one probe.
-        probes += call.probes
-        # The logits and the axes of keys of one softmax: `_check_softmaxes` has seen that they are those of all.
-        of_softmax, _ = records.attention.softmaxes[call.operation][0]
-        logits.append(of_softmax)
-    # The certificate follows the clip up to the logits before a mask or a bias is added. The probe is at the logits
-    # after that: it reads from them which are masked, and measures the others as they were before.
-    raw = [x.raw if x.is_biased else x.value for x in logits]
-    certificate = Certificate(records, probes, raw, spans)
-    failure = certificate.failure()
-    if failure is not None:
-        raise Refused(_not_alone(records, failure))
-    seen = [x.value for x in logits]
-    try:
-        return tuple(map(certificate.located, probes, raw, seen))
-    except NotFollowed:
-        raise Refused(
-            "a clip would not give each of its logits the factor of its head: some are of padding or a sink, "
-            "heads are in another order, or one parameter makes queries and keys"
-        ) from None
+            return first._replace(spans=spans, probes=located)
+    return first._replace(problem=problem, doubt="")

@@ -31,9 +31,8 @@ class Probe(NamedTuple):
 
     path: tuple[Step, ...]  # the bodies that lead to them, from the outside
     variable: Var  # the logits after scale, bias and mask, in the innermost body
+    raw: Var  # the logits before mask and bias, measured where `variable` does not mask
     heads: tuple[int, ...] = ()  # the axes kept, in this order; the others go
-    # The logits before mask and bias: measured where `variable` does not mask.
-    raw: Var | None = None
     # For `check_clip`: under its `vmap`, softmax gets the logits of the first example in all of them.
     shared: bool = False
 
@@ -82,8 +81,7 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
         for variable in variables:
             for probe in probes_at.get(variable, ()):
                 # The logits before a mask was added come earlier in the body.
-                raw = values.get(probe.raw)
-                maxima[probe] = _largest(values[variable], raw, probe)
+                maxima[probe] = _largest(values[variable], values[probe.raw], probe)
                 if probe.shared:
                     values[variable] = _of_the_first(values[variable])
 
@@ -236,17 +234,17 @@ def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, b
     return (x[0] if is_batched[0] else x), False
 
 
-def _largest(logits: jax.Array, raw: jax.Array | None, probe: Probe) -> jax.Array:
+def _largest(logits: jax.Array, raw: jax.Array, probe: Probe) -> jax.Array:
     """The largest logit of each head, float32, over all axes but `probe.heads`, which come in this order.
 
     Logits [batch, head, query, key] with heads (1,) give [head], and logits [head of a group, batch, group, query, key]
     with heads (2, 0) give [group, head of a group].
 
-    `raw`: the logits before masks and biases, None if none were added. An entry to which `MASKED` or less was
+    `raw`: the logits before masks and biases, the same array if none were added. An entry to which `MASKED` or less was
     added is masked, and all others are measured without what was added.
     """
     # A logit that is NaN is not masked, because a comparison with NaN is false: the maximum is NaN.
-    if raw is not None:
+    if raw is not logits:
         logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
     # The maximum that softmax computes is not used: one more reader of it changes how XLA rounds.
     others = other_axes(logits.ndim, probe.heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from muonjax._clip.place_sites import module_of
 from muonjax._clip.site import Site
@@ -12,8 +13,27 @@ from muonjax._inspect.clippable_attention import Call, attentions
 from muonjax._inspect.records import Records
 
 
-def named_attentions(records: Records, paths: Iterable[str]) -> list[Call]:
-    """The attentions that train, with name and site, in the order of the program.
+class Attention(NamedTuple):
+    """One attention of a program.
+
+    Attributes:
+      name: The path of its module, of its query projection where several share a module, "max_logits" for the only one
+        at the root: the key of its entry in `max_logits`.
+      line: File and line of its product of queries and keys.
+      site: What a clip scales; None if that would not scale its logits.
+      problem: Why not, "" if it can be clipped.
+    """
+
+    name: str
+    line: str
+    site: Site | None
+    problem: str
+
+
+def named_attentions(
+    records: Records, paths: Iterable[str]
+) -> list[tuple[Attention, Call]]:
+    """The attentions that train, with name and site, in the order of the program; each with where its logits are.
 
     An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by its module,
     "block_0/attn". If several attentions share a module, each is named by its queries, "block_0/attn/q".
@@ -26,30 +46,32 @@ def named_attentions(records: Records, paths: Iterable[str]) -> list[Call]:
     path_of = dict(enumerate(paths))
     # For each attention the smallest module that has the parameters of its queries and keys.
     modules = []
-    for attention in calls:
-        parts = (*attention.spans, *attention.views)
-        modules.append(module_of([path_of[part.leaf] for part in parts]))
+    for call in calls:
+        modules.append(module_of([path_of[view.leaf] for view in call.views]))
     named = []
     count_of: Counter[str] = Counter()
-    for attention, module in zip(calls, modules, strict=True):
-        # It can't be clipped.
-        if not attention.spans:
-            named.append(attention._replace(name=module))
-            continue
-        name = module or "max_logits"
-        if modules.count(module) > 1:
-            name = path_of[attention.spans[0].leaf]
-        # Heads of one projection, written one by one, have the same queries.
-        count_of[name] += 1
-        if count_of[name] > 1:
-            name = f"{name}:{count_of[name]}"
-        # The paths of a site's scales are those below the site's `path`, which is "" here: the root of the tree.
-        scales = tuple(
-            dataclasses.replace(span.scale, path=path_of[span.leaf])
-            for span in attention.spans
-        )
-        # The axes that count layers are the same in all parameters of an attention; None without a scan.
-        layers = attention.spans[0].stack or None
-        site = Site(path="", scales=scales, signal=name, scan_axis=layers, exact=True)
-        named.append(attention._replace(name=name, site=site))
+    for call, module in zip(calls, modules, strict=True):
+        name = module
+        site = None
+        # It can be clipped.
+        if call.spans:
+            name = module or "max_logits"
+            if modules.count(module) > 1:
+                name = path_of[call.spans[0].leaf]
+            # Heads of one projection, written one by one, have the same queries.
+            count_of[name] += 1
+            if count_of[name] > 1:
+                name = f"{name}:{count_of[name]}"
+            # The paths of a site's scales are those below the site's `path`, which is "" here: the root of the tree.
+            scales = tuple(
+                dataclasses.replace(span.scale, path=path_of[span.leaf])
+                for span in call.spans
+            )
+            # The axes that count layers are the same in all parameters of an attention; None without a scan.
+            layers = call.spans[0].stack or None
+            site = Site(
+                path="", scales=scales, signal=name, scan_axis=layers, exact=True
+            )
+        line = records.graph.line(call.operation)
+        named.append((Attention(name, line, site, call.problem), call))
     return named

@@ -6,7 +6,7 @@ import functools
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,28 +26,11 @@ from muonjax._inspect.clippable_attention import Call
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow
 from muonjax._inspect.measure import Probe, with_maxima
-from muonjax._inspect.name_attentions import named_attentions
+from muonjax._inspect.name_attentions import Attention, named_attentions
 from muonjax._inspect.possible_numbers import MASKED
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.callers_rules import PathRules, apply_rules
 from muonjax._names.routes import routes
-
-
-class Attention(NamedTuple):
-    """One attention of a program.
-
-    Attributes:
-      name: The path of its module, of its query projection where several share a module, "max_logits" for the only one
-        at the root: the key of its entry in `max_logits`.
-      line: File and line of its product of queries and keys.
-      site: What a clip scales; None if that would not scale its logits.
-      problem: Why not, "" if it can be clipped.
-    """
-
-    name: str
-    line: str
-    site: Site | None
-    problem: str
 
 
 class Program:
@@ -331,11 +314,16 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     paths = list(flatten_paths(params))
     records = follow(closed, len(paths))
     decisions = dict(zip(paths, decide(records, is_loss), strict=True))
-    calls = named_attentions(records, paths)
     _check_uses(call, decisions)
-    _warn_of_masks(call, calls)
-    attentions = [Attention(x.name, x.line, x.site, x.problem) for x in calls]
-    return Program(decisions, attentions, shapes, given)
+    named = named_attentions(records, paths)
+    # What an argument of the function adds may be either, and decides which logits count as masked.
+    masks = [f"{attention.name!r} ({x.doubt})" for attention, x in named if x.doubt]
+    if masks:
+        warn_user(
+            f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "
+            f"{MASKED:.0f} count as a mask; give masks as booleans, jnp.where(mask, logits, -jnp.inf)."
+        )
+    return Program(decisions, [attention for attention, _ in named], shapes, given)
 
 
 def _traced(
@@ -401,19 +389,6 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
         )
 
 
-def _warn_of_masks(call: str, attentions: Iterable[Call]) -> None:
-    """Warn of attentions with something added to their logits that may be a mask or a bias."""
-    # What an argument of the function adds may be either, and decides which logits count as masked.
-    masks = [
-        f"{x.name!r} ({x.doubt})" for x in attentions if x.site is not None and x.doubt
-    ]
-    if masks:
-        warn_user(
-            f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "
-            f"{MASKED:.0f} count as a mask; give masks as booleans, jnp.where(mask, logits, -jnp.inf)."
-        )
-
-
 def _numbers_by_names(params: Any, decisions: dict[str, Decision]) -> dict[str, Any]:
     """The dimension numbers of those parameters that the program leaves to names, with the warnings that names give.
 
@@ -475,7 +450,7 @@ def find_maxima(
     # Nothing is kept from one trace to the next, whose jaxpr has other variables.
     clippable = _clippable(closed, arguments, given, call)
     probes: list[Probe] = []
-    for attention in clippable:
+    for attention in clippable.values():
         probes += (probe._replace(shared=shared) for probe in attention.probes)
     # It returns what the function returns, and then one array for each probe.
     measured_function = jaxpr_as_fun(with_maxima(closed, tuple(probes)))
@@ -484,14 +459,12 @@ def find_maxima(
     count = len(probes)
     measured = iter(results[-count:])
     maxima = {}
-    for attention in clippable:
+    for name, attention in clippable.items():
         queries = attention.spans[0]
-        of_calls = []
-        for _ in attention.probes:
-            # Where batch and heads are one axis, each example has entries of its own.
-            entries = next(measured).reshape(*queries.layers, -1, queries.entries)
-            of_calls.append(entries.max(-2))
-        maxima[attention.name] = functools.reduce(_larger, of_calls)
+        # Where batch and heads are one axis, each example has entries of its own.
+        shape = (*queries.layers, -1, queries.entries)
+        of_calls = [next(measured).reshape(shape).max(-2) for _ in attention.probes]
+        maxima[name] = functools.reduce(_larger, of_calls)
     return results[:-count], maxima
 
 
@@ -504,8 +477,8 @@ def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _clippable(
     closed: ClosedJaxpr, arguments: Sequence[Any], given: Sequence[Any], call: str
-) -> list[Call]:
-    """The attentions that can be clipped.
+) -> dict[str, Call]:
+    """The attentions that can be clipped, by name.
 
     Args:
       closed: The jaxpr of the function.
@@ -520,8 +493,8 @@ def _clippable(
     # The inputs of the jaxpr begin with the leaves of the first argument.
     parameters = flatten_paths(arguments[0])
     records = follow(closed, len(parameters), given)
-    attentions = named_attentions(records, list(parameters))
-    clippable = [x for x in attentions if x.site is not None]
+    named = named_attentions(records, parameters)
+    clippable = {attention.name: x for attention, x in named if x.spans}
     if clippable:
         return clippable
     if not records.uses.by_operation:
@@ -530,19 +503,17 @@ def _clippable(
             "that fun uses as an argument, do not close over them."
         )
     instead = "argnums that begin with the parameters, or jax.value_and_grad and muon"
-    raise _no_site(call, attentions, instead)
+    raise _no_site(call, [attention for attention, _ in named], instead)
 
 
-def _refused(attentions: Iterable[Attention | Call]) -> str:
+def _refused(attentions: Iterable[Attention]) -> str:
     """The attentions that can't be clipped, with the reasons."""
     return listed(
         [f"{a.name!r} ({a.line}): {a.problem}" for a in attentions if a.site is None]
     )
 
 
-def _no_site(
-    call: str, attentions: Sequence[Attention | Call], instead: str
-) -> ValueError:
+def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueError:
     """The error where no attention can be clipped."""
     why = f": no attention can be clipped. {_refused(attentions)}"
     # Without any, what counts as attention helps more than a list of nothing.
