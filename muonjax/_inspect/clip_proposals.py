@@ -45,8 +45,8 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
         left, right = records.attention.operands[product]
         if not left.is_query(normalized):
             left, right = right, left
-        queries = _Side(records, left, normalized, "query")
-        keys = _Side(records, right, normalized, "key")
+        queries = _Side(left, normalized, "query")
+        keys = _Side(right, normalized, "key")
         scaled_queries = _scaled_queries(queries, [_ALL])
         scaled_keys, shared = _scaled_keys(keys, _heads_of(scaled_queries[0]))
         both |= dict.fromkeys([*_scaled_queries(queries, shared), *scaled_keys])
@@ -109,7 +109,6 @@ def _scaled_keys(
 class _Side(NamedTuple):
     """The queries of a product, or the keys."""
 
-    records: Records
     operand: Operand
     normalized: frozenset[int]  # the axes of the product that count keys
     factor: str  # "query" or "key", as in `Scale`
@@ -172,7 +171,7 @@ class _Side(NamedTuple):
           leaf: The number of the parameter.
           layout: Which of its entries the entries of the operand come from.
         """
-        shape = self.records.shapes[leaf]
+        shape = layout.origin
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))
         heads = self.heads(layout)
         head_axes = [run.axis for run in layout.runs_along(heads)]

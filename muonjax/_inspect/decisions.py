@@ -108,7 +108,7 @@ class _Decider:
                     why += f", and multiplied: {self.graph.line(products[0].node)}"
                 return Decision(None, why)
         if products:
-            return self._of_products(leaf, products)
+            return self._of_products(products)
         return self._without_product(others)
 
     def _is_in_gradient(self, use: Use) -> bool:
@@ -167,7 +167,7 @@ class _Decider:
         decision = self._adam(uses[0].what, uses[0].node, by_names=is_alone)
         return decision._replace(is_vector=len(axes) < 2)
 
-    def _of_products(self, leaf: int, products: list[Use]) -> Decision:
+    def _of_products(self, products: list[Use]) -> Decision:
         """The decision on a parameter that multiplies activations."""
         destinations = {self.ends.destination(use) for use in products}
         # No layer follows any of them: an output head, whatever its shape is.
@@ -190,7 +190,7 @@ class _Decider:
                 "an embedding of patches, windows that do not overlap", first
             )
         try:
-            numbers, per_head, why = matrices_of(self.records, leaf, matrices)
+            numbers, per_head, why = matrices_of(self.records, matrices)
         except Contradiction as problem:
             return Decision(None, str(problem), by_names=True)
         doubt = self._doubt(matrices)

@@ -40,11 +40,11 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     node = operation.node
     values = operation.values
     # The operands by how far their logits have come. Next to logits nothing else is followed, such as another softmax's
-    # weights that are added to them. If both operands are logits, `at` is the number of the later product's.
+    # weights that are added to them. If both operands are logits, `at` is the number of the first.
     operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
     if "logits" not in operands:
         return _of_weights(operation, operands)
-    at = max(operands["logits"], key=lambda k: values[k].logits[0].product)
+    at = operands["logits"][0]
     value = values[at]
     if node.name in ("exp", "logistic"):
         return _exponential(node, value)

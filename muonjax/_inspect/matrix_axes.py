@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,25 +46,23 @@ class _Form(NamedTuple):
 
 
 def matrices_of(
-    records: Records, leaf: int, uses: Sequence[Use]
+    records: Records, uses: Sequence[Use]
 ) -> tuple[DimensionNumbers, DimensionNumbers, str]:
     """The matrices that all of these products agree on, at least one; the same with one for each head; and why.
 
     Raises:
       Contradiction: They do not agree, or one of them has no such axes.
     """
-    shape = records.shapes[leaf]
-    # Different forms, each with the line of its first product.
-    forms: dict[Any, tuple[_Form, str]] = {}
-    for use in uses:
-        form = _form(records, leaf, use)
+    first = uses[0]
+    shape = first.view.layout.origin
+    form, line = _form(records, first), records.graph.line(first.node)
+    for use in uses[1:]:
+        other = _form(records, use)
         # A tied matrix, x @ w and y @ w.T, is orthogonalized the same either way.
-        sides = frozenset({form.rows, form.columns})
-        forms.setdefault((sides, form.cut), (form, records.graph.line(use.node)))
-    (form, line), *others = forms.values()
-    if others:
-        other, other_line = others[0]
-        raise Contradiction(f"{form} in {line}, but {other} in {other_line}")
+        has_same_sides = {form.rows, form.columns} == {other.rows, other.columns}
+        if form.cut != other.cut or not has_same_sides:
+            other_line = records.graph.line(use.node)
+            raise Contradiction(f"{form} in {line}, but {other} in {other_line}")
     # In w[:, :32] and w[:, 32:] the function cuts the parameter itself, and not the result of its product.
     if form.cut is None:
         slices = {use.view.layout.region for use in uses}
@@ -84,14 +82,14 @@ def _axes(runs: Iterable[Run]) -> frozenset[int]:
     return frozenset(run.axis for run in runs)
 
 
-def _form(records: Records, leaf: int, use: Use) -> _Form:
+def _form(records: Records, use: Use) -> _Form:
     """Rows and columns of a parameter in one product, and how its columns are cut.
 
     x @ w with w [64, 192], of which three operations take 64 columns each, is a form with rows {0}, columns {1} and
     _Cut(axis=1, sizes=(64, 64, 64)).
     """
-    product, shape = use.product, records.shapes[leaf]
-    row_axes, column_axes = _rows_and_columns(records, leaf, use)
+    product, shape = use.product, use.view.layout.origin
+    row_axes, column_axes = _rows_and_columns(records, use)
     form = _Form(row_axes, column_axes)
     # A convolution by groups has a matrix for each, of as many output features: its kernel has one axis of columns.
     groups = use.kernel.groups
@@ -112,7 +110,7 @@ def _form(records: Records, leaf: int, use: Use) -> _Form:
 
 
 def _rows_and_columns(
-    records: Records, leaf: int, use: Use
+    records: Records, use: Use
 ) -> tuple[frozenset[int], frozenset[int]]:
     """The axes of a parameter that are rows in one product, and those that are columns; all others count matrices.
 
@@ -133,7 +131,7 @@ def _rows_and_columns(
     if experts == columns:
         experts = set()
     # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over.
-    slices = records.uses.summed_slices[leaf]
+    slices = records.uses.summed_slices[use.view.leaf]
     row_axes = _axes([*use.rows, *summed]) | slices
     column_axes = _axes(columns - experts)
     batch_axes = _axes((batch - summed) | experts) - slices
@@ -177,12 +175,8 @@ def _cut(
         # Columns that no operation takes become parts, too.
         edges = sorted({0, period, *np.flatnonzero(changes.any(0)).tolist()})
         if parts.any(0).all() or axis not in sliced:
-            return _Cut(axis, _sizes(edges), shape[axis] // period)
+            return _Cut(axis, tuple(np.diff(edges).tolist()), shape[axis] // period)
     return None
-
-
-def _sizes(edges: Iterable[int]) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in itertools.pairwise(edges))
 
 
 def _repeated(mask: bytes, size: int) -> np.ndarray:
@@ -242,4 +236,5 @@ def _numbers_per_head(
             mask = dict(region).get(cut.axis, b"\1")
             columns = np.flatnonzero(_repeated(mask, shape[cut.axis]))
             edges.update(range(columns[0], columns[-1] + 1, run.stride))
-    return _numbers(form._replace(cut=_Cut(cut.axis, _sizes(sorted(edges)))))
+    sizes = tuple(np.diff(sorted(edges)).tolist())
+    return _numbers(form._replace(cut=_Cut(cut.axis, sizes)))

@@ -224,9 +224,8 @@ class Program:
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
         given = jax.tree.leaves((args, kwargs))
 
-        # With `shared`, the softmax of both examples of the `vmap` below gets the logits of the first.
-        def results_and_maxima(params: Any) -> Any:
-            return find_maxima(closed, [params], self._call, given, shared=True)
+        def results_and_maxima(params: Any, shared: str = "") -> Any:
+            return find_maxima(closed, [params], self._call, given, shared)
 
         _, shapes = jax.eval_shape(results_and_maxima, params)
         # A clip at 1.0 divides the logits of a head by what is given as the largest of them. Each head is given another
@@ -235,9 +234,11 @@ class Program:
             lambda x: jnp.linspace(2.0, 1.0, x.size).reshape(x.shape), shapes
         )
         clipped = apply_qk_clip(params, largest, sites, 1.0)
-        # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones.
+        # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones. The softmax of both gets
+        # the logits of the first.
         pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, clipped)
-        results, maxima = jax.vmap(results_and_maxima)(pair)
+        of_pair = functools.partial(results_and_maxima, shared="pair")
+        results, maxima = jax.vmap(of_pair, axis_name="pair")(pair)
         changes = [_deviation(*x) for x in results if _is_float(x)]
         deviations = {}
         for name, (before, after) in maxima.items():
@@ -296,7 +297,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     check_arrays(call, params)
     try:
         # Only shapes are traced: arrays of any size cost nothing.
-        shapes = jax.tree.map(_shape, params)
+        shapes = jax.eval_shape(lambda params: params, params)
         closed, result = _traced(fun, shapes, args, kwargs)
     except Exception as error:
         # Flax's, for a model that `fun` closes over.
@@ -360,10 +361,6 @@ def _is_loss(call: str, result: Any, params: Any) -> bool:
         )
     leaves = jax.tree.leaves(result)
     return bool(leaves) and leaves[0].shape == () and _is_float(leaves[0])
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
@@ -436,7 +433,7 @@ def find_maxima(
     arguments: Sequence[Any],
     call: str,
     given: Sequence[Any] = (),
-    shared: bool = False,
+    shared: str = "",
 ) -> tuple[list[Any], dict[str, jax.Array]]:
     """What a function returns, and the largest logits [*layers, heads] of each attention that can be clipped, by name.
 
@@ -445,7 +442,7 @@ def find_maxima(
       arguments: Trees whose leaves are the inputs of `closed`. The first holds the parameters.
       call: What an error names.
       given: The leaves of its other arguments, which are constants of `closed`.
-      shared: Whether, under `vmap`, all examples get the logits of the first (`Probe.shared`), for `check_clip`.
+      shared: The axis of a `vmap` of which all examples get the logits of the first (`Probe.shared`), for `check_clip`.
     """
     # Nothing is kept from one trace to the next, whose jaxpr has other variables.
     clippable = _clippable(closed, arguments, given, call)
