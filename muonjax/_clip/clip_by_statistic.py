@@ -261,9 +261,7 @@ def parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
             factor = scale.spread(root[..., None], otherwise=1.0)
             # A kernel may have two scales, as the query and the rotary features of latent attention. Each is 1 on the
             # features of the other, so their product is the factor of the kernel.
-            if scale.leaf in factors:
-                factor = factors[scale.leaf] * factor
-            factors[scale.leaf] = factor
+            factors[scale.leaf] = factors.get(scale.leaf, 1.0) * factor
     return factors
 
 

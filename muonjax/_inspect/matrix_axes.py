@@ -89,15 +89,14 @@ def _form(records: Records, use: Use) -> _Form:
     _Cut(axis=1, sizes=(64, 64, 64)).
     """
     product, shape = use.product, use.view.layout.origin
-    row_axes, column_axes = _rows_and_columns(records, use)
-    form = _Form(row_axes, column_axes)
+    form = _Form(*_rows_and_columns(records, use))
     # A convolution by groups has a matrix for each, of as many output features: its kernel has one axis of columns.
     groups = use.kernel.groups
     if groups > 1:
-        axis = min(column_axes)
+        axis = min(form.columns)
         return form._replace(cut=_Cut(axis, (shape[axis] // groups,) * groups))
     sliced = {axis for axis, _ in use.view.layout.region}
-    cut = _cut(product.parts, shape, column_axes, sliced)
+    cut = _cut(product.parts, shape, form.columns, sliced)
     if cut is not None and product.has_mixed_stretches:
         raise Contradiction(
             f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"
@@ -105,7 +104,7 @@ def _form(records: Records, use: Use) -> _Form:
     if cut is not None and cut.sizes == (1,) * shape[cut.axis]:
         # Such an axis counts matrices, as one of queries, keys and values does. If it is the only one of the columns,
         # its parts are vectors, which stay one matrix.
-        return form._replace(columns=(column_axes - {cut.axis}) or column_axes)
+        return form._replace(columns=(form.columns - {cut.axis}) or form.columns)
     return form._replace(cut=cut)
 
 

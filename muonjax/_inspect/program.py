@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from muonjax._clip.place_sites import Modules
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.site import Site
 from muonjax._common.arguments import errors_of, warn_user
@@ -63,7 +64,7 @@ class Program:
     ):
         self.attentions = tuple(attentions)
         self._decisions, self._params, self._fun = decisions, params, fun
-        self._call = _name(fun)
+        self._call = named_call("inspect", fun)
 
     def with_rules(self, rules: PathRules) -> Program:
         """The same program with other decisions on some parameters: `muon(lr, program.with_rules([("router", None)]))`.
@@ -86,7 +87,6 @@ class Program:
                 per_head=numbers,
                 why="a rule of yours",
                 by_names=False,
-                doubt="",
             )
         return Program(decisions, self.attentions, self._params, self._fun)
 
@@ -149,9 +149,8 @@ class Program:
 
     def skipped(self, params: Any) -> str:
         """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
-        leaves = flatten_paths(params).items()
-        there = {path for path, leaf in leaves if not is_masked(leaf)}
-        missing = [path for path in self._decisions if path not in there]
+        modules = Modules(params)
+        missing = [path for path in self._decisions if not modules.is_trained(path)]
         if not missing:
             return ""
         unclipped = []
@@ -291,7 +290,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
             f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
         )
     # What the user gave, before a model becomes parameters and state.
-    call, given = _name(fun), fun
+    call, given = named_call("inspect", fun), fun
     types = ", ".join(type(x).__name__ for x in (params, *args))
     fun, params, args = as_function_of_parameters(fun, params, args)
     check_arrays(call, params)
@@ -415,8 +414,9 @@ def check_arrays(call: str, params: Any) -> None:
             )
 
 
-def _name(fun: Callable[..., Any]) -> str:
-    return f"inspect({getattr(fun, '__name__', type(fun).__name__)})"
+def named_call(name: str, fun: Callable[..., Any]) -> str:
+    """A public function and the user's function that it gets, for errors: "inspect(loss_fn)"."""
+    return f"{name}({getattr(fun, '__name__', type(fun).__name__)})"
 
 
 def _deviation(x: jax.Array, y: jax.Array, each: bool = False) -> float:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from muonjax._common.model_registry import functions_for, is_model
 from muonjax._common.trees import flatten_paths
-from muonjax._inspect.program import check_arrays, find_maxima
+from muonjax._inspect.program import check_arrays, find_maxima, named_call
 
 
 def value_and_grad(
@@ -71,7 +71,7 @@ def value_and_grad(
             )
             return differentiated(*args, **kwargs)
         for argument in (args[i] for i in jax.tree.leaves(argnums) if i < len(args)):
-            _check_differentiable(_call(fun), argument)
+            _check_differentiable(named_call("value_and_grad", fun), argument)
         # The largest logits are a result besides the loss, as `aux` is.
         measured = _with_max_logits(fun, argnums, has_aux)
         return jax.value_and_grad(measured, argnums, has_aux=True)(*args, **kwargs)
@@ -87,7 +87,7 @@ def _with_max_logits(
     `fun` is traced by its arguments `argnums` alone, and the jaxpr is run on them with the largest logits as further
     results. The caller's `jax.value_and_grad` differentiates this run.
     """
-    call = _call(fun)
+    call = named_call("value_and_grad", fun)
 
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -138,10 +138,6 @@ def _loss_and_aux(call: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
             "or call value_and_grad(fun, has_aux=True) if fun returns (loss, aux)."
         )
     return loss, aux
-
-
-def _call(fun: Callable[..., Any]) -> str:
-    return f"value_and_grad({getattr(fun, '__name__', type(fun).__name__)})"
 
 
 def _check_differentiable(call: str, params: Any) -> None:
