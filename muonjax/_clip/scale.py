@@ -172,7 +172,7 @@ class PlacedScale(NamedTuple):
             table = table.reshape(*layers, scale.groups, -1)
             group = math.prod(sizes) // scale.groups
             table = _padded(table, first, group, otherwise)
-            table = table.reshape(*layers, *sizes)
+            table = table.reshape((*layers, *sizes))
         # Axis i of the table, [*layers, *sizes], belongs at axis order[i] of the parameter.
         order = (*self.stack, *self.axes)
         table = table.transpose(np.argsort(order).tolist())

@@ -188,8 +188,9 @@ class Certificate:
         # An array may be returned with the clip's factors, as a parameter is; a loss may not.
         for value in graph.outputs:
             if value in self.tables and self.records.shape(value) == ():
-                # It is no parameter: heads can't be told apart in one number.
-                return graph.makers[value].index
+                # No operation makes a parameter of one number: the first one stands for it.
+                maker = graph.maker(value)
+                return 0 if maker is None else maker.index
         return None
 
     def _table(self, value: int, rank: int, least: float = -np.inf) -> Table:

@@ -574,6 +574,12 @@ for name, put_together in {
     of_one_head_each(name, 3, put_together)
 
 
+@attention(sites=1, b=(), **QKVO)
+def one_head_with_a_bias_of_one_number(p, x):
+    q, k, v = (heads(x @ p[name], 1) for name in "qkv")
+    return end(p, logits_of(q + p["b"], k), v)
+
+
 @attention(sites=1, q=(1, 1, D, D), k=(1, 1, D, D), v=(D, D), o=(D, D))
 def queries_by_convolutions(p, x):
     """As in the autoencoder of Stable Diffusion."""
