@@ -96,9 +96,9 @@ def _by_matrix(
     be queries, keys or values, as in x @ (queries @ w).T. Such parameters are left to names.
     """
     attention = records.attention
-    # The product whose exponentials the activation is made of. They are softmax's weights if a sum normalizes them.
+    # The product whose exponentials the activation is made of, perhaps the weights of an attention, or of a router.
     scores = activation.value.exponential_of
-    has_weights = scores in attention.summed_exponentials or scores in attention.routers
+    has_weights = scores in attention.candidates | attention.routers
     views = weights.value.views
     # x @ (a @ b) sums over an axis of a, the first factor, and x @ (queries @ w).T over none.
     is_transposed = not views[0].layout.runs_along(weights.summed)
@@ -407,7 +407,7 @@ def _of_two_activations(
     Layers before it are hidden ones if both operands have free axes, or if it matches two towers, as in an einsum
     `bd,bd->b`.
     """
-    records.attention.two_sided.add(node.index)
+    records.attention.candidates.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
     first = left.value
     second = right.value

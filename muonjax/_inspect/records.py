@@ -65,10 +65,9 @@ class AttentionRecords:
         )
         # If exponentials of the product multiply an array, perhaps values, and were not followed: that operation.
         self.other_readers: dict[int, int] = {}
-        # Products of two activations. Other products, as with learned queries or frozen keys, are attention only if a
-        # sum of their exponentials normalizes these, as in a softmax.
-        self.two_sided: set[int] = set()
-        self.summed_exponentials: set[int] = set()
+        # Products whose exponentials may be the weights of an attention: those of two activations. Other products, as
+        # with learned queries or frozen keys, are among them only if a sum of their exponentials normalizes these.
+        self.candidates: set[int] = set()
         # Products from whose logits a number was subtracted that may differ from key to key.
         self.shifted_by_key: set[int] = set()
         # Products whose softmax is along columns of a parameter, as of a router, or of an output head.
@@ -207,12 +206,10 @@ class Records:
         may_be_values = values.depends_on & DATA and values.exponential_of != product
         if product < 0 or not may_be_values:
             return
-        attention = self.attention
         # exp(x @ c) * y with a matrix c is no softmax, unless a sum divides the exponentials. For queries and keys the
         # sum may come later, as in (exp(scores) @ values) / sum(exp(scores)).
-        is_normalized = product in attention.summed_exponentials
-        if is_normalized or product in attention.two_sided:
-            attention.other_readers.setdefault(product, node.index)
+        if product in self.attention.candidates:
+            self.attention.other_readers.setdefault(product, node.index)
 
     def record_parts(self, projections: Iterable[Projection]) -> None:
         """Records that an operation takes the columns of each of these together, and no others: they are parts.

@@ -30,7 +30,7 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     # sum(q * k) is a product of two activations, and perhaps the scores of an attention.
     if _multiplies_layers(records, node):
         records.layers.products.add(node.index)
-        records.attention.two_sided.add(node.index)
+        records.attention.candidates.add(node.index)
         value = value._replace(scores=node.index)
     _record_sum_of_exponentials(records, value, axes)
     linear = []
@@ -82,7 +82,7 @@ def _record_sum_of_exponentials(
         records.attention.routers.add(product)
     # If the projection of a layer was lost, its columns may lie along these axes: this is no sign of attention.
     elif projections or not has_parameter:
-        records.attention.summed_exponentials.add(product)
+        records.attention.candidates.add(product)
 
 
 def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ...]:
