@@ -160,7 +160,7 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
         chooser, *cases = values
         operation = Operation(records, node, cases, node.inputs[1:], chooser)
         # As in `jnp.where(mask, w[:4], w[4:])`: which entries of w the result has is not known.
-        if _are_several_parts(cases):
+        if are_several_parts(cases):
             raise NotFollowed
     elif node.name in ("add", "add_any"):
         for value, other in zip(values, reversed(node.inputs), strict=True):
@@ -189,7 +189,7 @@ def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
     return tuple(dict.fromkeys(fact for fact in facts if fact.what in kinds))
 
 
-def _are_several_parts(values: Sequence[Value]) -> bool:
+def are_several_parts(values: Sequence[Value]) -> bool:
     """Whether these hold several parts of one parameter, or of its product: two regions of one origin."""
     parts: set[tuple[Any, Any]] = set()
     for value in values:
@@ -423,11 +423,11 @@ def _record_sum_of_slices(records: Records, terms: Sequence[Projection]) -> None
     linear = [term for term in terms if term.is_linear]
     by_leaf = grouped((term.view.leaf, term) for term in linear)
     for first, *others in by_leaf.values():
-        slices = [first.view]
+        region = first.view.layout.region
         for other in others:
             # In a residual stream the second layer's input depends on the first layer's product: w[0] and w[1] are
             # two matrices then.
             input_of_other = records.values[other.product.use.activation]
             if not first.product.bit & input_of_other.depends_on:
-                slices.append(other.view)
-        records.record_added_slices(slices)
+                axes = {axis for axis, _ in region ^ other.view.layout.region}
+                records.uses.summed_slices[first.view.leaf] |= axes

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
 from muonjax._inspect import follow_logits
-from muonjax._inspect.entrywise_rules import after_nonlinearity, entrywise
+from muonjax._inspect.entrywise_rules import (
+    after_nonlinearity,
+    are_several_parts,
+    entrywise,
+)
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import whole
 from muonjax._inspect.move_rules import looked_up
@@ -174,14 +176,12 @@ def _by_parameter(
     return result._replace(projections=tuple(projections), depends_on=depends_on)
 
 
-def _unfollowed_product(records: Records, weights: Operand) -> str:
+def _unfollowed_product(weights: Operand) -> str:
     """What in these weights leaves their parameters to names, in words; "" if nothing does."""
     views = weights.value.views
-    # The parts of c[..., 0] + 1j * c[..., 1] are added up in the real part of c @ h, and kept in c @ x of real x.
-    dtype = records.graph.avals[weights.array].dtype
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    if is_complex and len(views) > len({view.leaf for view in views}):
-        return "a sum of its real and imaginary parts"
+    # In x @ (w[0] + w[1]) both slices are one matrix, and in a complex c[..., 0] + 1j * c[..., 1] they may be two.
+    if are_several_parts([weights.value]):
+        return "a sum of its slices"
     # Learned queries times a kernel of several heads, by keys: the heads are columns of the kernel alone.
     lacks_heads = any(not view.layout.runs_along(weights.batch) for view in views)
     if weights.batch and lacks_heads and any(view.inner for view in views):
@@ -200,10 +200,7 @@ def _recorded_projections(
     """
     unfollowed = ""
     if weights.value.is_weight:
-        unfollowed = _unfollowed_product(records, weights)
-        if not unfollowed:
-            # Slices that are added are one matrix. Where data choose between slices, the value is no weight any more.
-            records.record_added_slices(weights.value.views)
+        unfollowed = _unfollowed_product(weights)
     # Axes of experts would be taken for rows.
     if not unfollowed and _sums_over_experts(records, activation):
         unfollowed = "a sum over experts"

@@ -33,7 +33,6 @@ from muonjax._inspect.values import (
     Projection,
     Use,
     Value,
-    grouped,
 )
 
 
@@ -237,14 +236,6 @@ class Records:
                 projection.product.has_mixed_stretches = True
             else:
                 self.record_parts([projection])
-
-    def record_added_slices(self, views: Iterable[ParameterView]) -> None:
-        """Records that slices of parameters, or products with them, are added up: along the axes where these differ."""
-        for first, *others in grouped((view.leaf, view) for view in views).values():
-            for other in others:
-                differing = first.layout.region ^ other.layout.region
-                axes = self.uses.summed_slices[first.leaf]
-                axes.update(axis for axis, _ in differing)
 
     def record_heads(
         self, projections: Iterable[Projection], axes: Sequence[int]

@@ -807,7 +807,7 @@ in_each_order(
     X, X, jax.ShapeDtypeStruct((B, T), "float32"), w=((D, D), EINSUM),
 )  # fmt: skip
 
-PARTS = "by names: a sum of its real and imaginary parts is not followed: hostile_programs.py:"
+PARTS = "by names: a sum of its slices is not followed: hostile_programs.py:"
 
 
 @program(
