@@ -374,26 +374,18 @@ def _record_attention(
         # as the two parts that were recorded for the two products.
         if len(regions) > 1:
             projected.parts.difference_update(regions)
-    # Heads written one by one would be taken for parts.
-    if _take_other_columns(records, values):
-        node = records.nodes[softmax[0].product]
+    # An earlier attention took other columns of the layer that gives the values: these are heads written one by one, as
+    # softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on, and would be taken for parts.
+    node = records.nodes[softmax[0].product]
+    for projection in values.value.projections:
+        columns = projection.layout.region
+        earlier = attention.value_parts.setdefault(projection.product, columns)
+        if earlier == columns:
+            continue
         for operand in operands:
             for part in operand.value.projections:
                 what = "attention with other columns of one layer"
                 records.record(node, "unknown", part.view, what)
-
-
-def _take_other_columns(records: Records, values: Operand) -> bool:
-    """Whether an earlier attention took other columns of the layer that gives these values.
-
-    These are heads written one by one, as softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on.
-    """
-    earlier = records.attention.value_parts
-    for projection in values.value.projections:
-        columns = projection.layout.region
-        if earlier.setdefault(projection.product, columns) != columns:
-            return True
-    return False
 
 
 def _of_two_activations(
