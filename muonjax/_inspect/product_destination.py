@@ -26,8 +26,8 @@ class Ends:
     def __init__(self, records: Records):
         graph = self.graph = records.graph
         self.read_by_labels = records.uses.read_by_labels
-        products = records.layers.products & graph.trained
-        frozen = records.layers.frozen & graph.trained
+        products = records.layers & graph.trained
+        frozen = records.frozen_layers & graph.trained
         self.to_products = self._values_before(products)
         self.to_frozen = self._values_before(frozen)
         self.to_outputs = graph.upstream(
@@ -35,7 +35,7 @@ class Ends:
         )
         # A value may come before several operations without a rule: the last of them counts.
         self.unknown_after: dict[int, int] = {}
-        for i in sorted(records.layers.without_rule):
+        for i in sorted(records.possible_layers):
             self.unknown_after |= dict.fromkeys(self._values_before([i]), i)
 
     def destination(self, use: Use) -> Destination:

@@ -112,7 +112,7 @@ def _by_matrix(
         attention.other_readers[scores] = node.index
     # What is before it is no output head. The result may be scores: it is attention if a sum normalizes their
     # exponentials.
-    records.layers.products.add(node.index)
+    records.layers.add(node.index)
     return result._replace(scores=node.index)
 
 
@@ -159,7 +159,7 @@ def _by_parameter(
     # This may be no layer: the parameters only scale, or a sum over experts is not followed. A result that is a number
     # may be a sum of weighted losses, or what a model gives for one example.
     if not projections or records.shape(node.outputs[0]) == ():
-        records.layers.without_rule.add(node.index)
+        records.possible_layers.add(node.index)
         return result
     # What a layer gives counts as data, also where its input is learned: it is no parameter that a layer takes.
     depends_on = result.depends_on | DATA
@@ -172,7 +172,7 @@ def _by_parameter(
             projections.append(
                 after_nonlinearity(records, projection, node, unmixed=True)
             )
-    records.layers.products.add(node.index)
+    records.layers.add(node.index)
     return result._replace(projections=tuple(projections), depends_on=depends_on)
 
 
@@ -402,7 +402,7 @@ def _of_two_activations(
     second = right.value
     has_towers = is_match([(first, left.summed), (second, right.summed)])
     if (left.free and right.free) or has_towers:
-        records.layers.products.add(node.index)
+        records.layers.add(node.index)
     # Softmax's weights times values are no new logits.
     has_logits = first.logits or second.logits
     has_projections = first.projections or second.projections
@@ -446,7 +446,7 @@ def _by_constants(
     if is_layer or attentions or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
     if is_layer:
-        records.layers.frozen.add(node.index)
+        records.frozen_layers.add(node.index)
         # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"). Logits that go on are not begun anew.
         if constants.batch and not activation.value.logits:
             return _with_logits(records, node, result, activation, constants)
@@ -543,8 +543,8 @@ def _by_kernel(
     _record_mixture(records, node, weights)
     # Either way it counts as a layer: what comes before it is no output head.
     if weights.value.depends_on & PARAMETER:
-        records.layers.products.add(node.index)
+        records.layers.add(node.index)
     # A frozen kernel over an activation that trains is a frozen layer. A depthwise one, such as a blur, does not count.
     elif result.depends_on & PARAMETER and not weights.kernel.is_depthwise:
-        records.layers.frozen.add(node.index)
+        records.frozen_layers.add(node.index)
     return result

@@ -77,15 +77,6 @@ class AttentionRecords:
         self.value_parts: dict[Product, Region] = {}
 
 
-class Layers:
-    """Operations that count as a layer after the matrices before them."""
-
-    def __init__(self) -> None:
-        self.products: set[int] = set()
-        self.frozen: set[int] = set()  # by matrices that do not train
-        self.without_rule: set[int] = set()  # perhaps products
-
-
 class Records:
     """What one pass over the operations finds out."""
 
@@ -99,7 +90,11 @@ class Records:
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses = Uses()
         self.attention = AttentionRecords()
-        self.layers = Layers()
+        # Operations that count as a layer after the matrices before them: products, products by matrices that do not
+        # train, and operations that may be products.
+        self.layers: set[int] = set()
+        self.frozen_layers: set[int] = set()
+        self.possible_layers: set[int] = set()
         # The last operation without any rule, which may do anything, so that nothing is decided; -1 if there is none.
         self.unlisted = -1
         for leaf, parameter in enumerate(graph.parameters):

@@ -29,7 +29,7 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     axes = node.params["axes"]
     # sum(q * k) is a product of two activations, and perhaps the scores of an attention.
     if _multiplies_layers(records, node):
-        records.layers.products.add(node.index)
+        records.layers.add(node.index)
         records.attention.candidates.add(node.index)
         value = value._replace(scores=node.index)
     _record_sum_of_exponentials(records, value, axes)

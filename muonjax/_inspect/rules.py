@@ -68,7 +68,7 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
         # clip these projections.
         records.attention.calls[node.index] = tuple(projections)
         # A matrix before the call is no output head: attention multiplies what it gives.
-        records.layers.products.add(node.index)
+        records.layers.add(node.index)
     elif not is_call and node.name not in _MIXING:
         for projection in projections:
             if projection.unmixed:
@@ -86,7 +86,7 @@ def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
     or a softmax's weights and values: such an attention is listed and refused.
     """
     values = records.inputs(node)
-    records.layers.without_rule.add(node.index)
+    records.possible_layers.add(node.index)
     # Each operand may be softmax's weights, and each other one the values. For one and itself this records nothing.
     for value in values:
         for other in values:
