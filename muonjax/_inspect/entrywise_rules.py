@@ -31,6 +31,7 @@ from muonjax._inspect.values import (
     all_projections,
     dependent,
     grouped,
+    parts_of_products,
     used_in_one_way,
 )
 
@@ -405,11 +406,7 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
 
 def _record_meeting_parts(records: Records, values: Iterable[Value]) -> None:
     """Records columns of one product as parts if a sum adds different functions of them: tanh(q[:, :4]) + q[:, 4:]."""
-    projections = [projection for value in values for projection in value.projections]
-    of_products = grouped(
-        (projection.product, projection) for projection in projections
-    )
-    for parts in of_products.values():
+    for parts in parts_of_products(values):
         if not used_in_one_way(parts):
             records.record_parts(parts)
 

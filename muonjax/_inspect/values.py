@@ -383,11 +383,17 @@ def used_in_one_way(projections: Sequence[Projection]) -> bool:
 
 def all_projections(values: Iterable[Value]) -> tuple[Projection, ...]:
     """The projections in a sum or a concatenation of these. Parts of one product become one projection."""
-    projections = [projection for value in values for projection in value.projections]
+    return tuple(map(_united, parts_of_products(values)))
+
+
+def parts_of_products(values: Iterable[Value]) -> list[list[Projection]]:
+    """The projections in these values, those of one product together."""
     of_products = grouped(
-        (projection.product, projection) for projection in projections
+        (projection.product, projection)
+        for value in values
+        for projection in value.projections
     )
-    return tuple(_united(parts) for parts in of_products.values())
+    return list(of_products.values())
 
 
 def _united(parts: Sequence[Projection]) -> Projection:
