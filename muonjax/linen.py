@@ -71,14 +71,14 @@ class LoHa(nn.Module):
 def loha(
     rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float32
 ) -> functools.partial[LoHa]:
-    """Makes LoHa adapters: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
+    """Makes LoHa adapters: y = x · (W + ΔW) + b with ΔW = scale · (w1a · w1b) ∘ (w2a · w2b), 0 at the start.
 
     It is for `dot_general_cls` of a dense layer, `qkv_dot_general_cls` of an attention, and `conv_general_dilated_cls`
     of a convolution, whose kernel is a matrix (window · in) × out. The layer keeps the paths of its parameters.
 
     Args:
       rank: The rank of each of the two products; ΔW has rank up to rank².
-      alpha: ΔW is scaled by alpha / rank; None: alpha = rank.
+      alpha: ΔW is scaled by alpha / rank, which is kept as `hada_scale` and does not train; None: alpha = rank.
       param_dtype: The dtype of the factors.
 
     Returns:

@@ -149,6 +149,7 @@ def merge(model: nnx.Module) -> None:
     """
     has_adapter = False
     for _, layer in _layers(model):
+        # An adapter is in the place of the layer's `dot_general` or `conv_general_dilated`.
         attribute = _product_attribute(layer)
         adapter = getattr(layer, attribute)
         if not isinstance(adapter, LoHa):

@@ -303,8 +303,9 @@ def _iteration(
         scale = power_of_two_scale(wide)
         y = scaled(wide, scale)
         norm = jnp.sqrt(square_norm(y))
-        # The compiler leaves out this Gram matrix with "frobenius", for which the norm is enough. `eps` is added to the
-        # norm of X, so `_row_factors` needs to know how Y was scaled.
+        # The factors are one over a bound of the largest singular value, or with "aol" one for each row. With
+        # "frobenius" the norm is enough, and the compiler leaves out this Gram matrix. `eps` is added to the norm of X,
+        # so `_row_factors` needs to know how Y was scaled.
         y = scaled(y, _row_factors(norm, square(y), preconditioning, eps, scale))
         # One row serves all of `ns_steps`; of several each serves one step.
         rows = jnp.atleast_2d(coefficients)

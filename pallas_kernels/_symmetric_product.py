@@ -223,7 +223,9 @@ def _gram_jvp(primals, tangents):
 
 
 def _product_jvp(implementation, platform, primals, tangents):
-    """S and dS, the derivative in forward mode as `jax.custom_jvp` asks for it: that of the product in plain `jnp`.
+    """S = alpha X Y^H + beta C, and its derivative dS in forward mode as `jax.custom_jvp` asks for it.
+
+    dS is the derivative of the product in plain `jnp`.
 
     Every term is linear in its tangent, so JAX transposes it for reverse mode. A tangent that is known to be zero has
     no term.
@@ -231,6 +233,7 @@ def _product_jvp(implementation, platform, primals, tangents):
     (operands,), (tangents_of_operands,) = primals, tangents
     values = {}
     directions = {}
+    # Without Y or C there is None in the place of a tangent.
     for name, tangent in tangents_of_operands._asdict().items():
         if tangent is not None and not isinstance(tangent, SymbolicZero):
             values[name] = getattr(operands, name)
@@ -238,7 +241,9 @@ def _product_jvp(implementation, platform, primals, tangents):
 
     def plain(values):
         o = operands._replace(**values)
+        # The derivative of X X^H takes one product, dX X^H, and its adjoint; that of X Y^H takes two products.
         p = _gram(o.x) if o.y is None else _xla_product.product(o.x, o.y)
+        # The lower triangle of the product counts, by definition, so that dS is as symmetric as S.
         return _xla_product.scaled_sum(_xla_product.mirror(p), o)
 
     out = _product(operands, implementation, platform)

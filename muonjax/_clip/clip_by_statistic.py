@@ -139,6 +139,7 @@ class ClipByStatistic:
             if params is None:
                 raise ValueError(f"update needs params: call {usage}.")
             if statistics is None:
+                # "update needs max_logits (muonjax.linen.TrainState passes it on): ... tx.update(...)."
                 raise ValueError(f"update needs {self.argument}{self.source}{usage}.")
             # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes
             # are static, so this is done while tracing. `not_trained` names the statistics of a program's attentions
@@ -150,8 +151,11 @@ class ClipByStatistic:
             if self.axis_name:
                 # Replicas that clip by their own maxima would diverge.
                 maxima = jax.lax.pmax(maxima, self.axis_name)
+            # The state keeps the maxima since the last clip. γ of a head is 1 unless this is a k-th update and its
+            # maximum is above the threshold.
             state, gammas = self.gammas_of_update(state, maxima)
             factors = parameter_factors(sites, gammas)
+            # u' with p + u' = factor · (p + u)
             return scaled_leaves(updates, modules.leaves, factors), state
 
     def gammas_of_update(

@@ -321,7 +321,7 @@ _NAMES_ELSEWHERE = {
 def explains_keywords(
     name: str, *sources: Callable[..., Any]
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator whose function shows its whole signature, and names what an unknown keyword means here.
+    """A decorator: errors begin with the call's name, the whole signature is shown, an unknown keyword is explained.
 
     Args:
       name: The call's, in errors.

@@ -104,20 +104,24 @@ class Policy:
         fills the caches (measured: benchmarks/optimizer/batching.py at commit 709d0d3e). On an accelerator few large
         launches win, and a loop copies its stack. Counted on a GPU (docs/kernels.md): 64 heads of 7168 x 128 take 29
         % less time in one batch than in two, and less than half of the memory, 128 experts of 2048 x 768 a quarter less
-        than in eight. Four of 4096 x 14336 in one batch would take twice the memory of one at a time.
+        time than in eight. Four of 4096 x 14336 in one batch would take twice the memory of one at a time.
         """
         # `matrix_view` refuses empty matrices.
         size_of_one = math.prod(shape)
-        # The elements that a batch may hold. On a TPU, or a platform without a rule, a batch is a whole stack.
-        bound = self.stack_elements
+        # The elements that a batch may hold
         if self.is_cpu:
             bound = 1 << 18
         elif self.platform == "gpu":
-            # A launch of a few large matrices fills the device already, so that more of them only take memory.
-            bound = (256 if size_of_one < 4 << 20 else 64) << 20
+            # A launch of a few matrices of 2048 x 2048 fills the device already, and more of them only take memory.
+            is_large = size_of_one >= 2048 * 2048
+            bound = 64 << 20 if is_large else 256 << 20
+        else:
+            # On a TPU, or a platform without a rule, a stack is one batch; only an array that is larger than a stack
+            # may be is cut into several.
+            bound = int(self.stack_elements)
         # One matrix is a batch, of whatever size. All batches have one size, so that they share a program: if
         # five of 12 matrices fit, a batch has four.
-        size = max(1, min(count, int(bound // size_of_one)))  # from 1 to count
+        size = max(1, min(count, bound // size_of_one))  # from 1 to count
         while count % size != 0:
             size -= 1
         return size

@@ -87,12 +87,13 @@ def _not_followed(records: Records, product: int, reader: int) -> Call:
         problem = f"{LONG_EINSUM} takes its weights"
     problem = f"{problem}: {records.graph.line(reader)}"
     operands = records.attention.operands.get(product, ())
-    # A product with operands had logits, which were lost on the way: where, is the better reason.
-    try:
-        if operands:
+    # A product with operands had logits, which were lost on the way. `_check_readers` refuses the operation that lost
+    # them, whose line says more than that of `reader`.
+    if operands:
+        try:
             _check_readers(records, product)
-    except Refused as refused:
-        problem = str(refused)
+        except Refused as refused:
+            problem = str(refused)
     return Call(product, _views(operands), problem=problem)
 
 

@@ -162,9 +162,12 @@ class _Decider:
             if use.view.inner:
                 return self._left_to_names(PRODUCT_OF_PARAMETERS, use.node)
             axes |= {run.axis for run in use.view.layout.runs if run.positions.size > 1}
-        # "alone": without data, as in a penalty. That does not show what the parameter is, and its name has to.
-        is_alone = uses[0].kind == "alone"
-        decision = self._adam(uses[0].what, uses[0].node, by_names=is_alone)
+        # "alone": an operation that is not followed and meets no data, such as the determinant in a penalty. It does
+        # not show what the parameter is: another use does, or else its name has to.
+        others = [use for use in uses if use.kind != "alone"]
+        first, *_ = others or uses
+        decision = self._adam(first.what, first.node, by_names=not others)
+        # Weight decay is not for vectors.
         return decision._replace(is_vector=len(axes) < 2)
 
     def _of_products(self, products: list[Use]) -> Decision:

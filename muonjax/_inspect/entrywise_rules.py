@@ -207,20 +207,23 @@ def are_several_parts(values: Sequence[Value]) -> bool:
 def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """The parameters in the result of an operation on parameters and numbers alone, such as a weight times its mask.
 
-    A bias or a gain, which repeats along an axis of another operand, is recorded as added or multiplied and not
+    A bias or a gain, which repeats along an axis of another parameter, is recorded as added or multiplied and not
     followed further. So is the noisy one of several, as s in the sampled weight mu + s * noise.
     """
     values = operation.values
     several = sum(bool(value.views) for value in values) > 1
-    # A bias or a gain differs along fewer axes than the weight.
+    # The axes along which the parameters in each operand differ: none in a mask of numbers, so that a parameter which
+    # repeats along an axis of a mask is still the weight. A bias or a gain differs along fewer axes than the weight.
     extents = [value.varying for value in values]
     if operation.is_sum:
-        # In a column plus a row each differs along fewer axes than the sum. A column times a row is a matrix instead.
+        # In a column plus a row each differs along fewer axes than the sum, so that both are biases. A column times a
+        # row is another case: both are followed, as factors of a matrix.
         extents.append(frozenset().union(*extents))
     views = []
     for value in values:
         repeats = any(value.varying < extent for extent in extents)
-        is_noisy = several and value.depends_on & NOISE
+        # Alone, as a weight with dropout, it is the weight.
+        is_noisy = several and bool(value.depends_on & NOISE)
         if repeats or is_noisy:
             operation.records.record_views(operation.node, operation.what, [value])
         else:

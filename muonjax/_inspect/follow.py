@@ -56,7 +56,8 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     carries = [records.nodes[i] for i in first if i in graph.live]
     carried = [dependent([values[carry.inputs[0]]]) for carry in carries]
     before = None
-    # A round only adds dependencies, of which there are finitely many. In `a, b = x, a` x takes two rounds to b.
+    # What a round records of an operation replaces what the round before recorded, and a round only adds dependencies,
+    # of which there are finitely many. In `a, b = x, a` x takes two rounds to b.
     while carried != before:
         for carry, value in zip(carries, carried, strict=True):
             values[carry.outputs[0]] = value
@@ -66,8 +67,8 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     takes_gradients = any("transpose" in graph.derivatives(i) for i in body)
     for carry in carries:
         start = values[carry.inputs[0]]
-        # A parameter that the loop changes is an initial state, as of an RNN, and no matrix. But a loop that takes
-        # gradients may train it, as in MAML: then it may be a matrix, and is left to names.
+        # What is made of parameters alone and is changed by the loop is an initial state, as of an RNN, and no matrix.
+        # But a loop that takes gradients may train it, as in MAML: then it may be a matrix, and is left to names.
         if start.is_weight:
             kind = "unknown" if takes_gradients else "other"
             records.record_views(

@@ -335,19 +335,20 @@ class Graph:
             return self._add_for_each(
                 "join", [indices, *branches], eqn.outvars, eqn, place
             )
-        # The first body of a `while` computes its results, and the second is its condition.
+        # `bodies` gives the body of a `while` before its condition, which is not followed.
         if name in ("scan", "while"):
             return self._loop(eqn, *entered[0], inputs)
         # All others have one body: the derivatives of a `custom_vjp` are Python's functions, and no jaxprs.
         ((body, inner),) = entered
         if name == "shard_map":
             # A device has a shard of each array, with fewer entries along some axes: what the body takes and gives are
-            # other arrays than those outside.
+            # other arrays than those outside. A shard is an array of the body, so its place is `inner`.
             variables = opened(body).invars
             shards = self._add_for_each("shard", [inputs], variables, eqn, inner)
             outputs = self._enter(body, inner, shards)
             return self._add_for_each("unshard", [outputs], eqn.outvars, eqn, place)
         outputs = self._enter(body, inner, inputs)
+        # No operation is added for the call itself: what the body returns has the variables of its results too.
         self._also_in(outputs, eqn.outvars, place)
         return outputs
 
@@ -449,6 +450,7 @@ class Graph:
             value = pending.pop()
             node = self.maker(value)
             is_stopped = node is not None and node.name == "stop_gradient"
+            # Floats, and quantized weights and their products, though these are integers.
             has_gradient = self.is_followed(value) and not is_stopped
             if value in upstream or (with_gradient and not has_gradient):
                 continue

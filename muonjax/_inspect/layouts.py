@@ -115,18 +115,20 @@ class Layout(NamedTuple):
         return self.runs_along(self.varying.difference(axes))
 
     def split(self, axes: Collection[int]) -> tuple[Layout, tuple[Run, ...]]:
-        """The layout of the first entry along these axes, and the distances of the other entries from it.
+        """The layout with one entry along these axes, and how the positions of the origin go on from it, as sets.
 
-        A kernel [16, 64] as [16, 4, 16], split along axis 1, leaves its first head [16, 1, 16], whose positions are
-        0, ..., 15, and the set of distances {0, 16, 32, 48}. In an array [2, 2] with the positions 0, 1 and 5, 3 the
-        second row has no distance from the first: then the set has all positions, and the layout has no run of them.
+        A kernel [16, 64] as [16, 4, 16], split along axis 1, leaves the head with the lowest positions, [16, 1, 16]
+        with 0, ..., 15, and the set of distances {0, 16, 32, 48}. Where nothing of a run is left, its set has all of
+        its positions. So it is with a run that varies along this axis alone, such as the layers of a stack, and with
+        one that is no sum of a start and a distance, such as [2, 2] with the positions 0, 1 and 5, 3.
         """
         runs: Sequence[Run] = self.runs
         distances: list[Run] = []
         for axis in axes:
             kept: list[Run] = []
             for run in runs:
-                distance, rest = _split(run, axis)
+                # Each comes in a list, which may be empty.
+                distance, rest = _split_run(run, axis)
                 distances += distance
                 kept += rest
             runs = kept
@@ -302,7 +304,7 @@ def _period(pattern: Positions) -> int:
 
 
 @functools.lru_cache(4096)
-def _split(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
+def _split_run(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
     """A run as `Layout.split` divides it: the set of distances along an axis, and the run of the first entry.
 
     Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape

@@ -63,11 +63,14 @@ def matrices_of(
         if form.cut != other.cut or not has_same_sides:
             other_line = records.graph.line(use.node)
             raise Contradiction(f"{form} in {line}, but {other} in {other_line}")
-    # In w[:, :32] and w[:, 32:] the function cuts the parameter itself, and not the result of its product.
+    # In w[:, :32] and w[:, 32:] the function cuts the parameter itself, and not the result of its product. These slices
+    # are parts only if together they fill the axis; else it stays one matrix.
     if form.cut is None:
         slices = {use.view.layout.region for use in uses}
-        form = form._replace(cut=_cut(slices, shape, form.columns, form.columns))
-    # Which columns count heads, in any of the products: [64, 8, 16] has the run 0, ..., 7 along axis 1.
+        cut = _cut(slices, shape, form.columns, sliced=form.columns)
+        form = form._replace(cut=cut)
+    # Which columns count heads, in any of the products: [64, 8, 16] has the run 0, ..., 7 along axis 1. The region says
+    # which part of the columns has these heads, as the queries of a fused kernel.
     heads = set()
     for use in uses:
         for run, region in use.product.heads:

@@ -93,13 +93,14 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
         if numbers is not None:
             known.append(numbers)
     if len(known) < len(inputs):
-        # Data times -1e9 is taken for a mask that is an argument, of 0 and 1, or of 0 and -1 as in (mask - 1) * 1e9.
+        # Of two operands one is known. Data times -1e9 is taken for a mask that is an argument, of 0 and 1, or of 0 and
+        # -1 as in (mask - 1) * 1e9.
         if node.name == "mul" and known and (-np.abs(known[0]) <= MASKED).all():
             return np.concatenate([-known[0], [0.0], known[0]])
         return None
     if node.name not in _ARITHMETIC:
         return np.concatenate(known)
-    # Each number of one operand with each of the other. Some of these pairs may not occur.
+    # Each number of one operand with each of the other, of which there are at most eight. Some pairs may not occur.
     with np.errstate(all="ignore"):
         combined = _ARITHMETIC[node.name](*np.meshgrid(*known))
     return combined.reshape(-1)

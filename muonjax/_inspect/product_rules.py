@@ -100,7 +100,7 @@ def _by_matrix(
     attention = records.attention
     # The product whose exponentials the activation is made of, perhaps the weights of an attention, or of a router.
     scores = activation.value.exponential_of
-    has_weights = scores in attention.candidates | attention.routers
+    has_weights = scores in attention.candidates or scores in attention.routers
     views = weights.value.views
     # x @ (a @ b) sums over an axis of a, the first factor, and x @ (queries @ w).T over none.
     is_transposed = not views[0].layout.runs_along(weights.summed)
@@ -286,6 +286,7 @@ def _of_activations(
     """
     # Either operand may be softmax's weights.
     pairs = ((left, right), (right, left))
+    # A sum over some columns of a layer that keeps others may mix experts.
     for operand, _ in pairs:
         _record_mixture(records, node, operand)
     # Queries, keys or values, of which one side may be frozen. The columns that the product takes are a part of their
@@ -297,9 +298,11 @@ def _of_activations(
             records.record_heads(operand.value.projections, operand.batch)
     for weights, values in pairs:
         softmaxes = _softmaxes_of(weights)
-        for logits in softmaxes:
-            _record_attention(records, logits, weights, values)
-        # If `weights` are exponentials, their logits were lost on the way: the attention is listed and refused.
+        # Several where softmaxes are subtracted
+        for softmax in softmaxes:
+            _record_attention(records, softmax, weights, values)
+        # This does nothing unless `weights` are exponentials. Then their logits were lost on the way, and the attention
+        # is listed and refused.
         if not softmaxes:
             records.record_weights(node, weights.value, values.value)
     for activation, constants in pairs:

@@ -129,15 +129,17 @@ def _is_entry(x: Any) -> bool:
 
 
 def matrix_pieces(numbers: DimensionNumbersTree, tree: Any) -> Pieces:
-    """The matrices of all leaves of `tree`: a piece for each leaf, or for each part of a fused one, in order.
+    """The pieces of `tree`: one for each leaf that has matrices, or for each part of a fused one, in order.
 
+    A piece may hold a stack of matrices.
     A fused kernel [64, 128] of queries with 64 columns, and of keys and values with 32 each, is three pieces.
 
-    `numbers` may be `Pieces`, which an optimizer has found for such trees already. The caller has an `errors_of` around
-    it, whose call the errors name.
+    `numbers` may be `Pieces`, which an optimizer has found for all trees of this structure. The caller has an
+    `errors_of` around it, whose call the errors name.
     """
     if isinstance(numbers, Pieces):
         return numbers
+    # One entry for each leaf, in the order of the leaves
     entries = resolve_dimension_numbers(numbers, tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     pieces = Pieces(treedef)

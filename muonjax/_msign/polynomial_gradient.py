@@ -118,6 +118,8 @@ def symmetric_linear_map(
 ) -> Float[Array, "*shape"]:
     r"""Applies the linear map `direction -> apply(at, direction)`, which is its own transpose.
 
+    So its derivative in reverse mode is `apply` again, and keeps `at` alone.
+
     `jax.custom_derivatives.linear_call` would say this, but has no batching rule and no derivative in `at`;
     `jax.custom_vjp` loses forward mode. A linear solve has all of them, and with J the map,
 
@@ -127,15 +129,16 @@ def symmetric_linear_map(
     in `at` and v gives J' v + J v', the product rule.
 
     Args:
-      apply: (at, v) -> J v, differentiable in `at`; the same shape in and out. It may close over Python values, but
-        not over arrays: inside `jax.shard_map` those would not get the varying mesh axes of the others.
+      apply: (at, v) -> J v, differentiable in `at`; the same shape in and out. It may close over Python values.
+        Arrays go in `at`, so that inside `jax.shard_map` they have the varying mesh axes of the others.
       at: The point, a tree of the arrays that `apply` needs. Inside `jax.shard_map` they vary over the same mesh axes
-        as `direction`, so that the system below may close over them.
+        as `direction`, so that `system` and `solve` below may close over them.
       direction: v.
     """
 
-    # The two blocks are packed in one array: transposing the solve asserts that every leaf of its right-hand side is
-    # linear, and the zero block of a pair is not.
+    # The unknowns are (p, v), the right-hand side is (v, w), here with w = 0: the first row of the system says v = v,
+    # the second p - J v = w. The two blocks are one array. As a pair, the block of zeros would be a constant, and JAX
+    # transposes a solve only if every leaf of its right-hand side is linear.
     def system(packed):
         # [[0, I], [I, -J]] (p, v) = (v, p - J v)
         p, v = packed

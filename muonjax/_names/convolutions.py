@@ -22,14 +22,16 @@ def patch_embedding(p: Parameter) -> Answer | None:
     """
     # PyTorch stores [out, in, *window], Flax [*window, in, out].
     if has_trailing_window(p.shape):
-        outputs, inputs, side = p.shape[:3]
+        outputs, inputs, *window = p.shape
     elif has_leading_window(p.shape):
-        side, inputs, outputs = p.shape[-3:]
+        *window, inputs, outputs = p.shape
     else:
         return None
     # Up to three modules around the kernel, "model/patch_embed/proj".
     modules = words(p.path)[-4:-1]
     is_named = re.search("embed|patch|stem", "/".join(modules).lower())
+    # The window over a video begins with its frames, and is square along height and width.
+    side = window[-1]
     # The patches of a vision transformer are at least 8 × 8, and its width is at least 128.
     is_large = side >= 8 and outputs >= 128
     if side % 2 or inputs > 16 or not (is_named or is_large):

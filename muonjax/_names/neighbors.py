@@ -62,6 +62,7 @@ class Neighbors:
     def _vote(self, p: Parameter) -> int:
         """1 if a weight is stored (out, in), -1 if (in, out), 0 if its bias and its name don't show it.
 
+        A `kernel` is always (in, out). A `weight` is (out, in) in PyTorch and Equinox, and (in, out) in axlearn.
         A weight [80, 32] with a bias [80] votes 1, and so does one called `up`, which widens 32 to 80.
         """
         is_matrix = p.rank > 1 and p.role not in roles.ADAM
@@ -69,7 +70,7 @@ class Neighbors:
             return 0
         first, *_, last = p.shape
         bias = self.bias(p)
-        # A bias is as long as the outputs; if both axes are, it votes for neither.
+        # A bias is as long as the outputs, which come first or last; if both ends are, it votes for neither.
         if bias:
             return (bias == (first,)) - (bias == (last,))
         # A name says which side is wider. The last axis of a convolution (out, in, *window) belongs to its window.

@@ -126,7 +126,7 @@ def polar_express_rows(
     """`polar_express` of checked arguments: a row for each degree, 3 or 5.
 
     Args:
-      degrees: The degree of each polynomial. A cubic saves a product and gains half as many digits.
+      degrees: The degree of each polynomial. A cubic saves a product and gains half as many digits as a quintic.
       lower: The smallest singular value.
       cushion: No polynomial is fitted to an interval wider than [`cushion` * upper, upper]. Each is rescaled so that
         the ends of the true interval are symmetric about 1.
@@ -140,13 +140,13 @@ def polar_express_rows(
         # The polynomial closest to 1 on this interval, not wider than `cushion` allows, and its largest distance from 1
         row, error = _minimax(degree, max(lower, cushion * upper), upper)
         powers = np.arange(1, degree + 1, 2)
-        # p takes [lower, upper] to [p(lower), 1 + error]; `recenter` makes that symmetric about 1.
+        # p rises up to the interval that it is fitted to, where it is at least 1 - error. So it takes [lower, upper] to
+        # [p(lower), 1 + error]; `recenter` makes that symmetric about 1.
         at_lower = float(row @ lower**powers)
         recenter = 2 / (at_lower + 1 + error)
         lower = recenter * at_lower
         upper = 2 - lower
-        # p(s / divisor) leaves room for singular values that rounding has lifted above `upper`. Nothing follows the
-        # last step, so it needs none.
+        # p(s / divisor) leaves room for singular values that rounding has lifted above `upper`.
         is_last = step == len(degrees) - 1
         divisor = 1.0 if is_last else safety
         scaled = recenter * row / divisor**powers

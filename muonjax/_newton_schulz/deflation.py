@@ -262,21 +262,23 @@ def inverse_root(h: jax.Array) -> jax.Array:
 def _random_start(
     a: Inexact[Array, "*batch m n"], k: int
 ) -> Inexact[Array, "*batch m k"]:
-    """Fixed random numbers in [-1, 1): the start of the subspace iteration, the same for each matrix and device.
+    """Fixed random numbers in [-1, 1]: the start of the subspace iteration, the same for each matrix and device.
 
-    Not signs: with few columns two rows of these can be equal, and what lies in both can't be told apart.
+    Not signs: with few columns two rows of signs can be equal, and the start then has nothing in the direction of their
+    difference.
     """
     m = a.shape[-2]
-    # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest.
+    # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest. The
+    # counter begins at 1, since the finalizer maps 0 to 0.
     bits = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    # As signed integers the bits are evenly spread over [-2^31, 2^31).
+    # As signed integers the bits are evenly spread over -2^31 to 2^31.
     integers = jax.lax.bitcast_convert_type(bits ^ (bits >> 16), jnp.int32)
     numbers = (integers.astype(jnp.float32) * jnp.float32(2.0**-31)).reshape(m, k)
     batch_axes = tuple(range(a.ndim - 2))
     numbers = jnp.expand_dims(numbers.astype(a.dtype), batch_axes)
-    # With the batch and, inside `jax.shard_map`, the varying axes of A, which the carry of a loop needs.
+    # With the batch and, inside `jax.shard_map`, the varying axes of `a`, which the carry of a loop needs.
     return jnp.zeros_like(a[..., :1]) + numbers
 
 

@@ -44,6 +44,7 @@ def newton_schulz(
     Source: Bernstein & Newhouse, "Old optimizer, new norm", 2024; Amsel et al., "The Polar Express", 2025.
     """
     with errors_of("newton_schulz"):
+        # An error reads "newton_schulz(x, settings=...) must be a NewtonSchulz".
         settings = settings_of(settings, "x, settings")
     if not hasattr(x, "ndim"):
         raise TypeError(

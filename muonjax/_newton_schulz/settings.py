@@ -95,9 +95,10 @@ class NewtonSchulz:
     implementation: str | None = None
 
     def __post_init__(self):
-        # The fields of a frozen dataclass can't be assigned.
+        # A frozen dataclass refuses `self.deflation = ...`, so that its dictionary is written.
         fields = vars(self)
-        # Only the presets `fast` and `balanced` have `Steps`, constants of this file that need no check.
+        # Only the presets `fast` and `balanced` have `Steps`, which hold rows for each precision: constants of this
+        # file that need no check.
         if not isinstance(self.coefficients, Steps):
             fields["coefficients"] = checked_rows(self.coefficients)
         fields["deflation"] = whole_number(

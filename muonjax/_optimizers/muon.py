@@ -359,7 +359,8 @@ def muonclip(
         attention inside of a kernel, sites by hand, such as `mha_site()`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       every_k: As in `qk_clip`.
-      dimension_numbers: With sites by hand, which leaves are matrices: what `muon` takes as `program`.
+      dimension_numbers: With sites by hand, which leaves are matrices: what `muon` takes as `program`. None: names
+        decide.
 
     All other arguments are as in `muon` and `qk_clip`.
 

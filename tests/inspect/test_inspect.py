@@ -197,6 +197,20 @@ def test_parameters_in_a_penalty_alone_are_told_from_those_that_are_never_used()
     assert program.dimension_numbers()["spare"] is None
 
 
+@pytest.mark.parametrize("penalty_first", [False, True])
+def test_a_penalty_that_is_not_followed_decides_nothing_about_a_bias(penalty_first):
+    def loss(params, x):
+        matrix = params["bias"].reshape(4, 4)
+        before = jnp.linalg.det(matrix) if penalty_first else 0.0
+        error = mlp(params, x)
+        after = 0.0 if penalty_first else jnp.linalg.det(matrix)
+        return before + error + after
+
+    decision = muonjax.inspect(loss, PARAMS, X).decision("bias")
+    assert decision.why.startswith("added: ")
+    assert not decision.by_names
+
+
 def test_a_parameter_before_whole_numbers_has_no_gradient():
     def loss(params, x):
         chosen = (x @ params["q"]).astype(jnp.int32) % 16

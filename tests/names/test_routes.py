@@ -103,6 +103,13 @@ def test_integers_are_left_alone():
 # Rules
 
 
+@pytest.mark.parametrize("shape", [(1280, 3, 2, 16, 16), (768, 3, 1, 14, 14)])
+def test_patches_of_a_video_in_the_order_of_pytorch(shape):
+    """The window begins with frames; its side is that of height and width."""
+    params = {"patch_embed": {"conv": {"weight": leaf(*shape)}}}
+    assert routes(params)["patch_embed/conv/weight"].why == "patch embedding"
+
+
 def test_rules():
     """The first match decides; the expression is searched; the numbers count the leaf's own axes; a head too."""
     given = MuonDimensionNumbers(1, (2, 3))
