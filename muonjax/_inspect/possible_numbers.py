@@ -93,8 +93,8 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
         if numbers is not None:
             known.append(numbers)
     if len(known) < len(inputs):
-        # Of two operands one is known. Data times -1e9 is taken for a mask that is an argument, of 0 and 1, or of 0 and
-        # -1 as in (mask - 1) * 1e9.
+        # Only one of the two operands is known. Data times -1e9 is taken for a mask that is an argument, of 0 and 1, or
+        # of 0 and -1 as in (mask - 1) * 1e9.
         if node.name == "mul" and known and (-np.abs(known[0]) <= MASKED).all():
             return np.concatenate([-known[0], [0.0], known[0]])
         return None
