@@ -33,8 +33,8 @@ class Probe(NamedTuple):
     variable: Var  # the logits after scale, bias and mask, in the innermost body
     raw: Var  # the logits before mask and bias, measured where `variable` does not mask
     heads: tuple[int, ...] = ()  # the axes kept, in this order; the others go
-    # For `check_clip`: the axis of its `vmap`, over which softmax gets the logits of the first example in all of them.
-    shared: str = ""
+    # For `check_clip`: under its `vmap`, softmax gets the logits of the first example in all of them.
+    shared: bool = False
 
 
 def with_maxima(body: Body, probes: tuple[Probe | Any, ...]) -> ClosedJaxpr:
@@ -83,8 +83,7 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
                 # The logits before a mask was added come earlier in the body.
                 maxima[probe] = _largest(values[variable], values[probe.raw], probe)
                 if probe.shared:
-                    of_examples = jax.lax.all_gather(values[variable], probe.shared)
-                    values[variable] = of_examples[0]
+                    values[variable] = _of_the_first(values[variable])
 
     # Logits may be an input of the body, as where a softmax has a function of its own.
     write([*jaxpr.constvars, *jaxpr.invars], [*jax_versions.constants(body), *arrays])
@@ -222,6 +221,18 @@ def _nothing(kind: Any) -> jax.Array:
     x = jax.lax.full(kind.shape, -jnp.inf, jnp.float32, sharding=kind.sharding)
     axes = tuple(jax_versions.varying(kind))
     return jax.lax.pcast(x, axes, to="varying") if axes else x
+
+
+# No gather over a named axis of the `vmap`: under the checks of a `shard_map`, JAX has no rule for it.
+@jax.custom_batching.custom_vmap
+def _of_the_first(x: jax.Array) -> jax.Array:
+    """The array; under `vmap` that of the first example, for all of them."""
+    return x
+
+
+@_of_the_first.def_vmap
+def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    return (x[0] if is_batched[0] else x), False
 
 
 def _largest(logits: jax.Array, raw: jax.Array, probe: Probe) -> jax.Array:

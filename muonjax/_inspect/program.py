@@ -223,8 +223,9 @@ class Program:
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
         given = jax.tree.leaves((args, kwargs))
 
-        def results_and_maxima(params: Any, shared: str = "") -> Any:
-            return find_maxima(closed, [params], self._call, given, shared)
+        # With `shared`, the softmax of both examples of the `vmap` below gets the logits of the first.
+        def results_and_maxima(params: Any) -> Any:
+            return find_maxima(closed, [params], self._call, given, shared=True)
 
         _, shapes = jax.eval_shape(results_and_maxima, params)
         # A clip at 1.0 divides the logits of a head by what is given as the largest of them. Each head is given another
@@ -233,11 +234,9 @@ class Program:
             lambda x: jnp.linspace(2.0, 1.0, x.size).reshape(x.shape), shapes
         )
         clipped = apply_qk_clip(params, largest, sites, 1.0)
-        # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones. The softmax of both gets
-        # the logits of the first.
+        # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones.
         pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, clipped)
-        of_pair = functools.partial(results_and_maxima, shared="pair")
-        results, maxima = jax.vmap(of_pair, axis_name="pair")(pair)
+        results, maxima = jax.vmap(results_and_maxima)(pair)
         changes = [_deviation(*x) for x in results if _is_float(x)]
         deviations = {}
         for name, (before, after) in maxima.items():
@@ -433,7 +432,7 @@ def find_maxima(
     arguments: Sequence[Any],
     call: str,
     given: Sequence[Any] = (),
-    shared: str = "",
+    shared: bool = False,
 ) -> tuple[list[Any], dict[str, jax.Array]]:
     """What a function returns, and the largest logits [*layers, heads] of each attention that can be clipped, by name.
 
@@ -442,7 +441,7 @@ def find_maxima(
       arguments: Trees whose leaves are the inputs of `closed`. The first holds the parameters.
       call: What an error names.
       given: The leaves of its other arguments, which are constants of `closed`.
-      shared: The axis of a `vmap` of which all examples get the logits of the first (`Probe.shared`), for `check_clip`.
+      shared: Whether, under `vmap`, all examples get the logits of the first (`Probe.shared`), for `check_clip`.
     """
     # Nothing is kept from one trace to the next, whose jaxpr has other variables.
     clippable = _clippable(closed, arguments, given, call)

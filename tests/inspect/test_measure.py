@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
-from muonjax import value_and_grad
+from muonjax import inspect, value_and_grad
 from muonjax._inspect.measure import with_maxima
 from muonjax._inspect.program import find_maxima
 from tests.inspect import attention
@@ -131,6 +131,7 @@ def test_shard_map_over_batch(each, causal, check_vma):
     """With `check_vma` each constant of a mask goes through an operation that says where it differs."""
     loss = functools.partial(unrolled, layer=over_batch(each, check_vma))
     check(loss, W, X, by_hand(W, X, causal).max((0, 1)))
+    assert max(inspect(loss, W, X).check_clip(W, X).values()) < 1e-5
 
 
 def test_explicit_axes():
