@@ -120,11 +120,13 @@ def max_logits(
             preferred_element_type=dtype,
         )
         logits = factor * products.reshape(*batch, heads, block_q, block_k)
-        query_positions = i + jnp.arange(block_q)
-        key_positions = j + jnp.arange(block_k)
-        ahead = key_positions - query_positions[:, None]
+        visible: Any = True
         # A window of left = T and right = S hides no pair.
-        visible = (ahead <= right) & (-ahead <= left)
+        if left < T or right < S:
+            query_positions = i + jnp.arange(block_q)
+            key_positions = j + jnp.arange(block_k)
+            ahead = key_positions - query_positions[:, None]
+            visible = (ahead <= right) & (-ahead <= left)
         if mask is not None:
             # The mask [*batch, heads, T, S] may have axes of size one, which hold for every position. JAX takes their
             # only entry for each i and j, since a slice that would end after the axis begins earlier.

@@ -82,6 +82,7 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
             for probe in probes_at.get(variable, ()):
                 # The logits before a mask was added come earlier in the body.
                 maxima[probe] = _largest(values[variable], values[probe.raw], probe)
+                # For `check_clip` alone: from here on both examples of its `vmap` have the logits of the first.
                 if probe.shared:
                     values[variable] = _of_the_first(values[variable])
 
@@ -100,7 +101,8 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
             count = len(eqn.outvars)
             write(eqn.outvars, results[:count])
             maxima |= zip(inside, results[count:], strict=True)
-    largest = [maxima[x] if x in maxima else _nothing(x) for x in probes]
+    # What is no `Probe` is the type of the largest logits of another branch of a `cond`: there are none here.
+    largest = [maxima[x] if isinstance(x, Probe) else _nothing(x) for x in probes]
     return [*read(jaxpr.outvars), *largest]
 
 
