@@ -310,7 +310,7 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         raise
     is_loss = _is_loss(call, result, shapes)
     # Leaves and decisions come in the order of the tree.
-    paths = list(flatten_paths(params))
+    paths = _paths(params)
     records = follow(closed, len(paths))
     decisions = dict(zip(paths, decide(records, is_loss), strict=True))
     _check_uses(call, decisions)
@@ -342,6 +342,12 @@ def _traced(
         return fun(params, *args, **kwargs)
 
     return jax.make_jaxpr(call, return_shape=True)(params, arrays)
+
+
+def _paths(params: Any) -> list[str]:
+    """The paths of the parameters, in the order of the jaxpr's inputs. What Optax has masked is no input."""
+    leaves = flatten_paths(params).items()
+    return [path for path, leaf in leaves if not is_masked(leaf)]
 
 
 def _is_loss(call: str, result: Any, params: Any) -> bool:
@@ -487,7 +493,7 @@ def _clippable(
       ValueError: No attention can be clipped; with the reasons.
     """
     # The inputs of the jaxpr begin with the leaves of the first argument.
-    parameters = flatten_paths(arguments[0])
+    parameters = _paths(arguments[0])
     records = follow(closed, len(parameters), given)
     named = named_attentions(records, parameters)
     clippable = {attention.name: x for attention, x in named if x.spans}
