@@ -8,7 +8,7 @@ from typing import NamedTuple
 from muonjax._inspect import follow_logits
 from muonjax._inspect.clip_certificate import Certificate
 from muonjax._inspect.clip_proposals import Refused, Spans, proposals_of
-from muonjax._inspect.graph import LONG_EINSUM
+from muonjax._inspect.graph import LONG_EINSUM, Place
 from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import doubt_of_masks
 from muonjax._inspect.measure import Probe
@@ -208,11 +208,16 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
         )
-    # The first is the body that computes them.
-    place = places[0]
+    # `measure` runs a function with derivatives of its own once more, so a body outside of such functions is better.
+    place = min(places, key=_num_custom_calls)
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
     return Probe(place, variables[place], raw_variables[place])
+
+
+def _num_custom_calls(place: Place) -> int:
+    """How many functions with derivatives of their own a body is in."""
+    return sum(step.kind.startswith("custom_") for step in place)
 
 
 # The proof.

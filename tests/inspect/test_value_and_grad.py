@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -18,6 +19,7 @@ from tests.inspect.attention import (
     scanned,
     tokens,
     unrolled,
+    unstacked,
     weights,
 )
 from tests.tools.tiers import nightly, thorough
@@ -44,6 +46,49 @@ def test_without_jit():
     chex.assert_trees_all_close(grads, expected_grads, rtol=1e-5, atol=1e-6)
     assert list(maxima) == ["max_logits"]
     assert_allclose(maxima["max_logits"], by_hand(w, x).max(1), rtol=2e-5)
+
+
+def test_masked_parameters_are_no_inputs_of_the_program():
+    """Leaves, decisions and statistics have the names that they have without the masked ones before them."""
+
+    def loss(params, x):
+        return unrolled(params["first"], x) + unrolled(params["second"], x)
+
+    params = {"first": weights(), "second": weights()}
+    masked = {"a": {"b": optax.MaskedNode(), "c": optax.MaskedNode()}, **params}
+    (_, expected), _ = value_and_grad(loss)(params, X)
+    (_, maxima), _ = value_and_grad(loss)(masked, X)
+    chex.assert_trees_all_equal(maxima, expected)
+    program = inspect(loss, masked, X)
+    numbers = program.dimension_numbers()
+    assert numbers.pop("a") == masked["a"]
+    assert numbers == inspect(loss, params, X).dimension_numbers()
+    assert [x.name for x in program.attentions] == list(expected)
+
+
+def test_logits_that_a_function_with_its_own_derivative_returns_are_not_computed_again():
+    @jax.custom_vjp
+    def logits_of(q, k):
+        return jnp.einsum("bths,buhs->bhtu", q, k)
+
+    def backward(residuals, gradient):
+        return jax.vjp(lambda q, k: jnp.einsum("bths,buhs->bhtu", q, k), *residuals)[1](
+            gradient
+        )
+
+    logits_of.defvjp(lambda q, k: (logits_of(q, k), (q, k)), backward)
+
+    def attend(q, k, v):
+        return jnp.einsum("bhtu,buhs->bths", jax.nn.softmax(logits_of(q, k)), v)
+
+    def loss(w, x):
+        (first,) = unstacked(w)
+        return jnp.mean(layer(x, first, attend) ** 2)
+
+    counts = []
+    for function in (jax.value_and_grad(loss), value_and_grad(loss)):
+        counts.append(str(jax.make_jaxpr(function)(W, X)).count("dot_general["))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("argnums", [1, -1, (1,), (1, 0)])
