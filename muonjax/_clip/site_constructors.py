@@ -208,11 +208,11 @@ def _projection(
     """
     # The letters of each axis: ["i", "hd"] of "i (h d)".
     axes = re.findall(r"\(.*?\)|\S+", layout)
-    letters = [re.sub("[() ]", "", axis) for axis in axes]
+    letters = [re.sub(r"^\((.*)\)$", r"\1", axis).replace(" ", "") for axis in axes]
     rank = len(letters)
     outputs = [axis for axis in range(rank) if letters[axis] != "i"]
     # "hd" of "i (h d)", "3hd" of a fused "i (3 h d)"
-    order = "".join(letters).replace("i", "")
+    order = "".join(letters[axis] for axis in outputs)
     # One letter i for one axis of the input, and every other axis an output.
     if order not in orders or rank != len(outputs) + 1:
         wanted = " or ".join(map(" ".join, orders))

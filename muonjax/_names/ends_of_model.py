@@ -76,8 +76,8 @@ def ends(
         answer = grouped(p, numbers, given)
         if not is_single:
             takes, gives = _widths(p, numbers)
-            taken_by_others = taken - Counter(takes)
-            is_untaken = gives.isdisjoint(taken_by_others)
+            # A width that the parameter takes itself is counted once for it.
+            is_untaken = all(taken[width] == (width in takes) for width in gives)
             answer = answer or _output_head(p, layers, is_untaken)
             # A bare array [m, n] of unknown name, for which no parameter gives m.
             is_unnamed = p.role is roles.UNKNOWN and p.is_bare

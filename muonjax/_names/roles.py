@@ -328,7 +328,7 @@ def _role(path: str, attentions: set[Words], arrays: set[Words]) -> Role:
         return BIAS
     role = _first(_NOT_MUON, last_two)
     # An array called queries is an attention's projection next to keys; alone it holds learned tokens.
-    is_query = name == "queries" and (*around, "keys") in arrays
+    is_query = names[-1] == "queries" and (*around, "keys") in arrays
     # The logits of a router are no output of the model.
     is_router = role is HEAD and "router" in names
     if role is None or is_query or is_router:
