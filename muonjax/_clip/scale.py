@@ -77,10 +77,12 @@ class Scale:
             whole_number("entries", self.entries, 1, ", at least 1, or None.")
         axes = axis_numbers("axes", self.axes)
         object.__setattr__(self, "axes", axes)
+        # (1, -1) names one of two axes twice, and 2 in (1, 2) is out of range: fewer remain.
         if len(_different(axes, self.rank)) < len(axes):
             raise ValueError(
                 f"({axes=}) must be different axes of the {self.rank} of one layer."
             )
+        # Pairs (first, end) of positions; an end of None is the last one, so that (0, None) is all.
         _check_positions("part", self.part)
         _check_positions("span", self.span)
         check_range("power", self.power, "finite", ".")

@@ -121,7 +121,8 @@ def _bound_with_maxima(
         return bound(eqn, operands)
     name = eqn.primitive.name
     count = len(probes)
-    # From each probe the first step of its path, and the probe as the body sees it.
+    # From each probe the first step of its path, which says in which body its logits are, and the probe as that body
+    # sees it.
     steps = [probe.path[0] for probe in probes]
     inside = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
     bodies = jax_versions.bodies(eqn)
@@ -129,7 +130,8 @@ def _bound_with_maxima(
     if name.startswith("custom_"):
         # The body runs once more, for the maxima. The results come from the call itself, with its derivatives.
         again = _run(bodies[0], inside, *jax.lax.stop_gradient(operands))
-        # `check_clip` takes no derivatives. It replaces the logits in the body, so the results come from there.
+        # All probes of `check_clip` are shared, and no others. It takes no derivatives, and replaces the logits in the
+        # body, so the results come from there.
         if probes[0].shared:
             return again
         return [*bound(eqn, operands), *again[-count:]]

@@ -248,7 +248,7 @@ class Piece(NamedTuple):
       view: The view of the piece.
       axis: The axis that is cut; None: the piece is the leaf.
       start: Where the piece starts within one stretch.
-      step: The leaf is cut at multiples of it.
+      step: The greatest common divisor of the sizes of all parts of the leaf: each begins and ends at a multiple of it.
       repeats: How many stretches of the axis the piece is made of, at equal distances.
     """
 
@@ -272,9 +272,11 @@ class Piece(NamedTuple):
         shape = self.view.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
-        # With explicit axis types, a sharded axis is cut only into parts of which every shard can have an equal piece.
-        # It is gathered for other parts, and always for an axis that becomes two, stretches and their entries.
-        leaf = whole_along(leaf, self.axis, self.step if self.repeats == 1 else None)
+        # With explicit axis types, JAX cuts a sharded axis only into parts of which every shard can have an equal
+        # piece. All parts of the leaf begin and end at multiples of `step`, so it stays sharded if the shards can share
+        # `step` entries equally. An axis that becomes two, stretches and their entries, is always gathered.
+        step = self.step if self.repeats == 1 else None
+        leaf = whole_along(leaf, self.axis, step)
         # The cut axis is two from here on: [..., repeats, entries of a stretch, ...].
         stretches = self.in_stretches(leaf)
         # The view's axis has the entries of all stretches.

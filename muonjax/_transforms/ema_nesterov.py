@@ -95,15 +95,15 @@ def ema_nesterov(
 
     def init(params) -> EmaNesterovState:
         inner_state = inner.init(params)
-        # A clip inside would bound the logits of θ', and the model sees y'. `optax.MultiSteps` inside returns zeros
-        # between its steps, which the mean of the changes would count.
+        # A clip inside would bound the logits of the new weights θ', and the model sees y' = θ' + beta m.
+        # `optax.MultiSteps` inside returns zeros between its steps, which the mean of the changes would count.
         if _nodes(inner_state, _is_clip_or_accumulation):
             raise ValueError(
                 "ema_nesterov(inner): a clip or optax.MultiSteps is inside; put the clip after it, "
                 "optax.chain(ema_nesterov(...), qk_clip(...)), and optax.MultiSteps around it."
             )
         count = jnp.zeros([], jnp.int32)
-        # In bfloat16 a mean would not change any more once it is large.
+        # In bfloat16 a hundredth of a change would often be too small for the mean, and be lost.
         ema = jax.tree.map(
             lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params
         )

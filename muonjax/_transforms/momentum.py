@@ -146,6 +146,7 @@ def trace(
                 f"muonjax.cast_momentum(state, {wanted})."
             )
         if is_int8:
+            # Refuses complex leaves, and blocks of one scale that two shards would share.
             _check_blocks(updates, distribution)
         # A tree for each field of the state: of momentum, or of integers and of scales
         updates, *fields = leaf_by_leaf(step, updates, *state)
