@@ -102,7 +102,7 @@ class ClipByStatistic:
         return self.prepare(sites), not_trained
 
     def init(self, params: optax.Params) -> QKClipState:
-        """The state before the first update: no maxima, and no head scaled."""
+        """The state before the first update."""
         # Optax finds the parts of a state that mirror the parameters by calling `init` with a placeholder that has no
         # leaves. One array in place of each dictionary tells Optax that no part of this state does.
         if not jax.tree.leaves(params, is_leaf=is_masked):
@@ -113,17 +113,7 @@ class ClipByStatistic:
             sites, _ = self.find(modules)
         # One warning for each optimizer: `update` is traced more than once.
         self._warn_of_low_precision(sites, modules)
-        state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
-        for site in sites:
-            # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
-            zero = zero_beside(modules.leaves[site.scales[0].leaf])
-            zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
-            # Each field gets an array of its own, because a buffer that is in two places can't be donated.
-            state.running_max[site.name] = zeros - jnp.inf
-            state.maxima[site.name] = zeros - jnp.inf
-            state.factors[site.name] = zeros + 1.0
-            state.clips[site.name] = zeros.astype(jnp.int32)
-        return state
+        return first_state(sites, modules)
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -220,6 +210,21 @@ class ClipByStatistic:
                         "than a percent above the threshold stays there. Keep float32 master weights."
                     )
                     return
+
+
+def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
+    """The state before the first update: no maxima, and no head scaled."""
+    state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
+    for site in sites:
+        # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
+        zero = zero_beside(modules.leaves[site.scales[0].leaf])
+        zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
+        # Each field gets an array of its own, because a buffer that is in two places can't be donated.
+        state.running_max[site.name] = zeros - jnp.inf
+        state.maxima[site.name] = zeros - jnp.inf
+        state.factors[site.name] = zeros + 1.0
+        state.clips[site.name] = zeros.astype(jnp.int32)
+    return state
 
 
 def clip_factor(

@@ -11,6 +11,7 @@ import optax
 
 from muonjax._clip.clip_by_statistic import (
     ClipByStatistic,
+    first_state,
     parameter_factors,
     scaled_leaves,
 )
@@ -159,7 +160,7 @@ def apply_qk_clip(
         attentions, not_trained = clip.find(modules)
         maxima = match_statistics("max_logits", max_logits, attentions, not_trained)
         # The first update of a state clips by these logits alone.
-        _, gammas = clip.gammas_of_update(clip.init(params), maxima)
+        _, gammas = clip.gammas_of_update(first_state(attentions, modules), maxima)
         factors = parameter_factors(attentions, gammas)
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}

@@ -68,8 +68,7 @@ def attentions(records: Records) -> list[Call]:
     for call in sorted(calls, key=lambda call: call.operation):
         # The last proposal scales the queries alone. A refused call has no proposal: then calls with the same
         # parameters are one attention, or, if these aren't known, calls in the same line.
-        line = records.graph.line(call.operation)
-        key = call.proposals[-1:] or call.views or line
+        key = call.proposals[-1:] or call.views or records.graph.line(call.operation)
         by_queries.append((key, call))
     proved = []
     for group in grouped(by_queries).values():

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from muonjax._clip.place_sites import Modules
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.site import Site
 from muonjax._common.arguments import errors_of, warn_user
@@ -149,8 +148,8 @@ class Program:
 
     def skipped(self, params: Any) -> str:
         """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
-        modules = Modules(params)
-        missing = [path for path in self._decisions if not modules.is_trained(path)]
+        there = set(_paths(params))
+        missing = [path for path in self._decisions if path not in there]
         if not missing:
             return ""
         unclipped = []

@@ -91,7 +91,9 @@ def _loop(owned: Owned, policy: Policy) -> Loop:
     if not policy.is_cpu:
         # Batches have one size for all layouts and owners, because all devices run one program: a divisor of the
         # number of matrices that any owner has of any layout.
-        divisor = math.gcd(*itertools.chain(*map(Counter.values, counts)))
+        divisor = 0
+        for count in counts:
+            divisor = math.gcd(divisor, *count.values())
         batch_size = policy.chunk_size(divisor, layouts[0].shape)
 
     steps = np.array([len(matrices) // batch_size for matrices in owned])
