@@ -142,8 +142,10 @@ def _by_parameter(
     # Learned queries [8, 64] that a projection multiplies are its input, and no matrix.
     if activation.value.is_weight:
         records.record_views(node, "a learned input", [activation.value])
+    # Softmax's weights stay weights where a parameter mixes those of several heads.
+    logits = [x for x in activation.aligned.logits if x.stage == "weights"]
     # With learned queries, x @ queries.T are scores. Those of which x was made no longer count.
-    result = result._replace(scores=node.index)
+    result = result._replace(scores=node.index, logits=tuple(logits))
     # A layer sums over columns of the layer before: all that it takes together are one matrix there. A depthwise
     # convolution takes each column by itself.
     is_depthwise = weights.kernel.is_depthwise

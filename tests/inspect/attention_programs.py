@@ -98,6 +98,14 @@ def spelled(
     attention(sites=sites, **QKVO | parameters)(fun)
 
 
+def over_heads(shares, p):
+    return jnp.einsum("bhqk,hg->bgqk", shares, p["mix"])
+
+
+MIX = ((H, H), "0 | 1")
+# DeepViT mixes heads after softmax, CaiT before it, too.
+spelled("heads_mixed_after_softmax", softmax=lambda a, p: over_heads(jax.nn.softmax(a), p), mix=MIX)  # fmt: skip
+spelled("heads_mixed_before_softmax", NOT_ALL, spell=over_heads, mix=MIX)
 R, BIAS = constant((S, S), 9), constant((T, T), 3)
 SPARSE = np.random.default_rng(5).random((B, H, T, T)) < 0.2
 spelled("negative", spell=lambda a, p: -a)
