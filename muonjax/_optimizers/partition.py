@@ -231,8 +231,8 @@ def _check_state(state: Any, expected: Any) -> None:
             difference = f"{name} {list(leaf.shape)} is {list(shape)}"
             break
     raise ValueError(
-        "this state was made for other parameters, another routing, another `adam` or int8 "
-        f"({difference}); give the settings that it was made with, call init, or "
+        "this state was made for other parameters, another routing, another `adam`, int8, or a schedule "
+        f"in place of a number ({difference}); give the settings that it was made with, call init, or "
         "muonjax.cast_momentum(state, mu_dtype) for another `mu_dtype`."
     )
 
