@@ -8,7 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from muonjax._common.arguments import check_precision, shown
-from muonjax._common.linalg import MatrixProduct, at_least_float32, square_norm
+from muonjax._common.linalg import (
+    MatrixProduct,
+    at_least_float32,
+    or_one,
+    square_norm,
+)
 from muonjax._common.power_of_two_scale import power_of_two_scale
 from muonjax._newton_schulz.coefficients import Coefficients, polar_express
 
@@ -20,8 +25,11 @@ CONVERGED: Coefficients = polar_express(11, lower=1e-5)
 value at 1e-3 / sqrt(m) of its Frobenius norm or above: inside for every m up to 10,000."""
 
 
-def matrices(x: Any) -> Float[Array, "*batch m n"]:
-    """`x` as an array, if it is a stack of real floating-point matrices."""
+def checked_matrices(x: Any) -> Float[Array, "*batch m n"]:
+    """`x` as an array; raises unless it is a stack of real floating-point matrices.
+
+    `errors_of` puts the name of the call before each message: "msign(x) needs a matrix ...".
+    """
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError) as error:
@@ -37,40 +45,23 @@ def matrices(x: Any) -> Float[Array, "*batch m n"]:
 
 
 def product_of(x: Float[Array, "*batch m n"], precision: str | None) -> MatrixProduct:
-    """Products in the dtype of x; for float16, whose range can't hold the derivative's 1 / s, in float32."""
+    """Products in the dtype of x, for float16 in float32; raises for another precision than JAX has.
+
+    The derivative has entries of size 1 / s for a small singular value s, which float16's range can't hold.
+    """
     check_precision(precision)
     operands = "float32" if x.dtype == jnp.float16 else x.dtype.name
     return MatrixProduct(operands, precision)
 
 
-def rows_beside(
-    x: Float[Array, "*batch m n"], coefficients: Coefficients
-) -> Float[Array, "steps 3"]:
-    """The coefficients (a, b, c) of all steps as an array, float32 or wider, to iterate on x.
-
-    Inside `jax.shard_map` it varies over the same mesh axes as x. `lax.custom_linear_solve` needs that: it makes all
-    arrays that its functions close over vary in the same way, after tracing these functions with what each was before.
-    """
-    dtype = at_least_float32(x.dtype)
-    # A scalar that varies over the mesh axes of x.
-    varying_zero = jnp.zeros_like(x, dtype, shape=())
-    return jnp.asarray(coefficients, dtype) + varying_zero
-
-
 def normalized(
     x: Float[Array, "*batch m n"],
 ) -> Float[Array, "*batch m n"]:
-    """x with Frobenius norm 1, in float32 or wider; zero matrices stay zero."""
+    """x / |x|_F in float32 or wider; zero for a zero matrix, as is its derivative."""
     x = x.astype(at_least_float32(x.dtype))
     # The square of an entry beyond 1e19 would overflow, so x becomes about 1 first, without rounding.
     x = x * power_of_two_scale(x)
-    return x * _inverse_norm(x)
-
-
-def _inverse_norm(x: Float[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
-    """1 / |x|_F of each matrix; 0 for a zero matrix, as is its gradient."""
-    # `square > 0` would also hide a NaN, which has to stay in the result.
-    is_zero = jnp.all(x == 0, axis=(-2, -1), keepdims=True)
-    # The square of a zero matrix is replaced before the root, whose gradient at 0 is a NaN even where it is not chosen.
-    nonzero_square = jnp.where(is_zero, 1.0, square_norm(x))
-    return jnp.where(is_zero, 0.0, lax.rsqrt(nonzero_square))
+    square = square_norm(x)
+    # A root at 0 has the derivative NaN even where it is not chosen, so it is one of 1 there. NaN is not 0, and stays.
+    inverse_norm = jnp.where(square == 0, 0.0, lax.rsqrt(or_one(square)))
+    return x * inverse_norm

@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muonjax._common.arguments import errors_of
-from muonjax._msign.inputs import (
-    CONVERGED,
-    matrices,
-    product_of,
-    rows_beside,
-)
+from muonjax._msign.inputs import CONVERGED, checked_matrices, product_of
 from muonjax._msign.polynomial_gradient import polynomial_msign
 from muonjax._newton_schulz.coefficients import Coefficients, checked_rows
 
@@ -64,11 +59,11 @@ def msign(
     kexue.fm/archives/11025; docs/differentiating_msign.md derives what is used here.
     """
     with errors_of("msign"):
-        x = matrices(x)
+        x = checked_matrices(x)
         rows = CONVERGED if coefficients is None else checked_rows(coefficients)
+        # This checks the precision too.
         dot = product_of(x, precision)
     # An empty matrix has no norm, and one without rows or columns has nothing to change.
     if x.size == 0:
         return x
-    # Inside of `jax.shard_map` the rows must vary over the mesh axes of x.
-    return polynomial_msign(x, rows_beside(x, rows), dot)
+    return polynomial_msign(x, rows, dot)

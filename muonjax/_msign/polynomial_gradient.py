@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax import lax
 
 from muonjax._common.linalg import MatrixProduct, adjoint, identity_like
 from muonjax._msign.inputs import normalized
+from muonjax._newton_schulz.coefficients import Coefficients
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -74,16 +75,20 @@ def iterate(
     return lax.scan(step, x, rows)[0]
 
 
-@functools.partial(jax.checkpoint, static_argnums=(2,))
+@functools.partial(jax.checkpoint, static_argnums=(1, 2))
 def polynomial_msign(
-    x: Float[Array, "*batch m n"], rows: Float[Array, "steps 3"], dot: MatrixProduct
+    x: Float[Array, "*batch m n"], coefficients: Coefficients, dot: MatrixProduct
 ) -> Float[Array, "*batch m n"]:
-    """msign whose derivative is that of the polynomial on x / |x|_F; it keeps x alone. `rows` are constants."""
+    """msign whose derivative is that of the polynomial on x / |x|_F; the checkpoint keeps x alone."""
     # The polar factor of X^T is the transpose of that of X, and the Gram matrix of wide X is the smaller one.
     is_tall = x.shape[-2] > x.shape[-1]
-    wide = x.mT if is_tall else x
     # The checkpoint normalizes x again in the backward pass.
-    y = iterate_keeping_input(normalized(wide), rows, dot).astype(x.dtype)
+    unit = normalized(x.mT if is_tall else x)
+    # Inside of `jax.shard_map` the rows must vary over the same mesh axes as x, so a zero is added that does. The
+    # derivative is a `lax.custom_linear_solve` whose functions close over both. JAX traces these functions first, and
+    # then makes all that they close over vary in the same way: rows that vary only then would not fit the trace.
+    rows = jnp.asarray(coefficients, unit.dtype) + jnp.zeros_like(unit, shape=())
+    y = iterate_keeping_input(unit, rows, dot).astype(x.dtype)
     return y.mT if is_tall else y
 
 
@@ -97,42 +102,37 @@ def iterate_keeping_input(
 
 @iterate_keeping_input.defjvp
 def _iterate_keeping_input_jvp(dot, primals, tangents):
+    x, rows = primals
     # The rows are constants.
     dx, _ = tangents
 
-    def jacobian(at, v):
-        """J v, where J is the Jacobian of the iteration at a point x; `at` is this x and the rows."""
-        x, rows = at
+    def jacobian(v):
+        """J v, where J is the Jacobian of the iteration at x. It is a Hessian (see the top of this file)."""
         # A rolled loop, which keeps nothing of its steps
         _, tangent = jax.jvp(lambda x: iterate(x, rows, dot), (x,), (v,))
         return tangent
 
-    tangent = symmetric_linear_map(jacobian, primals, dx)
-    return iterate_keeping_input(*primals, dot), tangent
+    return iterate_keeping_input(x, rows, dot), symmetric_linear_map(jacobian, dx)
 
 
 def symmetric_linear_map(
-    apply: Callable[[Any, jax.Array], jax.Array],
-    at: Any,
-    direction: Float[Array, "*shape"],
+    apply: Callable[[jax.Array], jax.Array], direction: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    r"""Applies the linear map `direction -> apply(at, direction)`, which is its own transpose.
+    r"""`apply(direction)`, where `apply` is a linear map J that is its own transpose.
 
-    So its derivative in reverse mode is `apply` again, and keeps `at` alone.
+    So its derivative in reverse mode is `apply` again, and keeps only what `apply` closes over.
 
-    `jax.custom_derivatives.linear_call` would say this, but has no batching rule and no derivative in `at`;
-    `jax.custom_vjp` loses forward mode. A linear solve has all of them, and with J the map,
+    `jax.custom_derivatives.linear_call` would say this, but has no batching rule and no derivative in what `apply`
+    closes over; `jax.custom_vjp` loses forward mode. A linear solve has all of them, and
 
     $$\begin{bmatrix} 0 & I \\ I & -J \end{bmatrix}^{-1} \binom{v}{0} = \binom{J v}{v}$$
 
     is one whose "solver" is `apply`, always invertible whatever J is, and symmetric as J is. Differentiating the solve
-    in `at` and v gives J' v + J v', the product rule.
+    at a point x, on which J depends, gives J' v + J v', the product rule.
 
     Args:
-      apply: (at, v) -> J v, differentiable in `at`; the same shape in and out. It may close over Python values.
-        Arrays go in `at`, so that inside `jax.shard_map` they have the varying mesh axes of the others.
-      at: The point, a tree of the arrays that `apply` needs. Inside `jax.shard_map` they vary over the same mesh axes
-        as `direction`, so that `system` and `solve` below may close over them.
+      apply: v -> J v, differentiable in the arrays that it closes over; the same shape in and out. Inside of
+        `jax.shard_map` these arrays must vary over the same mesh axes as `direction` (`polynomial_msign` says why).
       direction: v.
     """
 
@@ -142,12 +142,12 @@ def symmetric_linear_map(
     def system(packed):
         # [[0, I], [I, -J]] (p, v) = (v, p - J v)
         p, v = packed
-        return jnp.stack([v, p - apply(at, v)])
+        return jnp.stack([v, p - apply(v)])
 
     def solve(_, packed):
         # The inverse maps (v, w) to (J v + w, v).
         v, w = packed
-        return jnp.stack([apply(at, v) + w, v])
+        return jnp.stack([apply(v) + w, v])
 
     right_hand_side = jnp.stack([direction, jnp.zeros_like(direction)])
     solution = lax.custom_linear_solve(system, right_hand_side, solve, symmetric=True)

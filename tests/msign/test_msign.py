@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from muonjax import JORDAN, msign, polar_express
-from muonjax._msign.inputs import CONVERGED, normalized, product_of, rows_beside
+from muonjax._msign.inputs import CONVERGED, normalized, product_of
 from muonjax._msign.polynomial_gradient import iterate
 from tests.msign import oracles as msign_oracles
 from tests.tools import oracles
@@ -246,7 +246,7 @@ ROWS = polar_express(8) + oracles.CLASSICAL * 2
 def derivative_by_autodiff(shape, order):
     def by_autodiff(x):
         """msign, of which JAX differentiates every step."""
-        return iterate(normalized(x), rows_beside(x, ROWS), product_of(x, "highest"))
+        return iterate(normalized(x), jnp.asarray(ROWS), product_of(x, "highest"))
 
     loss = scalar(by_autodiff, shape)
     derivative = {2: jax.hessian(loss), 3: jax.jacfwd(jax.hessian(loss))}[order]
@@ -298,7 +298,7 @@ def test_vmap_scan_and_remat():
         )
 
     def by_autodiff(x):
-        rows = rows_beside(x, polar_express(8))
+        rows = jnp.asarray(polar_express(8))
         return iterate(normalized(x), rows, product_of(x, "highest"))
 
     gradient = jax.jit(jax.grad(recurrent), static_argnums=1)
