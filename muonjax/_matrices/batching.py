@@ -200,8 +200,8 @@ def _stacked(parts: Sequence[jax.Array], n: int) -> Inexact[Array, "count m n"]:
         if missing:
             x = jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
         padded.append(x)
-    # A single array is not copied.
-    return jnp.concatenate(padded) if len(padded) > 1 else padded[0]
+    # JAX returns a single array as it is, and does not copy it.
+    return jnp.concatenate(padded)
 
 
 def _unstacked(

@@ -192,7 +192,7 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
             f"got {numbers}."
         )
     if not isinstance(numbers, FusedDimensionNumbers):
-        return [Piece(i, view_of(shape, reduction, output))]
+        return [Piece(i, MatrixView(shape, reduction, output))]
 
     (axis,) = _checked_axes(named, "axis", numbers.axis, shape)
     part_sizes = numbers.parts
@@ -213,7 +213,7 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     for size in part_sizes:
         # All stretches of a part are one matrix.
         part_shape = (*shape[:axis], repeats * size, *shape[axis + 1 :])
-        view = view_of(part_shape, reduction, output)
+        view = MatrixView(part_shape, reduction, output)
         pieces.append(Piece(i, view, axis, start, step, repeats))
         start += size
     return pieces
@@ -228,13 +228,6 @@ def _checked_axes(named: str, argument: str, value: Any, shape: Axes) -> Axes:
                 f"{argument}={value!r} names axis {axis}, but {named} has shape {shape}."
             )
     return tuple(axis % len(shape) for axis in axes)
-
-
-def view_of(shape: Axes, reduction: Axes, output: Axes) -> MatrixView:
-    """The view of a leaf of this shape by checked axes."""
-    sides = reduction + output
-    batch = tuple(axis for axis in range(len(shape)) if axis not in sides)
-    return MatrixView(shape, batch, reduction, output)
 
 
 class Piece(NamedTuple):
@@ -296,15 +289,19 @@ class MatrixView(NamedTuple):
 
     Attributes:
       shape: The shape of the leaf, or of the piece of it that is viewed.
-      batch_axes: The axes that count matrices.
-      reduction_axes: The axes of the rows.
-      output_axes: The axes of the columns.
+      reduction_axes: The axes of the rows, counted from 0.
+      output_axes: The axes of the columns, counted from 0.
     """
 
     shape: Axes
-    batch_axes: Axes
     reduction_axes: Axes
     output_axes: Axes
+
+    @property
+    def batch_axes(self) -> Axes:
+        """The axes that count matrices: all others."""
+        sides = self.reduction_axes + self.output_axes
+        return tuple(axis for axis in range(len(self.shape)) if axis not in sides)
 
     def _sizes(self, axes: Axes) -> Axes:
         """The sizes of these axes of `shape`."""
