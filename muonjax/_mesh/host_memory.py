@@ -51,7 +51,7 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     def update(updates, state, params=None, *unnamed, **extra_args):
         refuse_positional(unnamed)
-        # Without host memory the program stays as it is.
+        # Without host memory the program stays as it is, also if the state gets another structure.
         if not any(map(_is_on_host, jax.tree.leaves(state))):
             return inner_update(updates, state, params, **extra_args)
         on_device = jax.tree.map(_to_device, state)
@@ -74,11 +74,11 @@ def leaf_by_leaf(
     # This raises if a state is of other parameters.
     states_of_leaves = zip(*map(treedef.flatten_up_to, states), strict=True)
     results = []
-    # The new state of the last leaf before, on its way to the host; None before there is one.
-    copies_to_host: Any = None
+    # The new state of the last leaf before, on its way to the host
+    copies_to_host = []
     for update, state in zip(leaves, states_of_leaves, strict=True):
         is_offloaded = any(map(_is_on_host, state))
-        if is_offloaded and copies_to_host is not None:
+        if is_offloaded:
             # No step begins before the last step's copies have ended. A scheduler that overlaps copies with the
             # products that follow would keep the state of all leaves on the device. A copy to the device waits for
             # nothing, and the scheduler starts it shortly before the step that reads it.
