@@ -33,7 +33,6 @@ import jax.numpy as jnp
 from muonjax._common.linalg import (
     adjoint,
     dot,
-    entry,
     hermitian_part,
     identity_like,
     inverse_norm,
@@ -243,19 +242,19 @@ def inverse_root(h: jax.Array) -> jax.Array:
     # For eigenvalues of R from 1e-4 to 1; smaller ones, down to the ridge, leave Q too small.
     rows = jnp.asarray(_POLYNOMIALS, h.dtype)
 
-    def step(t, r_and_q):
+    def step(r_and_q, row):
         r, q = r_and_q
-        a, b, c = entry(rows, t)
+        a, b, c = row
         # R tends to I and Q to h^(-1/2):
         # P = a I + b R + c R^2, R <- P R P, Q <- Q P
         p = a * eye + b * r + c * dot(r, r)
         r = hermitian_part(dot(dot(p, r), p))
-        return r, hermitian_part(dot(q, p))
+        return (r, hermitian_part(dot(q, p))), None
 
     # R = h / |h|_F has eigenvalues from the ridge to 1, and Q begins as |h|_F^(-1/2) I.
     r = scaled(h, inverse) + _RIDGE * eye
     q = scaled(eye, jnp.sqrt(inverse))
-    _, q = jax.lax.fori_loop(0, len(rows), step, (r, q))
+    (_, q), _ = jax.lax.scan(step, (r, q), rows)
     return q
 
 

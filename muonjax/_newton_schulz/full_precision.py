@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact
 
 
-# How large an error in R may grow.
-_TOLERATED = 1e-2
+# Updates may multiply an error in R by this number over eps. Rounding leaves errors of `ROUNDING` eps in R, and the
+# updates bring them to 1e-2 at most.
+LARGEST_GROWTH = 1e-2 / ROUNDING
 
 
 def iterate(
@@ -70,7 +71,7 @@ def iterate(
     # The standard form makes R = X X^H anew before each step, the Gram form before few of them.
     restarts = range(1, len(rows))
     if settings.takes_gram_form(m, n):
-        restarts = gram_restarts(rows, dtype)
+        restarts = restarts_of(rows, LARGEST_GROWTH / float(jnp.finfo(dtype).eps))
     multiply = MatrixProduct(dtype.name)
     product = SymmetricProduct(policy.platform, settings.implementation)
 
@@ -80,27 +81,27 @@ def iterate(
         # XLA for a CPU would compute the new X again for each of its readers.
         x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
-    def first_polynomial(rows, r):
-        """Q of the first steps, which also deflate and normalize X: Q X is what `rows` make of s W X."""
-        deflation = None
-        if rank:
-            # W X has the polar factor of X, and W R W is its Gram matrix.
-            deflation = shrink_dominant(r, rank, policy.platform)
-            r = deflation.gram
-        r, r2, scale = normalize(r, deflation, settings.normalization, product)
-        q = _composed(rows, r, r2, product)
-        # R is now that of s W X, so Q is multiplied by s W. A zero matrix, which `below_one` made the identity, gets a
-        # zero result.
-        q = scaled(q, jnp.where(nonzero, scale, 0))
-        return q if deflation is None else deflation.apply_right(q)
-
-    # X <- Q X for each stretch of steps that share one Gram matrix R: steps 0 to 3 and 3 to 5 with a restart before 3.
-    for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
-        # R = X X^H [*batch, m, m]
-        r = product(x)
-        steps = rows[start:stop]
-        q = _composed(steps, r, None, product) if start else first_polynomial(steps, r)
-        x = multiply(q, x)
+    # The steps up to the first restart map s W X to Q s W X, where W is the deflation and s normalizes.
+    # R = X X^H [*batch, m, m]
+    r = product(x)
+    deflation = None
+    if rank:
+        # W X has the polar factor of X, nearly, and W R W is its Gram matrix.
+        deflation = shrink_dominant(r, rank, policy.platform)
+        r = deflation.gram
+    # From here on R is the Gram matrix of s W X.
+    r, r2, scale = normalize(r, deflation, settings.normalization, product)
+    stops = [*restarts, len(rows)]
+    q = _composed(rows[: stops[0]], r, r2, product)
+    # Q s W: X itself was neither deflated nor normalized. A zero matrix, which `below_one` made the identity, gets 0.
+    q = scaled(q, jnp.where(nonzero, scale, 0))
+    if deflation is not None:
+        q = deflation.apply_right(q)
+    x = multiply(q, x)
+    # X <- Q X for the steps between two restarts, which share the R that is made of X at the first: steps 3 and 4 with
+    # stops at 3 and 5.
+    for start, stop in itertools.pairwise(stops):
+        x = multiply(_composed(rows[start:stop], product(x), None, product), x)
     return x
 
 
@@ -131,11 +132,6 @@ def _composed(
         # Q <- Q P
         q = p if q is None else product(q, p)
     return q
-
-
-def gram_restarts(rows: Coefficients, dtype: jax.typing.DTypeLike) -> tuple[int, ...]:
-    """Where the Gram form restarts: before the rounding of R can have grown to `_TOLERATED`."""
-    return restarts_of(rows, _TOLERATED / (ROUNDING * float(jnp.finfo(dtype).eps)))
 
 
 def below_one(

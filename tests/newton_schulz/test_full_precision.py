@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import muonjax
 from muonjax import NewtonSchulz
-from muonjax._newton_schulz.coefficients import evaluate
-from muonjax._newton_schulz.full_precision import gram_restarts
+from muonjax._newton_schulz.coefficients import evaluate, restarts_of
+from muonjax._newton_schulz.full_precision import LARGEST_GROWTH
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, nightly, quick, thorough
 
@@ -329,9 +329,10 @@ SCHEDULES = {
 
 
 def test_where_the_gram_form_restarts():
-    tables = {
-        name: gram_restarts(rows, jnp.float32) for name, rows in SCHEDULES.items()
-    }
+    def restarts(rows, dtype=jnp.float32):
+        return restarts_of(rows, LARGEST_GROWTH / float(jnp.finfo(dtype).eps))
+
+    tables = {name: restarts(rows) for name, rows in SCHEDULES.items()}
     assert tables == {
         "fast": (),
         "balanced": (),
@@ -342,7 +343,7 @@ def test_where_the_gram_form_restarts():
         "polar express 8": (4,),
         "polar express 12": (4,),
     }
-    assert gram_restarts(muonjax.polar_express(8), jnp.float64) == ()
+    assert restarts(muonjax.polar_express(8), jnp.float64) == ()
 
 
 def test_auto_form_is_gram_only_where_wide():
