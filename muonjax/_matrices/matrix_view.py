@@ -124,8 +124,7 @@ def resolve_dimension_numbers(
 
 def _is_entry(x: Any) -> bool:
     """Whether it is an entry of a tree of dimension numbers; Optax masks those of leaves that it masks."""
-    entries = (MuonDimensionNumbers, FusedDimensionNumbers, optax.MaskedNode)
-    return x is None or isinstance(x, entries)
+    return isinstance(x, DimensionNumbers | optax.MaskedNode | None)
 
 
 def matrix_pieces(numbers: DimensionNumbersTree, tree: Any) -> Pieces:

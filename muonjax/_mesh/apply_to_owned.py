@@ -25,16 +25,33 @@ from muonjax._mesh.assignment import Round
 from muonjax._mesh.distribution import Axes
 from muonjax._mesh.matrix_shards import ExchangeGroup, MatrixLayout
 
+Owned = list[list[tuple[int, MatrixLayout]]]
+"""For each owner its matrices of one shape: the first column in the buffer, and the layout."""
+
 
 def apply_to_owned(
     f: Function, buffer: jax.Array, round_: Round, policy: Policy
 ) -> jax.Array:
-    """Apply `f.whole` to each matrix whose blocks are in the columns of the buffer; the results take their place.
+    """The buffer with the result of `f.whole` in the place of each matrix whose blocks are in its columns.
 
-    The buffer [devices, columns] has a row from each device along the exchange axes of the round.
+    The buffer [devices, columns] has a row from each device along the exchange axes of the round. All devices run one
+    program: a loop for each shape that any owner has, in which a device reads the places of its own matrices.
     """
-    for loop in _loops(round_, policy):
-        buffer = _run_loop(f.whole, loop, round_.group, buffer)
+    # The owners of all replicas
+    owners = list(itertools.chain(*round_.replicas))
+    owned_by_shape: dict[tuple[int, int], Owned] = {}
+    for i, owner in enumerate(owners):
+        # An owner's matrices follow each other in the columns: two with blocks of 256 numbers and one with 512 begin in
+        # the columns 0, 256 and 512.
+        column = 0
+        for matrices in owner:
+            layout = matrices.layout
+            owned = owned_by_shape.setdefault(layout.shape, [[] for _ in owners])
+            for _ in range(matrices.count):
+                owned[i].append((column, layout))
+                column += layout.block_size
+    for owned in owned_by_shape.values():
+        buffer = _run_loop(f.whole, _loop(owned, policy), round_.group, buffer)
     return buffer
 
 
@@ -52,27 +69,6 @@ class Loop(NamedTuple):
     batch_size: int
     places: np.ndarray
     steps: np.ndarray
-
-
-Owned = list[list[tuple[int, MatrixLayout]]]
-"""For each owner its matrices of one shape: the first column in the buffer, and the layout."""
-
-
-def _loops(round_: Round, policy: Policy) -> list[Loop]:
-    """One loop for each shape of matrices, with their places in the rows of all owners."""
-    owners = list(itertools.chain(*round_.replicas))
-    owned_by_shape: dict[tuple[int, int], Owned] = {}
-    for i, owner in enumerate(owners):
-        # The row for an owner has its matrices one after the other: two with blocks of 256 numbers and one with 512
-        # begin in the columns 0, 256 and 512.
-        column = 0
-        for matrices in owner:
-            layout = matrices.layout
-            owned = owned_by_shape.setdefault(layout.shape, [[] for _ in owners])
-            for _ in range(matrices.count):
-                owned[i].append((column, layout))
-                column += layout.block_size
-    return [_loop(owned, policy) for owned in owned_by_shape.values()]
 
 
 def _loop(owned: Owned, policy: Policy) -> Loop:

@@ -77,7 +77,7 @@ class Distribution:
 
 def _is_spec(x: Any) -> bool:
     """Whether x is a leaf of a tree of specs."""
-    return x is None or isinstance(x, (PartitionSpec, NamedSharding))
+    return isinstance(x, PartitionSpec | NamedSharding | None)
 
 
 def _mesh_axes_by_axis(spec: PartitionSpec | NamedSharding | None) -> tuple[Axes, ...]:

@@ -266,7 +266,7 @@ def _random_start(
     Not signs: with few columns two rows of signs can be equal, and the start then has nothing in the direction of their
     difference.
     """
-    m = a.shape[-2]
+    *batch, m, _ = a.shape
     # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest. The
     # counter begins at 1, since the finalizer maps 0 to 0.
     bits = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
@@ -275,9 +275,8 @@ def _random_start(
     # As signed integers the bits are evenly spread over -2^31 to 2^31.
     integers = jax.lax.bitcast_convert_type(bits ^ (bits >> 16), jnp.int32)
     numbers = (integers.astype(jnp.float32) * jnp.float32(2.0**-31)).reshape(m, k)
-    batch_axes = tuple(range(a.ndim - 2))
-    numbers = jnp.expand_dims(numbers.astype(a.dtype), batch_axes)
-    # With the batch and, inside `jax.shard_map`, the varying axes of `a`, which the carry of a loop needs.
+    numbers = jnp.broadcast_to(numbers.astype(a.dtype), (*batch, m, k))
+    # Inside of `jax.shard_map` the start must vary over the mesh axes of `a`, as what the loop makes of it does.
     return jnp.zeros_like(a[..., :1]) + numbers
 
 

@@ -146,8 +146,7 @@ def below_one(
     # [*batch, 1, 1]; NaN is not zero, and so stays.
     largest = largest_entry(x)
     nonzero = largest != 0
-    identity = jnp.eye(*x.shape[-2:], dtype=dtype)
-    identity = jnp.expand_dims(identity, tuple(range(x.ndim - 2)))
+    identity = jnp.broadcast_to(jnp.eye(*x.shape[-2:], dtype=dtype), x.shape)
     below = scaled(x, scale_of_largest(largest))
     return jnp.where(nonzero, below, x + identity), nonzero
 
