@@ -124,12 +124,16 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
             """Copy the slices of X and Y of each tile into the stages, each as soon as it is free."""
             plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
 
+            # Runs at once, for each tile of this CTA
             @each_tile
             def load_tile(b, i, j, stage):
-                """Copy all slices of k that tile (i, j) of matrix b needs, the first into `stage`."""
+                """Copy all slices of k that tile (i, j) of matrix b needs, the first into `stage`.
+
+                It runs in the loading warpgroup alone, and returns the stage after that of the last slice.
+                """
 
                 def load_slice(s, stage):
-                    """Copy slice s of X and Y into the stage once it is `free`; `full` tells of their arrival."""
+                    """Copy slice s of X and Y into the stage once it is `free`; `full` counts the arrivals of both."""
                     columns = pl.ds(s * DEPTH, DEPTH)
                     plgpu.barrier_wait(free.at[stage])
                     # The rows of X and of Y whose products are the tile's rows and columns
@@ -157,8 +161,10 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
             for stage in range(stages):
                 plgpu.barrier_arrive(free.at[stage])
 
+            # Runs at once, for each tile of this CTA
             @each_tile
             def multiply_tile(b, i, j, stage):
+                """Compute this warpgroup's half of tile (i, j) of matrix b; returns the stage after its last slice."""
                 # All squares of this warpgroup's part have this first row.
                 row = i * BLOCK + wg * part
 

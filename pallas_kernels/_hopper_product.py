@@ -21,6 +21,7 @@ def symmetric_product(o: Operands) -> jax.Array:
 
     A kernel can't be vectorized by JAX: `jax.vmap` launches it once for each index.
     """
+    # The number of multiprocessors; this raises if the kernel can't run.
     cores = require(o.x, o.x.dtype)
     x, y, c, alpha, beta = o.with_one_batch_axis()
     # [batch, 2], as the kernel reads them from the device's memory
@@ -88,14 +89,18 @@ def is_chosen(x: jax.Array, dtype: jnp.dtype) -> bool:
 
 
 def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
-    """Why the kernel can't run on products of x in `dtype`, as the end of a sentence; None if it can."""
+    """Why the kernel can't run on products of x, whose factors are cast to `dtype`, as the end of a sentence; or None.
+
+    The sentence begins with "symmetric_product(implementation='hopper')".
+    """
     if jax.__version_info__ < NEEDS_JAX:
         return f"needs JAX {'.'.join(map(str, NEEDS_JAX))} or newer, this is {jax.__version__}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {jnp.dtype(dtype).name}"
     if 0 in x.shape:
         return f"got the empty shape {x.shape}"
-    # Instructions such as wgmma exist on compute capability 9.0 alone.
+    # The default device, or that for which a program is compiled ahead of time. Instructions such as wgmma exist on
+    # compute capability 9.0 alone.
     device = _device()
     if device.platform != "gpu" or not any(
         name in device.device_kind for name in _HOPPER
@@ -106,8 +111,8 @@ def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
         )
     if not _has_whole_matrices(x):
         return (
-            "needs whole matrices on each device, and here XLA may cut them: call it inside of "
-            "jax.shard_map over all axes, or under jax.set_mesh of a mesh of one device"
+            "needs whole matrices on each device, and here they may be sharded, so that XLA would gather them on every "
+            "device: call it inside of jax.shard_map over all axes, or under jax.set_mesh of a mesh of one device"
         )
     return None
 

@@ -49,8 +49,11 @@ def rectangle(t: int) -> tuple[int, int]:
 def unfold(row: Index, column: Index, t: int) -> tuple[jax.Array, jax.Array]:
     """The tile (i, j), ``0 <= j <= i < t``, of the lower triangle that lies at a place of the folded rectangle.
 
-    For t = 3 the rectangle has the tiles (0, 0) (2, 2) / (1, 0) (1, 1) / (2, 0) (2, 1). Only tile (2, 2), the corner
-    of the triangle, is folded up.
+    A row of the rectangle a line, with a * at what was folded up, the corner of the triangle:
+
+        t = 3:  (0, 0) (2, 2)*     t = 2:  (1, 1)*
+                (1, 0) (1, 1)              (0, 0)
+                (2, 0) (2, 1)              (1, 0)
     """
     odd = t % 2
     _, width = rectangle(t)

@@ -223,12 +223,10 @@ def _gram_jvp(primals, tangents):
 
 
 def _product_jvp(implementation, platform, primals, tangents):
-    """S = alpha X Y^H + beta C, and its derivative dS in forward mode as `jax.custom_jvp` asks for it.
+    """S = alpha X Y^H + beta C by the implementation, and its derivative dS in forward mode (for `jax.custom_jvp`).
 
-    dS is the derivative of the product in plain `jnp`.
-
-    Every term is linear in its tangent, so JAX transposes it for reverse mode. A tangent that is known to be zero has
-    no term.
+    dS is the derivative of the product in plain `jnp`, since a kernel has none. Every term of it is linear in a
+    tangent, so JAX transposes it for reverse mode. A tangent that is known to be zero has no term.
     """
     (operands,), (tangents_of_operands,) = primals, tangents
     values = {}

@@ -173,6 +173,7 @@ def _in_blocks(
     starts = numbers_from_loop(bounds[:-1], platform)
 
     def cut(a: jax.Array, i: int) -> jax.Array:
+        """The rows of block i. XLA need not test whether a start is negative."""
         return lax.dynamic_slice_in_dim(
             a, starts[i], sizes[i], axis=-2, allow_negative_indices=False
         )

@@ -50,8 +50,9 @@ def map_leaves(
     views: Sequence[MatrixView],
     policy: Policy,
 ) -> list[jax.Array]:
-    """f of each matrix that `views` show in these leaves, as in `map_groups`; f(x.mT) = f(x).mT."""
-    # Not as views of the transposes: XLA for a CPU would sum in another order where a tall matrix is alone.
+    """The leaves with f of each matrix that `views` show in them; f(x.mT) = f(x).mT, so tall ones are transposed."""
+    # `view.wide` would transpose the leaf itself. XLA for a CPU then sums in another order where a tall matrix is alone
+    # in its leaf, so that the last bits differ from those of a stack.
     matrices = []
     for view, leaf in zip(views, leaves, strict=True):
         x = view.to_matrices(leaf)
@@ -111,7 +112,7 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
     size = policy.chunk_size(sum(counts), (m, n))
     # [matrices, m, n]
     stack = _stacked(parts, n)
-    # [chunks, size, m, n], or [chunks, m, n]: XLA for CPUs multiplies batches of one in a slower way.
+    # [chunks, size, m, n], or for a size of 1 [chunks, m, n]: XLA for CPUs multiplies batches of one in a slower way.
     chunks = stack if size == 1 else stack.reshape(-1, size, m, n)
 
     if len(chunks) == 1:
@@ -120,6 +121,7 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
     else:
 
         def body(i, chunks):
+            """The chunks with f of chunk i in its place."""
             return with_entry(chunks, i, f.whole(entry(chunks, i)))
 
         chunks = jax.lax.fori_loop(0, len(chunks), body, chunks)
@@ -163,6 +165,7 @@ def _groups(
                 group = []
             group += indices
         groups.append(group)
+    # In the order of the arrays again, not in that of columns and forms
     return sorted(map(sorted, groups))
 
 
@@ -210,8 +213,8 @@ def _unstacked(
     """A stack in parts of so many entries: the inverse of a concatenation."""
     if len(counts) == 1:
         return [stack]
-    # Part i begins after the parts before it: counts of 12, 12 and 36 begin at 0, 12 and 24.
-    # Every slice would be a kernel of its own to compile, if XLA knew where it starts.
+    # Part i begins after the parts before it: counts of 12, 12 and 36 begin at 0, 12 and 24. If XLA for a CPU knew
+    # these numbers, it would compile a kernel for each slice.
     starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], platform)
     parts = []
     for start, count in zip(starts, counts, strict=True):

@@ -106,7 +106,7 @@ def resolve_dimension_numbers(
         return []
     if numbers is None:
         numbers = MuonDimensionNumbers()
-    # An entry is a tuple, which JAX would take for a part of the tree.
+    # `is_leaf`, because an entry is a named tuple, which JAX would take for a part of the tree.
     entries = broadcast_prefix(
         tree_of(numbers, tree),
         tree,
@@ -128,10 +128,10 @@ def _is_entry(x: Any) -> bool:
 
 
 def matrix_pieces(numbers: DimensionNumbersTree, tree: Any) -> Pieces:
-    """The pieces of `tree`: one for each leaf that has matrices, or for each part of a fused one, in order.
+    """The pieces of `tree`, a list: one for each leaf that has matrices, or for each part of a fused one, in order.
 
-    A piece may hold a stack of matrices.
-    A fused kernel [64, 128] of queries with 64 columns, and of keys and values with 32 each, is three pieces.
+    A piece may hold a stack of matrices. A fused kernel [64, 128] of queries with 64 columns, and of keys and values
+    with 32 each, is three pieces.
 
     `numbers` may be `Pieces`, which an optimizer has found for all trees of this structure. The caller has an
     `errors_of` around it, whose call the errors name.

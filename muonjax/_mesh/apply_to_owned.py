@@ -123,7 +123,8 @@ def _run_loop(
         branches.append(functools.partial(_assemble, layout, group.exchange_axes))
     # All have one shape, so one width.
     width = loop.batch_size * loop.layouts[0].block_size
-    # The number of this device among the owners: 0 without owner axes, where it has all that it works on.
+    # The number of this device among the owners. Without owner axes each device is the only owner of its matrices, and
+    # `axis_index` of no axes is 0.
     owner = jax.lax.axis_index(group.owner_axes)
     places = jnp.asarray(loop.places)[owner]
 

@@ -120,7 +120,7 @@ def even_sharding(
 def spread_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
     """One spec per leaf of `tree`, from a tree of specs, shardings or None, or a prefix of it.
 
-    Where Optax has masked a leaf of `tree`, there is no spec.
+    Where Optax has masked a leaf of `tree`, there is no spec, also if `specs` has one for it.
     """
     what = "the Distribution's param_specs (of an NNX model, nnx.as_pure(specs))"
     entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, what=what)

@@ -76,7 +76,8 @@ def map_on_mesh(
     )
     if AxisType.Explicit not in mesh.axis_types:
         return list(run(*leaves))
-    # The types of the arrays may differ from the specs of a Distribution.
+    # With explicit axis types `shard_map` asks for arrays whose types have its specs. Theirs may differ by those of a
+    # Distribution or by a mesh axis that was left out. The results get the leaves' types again.
     even = [NamedSharding(mesh, spec) for spec in specs]
     results = run(*map(jax.sharding.reshard, leaves, even))
     return list(map(sharded_like, results, leaves))

@@ -44,7 +44,7 @@ def iterate(
     rows: Float[Array, "steps 3"],
     dot: MatrixProduct,
 ) -> Float[Array, "*batch m n"]:
-    """X <- (a I + b A + c A^2) X with A = X X^T, once for each row of `rows`, as a rolled loop.
+    """X after X <- (a I + b A + c A^2) X with A = X X^T for each row (a, b, c), as a rolled loop.
 
     Args:
       x: Wide for speed; singular values inside the rows' interval.

@@ -98,7 +98,8 @@ def pre_deflate(
 ) -> Inexact[Array, "*batch m n"]:
     """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V [*batch, m, k] shrunk, roughly.
 
-    Here k is at most eight; `rank` directions are shrunk later, by the deflation of the Gram matrix.
+    Here k is at most eight, since these products are with X, which is larger than A = X X^H. `shrink_dominant` then
+    shrinks `rank` directions in A.
     """
 
     def multiply(v):
@@ -161,8 +162,8 @@ def _projection_and_shrinkage(
     h = dot(adjoint(v), av)
     # H^(-1/2)
     inverse_sqrt = inverse_root(h)
-    # D = I - target H^(-1/2). The target is close to the smallest singular value of the k directions, so that none of
-    # them is then much larger than the rest.
+    # D = I - target H^(-1/2). The target is the smallest singular value of the k directions, or a little below, as
+    # `_largest_eigenvalue` is an upper bound. So none of them is then much larger than the rest.
     inverse = dot(inverse_sqrt, inverse_sqrt)
     inverse_target = jnp.sqrt(_largest_eigenvalue(inverse))
     d = identity_like(inverse_sqrt, as_constant=True)
@@ -176,7 +177,7 @@ def _projection_and_shrinkage(
     residual = dot(av - dot(v, h), dot(d, inverse_sqrt))
     bounds = scaled(residual, inverse_target)
     # Each counts twice, for (s, t) and (t, s). So over m directions the root mean square is at most
-    # sqrt(2 / m) |bounds|_F.
+    # sqrt(2 / m) |bounds|_F, and this share of D makes that `_TOLERANCE`. `inverse_norm` is 1 / |bounds|_F.
     allowed_share = _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(bounds)
     return h, scaled(d, jnp.minimum(1, allowed_share))
 

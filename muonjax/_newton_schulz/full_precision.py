@@ -77,8 +77,8 @@ def iterate(
 
     x, nonzero = below_one(x, dtype)
     if rank and 1 not in restarts:
-        # In the Gram form the second step takes R from the first, so the rounding of R must be small already.
-        # XLA for a CPU would compute the new X again for each of its readers.
+        # In the Gram form without a restart before step 1, that step takes R from step 0, with its rounding. So a few
+        # directions are shrunk in X, before R is made. XLA for a CPU would compute this X again for each reader.
         x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
     # The steps up to the first restart map s W X to Q s W X, where W is the deflation and s normalizes.
@@ -176,6 +176,7 @@ def normalize(
     # |B^2|_F^2, the sum of the fourth powers of B's eigenvalues
     fourth_powers = square_norm(b2)
     if deflation is not None:
+        # A lower bound: what is left of the deflated directions, without its largest eigenvalue.
         others = other_fourth_powers(scaled(deflation.dominant, inverse_norm))
         fourth_powers = jnp.maximum(fourth_powers - others, fourth_powers / b.shape[-1])
     # R = B / bound with bound^4 = fourth_powers

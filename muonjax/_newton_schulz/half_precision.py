@@ -79,7 +79,8 @@ def iterate(
     name = settings.implementation or measured_kernel(platform, x, dtype)
     kernel = SymmetricProduct(platform, name) if name else None
     products = _Products(MatrixProduct(dtype.name, None, dtype.name), kernel)
-    # Before all other steps r is updated.
+    # Before each of these steps r is made anew from z, before each other one it is updated. The standard form never
+    # updates it.
     restarts = range(1, len(rows))
     if settings.takes_gram_form(*x.shape[-2:]):
         restarts = restarts_of(rows, LARGEST_GROWTH[dtype.name])
@@ -89,9 +90,9 @@ def iterate(
     z = _barrier(z)
     # An r that is not exactly symmetric is amplified by the first steps, whose factors are the largest.
     r = hermitian_part(products.symmetric(z))
-    # r^2 is made for the bound, and serves the first step.
+    # r^2 is made for `_bound`, which is above the largest eigenvalue of r, and serves the first step.
     r2 = products.symmetric(r)
-    # No eigenvalue of R = u r, and so no singular value of X = sqrt(u) z, is above 1.
+    # So no eigenvalue of R = u r, and no singular value of X = sqrt(u) z, is above 1.
     u = 1 / _bound(r2, settings)
 
     # The steps up to the first restart map z to gain (1 + T) z, where `total` is T; then those up to the next one do.
@@ -131,6 +132,7 @@ def _composed(
     total: Any = None
     for step, (a, b, c) in enumerate(rows, 1):
         if r2 is not None:
+            # The same sum as below, of an r^2 that is already rounded.
             linear = b / a * u * _wide(r)
             quadratic = c / a * u * (u * _wide(r2))
             q = (linear + quadratic).astype(r.dtype)
