@@ -81,7 +81,7 @@ def iterate(
         # directions are shrunk in X, before R is made. XLA for a CPU would compute this X again for each reader.
         x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
-    # The steps up to the first restart map s W X to Q s W X, where W is the deflation and s normalizes.
+    # The steps up to the first restart map s W X to Q s W X. W deflates, and s, a number for each matrix, normalizes.
     # R = X X^H [*batch, m, m]
     r = product(x)
     deflation = None
@@ -98,8 +98,8 @@ def iterate(
     if deflation is not None:
         q = deflation.apply_right(q)
     x = multiply(q, x)
-    # X <- Q X for the steps between two restarts, which share the R that is made of X at the first: steps 3 and 4 with
-    # stops at 3 and 5.
+    # X <- Q X for the steps from one stop to the next, which share the R that is made of X at the first: steps 3 and 4
+    # with stops at 3 and 5.
     for start, stop in itertools.pairwise(stops):
         x = multiply(_composed(rows[start:stop], product(x), None, product), x)
     return x
