@@ -23,7 +23,7 @@ import numpy as np
 
 # Positions, with one entry along each axis of the array on which they don't depend.
 Positions: TypeAlias = np.ndarray
-# For each axis of which only a part is left, whether each position is there, up to where that repeats.
+# For each axis of which only a part is left, a mask that says of each of its positions whether it is there, as bytes.
 Region: TypeAlias = frozenset[tuple[int, bytes]]
 
 # In place of a position: the entry is not of the origin, or has fewer positions than others. It is larger than any
@@ -87,15 +87,14 @@ class Layout(NamedTuple):
     def region(self) -> Region:
         """Which part of the origin this is: nothing if it is all of it.
 
-        In a kernel [16, 24] with columns q, k, v, q, k, v, ..., the queries have {(1, bytes of [True, False, False])}.
-        An axis without a run counts as whole, such as the rows of a kernel after the product with it.
+        In a kernel [16, 6] with the columns q, k, v, q, k, v the queries have {(1, bytes of the mask 100100)}. An axis
+        without a run counts as whole, such as the rows of a kernel after the product with it.
         """
         region = []
         for run in self.runs[1:]:  # without the one along `OTHER`
             is_there = np.isin(np.arange(self.origin[run.axis]), run.positions)
-            # A mask that repeats, such as 10101010 of every second column, is kept as 10.
             if not is_there.all():
-                region.append((run.axis, is_there[: _period(is_there)].tobytes()))
+                region.append((run.axis, is_there.tobytes()))
         return frozenset(region)
 
     @property
@@ -115,19 +114,20 @@ class Layout(NamedTuple):
         return self.runs_along(self.varying.difference(axes))
 
     def split(self, axes: Collection[int]) -> tuple[Layout, tuple[Run, ...]]:
-        """The layout with one entry along these axes, and how the positions of the origin go on from it, as sets.
+        """The layout with one entry along these axes, and sets of how far the other entries are from it.
 
         A kernel [16, 64] as [16, 4, 16], split along axis 1, leaves the head with the lowest positions, [16, 1, 16]
-        with 0, ..., 15, and the set of distances {0, 16, 32, 48}. Where nothing of a run is left, its set has all of
-        its positions. So it is with a run that varies along this axis alone, such as the layers of a stack, and with
-        one that is no sum of a start and a distance, such as [2, 2] with the positions 0, 1 and 5, 3.
+        with 0, ..., 15 along axis 1 of the kernel, and the set of distances {0, 16, 32, 48}.
+
+        The layout loses a run that varies along this axis alone, such as the layers of a stack, and one whose positions
+        are no sum of a start and a distance, such as 0, 1 and 5, 3 of [2, 2]: its set has all of its positions.
         """
         runs: Sequence[Run] = self.runs
         distances: list[Run] = []
         for axis in axes:
             kept: list[Run] = []
             for run in runs:
-                # Each comes in a list, which may be empty.
+                # Each is a list of one run, or of none.
                 distance, rest = _split_run(run, axis)
                 distances += distance
                 kept += rest
@@ -177,7 +177,7 @@ class Layout(NamedTuple):
 
         # The first entry along the axes that are gone; how far the others are from it does not matter.
         rest, _ = self.split(other_axes(len(self.shape), kept))
-        # `moved` returns None for an array without an entry of the origin, which can't be here.
+        # `moved` gives None where no entry of the origin is left. Here one is left: `or self` is for the types alone.
         return rest.moved(shape, move) or self
 
     def moved(
@@ -188,14 +188,10 @@ class Layout(NamedTuple):
         Raises:
           NotFollowed: As `move`.
         """
-        runs = []
-        for run in self.runs:
-            moved = _run_of(run.axis, move(run.positions))
-            # The array has no entry of the origin any more, as a slice of its padding has none.
-            if moved.positions.min(initial=HOLE) == HOLE:
-                return None
-            runs.append(moved)
-        return self._replace(shape=tuple(shape), runs=tuple(runs))
+        runs = tuple(_run_of(run.axis, move(run.positions)) for run in self.runs)
+        moved = self._replace(shape=tuple(shape), runs=runs)
+        # An empty slice has no entry of the origin, nor has a slice of q's padding an entry of q.
+        return None if 0 in shape or moved.holes.all() else moved
 
     @property
     def holes(self) -> Positions:
@@ -211,22 +207,22 @@ class Layout(NamedTuple):
 
         Positions 7, 8 at start 1 of 4 become HOLE, 7, 8, HOLE.
         """
-        stop = start + self.shape[axis]
         shape = list(self.shape)
-        shape[axis] = size
+        # How many holes come before and after the entries, along each axis of positions
+        holes = [(0, 0)] * (1 + len(shape))
+        holes[1 + axis] = start, size - start - shape[axis]
         runs: list[Run] = []
         for run in self.runs:
-            # The run that says where holes are gets the new ones. Another run needs them only if it has positions for
-            # each index along the axis.
+            # The run along `OTHER` says where holes are, and gets the new ones. Another run needs them only if it has
+            # positions for each index along the axis: one position for all of them is not put in a place of its own.
             if axis in run.varying or run.axis == OTHER:
                 full = list(run.shape)
-                full[1 + axis] = size
-                positions = np.full(full, HOLE)
-                # With this axis first, the part lies from `start` to `stop`.
-                part = positions.swapaxes(0, 1 + axis)[start:stop]
-                part[:] = run.positions.swapaxes(0, 1 + axis)
-                run = _run_of(run.axis, positions)
+                full[1 + axis] = shape[axis]
+                positions = np.broadcast_to(run.positions, full)
+                placed = np.pad(positions, holes, constant_values=HOLE)
+                run = _run_of(run.axis, placed)
             runs.append(run)
+        shape[axis] = size
         return self._replace(shape=tuple(shape), runs=tuple(runs))
 
 
@@ -245,38 +241,38 @@ def whole(shape: tuple[int, ...]) -> Layout:
 def merged(layouts: tuple[Layout, ...]) -> Layout:
     """The layout of a sum of parts of one origin, or of a concatenation, whose parts have holes for each other.
 
-    All layouts have one shape and one origin. Each entry has the positions of all parts: 0, 1, HOLE, HOLE and HOLE,
-    HOLE, 2, 3, which are put side by side, give 0, 1, 2, 3. The sum of 0, 1 and 2, 3 has two positions for each entry:
-    0 and 2 for the first, 1 and 3 for the second.
+    All layouts have one shape, one origin and the same loops. Each entry has the positions of all parts: 0, 1, HOLE,
+    HOLE and HOLE, HOLE, 2, 3, which are put side by side, give 0, 1, 2, 3. The sum of 0, 1 and 2, 3 has two positions
+    for each entry: 0 and 2 for the first, 1 and 3 for the second.
     """
-    first = layouts[0]
+    # For each axis of the origin the runs along it, each with the holes of its layout.
     by_axis: dict[int, list[tuple[Run, Positions]]] = {}
-    loops: dict[Run, None] = {}
     for layout in layouts:
-        loops |= dict.fromkeys(layout.loops)
         for run in layout.runs:
             by_axis.setdefault(run.axis, []).append((run, layout.holes))
+    # Entries that at least one part has. Others, as of a sink next to both halves of the queries, are holes in the run
+    # `OTHER` alone: in the runs along axes of the origin they keep what they have.
+    filled = ~np.logical_and.reduce(
+        np.broadcast_arrays(*(layout.holes for layout in layouts))
+    )
     runs = []
     for axis, parts in sorted(by_axis.items()):
         run, _ = parts[0]
         # Equal runs are one, as along the rows of a kernel of which only columns were cut.
         if len({run for run, _ in parts}) > 1:
-            # Holes of all parts, as in a rotation of queries next to other ones, stay in the run `OTHER` alone.
-            holes_of_parts = np.broadcast_arrays(*(holes for _, holes in parts))
-            filled = ~np.logical_and.reduce(holes_of_parts)
-            terms = [
-                np.where(holes & filled, HOLE, run.positions) for run, holes in parts
-            ]
-            shape = np.broadcast_shapes(*(term.shape[1:] for term in terms))
-            full = [np.broadcast_to(term, (len(term), *shape)) for term in terms]
-            run = _sum_of(axis, np.concatenate(full))
-            # A rotation of all tokens but the first: x[:1] side by side with a sum of two features of x[1:]. Along the
-            # axis of tokens each entry gets the positions of all, so that tokens don't look like heads.
-            if len({len(term) for term in terms}) > 1:
+            terms: list[Positions] = []
+            for run, holes in parts:
+                # Positions [n, *array] are n terms.
+                terms.extend(np.where(holes & filled, HOLE, run.positions))
+            run = _sum_of(axis, np.stack(np.broadcast_arrays(*terms)))
+            # A rotation of all tokens but the first: x[:1] has one position for each entry, and a sum of two features
+            # of x[1:] has two. The holes of both differ along the axis of tokens. Along such an axis each entry gets
+            # the positions of all, so that tokens, of which the first now has other positions, don't look like heads.
+            if len({run.shape[0] for run, _ in parts}) > 1:
                 for k in frozenset().union(*(x.runs[0].varying for x in layouts)):
                     run = _added_up(run, k)
         runs.append(run)
-    return Layout(first.shape, first.origin, tuple(runs), tuple(loops))
+    return layouts[0]._replace(runs=tuple(runs))
 
 
 def _sum_of(axis: int, terms: Positions) -> Run:
@@ -286,21 +282,14 @@ def _sum_of(axis: int, terms: Positions) -> Run:
     the distance depends on the head: then each entry along the axis of heads gets the positions of all.
     """
     run = _run_of(axis, terms)
+    # How far each term is from the first one.
     distances = terms - terms[:1]
     for k in range(terms.ndim - 1):
         is_equal = (distances == distances.take([0], 1 + k)).all()
+        # Terms with holes stand side by side: where one has an entry the others have holes, at no distance.
         if terms.max() < HOLE and not is_equal:
             run = _added_up(run, k)
     return run
-
-
-def _period(pattern: Positions) -> int:
-    """After how many entries a pattern repeats: 3 for 100100100100, and 4 for 1000."""
-    n = len(pattern)
-    period = 1
-    while n % period or (pattern.reshape(-1, period) != pattern[:period]).any():
-        period += 1
-    return period
 
 
 @functools.lru_cache(4096)
@@ -309,7 +298,7 @@ def _split_run(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
 
     Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape
     [1, 16]. Each comes in a list, which is empty if there is none. No run is left if the positions are no such sum, or
-    vary along this axis alone.
+    vary along this axis alone. A run that does not vary along it stays as it is, without a set.
     """
     if axis not in run.varying:
         return [], [run]
@@ -329,9 +318,9 @@ def _split_run(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
 
 def _added_up(run: Run, axis: int) -> Run:
     """The positions of all entries along an axis of the array, for one that is the sum of them."""
-    terms = np.moveaxis(run.positions, 1 + axis, 0)
-    total = terms.reshape(-1, *terms.shape[2:])
-    return _run_of(run.axis, np.expand_dims(total, 1 + axis))
+    # Positions [n, *array] have the axis of the array as axis 1 + axis; axis 0 counts the terms.
+    terms = np.split(run.positions, run.shape[1 + axis], 1 + axis)
+    return _run_of(run.axis, np.concatenate(terms))
 
 
 def _run_of(axis: int, positions: Positions) -> Run:
@@ -341,7 +330,8 @@ def _run_of(axis: int, positions: Positions) -> Run:
     """
     if len(positions) > 1:
         positions = np.sort(positions, 0)
-        # An entry that has a position twice gets a hole in its place, and holes of all entries are left out.
+        # An entry that has a position twice gets a hole in its place. A second sort puts holes last, and terms that are
+        # holes in all entries are left out.
         is_repeated = positions[1:] == positions[:-1]
         positions[1:][is_repeated] = HOLE
         positions.sort(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -61,8 +60,9 @@ def matrices_of(
         # A tied matrix, x @ w and y @ w.T, is orthogonalized the same either way.
         has_same_sides = {form.rows, form.columns} == {other.rows, other.columns}
         if form.cut != other.cut or not has_same_sides:
-            other_line = records.graph.line(use.node)
-            raise Contradiction(f"{form} in {line}, but {other} in {other_line}")
+            raise Contradiction(
+                f"{form} in {line}, but {other} in {records.graph.line(use.node)}"
+            )
     # In w[:, :32] and w[:, 32:] the function cuts the parameter itself, and not the result of its product. These slices
     # are parts only if together they fill the axis; else it stays one matrix.
     if form.cut is None:
@@ -98,8 +98,10 @@ def _form(records: Records, use: Use) -> _Form:
     if groups > 1:
         axis = min(form.columns)
         return form._replace(cut=_Cut(axis, (shape[axis] // groups,) * groups))
+    # In x @ w[:, :64] the other columns are for another product, and no part of this one.
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, form.columns, sliced)
+    # Whether the norm's groups are the parts is not followed (`record_reduced`).
     if cut is not None and product.has_mixed_stretches:
         raise Contradiction(
             f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"
@@ -122,14 +124,16 @@ def _rows_and_columns(
       Contradiction: An axis would be two of these.
     """
     # `rows`, `columns` and `batch` are runs, of which one axis may have several.
-    product, line = use.product, records.graph.line(use.node)
+    product = use.product
     columns, batch = set(use.columns), set(use.batch)
     # "hbd,hdf->hbf", and then a sum over h, is one product that sums over h and d: both are rows.
     summed = batch & product.added_up
     # x @ w with w [d, e, f], whose result a later product, or a gate, takes expert by expert: e counts matrices. Heads
-    # are taken one by one as well, and stay columns. If all columns would count experts, none does.
+    # are taken one by one as well, and stay columns.
     heads = {run for run, _ in product.heads}
     experts = columns & (product.batches - heads)
+    # one_hot(action) chooses one of the values x @ w, with w [d, actions]: actions are taken one by one, but without
+    # them w would have no columns. So they stay columns.
     if experts == columns:
         experts = set()
     # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over.
@@ -137,10 +141,12 @@ def _rows_and_columns(
     row_axes = _axes([*use.rows, *summed]) | slices
     column_axes = _axes(columns - experts)
     batch_axes = _axes((batch - summed) | experts) - slices
-    if row_axes & column_axes:
-        raise Contradiction(f"one axis of it is both summed and given: {line}")
-    if batch_axes & (row_axes | column_axes):
-        raise Contradiction(f"matrices inside of an axis: {line}")
+    # In x @ w.reshape(8, 8, 64)[i] with w [64, 64] axis 0 is batch in steps of 8, and rows within these.
+    axes = [*row_axes, *column_axes, *batch_axes]
+    if len(set(axes)) < len(axes):
+        raise Contradiction(
+            f"one axis of it has two roles among rows, columns and batch: {records.graph.line(use.node)}"
+        )
     return row_axes, column_axes
 
 
@@ -153,22 +159,27 @@ def _cut(
     """Along which axis, and into which sizes, columns are cut for different purposes; None: they are one matrix.
 
     Columns of [64, 96] in regions 0 to 31, 32 to 63 and 64 to 95 are cut along axis 1 into (32, 32, 32). The region of
-    the first is {(1, mask)}, with 32 times true and 64 times false in the mask, which may repeat along the axis; an
-    axis without a mask is taken whole.
+    the first is {(1, mask)}, with 32 times true and 64 times false in the mask; an axis without a mask is taken whole.
 
     Args:
       regions: The parts of the parameter that operations take.
       shape: Its shape.
       columns: Its axes that are columns.
-      sliced: Axes of which this product takes a slice, as x @ w[:, :64]: there, the regions must be all of the axis.
+      sliced: Axes of which this product takes a slice, as x @ w[:, :64]. Along these, regions that leave columns out,
+        which another product may take, are no cut.
     """
     for axis in sorted(columns):
         masks = {dict(region).get(axis, b"") for region in regions}
         # An operation takes all of the axis, or all operations take the same part of it.
         if b"" in masks or len(masks) < 2:
             continue
-        period = math.lcm(*map(len, masks))
-        parts = np.array([_repeated(mask, period) for mask in masks])
+        parts = np.array([np.frombuffer(mask, bool) for mask in masks])
+        # After how many columns all parts repeat, a divisor of their number: 3 for the masks 100100 and 010010. These
+        # are those of queries and keys that alternate with values, of two groups of heads.
+        period = 1
+        while shape[axis] % period or (np.roll(parts, period, 1) != parts).any():
+            period += 1
+        parts = parts[:, :period]
         # Where a part begins or ends.
         changes = np.diff(parts, axis=1, prepend=False, append=False)
         # Some operations take columns that others take too, or columns with gaps between them.
@@ -179,11 +190,6 @@ def _cut(
         if parts.any(0).all() or axis not in sliced:
             return _Cut(axis, tuple(np.diff(edges).tolist()), shape[axis] // period)
     return None
-
-
-def _repeated(mask: bytes, size: int) -> np.ndarray:
-    """A mask that repeats along an axis, for so many of its positions: of 10 and 4 it is 1010."""
-    return np.resize(np.frombuffer(mask, bool), size)
 
 
 def _numbers(form: _Form) -> DimensionNumbers:
@@ -212,7 +218,7 @@ def _numbers_per_head(
         along axis 1 of [64, 128]; and the region that has these heads, as (axis, mask of its positions) pairs.
     """
     axes = _axes(run for run, _ in heads)
-    # Axes of which neighboring positions are in different heads.
+    # Axes along which each position is another head, as axis 1 of [64, 8, 16].
     counting = _axes(run for run, _ in heads if run.stride == 1)
     cut = form.cut
     if counting:
@@ -234,9 +240,9 @@ def _numbers_per_head(
     for run, region in heads:
         # Heads along a second axis stay together.
         if run.axis == cut.axis:
-            # The columns that have these heads: a mask repeats along the axis, and without one it is all of the axis.
-            mask = dict(region).get(cut.axis, b"\1")
-            columns = np.flatnonzero(_repeated(mask, shape[cut.axis]))
+            # The columns that have these heads; without a mask all of the axis.
+            mask = dict(region).get(cut.axis, b"\1" * shape[cut.axis])
+            columns = np.flatnonzero(np.frombuffer(mask, bool))
             edges.update(range(columns[0], columns[-1] + 1, run.stride))
     sizes = tuple(np.diff(sorted(edges)).tolist())
     return _numbers(form._replace(cut=_Cut(cut.axis, sizes)))
