@@ -52,7 +52,7 @@ def decide(records: Records, is_loss: bool) -> list[Decision]:
     )
     return [
         decider.decide(leaf, by_leaf.get(leaf, []))
-        for leaf in range(len(records.shapes))
+        for leaf in range(len(records.graph.parameters))
     ]
 
 
@@ -86,17 +86,14 @@ class _Decider:
                 return self._left_to_names(use.what, use.node)
         in_gradient = [use for use in uses if self._is_in_gradient(use)]
         others = [use for use in uses if not self._is_in_gradient(use)]
+        products = [use for use in others if use.kind == "product"]
         # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel backward too. What follows
         # a product there is no layer of the model. So another product, outside of the gradient, has to show a layer.
-        is_followed = any(
-            use.kind == "product" and self.ends.destination(use) != "output"
-            for use in others
-        )
+        is_followed = any(self.ends.destination(use) != "output" for use in products)
         if in_gradient and not is_followed:
             return self._left_to_names(
                 "a gradient inside of the function", in_gradient[0].node
             )
-        products = [use for use in others if use.kind == "product"]
         # x @ w[i], with w [experts, d, f] and an index that data give, chooses a matrix along axis 0, and then
         # multiplies by it: such an axis is one of the product's loops. That is no look-up in a table.
         visited_axes = {run for use in products for run in use.view.layout.loops}
@@ -183,10 +180,9 @@ class _Decider:
             why = "a depthwise convolution" if is_depthwise else "multiplied by vectors"
             return self._adam(why, products[0].node)
         first = matrices[0].node
-        # The function is a model and returns no loss: perhaps it is a head, or gives features that the loss takes.
-        if not self.is_loss and all(
-            self.ends.destination(use) == "output" for use in matrices
-        ):
+        # Without a loss the last product may be a head, or give features that a loss takes. (With one, it is a head,
+        # above.) A product by a vector of the parameter before a layer changes nothing of that.
+        if all(self.ends.destination(use) == "output" for use in matrices):
             return self._adam("last product", first, by_names=True)
         if all(self._cuts_patches(use) for use in matrices):
             return self._adam(
@@ -208,8 +204,8 @@ class _Decider:
         """The decision on a parameter that no layer follows: AdamW, but its name decides if that is not sure."""
         for use in products:
             (result,) = self.graph.nodes[use.node].outputs
-            if result in self.ends.unknown_after:
-                unknown = self.ends.unknown_after[result]
+            unknown = self.ends.unknown_after.get(result)
+            if unknown is not None:
                 return self._left_to_names(self.graph.nodes[unknown].name, unknown)
         return self._adam("an output head, as no product follows it", products[0].node)
 

@@ -20,7 +20,8 @@ class Ends:
       to_products: Values from which a path leads to a product by parameters or of activations.
       to_frozen: Values from which a path leads to a product by a matrix that does not train.
       to_outputs: Values from which a path leads to an output of the function, without a product on the way.
-      unknown_after: By value, an operation without a rule that a path leads to; it may be a product.
+      unknown_after: By value, an operation that may be a layer and that a path leads to: a long einsum, which is not
+        followed, a product with parameters that only scale, or one whose result is a single number.
     """
 
     def __init__(self, records: Records):
@@ -33,7 +34,7 @@ class Ends:
         self.to_outputs = graph.upstream(
             graph.outputs, with_gradient=True, without=products | frozen
         )
-        # A value may come before several operations without a rule: the last of them counts.
+        # A value may come before several of these: the last one counts.
         self.unknown_after: dict[int, int] = {}
         for i in sorted(records.possible_layers):
             self.unknown_after |= dict.fromkeys(self._values_before([i]), i)

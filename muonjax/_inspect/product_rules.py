@@ -61,9 +61,9 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
     pairs = ((left, right), (right, left))
     if not left.summed:
         node = dataclasses.replace(node, name="mul")
-        repeated = []
-        for x, _ in pairs:
-            repeated.append(x.value.repeated(x.shape, x.sources, x.product_shape))
+        repeated = [
+            x.value.repeated(x.shape, x.sources, x.product_shape) for x in (left, right)
+        ]
         return entrywise(records, node, repeated)
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
@@ -79,12 +79,11 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         # In einsum("be,bef->bf", one_hot(expert), y), of a layer's result y, the columns along e count experts.
         for projection in operand.value.projections:
             projection.product.batches.update(projection.layout.runs_along(chosen))
-    # If both operands count as matrices, one of parameters alone comes before one that depends on data.
-    for operand, other in pairs:
-        if operand.is_parameter and operand.value.views:
-            return _by_matrix(records, node, result, operand, other)
-    for operand, other in pairs:
-        if operand.is_matrix:
+    # If both operands may be the layer's weights, parameters alone come before a matrix that depends on data, w * mask.
+    for operand, other in sorted(pairs, key=lambda pair: not pair[0].is_parameter):
+        # Parameters that were not lost, perhaps a vector, which is no matrix.
+        is_parameter = operand.is_parameter and operand.value.views
+        if is_parameter or operand.is_matrix:
             return _by_matrix(records, node, result, operand, other)
     return _of_activations(records, node, result, left, right)
 
@@ -98,11 +97,13 @@ def _by_matrix(
     be queries, keys or values, as in x @ (queries @ w).T. Such parameters are left to names.
     """
     attention = records.attention
-    # The product whose exponentials the activation is made of, perhaps the weights of an attention, or of a router.
+    # The product whose exponentials the activation is made of. These may be the weights of an attention, of which the
+    # other operand is the values, or of a router that chooses among its rows.
     scores = activation.value.exponential_of
-    has_weights = scores in attention.candidates or scores in attention.routers
+    has_weights = scores in attention.candidates | attention.routers
     views = weights.value.views
-    # x @ (a @ b) sums over an axis of a, the first factor, and x @ (queries @ w).T over none.
+    # x @ (a @ b) sums over an axis of a, the first factor. x @ (queries @ w).T sums over one of w, the last: these may
+    # be scores with learned queries.
     is_transposed = not views[0].layout.runs_along(weights.summed)
     is_product = all(view.inner for view in views)
     if not is_product or not (is_transposed or has_weights):
@@ -110,8 +111,7 @@ def _by_matrix(
     records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
     if has_weights:
         attention.other_readers[scores] = node.index
-    # What is before it is no output head. The result may be scores: it is attention if a sum normalizes their
-    # exponentials.
+    # It counts as a layer: what is before it is no output head. The result may be the scores of an attention.
     records.layers.add(node.index)
     return result._replace(scores=node.index)
 
@@ -144,7 +144,7 @@ def _by_parameter(
         records.record_views(node, "a learned input", [activation.value])
     # Softmax's weights stay weights where a parameter mixes those of several heads.
     logits = [x for x in activation.aligned.logits if x.stage == "weights"]
-    # With learned queries, x @ queries.T are scores. Those of which x was made no longer count.
+    # x @ queries.T with learned queries may be the scores of an attention, in place of older ones that x was made of.
     result = result._replace(scores=node.index, logits=tuple(logits))
     # A layer sums over columns of the layer before: all that it takes together are one matrix there. A depthwise
     # convolution takes each column by itself.
@@ -153,13 +153,13 @@ def _by_parameter(
         records.record_parts(activation.value.projections)
     projections = _recorded_projections(records, node, weights, activation)
     # In einsum("bef,efd->bed", y, w) of a layer's result y, the columns of y along the batch axis e count experts, each
-    # with a matrix. With a vector each, einsum("bhd,hd->bh", y, queries), they count heads.
+    # with a matrix of w. In einsum("bhd,hd->bh", y, queries), with a vector each, h counts heads, which stay columns.
     if weights.is_matrix:
         for projection in activation.value.projections:
-            batches = projection.layout.runs_along(activation.batch)
-            projection.product.batches.update(batches)
-    # This may be no layer: the parameters only scale, or a sum over experts is not followed. A result that is a number
-    # may be a sum of weighted losses, or what a model gives for one example.
+            experts = projection.layout.runs_along(activation.batch)
+            projection.product.batches.update(experts)
+    # This may be no layer: the parameters only scale, or the product is not followed. Nor may one whose result is a
+    # single number: a sum of weighted losses, or what a model gives for one example.
     if not projections or records.shape(node.outputs[0]) == ():
         records.possible_layers.add(node.index)
         return result
@@ -178,8 +178,14 @@ def _by_parameter(
     return result._replace(projections=tuple(projections), depends_on=depends_on)
 
 
-def _unfollowed_product(weights: Operand) -> str:
-    """What in these weights leaves their parameters to names, in words; "" if nothing does."""
+def _unfollowed(records: Records, weights: Operand, activation: Operand) -> str:
+    """What in a product leaves the parameters in its weights to names, in words; "" if nothing does."""
+    # Axes of experts would be taken for rows.
+    if _sums_over_experts(records, activation):
+        return "a sum over experts"
+    # In x @ (w0 * gate0 + w1 * gate1) data choose between matrices: what follows holds for parameters alone.
+    if not weights.value.is_weight:
+        return ""
     views = weights.value.views
     # In x @ (w[0] + w[1]) both slices are one matrix, and in a complex c[..., 0] + 1j * c[..., 1] they may be two.
     if are_several_parts([weights.value]):
@@ -200,12 +206,7 @@ def _recorded_projections(
     sums over an axis of w and of a; b is a factor (`view.inner` holds the axes in which factors meet, those of a that b
     sums over). A parameter of which no axis is summed over, and that is no factor, is a scale.
     """
-    unfollowed = ""
-    if weights.value.is_weight:
-        unfollowed = _unfollowed_product(weights)
-    # Axes of experts would be taken for rows.
-    if not unfollowed and _sums_over_experts(records, activation):
-        unfollowed = "a sum over experts"
+    unfollowed = _unfollowed(records, weights, activation)
     if unfollowed:
         records.record_views(node, unfollowed, [weights.value], "unknown")
         return []
@@ -231,9 +232,8 @@ def _recorded_projections(
         )
         # A scale has no product.
         if product is not None:
-            # Where the parameter's columns are in the result, whose axes take the place of the operand's.
-            columns = weights.along(layout)
-            projections.append(Projection(product, columns))
+            # The layout of the parameter along the axes of the result: where its columns are.
+            projections.append(Projection(product, weights.along(layout)))
     return projections
 
 
@@ -286,21 +286,20 @@ def _of_activations(
     It may mix the results of experts, multiply queries by keys, or softmax's weights by values. `result` has what it
     depends on.
     """
-    # Either operand may be softmax's weights.
     pairs = ((left, right), (right, left))
-    # A sum over some columns of a layer that keeps others may mix experts.
-    for operand, _ in pairs:
-        _record_mixture(records, node, operand)
-    # Queries, keys or values, of which one side may be frozen. The columns that the product takes are a part of their
-    # layers, and a batch axis counts heads.
     of_a_model = PARAMETER | FROZEN
-    if left.value.depends_on & of_a_model and right.value.depends_on & of_a_model:
-        for operand in (left, right):
+    for operand, other in pairs:
+        # A sum over some columns of a layer that keeps others may mix experts.
+        _record_mixture(records, node, operand)
+        # Both may be queries, keys or values, of which one side may be frozen. The columns that the product takes are a
+        # part of their layer. In "bqhd,bkhd->bhqk" the batch axis h counts heads, and so it does in columns of q and k.
+        # The axis b walks along no columns.
+        if other.value.depends_on & of_a_model:
             records.record_parts(operand.value.projections)
             records.record_heads(operand.value.projections, operand.batch)
+    # Either operand may be softmax's weights.
     for weights, values in pairs:
         softmaxes = _softmaxes_of(weights)
-        # Several where softmaxes are subtracted
         for softmax in softmaxes:
             _record_attention(records, softmax, weights, values)
         # This does nothing unless `weights` are exponentials. Then their logits were lost on the way, and the attention
@@ -314,16 +313,15 @@ def _of_activations(
 
 
 def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
-    """Leaves a layer to names if a product sums over some of its columns and keeps others: it may be several experts.
+    """Leaves a layer to names if a product sums over some of its columns and keeps others: these may count experts.
 
     With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) is such a product. So is one
     with kernels that were mixed for each example, x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
     """
     for projection in operand.value.projections:
         # Columns that a gate chooses, as of labels, are known to count experts.
-        product = projection.product
         layout = projection.layout
-        columns = set(product.use.columns) - product.batches
+        columns = set(projection.product.use.columns) - projection.product.batches
         summed = columns.intersection(layout.runs_along(operand.summed))
         if summed and columns.intersection(layout.runs_along(operand.free)):
             records.record(
@@ -332,9 +330,10 @@ def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
 
 
 def _softmaxes_of(weights: Operand) -> list[list[Logits]]:
-    """The logits of softmaxes over whose keys the product sums, several where softmaxes are subtracted.
+    """The logits of each softmax in `weights` over whose keys the product sums.
 
-    The logits of one softmax may be a sum of products, as q1 @ k1 + q2 @ k2 in latent attention.
+    Several softmaxes may be subtracted. One has several `Logits` if it takes a sum of products, as q1 @ k1 + q2 @ k2 in
+    latent attention.
     """
     of_arrays = grouped(
         (logits.value, logits)
@@ -369,8 +368,8 @@ def _record_attention(
             # A fused kernel gives both queries and keys, whose regions stay two parts.
             is_query = operand.is_query(keys)
             for part in operand.value.projections:
-                # This product sums over d and keeps h, both columns of q: it was recorded as what may be a mixture of
-                # experts, before it was known to be an attention's.
+                # This product sums over d and keeps h, both columns of q: so `_record_mixture` recorded it as what may
+                # be a mixture of experts, before it was known to be an attention's.
                 records.uses.by_operation.pop((product, part.view.leaf, 0), None)
                 key = (part.product, is_query)
                 regions_of_projection.append((key, part.layout.region))
@@ -382,6 +381,7 @@ def _record_attention(
     # An earlier attention took other columns of the layer that gives the values: these are heads written one by one, as
     # softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on, and would be taken for parts.
     node = records.nodes[softmax[0].product]
+    what = "attention with other columns of one layer"
     for projection in values.value.projections:
         columns = projection.layout.region
         earlier = attention.value_parts.setdefault(projection.product, columns)
@@ -389,7 +389,6 @@ def _record_attention(
             continue
         for operand in operands:
             for part in operand.value.projections:
-                what = "attention with other columns of one layer"
                 records.record(node, "unknown", part.view, what)
 
 
@@ -411,8 +410,7 @@ def _of_two_activations(
     # Softmax's weights times values are no new logits.
     has_logits = first.logits or second.logits
     has_projections = first.projections or second.projections
-    # A single query has no free axis of its own.
-    if has_projections and not has_logits and (left.free or right.free):
+    if has_projections and not has_logits:
         return _with_logits(records, node, result, left, right)
     return result
 
@@ -432,23 +430,21 @@ def _by_constants(
 ) -> Value:
     """An activation times numbers that do not train: a rotation, an average, a frozen matrix, keys or values.
 
-    The result is linear in the activation: its projections and logits go on. If the numbers may be frozen keys, it has
-    new logits.
+    The result is linear in the activation: its projections go on, with the columns added up that the product sums over,
+    and so do its logits. If the numbers may be frozen keys, it has new logits.
     """
-    # softmax(q k^T) @ c, of frozen values c, ends the logits of these products.
-    attentions = {x.product for softmax in _softmaxes_of(activation) for x in softmax}
-    logits = [
-        x
-        for x in follow_logits.through(node, activation.aligned)
-        if x.product not in attentions
-    ]
-    projections = activation.added_up.projections
-    result = result._replace(projections=projections, logits=tuple(logits))
+    # softmax(q k^T) @ c, of frozen values c, ends an attention: its logits do not go on.
+    ends_attention = bool(_softmaxes_of(activation))
+    logits = follow_logits.through(node, activation.aligned)
+    result = result._replace(
+        projections=activation.added_up.projections,
+        logits=() if ends_attention else logits,
+    )
     is_layer = _is_frozen_layer(activation, constants)
     # The result may be scores, as of frozen keys, and is no exponential of older ones. But scores that a rotation or an
     # average takes stay the ones that they are.
     may_be_scores = activation.free and constants.free and result.scores < 0
-    if is_layer or attentions or may_be_scores:
+    if is_layer or ends_attention or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
     if is_layer:
         records.frozen_layers.add(node.index)
@@ -463,11 +459,9 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
 
     The matrix is an argument or closed over, drawn at random, or without gradient.
     """
-    # Numbers that the function makes itself, as a rotation, depend on none of these.
-    if not constants.value.depends_on & (DATA | NOISE | FROZEN):
-        return False
-    # A matrix has columns.
-    if not constants.free:
+    # Numbers that the function makes itself, as a rotation, depend on none of these; a matrix has columns.
+    is_given = constants.value.depends_on & (DATA | NOISE | FROZEN)
+    if not is_given or not constants.free:
         return False
     # The axes of the activation along which the columns of earlier layers lie
     column_axes: set[int] = set()

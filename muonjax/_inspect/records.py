@@ -52,22 +52,25 @@ class Uses:
 
 
 class AttentionRecords:
-    """Operations that may be attention, by the number of a product that may give its logits, as queries @ keys.T."""
+    """Operations that may be attention, by the number of a product that may give its logits, as queries @ keys.T.
+
+    This product is the key of the dictionaries with `int` keys, but of `calls`, and the member of the sets.
+    """
 
     def __init__(self) -> None:
         # The operands of the product.
         self.operands: dict[int, tuple[Operand, Operand]] = {}
         # One entry for each product weights @ values that was followed from it: the logits that softmax takes, and the
-        # axes of the product that count keys.
+        # axes of the result of queries @ keys.T that count keys.
         self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(
             list
         )
         # If exponentials of the product multiply an array, perhaps values, and were not followed: that operation.
         self.other_readers: dict[int, int] = {}
-        # Products whose exponentials may be the weights of an attention: those of two activations. Other products, as
-        # with learned queries or frozen keys, are among them only if a sum of their exponentials normalizes these.
+        # Products whose exponentials may be the weights of an attention: all of two activations. Others, as with
+        # learned queries or frozen keys, are here only if a sum of their exponentials divides these, as in a softmax.
         self.candidates: set[int] = set()
-        # Products from whose logits a number was subtracted that may differ from key to key.
+        # Products from whose logits a number was subtracted that may differ from key to key, which changes the softmax.
         self.shifted_by_key: set[int] = set()
         # Products whose softmax is along columns of a parameter, as of a router, or of an output head.
         self.routers: set[int] = set()
@@ -86,7 +89,6 @@ class Records:
         self.shape = graph.shape
         # The numbers of a value, if the program contains them; None otherwise.
         self.known = graph.known.get
-        self.shapes = [graph.shape(x) for x in graph.parameters]
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses = Uses()
         self.attention = AttentionRecords()
@@ -121,9 +123,8 @@ class Records:
     ) -> Operand:
         """Operand number `k` of a product, without its `sources`."""
         array = node.inputs[k]
-        (product,) = node.outputs
         shape = self.shape(array)
-        product_shape = self.shape(product)
+        product_shape = self.shape(node.outputs[0])
         return Operand(self.values[array], array, shape, product_shape, summed, batch)
 
     # What the rules record.
@@ -169,7 +170,8 @@ class Records:
         """Records a use that is no product, of all the parameters in these values."""
         for value in values:
             for view in value.views:
-                # Which factor is a learned input is not followed. A sum may be an adapter's with a frozen matrix.
+                # Factors of queries @ w: which of them is a learned input, and no matrix, is not followed. But a sum,
+                # as of a @ b and a frozen matrix, is that of an adapter.
                 if view.inner and view.layout.shape and what != ADDED:
                     self.record(node, "unknown", view, PRODUCT_OF_PARAMETERS)
                 else:
@@ -200,8 +202,8 @@ class Records:
         may_be_values = values.depends_on & DATA and values.exponential_of != product
         if product < 0 or not may_be_values:
             return
-        # exp(x @ c) * y with a matrix c is no softmax, unless a sum divides the exponentials. For queries and keys the
-        # sum may come later, as in (exp(scores) @ values) / sum(exp(scores)).
+        # exp(x @ c) * y with a matrix c is no candidate, unless a sum divided the exponentials before. queries @ keys.T
+        # is one at once: its sum may come later, as in (exp(scores) @ values) / sum(exp(scores)).
         if product in self.attention.candidates:
             self.attention.other_readers.setdefault(product, node.index)
 
