@@ -49,6 +49,7 @@ def with_maxima(body: Body, probes: tuple[Probe | Any, ...]) -> ClosedJaxpr:
     # `_WITH_MAXIMA` are weak, so nothing is kept longer than the body lives.
     known = _WITH_MAXIMA.setdefault(body, {})
     if probes not in known:
+        # `opened` is the jaxpr without the values of its constants, which `_run` takes from `body`.
         shapes = [variable.aval for variable in opened(body).invars]
         known[probes] = jax.make_jaxpr(functools.partial(_run, body, probes))(*shapes)
     return known[probes]
@@ -208,7 +209,7 @@ def _shard_map(
             results.append(jax.lax.pmax(maximum, axes) if axes else maximum)
         return results
 
-    mapped = jax.shard_map(
+    on_all_devices = jax.shard_map(
         on_one_device,
         mesh=mesh,
         in_specs=params["in_specs"],
@@ -216,7 +217,7 @@ def _shard_map(
         axis_names=axis_names,
         check_vma=check_vma,
     )
-    return mapped(*operands)
+    return on_all_devices(*operands)
 
 
 def _nothing(kind: Any) -> jax.Array:

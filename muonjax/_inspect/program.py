@@ -28,6 +28,7 @@ from muonjax._inspect.follow import follow
 from muonjax._inspect.measure import Probe, with_maxima
 from muonjax._inspect.name_attentions import Attention, named_attentions
 from muonjax._inspect.possible_numbers import MASKED
+from muonjax._inspect.records import Records
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._names.callers_rules import PathRules, apply_rules
 from muonjax._names.routes import routes
@@ -154,11 +155,10 @@ class Program:
             return ""
         unclipped = []
         for attention in self.attentions:
-            if attention.site is not None:
-                # Without one of its parameters an attention is not clipped.
-                scaled = {scale.path for scale in attention.site.scales}
-                if not scaled.isdisjoint(missing):
-                    unclipped.append(attention.name)
+            scales = attention.site.scales if attention.site is not None else ()
+            # Without one of its parameters an attention is not clipped.
+            if any(scale.path in missing for scale in scales):
+                unclipped.append(attention.name)
         clips = f"; not clipped: {listed(unclipped, ', ')}" if unclipped else ""
         return f"Not among these parameters: {listed(missing, ', ')}{clips}."
 
@@ -333,7 +333,11 @@ def _traced(
     """
     # What is no array, such as a flag, a string or a function, is given to `fun` as it is.
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
+    arrays = {
+        i: leaf
+        for i, leaf in enumerate(leaves)
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    }
 
     def call(params: Any, arrays: dict[int, Any]) -> Any:
         filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
@@ -445,11 +449,15 @@ def find_maxima(
       closed: The jaxpr of the function.
       arguments: Trees whose leaves are the inputs of `closed`. The first holds the parameters.
       call: What an error names.
-      given: The leaves of its other arguments, which are constants of `closed`.
+      given: The arrays of its other arguments, which `closed` has as constants: they are data, and no numbers of the
+        program.
       shared: Whether, under `vmap`, all examples get the logits of the first (`Probe.shared`), for `check_clip`.
     """
-    # Nothing is kept from one trace to the next, whose jaxpr has other variables.
-    clippable = _clippable(closed, arguments, given, call)
+    # The function is read anew in each trace, since each jaxpr has variables of its own. Its inputs begin with the
+    # parameters. Later arguments may be data, such as the images of an adversarial attack.
+    paths = _paths(arguments[0])
+    records = follow(closed, len(paths), given)
+    clippable = _clippable(call, records, paths)
     probes: list[Probe] = []
     for attention in clippable.values():
         probes += (probe._replace(shared=shared) for probe in attention.probes)
@@ -476,25 +484,13 @@ def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.fmax(*finite)
 
 
-def _clippable(
-    closed: ClosedJaxpr, arguments: Sequence[Any], given: Sequence[Any], call: str
-) -> dict[str, Call]:
-    """The attentions that can be clipped, by name.
-
-    Args:
-      closed: The jaxpr of the function.
-      arguments: The trees to differentiate by, whose leaves are the inputs of `closed`. The first holds the parameters.
-        Others may be data, such as the images of an adversarial attack.
-      given: The arrays of all other arguments, which `closed` has as constants. They are data.
-      call: What an error names.
+def _clippable(call: str, records: Records, paths: Sequence[str]) -> dict[str, Call]:
+    """The attentions that can be clipped, by name, in the order of the program.
 
     Raises:
-      ValueError: No attention can be clipped; with the reasons.
+      ValueError: No attention can be clipped; with the reasons. `call` is what the error names.
     """
-    # The inputs of the jaxpr begin with the leaves of the first argument.
-    parameters = _paths(arguments[0])
-    records = follow(closed, len(parameters), given)
-    named = named_attentions(records, parameters)
+    named = named_attentions(records, paths)
     clippable = {attention.name: x for attention, x in named if x.spans}
     if clippable:
         return clippable
@@ -521,10 +517,6 @@ def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueE
     if not attentions:
         why = " has no attention that trains: no softmax of a product of two activations, multiplied by a third"
     return ValueError(f"{call}{why}. Use {instead}.")
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _is_float(x: Any) -> bool:
