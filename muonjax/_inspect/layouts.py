@@ -305,9 +305,11 @@ def _split_run(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
     # It has no positions, only holes: a hole is left where all entries along the axis are holes.
     if run.axis == OTHER:
         return [], [_added_up(run, axis)]
+    # Holes are masked, so that minima leave them out.
     positions = np.ma.masked_equal(run.positions, HOLE)
     others = tuple(other_axes(positions.ndim, [1 + axis]))
-    # positions[i, j] = start[j] + step[i]
+    # positions[i, j] = start[j] + step[i], with i along the axis and j along all others. One start alone is no run: the
+    # positions vary along this axis only.
     start = positions.min(1 + axis, keepdims=True)
     step = (positions - start).min(others, keepdims=True)
     if start.size > 1 and (start + step == positions).all():

@@ -129,7 +129,8 @@ def _bound_with_maxima(
     bodies = jax_versions.bodies(eqn)
     # A softmax with a `custom_jvp`: its rule gives derivatives of the outputs that it has, so it can't get more.
     if name.startswith("custom_"):
-        # The body runs once more, for the maxima. The results come from the call itself, with its derivatives.
+        # The body runs once more, for the maxima, which pass no derivative. The results come from the call itself, with
+        # its derivatives.
         again = _run(bodies[0], inside, *jax.lax.stop_gradient(operands))
         # All probes of `check_clip` are shared, and no others. It takes no derivatives, and replaces the logits in the
         # body, so the results come from there.
@@ -166,6 +167,7 @@ def _with_all_maxima(
     """
     new = []
     for k, body in enumerate(bodies):
+        # For each probe the probe itself, or the type of its maxima if its logits are in another body.
         wanted: list[Any] = []
         for step, probe in zip(steps, probes, strict=True):
             if step.body == k:

@@ -265,6 +265,7 @@ def _cuts_input(operand: Operand) -> bool:
     their axes the sum takes neighbors (a stride of 1), and an axis of 8 that counts patches is left.
     """
     for fact in operand.value.facts:
+        # The layout of an "input" says where the axes of an argument of the function are in the operand.
         if fact.what != "input":
             continue
         outside = {run.axis for run in fact.layout.runs_along(operand.free)}
@@ -302,8 +303,8 @@ def _of_activations(
         softmaxes = _softmaxes_of(weights)
         for softmax in softmaxes:
             _record_attention(records, softmax, weights, values)
-        # This does nothing unless `weights` are exponentials. Then their logits were lost on the way, and the attention
-        # is listed and refused.
+        # This does nothing unless `weights` are exponentials. Then their logits were lost before this product, and the
+        # attention is listed and refused.
         if not softmaxes:
             records.record_weights(node, weights.value, values.value)
     for activation, constants in pairs:
@@ -379,7 +380,8 @@ def _record_attention(
         if len(regions) > 1:
             projected.parts.difference_update(regions)
     # An earlier attention took other columns of the layer that gives the values: these are heads written one by one, as
-    # softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on, and would be taken for parts.
+    # softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on. Their kernels would be cut into a
+    # part for each head, as if these were different layers. So they are left to names.
     node = records.nodes[softmax[0].product]
     what = "attention with other columns of one layer"
     for projection in values.value.projections:
@@ -441,8 +443,8 @@ def _by_constants(
         logits=() if ends_attention else logits,
     )
     is_layer = _is_frozen_layer(activation, constants)
-    # The result may be scores, as of frozen keys, and is no exponential of older ones. But scores that a rotation or an
-    # average takes stay the ones that they are.
+    # The result may be the scores of queries and frozen keys, and is no exponential of older scores. But what already
+    # is made of scores, such as queries @ keys.T times a rotation or an average, keeps them.
     may_be_scores = activation.free and constants.free and result.scores < 0
     if is_layer or ends_attention or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)

@@ -227,7 +227,7 @@ class Records:
         """
         for projection in projections:
             layout = projection.layout
-            # All columns, in several groups along other axes.
+            # It takes all columns, but mixes them in groups, of which other axes of the array count several.
             has_groups = layout.runs_not_along(axes) and not layout.region
             if has_groups and projection.unmixed:
                 projection.product.has_mixed_stretches = True
