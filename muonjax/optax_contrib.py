@@ -166,7 +166,7 @@ def muon(
         adam_weight_decay,
         nesterov=nesterov,
     )
-    return partition_by_route(call, matrices, lambda _: adam, dimension_numbers)
+    return partition_by_route(call, matrices, adam, dimension_numbers)
 
 
 def scale_by_muon(

@@ -1,5 +1,6 @@
 """The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -101,8 +102,6 @@ def _orthogonalized(
     # `trace` would name its own argument, accumulator_dtype, in an error.
     mu_dtype = momentum_dtype("mu_dtype", mu_dtype)
     check_program("program", program)
-    if adam is not None:
-        check_transformation("adam", adam)
     if adam_learning_rate is not None:
         check_rates(adam_learning_rate=adam_learning_rate)
         if adam is not None:
@@ -123,23 +122,24 @@ def _orthogonalized(
         others = [offload(member(numbers)) for member in members]
         return optax.chain(momentum, polar, *others)
 
-    def adamw_or_adam(tree: Any) -> optax.GradientTransformation:
-        if adam is not None:
-            return adam
-        mask = _all_but_vectors(tree, program) if adam_mask is None else adam_mask
-        return adamw(
+    if adam is None:
+        # Without a mask, names tell biases and norms, which do not decay. A program tells vectors of any name.
+        vectors = getattr(program, "vectors", ())
+        adam = adamw(
             adam_rate,
             b2=0.95,
             weight_decay=adam_decay,
-            mask=mask,
+            mask=adam_mask or functools.partial(decays, vectors=vectors),
             # Adam's first moment has no 8-bit form.
             mu_dtype=None if mu_dtype == jnp.int8 else mu_dtype,
         )
+    else:
+        check_transformation("adam", adam)
 
     # This chain is thrown away: the members check their settings where they are made, so that a mistake shows before
     # the first step. They read dimension numbers only when they get a tree, so None will do.
     matrices(None)
-    return partition_by_route(call, matrices, adamw_or_adam, program)
+    return partition_by_route(call, matrices, adam, program)
 
 
 def _muon_like(
@@ -314,16 +314,6 @@ def muonh(
     return _orthogonalized("muonh", members, program, 0.0, 0.0, None, **settings)
 
 
-def _all_but_vectors(tree: Any, program: Any) -> Callable[[Any], Any]:
-    """The mask of AdamW's leaves that decay, {"embedding": True, "scale": False} for instance.
-
-    Names tell biases and norms; a program tells vectors of any name, by the paths in `Program.vectors`.
-    """
-    is_decayed = decays(tree, getattr(program, "vectors", ()))
-    # A function, for Optax would call a tree that is callable, as an Equinox module is.
-    return lambda _: is_decayed
-
-
 class AdamWSettings(TypedDict, total=False):
     """Keywords of `optax.adamw`."""
 
@@ -384,9 +374,10 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
-    # A program says which leaves are matrices too, and sites by hand don't.
+    # A program says which leaves are matrices too. Sites by hand don't: without dimension numbers, names decide.
     if dimension_numbers is None and isinstance(program, Program):
         dimension_numbers = program
+    # `muon` checks them too, and would call them its "program".
     check_program("dimension_numbers", dimension_numbers)
     optimizer = muon(learning_rate, dimension_numbers, **settings)
     return _clipped(

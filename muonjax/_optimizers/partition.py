@@ -30,15 +30,15 @@ from muonjax._names.routes import routes
 def partition_by_route(
     call: str,
     matrices: Callable[[Any], optax.GradientTransformation],
-    others: Callable[[Any], optax.GradientTransformation],
+    others: optax.GradientTransformation,
     dimension_numbers: DimensionNumbersTree | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`matrices(pieces)` for the leaves that are matrices, `others(tree)` for all others.
+    """`matrices(pieces)` for the leaves that are matrices, `others` for all others.
 
     Args:
       call: Names the optimizer in errors.
       matrices: Makes the transformation of the matrices from their pieces, which stand for dimension numbers.
-      others: Makes that of all other leaves from the parameters, in which all that it does not take is masked.
+      others: The transformation of all other leaves, such as AdamW. It gets a tree in which the matrices are masked.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
     # The routing key and the partition of the last tree. One assignment sets both, because threads may share the
@@ -56,15 +56,17 @@ def partition_by_route(
         key = _routing_key(params)
         if key != last_key:
             # The whole tree is routed: a decision looks at the neighbors of a leaf, which a partition hides.
-            pieces, rest, labels = _route(dimension_numbers, params)
+            pieces, labels = _route(dimension_numbers, params)
             inner: dict[Hashable, optax.GradientTransformation] = {
                 "muon": matrices(pieces),
                 # `offload` lets the state be in host memory; for the matrices' state `matrices` does that itself.
-                "adam": offload(others(rest)),
+                "adam": offload(others),
             }
-            # Integers, such as a count of steps, get an update of zero.
+            # Integers, such as a count of steps, get an update of zero: AdamW's weight decay would count them down.
             if "fixed" in jax.tree.leaves(labels):
-                inner["fixed"] = optax.stateless(_zeros_like_params)
+                inner["fixed"] = optax.stateless(
+                    lambda _, params: optax.tree.zeros_like(params)
+                )
             # A function, for Optax would call a tree that is callable, as an Equinox module is.
             partition = optax.partition(inner, lambda _: labels)
             last = key, partition
@@ -128,16 +130,10 @@ def _is_dimension_numbers(node: Any) -> bool:
     return hasattr(node, "reduction_axis")
 
 
-def _zeros_like_params(_: Any, params: Any) -> Any:
-    """No step for integers: AdamW's float update would count them down by weight decay."""
-    return optax.tree.zeros_like(params)
+def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any]:
+    """The matrices of Muon's leaves, and the tree of labels.
 
-
-def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any, Any]:
-    """The matrices of Muon's leaves, the tree of AdamW's leaves with all others masked, and the tree of labels.
-
-    {"kernel": w, "bias": b, "step": 3} gives the pieces of w, {"kernel": MaskedNode(), "bias": b, "step": MaskedNode()}
-    and {"kernel": "muon", "bias": "adam", "step": "fixed"}.
+    {"kernel": w, "bias": b, "step": 3} gives the pieces of w and {"kernel": "muon", "bias": "adam", "step": "fixed"}.
 
     Args:
       given: What says which leaves are matrices: a program, dimension numbers, or None for names.
@@ -156,22 +152,18 @@ def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any, Any]:
             f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
         )
     labels = []
+    # The leaves as `optax.partition` gives them to the transformation of the matrices: all others are masked.
+    muon_leaves = []
     for entry, leaf in zip(numbers, leaves, strict=True):
         if entry is not None:
             labels.append("muon")
+            muon_leaves.append(leaf)
         else:
             labels.append("adam" if _is_trainable(leaf) else "fixed")
-
-    def part(label: str) -> Any:
-        """What `optax.partition` calls the transformation of a label with: all other leaves are masked."""
-        masked = []
-        for leaf, label_of_leaf in zip(leaves, labels, strict=True):
-            masked.append(leaf if label_of_leaf == label else optax.MaskedNode())
-        return treedef.unflatten(masked)
-
+            muon_leaves.append(optax.MaskedNode())
     # This checks the axes of every matrix, so that a mistake shows before the first step.
-    pieces = matrix_pieces(treedef.unflatten(numbers), part("muon"))
-    return pieces, part("adam"), treedef.unflatten(labels)
+    pieces = matrix_pieces(treedef.unflatten(numbers), treedef.unflatten(muon_leaves))
+    return pieces, treedef.unflatten(labels)
 
 
 def _params_with_gradients(updates: Any, params: Any) -> Any:
