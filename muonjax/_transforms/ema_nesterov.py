@@ -95,7 +95,7 @@ def ema_nesterov(
 
     def init(params) -> EmaNesterovState:
         inner_state = inner.init(params)
-        # A clip inside would bound the logits of the new weights θ', and the model sees y' = θ' + beta m.
+        # A clip inside would bound the logits of the new weights θ', and the model sees y' = θ' + beta m ahead of them.
         # `optax.MultiSteps` inside returns zeros between its steps, which the mean of the changes would count.
         if _nodes(inner_state, _is_clip_or_accumulation):
             raise ValueError(
@@ -107,6 +107,7 @@ def ema_nesterov(
         ema = jax.tree.map(
             lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params
         )
+        # `update` and `ema_nesterov_params` need the beta by which the parameters are ahead: that of the next gradient.
         return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
     def update(updates, state, params=None, **extra_args):

@@ -188,26 +188,25 @@ def _step(
     # A checkpoint may have been restored in another dtype.
     kept_rms = jnp.asarray(kept_rms, jnp.finfo(w.dtype).dtype)
 
-    # From here to the last lines W is in units of its kept norm, so that no square overflows.
+    # From here to the last lines W is in units of its kept norm, which then is 1, so that no square overflows. For a
+    # matrix of zeros the unit is 1.
     unit = jnp.where(kept_rms > 0, kept_rms, 1)
     w = w / unit
-    # In these units the kept norm is 1, or 0 for a matrix of zeros.
-    kept_rms = kept_rms / unit
     weight_rms = jnp.sqrt(_mean(jnp.abs(w) ** 2, view))
     # The update may be of any size, as where no `orthogonalize` comes before.
     update_rms = _rms(u, view)
 
-    # R is the kept norm, or |W| where something outside, such as a clip, has changed it by more than rounding does.
+    # R is the kept norm, here 1, or |W| where something outside, such as a clip, changed it by more than rounding does.
     rounding = _LEAST_TOLERANCE
     for dtype in (update.dtype, weight.dtype):
         rounding = max(rounding, float(jnp.finfo(dtype).eps))
-    radius = jnp.where(jnp.abs(weight_rms - kept_rms) <= rounding, kept_rms, weight_rms)
+    radius = jnp.where(jnp.abs(weight_rms - 1) <= rounding, 1, weight_rms)
 
     # V = W + c U with c = -eta R / |U|
     c = minus_eta.astype(w.dtype) * radius * (1 / or_one(update_rms))
     # |V|^2 = |W|^2 + 2 c <W, U> + c^2 |U|^2 from sums that are there: no second reduction.
-    inner = _mean((w * u.conj()).real, view)
-    moved_square = weight_rms**2 + 2 * c * inner + (c * update_rms) ** 2
+    inner_product = _mean((w * u.conj()).real, view)
+    moved_square = weight_rms**2 + 2 * c * inner_product + (c * update_rms) ** 2
     # From the middle of the ball, |V| < 0.01 |W|, no direction leads back; a U of zeros has none.
     is_still = (update_rms == 0) | (moved_square <= 1e-4 * weight_rms**2)
     # W' - W = R V / |V| - W = (R / |V| - 1) W + R / |V| c U

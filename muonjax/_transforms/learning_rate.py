@@ -24,11 +24,10 @@ def scale_by_learning_rate(
     """
     if not callable(learning_rate):
         return optax.scale_by_learning_rate(learning_rate)
-    schedule = learning_rate
 
     def rate_at(count: jax.Array) -> jax.Array:
         # A copy, because a schedule may return the same array twice, and a buffer in two places can't be donated.
-        return jnp.array(schedule(count), jnp.result_type(float))
+        return jnp.array(learning_rate(count), jnp.result_type(float))
 
     def scale_by(learning_rate: Any) -> optax.GradientTransformation:
         """The transformation at one step, where the rate is a number."""

@@ -125,12 +125,14 @@ def trace(
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
 
     def int8_zeros(params: Any) -> Int8TraceState:
+        """The first state in int8."""
         _check_blocks(params, distribution)
         values = optax.tree.zeros_like(params, dtype=jnp.int8)
         # An entry for each block, sharded as the leaf is. Not `quantize` of zeros: XLA would reduce the constants while
         # it compiles, for minutes.
-        first_entries = jax.tree.map(lambda x: _in_blocks(x)[..., 0], values)
-        scales = optax.tree.zeros_like(first_entries, dtype=jnp.float32)
+        scales = jax.tree.map(
+            lambda x: jnp.zeros_like(_in_blocks(x)[..., 0], jnp.float32), values
+        )
         return Int8TraceState(values, scales)
 
     zeros = int8_zeros if is_int8 else optax.trace(0.0, accumulator_dtype=dtype).init
@@ -146,7 +148,7 @@ def trace(
                 f"muonjax.cast_momentum(state, {wanted})."
             )
         if is_int8:
-            # Refuses complex leaves, and blocks of one scale that two shards would share.
+            # Refuses complex leaves, and leaves with a block of one scale that two shards would share.
             _check_blocks(updates, distribution)
         # A tree for each field of the state: of momentum, or of integers and of scales
         updates, *fields = leaf_by_leaf(step, updates, *state)
@@ -217,14 +219,12 @@ def quantize(
     A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make the scale of their
     block infinite or NaN, and so the block as `dequantize` returns it.
     """
-    # [..., blocks, entries of a block]
+    # [..., blocks, entries of a block]: a block's size divides the axis, so that nothing is filled up.
     blocks = _in_blocks(x.astype(at_least_float32(x.dtype)))
     # The bits of |x| as an integer are in the order of |x|, with NaN above inf; a maximum of floats may ignore NaN.
-    bits = (
-        jax.lax.bitcast_convert_type(blocks.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
-    )
-    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
-    # Zeros are divided too: a branch would be one more kernel on a GPU.
+    bits = blocks.astype(jnp.float32).view(jnp.int32) & 0x7FFFFFFF
+    largest = jnp.max(bits, axis=-1).view(jnp.float32)
+    # Zeros are divided too, by a small scale: a branch would be one more kernel on a GPU.
     scale = jnp.maximum(largest, _SMALLEST_ENTRY) / _LARGEST_INTEGER
     integers = jnp.round(blocks / scale[..., None].astype(blocks.dtype))
     return integers.astype(jnp.int8).reshape(x.shape), scale
@@ -266,13 +266,14 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
     """
     with errors_of("cast_momentum"):
         dtype = given_dtype("dtype", dtype, *_MOMENTUM)
-        nodes = jax.tree.leaves(state, is_leaf=_is_momentum)
+        nodes, treedef = jax.tree.flatten(state, is_leaf=_is_momentum)
         if not any(map(_is_momentum, nodes)):
             raise ValueError(
                 "(state) finds no momentum; give the state of muon or of trace."
             )
 
         def cast(node: Any) -> Any:
+            """The state of `trace` with its momentum in the other dtype; any other node as it is."""
             if not _is_momentum(node):
                 return node
             # A tree of floats, whatever the state was
@@ -285,7 +286,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
             scales = jax.tree.map(lambda m: quantize(m)[1], momentum)
             return Int8TraceState(values, scales)
 
-        return jax.tree.map(cast, state, is_leaf=_is_momentum)
+        return treedef.unflatten(map(cast, nodes))
 
 
 def _check_real(momentum: Any) -> None:

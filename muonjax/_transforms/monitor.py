@@ -120,25 +120,23 @@ def monitor(
         return MonitorState(inner_state, jnp.zeros([], jnp.int32), unmeasured)
 
     def update(updates, state, params=None, **extra_args):
-        gradients = updates
         with errors_of("monitor"):
             require_params(params)
-        # An error that `inner` raises names the call of `inner`, and not `monitor`.
-        updates, inner_state = inner.update(
-            gradients, state.inner, params, **extra_args
-        )
-        with errors_of("monitor"):
             pieces = matrix_pieces(numbers, params)
+        # Outside of `errors_of`: an error that `inner` raises names the call of `inner`, and not `monitor`.
+        new_updates, inner_state = inner.update(
+            updates, state.inner, params, **extra_args
+        )
 
         # A checkpoint may have been restored in another dtype.
         last = optax.tree.cast(state.statistics, jnp.float32)
         statistics = jax.lax.cond(
             state.count % every_k == 0,
-            lambda: _statistics(pieces, gradients, updates, params),
+            lambda: _statistics(pieces, updates, new_updates, params),
             lambda: last,
         )
         count = jnp.asarray(optax.safe_increment(state.count))
-        return updates, MonitorState(inner_state, count, statistics)
+        return new_updates, MonitorState(inner_state, count, statistics)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -157,12 +155,10 @@ def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
         state, is_leaf=lambda node: hasattr(node, "inner_states")
     ):
         state_of_muon = getattr(node, "inner_states", {}).get("muon")
-        # The momentum at .inner_state[0].trace["dense"]["kernel"] is that of the parameter ["dense"]["kernel"].
-        kept = set()
-        for path, x in jax.tree.leaves_with_path(state_of_muon):
-            kept.add(parameter_like(path, x.shape, leaves))
-        # A count is like no parameter.
-        kept.discard(None)
+        # The momentum at .inner_state[0].trace["dense"]["kernel"] is that of the parameter ["dense"]["kernel"]. A count
+        # is like no parameter: None.
+        arrays = jax.tree.leaves_with_path(state_of_muon)
+        kept = {parameter_like(path, x.shape, leaves) for path, x in arrays} - {None}
         # Nothing is kept of an array, of a partition with other labels, and of a Muon without momentum.
         if kept and kept != matrices:
             # The caller's `errors_of` puts "monitor" before it.
@@ -187,13 +183,17 @@ def _statistics(
     for i, leaf in enumerate(leaves):
         groups["muon" if i in matrices else "adam"].append(leaf)
     for group, members in groups.items():
-        for name, value in _of_group(members).items():
-            statistics[f"{group}/{name}"] = value
+        statistics |= _of_group(group, members)
     return statistics
 
 
-def _of_group(leaves: Sequence[tuple[Any, Any, Any]]) -> dict[str, jax.Array]:
-    """The statistics over some leaves, each given as (gradient, update, weight); 0 where there is none."""
+def _of_group(
+    group: str, leaves: Sequence[tuple[Any, Any, Any]]
+) -> dict[str, jax.Array]:
+    """The statistics over a group of leaves, {"adam/update_rms": float32 [], ...}; 0 where there is no leaf.
+
+    A leaf is given as (gradient, update, weight).
+    """
     update_norm = weight_norm = num_non_finite = jnp.float32(0)
     size = 0
     for gradient, update, weight in leaves:
@@ -208,10 +208,10 @@ def _of_group(leaves: Sequence[tuple[Any, Any, Any]]) -> dict[str, jax.Array]:
     are_zero = (update_norm == 0) & (weight_norm == 0)
     root = max(1, size) ** 0.5
     return {
-        "update_rms": update_norm / root,
-        "weight_rms": weight_norm / root,
-        "update_to_weight": update_norm / jnp.where(are_zero, 1, weight_norm),
-        "non_finite": num_non_finite / max(1, len(leaves)),
+        f"{group}/update_rms": update_norm / root,
+        f"{group}/weight_rms": weight_norm / root,
+        f"{group}/update_to_weight": update_norm / jnp.where(are_zero, 1, weight_norm),
+        f"{group}/non_finite": num_non_finite / max(1, len(leaves)),
     }
 
 
@@ -226,26 +226,27 @@ def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
     """The least |c U U^H - I|^2 / m over c for each matrix: 0 if a multiple of U is orthogonal, 1 - 1/m for rank 1."""
 
     def of_matrices(update: jax.Array) -> jax.Array:
-        # [batch, m, n]
-        u = piece.view.to_matrices(update)
-        # m <= n, so that the Gram matrix is the smaller one.
-        u = u.mT if u.shape[-2] > u.shape[-1] else u
+        """The same for an update without explicit axis types."""
+        # [batch, m, n] with m <= n, so that the Gram matrix is the smaller one.
+        u = piece.view.wide.to_matrices(update)
         u = u.astype(at_least_float32(u.dtype))
         # The deviation does not depend on the scale of U, and no power of entries up to 1 overflows.
         largest = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
-        u = u / jnp.maximum(largest, float(jnp.finfo(jnp.float32).tiny))
+        u = u / or_one(largest)
+        # A = U U^H, with products in full precision
         gram = dot.with_adjoint(u, u)
-        # With A = U U^H the least |c A - I|^2 / m is 1 - tr(A)^2 / (m |A|^2), at c = tr(A) / |A|^2.
-        # tr(A) is |U|^2.
-        m_times_square = square_norm(gram) * gram.shape[-1]
-        share = square_norm(u) ** 2 / or_one(m_times_square)
-        # A matrix of zeros counts as orthogonal, and rounding may make a share larger than 1.
-        deviation = jnp.where(m_times_square == 0, 0, jnp.maximum(1 - share, 0))
+        # The least |c A - I|^2 / m over c is 1 - cos^2 of the angle between A and I, where cos^2 is
+        # <A, I>^2 / (|A|^2 |I|^2) with <A, I> = tr(A) = |U|^2 and |I|^2 = m. Zeros count as orthogonal: it is 1 / 1.
+        squares = square_norm(gram) * gram.shape[-1]
+        cosine_squared = or_one(square_norm(u) ** 2) / or_one(squares)
+        # Rounding may make cos^2 larger than 1.
+        deviation = jnp.maximum(1 - cosine_squared, 0)
         return deviation.astype(jnp.float32).reshape(-1)
 
     if not is_explicit(update):
         return of_matrices(update)
-    # XLA divides the products among the devices, as on a mesh with automatic axis types.
+    # With explicit axis types JAX refuses reshapes and products whose sharding it can't tell. Inside of `auto_axes` XLA
+    # chooses it, and divides the products among the devices.
     replicated = NamedSharding(jax.typeof(update).sharding.mesh, PartitionSpec())
     in_auto_axes: Any = jax.sharding.auto_axes(of_matrices, out_sharding=replicated)
     return in_auto_axes(update)

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 
 from muonjax._common.arguments import errors_of
@@ -88,16 +87,15 @@ def map_matrices(
       dimension_numbers: As in `orthogonalize`.
       distribution: As in `orthogonalize`.
     """
-    # For each piece, which is a leaf or a part of one: its array, its view, and the index of its leaf.
+    # For each piece, which is a leaf or a part of one: its array, its view, and below the index of its leaf.
     pieces = matrix_pieces(dimension_numbers, tree)
     inputs = pieces.of(tree)
     views = [piece.view for piece in pieces]
-    indices = [piece.leaf for piece in pieces]
-    leaves = jax.tree.leaves(tree)
     # The platform of the matrices decides how they are stacked, and in which dtype they are multiplied.
     mesh = None if distribution is None else distribution.mesh
-    policy = policy_of(*(leaves[i] for i in indices), mesh=mesh)
+    policy = policy_of(*inputs, mesh=mesh)
     f = function(policy)
+    indices = [piece.leaf for piece in pieces]
     shardings = shardings_on_mesh(distribution, tree, indices)
     if shardings is None:
         results = map_leaves(f, inputs, views, policy)
