@@ -29,7 +29,8 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     One layer of it has two axes or more, and its name is not that of a vector or a table. A query [d, heads, size]
     gives MuonDimensionNumbers(0, (1, 2)), and a stack of these [layers, d, heads, size] one axis more, (1, (2, 3)).
     """
-    # Queries, keys and values that have an axis of their own are one part by now (`unstack`).
+    # Queries, keys and values in one kernel, side by side. Those of [3, d, heads, size], with an axis of their own, are
+    # one part by now: `unstack` has made [d, heads, size] of them.
     if p.role.parts > 1:
         return _side_by_side(p)
     # The rows and columns in the axes of one layer, and then in those of the leaf.
@@ -40,7 +41,7 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
 def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """The axes of one layer that are rows and columns; None where nothing tells."""
     role, rank = p.role, p.rank
-    # Names don't show the axes of these, such as the gates of a recurrent cell.
+    # Names show that it is one of these, such as the gates of a recurrent cell, but not how its axes are used.
     if role in roles.OPEN:
         return None
     # The window of a convolution has at least one axis, next to its inputs and outputs.
@@ -48,6 +49,7 @@ def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers
         return None
     if rank > 2:
         if role is roles.MLA_UP:
+            # [latents, heads, size]
             return MuonDimensionNumbers(0, (1, 2))
         if role is roles.EXPERTS:
             # [experts, in, out]
@@ -79,10 +81,10 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     usual = 0 if outputs_first else p.rank - 1
     if not bias:
         return usual if outputs_first or is_convolution else None
-    # A transposed convolution is [*window, out, in] in Keras and Haiku.
+    # A transposed convolution is [*window, out, in] in Keras and Haiku, with its outputs on the last axis but one.
     if not outputs_first and "transpose" in p.path.lower():
         usual -= 1
-    # Where several axes are as long as the bias, the order of axes in the library decides.
+    # Here no axis or several are as long as the bias: among several, the order of axes in the library decides.
     return usual if usual in axes else None
 
 

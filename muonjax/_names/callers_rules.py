@@ -38,8 +38,7 @@ def apply_rules(
                 ruled[path] = numbers
         # A rule with a typo would silently do nothing.
         if not paths:
-            shown = ", ".join([*leaves][:3])
             raise ValueError(
-                f"(rules=...): {pattern!r} matches no leaf; paths look like {shown}."
+                f"(rules=...): {pattern!r} matches no leaf; paths look like {trees.listed([*leaves], ', ')}."
             )
     return ruled

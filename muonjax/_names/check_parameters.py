@@ -58,7 +58,7 @@ def types_of_modules(params: Any) -> dict[str, Role]:
     nodes = jax.tree.leaves_with_path(params, is_leaf=lambda node: bool(_type(node)))
     for path, node in nodes:
         if role := _type(node):
-            # The module's bias gets the role too, and `routes` asks for weights alone.
+            # The module's bias gets the role too, and the caller asks for weights alone.
             for rest, _ in jax.tree.leaves_with_path(node):
                 roles_by_path["/".join(trees.names((*path, *rest)))] = role
     return roles_by_path

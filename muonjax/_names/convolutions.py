@@ -18,7 +18,7 @@ def patch_embedding(p: Parameter) -> Answer | None:
     """Adam for a kernel that cuts an image or a video into patches; None for other leaves.
 
     It is a convolution with an even window over few channels, [16, 16, 3, 768], in a module with the name of an
-    embedding. Without such a name a large window over few channels is open.
+    embedding. Without such a name a large window over few channels is open: Adam takes it, with a warning.
     """
     # PyTorch stores [out, in, *window], Flax [*window, in, out].
     if has_trailing_window(p.shape):

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from muonjax._matrices.matrix_view import DimensionNumbers
 from muonjax._names import roles
 from muonjax._names.convolutions import grouped
-from muonjax._names.path_words import Words, stem
+from muonjax._names.path_words import Words, stem, words
 from muonjax._names.roles import Answer, Parameter
 
 # Names of the end of a model, or of a part of it that is a model by itself.
@@ -79,8 +79,9 @@ def ends(
             # A width that the parameter takes itself is counted once for it.
             is_untaken = all(taken[width] == (width in takes) for width in gives)
             answer = answer or _output_head(p, layers, is_untaken)
-            # A bare array [m, n] of unknown name, for which no parameter gives m.
-            is_unnamed = p.role is roles.UNKNOWN and p.is_bare
+            # An array [m, n] of unknown name in no module of its own, so that its name is the layer's too. No parameter
+            # gives m.
+            is_unnamed = p.role is roles.UNKNOWN and p.module == words(p.path)
             if answer is None and is_unnamed and given.isdisjoint(takes):
                 why = (
                     "no other parameter gives its input, so that it may be an embedding"
@@ -132,7 +133,7 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     has_end_name = _END.fullmatch(name)
     # At the root, or in a module with the name of an end, such as `decoder`.
     is_in_end = not modules or _END.fullmatch(modules[-1])
-    # A model has one end, so that no stack of layers is one, and no part that others continue.
+    # A model has one end, so that no stack of layers is one, and no layer of a part that others continue: an encoder.
     is_hidden = p.is_stack or any(map(_HIDDEN.fullmatch, modules))
     # layers_1/out repeats layers_0/out.
     is_repeated = layers.is_repeated(p)
@@ -148,8 +149,8 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     # Dense_4, or a layer with a plain name such as Dense, if there is one alone.
     ends_by_number = is_last_of_several or (is_last and _PLAIN.fullmatch(name))
 
-    # Blocks that repeat continue each other, so that there a width that nothing takes is no sign alone: a fused gate is
-    # split before the next layer takes it. It is a sign with a name, or with a number, as fc2 of fc1 and fc2.
+    # A width that nothing takes is a sign; in blocks that repeat, only with the name of an end or with the last number,
+    # as that of fc2 next to fc1. Alone it may be a fused gate's, which is split before the next layer takes it.
     may_be_untaken = has_end_name or is_last_of_several or not is_repeated
 
     signs = {
@@ -157,7 +158,7 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
         "the last of its kind": ends_by_number and may_be_last,
         "no other parameter takes its output": is_untaken and may_be_untaken,
     }
-    # The warning prints those that it has.
+    # The warning prints the signs that the layer has.
     reasons = ", ".join(sign for sign, holds in signs.items() if holds)
     if not reasons:
         return None
@@ -186,10 +187,12 @@ class _Layers:
         self._scopes: dict[str, set[Words]] = defaultdict(set)
         for p in parameters:
             self._scopes[self._kind(p)].add(p.scope)
+            # An entry for each layer, also one that is no matrix: its name may show that it is the end of its module.
             numbers = self.numbers[p.scope].setdefault(stem(p.layer), [])
             if p.rank > 1 and _is_layer(p):
                 numbers.append(_numbers_of(p))
-        # The modules are paths such as ("params", "block_0"), whose first names may all be the same.
+        # The modules are paths such as ("params", "block_0"). First names that all have in common are no modules of the
+        # model: params/Dense_0 is at its root.
         self.num_common = 0
         for names in zip(*self.numbers, strict=False):
             if len({*names}) > 1:

@@ -26,15 +26,9 @@ def unstack(parameters: list[Parameter]) -> list[Parameter]:
       The same leaves with the axes of one layer. A leaf whose axis of layers can't be told keeps it, and `is_stacked`
       says so.
     """
-    while True:
-        # Each round takes one axis from every stack that it finds, and one that takes none is the last. The layers come
-        # module by module, and are put back in the order of the tree.
-        neighbors = Neighbors(parameters)
-        layers = {p.path: p for p in _layers(parameters, neighbors, depth=0)}
-        unstacked = [layers[p.path] for p in parameters]
-        if unstacked == parameters:
-            break
-        parameters = unstacked
+    # Each round takes one axis from every stack that it finds, until a round takes none.
+    while (layers := _layers(parameters, Neighbors(parameters), 0)) != parameters:
+        parameters = layers
     # Queries, keys and values [3, d, heads, size] become the queries [d, heads, size].
     return list(map(_one_part, parameters))
 

@@ -24,7 +24,7 @@ def words(path: str) -> Words:
     # The path of a tree that is one array is "".
     names = re.findall(r"[^/.]+", path) or [""]
     while len(names) > 1 and re.fullmatch(_CONTAINER, names[-1]):
-        # Behind any other name a number is the layer's own, as in layers/0.
+        # Only behind the name of an array. Behind any other name a number is the layer's own, as in layers/0.
         if not re.fullmatch(rf"{WEIGHT}|{VECTOR}|scale", snake(names[-2])):
             break
         names.pop()

@@ -102,11 +102,6 @@ class Parameter(NamedTuple):
         """Whether it is called `weight`, as PyTorch, Equinox and axlearn call Flax's `kernel`."""
         return bool(re.fullmatch("weights?(_v)?", self.leaf_name))
 
-    @property
-    def is_bare(self) -> bool:
-        """Whether it is an array without a module of its own, so that its name is also the layer's."""
-        return self.module == words(self.path)
-
 
 class Answer(NamedTuple):
     """What is decided about a parameter: its matrices, or None for Adam, and why.
@@ -243,8 +238,18 @@ _PROJECTIONS = (
     # Bloom; Flaxformer's parallel layers.
     (INTERLEAVED, r"query_key_value|(q_wi|o_wo)(_fused)?"),
 )
-# Names that other layers have too, which mean these inside of an attention.
+# In any module.
+_ANYWHERE = (
+    # PyTorch's weight_ih, Flax' dense_i, Elman's W_h.
+    (RECURRENT, r"weight_[ih]h(_l\d+)?(_reverse)?|(dense|w)_[ih]|[ih]h"),
+    # Gemma's gating_einsum, Phi 3's gate_up_proj, Flaxformer's wi_fused.
+    (GATE_UP, r"(gate_(and_)?up|up_gate)(_proj)?|wi_fused|gating_einsum"),
+    # pw: pointwise convolutions by a dense layer, as in ConvNeXt.
+    (CONVOLUTION, r"(?!pw)\w*conv\w*"),
+)
+# Inside of an attention, where names that other layers have too mean its projections.
 _IN_ATTENTION = (
+    *_PROJECTIONS,
     # Flax' out, Llama's o_proj, BERT's dense, Haiku's linear, Gemma's attn_vec_einsum.
     (
         OUT,
@@ -253,14 +258,7 @@ _IN_ATTENTION = (
     ),
     # PyTorch's MultiheadAttention.
     (FUSED_QKV, "in_proj"),
-)
-_ANYWHERE = (
-    # PyTorch's weight_ih, Flax' dense_i, Elman's W_h.
-    (RECURRENT, r"weight_[ih]h(_l\d+)?(_reverse)?|(dense|w)_[ih]|[ih]h"),
-    # Gemma's gating_einsum, Phi 3's gate_up_proj, Flaxformer's wi_fused.
-    (GATE_UP, r"(gate_(and_)?up|up_gate)(_proj)?|wi_fused|gating_einsum"),
-    # pw: pointwise convolutions by a dense layer, as in ConvNeXt.
-    (CONVOLUTION, r"(?!pw)\w*conv\w*"),
+    *_ANYWHERE,
 )
 
 # LoRA's a and b, DoRA's, LoHa's w1_a; qwix' and Gemma's `lora/a`.
@@ -270,12 +268,16 @@ _ADAPTER = (
 _ADAPTER_LEAF = rf".*/({_ADAPTER})|(\w+_)?lora(_\w+)?/[ab]"
 # S4's B and C, an adapter's A. K, O, Q and V are an attention's, U, V and W a layer's.
 _LETTER = "[A-JL-NPRSTX-Z]|[A-D]_(re|im|real|imag)"
-_DENSE = (
-    r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down"
-    r"|gate|router|intermediate|hidden|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?"
+# Outside of an attention.
+_OUTSIDE = (
+    *_ANYWHERE,
+    (ROUTER, r"(\w+_)?(router|gate|gating)(_logits)?"),
+    (
+        DENSE,
+        r"(?!.*general)(\w+_)?(\w*dense|\w*linear|lin\d?|fc\d?|proj|projection|mlp|ffn?|ffw|up|down"
+        r"|gate|router|intermediate|hidden|wi|wo|w[123]|wk?[qkv]|a)(_\w+)?",
+    ),
 )
-# Names that say something only outside of an attention.
-_OUTSIDE = ((ROUTER, r"(\w+_)?(router|gate|gating)(_logits)?"), (DENSE, _DENSE))
 
 
 def read_roles(paths: Collection[str]) -> dict[str, Role]:
@@ -293,7 +295,7 @@ def read_roles(paths: Collection[str]) -> dict[str, Role]:
         # A query, a key or a fused projection makes its scope an attention. A layer `q` does not, because it may be a
         # Q network, and neither does `value`, a critic or one half of a gated layer, as in penzai.
         may_be_q_network = re.match("q(_|$)", layer)
-        projection = _first(_PROJECTIONS, layer)
+        projection = _role_in(_PROJECTIONS, layer)
         if not may_be_q_network and projection not in (None, VALUE):
             attentions.add(scope)
     arrays = set(map(words, paths))
@@ -304,29 +306,31 @@ def _role(path: str, attentions: set[Words], arrays: set[Words]) -> Role:
     """What a leaf is in its layer: "Dense_0/kernel" is a dense layer's kernel, "ln_f/scale" a scale.
 
     The names of the array and of its module tell what is never a matrix; the name of the layer tells which matrix it
-    is. The first that fits decides: an adapter, a letter, a bias by its weight, a row of `_NOT_MUON`, a matrix.
+    is. The first that fits decides: an adapter, a lone letter, a bias next to its weight, what the table `_NOT_MUON`
+    names, a matrix.
 
     Args:
       path: The path of the leaf.
       attentions: The scopes that hold queries or keys.
-      arrays: The paths of all leaves in words.
+      arrays: The paths of all leaves, each as a tuple of names.
     """
     *around, name = words(path)
-    # The module's and the array's name, "ln_f/scale"; "/scale" of an array in no module.
+    # In snake case, without indices of lists, which `snake` makes "".
     names = ["", *filter(None, map(snake, words(path)))]
+    # The module's and the array's name, "ln_f/scale"; "/scale" of an array in no module.
     last_two = "/".join(names[-2:])
-    # The layer of attn/query/kernel is "query".
+    # The scope and the layer of attn/query/kernel are ("attn",) and "query".
     _, layer = layer_of(path)
     # An adapter has its factors in arrays such as lora_a, or as `a` in a module called lora.
     if re.fullmatch(_ADAPTER, layer) or re.fullmatch(_ADAPTER_LEAF, last_two):
         return ADAPTER
-    # A capital letter may be a state space's matrix or an adapter's factor.
+    # A capital letter may be a state space's matrix or an adapter's factor: it is left open.
     if re.fullmatch(_LETTER, name):
         return LONE_LETTER
     # Haiku and AlphaFold have a bias output_b next to its weight output_w.
     if name.endswith("_b") and (*around, f"{name[:-1]}w") in arrays:
         return BIAS
-    role = _first(_NOT_MUON, last_two)
+    role = _role_in(_NOT_MUON, last_two)
     # An array called queries is an attention's projection next to keys; alone it holds learned tokens.
     is_query = names[-1] == "queries" and (*around, "keys") in arrays
     # The logits of a router are no output of the model.
@@ -344,17 +348,16 @@ def _matrix(path: str, attentions: set[Words]) -> Role:
     # Haiku keeps the gates of an LSTM in a layer called linear.
     if names[-2:] == ["lstm", "linear"]:
         return RECURRENT
-    if scope in attentions or re.search(r"att(n|en)", names[-2]):
-        table = (*_PROJECTIONS, *_IN_ATTENTION, *_ANYWHERE)
-    else:
-        table = (*_ANYWHERE, *_OUTSIDE)
-    role = _first(table, layer) or UNKNOWN
+    # A scope with queries or keys is an attention, and so is a module that is called one.
+    is_in_attention = scope in attentions or re.search(r"att(n|en)", names[-2])
+    table = _IN_ATTENTION if is_in_attention else _OUTSIDE
+    role = _role_in(table, layer) or UNKNOWN
     # The name of the layer in experts_0/dense does not say that it is one of the experts.
     is_expert = re.search(r"[_/](experts?|moe)([_/]|$)", "/".join(names))
     return EXPERTS if is_expert and role in (DENSE, UNKNOWN) else role
 
 
-def _first(table: Sequence[tuple[Role, str]], name: str) -> Role | None:
+def _role_in(table: Sequence[tuple[Role, str]], name: str) -> Role | None:
     """The role of the first row whose pattern is the whole name."""
     for role, pattern in table:
         if re.fullmatch(pattern, name):

@@ -192,7 +192,7 @@ def _warn(
         answer = answers[p.path]
         leaf = f"{p.path!r} {p.leaf_shape}"
         reason = reasons.get(p.path)
-        # A vector that goes to Adam is no surprise, even if the program could not follow it.
+        # What goes to Adam with a vector's shape is no surprise, even if the program could not follow it.
         if reason and (answer.numbers is not None or p.is_matrix):
             optimizer = "Adam" if answer.numbers is None else "Muon"
             unfollowed.append(
@@ -213,8 +213,8 @@ def _warn(
             f"{trees.listed(open_leaves)}. {INSPECT} By hand: muonjax.dimension_numbers(params, "
             f"rules=[(r'^{open_paths[0]}$', None)]), and so on; MuonDimensionNumbers(rows, columns) is for Muon."
         )
-    # With a program, the first warning lists what names decide.
     elif not reasons:
+        # With a program this is not asked: names decide few leaves then, and the first warning lists them.
         _warn_without_ends(parameters, answers)
 
 
