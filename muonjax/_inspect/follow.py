@@ -27,19 +27,18 @@ def follow(body: Body, count: int, given: Sequence[Any] = ()) -> Records:
     `given` as in `Graph`.
     """
     records = Records(Graph(body, count, given))
-    _follow(records, 0, len(records.nodes))
+    _follow(records, range(len(records.nodes)))
     return records
 
 
-def _follow(records: Records, first: int, last: int) -> None:
-    """Applies its rule to every live operation in nodes[first:last]; follows loops."""
-    i = first
-    while i < last:
+def _follow(records: Records, operations: range) -> None:
+    """Applies its rule to each of these operations that is live; follows loops."""
+    i = operations.start
+    while i < operations.stop:
         if i in records.graph.loops:
-            # The operations from i on are what the loop carries, and those from `start` to `stop` its body.
-            start, stop = records.graph.loops[i]
-            _follow_loop(records, range(i, start), range(start, stop))
-            i = stop
+            carries, body = records.graph.loops[i]
+            _follow_loop(records, carries, body)
+            i = body.stop
             continue
         if i in records.graph.live:
             _apply(records, records.nodes[i])
@@ -61,7 +60,7 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     while carried != before:
         for carry, value in zip(carries, carried, strict=True):
             values[carry.outputs[0]] = value
-        _follow(records, body.start, body.stop)
+        _follow(records, body)
         before = carried
         carried = [_after_round(records, carry) for carry in carries]
     takes_gradients = any("transpose" in graph.derivatives(i) for i in body)
@@ -77,11 +76,14 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
 
 
 def _after_round(records: Records, carry: Node) -> Value:
-    """What a loop carries after one more round, by what it depends on."""
+    """What a loop carries after one more round, of which only the dependencies are known.
+
+    The columns that it carries are recorded as parts.
+    """
     # What was there before the loop, at the end of this round, and before this round.
     start, end = records.inputs(carry)
     value = records.values[carry.outputs[0]]
-    # Projections are not followed from round to round: the columns that the loop carries are one part.
+    # Projections are not followed from round to round: the columns of each product are one part.
     records.record_parts((*start.projections, *end.projections))
     after = dependent([start, end, value])
     # Bits from OF_PRODUCTS on stand for products. In h = tanh(h @ w) the product has one bit for all rounds. It takes
@@ -91,7 +93,7 @@ def _after_round(records: Records, carry: Node) -> Value:
 
 
 def _apply(records: Records, node: Node) -> None:
-    """Applies the rule of an operation, and keeps the values of its results."""
+    """Applies the rule of an operation, and keeps the values of its results, and their numbers if all are known."""
     if node.name in FOLDED:
         _fold(records, node)
     try:
@@ -105,7 +107,10 @@ def _apply(records: Records, node: Node) -> None:
 
 
 def _fold(records: Records, node: Node) -> None:
-    """Computes an operation on numbers of the program, if each is one number or as many as the result has."""
+    """Adds the numbers in an operation's result to `Graph.known` if those of its operands are there.
+
+    Each has to be one number, or as many as the result has.
+    """
     operands = [records.known(x) for x in node.inputs]
     size = math.prod(records.shape(node.outputs[0]))
     if all(x is not None and np.size(x) in (1, size) for x in operands):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -103,15 +104,15 @@ Place: TypeAlias = tuple[Step, ...]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """One operation."""
+    """One operation: an equation without a body, or what stands for a part of one with a body, such as a "carry"."""
 
-    index: int  # in the list of all
-    name: str
+    index: int  # in the list of all: "the number of the operation"
+    name: str  # of the primitive, or "carry" and the like
     params: dict[str, Any]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # the values of its operands
+    outputs: tuple[int, ...]  # the values of its results
     equation: JaxprEqn  # a "carry" and the like have the one of their loop
-    place: Place
+    place: Place  # of the body that it is in
 
 
 @functools.lru_cache(1024)
@@ -159,21 +160,20 @@ class Graph:
         # `jit` that takes it, and outside of one that returns it.
         self.avals: list[Any] = []
         self.variables: list[dict[Place, Any]] = []
-        # What the function is given: parameters and data.
+        # What the function is given: parameters and data. An array that it closes over is data as well if its numbers
+        # are no part of the program: a tracer, a random key, or one that was `given`.
         inputs = [self._new(v, ()) for v in jaxpr.invars]
         self.parameters = inputs[:count]
         self.arguments = inputs[count:]
-        # In `x * 2.0 + table` the function closes over `table`: `constants` has its number, and `constant_arrays` the
-        # array by its number, unless the array is data: a tracer, a random key, or one that was `given`.
-        self.constants: list[int] = []
-        self.constant_arrays: dict[int, Any] = {}
+        # All other arrays that it closes over, by value: `table` in `x * 2.0 + table`.
+        self.constants: dict[int, Any] = {}
         # By value, the numbers that rules read: the literal 2.0, constants of one number and constant indices.
         # `follow` adds what the program computes from them alone.
         self.known: dict[int, Any] = {}
         # By value, the results of `possible_numbers.numbers_in`, which fills it.
         self.possible_numbers: dict[int, Any] = {}
-        # By the index of a loop's first operation: where its "carry" operations end, and where its body does.
-        self.loops: dict[int, tuple[int, int]] = {}
+        # By the index of a loop's first operation: its "carry" operations, and those of its body.
+        self.loops: dict[int, tuple[range, range]] = {}
         # By the place of a body: the equation that has it.
         self.callers: dict[Place, JaxprEqn] = {}
         self.outputs = self._walk(closed, inputs, ())
@@ -201,15 +201,13 @@ class Graph:
     def _constants(self, body: Body, place: Place) -> list[int]:
         """The values of the arrays that a body closes over."""
         values = [self._new(v, place) for v in opened(body).constvars]
-        self.constants += values
-        # A plain jaxpr has variables for its constants and not their values.
-        for x, array in zip(values, constants(body), strict=False):
-            if not _is_readable(array):
+        # A plain jaxpr has variables for its constants and not their values: None is data, too.
+        for x, array in itertools.zip_longest(values, constants(body)):
+            is_data = not _is_readable(array)
+            if is_data or any(_is_same(array, given) for given in self._given):
+                self.arguments.append(x)
                 continue
-            # The numbers of an argument are no part of the program.
-            if any(_is_same(array, given) for given in self._given):
-                continue
-            self.constant_arrays[x] = array
+            self.constants[x] = array
             # A number, as of a mask, or indices of one axis, which may say where a slice or a look-up goes.
             if array.ndim == 0 or (array.ndim == 1 and not _is_float(array.dtype)):
                 self.known[x] = np.asarray(array)
@@ -300,7 +298,8 @@ class Graph:
                 return self._add_for_each(
                     reduction, [inputs], variables, eqn, place, axes=axes
                 )
-        # Zeros between the entries, as `associative_scan` puts them there, and a negative padding stay a `pad`.
+        # Zeros between the entries, as `associative_scan` puts them there, and a negative padding are no concatenation:
+        # they stay a `pad`.
         padding = eqn.params.get("padding_config", ())
         is_dilated = any(inside or min(low, high) < 0 for low, high, inside in padding)
         if name not in _REWRITTEN or is_dilated:
@@ -402,7 +401,9 @@ class Graph:
         # `follow` repeats the body until what is known of the carried arrays stays the same. Without any, as in
         # `lax.map`, it follows the body once.
         if carry:
-            self.loops[first] = first + carried, len(self.nodes)
+            start_of_body = first + carried
+            carries = range(first, start_of_body)
+            self.loops[first] = carries, range(start_of_body, len(self.nodes))
         # What a scan collects of each iteration is an array [iterations, ...] outside of it.
         stacked = self._add_for_each(
             "scan_stack",
@@ -450,7 +451,7 @@ class Graph:
             value = pending.pop()
             node = self.maker(value)
             is_stopped = node is not None and node.name == "stop_gradient"
-            # Floats, and quantized weights and their products, though these are integers.
+            # Floats have one, and quantized weights and their products, though these are integers, are taken to.
             has_gradient = self.is_followed(value) and not is_stopped
             if value in upstream or (with_gradient and not has_gradient):
                 continue
@@ -461,8 +462,7 @@ class Graph:
 
     def data_before(self, values: Iterable[int]) -> set[int]:
         """The arrays that these values depend on and whose numbers are no part of the program."""
-        arrays = self.upstream(values).intersection([*self.arguments, *self.constants])
-        return arrays - self.constant_arrays.keys()
+        return self.upstream(values).intersection(self.arguments)
 
     def line(self, operation: int) -> str:
         """File and line of the user's code that an operation comes from, such as "model.py:41"."""
@@ -482,20 +482,21 @@ class Graph:
         return self.shape(node.inputs[0]), self.shape(node.outputs[0])
 
     def is_float(self, value: int) -> bool:
-        return _is_float(getattr(self.avals[value], "dtype", None))
+        # The token of an ordered effect has no dtype.
+        return _is_float(getattr(self.avals[value], "dtype", bool))
 
     def is_followed(self, value: int) -> bool:
-        """Whether it is a number, perhaps a quantized one or a sum of those, and no index, as of an argmax."""
+        """Whether rules follow what it is made of: floats and quantized numbers, and no indices, as of an argmax."""
         # A product of int8 gives int32, and a quantized weight is int8 or int4.
         node = self.maker(value)
         is_product = node is not None and node.name in PRODUCTS
-        dtype = getattr(self.avals[value], "dtype", None)
-        return is_product or _is_float(dtype) or dtype in _QUANTIZED
+        is_quantized = getattr(self.avals[value], "dtype", bool) in _QUANTIZED
+        return is_product or is_quantized or self.is_float(value)
 
 
 @functools.cache
 def _is_float(dtype: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _is_readable(array: Any) -> bool:

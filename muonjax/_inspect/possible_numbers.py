@@ -37,38 +37,36 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     """The numbers that an array may hold, sorted; None if data say which.
 
-    `jnp.where(mask, 0.0, -1e9)` holds -1e9 and 0. Positions and tables of more than a few numbers are NaN. Where data
-    are multiplied by a number as large as those of a mask, they are taken for 0, 1 or -1: `(1 - mask) * -1e9` holds
-    -1e9, 0 and 1e9.
+    `jnp.where(mask, 0.0, -1e9)` holds -1e9 and 0. More than eight numbers, as of positions or in a table, are one NaN.
+    Where data are multiplied by a number as large as those of a mask, they are taken for 0, 1 or -1:
+    `(1 - mask) * -1e9` holds -1e9, 0 and 1e9.
     """
-    if value not in graph.possible_numbers:
-        graph.possible_numbers[value] = _numbers_in(graph, value)
-    return graph.possible_numbers[value]
+    if value in graph.possible_numbers:
+        return graph.possible_numbers[value]
+    node = graph.maker(value)
+    constant = graph.known.get(value, graph.constants.get(value))
+    numbers = None
+    if constant is not None:
+        numbers = np.ravel(constant)
+        # Most tables show in their first numbers that they hold many: the others need not be sorted.
+        if len(np.unique(numbers[:1000].astype(float))) > _MOST:
+            numbers = _MANY
+    elif graph.avals[value].dtype == bool:
+        numbers = np.array([0.0, 1.0])
+    elif node is not None:
+        numbers = _result_of(graph, node)
+    if numbers is not None:
+        numbers = np.unique(numbers.astype(float))
+        if len(numbers) > _MOST:
+            numbers = _MANY
+    graph.possible_numbers[value] = numbers
+    return numbers
 
 
 def is_mask(graph: Graph, value: int, hides: float = MASKED) -> bool:
     """Whether all numbers that an array may hold are 0, or `hides` and less, as those of a mask that is added."""
     numbers = numbers_in(graph, value)
     return numbers is not None and bool(((numbers == 0) | (numbers <= hides)).all())
-
-
-def _numbers_in(graph: Graph, value: int) -> np.ndarray | None:
-    """What `numbers_in` keeps: `_MANY` if the program says which numbers an array may hold, but they are many."""
-    constant = graph.known.get(value, graph.constant_arrays.get(value))
-    if constant is not None:
-        numbers = np.ravel(constant)
-        # Most tables, as of positions, show in their first numbers that they hold many.
-        if len(np.unique(numbers[:1000].astype(float))) > _MOST:
-            return _MANY
-    elif graph.avals[value].dtype == bool:
-        return np.array([0.0, 1.0])
-    else:
-        node = graph.maker(value)
-        numbers = None if node is None else _result_of(graph, node)
-    if numbers is None:
-        return None
-    numbers = np.unique(numbers.astype(float))
-    return numbers if len(numbers) <= _MOST else _MANY
 
 
 def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
@@ -84,8 +82,13 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
     elif node.name in ("concatenate", *_ARITHMETIC):
         inputs = node.inputs
     else:
-        # Without data these are numbers that other rules would have to compute, such as the cosines of positions.
-        return None if _depends_on_data(graph, node) else _MANY
+        # Without data, or with no more than a key of random numbers, the program says which numbers these are, such as
+        # the cosines of positions. They are not computed here.
+        data = graph.data_before(node.inputs)
+        are_keys = all(
+            jnp.issubdtype(graph.avals[x].dtype, jax.dtypes.prng_key) for x in data
+        )
+        return _MANY if are_keys else None
     # The numbers of each operand, but for those of which data say which.
     known = []
     for value in inputs:
@@ -104,11 +107,3 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
     with np.errstate(all="ignore"):
         combined = _ARITHMETIC[node.name](*np.meshgrid(*known))
     return combined.reshape(-1)
-
-
-def _depends_on_data(graph: Graph, node: Node) -> bool:
-    """Whether an operation depends on an argument, other than a key of random numbers."""
-    for value in graph.data_before(node.inputs):
-        if not jnp.issubdtype(graph.avals[value].dtype, jax.dtypes.prng_key):
-            return True
-    return False
