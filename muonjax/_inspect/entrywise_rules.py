@@ -28,10 +28,10 @@ from muonjax._inspect.values import (
     ParameterView,
     Projection,
     Value,
-    all_projections,
     dependent,
     grouped,
     parts_of_products,
+    united,
     used_in_one_way,
 )
 
@@ -48,9 +48,10 @@ def _iota(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("eq")
 def _eq(records: Records, node: Node) -> Sequence[Value]:
-    """An array that equals 0, 1, 2, ... along an axis does so at one index at most: the result is one hot along it.
+    """Whether an array equals 0, 1, 2, ... along an axis: that is so at one index, and the result is one hot along it.
 
-    So `(tokens[:, None] == jnp.arange(10)) @ table`, as `jax.nn.one_hot` has it, is a look-up.
+    So `(tokens[:, None] == jnp.arange(10)) @ table`, as `jax.nn.one_hot` has it, is a look-up. It is not checked that
+    the array is the same along this axis, as the tokens are.
     """
     values = spread_operands(records, node)
     result = dependent(values)
@@ -63,14 +64,12 @@ def _eq(records: Records, node: Node) -> Sequence[Value]:
 
 
 @rule(
-    "axis_index platform_index random_bits random_clone random_wrap random_unwrap random_seed random_fold_in "
-    "random_split random_gamma threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape rng_bit_generator "
-    "rng_uniform"
+    "random_bits random_clone random_wrap random_unwrap random_seed random_fold_in random_split random_gamma "
+    "threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape rng_bit_generator rng_uniform"
 )
-def _number(records: Records, node: Node) -> Sequence[Value]:
-    """The number of a device, or random ones."""
-    value = Value() if node.name.endswith("_index") else Value(NOISE)
-    return [value] * len(node.outputs)
+def _random(records: Records, node: Node) -> Sequence[Value]:
+    """Random numbers, and keys of them."""
+    return [Value(NOISE)] * len(node.outputs)
 
 
 # Operations on numbers that the program contains, such as an index that may be negative.
@@ -142,7 +141,8 @@ def spread_operands(records: Records, node: Node) -> list[Value]:
     return spread
 
 
-@rule(_ENTRYWISE)
+# The number of a device has no operands, so that it depends on nothing.
+@rule(f"axis_index platform_index {_ENTRYWISE}")
 def _entrywise(records: Records, node: Node) -> Sequence[Value]:
     return [entrywise(records, node, spread_operands(records, node))]
 
@@ -260,17 +260,17 @@ def _of_activations(operation: Operation, result: Value) -> Value:
 
 
 def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
-    """The parameters in a product of parameters and data, such as w * mask, or in a sum of such products.
+    """The parameters that go on from a product of parameters and data, such as w * mask, or a sum of such products.
 
-    w0 * a + w1 * (1 - a) is a mixture of two matrices. A sum is no mixture if an operand is a result of a product, or
-    made of parameters that are not followed any more, as tanh(w0 * a) is.
+    w0 * a + w1 * (1 - a) is a mixture of two matrices. None go on from a sum with a layer's result, with logits, or
+    with parameters that are not followed any more, as tanh(w0 * a): it is no mixture.
     """
     values = operation.values
     if operation.is_sum:
         for value in values:
-            is_result = not value.views or value.projections or value.logits
-            # Without PARAMETER it doesn't train, as the gradients that first-order MAML and SAM add.
-            if value.depends_on & PARAMETER and is_result:
+            is_other = not value.views or value.projections or value.logits
+            # What does not train (FROZEN, without PARAMETER) may be added, as first-order MAML and SAM add gradients.
+            if value.depends_on & PARAMETER and is_other:
                 return ()
     elif not operation.is_scale:
         return ()
@@ -284,13 +284,12 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
         value._replace(projections=_projections_of_operand(operation, k))
         for k, value in enumerate(operation.values)
     ]
-    projections = all_projections(operands)
-    # A choice between two arrays counts as a sum, but each entry has one summand, so no slices are added up.
-    if operation.is_sum and not operation.is_choice:
-        _record_sum_of_slices(records, projections)
-    projections = last_projections(records, projections)
+    projections = projections_of_all(records, operands)
     if not operation.is_sum:
         return projections
+    # A choice between two arrays counts as a sum, but each entry has one summand, so no slices are added up.
+    if not operation.is_choice:
+        _record_sum_of_slices(records, operands)
     added = [
         view for value in operation.values if value.is_weight for view in value.views
     ]
@@ -345,22 +344,23 @@ def _keeps_columns(projection: Projection, other: Value) -> bool:
     # `other` does not depend on the product.
     if not projection.product.bit & other.depends_on:
         return True
-    # SiLU is a projection times a function of itself.
-    for part in other.projections:
-        if (part.product, part.layout) == (projection.product, projection.layout):
-            return True
+    # SiLU is a projection times a function of itself, column by column.
+    if other.projections:
+        columns = [(part.product, part.layout) for part in other.projections]
+        return (projection.product, projection.layout) in columns
+    # A norm of each head of [batch, heads, 16] multiplies it by [batch, heads, 1], which repeats along the columns of a
+    # head. Heads are left, between which parts may still be cut. A norm of all columns leaves none.
     repeats = other.axes("repeats")
-    return bool(
-        repeats and not other.projections and projection.layout.runs_not_along(repeats)
-    )
+    return bool(repeats and projection.layout.runs_not_along(repeats))
 
 
 def after_nonlinearity(
-    records: Records, projection: Projection, node: Node, unmixed: bool = False
+    records: Records, projection: Projection, node: Node, unmixed: bool
 ) -> Projection:
-    """A projection after an operation that does not commute with scaling.
+    """A projection after an operation that is not linear in the product.
 
-    `unmixed` says that each entry is still one column's.
+    `unmixed` says that each entry still comes from one column. Otherwise the columns that are mixed here are recorded
+    as a part.
     """
     if not unmixed:
         records.record_parts([projection])
@@ -370,10 +370,15 @@ def after_nonlinearity(
     )
 
 
-def last_projections(
-    records: Records, projections: tuple[Projection, ...]
+def projections_of_all(
+    records: Records, values: Iterable[Value]
 ) -> tuple[Projection, ...]:
-    """The projections of a sum, unless they are too many, as in a residual stream: then their columns are one part."""
+    """The projections in a sum or a concatenation of these values, one for each product.
+
+    There are none if the products are too many, as in a residual stream: then the columns of each are recorded as one
+    part, and not followed further.
+    """
+    projections = tuple(map(united, parts_of_products(values)))
     if len(projections) <= _MOST_PROJECTIONS:
         return projections
     records.record_parts(projections)
@@ -388,6 +393,8 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
     rank = sum(n > 1 for n in records.shape(node.outputs[0]))
     for value, factor in ((x, y), (y, x)):
         repeats = factor.axes("repeats")
+        # An attention may be sum(weights * values), whose weights [q, k, 1] repeat along the columns of the values.
+        # `record_weights` records nothing if the factor is not made of exponentials.
         if repeats:
             records.record_weights(node, factor, value)
         # One number scales all of w, as its norm in w / norm(w). The products u @ w @ v that make a spectral norm are
@@ -395,6 +402,7 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
         if value.is_weight and len(repeats) == rank:
             for view in value.views:
                 records.uses.scales[view.leaf] |= factor.depends_on
+        # sum(one_hot(labels) * log_softmax(y)) chooses a column of y.
         records.record_choice_by_labels(value, factor.axes("one hot"), factor)
         if not factor.is_activation:
             continue
@@ -414,14 +422,18 @@ def _record_meeting_parts(records: Records, values: Iterable[Value]) -> None:
             records.record_parts(parts)
 
 
-def _record_sum_of_slices(records: Records, terms: Sequence[Projection]) -> None:
+def _record_sum_of_slices(records: Records, values: Iterable[Value]) -> None:
     """Records along which axes slices of one parameter differ, if a sum adds products with them.
 
     The sum over heads of x[h] @ w[h], written as a Python loop, is one: so axis h of w counts rows, and not matrices.
     """
     # Nothing but sums and scales lies between the products and this sum.
-    linear = [term for term in terms if term.is_linear]
-    by_leaf = grouped((term.view.leaf, term) for term in linear)
+    by_leaf = grouped(
+        (projection.view.leaf, projection)
+        for value in values
+        for projection in value.projections
+        if projection.is_linear
+    )
     for first, *others in by_leaf.values():
         region = first.view.layout.region
         for other in others:

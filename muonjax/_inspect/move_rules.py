@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from muonjax._inspect import follow_logits
-from muonjax._inspect.entrywise_rules import last_projections
+from muonjax._inspect.entrywise_rules import projections_of_all
 from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import (
     MOST,
@@ -24,7 +24,6 @@ from muonjax._inspect.values import (
     DATA,
     ParameterView,
     Value,
-    all_projections,
     dependent,
     move_each,
 )
@@ -41,9 +40,9 @@ RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_sca
 _OTHER_LOGITS = ("psum", "psum2", "psum_invariant", "imag")
 
 Shape: TypeAlias = Sequence[int]
-# Positions in an origin, or a table of the certificate: [*any, *axes of an array], with one entry along each axis on
-# which they don't depend.
-Facts: TypeAlias = np.ndarray
+# Numbers for each entry of an array: its positions in an origin (`layouts`), or what a clip does to it (the tables of
+# `clip_certificate`). They are [*any, *axes of the array], with one entry along each axis on which they don't depend.
+Marks: TypeAlias = np.ndarray
 
 
 @rule(SAME)
@@ -70,26 +69,26 @@ def rounds_coarsely(records: Records, node: Node) -> bool:
 
 
 def axes_after(first: int, axes: Iterable[int]) -> tuple[int, ...]:
-    """Axes of an array as axes of facts about it, after the `first` ones: (2, 3) for the axes (0, 1) after two."""
+    """Axes of an array as axes of its marks, after the `first` ones: (2, 3) for the axes (0, 1) after two."""
     return tuple(first + axis for axis in axes)
 
 
-def moved_by(records: Records, node: Node, x: Facts) -> Facts:
-    """Facts about each entry of an operation's operand, as its result has them after the operation moves the entries.
+def moved_by(records: Records, node: Node, x: Marks) -> Marks:
+    """Marks of each entry of an operation's operand, as its result has them after the operation moves the entries.
 
-    For `array.T` of an array [3, 4], facts [2, 3, 1], two for each row, become facts [2, 1, 3].
+    For `array.T` of an array [3, 4], marks [2, 3, 1], two for each row, become marks [2, 1, 3].
 
     Args:
       records: Where the shapes of arrays are known, and numbers such as the index of `jnp.take(array, 2, 1)`.
       node: The operation.
-      x: The facts [*any, *axes of the operand], with one entry along each axis on which they don't depend.
+      x: The marks [*any, *axes of the operand], with one entry along each axis on which they don't depend.
 
     Raises:
-      NotFollowed: There is no rule for the operation, or there would be too many facts.
+      NotFollowed: There is no rule for the operation, or there would be too many marks.
     """
     old, new = records.graph.shapes(node)
     params = node.params
-    first = x.ndim - len(old)  # axis k of the operand is axis first + k of the facts
+    first = x.ndim - len(old)  # axis k of the operand is axis first + k of the marks
     if node.name == "transpose":
         return x.transpose(*range(first), *axes_after(first, params["permutation"]))
     # `lax.reshape` may transpose first, for which there is no rule.
@@ -97,14 +96,16 @@ def moved_by(records: Records, node: Node, x: Facts) -> Facts:
     if is_reshape or node.name == "squeeze":
         return reshaped(x, old, new)
     if node.name == "broadcast_in_dim":
-        return _spread(x, first, params["broadcast_dimensions"], len(new))
+        # Marks don't depend on the new axes.
+        added = other_axes(len(new), params["broadcast_dimensions"])
+        return np.expand_dims(x, axes_after(first, added))
     if node.name == "tile":
-        # Along an axis on which facts don't depend, all copies have the same ones.
+        # Along an axis on which marks don't depend, all copies have the same ones.
         reps = np.where(np.array(x.shape[first:]) > 1, params["reps"], 1)
         return np.tile(x, (*[1] * first, *reps))
     if node.name == "rev":
         return np.flip(x, axes_after(first, params["dimensions"]))
-    if node.name == "scan_stack":  # the same facts for each iteration
+    if node.name == "scan_stack":  # the same marks for each iteration
         return np.expand_dims(x, first)
     if node.name == "slice":
         # [start, stop, stride] for each axis, as in x[2:8:3].
@@ -121,19 +122,10 @@ def moved_by(records: Records, node: Node, x: Facts) -> Facts:
     raise NotFollowed
 
 
-def _spread(x: Facts, first: int, axes: Sequence[int], rank: int) -> Facts:
-    """The axes of `x` after the `first` ones become these of `rank` axes; nothing depends on the others."""
-    # Along a new axis all facts are the same.
-    sizes = [1] * rank
-    for axis, n in zip(axes, x.shape[first:], strict=True):
-        sizes[axis] = n
-    return x.reshape([*x.shape[:first], *sizes])
+def _gathered(records: Records, node: Node, x: Marks) -> Marks:
+    """Marks after a `gather`, as `moved_by` says: `jnp.take(array, 2, 1)`, at an index that the program contains.
 
-
-def _gathered(records: Records, node: Node, x: Facts) -> Facts:
-    """Facts after a `gather`, as `moved_by` says: `jnp.take(array, 2, 1)`, at an index that the program contains.
-
-    `jnp.take(array, tokens, 1)`, of indices that it does not contain, has facts if they don't depend on this axis.
+    `jnp.take(array, tokens, 1)`, of indices that it does not contain, has marks if they don't depend on this axis.
     """
     old, new = records.graph.shapes(node)
     index = records.known(node.inputs[1])
@@ -148,9 +140,11 @@ def _gathered(records: Records, node: Node, x: Facts) -> Facts:
             x = x.take(range(start, start + sizes[axis]), first + axis)
     for n, size in zip(x.shape[first:], sizes, strict=True):
         if n > size:
-            raise NotFollowed  # the index is not known, and the facts depend on it
+            raise NotFollowed  # the index is not known, and the marks depend on it
+    # Axes that are gone have one mark each, and marks don't depend on the axes of the indices.
     x = x.squeeze(axes_after(first, _gone(numbers)))
-    return _spread(x, first, numbers.offset_dims, len(new))
+    added = other_axes(len(new), numbers.offset_dims)
+    return np.expand_dims(x, axes_after(first, added))
 
 
 def _gone(numbers: Any) -> tuple[int, ...]:
@@ -158,22 +152,22 @@ def _gone(numbers: Any) -> tuple[int, ...]:
     return (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
 
 
-def reshaped(x: Facts, old: Shape, new: Shape) -> Facts:
-    """Facts [*any, *old] of an array after its reshape to `new`.
+def reshaped(x: Marks, old: Shape, new: Shape) -> Marks:
+    """Marks [*any, *old] of an array after its reshape to `new`.
 
     Positions [4, 1] of an array [4, 16], which depend on the row alone, become [64] for the shape [64], each 16 times,
     and [2, 2, 1] for the shape [2, 2, 16].
     """
-    # The certificate asks about logits that may have been cut or repeated, too. Arrays without entries have no facts.
+    # The certificate asks about logits that may have been cut or repeated, too. Arrays without entries have no marks.
     if math.prod(old) != math.prod(new) or 0 in old:
         raise NotFollowed
     first = x.ndim - len(old)
-    # Only axes on which facts depend get an entry for each index: [4, 16] becomes [4, 1].
+    # Only axes on which marks depend get an entry for each index: [4, 16] becomes [4, 1].
     full = list(x.shape[:first])
     result = list(full)
     # [4, 6, 5] -> [24, 5]: the axes (0, 1) become the axis 0, and 2 becomes 1.
     for before, after in _regrouped(old, new):
-        # If facts depend on one axis of a group, all axes of the group get an entry for each index.
+        # If marks depend on one axis of a group, all axes of the group get an entry for each index.
         is_varying = any(x.shape[first + axis] > 1 for axis in before)
         full += [old[axis] if is_varying else 1 for axis in before]
         result += [new[axis] if is_varying else 1 for axis in after]
@@ -213,28 +207,28 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
     """Arrays one after the other: each keeps its positions, with holes where the others are."""
     axis = node.params["dimension"]
     size = records.shape(node.outputs[0])[axis]
-    inputs = node.inputs
-    result = dependent(records.values[x] for x in inputs)
+    values = records.inputs(node)
+    result = dependent(values)
     placed = []
     start = 0
-    for x in inputs:
-        value = records.values[x]
-        # Only what is made of parameters and numbers alone is still a weight.
-        if value.is_weight and not result.is_weight:
-            records.record_views(node, "joined with data", [value])
+    for value, x in zip(values, node.inputs, strict=True):
         place = functools.partial(Layout.place, axis=axis, start=start, size=size)
         placed.append(value.map(place))
         start += records.shape(x)[axis]
-    projections = last_projections(records, all_projections(placed))
     views: list[ParameterView] = []
     if result.is_weight:
         views = [view for value in placed for view in value.views]
         # Parts of one parameter are not put together again.
         if len({view.leaf for view in views}) < len(views):
             raise NotFollowed
+    else:
+        # What is not made of parameters and numbers alone is no weight any more: here the parameters end.
+        weights = [value for value in values if value.is_weight]
+        records.record_views(node, "joined with data", weights)
     # One softmax may take logits next to a sink, but two kinds of logits side by side are not followed.
     with_logits = [part.logits for part in placed if part.logits]
     logits = with_logits[0] if len(with_logits) == 1 else ()
+    projections = projections_of_all(records, placed)
     return [result._replace(views=tuple(views), projections=projections, logits=logits)]
 
 
@@ -251,7 +245,7 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     sources = _sources_of_gather(records, node)
     old, _ = records.graph.shapes(node)
     # The axes along which the indices choose: axis 0 in `table[tokens]`.
-    picked = [axis for axis, n in enumerate(old) if axis not in sources and n > 1]
+    picked = other_axes(len(old), sources)
     # Whether entries of a parameter, or columns of a product, differ along these axes: then the indices choose some.
     chooses = _differs_along(x, picked)
     # Constant indices that have each column once, as 1, 0, 3, 2, change the order of columns: that is not followed.
@@ -309,27 +303,26 @@ def looked_up(
     shape = records.shape(node.outputs[0])
     order = tuple(sources)
 
-    def visited(layout: Layout) -> Layout:
-        gone = other_axes(len(layout.shape), order)
-        return layout.visit(gone).pick(order, shape)
-
     # Tokens look up rows of an embedding; the index of a loop takes the weights of its layer.
-    if dependent(indices).depends_on & DATA:
-        for view in x.views:
-            # (table @ w)[tokens], a factored embedding: both are factors of a product (`inner`). Tokens choose rows of
-            # the table, and w multiplies these.
-            if view.inner:
-                raise NotFollowed
-            rows = view.layout.runs_along(other_axes(len(view.layout.shape), order))
-            if rows:
-                records.record(node, "looked up", view, rows=rows)
-    # It is followed on: an index may choose the matrix of an expert, which is multiplied then. The first entry stands
-    # for all: callers have seen that columns don't differ along the axes that are gone, or a loop takes one after the
-    # other. In w * (x @ v) the parameter w alone is followed.
-    views = move_each(x.views, visited)
-    columns = () if x.views else x.projections
+    is_look_up = dependent(indices).depends_on & DATA
+    views = []
+    for view in x.views:
+        # (table @ w)[tokens], a factored embedding: both are factors of a product (`inner`). Tokens choose rows of the
+        # table, and w multiplies these.
+        if is_look_up and view.inner:
+            raise NotFollowed
+        gone = other_axes(len(view.layout.shape), order)
+        rows = view.layout.runs_along(gone)
+        if is_look_up and rows:
+            records.record(node, "looked up", view, rows=rows)
+        # It is followed on: an index may choose the matrix of an expert, which is multiplied then.
+        layout = view.layout.visit(gone).pick(order, shape)
+        views.append(view._replace(layout=layout))
+    # In w * (x @ v) the parameter w alone is followed. Otherwise the first column stands for all: callers have seen
+    # that columns don't differ along the axes that are gone, or a loop takes one after the other.
+    columns = () if views else x.projections
     projections = move_each(columns, lambda layout: layout.pick(order, shape))
-    return dependent(values)._replace(views=views, projections=projections)
+    return dependent(values)._replace(views=tuple(views), projections=projections)
 
 
 @rule("scan_slice")
@@ -341,9 +334,10 @@ def _scan_slice(records: Records, node: Node) -> Sequence[Value]:
 
 @rule(f"dynamic_slice {RESIZED}")
 def _resize(records: Records, node: Node) -> Sequence[Value]:
-    """Operations after which some axes have fewer or more entries: which these are is known only when it runs.
+    """The result of an operation that changes the sizes of some axes. Which entries it has is known only when it runs.
 
-    A `dynamic_slice` takes one entry, as a loop takes its layer's weights, or a stretch. A device has a shard.
+    A `dynamic_slice` takes one entry, as a loop takes its layer's weights, or a stretch, such as a block of columns.
+    The others make shards of an array or put them together.
     """
     values = records.inputs(node)
     old, new = records.graph.shapes(node)
@@ -352,7 +346,8 @@ def _resize(records: Records, node: Node) -> Sequence[Value]:
         raise NotFollowed
     sources = [axis if n == old[axis] else None for axis, n in enumerate(new)]
     resized = other_axes(len(old), sources)
-    # Along these axes one entry of a loop stands for all, and a stretch, such as a block of columns, does not.
+    # One entry stands for all, which a loop takes one after the other. A stretch or a shard does not: where columns or
+    # entries of a parameter differ along these axes, nothing is known of it.
     is_entry = node.name == "dynamic_slice" and all(new[axis] == 1 for axis in resized)
     if not is_entry and _differs_along(values[0], resized):
         raise NotFollowed

@@ -24,10 +24,11 @@ def _reduce(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("reduce_sum")
 def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
-    """A sum over axes. Linear projections go on, with their columns along these axes added up; others end here."""
+    """The sum over axes of an array. Linear projections go on, with their columns along these axes added up."""
     (value,) = records.inputs(node)
     axes = node.params["axes"]
-    # sum(q * k) is a product of two activations, and perhaps the scores of an attention.
+    # sum(q * k) multiplies two activations. So a matrix before it is no output head, and its result may be the scores
+    # of an attention.
     if _multiplies_layers(records, node):
         records.layers.add(node.index)
         records.attention.candidates.add(node.index)
@@ -36,11 +37,14 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     linear = []
     for projection in value.projections:
         if projection.is_linear:
+            # Results of x[h] @ w[h] that are added up over h, the heads: then axis h of w is rows, and no batch.
             projection.product.added_up.update(projection.layout.runs_along(axes))
             linear.append(projection)
         else:
+            # It ends here, as in a norm, which adds up squares.
             records.record_reduced([projection], axes)
-    # Softmax divides its weights by their sum. A sum of logits themselves is not followed.
+    # Softmax divides its weights by their sum. A sum of logits themselves is not followed. All of these have the axes
+    # still, which `_without_axes` takes away.
     result = value._replace(
         views=_reduced_views(value, axes),
         projections=tuple(linear),
@@ -50,7 +54,7 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
 
 
 def _per_query(value: Value, stage: str) -> tuple[Logits, ...]:
-    """The logits or softmax's weights in a value, at the stage at which they become one number for each query."""
+    """What a maximum of logits, or a sum of softmax's weights, leaves of those at this stage: one number a query."""
     return tuple(
         x._replace(stage="per query") for x in value.logits if x.stage == stage
     )
@@ -75,12 +79,13 @@ def _record_sum_of_exponentials(
     product = value.exponential_of
     if product < 0:
         return
-    # Whether the product is a layer: the first parameter in its weights has number 0.
+    # Whether the product is a layer, by one or more parameters, of which the first has number 0.
     has_parameter = (product, 0) in records.uses.products
     projections = [p for p in value.projections if p.product.use.node == product]
     if any(p.layout.runs_along(axes) for p in projections):
         records.attention.routers.add(product)
-    # If the projection of a layer was lost, its columns may lie along these axes: this is no sign of attention.
+    # Two activations, or a layer whose columns lie along other axes, as by learned queries: perhaps an attention. Where
+    # the columns of a layer lie is not known if its projection was lost: that is no sign of attention.
     elif projections or not has_parameter:
         records.attention.candidates.add(product)
 
@@ -89,7 +94,7 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     """The parameters in a sum over `axes` of parameters multiplied by numbers or by each other.
 
     sum_e share[e] * w[e, i, j] is a mixture of experts: w goes on as the matrix [i, j] of each expert, as after a loop
-    over them. A parameter ends here if it is summed over all its axes, as in a norm or a penalty, or over none.
+    over them. A parameter ends here if it is summed over all its axes, as in a norm or a penalty.
 
     Raises:
       NotFollowed: The parameters keep different axes, as the factors in sum_k a[i, k] * b[k, j].
@@ -98,7 +103,7 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     kept_sets = set()
     for view in value.views:
         kept = view.layout.varying.difference(axes)
-        if kept and view.layout.runs_along(axes):
+        if kept:
             reduced.append(view._replace(layout=view.layout.visit(axes)))
             kept_sets.add(kept)
     if len(kept_sets) > 1:

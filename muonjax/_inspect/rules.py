@@ -71,6 +71,7 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
         records.layers.add(node.index)
     elif not is_call and node.name not in _MIXING:
         for projection in projections:
+            # Columns that were mixed before are one part, whatever this operation chooses.
             if projection.unmixed:
                 records.record(node, "unknown", projection.view, node.name)
     return [dependent(values)] * len(node.outputs)

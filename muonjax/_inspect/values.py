@@ -286,9 +286,10 @@ class Operand:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it is made of parameters alone and repeats along no axis, as learned queries do along the batch.
+        """Whether it is made of parameters alone, and differs along all of its axes.
 
-        a[:, None] * b, of two vectors, repeats along no axis, though each vector does.
+        Learned queries that are repeated along the batch don't. a[:, None] * b, of two vectors, does, though each
+        vector repeats along one axis.
         """
         if not self.value.is_weight:
             return False
@@ -381,11 +382,6 @@ def used_in_one_way(projections: Sequence[Projection]) -> bool:
     return len(layouts) == 1 or len(functions) == 1
 
 
-def all_projections(values: Iterable[Value]) -> tuple[Projection, ...]:
-    """The projections in a sum or a concatenation of these. Parts of one product become one projection."""
-    return tuple(map(_united, parts_of_products(values)))
-
-
 def parts_of_products(values: Iterable[Value]) -> list[list[Projection]]:
     """The projections in these values, those of one product together."""
     of_products = grouped(
@@ -396,7 +392,7 @@ def parts_of_products(values: Iterable[Value]) -> list[list[Projection]]:
     return list(of_products.values())
 
 
-def _united(parts: Sequence[Projection]) -> Projection:
+def united(parts: Sequence[Projection]) -> Projection:
     """One projection in place of several of one product, which a sum adds or a concatenation puts side by side.
 
     It has the biases of all parts, and is nonlinear if any part is. It stays unmixed if all are, and are used in one
