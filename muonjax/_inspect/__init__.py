@@ -1,6 +1,6 @@
 """What a function does with its parameters, read from its jaxpr: matrices, attention, largest logits.
 
-A weight is a matrix because the function multiplies by it. So nothing here asks for names: `program.inspect` traces
+A parameter is a matrix because the function multiplies by it. So nothing here asks for names: `program.inspect` traces
 the function, `graph` makes one flat list of its operations, and `follow` goes through the list once, with one rule
 for each primitive. It keeps for each array a `Value`:
 
@@ -25,6 +25,10 @@ The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, 
   steps of 16 and of 1. Along axes 0 and 1 of q nothing walks, since they come from x.
 - A **leaf** is the number of a parameter, a **node** an operation, a **value** the number of an array or, as a `Value`,
   what is known of it. A number of -1 says that there is none.
+- A value is a **weight** if it is made of parameters without data (constants and random numbers may be in it), and an
+  **activation** if it is made of parameters and data. Its **facts** say something of its axes, such as "one hot".
+- A **use** is one thing that is done with a parameter. The use of w in x @ w is a **product**, of which a `Product`
+  notes what becomes of it. A **layer** is an operation that multiplies again: what comes before it is no output head.
 - A **region** is the part of w that entries come from, as for q[:, :, 2] the columns 32 to 47: {(1, mask)} with a mask
   of booleans along axis 1, as bytes. Axes of which all is there are left out.
 - A **hole** is an entry that is not of w, as in a concatenation of q with zeros.
