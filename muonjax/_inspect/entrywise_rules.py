@@ -375,8 +375,8 @@ def projections_of_all(
 ) -> tuple[Projection, ...]:
     """The projections in a sum or a concatenation of these values, one for each product.
 
-    There are none if the products are too many, as in a residual stream: then the columns of each are recorded as one
-    part, and not followed further.
+    If the products are too many, as in a residual stream, they are not followed further: nothing is returned, and the
+    columns of each are recorded as one part.
     """
     projections = tuple(map(united, parts_of_products(values)))
     if len(projections) <= _MOST_PROJECTIONS:
