@@ -50,6 +50,7 @@ _Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 _PRESETS = {"standard": JORDAN[0], "dion": YOU}
 
 
+@errors_of("optax_contrib.muon")
 def muon(
     learning_rate: optax.ScalarOrSchedule,
     ns_coeffs: Any = JORDAN[0],
@@ -101,39 +102,30 @@ def muon(
 
     Source: `optax.contrib.muon`, Optax 0.2.8.
     """
-    call = "optax_contrib.muon"
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    with errors_of(call):
-        check_rates(
-            learning_rate=learning_rate,
-            adam_learning_rate=adam_rate,
-            weight_decay=weight_decay,
-            adam_weight_decay=adam_weight_decay,
-            adam_eps_root=adam_eps_root,
-        )
-        check_range("adam_b1", adam_b1, "in [0, 1)", ".")
-        check_range("adam_b2", adam_b2, "in [0, 1)", ".")
-        weight_decay_mask = fitted_mask("weight_decay_mask", weight_decay_mask)
-        check_program("muon_weight_dimension_numbers", muon_weight_dimension_numbers)
-        if consistent_rms is not None:
-            check_range(
-                "consistent_rms",
-                consistent_rms,
-                "positive and finite",
-                "; 0.2 is usual.",
-            )
-        if isinstance(ns_coeffs, str):
-            check_choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
-            ns_coeffs = _PRESETS[ns_coeffs]
-    # As in Optax, a function of the parameters decides when they are known.
-    dimension_numbers = (
-        _two_axes
-        if muon_weight_dimension_numbers is None
-        else muon_weight_dimension_numbers
+    check_rates(
+        learning_rate=learning_rate,
+        adam_learning_rate=adam_rate,
+        weight_decay=weight_decay,
+        adam_weight_decay=adam_weight_decay,
+        adam_eps_root=adam_eps_root,
     )
+    check_range("adam_b1", adam_b1, "in [0, 1)", ".")
+    check_range("adam_b2", adam_b2, "in [0, 1)", ".")
+    weight_decay_mask = fitted_mask("weight_decay_mask", weight_decay_mask)
+    # A program, dimension numbers, or a function of the parameters
+    check_program("muon_weight_dimension_numbers", muon_weight_dimension_numbers)
+    if consistent_rms is not None:
+        # `match_rms` would call it `rms`.
+        check_range(
+            "consistent_rms", consistent_rms, "positive and finite", "; 0.2 is usual."
+        )
+    if isinstance(ns_coeffs, str):
+        check_choice("ns_coeffs", ns_coeffs, tuple(_PRESETS))
+        ns_coeffs = _PRESETS[ns_coeffs]
 
     def matrices(numbers: DimensionNumbersTree) -> optax.GradientTransformation:
-        """The chain for matrices, in Optax's order, so that its state is Optax's."""
+        """The chain for these matrices, in Optax's order, so that its state is Optax's."""
         return optax.chain(
             scale_by_muon(
                 ns_coeffs,
@@ -147,14 +139,14 @@ def muon(
                 weight_dimension_numbers=numbers,
                 distribution=distribution,
             ),
+            # None multiplies by sqrt(max(1, fan_out / fan_in)), as in Optax.
             match_rms(consistent_rms, dimension_numbers=numbers),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    # The members check their settings.
-    with errors_of(call):
-        matrices(None)
+    # The chain is made here for the checks of its members alone, so that a mistake shows before `init`.
+    matrices(None)
     # All leaves without dimension numbers are AdamW's.
     adam = optax.adamw(
         adam_rate,
@@ -166,9 +158,16 @@ def muon(
         adam_weight_decay,
         nesterov=nesterov,
     )
-    return partition_by_route(call, matrices, adam, dimension_numbers)
+    # Optax's own choice makes a matrix of every leaf with two axes; None would let names decide.
+    dimension_numbers = (
+        _two_axes
+        if muon_weight_dimension_numbers is None
+        else muon_weight_dimension_numbers
+    )
+    return partition_by_route("optax_contrib.muon", matrices, adam, dimension_numbers)
 
 
+@errors_of("scale_by_muon")
 def scale_by_muon(
     ns_coeffs: Any = JORDAN[0],
     ns_steps: Any = 5,
@@ -189,9 +188,12 @@ def scale_by_muon(
 
     All other arguments are as in `optax.contrib.scale_by_muon`.
 
+    None for the dimension numbers says that every leaf is a matrix [fan_in, fan_out]; in a tree of them it leaves its
+    leaf as it is.
+
     Returns:
-      An `optax.GradientTransformation` whose state is Optax's own `MuonState`. Its coefficients are those that `init`
-      was given, and what a checkpoint says, as in Optax.
+      An `optax.GradientTransformation` whose state is Optax's own `MuonState`. `init` puts `ns_coeffs` into it, and
+      `update` takes them from it, as in Optax: a restored checkpoint keeps its coefficients.
 
     Raises:
       ValueError: As `muon`.
@@ -206,22 +208,18 @@ def scale_by_muon(
 
     Source: `optax.contrib.scale_by_muon`, Optax 0.2.8.
     """
-    with errors_of("scale_by_muon"):
-        check_range("beta", beta, "in [0, 1)", "; 0.95 is usual.")
-        check_rates(eps=eps)
-        if mu_dtype is not None:
-            given_dtype(
-                "mu_dtype",
-                mu_dtype,
-                (jnp.inexact,),
-                "a float type, such as jnp.bfloat16",
-            )
-        check_flag(nesterov=nesterov, adaptive=adaptive)
-        check_choice("preconditioning", preconditioning, get_args(_Preconditioning))
-        check_distribution(distribution)
-        check_range("ns_steps", ns_steps, "positive and finite", "; it counts steps.")
+    check_range("beta", beta, "in [0, 1)", "; 0.95 is usual.")
+    check_rates(eps=eps)
+    if mu_dtype is not None:
+        wanted = "a float type, such as jnp.bfloat16"
+        given_dtype("mu_dtype", mu_dtype, (jnp.inexact,), wanted)
+    check_flag(nesterov=nesterov, adaptive=adaptive)
+    check_choice("preconditioning", preconditioning, get_args(_Preconditioning))
+    check_distribution(distribution)
+    check_range("ns_steps", ns_steps, "positive and finite", "; it counts steps.")
 
-    # The state is Optax's own. It refuses coefficients of another shape than (3,) or (n, 3), and more rows than steps.
+    # Only `init` is taken: it makes Optax's own state, and refuses coefficients of another shape than (3,) or (n, 3),
+    # and more rows than steps.
     theirs = optax.contrib.scale_by_muon(ns_coeffs, ns_steps, mu_dtype=mu_dtype)
 
     @errors_of("scale_by_muon")
@@ -243,6 +241,7 @@ def scale_by_muon(
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
         # The coefficients come from the state, for a restored checkpoint may hold others than `ns_coeffs`.
+        # `map_matrices` adds the last argument, the policy.
         iteration = functools.partial(
             _iteration, state.ns_coeffs, ns_steps, preconditioning, eps
         )
@@ -250,11 +249,11 @@ def scale_by_muon(
             iteration, direction, weight_dimension_numbers, distribution
         )
         if adaptive:
-            # <X, Y> Y over all matrices of a leaf together, as in Optax
+            # <X, Y> Y with one number <X, Y> for all matrices of a leaf together, as in Optax
             polar_factors = jax.tree.map(
                 lambda x, y: jnp.sum(x.conj() * y) * y, direction, polar_factors
             )
-        # `update_moment` promotes to the gradient's dtype.
+        # `update_moment` promoted the mean to the gradient's dtype.
         mu = optax.tree.cast_like(mu, state.mu)
         return polar_factors, MuonState(count, mu, state.ns_coeffs)
 
@@ -279,7 +278,7 @@ def _iteration(
 
     Args:
       coefficients: A polynomial a, b, c for all steps [3], or one for each step [steps, 3]; an array of the state.
-      ns_steps: The number of steps; not used where each step has a row of its own.
+      ns_steps: The number of steps, which `optax.inject_hyperparams` traces; not used where each step has a row.
       preconditioning: What the rows are scaled by first (see `_row_factors`).
       eps: As in `_row_factors`.
       policy: Says whether the matrices are on a CPU.
@@ -287,34 +286,31 @@ def _iteration(
 
     def iterate(x: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
         """The nearly orthogonal matrix that Optax computes from X, m <= n."""
-        # The factors of each product are rounded to the leaf's dtype, as in Optax, but on a CPU, which has no units for
-        # half types. Sums, and Y from step to step, are in float32 or wider.
-        dtype = at_least_float32(x.dtype) if policy.is_cpu else x.dtype
-        # JAX's default precision, as in Optax
-        product = MatrixProduct(dtype.name, precision=None)
+        # Y is in `wide` from step to step, and so are the sums of a product. `product` rounds its factors to the leaf's
+        # dtype, as in Optax, but not on a CPU, which has no units for half types.
+        wide = at_least_float32(x.dtype)
+        factors_dtype = wide if policy.is_cpu else x.dtype
+        # `precision=None` is JAX's default precision, as in Optax.
+        product = MatrixProduct(factors_dtype.name, precision=None)
         symmetric_product = SymmetricProduct(policy.platform)
 
         def square(a: jax.Array) -> jax.Array:
-            """A A^H: at half the work on a CPU, elsewhere by a plain product, as in Optax."""
+            """A A^H: at half the work on a CPU, elsewhere by a plain product, with Optax's rounding."""
             return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a, a)
 
-        wide = x.astype(at_least_float32(x.dtype))
-        # A power of two does not round; without it Optax overflows at large scales.
-        scale = power_of_two_scale(wide)
-        y = scaled(wide, scale)
-        norm = jnp.sqrt(square_norm(y))
-        # The factors are one over a bound of the largest singular value, or with "aol" one for each row. With
-        # "frobenius" the norm is enough, and the compiler leaves out this Gram matrix. `eps` is added to the norm of X,
-        # so `_row_factors` needs to know how Y was scaled.
-        y = scaled(y, _row_factors(norm, square(y), preconditioning, eps, scale))
-        # One row serves all of `ns_steps`; of several each serves one step.
-        rows = jnp.atleast_2d(coefficients)
-        num_steps = ns_steps if coefficients.ndim == 1 else len(rows)
-        last = len(rows) - 1
+        # Y = scale X. Without it Optax overflows at large scales, and a power of two does not round.
+        y = x.astype(wide)
+        scale = power_of_two_scale(y)
+        y = scaled(y, scale)
+        # Only "frobenius" has no use for this Gram matrix: then the compiler leaves it out.
+        y = scaled(y, _row_factors(y, square(y), preconditioning, eps, scale))
+        # One polynomial serves all of `ns_steps`; of several rows each serves one step.
+        has_rows = coefficients.ndim == 2
+        num_steps = len(coefficients) if has_rows else ns_steps
 
         def step(i: jax.Array, y: jax.Array) -> jax.Array:
-            a, b, c = rows[jnp.minimum(i, last)]
-            # (a I + b A + c A^2) Y with A = Y Y^H, which is Hermitian: A^2 = A A^H
+            """(a I + b A + c A^2) Y with A = Y Y^H, which is Hermitian: A^2 = A A^H."""
+            a, b, c = coefficients[i] if has_rows else coefficients
             gram = square(y)
             return scaled(y, a) + product(scaled(gram, b) + scaled(square(gram), c), y)
 
@@ -324,25 +320,27 @@ def _iteration(
 
 
 def _row_factors(
-    norm: Float[Array, "*batch 1 1"],
+    y: Inexact[Array, "*batch m n"],
     gram: Inexact[Array, "*batch m m"],
     preconditioning: _Preconditioning,
     eps: jax.typing.ArrayLike,
     scale: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch _m 1"]:
-    """What Optax multiplies the rows of X by before its first step: one over a bound of the largest singular value.
+    """What the rows of Y are multiplied by before the first step: one over a bound of its largest singular value.
 
-    "aol" has a bound for each row.
+    One number for each matrix; with "aol" each row has its own. Optax does the same to the user's matrix X = Y / scale.
+    The results are equal, since numbers that Optax adds to a norm, or bounds it by, are scaled here.
 
     Args:
-      norm: |X|_F.
-      gram: A = X X^H.
+      y: Y = scale X.
+      gram: A = Y Y^H.
       preconditioning: Which bound.
-      eps: What Optax adds to the norm of the user's matrix, which is X / scale; so scale eps is added here.
-      scale: What the user's matrix was multiplied by.
+      eps: What Optax adds to the norm of X; so scale eps is added to the norm of Y.
+      scale: A number for each matrix.
     """
-    # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten", and takes 1e-8 for A, which has scale^2 here.
-    smallest = jnp.asarray(1e-8, scale.dtype) * scale * scale
+    # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten". They take 1e-8 at least for a norm of X X^H, and A is
+    # scale^2 X X^H.
+    smallest = 1e-8 * scale * scale
     if preconditioning == "aol":
         # D_i = (sum_j |A_ij|)^(-1/2), as D A D then has no eigenvalue above 1
         row_sums = jnp.sum(jnp.abs(gram), -1, keepdims=True)
@@ -350,7 +348,9 @@ def _row_factors(
     if preconditioning == "schatten":
         # |A|_F^(-1/2), as |A|_F is at least the largest eigenvalue of A
         return jax.lax.rsqrt(jnp.maximum(jnp.sqrt(square_norm(gram)), smallest))
+    # "frobenius": the square of |Y|_F
+    square = square_norm(y)
     if preconditioning == "spectral":
-        # The largest singular value itself
-        norm = jnp.sqrt(jnp.linalg.eigvalsh(gram)[..., -1:, None])
-    return 1 / (norm + jnp.asarray(eps, scale.dtype) * scale)
+        # The square of the largest singular value is the largest eigenvalue of A.
+        square = jnp.linalg.eigvalsh(gram)[..., -1:, None]
+    return 1 / (jnp.sqrt(square) + jnp.asarray(eps, scale.dtype) * scale)
