@@ -33,8 +33,8 @@ def test_paths():
         "n": nnx.State({"k": nnx.Param(jnp.ones(2))}),
     }
     assert list(flatten_paths(tree)) == ["b", "n/k", "t/0", "t/2"]
-    paths, leaves, treedef = flatten_with_names(tree)
-    assert len(paths) == len(leaves) == treedef.num_leaves
+    paths, leaves = flatten_with_names(tree)
+    assert len(paths) == len(leaves)
 
 
 @jax.tree_util.register_dataclass

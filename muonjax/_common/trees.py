@@ -1,6 +1,5 @@
 """Flatten parameter trees by path, broadcast prefix trees, and read the dtype of any leaf."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ def without_box(node: Any) -> Any:
     """What is in a box of Flax, such as a variable of `nnx.Optimizer`; any other node as it is."""
     if not is_boxed(node):
         return node
-    # Linen and NNX have other methods for it, but both are nodes with one child.
+    # Linen and NNX have different methods for it, but for JAX both are nodes with one child.
     (content,), _ = jax.tree_util.default_registry.flatten_one_level(node)
     return content
 
@@ -33,46 +32,42 @@ def names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
     NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read the same.
     """
-    # Boxes of Linen and variables of NNX are nodes whose one child is the attribute `value`.
+    # Boxes of Linen and variables of NNX are nodes whose one child is the attribute `value`. The path alone does not
+    # show whether there are others.
     is_in_box = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
     return _all_names(path[:-1] if is_in_box else path)
 
 
-def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
-    """Names of the path of each leaf, the leaves, and the structure. Masked leaves are kept, None has no leaf.
+def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
+    """The names on the path of each leaf, and the leaves, in the order of the tree. A masked leaf is one, None is not.
 
-    {"dense": {"kernel": x, "bias": y}} gives [("dense", "bias"), ("dense", "kernel")], [y, x] and the structure.
+    {"dense": {"kernel": x, "bias": y}} gives [("dense", "bias"), ("dense", "kernel")] and [y, x]. A key that is a tuple
+    is a path, as in Flax's `flatten_dict`. A box of Flax adds no name: an `nnx.Param` at "kernel" gives ("kernel",).
 
-    Two leaves never have the same "/"-joined names: {"a/b": x, "a": {"b": y}} is refused.
-
-    A box of Flax, such as an `nnx.Param`, adds no name: its one leaf `kernel.value` gives ("kernel",). An attribute
-    `value` next to others, such as the arrays `query`, `key` and `value` of an Equinox module, gives a name.
-
-    A key that is a tuple is a path, as in Flax's `flatten_dict`. An `nnx.FlatState` is refused.
+    Raises:
+      ValueError: Two leaves with the same "/"-joined names, as of {"a/b": x, "a": {"b": y}}.
+      TypeError: An `nnx.FlatState`, whose arrays have numbers for JAX, and no names.
     """
-    entries, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_masked)
-    # The arrays of an `nnx.FlatState` have numbers for JAX, and no names.
     if hasattr(tree, "paths"):
         raise TypeError(f"a {type(tree).__name__} has no names: give the nested state.")
-    keys = [path for path, _ in entries]
-    # How many leaves each node has directly: a box has one.
-    leaves_of_module = Counter(path[:-1] for path in keys)
-    paths = []
-    for path in keys:
-        # In a box `names` leaves out `value`; of a node with several leaves each key is a name.
-        may_be_box = leaves_of_module[path[:-1]] == 1
-        paths.append(names(path) if may_be_box else _all_names(path))
+    # Boxes are opened first, since `names` takes any attribute `value` for a box, also that of an Equinox module with
+    # the arrays `query`, `key` and `value`.
+    opened = jax.tree.map(
+        without_box, tree, is_leaf=lambda node: is_masked(node) or is_boxed(node)
+    )
+    entries = jax.tree.leaves_with_path(opened, is_leaf=is_masked)
+    paths = [_all_names(path) for path, _ in entries]
     # Names may have slashes, as Haiku's do.
     joined = ["/".join(path) for path in paths]
     if len({*joined}) < len(joined):
         name = max(joined, key=joined.count)
         raise ValueError(f"two leaves are both called {name!r}; rename one of them.")
-    return paths, [leaf for _, leaf in entries], treedef
+    return paths, [leaf for _, leaf in entries]
 
 
 def flatten_paths(tree: Any) -> dict[str, Any]:
     """Leaves by "/"-joined path, in the order of the tree; masked leaves are kept (see `flatten_with_names`)."""
-    paths, leaves, _ = flatten_with_names(tree)
+    paths, leaves = flatten_with_names(tree)
     return dict(zip(map("/".join, paths), leaves, strict=True))
 
 

@@ -131,7 +131,7 @@ def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
 
     `types` are the roles that modules show, by the path of the parameter.
     """
-    keys_of_leaves, leaves, _ = trees.flatten_with_names(arrays)
+    keys_of_leaves, leaves = trees.flatten_with_names(arrays)
     paths = list(map("/".join, keys_of_leaves))
     roles_by_path = roles.read_roles(paths)
     parameters = []
