@@ -21,7 +21,7 @@ from muonjax._common.arguments import (
     errors_of,
     whole_number,
 )
-from muonjax._common.linalg import at_least_float32
+from muonjax._common.linalg import at_least_float32, common_dtype
 from muonjax._common.trees import names
 
 if TYPE_CHECKING:
@@ -132,13 +132,14 @@ def adapted_kernel(
 
     The arguments may be stacks of layers along leading axes; then the scale has one number for each layer.
     """
-    # [m, r], [r, n], [m, r], [r, n] for a kernel of m n entries, such as (3, 3, 6, 4) with m = 54 and n = 4
+    # [m, r], [r, n], [m, r], [r, n] for a kernel of m n entries: for (3, 3, 6, 4), m = 54 and n = 4
     w1a, w1b, w2a, w2b = factors
-    dtype = at_least_float32(common_dtype(kernel, *factors))
+    # A layer in half precision may hold its factors in float32.
+    dtype = at_least_float32(kernel, *factors)
     product = functools.partial(
         jnp.matmul, precision=precision, preferred_element_type=dtype
     )
-    # ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
+    # ΔW = scale · (w1a · w1b) ∘ (w2a · w2b), [m, n]; of a stack of layers, a scale [layers] times [layers, m, n]
     first = product(w1a, w1b)
     second = product(w2a, w2b)
     delta = jnp.asarray(scale)[..., None, None].astype(dtype) * first * second
@@ -146,31 +147,15 @@ def adapted_kernel(
     return adapted.astype(kernel.dtype)
 
 
-def common_dtype(*arrays: jax.Array) -> jnp.dtype:
-    """The dtype that the arrays promote to, whatever `jax_numpy_dtype_promotion` says.
-
-    A layer in half precision may hold its factors in float32, so promotion is part of what these functions do.
-    """
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*arrays)
-
-
 def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
-    """Raises unless the shapes of x, w and the factors fit each other."""
-    # A shape that does not fit could broadcast.
-    w1a, w1b, w2a, w2b = (factor.shape for factor in factors)
-    are_matrices = len(w1a) == len(w1b) == 2 and 0 not in w1a + w1b
-    are_pairs = (w2a, w2b) == (w1a, w1b)
-    if not (are_matrices and are_pairs and w1a[1] == w1b[0]):
+    """Raises unless x is [..., m], w is [m, n], and the factors are [m, r], [r, n], [m, r], [r, n]."""
+    shapes = [array.shape for array in (w, *factors)]
+    # Each is a tuple of one number. Another shape than these could broadcast.
+    m, n, r = x.shape[-1:], w.shape[-1:], factors[0].shape[-1:]
+    if shapes != [m + n, m + r, r + n, m + r, r + n] or 0 in (*w.shape, *r):
         raise ValueError(
-            "the factors must be w1a and w2a [m, r], w1b and w2b [r, n], none of them empty, "
-            f"got {w1a}, {w1b}, {w2a}, {w2b}; are w1a and w1b exchanged? Use jax.vmap for a stack."
-        )
-    # From here on the factors fit each other.
-    m, n = w1a[0], w1b[1]
-    if w.shape != (m, n) or x.shape[-1:] != (m,):
-        raise ValueError(
-            f"the factors need x [..., {m}] and w {m, n}, got {x.shape} and {w.shape}."
+            "needs x [..., m], w [m, n], w1a and w2a [m, r], w1b and w2b [r, n], none of them empty; got x "
+            f"{x.shape}, w and factors {shapes}. Are w1a and w1b exchanged? Use jax.vmap for a stack."
         )
 
 

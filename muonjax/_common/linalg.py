@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,13 +57,18 @@ class MatrixProduct(NamedTuple):
         )
 
 
-def at_least_float32(*dtypes: Any) -> jnp.dtype:
-    """The dtype that holds all of these and float32, also where JAX promotes nothing by itself.
+def common_dtype(*arrays: Any) -> jnp.dtype:
+    """The dtype that holds all of these arrays or dtypes, also where `jax_numpy_dtype_promotion` is "strict"."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*arrays)
+
+
+def at_least_float32(*arrays: Any) -> jnp.dtype:
+    """The dtype that holds all of these arrays or dtypes and float32.
 
     bfloat16 gives float32, bfloat16 and complex64 give complex64, float64 stays.
     """
-    with jax.numpy_dtype_promotion("standard"):
-        return functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
+    return common_dtype(jnp.float32, *arrays)
 
 
 def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:
@@ -112,16 +116,17 @@ def hermitian_part(a: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m 
 def identity_like(
     a: Shaped[Array, "*batch k k"], as_constant: bool = False
 ) -> Shaped[Array, "*#batch k k"]:
-    """I in the dtype of A, with an axis of one entry for each of its batch axes.
+    """I in the dtype of A: [1, 1, k, k] for an A [8, 3, k, k].
 
-    `jax_numpy_rank_promotion="raise"` asks for those. With `as_constant` the program contains the numbers of a small
-    one: XLA's CPU compiler would unroll the comparison of rows and columns, which takes longer to compile than all
-    else in a small iteration. Leave it False where `jax.jvp` goes through a `shard_map`, which refuses such a constant.
+    With `as_constant` the program contains the numbers of a small one: XLA's CPU compiler would unroll the comparison
+    of rows and columns, which takes longer to compile than all else in a small iteration. Leave it False where
+    `jax.jvp` goes through a `shard_map`, which refuses such a constant.
     """
     k = a.shape[-1]
-    # NumPy's matrix is a constant of the program.
+    # NumPy's matrix is a constant of the program, and `jnp.eye` compares.
     library = np if as_constant and k <= _LARGEST_CONSTANT else jnp
     identity = library.eye(k, dtype=a.dtype)
+    # Arrays of equal rank, as `jax_numpy_rank_promotion="raise"` asks for
     batch_axes = tuple(range(a.ndim - 2))
     return jnp.expand_dims(identity, batch_axes)
 
@@ -152,15 +157,16 @@ def square_of_any_size(
       x: Matrices [*batch, m, n] in float32 or wider.
       sum_of_squares: The sum, or the mean, of the squares of the entries: [*batch, m, n] -> [*batch, 1, 1].
     """
-    # XLA would make c^2 sum(x^2) of sum((c x)^2), and c^2 = 2^168 is too large for float32. The barrier hides c.
+    # The barrier hides that these are constants: XLA would make c^2 sum(x^2) of sum((c x)^2), and c^2 = 2^168 is too
+    # large for float32.
     scales = jnp.float32(2.0**-84), jnp.float32(2.0**84)
     lowering, lifting = jax.lax.optimization_barrier(scales)
     square = sum_of_squares(x)
     square_of_lowered = sum_of_squares(scaled(x, lowering))
     square_of_lifted = sum_of_squares(scaled(x, lifting))
     # The sum of x itself counts between 2^-84 and 2^84. It is 0 after an underflow and infinite after an overflow.
-    is_small = square < lowering.astype(square.dtype)
-    is_large = square > lifting.astype(square.dtype)
+    is_small = square < 2.0**-84
+    is_large = square > 2.0**84
     c = jnp.where(is_small, lifting, jnp.where(is_large, lowering, 1.0))
     square = jnp.where(
         is_small, square_of_lifted, jnp.where(is_large, square_of_lowered, square)

@@ -201,9 +201,9 @@ W = jnp.ones((6, 4))
         ((X, W, A, A, A, B), "exchanged"),
         ((X, W, A, B, A, B[:, :3]), "exchanged"),
         ((X, W, A[:, :0], B[:0], A[:, :0], B[:0]), "none of them empty"),
-        ((X[:, :5], W, A, B, A, B), r"need x \[..., 6\]"),
+        ((X[:, :5], W, A, B, A, B), r"needs x \[..., m\].*got x \(3, 5\)"),
         ((X, W, A[None], B[None], A[None], B[None]), "jax.vmap"),
-        ((X, X, A, B, A, B), r"w \(6, 4\), got \(3, 6\) and \(3, 6\)"),
+        ((X, X, A, B, A, B), r"w and factors \[\(3, 6\), \(6, 2\)"),
     ],
 )
 def test_bad_input_is_named(arguments, message):
