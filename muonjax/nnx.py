@@ -41,10 +41,10 @@ class LoHa(nnx.Module):
     def __init__(self, layer: Layer, rank: int, scale: float, rngs: nnx.Rngs):
         self.scale = scale
         _check_layer(layer)
-        # lax.dot_general, lax.conv_general_dilated or the user's own; an `nnx.LinearGeneral` may have None.
+        # What the adapter replaces: lax.dot_general, lax.conv_general_dilated, a function of the user's, or None.
         self.replaced = getattr(layer, _product_attribute(layer))
         kernel = layer.kernel
-        # By name: [in, rank] and [rank, out], twice
+        # By the names of FACTORS: [in, rank], [rank, out], [in, rank], [rank, out]
         shapes = shared.factor_shapes(kernel.shape, _num_input_axes(layer), rank)
         keys = jax.random.split(rngs.params(), len(shapes))
         for (name, shape), key in zip(shapes.items(), keys, strict=True):
@@ -57,7 +57,7 @@ class LoHa(nnx.Module):
 
     def __call__(self, lhs, rhs, *args, **settings):
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        # Without one an `nnx.LinearGeneral` calls lax.dot_general.
+        # An `nnx.LinearGeneral` whose `dot_general` was None called lax.dot_general.
         return shared.multiply(
             self.replaced or lax.dot_general,
             lhs,
@@ -149,13 +149,13 @@ def merge(model: nnx.Module) -> None:
     """
     has_adapter = False
     for _, layer in _layers(model):
-        # An adapter is in the place of the layer's `dot_general` or `conv_general_dilated`.
+        # "dot_general" or, of a convolution, "conv_general_dilated": an adapter stands there in place of the function.
         attribute = _product_attribute(layer)
         adapter = getattr(layer, attribute)
         if not isinstance(adapter, LoHa):
             continue
         has_adapter = True
-        # In place: the variable belongs to the layer, and an optimizer may refer to it.
+        # A new value of the same variable, since an optimizer may refer to it.
         kernel = layer.kernel
         kernel[...] = shared.adapted_kernel(
             kernel[...], adapter.factors(), adapter.scale
@@ -217,15 +217,17 @@ def parameters_of(model: nnx.Module) -> Any:
 def as_function_of_parameters(
     fun: Callable[..., Any], model: nnx.Module, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """`fun(model, *args)` as a function of (parameters, other state, *args), and these arguments."""
+    """`fun(model, *args)` as a function of arrays: (the function, parameters, (other state, *args)).
+
+    The function is called with the parameters, the other state and `args`.
+    """
     # `state` has what does not train, such as running means and counts of random numbers.
     structure, params, state = nnx.split(model, nnx.Param, ...)
 
     def of_parameters(params, state, *args, **kwargs):
-        # A copy, so that a loss that updates running means changes no variable of the caller's.
+        """`fun` of a copy of the model, so that a loss that updates running means leaves the caller's model alone."""
         return fun(nnx.merge(structure, params, state, copy=True), *args, **kwargs)
 
-    of_parameters.__name__ = getattr(fun, "__name__", "loss")
     return of_parameters, params, (state, *args)
 
 
@@ -253,7 +255,7 @@ def value_and_grad_of_model(
         """(loss, max_logits), or (loss, (aux, max_logits)) where `fun` has aux, from (model, *args, kwargs)."""
         # The largest logits are found in a program of the model's parameters, whose paths name the attentions. `params`
         # has them at {0: ...}, the model's place among the arguments. `others` has all else: running means, random
-        # numbers, the arrays of a batch. Arguments may share variables, so they are split together.
+        # numbers, the arrays of a batch. Arguments may share variables, so they are split together, and not one by one.
         structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
 
         def of_parameters(params_of_model, others):
@@ -266,10 +268,10 @@ def value_and_grad_of_model(
             loss, aux = result if has_aux else (result, None)
             return loss, (aux, nnx.state(merged, nnx.Variable))
 
-        # Errors name the caller's function.
+        # Errors of `with_max_logits` name the caller's function.
         of_parameters.__name__ = getattr(fun, "__name__", "loss")
         with_maxima = with_max_logits(of_parameters, argnums=0, has_aux=True)
-        # A model without parameters has no entry.
+        # `params` of a model without parameters is empty.
         loss, ((aux, variables), max_logits) = with_maxima(params.get(0, {}), others)
         # `fun` may have changed running means or counts of random numbers: the caller's variables get them.
         nnx.update(given, variables)

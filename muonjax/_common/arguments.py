@@ -45,7 +45,7 @@ def check_range(
       why: Ends the message of a number out of it.
       schedule: Whether a schedule may be given.
     """
-    # The values of a schedule are known only in training.
+    # What a schedule returns is known only in training.
     if schedule and callable(value):
         return
     if not _is_real(value):
@@ -101,10 +101,11 @@ WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
 def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
-    """`value` as a dtype, one of `kinds`, for which `wanted` has the words. An array, which has a dtype, is refused."""
+    """`value` as a dtype; raises TypeError unless it is of one of these `kinds`, which `wanted` says in words."""
+    # `jnp.dtype` would take the dtype of an array, and float64 for None. Neither is a dtype.
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
-    # NumPy takes None for float64.
     if not is_array and value is not None:
+        # `jnp.dtype` raises for what is no dtype.
         with contextlib.suppress(TypeError):
             dtype = jnp.dtype(value)
             if any(jnp.issubdtype(dtype, kind) for kind in kinds):
@@ -162,7 +163,10 @@ def mesh_axes(name: str, value: Any) -> tuple[str, ...]:
 
 
 def fitted_mask(name: str, mask: Any) -> Any:
-    """A mask of leaves after its check; a tree becomes a function that raises where it does not fit the parameters."""
+    """The mask for Optax: a tree becomes a function that returns it, and raises where it does not fit the parameters.
+
+    None and a function stay.
+    """
     # Optax calls a function with the parameters, and takes what it returns.
     if mask is None or callable(mask):
         return mask
@@ -174,6 +178,7 @@ def fitted_mask(name: str, mask: Any) -> Any:
             )
 
     def fitted(params: Any) -> Any:
+        """The mask, after its check against the parameters, which are known only now."""
         try:
             # This raises unless the mask is a prefix of the parameters' tree.
             jax.tree.map(lambda *_: None, mask, params)
@@ -251,22 +256,21 @@ def errors_of(call: str) -> Iterator[None]:
     A message that begins with "(", ":" or a space continues the name, as "(decay=2) must be in [0, 1)" does. Calls may
     be nested; the error names only the outermost, which is the one that the user wrote. A `call` that begins with "("
     is an argument of it: "(rules=...)" inside of "dimension_numbers" gives "dimension_numbers(rules=...): ...".
+    Also a decorator: `@errors_of("muon")`.
     """
     try:
         yield
     except (TypeError, ValueError) as error:
         # A subclass, such as UnicodeError, may have other arguments than a message.
         if type(error) in (TypeError, ValueError):
-            # "(decay=2) must be in [0, 1)" is kept in the error where `trace` puts its name before it, so that `muon`
-            # around `trace` can put its own there instead.
-            fields = vars(error)
-            message = fields.setdefault("message", str(error))
+            # The message without the name of a call. `trace` inside of `muon` keeps "(decay=2) must be in [0, 1)" in
+            # the error and raises "trace(decay=2) ..."; then `muon` puts its own name before what was kept.
+            message = getattr(error, "message", str(error))
             separator = "" if message.startswith(("(", ":", " ")) else ": "
             named = f"{call}{separator}{message}"
-            # An argument is a part of the message that all outer calls keep.
-            if call.startswith("("):
-                fields["message"] = named
             error.args = (named,)
+            # An argument is a part of the message, which all outer calls keep.
+            vars(error)["message"] = named if call.startswith("(") else message
         raise
 
 
@@ -276,7 +280,7 @@ _LIBRARIES = {
 
 
 def warn_user(message: str) -> None:
-    """Warn, with the file and line of the innermost frame that is the user's: of none of `_LIBRARIES`."""
+    """Warn, with the file and line of the innermost frame that is in none of `_LIBRARIES`, so it is the user's."""
     # `warnings` counts frames from here on: 1 is this function, 2 its caller.
     frame = sys._getframe(1)
     level = 2
@@ -296,7 +300,7 @@ warn_once = functools.cache(warn_user)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The name here, or advice, and what it is called in optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and
+# A name here, or advice, and what it is called in optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and
 # MaxText: their `beta` or `momentum` is `decay` here.
 _NAMES_ELSEWHERE = {
     "learning_rate": "lr",
@@ -324,21 +328,23 @@ def explains_keywords(
     """A decorator: errors begin with the call's name, the whole signature is shown, an unknown keyword is explained.
 
     Args:
-      name: The call's, in errors.
+      name: The call's name in errors.
       sources: Functions that the keywords in `**settings: Unpack[TypedDict]` come from, with their defaults; the first
         that has one counts.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        """The function with these errors and this signature."""
         signature = _full_signature(function, sources)
 
         # Python passes `self` of a method such as `NewtonSchulz.__init__`, and a user does not see it.
         known = [key for key in signature.parameters if key != "self"]
 
-        # Python's own errors would name an inner function. `wraps` keeps the docstring.
         @functools.wraps(function)
         @errors_of(name)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            """`function`, after its arguments are checked; Python's own errors would name an inner function."""
+            # `bind` would not say what an unknown keyword is called here.
             for keyword in kwargs:
                 if keyword not in known:
                     raise TypeError(
@@ -350,7 +356,7 @@ def explains_keywords(
                 raise TypeError(f": {error}; it takes {', '.join(known)}.") from None
             return function(*args, **kwargs)
 
-        # `help` and editors read it here.
+        # `help` and editors read the signature here.
         public: Any = checked
         public.__signature__ = signature
         return checked
@@ -361,7 +367,7 @@ def explains_keywords(
 def _full_signature(
     function: Callable[..., Any], sources: Sequence[Callable[..., Any]]
 ) -> inspect.Signature:
-    """The signature with keywords of `sources` in place of `**settings`.
+    """The signature with keywords of `sources` in place of `**settings`; without `**settings` the signature as it is.
 
     `muon(learning_rate, *, rms=0.2, **settings: Unpack[MatrixSettings])` gets `decay=0.95` and all other keys of
     `MatrixSettings`, with the defaults that they have in `sources`.
@@ -374,9 +380,9 @@ def _full_signature(
     # Where two sources have one keyword, the first counts, so it is written last.
     for source in reversed(sources):
         keywords.update(inspect.signature(source).parameters)
-    # The annotation is Unpack[group].
+    # MatrixSettings of the annotation Unpack[MatrixSettings]
     (group,) = settings.annotation.__args__
-    # A source may take the same argument by position, as `optax.adamw` does.
+    # A source may also take the argument by position, as `optax.adamw` does.
     for key in group.__annotations__:
         parameters.append(keywords[key].replace(kind=inspect.Parameter.KEYWORD_ONLY))
     return signature.replace(parameters=parameters)
@@ -387,14 +393,13 @@ def _meant(keyword: str, known: Sequence[str]) -> str:
 
     "beta" gives ": in muonjax it is decay", and "weight_decy" gives ". Did you mean weight_decay".
     """
-    # Only optimizers have counterparts in other libraries.
-    is_optimizer = "learning_rate" in known
     # optax.contrib.muon has settings of AdamW, such as adam_b1. Each has the answer of `b2`: a setting of `adam`.
     synonym = "b2" if keyword.startswith("adam_") else keyword
     for here, elsewhere in _NAMES_ELSEWHERE.items():
-        # A name counts where this call has it, as `weight_decay` in muon and not in muonh; a sentence always does.
+        # A name counts where this call has it, as `weight_decay` in muon and not in muonh. What is no name, such as
+        # "adam=optax.adamw(...) with this setting", counts always.
         counts = here in known or not here.isidentifier()
-        if is_optimizer and counts and synonym in elsewhere.split():
+        if counts and synonym in elsewhere.split():
             return f": in muonjax it is {here}"
     # Otherwise it is perhaps a mistyped name of these.
     similar = difflib.get_close_matches(keyword, known, 1)

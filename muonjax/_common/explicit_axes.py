@@ -28,7 +28,7 @@ def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:
 
 
 def whole_along(
-    x: Shaped[Array, "*x"], axis: int, step: int | None = None
+    x: Shaped[Array, "*x"], axis: int, step: int | None
 ) -> Shaped[Array, "*x"]:
     """x, gathered along `axis` so that it can be cut there; as it is where its mesh has no explicit axis types.
 
@@ -37,8 +37,8 @@ def whole_along(
     Args:
       x: An array, such as a kernel of queries, keys and values with all their columns on one axis.
       axis: The axis that the caller cuts.
-      step: If given, the caller cuts at multiples of it. Where the shards can share `step` entries equally, x is not
-        gathered: on 4 devices, parts of 16 and 8 entries with the step 8 stay sharded, and 18 and 6 are gathered.
+      step: The caller cuts at multiples of it. Where the shards can share `step` entries equally, x is not gathered: on
+        4 devices, parts of 16 and 8 entries with the step 8 stay sharded, and 18 and 6 are gathered. None: gathered.
     """
     if not is_explicit(x):
         return x
@@ -60,9 +60,10 @@ def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"
     Args:
       x: An array.
       axes: For a new array in which these axes of x, counted from 0, have size 1: (0,) for an x [64, 32] gives zeros
-        [1, 32] on a mesh, sharded as x is along the axis of 32. None: a scalar.
+        [1, 32], sharded as x is along the axis of 32. None: a scalar. Without such a mesh the zero is always a scalar,
+        which broadcasts in the sum.
     """
     if isinstance(x, jax.Array) and is_explicit(x):
-        # A sum over x, and not over zeros_like(x), for which `jit` would forget the mesh. `isnan` is finite for all x.
+        # A sum over what depends on x, since `jit` forgets the mesh of zeros_like(x). 0 · x itself could be NaN.
         return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
     return jnp.zeros([], int)

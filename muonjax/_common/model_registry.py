@@ -33,11 +33,12 @@ def parameters_of(tree: Any) -> Any:
 def as_function_of_parameters(
     fun: Callable[..., Any], params: Any, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """A function of a model, as one of its parameters, and its arguments; for a tree, what was given.
+    """A function of a model as one of its parameters: (function, params, args) to call as `function(params, *args)`.
 
-    For a model, `loss(model, batch)` becomes a function of (parameters, other state, batch). The three results are this
-    function, the parameters, and (other state, batch).
+    For a model, `loss(model, batch)` gives a function of (parameters, other state, batch), the parameters, and
+    (other state, batch). For a tree, the three are what was given.
     """
+    # `muonjax.nnx`, or None for a tree
     functions = functions_for(params)
     if functions is None:
         return fun, params, args
