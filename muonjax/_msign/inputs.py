@@ -62,7 +62,7 @@ def normalized(
     # The square of an entry beyond 1e19 would overflow, so x becomes about 1 first, without rounding.
     x = x * power_of_two_scale(x)
     square = square_norm(x)
-    # A root's derivative at 0 would make NaN even where `where` does not choose the root, so `or_one` puts 1 there. A NaN
-    # in x is not 0, and stays.
+    # A root's derivative at 0 would make NaN even where `where` does not choose the root, so `or_one` puts 1 there. A
+    # NaN in x is not 0, and stays.
     inverse_norm = jnp.where(square == 0, 0.0, lax.rsqrt(or_one(square)))
     return x * inverse_norm
