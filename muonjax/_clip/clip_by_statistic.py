@@ -17,6 +17,7 @@ from muonjax._common.arguments import (
     errors_of,
     mesh_axes,
     message_for_other_state,
+    require_params,
     shown,
     warn_user,
     whole_number,
@@ -106,14 +107,25 @@ class ClipByStatistic:
         # Optax finds the parts of a state that mirror the parameters by calling `init` with a placeholder that has no
         # leaves. One array in place of each dictionary tells Optax that no part of this state does.
         if not jax.tree.leaves(params, is_leaf=is_masked):
-            no_dicts: Any = [jnp.zeros([])] * 4
-            return QKClipState(jnp.zeros([], jnp.int32), *no_dicts)
+            no_dicts: Any = [jnp.zeros([])] * 5
+            return QKClipState(*no_dicts)
         with errors_of(self.call):
             modules = Modules(params)
             sites, _ = self.find(modules)
         # One warning for each optimizer: `update` is traced more than once.
         self._warn_of_low_precision(sites, modules)
-        return first_state(sites, modules)
+        # No maxima, and no head scaled.
+        state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
+        for site in sites:
+            # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
+            zero = zero_beside(modules.leaves[site.scales[0].leaf])
+            zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
+            # Each field gets an array of its own, because a buffer that is in two places can't be donated.
+            state.running_max[site.name] = zeros - jnp.inf
+            state.maxima[site.name] = zeros - jnp.inf
+            state.factors[site.name] = zeros + 1.0
+            state.clips[site.name] = zeros.astype(jnp.int32)
+        return state
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -125,30 +137,43 @@ class ClipByStatistic:
             # The state of another optimizer lacks this field, and so does a dictionary from a checkpoint.
             if not hasattr(state, "factors"):
                 raise ValueError(message_for_other_state(state))
-            usage = f"tx.update(grads, state, params, {self.argument}={self.argument})"
-            if params is None:
-                raise ValueError(f"update needs params: call {usage}.")
+            require_params(params)
             if statistics is None:
                 # "update needs max_logits (muonjax.linen.TrainState passes it on): ... tx.update(...)."
-                raise ValueError(f"update needs {self.argument}{self.source}{usage}.")
-            # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes
-            # are static, so this is done while tracing. `not_trained` names the statistics of a program's attentions
-            # with frozen parameters, which are ignored.
+                raise ValueError(
+                    f"update needs {self.argument}{self.source}"
+                    f"tx.update(grads, state, params, {self.argument}={self.argument})."
+                )
             modules = Modules(params)
-            sites, not_trained = self.find(modules)
-            self._check_state(state, sites)
-            maxima = match_statistics(self.argument, statistics, sites, not_trained)
-            if self.axis_name:
-                # Replicas that clip by their own maxima would diverge.
-                maxima = jax.lax.pmax(maxima, self.axis_name)
-            # The state keeps the maxima since the last clip. γ of a head is 1 unless this is a k-th update and its
-            # maximum is above the threshold.
-            state, gammas = self.gammas_of_update(state, maxima)
-            factors = parameter_factors(sites, gammas)
+            state, factors = self.state_and_factors(state, modules, statistics)
             # u' with p + u' = factor · (p + u)
             return scaled_leaves(updates, modules.leaves, factors), state
 
-    def gammas_of_update(
+    def state_and_factors(
+        self, state: QKClipState, modules: Modules, statistics: Any
+    ) -> tuple[QKClipState, ByPath]:
+        """The state after an update, and what each parameter is multiplied by, as `_parameter_factors` says.
+
+        Args:
+          state: The state before the update.
+          modules: The parameters.
+          statistics: What the user gave, unchecked: the largest logit of each head, by the name of the module.
+        """
+        # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes are
+        # static, so this is done while tracing. `not_trained` names the statistics of a program's attentions with
+        # frozen parameters, which are ignored.
+        sites, not_trained = self.find(modules)
+        self._check_state(state, sites)
+        maxima = match_statistics(self.argument, statistics, sites, not_trained)
+        if self.axis_name:
+            # Replicas that clip by their own maxima would diverge.
+            maxima = jax.lax.pmax(maxima, self.axis_name)
+        # The state keeps the maxima since the last clip. γ of a head is 1 unless this is a k-th update and its maximum
+        # is above the threshold.
+        state, gammas = self._gammas_of_update(state, maxima)
+        return state, _parameter_factors(sites, gammas)
+
+    def _gammas_of_update(
         self, state: QKClipState, maxima: ByPath
     ) -> tuple[QKClipState, ByPath]:
         """The state after this update, and what the update clips by.
@@ -212,21 +237,6 @@ class ClipByStatistic:
                     return
 
 
-def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
-    """The state before the first update: no maxima, and no head scaled."""
-    state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
-    for site in sites:
-        # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
-        zero = zero_beside(modules.leaves[site.scales[0].leaf])
-        zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
-        # Each field gets an array of its own, because a buffer that is in two places can't be donated.
-        state.running_max[site.name] = zeros - jnp.inf
-        state.maxima[site.name] = zeros - jnp.inf
-        state.factors[site.name] = zeros + 1.0
-        state.clips[site.name] = zeros.astype(jnp.int32)
-    return state
-
-
 def clip_factor(
     signal: Float[Array, "*layers entries"], threshold: Any
 ) -> Float[Array, "*layers entries"]:
@@ -246,7 +256,7 @@ def clip_factor(
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
-def parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
+def _parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
     """What each parameter is multiplied by, in a shape that broadcasts to the parameter.
 
     With γ = [1, 0.25] for two heads and the power 1/2, a kernel "attention/query/kernel" of shape [d, 2, head_dim] gets
@@ -259,15 +269,15 @@ def parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
     factors: ByPath = {}
     for site in sites:
         for scale in site.scales:
-            # A key that several query heads share stays as it is.
+            # A key that several query heads share has power 0, and stays as it is.
             power = scale.scale.power
             if power == 0:
                 continue
             gamma = gammas[site.name]
-            # The square root is exact, and faster than a general power.
+            # The square root is rounded correctly, and faster than a general power.
             root = jnp.sqrt(gamma) if power == 0.5 else gamma**power
-            # All features of a head have one factor, [*layers, heads, 1]; what is not scaled has 1.
-            factor = scale.spread(root[..., None], otherwise=1.0)
+            # What is not scaled has 1.
+            factor = scale.spread(root, otherwise=1.0)
             # A kernel may have two scales, as the query and the rotary features of latent attention. Each is 1 on the
             # features of the other, so their product is the factor of the kernel.
             factors[scale.leaf] = factors.get(scale.leaf, 1.0) * factor

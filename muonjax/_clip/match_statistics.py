@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -17,52 +17,56 @@ if TYPE_CHECKING:
 
 
 def match_statistics(
-    argument: str, given: Any, sites: Sequence[PlacedSite], ignored: Collection[str]
+    argument: str, given: Any, sites: Sequence[PlacedSite], ignored: set[str]
 ) -> dict[str, Float32[Array, "*layers entries"]]:
-    """The statistic of each module, [*layers, heads], by its name, with -inf in place of NaN and infinities.
+    """The statistic of each site, by its name, with -inf in place of NaN and infinities.
 
-    Raises unless the dictionary has one statistic of the right shape for each module, and no others.
+    It has an axis for each axis of layers, and one of entries, which are the heads of an attention.
+
+    Raises unless the dictionary has one statistic of the right shape for each site, and no others.
 
     Args:
       argument: What `update` calls the statistics, for errors.
-      given: The dictionary, such as {"decoder/attention": [*layers, heads]}.
-      sites: The modules that are clipped.
-      ignored: Keys that may be in the dictionary without a module.
+      given: The dictionary, such as {"decoder/attention": [*layers, entries]}.
+      sites: What is clipped. The `name` of each is its key: the path of its module, perhaps with its signal.
+      ignored: Keys that may be in the dictionary without a site.
     """
     form = f"{argument} is a dict {{module path: array [*layers, heads]}}, such as muonjax.value_and_grad returns."
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument}={type(given).__name__}: {form}")
     # Statistics are looked up by the same text as the state, whatever type their keys have.
     statistics = {str(path): value for path, value in given.items()}
-    by_name = {site.name: site for site in sites}
-    # A statistic without a site is a mistake too: its attention would go unclipped.
-    missing = [name for name in by_name if name not in statistics]
-    # The attention of a program whose parameters do not train is measured, and not clipped.
-    unclaimed = statistics.keys() - by_name.keys() - set(ignored)
+    names = [site.name for site in sites]
+    missing = [name for name in names if name not in statistics]
+    # A statistic without a site is a mistake too: its attention would go unclipped. `ignored` are the attentions of a
+    # program whose parameters do not train: they are measured, and not clipped.
+    unclaimed = statistics.keys() - names - ignored
     if missing or unclaimed:
         raise ValueError(
             f"{argument} and the sites do not fit: sites without statistics [{listed(missing, ', ')}], statistics "
             f"without a site [{listed(sorted(unclaimed), ', ')}]. {form}"
         )
+    # Each is checked, and gets -inf for what is not finite.
     return {
-        name: _statistic_of(f"{argument} of {name!r}", statistics[name], site)
-        for name, site in by_name.items()
+        site.name: _finite_statistic(argument, statistics[site.name], site)
+        for site in sites
     }
 
 
-def _statistic_of(
-    what: str, value: Any, site: PlacedSite
+def _finite_statistic(
+    argument: str, value: Any, site: PlacedSite
 ) -> Float32[Array, "*layers entries"]:
-    """The statistic of a module, [*layers, entries], where what is not finite is -inf.
+    """The statistic of a site, [*layers, entries], where what is not finite is -inf; raises if it is not such an array.
 
     Axes of one entry may be missing: a program does not record a scan of length one as a loop, so its statistic has no
     axis of layers, and a signal with one number for each layer may come without an axis of entries.
 
     Args:
-      what: Names the statistic in errors.
-      value: The statistic.
-      site: The module, whose parameters say how many layers and entries there are.
+      argument: What `update` calls the statistics, for errors.
+      value: The statistic, as the user gave it.
+      site: Its parameters say how many layers and entries there are.
     """
+    what = f"{argument} of {site.name!r}"
     dtype = getattr(value, "dtype", type(value))
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     if is_complex or not jnp.issubdtype(dtype, jnp.number):

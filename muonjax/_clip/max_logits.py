@@ -151,18 +151,19 @@ def _visible_blocks(
     """[blocks, 2]: the first query i and the first key j of each block that has a visible pair.
 
     Query i sees keys i - left … i + right. The blocks are known while tracing, so that one without a visible pair costs
-    nothing. The first block always has one: query 0 sees key 0. `block_q` <= T and `block_k` <= S.
+    nothing; the caller hides those pairs of a block that are not visible. There is at least one block to take a maximum
+    of, as query 0 sees key 0. `block_q` <= T and `block_k` <= S.
 
-    >>> _visible_blocks(T=4, S=4, block_q=2, block_k=2, left=4, right=0).tolist()  # causal
+    >>> _visible_blocks(T=4, S=4, block_q=2, block_k=2, left=4, right=0).tolist()  # causal, no limit to the left
     [[0, 0], [2, 0], [2, 2]]
     """
     # A last block that would end after T starts earlier. Pairs in two blocks do not change a maximum.
     i = np.minimum(np.arange(0, T, block_q), T - block_q)[:, None]
     j = np.minimum(np.arange(0, S, block_k), S - block_k)
-    # The keys of a block are at least j - last_i ahead of its queries, and i - last_j behind.
+    # In a block, key minus query goes from j - last_i to last_j - i. A pair is visible if this meets -left ... right.
     last_i = i + block_q - 1
     last_j = j + block_k - 1
-    is_visible = (j - last_i <= right) & (i - last_j <= left)
+    is_visible = (j - last_i <= right) & (last_j - i >= -left)
     starts = np.stack(np.broadcast_arrays(i, j), -1)
     return starts[is_visible].astype(np.int32)
 

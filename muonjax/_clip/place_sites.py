@@ -63,22 +63,25 @@ def place_sites(
     attentions: dict[str, PlacedSite] = {}
     not_trained: set[str] = set()
     for site in sites:
-        if site.exact:
-            # An exact site is one attention of a program. If it is frozen, a parameter of it is missing or masked here.
-            paths = [below(site.path, scale.path) for scale in site.scales]
-            if not all(modules.is_trained(path) for path in paths):
-                not_trained.add(_name_of(site.path, site.signal))
-                continue
         # A site by hand is a pattern. If it finds no parameters, that is a mistake, and `_matched` or
-        # `_placed_site` raises.
-        for path in [site.path] if site.exact else _matched(site, modules):
-            name = _name_of(path, site.signal)
+        # `_placed_scales` raises.
+        paths = [site.path] if site.exact else _matched(site, modules)
+        for path in paths:
+            # The key of a statistic: the path of its module, and its signal where the module has several. Without a
+            # signal this is "attention/", and without both the whole tree.
+            name = below(path, site.signal).strip("/") or "max_logits"
+            # An exact site is one attention of a program. If it is frozen, a parameter of it is missing or masked here.
+            leaves = [below(path, scale.path) for scale in site.scales]
+            if site.exact and not all(map(modules.is_trained, leaves)):
+                not_trained.add(name)
+                continue
             # With two patterns for one module its heads would be scaled twice.
             if name in attentions:
                 raise ValueError(
                     f"two sites match {name!r}; narrow or merge them, or give each its signal."
                 )
-            attentions[name] = _placed_site(site, path, name, modules)
+            scales = _placed_scales(site, path, leaves, modules)
+            attentions[name] = PlacedSite(name, tuple(scales))
     # There is at least one site, and one by hand has a module by now, or has raised: all these are attentions of a
     # program that do not train.
     if not attentions:
@@ -90,12 +93,6 @@ def place_sites(
     return list(attentions.values()), not_trained
 
 
-def _name_of(path: str, signal: str) -> str:
-    """The key of a statistic: the path of its module, and its signal where the module has several."""
-    # "attention/" without a signal
-    return below(path, signal).strip("/") or "max_logits"
-
-
 def _matched(site: Site, modules: Modules) -> list[str]:
     """The paths of the modules that a site matches; raises ValueError if there are none.
 
@@ -105,10 +102,9 @@ def _matched(site: Site, modules: Modules) -> list[str]:
     # The child is "query" for the scale of "query/kernel", and "q" for that of a bare array "q".
     first = site.scales[0].path
     child = _parent(first) or first
-
-    # A path without wildcards is looked up: there may be a thousand sites, and each search goes over all modules.
-    is_plain = re.escape(site.path) == site.path
-    candidates = [site.path] if is_plain else sorted(modules.leaves_of)
+    # The path of a module is looked up: there may be a thousand sites, and each search goes over all modules.
+    is_path = site.path in modules.leaves_of
+    candidates = [site.path] if is_path else sorted(modules.leaves_of)
     matched = []
     for path in candidates:
         place = below(path, child)
@@ -125,9 +121,13 @@ def _matched(site: Site, modules: Modules) -> list[str]:
     )
 
 
-def _placed_site(site: Site, path: str, name: str, modules: Modules) -> PlacedSite:
-    """The site on the module of this path; raises ValueError or TypeError where its parameters do not fit."""
-    leaves = [below(path, scale.path) for scale in site.scales]
+def _placed_scales(
+    site: Site, path: str, leaves: Sequence[str], modules: Modules
+) -> list[PlacedScale]:
+    """The scales of a site on the module of this path, but for optional ones without a parameter.
+
+    Raises ValueError or TypeError where the parameters do not fit. `leaves` are the paths of all scales' parameters.
+    """
     scan_axis: Any = site.scan_axis  # a tuple after the checks of `Site`
     scales: list[PlacedScale] = []
     for scale, leaf in zip(site.scales, leaves, strict=True):
@@ -149,7 +149,7 @@ def _placed_site(site: Site, path: str, name: str, modules: Modules) -> PlacedSi
         raise ValueError(
             f"parameters of {path!r} disagree on the stack of layers: {layers}; see scan_axis."
         )
-    return PlacedSite(name, tuple(scales))
+    return scales
 
 
 def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
@@ -159,7 +159,7 @@ def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
     """
     query_heads = {scale.entries for scale in scales if scale.factor != "key"}
     key_heads = {scale.entries for scale in scales if scale.factor == "key"}
-    # Rotary queries are multiplied by a key that nothing scales.
+    # Rotary queries, "whole", have as many heads, and are multiplied by a key that nothing scales.
     features = {scale.features for scale in scales if scale.factor != "whole"}
     is_one_each = len(query_heads) == len(key_heads) == len(features) == 1
     if not is_one_each or max(query_heads) % max(key_heads) != 0:
@@ -175,12 +175,13 @@ def _refuse_adapters(path: str, scaled: Sequence[str], modules: Modules) -> None
     """Refuse a projection with parameters that the clip does not scale, such as those of a LoRA adapter.
 
     If an attention at `path` scales "attn/query/kernel", then "attn/query/lora_a" is a part of the queries that keeps
-    its size.
+    its size. `scaled` are the paths of the kernels and biases that the site names, also of biases that are not there.
     """
     # If queries are a bare array of the attention, what lies next to it may be anything.
     projections = {_parent(leaf) for leaf in scaled} - {path}
     inside = set()
     for projection in projections:
+        # All parameters in it, those of modules inside too, "attn/query/lora/a".
         inside.update(modules.leaves_of.get(projection, ()))
     if others := sorted(inside.difference(scaled)):
         raise ValueError(

@@ -9,24 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muonjax._clip.clip_by_statistic import (
-    ClipByStatistic,
-    first_state,
-    parameter_factors,
-    scaled_leaves,
-)
-from muonjax._clip.match_statistics import match_statistics
+from muonjax._clip.clip_by_statistic import ClipByStatistic, scaled_leaves
 from muonjax._clip.place_sites import Modules
 from muonjax._clip.site import PlacedSite, Sites, as_sites
 from muonjax._common.arguments import check_range, errors_of
 
 _USUAL = "; Kimi K2 used 100."
-
-# The power of γ for each factor of a logit. A logit is query · key, or rotary · a rotary key that all heads share, and
-# the powers along each product sum to one. A key that several query heads share keeps its weights, because scaling it
-# would also move the calm heads of its group.
-_POWERS_OF_OWN_KEYS = {"query": 0.5, "key": 0.5, "whole": 1.0}
-_POWERS_OF_SHARED_KEYS = {"query": 1.0, "key": 0.0, "whole": 1.0}
 
 
 def qk_clip(
@@ -157,11 +145,8 @@ def apply_qk_clip(
     with errors_of("apply_qk_clip"):
         clip = clip_of_logits("apply_qk_clip", threshold, sites)
         modules = Modules(params)
-        attentions, not_trained = clip.find(modules)
-        maxima = match_statistics("max_logits", max_logits, attentions, not_trained)
         # The first update of a state clips by these logits alone.
-        _, gammas = clip.gammas_of_update(first_state(attentions, modules), maxima)
-        factors = parameter_factors(attentions, gammas)
+        _, factors = clip.state_and_factors(clip.init(params), modules, max_logits)
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
     return scaled_leaves(params, zeros, factors)
@@ -182,16 +167,20 @@ def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
     scaled: dict[str, Any] = defaultdict(bool)
     attentions = []
     for site in sites:
-        # Fewer key heads than query heads: each key head is shared.
+        # Fewer key heads than query heads: each key head is shared, and keeps its weights, because scaling it would
+        # also move the calm heads of its group.
         has_own_keys = all(scale.entries == site.entries for scale in site.scales)
-        powers = _POWERS_OF_OWN_KEYS if has_own_keys else _POWERS_OF_SHARED_KEYS
+        of_query = 0.5 if has_own_keys else 1.0
+        # The power of γ for each factor. A logit is query · key, or rotary query · a rotary key that all heads share,
+        # and the powers along each product sum to one.
+        powers = {"query": of_query, "key": 1 - of_query, "whole": 1.0}
         scales = []
         for scale in site.scales:
             if scale.factor not in powers:
                 raise ValueError(
                     f"{site.name!r} has a factor {scale.factor!r}, not query, key or whole."
                 )
-            all_heads = np.ones((*scale.layers, scale.entries, 1), bool)
+            all_heads = np.ones((*scale.layers, scale.entries), bool)
             is_scaled = scale.spread(all_heads, otherwise=False)
             if (scaled[scale.leaf] & is_scaled).any():
                 raise ValueError(

@@ -70,6 +70,7 @@ class Scale:
 
     @errors_of("Scale")
     def __post_init__(self):
+        # The factor is given by its name, such as "query".
         check_text(path=self.path, factor=self.factor)
         whole_number("rank", self.rank, 0, ", at least 0.")
         whole_number("groups", self.groups, 1, ", at least 1.")
@@ -77,24 +78,24 @@ class Scale:
             whole_number("entries", self.entries, 1, ", at least 1, or None.")
         axes = axis_numbers("axes", self.axes)
         object.__setattr__(self, "axes", axes)
-        # (1, -1) names one of two axes twice, and 2 in (1, 2) is out of range: fewer remain.
-        if len(_different(axes, self.rank)) < len(axes):
+        # Of two axes, (1, -1) names one twice, and 2 in (1, 2) is out of range: fewer remain.
+        if len(_distinct_axes(axes, self.rank)) < len(axes):
             raise ValueError(
                 f"({axes=}) must be different axes of the {self.rank} of one layer."
             )
         # Pairs (first, end) of positions; an end of None is the last one, so that (0, None) is all.
-        _check_positions("part", self.part)
-        _check_positions("span", self.span)
+        _check_first_and_end("part", self.part)
+        _check_first_and_end("span", self.span)
         check_range("power", self.power, "finite", ".")
         check_flag(optional=self.optional)
 
 
-def _different(axes: Iterable[int], rank: int) -> set[int]:
-    """The axes of an array, from the front: (1, -1) and (1, 2) are {1} of two axes, where 2 is out of range."""
+def _distinct_axes(axes: Iterable[int], rank: int) -> set[int]:
+    """Those of these axes that an array of this rank has, each once: of two axes, (1, -1) and (1, 2) give {1}."""
     return {axis % rank for axis in axes if -rank <= axis < rank}
 
 
-def _check_positions(name: str, positions: Any) -> None:
+def _check_first_and_end(name: str, positions: Any) -> None:
     """Raises unless these are (first, end) or (first, None)."""
     if not isinstance(positions, tuple) or len(positions) != 2:
         raise TypeError(
@@ -147,26 +148,28 @@ class PlacedScale(NamedTuple):
 
     def spread(
         self,
-        values: Shaped[Array | np.ndarray, "*layers entries #features"],
+        values: Shaped[Array | np.ndarray, "*layers entries"],
         otherwise: float | bool,
     ) -> Any:
-        """The values of the scaled positions, in the parameter's axes; `otherwise` in all others.
+        """One value for each entry at all of its scaled positions, in the parameter's axes; `otherwise` in all others.
 
-        For the first four of six columns, two entries, and values [[a], [b]] or [[a, c], [b, d]] it is
+        The values [a, b] of two heads, which are the first four of six columns of a kernel [16, 6], give
 
-            [[a, a, b, b, 1, 1]]  or  [[a, c, b, d, 1, 1]]    with 1 `otherwise`.
+            [[a, a, b, b, 1, 1]]    with 1 `otherwise`.
 
         An axis without entries has size one: it broadcasts to the parameter. NumPy's arrays give one of NumPy's.
         """
         scale = self.scale
-        *layers, entries, _ = values.shape
+        *layers, entries = values.shape
         sizes = [self.shape[axis] for axis in self.axes]
+        # In all groups together, the positions of the part are shared equally by the entries.
         first, end = scale.part
         run = ((end or 0) - first) * scale.groups // entries
+        xp = values.__array_namespace__()  # NumPy or jax.numpy
+        # All features of a head have its value.
+        features = (*layers, entries, self.features)
+        values = xp.broadcast_to(values[..., None], features)
         # [*layers, entries, run]: outside of its span a run is not scaled, as the values behind MLA's keys.
-        # NumPy or jax.numpy
-        xp = values.__array_namespace__()
-        values = xp.broadcast_to(values, (*layers, entries, self.features))
         table = _padded(values, scale.span[0], run, otherwise)
         # [*layers, groups, group]: outside of its part a group is not scaled, as the values of a fused kernel.
         # A kernel [d, heads, size] has this shape already: with explicit axes, sharded heads can't be reshaped.
@@ -196,7 +199,7 @@ def placed(
     scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
 ) -> PlacedScale:
     """Place a scale on the parameter `leaf` of this shape; raise ValueError where it does not fit."""
-    # The axes that count layers, () for a single layer.
+    # The axes of the parameter that count layers, () for a single layer.
     stack = _stack(scale, leaf, shape, scan_axis)
     # A scale names axes of one layer, and they are counted without those of the stack: `nn.scan` on axis 1 makes a
     # kernel (d, L, heads, head_dim) but a bias (heads, L, head_dim).
@@ -242,10 +245,9 @@ def _stack(
     stack = scan_axis
     if stack is None or count == 0:
         stack = tuple(range(count))
-    if not len(_different(stack, rank)) == len(stack) == count:
-        where = "leading axes" if scan_axis is None else f"axes {scan_axis}"
+    if not len(_distinct_axes(stack, rank)) == len(stack) == count:
         raise ValueError(
-            f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on {where}. "
-            "See the site's layout and scan_axis."
+            f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on "
+            f"axes {stack}. See the site's layout and scan_axis."
         )
     return tuple(axis % rank for axis in stack)

@@ -65,19 +65,20 @@ class Site:
     @errors_of("Site")
     def __post_init__(self):
         check_flag(exact=self.exact)
-        # A pattern is compiled here, so that a mistake in it has the name of the argument.
+        check_text(path=self.path, signal=self.signal)
+        # An exact path is that of one module. A pattern is compiled here, so that a mistake in it has the argument's
+        # name.
         if not self.exact:
             check_pattern("path", self.path)
-        check_text(signal=self.signal)
+        check_pattern("norms", self.norms)
         if not _is_sequence_of(Scale, self.scales):
             raise TypeError(
-                f"(scales={shown(self.scales)}) must be a tuple of muonjax.Scale, at least one."
+                f"(scales={shown(self.scales)}) must be a sequence of muonjax.Scale, at least one."
             )
-        # A field of a frozen dataclass is set in this way alone.
         if self.scan_axis is not None:
             axes = axis_numbers("scan_axis", self.scan_axis)
+            # A field of a frozen dataclass is set in this way alone.
             object.__setattr__(self, "scan_axis", axes)
-        check_pattern("norms", self.norms)
 
 
 def _is_sequence_of(kind: type, several: Any) -> bool:
@@ -129,5 +130,5 @@ class PlacedSite(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the statistic: [*layers, entries]."""
-        # `_placed_site` has seen that all parameters have the same layers.
+        # `_placed_scales` has seen that all parameters have the same layers.
         return (*self.scales[0].layers, self.entries)

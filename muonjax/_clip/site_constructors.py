@@ -206,9 +206,9 @@ def _projection(
     Raises:
       ValueError: The layout can't be read, or it does not show how many heads there are.
     """
-    # The letters of each axis: ["i", "hd"] of "i (h d)".
-    axes = re.findall(r"\(.*?\)|\S+", layout)
-    letters = [re.sub(r"^\((.*)\)$", r"\1", axis).replace(" ", "") for axis in axes]
+    # The letters of each axis, without spaces and brackets where these are merged: ["i", "hd"] of "i (h d)".
+    merged = re.sub(r"\(([^()]*)\)", lambda axis: axis[1].replace(" ", ""), layout)
+    letters = merged.split()
     rank = len(letters)
     outputs = [axis for axis in range(rank) if letters[axis] != "i"]
     # "hd" of "i (h d)", "3hd" of a fused "i (3 h d)"

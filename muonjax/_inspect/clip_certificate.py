@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -65,8 +65,11 @@ def _product(a: Table, b: Table, sign: int = 1) -> Table:
     return np.concatenate([logarithms, positions])
 
 
-def _total(table: Table, axes: tuple[int, ...]) -> Table:
-    """The largest logarithm and the least positions over these axes, of which one entry is left."""
+def _with_one_entry(table: Table, axes: tuple[int, ...]) -> Table:
+    """The table with one entry along these axes: the largest logarithm there, and the least of both positions.
+
+    It is the table of the sum over these axes, if all entries but zeros have one factor; the caller has to see to that.
+    """
     logarithms = np.fmax.reduce(table[:1], axes, keepdims=True)  # it skips NaN
     positions = np.minimum.reduce(table[1:], axes, keepdims=True)
     return np.concatenate([logarithms, positions])
@@ -74,11 +77,11 @@ def _total(table: Table, axes: tuple[int, ...]) -> Table:
 
 def _reduced_if_equal(table: Table, axes: tuple[int, ...]) -> Table:
     """The table of a sum or a maximum over these axes, along which all entries but zeros must have equal factors."""
-    total = _total(table, axes)
+    one_entry = _with_one_entry(table, axes)
     # A sum of entries with different factors is no multiple of the sum. Zeros, NaN here, compare as false.
-    if (table[0] < total[0]).any():
+    if (table[0] < one_entry[0]).any():
         raise NotFollowed
-    return total.squeeze(axes)
+    return one_entry.squeeze(axes)
 
 
 class Certificate:
@@ -129,13 +132,13 @@ class Certificate:
         logarithms [2 layers, 4 heads] its table is [3, 1, 2, 16], without loops.
         """
         # An entry of two parts is scaled twice: the logarithms of its factors are added.
-        logarithms = np.zeros([1] * len(spans[0].shape))
+        logarithms: Any = 0.0
         for span in spans:
             # Queries and keys take √γ each, or one of them γ.
             power = 1.0 if span.factor == "whole" else 0.5
-            of_features = power * self.logarithms[..., None]
-            logarithms = logarithms + span.spread(of_features, 0.0)
-        # Logits that take only some features of a head have another first or last position than those that take all.
+            logarithms = logarithms + power * span.spread(self.logarithms, 0.0)
+        # The number of each entry of the parameter. Logits that take only some features of a head have another first or
+        # last position than those that take all. The last ones have a minus, as the least of both is kept in sums.
         positions = np.arange(logarithms.size).reshape(logarithms.shape)
         is_scaled = logarithms > 0
         first_positions = np.where(is_scaled, positions, np.inf)
@@ -152,13 +155,14 @@ class Certificate:
         a, b, NaN stay. Among logits they stay: a zero there, as a sink has, is no logit of a head.
         """
         is_logits = value in self.logits
+        # An array without entries, such as an empty slice
         if not table.size:
             return
         for axis in range(1, table.ndim):
-            total = _total(table, (axis,))
+            one_entry = _with_one_entry(table, (axis,))
             is_zero = np.isnan(table[0]) & (not is_logits)
-            if (is_zero | (table == total).all(0)).all():
-                table = total
+            if (is_zero | (table == one_entry).all(0)).all():
+                table = one_entry
         # No factor is left, such as after a division of the array by itself.
         if table.ravel().tolist() == _UNTOUCHED:
             return
@@ -188,22 +192,24 @@ class Certificate:
         # An array may be returned with the clip's factors, as a parameter is; a loss may not.
         for value in graph.outputs:
             if value in self.tables and self.records.shape(value) == ():
-                # No operation makes a parameter of one number: the first one stands for it.
+                # Refused with the line of the operation that makes it. No operation makes a parameter of one number
+                # that is returned as it is; then the first operation of the program stands for it.
                 maker = graph.maker(value)
                 return 0 if maker is None else maker.index
         return None
 
-    def _table(self, value: int, rank: int, least: float = -np.inf) -> Table:
-        """The table of an operand, with `rank` axes for those of the array.
+    def _table(self, value: int, rank: int, hides: float = -np.inf) -> Table:
+        """The table of an operand, with `rank` axes for those of the array: an axis of one entry where one is missing.
 
-        Zero fits every factor, and so does a number of `least` or less that a mask puts in the place of logits: scaled
-        or not, softmax makes zero of it.
+        An array that holds only 0 fits every factor, and so does one that also holds -inf, or with `hides` any numbers
+        of `hides` or less, which a mask puts in the place of logits: scaled or not, softmax makes zero of them.
         """
         table = self.tables.get(value)
         if table is None:
-            entry = _ZERO if is_mask(self.graph, value, least) else _UNTOUCHED
-            table = np.reshape(entry, (3, *[1] * len(self.loops)))
-        # All entries of an array that the clip doesn't change are equal, and a number is so along all axes.
+            entry = _ZERO if is_mask(self.graph, value, hides) else _UNTOUCHED
+            table = np.array(entry)
+        # An array that the clip doesn't change has [3], one entry for all loops and axes; a number next to an array has
+        # [3, *loops].
         missing = self.first + rank - table.ndim
         return table.reshape(*table.shape, *[1] * missing)
 
@@ -247,19 +253,21 @@ class Certificate:
         # What a mask puts in the place of logits or adds to them, `MASKED` or less, counts as zero: softmax gives it no
         # weight, so that it fits every factor.
         may_mask = node.name in ("select_n", "add") and self.records.values[out].logits
-        least = MASKED if may_mask else -np.inf
+        hides = MASKED if may_mask else -np.inf
         rank = len(self.records.shape(out))
-        tables = [self._table(x, rank, least) for x in inputs]
+        tables = [self._table(x, rank, hides) for x in inputs]
         if node.name in ("mul", "div"):
             return _product(*tables, sign=1 if node.name == "mul" else -1)
         if node.name == "concatenate":
             return self._concatenated(node, tables)
+        # The operands along a new axis 1, which then goes as in a sum over an axis.
         return _reduced_if_equal(np.stack(np.broadcast_arrays(*tables), 1), (1,))
 
     def _concatenated(self, node: Node, tables: Sequence[Table]) -> Table:
-        """The tables one after the other, each with as many entries along this axis as its array has."""
+        """The table of a concatenation: one after the other, each as long along this axis as its array is."""
         dimension = node.params["dimension"]
         axis = self.first + dimension
+        # Along all other axes a table has the entries of the array or one, and all get as many as the longest.
         shape = list(
             np.broadcast_shapes(*(table.take([0], axis).shape for table in tables))
         )
@@ -284,14 +292,15 @@ class Certificate:
             table = self._table(x, rank).transpose(*range(self.first), *order)
             operands.append(table)
         left, right = operands
-        # The free axes of the left operand are from `start` to `middle`, those of the right one from there to `stop`.
-        start, count = self.first + len(batches[0]), len(sums[0])
-        middle = left.ndim - count
-        stop = middle + right.ndim - count - start
+        # Both get the axes of the product, and then those that it sums over. The free axes of the left operand are from
+        # `start` to `middle`, those of the right one from there to `stop`.
+        start = self.first + len(batches[0])
+        middle = left.ndim - len(sums[0])
+        stop = self.first + len(self.records.shape(node.outputs[0]))
         left = np.expand_dims(left, tuple(range(middle, stop)))
         right = np.expand_dims(right, tuple(range(start, middle)))
-        summed = tuple(range(stop, stop + count))
-        return _reduced_if_equal(_product(left, right), summed)
+        terms = _product(left, right)
+        return _reduced_if_equal(terms, tuple(range(stop, terms.ndim)))
 
     def _moved(self, node: Node, table: Table) -> Table:
         """The table of the result of an operation on one array with this table, [3, *loops, *axes of the array].
@@ -329,12 +338,12 @@ class Certificate:
     def _by_kernel(self, node: Node, table: Table) -> Table:
         """The table of a convolution by a kernel with this table, in which only output features have other factors."""
         numbers = node.params["dimension_numbers"]
-        of_features = _reduced_if_equal(
-            table, axes_after(self.first, numbers.rhs_spec[1:])
-        )
-        sizes = [1] * len(numbers.out_spec)
-        sizes[numbers.out_spec[1]] = -1
-        return of_features.reshape((*table.shape[: self.first], *sizes))
+        # `rhs_spec` and `out_spec` are axes of the kernel and of the result: of output features, and all others; of
+        # examples, of features, and of the window.
+        summed = axes_after(self.first, numbers.rhs_spec[1:])
+        others = other_axes(len(numbers.out_spec), numbers.out_spec[1:2])
+        of_features = _reduced_if_equal(table, summed)
+        return np.expand_dims(of_features, axes_after(self.first, others))
 
     def _through_scan(self, node: Node, table: Table) -> Table:
         """What the iterations of a scan take of an array [iterations, ...], or the array that they make together.
@@ -373,8 +382,8 @@ class Certificate:
         for place, axis in self.loops.items():
             if table.shape[axis] == 1:
                 continue
-            # This scan goes over layers. It has to be around these logits. Else they are made of what its last
-            # iteration returned, and only another probe is inside of it.
+            # The factors differ from iteration to iteration, so this scan goes over layers. It has to be around these
+            # logits: after it, they would be made of what its last iteration returned, the last layer alone.
             depth = len(place)
             if probe.path[:depth] != place:
                 raise NotFollowed
@@ -405,9 +414,9 @@ class Certificate:
         """
         layers = math.prod(table.shape[1 : self.first])
         # A column for each entry of the logits: its logarithms in all layers, then its first positions and its last
-        # ones. Entries of one head have equal columns. Logits of some features of a head only, or of two heads that
-        # were taken for one, have the logarithm of a head and other positions, and so make one column too many. Columns
-        # are sorted by the logarithm in the first layer.
+        # ones. Entries of one head have equal columns, so that as many different ones are left as there are heads, the
+        # least logarithm of the first layer first. Logits of some features of a head only, or of two heads that were
+        # taken for one, have the logarithm of a head and other positions, and so make one column too many.
         columns, column_of = np.unique(
             table.reshape(3 * layers, -1), axis=1, return_inverse=True
         )

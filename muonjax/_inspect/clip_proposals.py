@@ -41,6 +41,7 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
     both: dict[PlacedScale, None] = {}
     queries_alone: dict[PlacedScale, None] = {}
     for product in products:
+        # Its softmaxes, one for each product of weights and values, normalize the same axes: `_check_softmaxes`.
         _, normalized = records.attention.softmaxes[product][0]
         left, right = records.attention.operands[product]
         if not left.is_query(normalized):
@@ -51,6 +52,7 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
         scaled_keys, shared = _scaled_keys(keys, _heads_of(scaled_queries[0]))
         both |= dict.fromkeys([*_scaled_queries(queries, shared), *scaled_keys])
         queries_alone |= dict.fromkeys(scaled_queries)
+    # A clip has one γ for each head of each layer, so what it scales has to have as many heads and layers.
     proposals = [
         tuple(spans)
         for spans in (both, queries_alone)
@@ -116,10 +118,11 @@ class _Side(NamedTuple):
     def heads(self, layout: Layout) -> list[int]:
         """The axes of the operand along which a parameter with this layout has heads.
 
-        In queries [batch, query, head, feature] it is axis 2. Along it they come from other entries of the parameter,
-        and along `batch` and `query` from the same. The axis of keys, which softmax normalizes, counts no heads.
+        Of the queries of "bqhd,bkhd->bhqk" it is axis 2: along h they come from other entries of the parameter, along b
+        and q from the same. The axis of keys, which softmax normalizes, counts no heads.
         """
         heads = []
+        # `axis` is one of the product, bhqk, and `source` the one of the operand, bqhd: 0, 2, 1 and None.
         for axis, source in enumerate(self.operand.sources):
             if source is None or axis in self.normalized:
                 continue
@@ -148,9 +151,10 @@ class _Side(NamedTuple):
             raise Refused(
                 "the heads of its queries can't be told apart: all columns of a parameter make each of them"
             )
-        # In stack([x @ a, x @ b]), along an axis of heads, a projection fills only some of the heads. Two projections
-        # in concatenate([x @ a, x @ b]), without an axis of heads, may be two halves of one head, or two heads that
-        # share a key: these can't be told apart, and need different factors.
+        # In stack([x @ a, x @ b]), along an axis of heads, a projection fills only some of the heads: `is_placed` sees
+        # its holes along this batch axis of the product. Two projections in concatenate([x @ a, x @ b]), without an
+        # axis of heads, may be two halves of one head, or two heads that share a key: these can't be told apart, and
+        # need different factors.
         is_alone = len(self.operand.value.projections) == 1
         has_heads = is_alone or self.heads(layout)
         if layout.is_placed(self.operand.batch) or not has_heads:
@@ -175,15 +179,17 @@ class _Side(NamedTuple):
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))
         heads = self.heads(layout)
         head_axes = [run.axis for run in layout.runs_along(heads)]
-        # A kernel [64, 16, 8] with the heads last is flattened along (2, 1), so that the features of one head follow
-        # each other. The first run only says where the layout has holes.
+        # The first of a layout's runs says where holes are, and is along no axis of the parameter.
         _, *runs = layout.runs
+        # A kernel [64, 16, 8] with the heads last is flattened along (2, 1), so that the features of one head follow
+        # each other.
         runs.sort(key=lambda run: (run.axis not in head_axes, run.axis))
         held = [run.axis for run in runs]
         if not set(held).isdisjoint(stack):
             raise Refused("a loop goes over a part of an axis of its parameter")
-        # Where each entry of the operand is along the flattened axes: [terms, batch, query, 8, 16] here. Positions i
-        # along one axis and j along the next, of size n, are i n + j.
+        # Where each entry of the operand is along the flattened axes: [terms, batch, query, 8, 16] here, with several
+        # terms if each entry is a sum. Positions i along one axis and j along the next, of size n, are i n + j; for a
+        # hole this is no less than HOLE.
         positions = np.zeros([1] * (1 + len(layout.shape)), int)
         for run in runs:
             positions = positions * shape[run.axis] + run.positions
@@ -207,10 +213,11 @@ def _divided(
     """A span of queries, cut where features that meet shared keys begin and end; these take the "whole" factor.
 
     A span of features 0 to 8 with 4 and 5 `shared` gives 0 to 4, 4 to 6 as "whole", 6 to 8. `first` is the number of
-    its first feature among those of the queries.
+    its first feature among all of the queries, for which `shared` are numbers too: 8 in the second half of 16.
     """
 
     def is_shared(feature: int) -> bool:
+        """Whether this feature of the queries, by its number among all, meets a shared key."""
         return any(feature in features for features in shared)
 
     features = range(first, first + span.features)
@@ -230,24 +237,25 @@ def _places(positions: np.ndarray, size: int) -> dict[str, Any]:
     q q k v q q k v, 16 each, the queries are entries=4, part=(0, 32) in groups=2.
 
     Args:
-      positions: Those of each head, [heads, any], with holes. Several examples may have the same ones.
+      positions: Those of each head, [heads, any]; HOLE or more for an entry that is not of the parameter. If one axis
+        counts examples and heads, there are as many rows, and those of a head are equal.
       size: The number of all positions.
 
     Raises:
       Refused: The heads are no equal runs in equal groups.
     """
+    # The width of the first head. Whether all have as many columns, which follow each other, is for the certificate to
+    # say.
     width = len(np.unique(positions[0, positions[0] < HOLE]))
     first = np.unique(positions.min(1))
-    # A group begins where a head does not follow at once. Whether the columns of a head follow each other is for the
-    # certificate to say.
+    # A group begins where a head does not follow at once.
     groups = 1 + int(np.count_nonzero(np.diff(first) != width))
     in_group = len(first) // groups
     group, rest = divmod(size, groups)
     start = int(first[0])
     stop = start + in_group * width
-    expected = np.arange(groups)[:, None] * group + np.arange(in_group) * width
-    is_regular = np.array_equal(first - start, expected.ravel())
-    if rest or stop > group or not is_regular:
+    expected = np.arange(groups)[:, None] * group + np.arange(start, stop, width)
+    if rest or stop > group or not np.array_equal(first, expected.ravel()):
         raise Refused("its heads do not lie one after the other in the parameter")
     return {
         "entries": len(first),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from muonjax._inspect import follow_logits
 from muonjax._inspect.clip_certificate import Certificate
 from muonjax._inspect.clip_proposals import Refused, Spans, proposals_of
-from muonjax._inspect.graph import LONG_EINSUM, Place
+from muonjax._inspect.graph import LONG_EINSUM
 from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import doubt_of_masks
 from muonjax._inspect.measure import Probe
@@ -133,11 +133,10 @@ def _check_softmaxes(records: Records, product: int) -> None:
     # For each product of softmax's weights and values: the logits that softmax takes, and the axes of the product of
     # queries and keys that count keys.
     softmaxes = attention.softmaxes[product]
-    # weights[:, :8] @ v1 and weights[:, 8:] @ v2 have one softmax: the layouts of their logits alone differ.
-    different = set()
-    for logits, keys in softmaxes:
-        different.add((logits._replace(layout=None, shifts=()), keys))
-    # Some exponentials multiply an array after their logits were lost, as softmax(logits)² @ values does.
+    # weights[:, :8] @ v1 and weights[:, 8:] @ v2 have one softmax: that of one array, along the same keys.
+    different = {(logits.value, keys) for logits, keys in softmaxes}
+    # `other_readers` has operations that multiply an array by exponentials of this product whose logits were lost on
+    # the way, as softmax(logits)² @ values.
     if len(different) > 1 or product in attention.other_readers:
         why = "several softmaxes take its logits"
         # A loss that is made of the model's derivatives, as of a physicist's network.
@@ -196,7 +195,8 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
     Raises:
       Refused: They can't be measured before a mask or a bias is added, or the body is in a loop without a gradient.
     """
-    # `measure` takes the `raw` logits entry by entry, of all that a mask leaves.
+    # `measure` takes the largest `raw` logits among the entries that are not hidden in `logits`. So both arrays need
+    # the same axes, which a layout gives as axes of the product.
     before, after = (records.values[x].logits[0] for x in (raw, logits))
     if before.layout != after.layout:
         raise Refused("something is added to its logits before their axes change")
@@ -207,16 +207,11 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
         )
-    # `measure` runs a function with derivatives of its own once more, so a body outside of such functions is better.
-    place = min(places, key=_num_custom_calls)
+    # The outermost of them: `measure` runs a function with derivatives of its own once more, if the body is inside.
+    place = min(places, key=len)
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
     return Probe(place, variables[place], raw_variables[place])
-
-
-def _num_custom_calls(place: Place) -> int:
-    """How many functions with derivatives of their own a body is in."""
-    return sum(step.kind.startswith("custom_") for step in place)
 
 
 # The proof.
@@ -225,7 +220,8 @@ def _num_custom_calls(place: Place) -> int:
 def _proved(records: Records, calls: Sequence[Call]) -> Call:
     """One attention in place of calls with the same queries, with the first proposal that is exact; or why none is.
 
-    One clip scales the logits of all of these calls: a problem of one is a problem of all.
+    One clip scales the logits of all of these calls: a problem of one is a problem of all. Either all have proposals,
+    the last of them the same, or all are refused without any, and then for the problem of the first.
     """
     first = calls[0]
     problem = first.problem

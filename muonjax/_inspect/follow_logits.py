@@ -32,15 +32,16 @@ _POWERS = (*EXPONENTIALS, *_ROOTS.split())
 
 
 def after(operation: Operation) -> tuple[Logits, ...]:
-    """What an operation entry by entry makes of logits, of softmax's weights, or of a number for each query.
+    """The logits of the result of an operation entry by entry, on logits, softmax's weights or a number per query.
 
     `exp(x - largest)` of logits x makes weights, and x plus an array without parameters is masked logits. Nothing is
     left of logits where they become something else.
     """
     node = operation.node
     values = operation.values
-    # The operands by how far their logits have come. Next to logits nothing else is followed, such as another softmax's
-    # weights that are added to them. If both operands are logits, `at` is the number of the first.
+    # The numbers of the operands by how far their logits have come, such as {"logits": [0], "per query": [1]} for
+    # x - largest. Next to logits nothing else is followed, such as another softmax's weights that are added to them. If
+    # both operands are logits, `at` is the number of the first.
     operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
     if "logits" not in operands:
         return _of_weights(operation, operands)
@@ -48,12 +49,15 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     value = values[at]
     if node.name in ("exp", "logistic"):
         return _exponential(node, value)
-    if not operation.is_sum:
-        # Times a number below zero, what a mask hides, -1e9, would become the largest logits.
-        if value.logits[0].is_masked and not _is_positive_scale(operation):
-            return ()
-        return through(node, value)
-    return _chosen(operation, at) if operation.is_choice else _added(operation, at)
+    if operation.is_choice:
+        return _chosen(operation, at)
+    # Of those that are linear in all operands together, choices and sums, sums are left.
+    if operation.is_sum:
+        return _added(operation, at)
+    # Times a number below zero, what a mask hides, -1e9, would become the largest logits.
+    if value.logits[0].is_masked and not _is_positive_scale(operation):
+        return ()
+    return through(node, value)
 
 
 def _is_positive_scale(operation: Operation) -> bool:
@@ -82,6 +86,7 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
         if x.stage != "logits":
             logits.append(x)
         elif not x.is_biased and not x.shifts:
+            # `value` is the array of the logits so far, in the end the one that softmax takes.
             logits.append(x._replace(value=node.outputs[0]))
     return tuple(logits)
 
@@ -125,8 +130,8 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     node = operation.node
     value, other = operation.values[at], operation.values[1 - at]
     products = _products(other, "logits")
-    # A sum or a difference of logits needs no sign: both say in which array the result is. `through` ends those
-    # that are masked or shifted already.
+    # Logits of several products, which from here on are in one array. A sign is not kept: a clip scales a difference as
+    # it scales a sum. `through` ends those that are masked or shifted already.
     if products and products.isdisjoint(_products(value, "logits")):
         return through(node, value._replace(logits=(*value.logits, *other.logits)))
     if node.name == "sub" and at == 1:  # mask - logits
@@ -136,23 +141,26 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     for x in value.logits:
         if x.product in _products(other, "per query"):
             # Softmax may subtract any number that is the same for all keys, such as the maximum [batch, head, query,
-            # 1]. The layout of its fact "repeats" varies along the axes along which the number differs: all but the
-            # keys. Without such a fact it may differ along all axes.
+            # 1]. A fact "repeats" has a layout that varies along the axes along which the number differs, here all but
+            # the keys. Without such a fact it may differ along all axes. An attention for which it differs along the
+            # keys is refused (`clippable_attention`).
             facts = [fact for fact in other.facts if fact.what == "repeats"]
             differs_everywhere = AxisFact("repeats", whole(x.layout.shape))
             shifts = (*x.shifts, *(facts or [differs_everywhere]))
             logits.append(x._replace(shifts=shifts))
-        # No mask is added after the maximum, and no array that depends on parameters, such as a learned bias.
+        # A mask or a bias may be added before the maximum, not after it, and may not depend on parameters, as a learned
+        # bias does.
         elif not x.shifts and not _may_change([other]):
             logits.append(_masked(operation, at, x))
     return tuple(logits)
 
 
 def _masked(operation: Operation, at: int, logits: Logits) -> Logits:
-    """Logits, in operand number `at`, after a mask or a bias is added.
+    """Logits, in operand number `at`, after the other operand is added or subtracted: a mask or a bias.
 
-    A mask of 0 and -inf leaves all logits that it does not hide as they are. Anything else may be a bias: then the
-    largest logits are those of `raw`, the array before the first bias, among the entries that are not hidden.
+    A mask of 0 and -inf leaves all logits that it does not hide as they are. Anything else may be a bias, and is listed
+    in `added`: then the largest logits are those of `raw`, the array before the first bias, among the entries that are
+    not hidden.
     """
     node, addend = operation.node, operation.arrays[1 - at]
     masked = logits._replace(value=node.outputs[0], is_masked=True)
@@ -166,10 +174,10 @@ def _masked(operation: Operation, at: int, logits: Logits) -> Logits:
 
 
 def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
-    """Logits, operand number `at`, after a choice such as `jnp.where(mask, logits, -inf)`.
+    """The logits after a choice in which they are case number `at`, as in `jnp.where(mask, logits, -inf)`.
 
-    A clip may change the mask or what it puts in the place of logits, as it changes the mask `biased > 0`. The
-    certificate refuses that, but only up to the first bias. Biased logits are not followed here, then.
+    If the condition (`chooser`) or another case depends on parameters, a clip may change it, as the mask `biased > 0`.
+    The certificate refuses that, but it ends at the `raw` logits, before the first bias: so biased ones end here.
     """
     others = [v for k, v in enumerate(operation.values) if k != at]
     may_change = _may_change([*others, operation.chooser])

@@ -128,7 +128,7 @@ def test_missing_arguments():
     exec(f"updates, state = {second.removesuffix('.')}", names)
     assert int(names["state"][-1].count) == 1
     tx = muonjax.qk_clip(100.0, muonjax.mha_site())
-    with pytest.raises(ValueError, match="qk_clip: update needs params"):
+    with pytest.raises(ValueError, match="qk_clip needs params"):
         tx.update(PARAMS, tx.init(PARAMS), max_logits={"max_logits": jnp.ones(4)})
 
 

@@ -386,8 +386,8 @@ def test_a_scale_by_hand_is_checked(fields, message):
 
 
 @pytest.mark.parametrize(("fields", "message"), [
-    ({"scales": SCALES[0]}, "a tuple of muonjax.Scale"),
-    ({"scales": ("query",)}, "a tuple of muonjax.Scale"),
+    ({"scales": SCALES[0]}, "a sequence of muonjax.Scale"),
+    ({"scales": ("query",)}, "a sequence of muonjax.Scale"),
     ({"scales": ()}, "at least one"),
     ({"norms": "("}, "no regular expression"),
     ({"norms": None}, "must be a string"),
