@@ -78,7 +78,7 @@ class Scale:
             whole_number("entries", self.entries, 1, ", at least 1, or None.")
         axes = axis_numbers("axes", self.axes)
         object.__setattr__(self, "axes", axes)
-        # Of two axes, (1, -1) names one twice, and 2 in (1, 2) is out of range: fewer remain.
+        # With two axes, (1, -1) names one twice, and 2 in (1, 2) is out of range: fewer remain.
         if len(_distinct_axes(axes, self.rank)) < len(axes):
             raise ValueError(
                 f"({axes=}) must be different axes of the {self.rank} of one layer."

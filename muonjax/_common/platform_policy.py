@@ -1,6 +1,5 @@
 """What to do on a platform: one frozen value, with a rule for each choice that depends on where arrays lie."""
 
-from __future__ import annotations
 
 import dataclasses
 import math

@@ -118,8 +118,8 @@ class _Side(NamedTuple):
     def heads(self, layout: Layout) -> list[int]:
         """The axes of the operand along which a parameter with this layout has heads.
 
-        Of the queries of "bqhd,bkhd->bhqk" it is axis 2: along h they come from other entries of the parameter, along b
-        and q from the same. The axis of keys, which softmax normalizes, counts no heads.
+        The queries of "bqhd,bkhd->bhqk" have them along axis 2: along h they come from other entries of the parameter,
+        along b and q from the same. The axis of keys, which softmax normalizes, counts no heads.
         """
         heads = []
         # `axis` is one of the product, bhqk, and `source` the one of the operand, bqhd: 0, 2, 1 and None.

@@ -1,6 +1,5 @@
 """From softmax(Q Kᵀ) V to the parameters that a clip scales, and to the place where the logits are."""
 
-from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

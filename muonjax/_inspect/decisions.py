@@ -6,7 +6,6 @@ products with vectors alone; in a last product without a loss, and left to names
 are matrices, if their products agree.
 """
 
-from __future__ import annotations
 
 from typing import NamedTuple
 

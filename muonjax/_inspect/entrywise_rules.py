@@ -4,7 +4,6 @@ What is linear in an operand leaves its projections linear: sums and choices in 
 each, a quotient in the first. After all other functions they are nonlinear.
 """
 
-from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence

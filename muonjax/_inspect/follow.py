@@ -3,7 +3,6 @@
 The rules are in `entrywise_rules`, `reduction_rules`, `move_rules` and `product_rules`.
 """
 
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence

@@ -51,7 +51,7 @@ def after(operation: Operation) -> tuple[Logits, ...]:
         return _exponential(node, value)
     if operation.is_choice:
         return _chosen(operation, at)
-    # Of those that are linear in all operands together, choices and sums, sums are left.
+    # Choices are gone: a sum of the operands, or a difference.
     if operation.is_sum:
         return _added(operation, at)
     # Times a number below zero, what a mask hides, -1e9, would become the largest logits.

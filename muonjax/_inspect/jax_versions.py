@@ -3,7 +3,6 @@
 Everything that reads or extends such parameters is here; no module of `jax._src` is imported.
 """
 
-from __future__ import annotations
 
 import functools
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
 """Operations that only move entries: what each does to the axes of an array."""
 
-from __future__ import annotations
 
 import functools
 import math

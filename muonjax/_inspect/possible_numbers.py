@@ -1,6 +1,5 @@
 """Which numbers an array may hold, where the program shows that they are few: a mask adds 0 or others far below."""
 
-from __future__ import annotations
 
 from collections.abc import Callable
 

@@ -1,6 +1,5 @@
 """The rules of the reader, by primitive, and what an operation without a rule makes of its operands."""
 
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 

@@ -1,6 +1,5 @@
 """`jax.value_and_grad` that also returns each head's largest attention logit, for any JAX function."""
 
-from __future__ import annotations
 
 import functools
 import reprlib

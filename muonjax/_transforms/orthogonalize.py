@@ -1,6 +1,5 @@
 """The update of a matrix becomes nearly orthogonal, on one device or on a mesh."""
 
-from __future__ import annotations
 
 import functools
 from collections.abc import Callable
