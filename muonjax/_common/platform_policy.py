@@ -1,6 +1,5 @@
 """What to do on a platform: one frozen value, with a rule for each choice that depends on where arrays lie."""
 
-
 import dataclasses
 import math
 from typing import Any

@@ -16,7 +16,6 @@ and at the logits [batch, head, query, key] it has to be [3, 1, 2, 1, 1] with th
 scaled, and the positions 0 to 31 and 32 to 63: the sum over features took the least and the largest.
 """
 
-
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias

@@ -6,7 +6,6 @@ products with vectors alone; in a last product without a loss, and left to names
 are matrices, if their products agree.
 """
 
-
 from typing import NamedTuple
 
 from muonjax._inspect.matrix_axes import Contradiction, matrices_of

@@ -4,7 +4,6 @@ What is linear in an operand leaves its projections linear: sums and choices in 
 each, a quotient in the first. After all other functions they are nonlinear.
 """
 
-
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple

@@ -3,7 +3,6 @@
 The rules are in `entrywise_rules`, `reduction_rules`, `move_rules` and `product_rules`.
 """
 
-
 import math
 from collections.abc import Sequence
 from typing import Any

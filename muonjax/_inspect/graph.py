@@ -6,7 +6,6 @@ of its body), what it collects "scan_stack"; a value that comes from several bra
 `shard_map` an array is divided ("shard") and whole again ("unshard").
 """
 
-
 import dataclasses
 import functools
 import itertools

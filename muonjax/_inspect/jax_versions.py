@@ -3,7 +3,6 @@
 Everything that reads or extends such parameters is here; no module of `jax._src` is imported.
 """
 
-
 import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias

@@ -1,6 +1,5 @@
 """The matrices in a parameter: rows, columns and batches, and how columns are cut into parts and heads."""
 
-
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple

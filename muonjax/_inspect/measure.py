@@ -5,7 +5,6 @@ what is returned by the body that holds it and by every body around it. All else
 runs a jaxpr: scopes, contexts, custom derivatives, random numbers and the order of operations stay.
 """
 
-
 import functools
 import weakref
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,5 @@
 """Operations that only move entries: what each does to the axes of an array."""
 
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,6 +1,5 @@
 """Name the attentions of a program by the paths of their parameters, and write what a clip scales as sites."""
 
-
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable

@@ -1,6 +1,5 @@
 """Which numbers an array may hold, where the program shows that they are few: a mask adds 0 or others far below."""
 
-
 from collections.abc import Callable
 
 import jax

@@ -1,6 +1,5 @@
 """Where in the model a product is: what its result goes to, over operations that are no products."""
 
-
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 

@@ -1,6 +1,5 @@
 """The rules of products: by a parameter, of two parameters, of two activations, by frozen numbers; convolutions."""
 
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -6,7 +6,6 @@ product: which are used together as parts, which count heads or experts. A proje
 operations keep no column, as a mean over all of them.
 """
 
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,6 +1,5 @@
 """The rules of reductions: what stays of an array whose entries along some axes become one."""
 
-
 from collections.abc import Sequence
 
 from muonjax._inspect.graph import Node

@@ -1,6 +1,5 @@
 """The rules of the reader, by primitive, and what an operation without a rule makes of its operands."""
 
-
 from collections.abc import Callable, Sequence
 
 from muonjax._inspect.graph import LONG_EINSUM, Node

@@ -1,6 +1,5 @@
 """`jax.value_and_grad` that also returns each head's largest attention logit, for any JAX function."""
 
-
 import functools
 import reprlib
 from collections.abc import Callable, Sequence

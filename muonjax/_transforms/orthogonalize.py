@@ -1,6 +1,5 @@
 """The update of a matrix becomes nearly orthogonal, on one device or on a mesh."""
 
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -509,6 +509,18 @@ reading(lambda x: x.max(-1).std(), "a_penalty_on_the_largest")
 reading(lambda x: jax.nn.softmax(x + x.mT).std(), "the_next_layer_adds_them")
 reading(lambda x: jax.nn.log_softmax(x / 2).mean(), "another_temperature")
 reading(lambda x: lax.stop_gradient(x.max()), "a_number_for_a_log", sites=1)
+TEACHER = "a clip would change a copy of its parameters under stop_gradient too: "
+
+
+@attention(sites=TEACHER, **QKVO)
+def a_teacher_of_the_same_parameters(p, x):
+    def attend(p, x):
+        q, k, v = projected(p, x)
+        return mixed(jax.nn.softmax(logits_of(q, k)), v), logits_of(q, k)
+
+    y, logits = attend(p, x)
+    target, _ = attend(lax.stop_gradient(p), x[::-1])
+    return jnp.mean((y @ p["o"] - target) ** 2), logits
 
 
 # Heads one by one, in the batch, in pairs.
