@@ -206,7 +206,7 @@ def _check_layer(layer: Layer) -> None:
         )
 
 
-# How the rest of muonjax reads an NNX model; see `muonjax._common.model_registry`.
+# How the rest of muonjax reads an NNX model; see `muonjax._common.nnx_models`.
 
 
 def parameters_of(model: nnx.Module) -> Any:

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.site import Site
 from muonjax._common.arguments import errors_of, warn_user
-from muonjax._common.model_registry import as_function_of_parameters, is_model
+from muonjax._common.nnx_models import as_function_of_parameters, is_model
 from muonjax._common.trees import (
     flatten_paths,
     is_masked,

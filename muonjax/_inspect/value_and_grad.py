@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from muonjax._common.model_registry import functions_for, is_model
+from muonjax._common.nnx_models import functions_for, is_model
 from muonjax._common.trees import flatten_paths
 from muonjax._inspect.program import check_arrays, find_maxima, named_call
 

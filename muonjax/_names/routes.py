@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from muonjax._common import trees
 from muonjax._common.arguments import errors_of, warn_once
-from muonjax._common.model_registry import parameters_of
+from muonjax._common.nnx_models import parameters_of
 from muonjax._names import roles
 from muonjax._names.axes import matrices
 from muonjax._names.callers_rules import PathRules, apply_rules

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from muonjax._common.arguments import errors_of
-from muonjax._common.model_registry import parameters_of
+from muonjax._common.nnx_models import parameters_of
 from muonjax._common.trees import flatten_paths, is_masked
 from muonjax._matrices.matrix_view import (
     DimensionNumbers,

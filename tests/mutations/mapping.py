@@ -13,7 +13,7 @@ USED_BY = {
     "muonjax/_common/": "optimizers/test_optimizers.py optimizers/test_orthogonalize.py",
     "muonjax/_common/arguments": "optimizers test_strict_modes.py clip msign mesh",
     "muonjax/_common/linalg": "newton_schulz msign optimizers/test_orthogonalize.py",
-    "muonjax/_common/model_registry": "nnx inspect/test_inspect.py inspect/test_value_and_grad.py names",
+    "muonjax/_common/nnx_models": "nnx inspect/test_inspect.py inspect/test_value_and_grad.py names",
     "muonjax/_common/explicit_axes": "mesh optimizers/test_orthogonalize.py",
     "muonjax/_common/platform_policy": "test_platform_policy.py newton_schulz optimizers/test_orthogonalize.py mesh",
     "muonjax/_common/trees": "test_trees.py inspect/test_inspect.py names optimizers clip nnx",
