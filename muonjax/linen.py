@@ -49,10 +49,10 @@ class LoHa(nn.Module):
         else:
             function = lax.dot_general
             # Linen's layers give the dimension numbers by position: of the inputs and the kernel, the axes that are
-            # summed over, and those that count matrices. In a kernel, the latter come first.
-            (_, summed), _ = args[0]
+            # summed over, and those that count matrices.
+            (_, summed), (_, batch) = args[0]
             input_axes = len(summed)
-            if tuple(summed) != tuple(range(input_axes)):
+            if batch or tuple(summed) != tuple(range(input_axes)):
                 raise ValueError(
                     "A LoHa adapter needs a kernel [*in, *out] without a batch of matrices, got "
                     f"dimension_numbers={args[0]} and a kernel of shape {rhs.shape}."
@@ -175,9 +175,11 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self, *, grads: Any, max_logits: Any = None, **kwargs: Any
     ) -> Any:
-        """Flax's `apply_gradients`, with `max_logits` for `tx.update`."""
-        # Flax calls `tx.update` without further arguments, so these logits are bound to it for this one step. An
-        # optimizer without QK-Clip drops them.
+        """Flax's `apply_gradients`, with `max_logits` for `tx.update` if they are given."""
+        # An optimizer without QK-Clip takes none.
+        if max_logits is None:
+            return super().apply_gradients(grads=grads, **kwargs)
+        # Flax calls `tx.update` without further arguments, so these logits are bound to it for this one step.
         tx = optax.with_extra_args_support(self.tx)
         update = functools.partial(tx.update, max_logits=max_logits)
         bound = self.replace(tx=optax.GradientTransformation(tx.init, update))

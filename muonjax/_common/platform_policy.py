@@ -30,16 +30,17 @@ class Policy:
     def compute_dtype(
         self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
     ) -> jnp.dtype:
-        """The dtype of the operands of products of arrays of `dtype`; `asked` decides for real types up to float32.
+        """The dtype of the operands of products of arrays of `dtype`, which may be narrower or wider.
 
-        A CPU has no matrix units for half types; on accelerators these are 8 times faster or more.
+        It is `asked`, the user's setting, and without one the platform's: a CPU has no matrix units for half types; on
+        accelerators these are 8 times faster or more. Complex arrays and float64 keep their own.
         """
         dtype = jnp.dtype(dtype)
-        # Half types have no complex products, and float64 is asked for by its arrays.
+        # No half type is complex, and who has float64 arrays wants products in float64.
         if jnp.issubdtype(dtype, jnp.complexfloating) or dtype == jnp.float64:
             return dtype
         if asked is not None:
-            # float64 is float32 unless JAX's x64 mode is on.
+            # Without JAX's x64 mode this makes float32 of an asked float64.
             return jax.dtypes.canonicalize_dtype(asked)
         if self.is_cpu:
             return jnp.dtype(jnp.float32)
@@ -62,7 +63,7 @@ class Policy:
         On an accelerator a stack costs a copy and memory, and saves launches. The bounds follow from operations that
         were counted (docs/kernels.md).
         """
-        # The loop over chunks reads the stack where it is.
+        # On a CPU the loop over chunks (see `chunk_size`) reads the stack where it is.
         if self.is_cpu:
             return math.inf
         if self.platform == "tpu":
@@ -73,7 +74,7 @@ class Policy:
                 return 4 << 20
             # One matrix of 4096 x 4096, 24 of 768 x 768 or 6 of 768 x 3072. On a v5p the two stacks take 29 % less.
             return 17 << 20
-        # Two matrices of 4096 x 4096.
+        # Two matrices of 4096 x 4096
         return 32 << 20
 
     def pads(self, m: int, columns: int) -> bool:
@@ -114,8 +115,8 @@ class Policy:
             is_large = size_of_one >= 2048 * 2048
             bound = 64 << 20 if is_large else 256 << 20
         else:
-            # On a TPU, or a platform without a rule, a stack is one batch; only an array that is larger than a stack
-            # may be is cut into several.
+            # On a TPU, or a platform without a rule, a stack is one batch. A single array may have more elements than
+            # a stack of several: it is cut into several batches.
             bound = int(self.stack_elements)
         # One matrix is a batch, of whatever size. All batches have one size, so that they share a program: if
         # five of 12 matrices fit, a batch has four.
