@@ -102,9 +102,9 @@ def _matched(site: Site, modules: Modules) -> list[str]:
     # The child is "query" for the scale of "query/kernel", and "q" for that of a bare array "q".
     first = site.scales[0].path
     child = _parent(first) or first
-    # The path of a module is looked up: there may be a thousand sites, and each search goes over all modules.
-    is_path = site.path in modules.leaves_of
-    candidates = [site.path] if is_path else sorted(modules.leaves_of)
+    # A path without wildcards is looked up: there may be a thousand sites, and each search goes over all modules.
+    is_plain = re.escape(site.path) == site.path
+    candidates = [site.path] if is_plain else sorted(modules.leaves_of)
     matched = []
     for path in candidates:
         place = below(path, child)
