@@ -56,7 +56,7 @@ def map_on_mesh(
     sharded_leaves = []
     specs = []
     for leaf, view, sharding in zip(leaves, views, shardings, strict=True):
-        # A mesh axis that does not divide its axis of the leaf evenly is left out.
+        # Where the mesh axes of an axis of the leaf, together, do not divide it evenly, it counts as not sharded.
         axes = even_sharding(leaf.shape, sharding.spec, mesh_shape)
         sharded_leaves.append(ShardedLeaf(view, axes, f.exchange_dtype(leaf.dtype)))
         specs.append(PartitionSpec(*axes))

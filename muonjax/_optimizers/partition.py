@@ -116,7 +116,8 @@ def check_program(argument: str, given: Any) -> None:
         if _is_dimension_numbers(leaf) or is_program or callable(leaf):
             continue
         advice = ""
-        # `optax.inject_hyperparams` makes arrays of arguments that it takes for numbers.
+        # `optax.inject_hyperparams` takes a function of the parameters for a schedule: it calls it with the count of
+        # steps, and what arrives here is the result.
         if isinstance(given, jax.Array):
             advice = f" optax.inject_hyperparams takes a function for a schedule: give it static_args={argument!r}."
         raise TypeError(
