@@ -211,8 +211,9 @@ def scale_by_muon(
     check_range("beta", beta, "in [0, 1)", "; 0.95 is usual.")
     check_rates(eps=eps)
     if mu_dtype is not None:
-        wanted = "a float type, such as jnp.bfloat16"
-        given_dtype("mu_dtype", mu_dtype, (jnp.inexact,), wanted)
+        given_dtype(
+            "mu_dtype", mu_dtype, (jnp.inexact,), "a float type, such as jnp.bfloat16"
+        )
     check_flag(nesterov=nesterov, adaptive=adaptive)
     check_choice("preconditioning", preconditioning, get_args(_Preconditioning))
     check_distribution(distribution)

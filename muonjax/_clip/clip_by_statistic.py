@@ -114,18 +114,7 @@ class ClipByStatistic:
             sites, _ = self.find(modules)
         # One warning for each optimizer: `update` is traced more than once.
         self._warn_of_low_precision(sites, modules)
-        # No maxima, and no head scaled.
-        state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
-        for site in sites:
-            # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
-            zero = zero_beside(modules.leaves[site.scales[0].leaf])
-            zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
-            # Each field gets an array of its own, because a buffer that is in two places can't be donated.
-            state.running_max[site.name] = zeros - jnp.inf
-            state.maxima[site.name] = zeros - jnp.inf
-            state.factors[site.name] = zeros + 1.0
-            state.clips[site.name] = zeros.astype(jnp.int32)
-        return state
+        return first_state(sites, modules)
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -144,48 +133,34 @@ class ClipByStatistic:
                     f"update needs {self.argument}{self.source}"
                     f"tx.update(grads, state, params, {self.argument}={self.argument})."
                 )
+            # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes
+            # are static, so this is done while tracing. `not_trained` names the statistics of a program's attentions
+            # with frozen parameters, which are ignored.
             modules = Modules(params)
-            state, factors = self.state_and_factors(state, modules, statistics)
+            sites, not_trained = self.find(modules)
+            self._check_state(state, sites)
+            maxima = match_statistics(self.argument, statistics, sites, not_trained)
+            if self.axis_name:
+                # Replicas that clip by their own maxima would diverge.
+                maxima = jax.lax.pmax(maxima, self.axis_name)
+            state, factors = self.state_and_factors(state, sites, maxima)
             # u' with p + u' = factor · (p + u)
             return scaled_leaves(updates, modules.leaves, factors), state
 
     def state_and_factors(
-        self, state: QKClipState, modules: Modules, statistics: Any
+        self, state: QKClipState, sites: Sequence[PlacedSite], maxima: ByPath
     ) -> tuple[QKClipState, ByPath]:
-        """The state after an update, and what each parameter is multiplied by, as `_parameter_factors` says.
-
-        Args:
-          state: The state before the update.
-          modules: The parameters.
-          statistics: What the user gave, unchecked: the largest logit of each head, by the name of the module.
-        """
-        # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes are
-        # static, so this is done while tracing. `not_trained` names the statistics of a program's attentions with
-        # frozen parameters, which are ignored.
-        sites, not_trained = self.find(modules)
-        self._check_state(state, sites)
-        maxima = match_statistics(self.argument, statistics, sites, not_trained)
-        if self.axis_name:
-            # Replicas that clip by their own maxima would diverge.
-            maxima = jax.lax.pmax(maxima, self.axis_name)
-        # The state keeps the maxima since the last clip. γ of a head is 1 unless this is a k-th update and its maximum
-        # is above the threshold.
-        state, gammas = self._gammas_of_update(state, maxima)
-        return state, _parameter_factors(sites, gammas)
-
-    def _gammas_of_update(
-        self, state: QKClipState, maxima: ByPath
-    ) -> tuple[QKClipState, ByPath]:
-        """The state after this update, and what the update clips by.
+        """The state after this update, and what the update multiplies each parameter by.
 
         The state keeps the maxima since the last clip. Every k-th update clips by them.
 
         Args:
           state: The state before this update.
+          sites: What is clipped.
           maxima: The largest logit of each head in this forward pass, [*layers, heads], by the name of the module.
 
         Returns:
-          The state, and γ of each head, [*layers, heads], by the name of the module. γ is 1 for all heads unless this
+          The state, and the factors as `_parameter_factors` says, by γ of each head. γ is 1 for all heads unless this
           is the k-th, 2k-th, ... update of `every_k` = k.
         """
         is_due = (state.count + 1) % self.every_k == 0
@@ -209,13 +184,13 @@ class ClipByStatistic:
             is_clipped = (gamma < 1).astype(jnp.int32)
             after.clips[name] = state.clips[name] + is_clipped
             gammas[name] = gamma
-        return after, gammas
+        return after, _parameter_factors(sites, gammas)
 
     def _check_state(self, state: QKClipState, sites: Sequence[PlacedSite]) -> None:
         """Raise unless the state was made for these modules and numbers of heads."""
         # Neither a threshold nor `every_k` is a part of the state, so that both may change in a run.
         here = {site.name: site.shape for site in sites}
-        there = {name: tuple(factor.shape) for name, factor in state.factors.items()}
+        there = {name: factor.shape for name, factor in state.factors.items()}
         if here != there:
             raise ValueError(
                 f"this state was made for {shown(there)}, [*layers, heads]; sites and parameters say {shown(here)}. "
@@ -235,6 +210,21 @@ class ClipByStatistic:
                         "than a percent above the threshold stays there. Keep float32 master weights."
                     )
                     return
+
+
+def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
+    """The state before the first update: no maxima, and no head scaled."""
+    state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
+    for site in sites:
+        # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
+        zero = zero_beside(modules.leaves[site.scales[0].leaf])
+        zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
+        # Each field gets an array of its own, because a buffer that is in two places can't be donated.
+        state.running_max[site.name] = zeros - jnp.inf
+        state.maxima[site.name] = zeros - jnp.inf
+        state.factors[site.name] = zeros + 1.0
+        state.clips[site.name] = zeros.astype(jnp.int32)
+    return state
 
 
 def clip_factor(

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from muonjax._clip.clip_by_statistic import ClipByStatistic, scaled_leaves
+from muonjax._clip.clip_by_statistic import (
+    ClipByStatistic,
+    first_state,
+    scaled_leaves,
+)
+from muonjax._clip.match_statistics import match_statistics
 from muonjax._clip.place_sites import Modules
 from muonjax._clip.site import PlacedSite, Sites, as_sites
 from muonjax._common.arguments import check_range, errors_of
@@ -145,8 +150,11 @@ def apply_qk_clip(
     with errors_of("apply_qk_clip"):
         clip = clip_of_logits("apply_qk_clip", threshold, sites)
         modules = Modules(params)
+        attentions, not_trained = clip.find(modules)
+        maxima = match_statistics("max_logits", max_logits, attentions, not_trained)
         # The first update of a state clips by these logits alone.
-        _, factors = clip.state_and_factors(clip.init(params), modules, max_logits)
+        state = first_state(attentions, modules)
+        _, factors = clip.state_and_factors(state, attentions, maxima)
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
     return scaled_leaves(params, zeros, factors)

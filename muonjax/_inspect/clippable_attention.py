@@ -12,7 +12,6 @@ from muonjax._inspect.masks_or_biases import doubt_of_masks
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import (
-    PARAMETER,
     Operand,
     ParameterView,
     grouped,
@@ -179,14 +178,14 @@ def _not_alone(records: Records, operation: int) -> str:
     """Why a clip can't go through this operation."""
     node, line = records.nodes[operation], records.graph.line(operation)
     values = records.inputs(node)
-    # Its parameters are used once more, as those of a teacher.
-    if not any(value.depends_on & PARAMETER for value in values):
+    is_biased = any(value.is_weight for value in values)
+    has_logits = any(value.is_activation for value in values)
+    # No operand depends on parameters with a gradient: they are used once more, as those of a teacher.
+    if not is_biased and not has_logits:
         return (
             f"a clip would change a copy of its parameters under stop_gradient too: {line} ({node.name}); give that "
             "copy as another argument"
         )
-    is_biased = any(value.is_weight for value in values)
-    has_logits = any(value.is_activation for value in values)
     if node.name in ("add", "sub") and is_biased and has_logits:
         return f"a clip would not scale its logits alone, as a learned bias is added: {line}"
     return f"a clip would not scale its logits alone: {line} ({node.name})"

@@ -201,8 +201,9 @@ class Graph:
         values = [self._new(v, place) for v in opened(body).constvars]
         # A plain jaxpr has variables for its constants and not their values: None is data, too.
         for x, array in itertools.zip_longest(values, constants(body)):
-            is_data = not _is_readable(array)
-            if is_data or any(_is_same(array, given) for given in self._given):
+            if not _is_readable(array) or any(
+                _is_same(array, given) for given in self._given
+            ):
                 self.arguments.append(x)
                 continue
             self.constants[x] = array
@@ -399,9 +400,8 @@ class Graph:
         # `follow` repeats the body until what is known of the carried arrays stays the same. Without any, as in
         # `lax.map`, it follows the body once.
         if carry:
-            start_of_body = first + carried
-            carries = range(first, start_of_body)
-            self.loops[first] = carries, range(start_of_body, len(self.nodes))
+            begin = first + carried  # of the body, after the "carry" operations
+            self.loops[first] = range(first, begin), range(begin, len(self.nodes))
         # What a scan collects of each iteration is an array [iterations, ...] outside of it.
         stacked = self._add_for_each(
             "scan_stack",

@@ -141,9 +141,9 @@ def _by_parameter(
     if activation.value.is_weight:
         records.record_views(node, "a learned input", [activation.value])
     # Softmax's weights stay weights where a parameter mixes those of several heads.
-    logits = [x for x in activation.aligned.logits if x.stage == "weights"]
+    logits = tuple(x for x in activation.aligned.logits if x.stage == "weights")
     # x @ queries.T with learned queries may be the scores of an attention, in place of older ones that x was made of.
-    result = result._replace(scores=node.index, logits=tuple(logits))
+    result = result._replace(scores=node.index, logits=logits)
     # A layer sums over columns of the layer before: all that it takes together are one matrix there. A depthwise
     # convolution takes each column by itself.
     is_depthwise = weights.kernel.is_depthwise
@@ -434,17 +434,17 @@ def _by_constants(
     and so do its logits. If the numbers may be frozen keys, it has new logits.
     """
     # softmax(q k^T) @ c, of frozen values c, ends an attention: its logits do not go on.
-    ends_attention = bool(_softmaxes_of(activation))
+    softmaxes = _softmaxes_of(activation)
     logits = follow_logits.through(node, activation.aligned)
     result = result._replace(
         projections=activation.added_up.projections,
-        logits=() if ends_attention else logits,
+        logits=() if softmaxes else logits,
     )
     is_layer = _is_frozen_layer(activation, constants)
     # The result may be the scores of queries and frozen keys, and is no exponential of older scores. But what already
     # is made of scores, such as queries @ keys.T times a rotation or an average, keeps them.
     may_be_scores = activation.free and constants.free and result.scores < 0
-    if is_layer or ends_attention or may_be_scores:
+    if is_layer or softmaxes or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
     if is_layer:
         records.frozen_layers.add(node.index)

@@ -155,7 +155,7 @@ class Program:
             return ""
         unclipped = []
         for attention in self.attentions:
-            scales = attention.site.scales if attention.site is not None else ()
+            scales = attention.site.scales if attention.site else ()
             # Without one of its parameters an attention is not clipped.
             if any(scale.path in missing for scale in scales):
                 unclipped.append(attention.name)
