@@ -1,4 +1,5 @@
-"""Muon and MuonClip for JAX: Optax gradient transformations that train the matrices of any model."""
+"""Muon and MuonClip for JAX: Optax gradient transformations that train the matrices of any
+model."""
 
 from muonjax import optax_contrib
 from muonjax._clip.max_logits import max_logits, max_logits_bound

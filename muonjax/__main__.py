@@ -2,9 +2,9 @@
 
     python -m muonjax [--quick]
 
-It takes one to three minutes. The exit status is 1 if any result is not finite, or off by more than is stated. Polar
-factors and symmetric products are compared with float64. Times are those of an optimizer's compilation and of a step,
-and in parentheses in units of Optax's step.
+It takes one to three minutes. The exit status is 1 if any result is not finite, or off by more than
+is stated. Polar factors and symmetric products are compared with float64. Times are those of an
+optimizer's compilation and of a step, and in parentheses in units of Optax's step.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from muonjax import MuonDimensionNumbers, NewtonSchulz, muon, newton_schulz
 from pallas_kernels import symmetric_product
 from pallas_kernels._symmetric_product import IMPLEMENTATIONS
 
-# The presets, and the polar error of the matrix in `polar_error` that they stay below on every platform.
+# The presets, and the polar error of the matrix in `polar_error` that they stay below on every
+# platform.
 PRESETS = {
     "fast": (NewtonSchulz.fast(), 0.5),
     "balanced": (NewtonSchulz.balanced(), 0.4),
@@ -47,7 +48,8 @@ def checks(quick: bool) -> Iterator[Check]:
 def polar_error(preset: str, m: int) -> Check:
     """The polar error |Y - U V^T|_F / sqrt(m) of a preset's result Y for X = U S V^T [m, 2 m].
 
-    Singular values from 1 down to 1/1000, in equal ratios, are about as spread as those of momentum.
+    Singular values from 1 down to 1/1000, in equal ratios,
+    are about as spread as those of momentum.
     """
     settings, stated = PRESETS[preset]
     rng = np.random.default_rng(0)
@@ -60,7 +62,8 @@ def polar_error(preset: str, m: int) -> Check:
 
 
 def product_error(name: str, dtype: str, m: int) -> Check:
-    """alpha X X^T + beta C by one implementation: its error, or the reason why it can't run here."""
+    """alpha X X^T + beta C by one implementation: its error,
+    or the reason why it can't run here."""
     x = np.random.default_rng(1).standard_normal((2, m, m + 64))
     x = jnp.asarray(x, dtype)
     c = symmetric_product(x, implementation="reference")
@@ -81,12 +84,14 @@ def product_error(name: str, dtype: str, m: int) -> Check:
 
 
 def _compared(what: str, error: np.floating, stated: float) -> Check:
-    """The line of a result, which is right if its error is at most what is stated; NaN is not right."""
+    """The line of a result, which is right if its error is at most what is stated;
+    NaN is not right."""
     return f"{what}: {error:.2g} (at most {stated:.2g})", bool(error <= stated)
 
 
 def times(quick: bool) -> Iterator[Check]:
-    """For Optax's Muon and each preset, how long an update of GPT-2-small's matrices takes to compile and to run.
+    """For Optax's Muon and each preset, how long an update of GPT-2-small's matrices takes to
+    compile and to run.
 
     What is checked is that the updates are finite.
     """
@@ -120,7 +125,10 @@ def times(quick: bool) -> Iterator[Check]:
         median = statistics.median(seconds)
         step_of_optax = step_of_optax or median
         ratio = median / step_of_optax
-        line = f"{name}: compiles in {compilation:.1f} s, a step takes {1e3 * median:.1f} ms ({ratio:.2f})"
+        line = (
+            f"{name}: compiles in {compilation:.1f} s, a step takes {1e3 * median:.1f} ms "
+            f"({ratio:.2f})"
+        )
         yield line, bool(jnp.isfinite(optax.tree.norm(updates)))
 
 

@@ -1,8 +1,9 @@
-"""muonjax for Flax Linen: a train state that passes the largest logits on, and LoHa adapters of its layers.
+"""muonjax for Flax Linen: a train state that passes the largest logits on,
+and LoHa adapters of its layers.
 
-Flax's layers take the function that multiplies, as `dot_general_cls` or `conv_general_dilated_cls`. An adapter
-is a module that replaces this function, under the layer's scope as "loha". The kernel keeps its path, so the
-parameters of a trained model fit next to the adapters.
+Flax's layers take the function that multiplies, as `dot_general_cls` or `conv_general_dilated_cls`.
+An adapter is a module that replaces this function, under the layer's scope as "loha". The kernel
+keeps its path, so the parameters of a trained model fit next to the adapters.
 """
 
 import functools
@@ -24,10 +25,11 @@ _HOLDER = "loha"
 
 
 class LoHa(nn.Module):
-    """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`; see `loha`.
+    """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`;
+    see `loha`.
 
-    Its parameters are at "<layer>/loha/": hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b, and hada_scale, the factor of
-    ΔW, which does not train.
+    Its parameters are at "<layer>/loha/": hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b, and
+    hada_scale, the factor of ΔW, which does not train.
     """
 
     rank: int
@@ -48,8 +50,8 @@ class LoHa(nn.Module):
             input_axes = rhs.ndim - 1
         else:
             function = lax.dot_general
-            # Linen's layers give the dimension numbers by position: of the inputs and the kernel, the axes that are
-            # summed over, and those that count matrices.
+            # Linen's layers give the dimension numbers by position: of the inputs and the kernel,
+            # the axes that are summed over, and those that count matrices.
             (_, summed), (_, batch) = args[0]
             input_axes = len(summed)
             if batch or tuple(summed) != tuple(range(input_axes)):
@@ -72,22 +74,25 @@ class LoHa(nn.Module):
 def loha(
     rank: int, *, alpha: float | None = None, param_dtype: Any = jnp.float32
 ) -> functools.partial[LoHa]:
-    """Makes LoHa adapters: y = x · (W + ΔW) + b with ΔW = scale · (w1a · w1b) ∘ (w2a · w2b), 0 at the start.
+    """Makes LoHa adapters: y = x · (W + ΔW) + b with ΔW = scale · (w1a · w1b) ∘ (w2a · w2b),
+    0 at the start.
 
-    It is for `dot_general_cls` of a dense layer, `qkv_dot_general_cls` of an attention, and `conv_general_dilated_cls`
-    of a convolution, whose kernel is a matrix (window · in) × out. The layer keeps the paths of its parameters.
+    It is for `dot_general_cls` of a dense layer, `qkv_dot_general_cls` of an attention, and
+    `conv_general_dilated_cls` of a convolution, whose kernel is a matrix (window · in) × out. The
+    layer keeps the paths of its parameters.
 
     Args:
       rank: The rank of each of the two products; ΔW has rank up to rank².
-      alpha: ΔW is scaled by alpha / rank, which is kept as `hada_scale` and does not train; None: alpha = rank.
+      alpha: ΔW is scaled by alpha / rank, which is kept as `hada_scale` and does not train;
+        None: alpha = rank.
       param_dtype: The dtype of the factors.
 
     Returns:
       A function without arguments, which the layer calls to make its adapter.
 
     Raises:
-      ValueError: If a setting is out of range; when the layer is initialized, if the rank does not fit its kernel,
-        or for a convolution with a mask.
+      ValueError: If a setting is out of range; when the layer is initialized, if the rank does not
+        fit its kernel, or for a convolution with a mask.
 
     Example:
       >>> import jax
@@ -104,7 +109,8 @@ def loha(
 
 
 def merge(params: Any) -> Any:
-    """Parameters of the plain model with the adapted model's outputs: kernels with ΔW added, no adapters.
+    """Parameters of the plain model with the adapted model's outputs: kernels with ΔW added,
+    no adapters.
 
     Args:
       params: The adapted model's parameters.
@@ -119,7 +125,8 @@ def merge(params: Any) -> Any:
       >>> import jax, jax.numpy as jnp, muonjax
       >>> from flax import linen as nn
       >>> x = jnp.ones((1, 6))
-      >>> params = nn.Dense(4, dot_general_cls=muonjax.linen.loha(2)).init(jax.random.key(0), x)["params"]
+      >>> layer = nn.Dense(4, dot_general_cls=muonjax.linen.loha(2))
+      >>> params = layer.init(jax.random.key(0), x)["params"]
       >>> sorted(muonjax.linen.merge(params))
       ['bias', 'kernel']
     """
@@ -179,7 +186,8 @@ class TrainState(train_state.TrainState):
         # An optimizer without QK-Clip takes none.
         if max_logits is None:
             return super().apply_gradients(grads=grads, **kwargs)
-        # Flax calls `tx.update` without further arguments, so these logits are bound to it for this one step.
+        # Flax calls `tx.update` without further arguments,
+        # so these logits are bound to it for this one step.
         tx = optax.with_extra_args_support(self.tx)
         update = functools.partial(tx.update, max_logits=max_logits)
         bound = self.replace(tx=optax.GradientTransformation(tx.init, update))

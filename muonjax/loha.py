@@ -1,7 +1,9 @@
-"""The product with an adapted kernel, x · (W + ΔW), whose derivative keeps the factors of ΔW and no large matrix.
+"""The product with an adapted kernel, x · (W + ΔW),
+whose derivative keeps the factors of ΔW and no large matrix.
 
-ΔW = scale · (w1a·w1b) ∘ (w2a·w2b) has rank up to r² from four thin factors. Its derivative needs both products,
-and the derivative of x · (W + ΔW) needs the sum; each is as large as W. `multiply` computes them again instead.
+ΔW = scale · (w1a·w1b) ∘ (w2a·w2b) has rank up to r² from four thin factors. Its derivative needs
+both products, and the derivative of x · (W + ΔW) needs the sum; each is as large as W.
+`multiply` computes them again instead.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def hadamard_linear(
 
         y = x · (W + ΔW),  ΔW = scale · (w1a · w1b) ∘ (w2a · w2b)
 
-    The derivative keeps only the arguments: W + ΔW and the two products are computed again in the backward pass.
-    Forward mode, reverse mode, `vmap`, `shard_map` and higher orders work.
+    The derivative keeps only the arguments: W + ΔW and the two products are computed again in the
+    backward pass. Forward mode, reverse mode, `vmap`, `shard_map` and higher orders work.
 
     Args:
       x: Tokens, [..., m].
@@ -68,9 +70,9 @@ def hadamard_linear(
       >>> hadamard_linear(jnp.ones((1, 2)), jnp.ones((2, 3)), a, b, a, b)
       Array([[ 4., 10., 20.]], dtype=float32)
 
-    Source: Hyeon-Woo et al., "FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated
-    Learning" (2022), proposition 1; Yeh et al., "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning
-    to Model Evaluation" (2024), as LoHa.
+    Source: Hyeon-Woo et al., "FedPara: Low-Rank Hadamard Product for Communication-Efficient
+    Federated Learning" (2022), proposition 1; Yeh et al., "Navigating Text-To-Image Customization:
+    From LyCORIS Fine-Tuning to Model Evaluation" (2024), as LoHa.
     """
     # Layers call `multiply` themselves, and need no checks.
     factors = (w1a, w1b, w2a, w2b)
@@ -78,7 +80,8 @@ def hadamard_linear(
         _check(x, w, factors)
         check_precision(precision)
         check_range("scale", scale, "finite", "; alpha / r is usual.")
-    # The product has the precision of x and w: a layer in half precision may hold its factors in float32.
+    # The product has the precision of x and w: a layer in half precision may hold its factors in
+    # float32.
     dtype = common_dtype(x, w)
     # The sums have that of all arguments, as those of a plain layer with a float32 parameter do.
     result_dtype = common_dtype(x, w, *factors)
@@ -105,11 +108,12 @@ def multiply(
 ) -> jax.Array:
     """`function(x, kernel + ΔW, *args, **settings)`, whose derivative keeps x, kernel and factors.
 
-    The function is `jnp.matmul`, `lax.dot_general` or `lax.conv_general_dilated`, as Flax's layers call them. Its
-    precision is that of ΔW, too.
+    The function is `jnp.matmul`, `lax.dot_general` or `lax.conv_general_dilated`, as Flax's layers
+    call them. Its precision is that of ΔW, too.
 
-    ΔW depends neither on x nor on a cotangent, so the compiler may compute it for every layer before the first layer
-    runs. The barrier here lets it begin when x is known, and that of `jax.checkpoint` when the cotangent is.
+    ΔW depends neither on x nor on a cotangent, so the compiler may compute it for every layer
+    before the first layer runs. The barrier here lets it begin when x is known, and that of
+    `jax.checkpoint` when the cotangent is.
     """
     precision = settings.get("precision")
 
@@ -130,7 +134,8 @@ def adapted_kernel(
 ) -> Float[Array, "*kernel"]:
     """kernel + ΔW in the kernel's shape and dtype, computed in float32 at least and rounded once.
 
-    The arguments may be stacks of layers along leading axes; then the scale has one number for each layer.
+    The arguments may be stacks of layers along leading axes;
+    then the scale has one number for each layer.
     """
     # [m, r], [r, n], [m, r], [r, n] for a kernel of m n entries: for (3, 3, 6, 4), m = 54 and n = 4
     w1a, w1b, w2a, w2b = factors
@@ -139,7 +144,8 @@ def adapted_kernel(
     product = functools.partial(
         jnp.matmul, precision=precision, preferred_element_type=dtype
     )
-    # ΔW = scale · (w1a · w1b) ∘ (w2a · w2b), [m, n]; of a stack of layers, a scale [layers] times [layers, m, n]
+    # ΔW = scale · (w1a · w1b) ∘ (w2a · w2b), [m, n]; of a stack of layers,
+    # a scale [layers] times [layers, m, n]
     first = product(w1a, w1b)
     second = product(w2a, w2b)
     delta = jnp.asarray(scale)[..., None, None].astype(dtype) * first * second
@@ -148,21 +154,25 @@ def adapted_kernel(
 
 
 def _check(x: Any, w: Any, factors: Sequence[Any]) -> None:
-    """Raises unless x is [..., m], w is [m, n], and the factors are [m, r], [r, n], [m, r], [r, n]."""
+    """Raises unless x is [..., m], w is [m, n], and the factors are [m, r], [r, n], [m, r],
+    [r, n]."""
     shapes = [array.shape for array in (w, *factors)]
     # Each is a tuple of one number. Another shape than these could broadcast.
     m, n, r = x.shape[-1:], w.shape[-1:], factors[0].shape[-1:]
     if shapes != [m + n, m + r, r + n, m + r, r + n] or 0 in (*w.shape, *r):
         raise ValueError(
-            "needs x [..., m], w [m, n], w1a and w2a [m, r], w1b and w2b [r, n], none of them empty; got x "
-            f"{x.shape}, w and factors {shapes}. Are w1a and w1b exchanged? Use jax.vmap for a stack."
+            "needs x [..., m], w [m, n], w1a and w2a [m, r], w1b and w2b [r, n], none of them "
+            "empty; got x "
+            f"{x.shape}, w and factors {shapes}. Are w1a and w1b exchanged? Use jax.vmap for a "
+            "stack."
         )
 
 
 # What the layers of Linen and NNX share.
 
-# The factors w1a, w1b, w2a and w2b as LyCORIS names them, and the standard deviation of each at the start: 1 on the
-# inputs' side and 0.1 on the outputs'; but the second factor on the outputs' side is zero, so that ΔW = 0.
+# The factors w1a, w1b, w2a and w2b as LyCORIS names them, and the standard deviation of each at the
+# start: 1 on the inputs' side and 0.1 on the outputs';
+# but the second factor on the outputs' side is zero, so that ΔW = 0.
 FACTORS = {"hada_w1_a": 1.0, "hada_w1_b": 0.1, "hada_w2_a": 1.0, "hada_w2_b": 0.0}
 SCALE = "hada_scale"
 
@@ -179,9 +189,11 @@ def scale_of(rank: int, alpha: float | None) -> float:
 def factor_shapes(
     kernel: Sequence[int], inputs: int, rank: int
 ) -> dict[str, tuple[int, int]]:
-    """The shapes of a kernel's factors by name; the first `inputs` axes of the kernel are summed over.
+    """The shapes of a kernel's factors by name; the first `inputs` axes of the kernel are summed
+    over.
 
-    A convolution (3, 3, 6, 4) has three such axes, and for rank 2 factors [54, 2] and [2, 4], two of each.
+    A convolution (3, 3, 6, 4) has three such axes, and for rank 2 factors [54, 2] and [2, 4],
+    two of each.
     """
     # The kernel is a matrix m × n for the factors.
     m = math.prod(kernel[:inputs])
@@ -214,7 +226,8 @@ def adapter_mask(params: Any) -> Any:
       >>> params = {"kernel": 1.0, "loha": {"hada_w1_a": 2.0, "hada_scale": 0.5}}
       >>> adapter_mask(params)
       {'kernel': False, 'loha': {'hada_scale': False, 'hada_w1_a': True}}
-      >>> labels = jax.tree.map(lambda trains: "train" if trains else "freeze", adapter_mask(params))
+      >>> mask = adapter_mask(params)
+      >>> labels = jax.tree.map(lambda trains: "train" if trains else "freeze", mask)
       >>> tx = optax.partition({"train": optax.adam(1e-3), "freeze": optax.set_to_zero()}, labels)
     """
 

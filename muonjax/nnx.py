@@ -1,7 +1,9 @@
-"""muonjax for Flax NNX: LoHa adapters of its layers, and NNX models as functions of their parameters.
+"""muonjax for Flax NNX: LoHa adapters of its layers,
+and NNX models as functions of their parameters.
 
-Flax's layers take the function that multiplies, `dot_general` or `conv_general_dilated`. An adapter is a module
-that replaces this function: the layer, its kernel and the kernel's path stay what they were.
+Flax's layers take the function that multiplies, `dot_general` or `conv_general_dilated`. An adapter
+is a module that replaces this function: the layer,
+its kernel and the kernel's path stay what they were.
 """
 
 import re
@@ -36,12 +38,14 @@ class LoHaParam(nnx.Param):
 
 
 class LoHa(nnx.Module):
-    """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`; at the start ΔW = 0."""
+    """The adapter of one layer, which replaces its `dot_general` or `conv_general_dilated`;
+    at the start ΔW = 0."""
 
     def __init__(self, layer: Layer, rank: int, scale: float, rngs: nnx.Rngs):
         self.scale = scale
         _check_layer(layer)
-        # What the adapter replaces: lax.dot_general, lax.conv_general_dilated, a function of the user's, or None.
+        # What the adapter replaces: lax.dot_general, lax.conv_general_dilated,
+        # a function of the user's, or None.
         self.replaced = getattr(layer, _product_attribute(layer))
         kernel = layer.kernel
         # By the names of FACTORS: [in, rank], [rank, out], [in, rank], [rank, out]
@@ -77,11 +81,13 @@ def add_loha(
     alpha: float | None = None,
     rngs: nnx.Rngs,
 ) -> list[str]:
-    """Gives LoHa adapters to layers of an existing model, in place: y = x · (W + ΔW) + b, and ΔW = 0 at the start.
+    """Gives LoHa adapters to layers of an existing model, in place: y = x · (W + ΔW) + b,
+    and ΔW = 0 at the start.
 
-    Every `nnx.Linear`, `nnx.LinearGeneral` (the projections of an attention) and `nnx.Conv` that matches
-    `path_rule` gets one; of a convolution, the kernel is a matrix (window · in) × out. Kernels, their paths and the
-    model's outputs stay as they are. A single layer is a model too, with the path "".
+    Every `nnx.Linear`, `nnx.LinearGeneral` (the projections of an attention) and `nnx.Conv` that
+    matches `path_rule` gets one; of a convolution, the kernel is a matrix (window · in) × out.
+    Kernels, their paths and the model's outputs stay as they are.
+    A single layer is a model too, with the path "".
 
     Args:
       model: Any NNX module.
@@ -94,8 +100,8 @@ def add_loha(
       The paths of the adapted layers.
 
     Raises:
-      ValueError: If no layer matches, a layer has an adapter already, or the rank does not fit. The model is then
-        unchanged.
+      ValueError: If no layer matches, a layer has an adapter already, or the rank does not fit. The
+        model is then unchanged.
 
     Example:
       >>> model = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0), decode=False)
@@ -114,20 +120,23 @@ def add_loha(
         raise ValueError(
             f"add_loha(path_rule={path_rule!r}) matches none of the layers {available}."
         )
-    # All adapters are made before the first layer changes, for an error must leave the model unchanged.
+    # All adapters are made before the first layer changes,
+    # for an error must leave the model unchanged.
     adapters = {}
     for path in paths:
         with errors_of(f"add_loha: {path!r}"):
             adapters[path] = LoHa(layers[path], rank, scale, rngs)
     for path, adapter in adapters.items():
         layer = layers[path]
-        # `nnx.data` says that the attribute holds variables, since Flax declares it as a plain function.
+        # `nnx.data` says that the attribute holds variables,
+        # since Flax declares it as a plain function.
         setattr(layer, _product_attribute(layer), nnx.data(adapter))
     return paths
 
 
 def merge(model: nnx.Module) -> None:
-    """Adds every adapter's ΔW to its kernel and removes the adapters, in place; the outputs stay as they are.
+    """Adds every adapter's ΔW to its kernel and removes the adapters, in place;
+    the outputs stay as they are.
 
     Args:
       model: Any NNX module with adapters.
@@ -149,7 +158,8 @@ def merge(model: nnx.Module) -> None:
     """
     has_adapter = False
     for _, layer in _layers(model):
-        # "dot_general" or, of a convolution, "conv_general_dilated": an adapter stands there in place of the function.
+        # "dot_general" or, of a convolution, "conv_general_dilated":
+        # an adapter stands there in place of the function.
         attribute = _product_attribute(layer)
         adapter = getattr(layer, attribute)
         if not isinstance(adapter, LoHa):
@@ -160,8 +170,8 @@ def merge(model: nnx.Module) -> None:
         kernel[...] = shared.adapted_kernel(
             kernel[...], adapter.factors(), adapter.scale
         )
-        # The layer multiplies as before it had an adapter. `nnx.static` takes back the mark of `nnx.data`, with which
-        # the function would be a leaf of the model.
+        # The layer multiplies as before it had an adapter. `nnx.static` takes back the mark of
+        # `nnx.data`, with which the function would be a leaf of the model.
         setattr(layer, attribute, nnx.static(adapter.replaced))
     if not has_adapter:
         raise ValueError("merge(model): no LoHa adapter in it; was it merged already?")
@@ -175,14 +185,16 @@ def _layers(model: nnx.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def _num_input_axes(layer: Layer) -> int:
-    """The number of the kernel's first axes that are summed over: of a convolution the window and the channels."""
+    """The number of the kernel's first axes that are summed over:
+    of a convolution the window and the channels."""
     if isinstance(layer, nnx.Conv):
         return len(layer.kernel_size) + 1
     return np.size(layer.in_features)
 
 
 def _product_attribute(layer: Layer) -> str:
-    """The name of the attribute that holds the layer's product, which an adapter replaces: "dot_general"."""
+    """The name of the attribute that holds the layer's product,
+    which an adapter replaces: "dot_general"."""
     return "conv_general_dilated" if isinstance(layer, nnx.Conv) else "dot_general"
 
 
@@ -197,12 +209,14 @@ def _check_layer(layer: Layer) -> None:
     # LinearGeneral prefers its dot_general_cls to its dot_general.
     if getattr(layer, "dot_general_cls", None) is not None:
         raise ValueError(
-            "the layer has a dot_general_cls, which goes before an adapter; leave it out, or give dot_general."
+            "the layer has a dot_general_cls, which goes before an adapter; leave it out, or give "
+            "dot_general."
         )
     # A stack of layers, as `nnx.vmap` makes it, has an axis more.
     if layer.kernel.ndim != _num_input_axes(layer) + np.size(layer.out_features):
         raise ValueError(
-            "the layer has a batch of matrices or a stack of layers; leave it out, or adapt inside nnx.vmap."
+            "the layer has a batch of matrices or a stack of layers; leave it out, or adapt inside "
+            "nnx.vmap."
         )
 
 
@@ -217,7 +231,8 @@ def parameters_of(model: nnx.Module) -> Any:
 def as_function_of_parameters(
     fun: Callable[..., Any], model: nnx.Module, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """`fun(model, *args)` as a function of arrays: (the function, parameters, (other state, *args)).
+    """`fun(model, *args)` as a function of arrays: (the function, parameters, (other state,
+    *args)).
 
     The function is called with the parameters, the other state and `args`.
     """
@@ -225,7 +240,8 @@ def as_function_of_parameters(
     structure, params, state = nnx.split(model, nnx.Param, ...)
 
     def of_parameters(params, state, *args, **kwargs):
-        """`fun` of a copy of the model, so that a loss that updates running means leaves the caller's model alone."""
+        """`fun` of a copy of the model, so that a loss that updates running means leaves the
+        caller's model alone."""
         return fun(nnx.merge(structure, params, state, copy=True), *args, **kwargs)
 
     return of_parameters, params, (state, *args)
@@ -240,8 +256,8 @@ def value_and_grad_of_model(
     """`nnx.value_and_grad` of `fun(model, ...)` that also returns the largest logits.
 
     Args:
-      with_max_logits: Makes of (fun, argnums, has_aux) a function with the arguments of `fun` that returns
-        (loss, (aux, max_logits)). It does not differentiate.
+      with_max_logits: Makes of (fun, argnums, has_aux) a function with the arguments of `fun` that
+        returns (loss, (aux, max_logits)). It does not differentiate.
       fun: The loss.
       argnums: As in `nnx.value_and_grad`.
       has_aux: Whether `fun` returns (loss, aux).
@@ -252,16 +268,20 @@ def value_and_grad_of_model(
     """
 
     def measured(*given):
-        """(loss, max_logits), or (loss, (aux, max_logits)) where `fun` has aux, from (model, *args, kwargs)."""
-        # The largest logits are found in a program of the model's parameters, whose paths name the attentions. `params`
-        # has them at {0: ...}, the model's place among the arguments. `others` has all else: running means, random
-        # numbers, the arrays of a batch. Arguments may share variables, so they are split together, and not one by one.
+        """(loss, max_logits), or (loss, (aux, max_logits)) where `fun` has aux, from (model, *args,
+        kwargs)."""
+        # The largest logits are found in a program of the model's parameters, whose paths name the
+        # attentions. `params` has them at {0: ...}, the model's place among the arguments. `others`
+        # has all else: running means, random numbers, the arrays of a batch. Arguments may share
+        # variables, so they are split together, and not one by one.
         structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
 
         def of_parameters(params_of_model, others):
-            """(loss, (aux, variables)): `fun` as a function of arrays, with the variables as it leaves them."""
+            """(loss, (aux, variables)): `fun` as a function of arrays,
+            with the variables as it leaves them."""
             params = nnx.State({0: params_of_model})
-            # With new variables, which belong to the trace of this function: NNX refuses to change those of another.
+            # With new variables, which belong to the trace of this function:
+            # NNX refuses to change those of another.
             merged = nnx.merge(structure, params, others, copy=True)
             *args, kwargs = merged
             result = fun(*args, **kwargs)
@@ -273,7 +293,8 @@ def value_and_grad_of_model(
         with_maxima = with_max_logits(of_parameters, argnums=0, has_aux=True)
         # `params` of a model without parameters is empty.
         loss, ((aux, variables), max_logits) = with_maxima(params.get(0, {}), others)
-        # `fun` may have changed running means or counts of random numbers: the caller's variables get them.
+        # `fun` may have changed running means or counts of random numbers:
+        # the caller's variables get them.
         nnx.update(given, variables)
         return loss, ((aux, max_logits) if has_aux else max_logits)
 

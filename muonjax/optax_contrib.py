@@ -1,9 +1,10 @@
-"""`optax.contrib.muon` with its arguments, its results and its state, on muonjax's batching and meshes.
+"""`optax.contrib.muon` with its arguments, its results and its state,
+on muonjax's batching and meshes.
 
     from muonjax.optax_contrib import muon  # was: from optax.contrib import muon
 
-Equal matrices share one loop, and on a mesh each matrix is orthogonalized once. Where Optax's result is finite, this is
-the same up to rounding; for the rest see docs/coming_from.md.
+Equal matrices share one loop, and on a mesh each matrix is orthogonalized once. Where Optax's
+result is finite, this is the same up to rounding; for the rest see docs/coming_from.md.
 """
 
 from __future__ import annotations
@@ -73,22 +74,25 @@ def muon(
     consistent_rms: float | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.contrib.muon`: the same arguments, updates and state; a checkpoint of either continues with the other.
+    """`optax.contrib.muon`: the same arguments, updates and state;
+    a checkpoint of either continues with the other.
 
     Args:
-      distribution: How the parameters are sharded, as in `muonjax.muon`; the one argument that Optax lacks.
+      distribution: How the parameters are sharded, as in `muonjax.muon`;
+        the one argument that Optax lacks.
 
     All other arguments are as in `optax.contrib.muon`.
 
-    None for the dimension numbers makes a matrix of every leaf with two axes, also of embeddings, output heads and
-    biases of several heads. `muonjax.muon` reads paths and shapes instead.
+    None for the dimension numbers makes a matrix of every leaf with two axes, also of embeddings,
+    output heads and biases of several heads. `muonjax.muon` reads paths and shapes instead.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
 
     Raises:
-      ValueError: An unknown preset or preconditioning, coefficients of another shape than (3,) or (n, 3), more rows
-        than steps; while tracing, a leaf that can't be viewed as matrices, or a state of other parameters.
+      ValueError: An unknown preset or preconditioning, coefficients of another shape than (3,) or
+        (n, 3), more rows than steps; while tracing, a leaf that can't be viewed as matrices,
+        or a state of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -145,7 +149,8 @@ def muon(
             optax.scale_by_learning_rate(learning_rate),
         )
 
-    # The chain is made here for the checks of its members alone, so that a mistake shows before `init`.
+    # The chain is made here for the checks of its members alone,
+    # so that a mistake shows before `init`.
     matrices(None)
     # All leaves without dimension numbers are AdamW's.
     adam = optax.adamw(
@@ -188,12 +193,13 @@ def scale_by_muon(
 
     All other arguments are as in `optax.contrib.scale_by_muon`.
 
-    None for the dimension numbers says that every leaf is a matrix [fan_in, fan_out]; in a tree of them it leaves its
-    leaf as it is.
+    None for the dimension numbers says that every leaf is a matrix [fan_in, fan_out]; in a tree of
+    them it leaves its leaf as it is.
 
     Returns:
-      An `optax.GradientTransformation` whose state is Optax's own `MuonState`. `init` puts `ns_coeffs` into it, and
-      `update` takes them from it, as in Optax: a restored checkpoint keeps its coefficients.
+      An `optax.GradientTransformation` whose state is Optax's own `MuonState`. `init` puts
+      `ns_coeffs` into it, and `update` takes them from it, as in Optax:
+      a restored checkpoint keeps its coefficients.
 
     Raises:
       ValueError: As `muon`.
@@ -219,8 +225,8 @@ def scale_by_muon(
     check_distribution(distribution)
     check_range("ns_steps", ns_steps, "positive and finite", "; it counts steps.")
 
-    # Only `init` is taken: it makes Optax's own state, and refuses coefficients of another shape than (3,) or (n, 3),
-    # and more rows than steps.
+    # Only `init` is taken: it makes Optax's own state, and refuses coefficients of another shape
+    # than (3,) or (n, 3), and more rows than steps.
     theirs = optax.contrib.scale_by_muon(ns_coeffs, ns_steps, mu_dtype=mu_dtype)
 
     @errors_of("scale_by_muon")
@@ -230,8 +236,9 @@ def scale_by_muon(
         # mu <- beta mu + (1 - beta) G
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
-            # beta mu / (1 - beta^(t + 1)) + (1 - beta) G / (1 - beta^t) at step t, as in Nadam and in Optax: a mean
-            # that began at zero is too small by the factor 1 - beta^t, and beta mu is a part of the next step's mean.
+            # beta mu / (1 - beta^(t + 1)) + (1 - beta) G / (1 - beta^t) at step t, as in Nadam and
+            # in Optax: a mean that began at zero is too small by the factor 1 - beta^t, and beta mu
+            # is a part of the next step's mean.
             unbiased_mu = optax.tree.bias_correction(
                 mu, beta, optax.safe_increment(count)
             )
@@ -241,8 +248,8 @@ def scale_by_muon(
             )
         else:
             direction = optax.tree.bias_correction(mu, beta, count)
-        # The coefficients come from the state, for a restored checkpoint may hold others than `ns_coeffs`.
-        # `map_matrices` adds the last argument, the policy.
+        # The coefficients come from the state, for a restored checkpoint may hold others than
+        # `ns_coeffs`. `map_matrices` adds the last argument, the policy.
         iteration = functools.partial(
             _iteration, state.ns_coeffs, ns_steps, preconditioning, eps
         )
@@ -278,8 +285,10 @@ def _iteration(
     """Optax's Newton-Schulz iteration, as a function for `map_matrices`.
 
     Args:
-      coefficients: A polynomial a, b, c for all steps [3], or one for each step [steps, 3]; an array of the state.
-      ns_steps: The number of steps, which `optax.inject_hyperparams` traces; not used where each step has a row.
+      coefficients: A polynomial a, b, c for all steps [3], or one for each step [steps, 3];
+        an array of the state.
+      ns_steps: The number of steps, which `optax.inject_hyperparams` traces;
+        not used where each step has a row.
       preconditioning: What the rows are scaled by first (see `_row_factors`).
       eps: As in `_row_factors`.
       policy: Says whether the matrices are on a CPU.
@@ -287,8 +296,9 @@ def _iteration(
 
     def iterate(x: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
         """The nearly orthogonal matrix that Optax computes from X, m <= n."""
-        # Y is in `wide` from step to step, and so are the sums of a product. `product` rounds its factors to the leaf's
-        # dtype, as in Optax, but not on a CPU, which has no units for half types.
+        # Y is in `wide` from step to step, and so are the sums of a product. `product` rounds its
+        # factors to the leaf's dtype, as in Optax, but not on a CPU,
+        # which has no units for half types.
         wide = at_least_float32(x.dtype)
         factors_dtype = wide if policy.is_cpu else x.dtype
         # `precision=None` is JAX's default precision, as in Optax.
@@ -296,10 +306,12 @@ def _iteration(
         symmetric_product = SymmetricProduct(policy.platform)
 
         def square(a: jax.Array) -> jax.Array:
-            """A A^H: at half the work on a CPU, elsewhere by a plain product, with Optax's rounding."""
+            """A A^H: at half the work on a CPU, elsewhere by a plain product,
+            with Optax's rounding."""
             return symmetric_product(a) if policy.is_cpu else product.with_adjoint(a, a)
 
-        # Y = scale X. Without it Optax overflows at large scales, and a power of two does not round.
+        # Y = scale X. Without it Optax overflows at large scales,
+        # and a power of two does not round.
         y = x.astype(wide)
         scale = power_of_two_scale(y)
         y = scaled(y, scale)
@@ -327,10 +339,12 @@ def _row_factors(
     eps: jax.typing.ArrayLike,
     scale: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch _m 1"]:
-    """What the rows of Y are multiplied by before the first step: one over a bound of its largest singular value.
+    """What the rows of Y are multiplied by before the first step:
+    one over a bound of its largest singular value.
 
-    One number for each matrix; with "aol" each row has its own. Optax does the same to the user's matrix X = Y / scale.
-    The results are equal, since numbers that Optax adds to a norm, or bounds it by, are scaled here.
+    One number for each matrix; with "aol" each row has its own. Optax does the same to the user's
+    matrix X = Y / scale. The results are equal, since numbers that Optax adds to a norm,
+    or bounds it by, are scaled here.
 
     Args:
       y: Y = scale X.
@@ -339,8 +353,8 @@ def _row_factors(
       eps: What Optax adds to the norm of X; so scale eps is added to the norm of Y.
       scale: A number for each matrix.
     """
-    # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten". They take 1e-8 at least for a norm of X X^H, and A is
-    # scale^2 X X^H.
+    # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten". They take 1e-8 at least for a norm
+    # of X X^H, and A is scale^2 X X^H.
     smallest = 1e-8 * scale * scale
     if preconditioning == "aol":
         # D_i = (sum_j |A_ij|)^(-1/2), as D A D then has no eigenvalue above 1

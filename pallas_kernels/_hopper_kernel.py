@@ -1,8 +1,8 @@
 """The kernel: a symmetric product on Hopper, in Pallas on Mosaic GPU.
 
-One persistent CTA on each multiprocessor walks over the tiles of the lower triangle. In it one warpgroup
-loads (TMA), two multiply (wgmma) and store each 64-square twice: as it is, and transposed to where its mirror
-image belongs. docs/kernels.md has the drawings.
+One persistent CTA on each multiprocessor walks over the tiles of the lower triangle. In it one
+warpgroup loads (TMA), two multiply (wgmma) and store each 64-square twice: as it is, and transposed
+to where its mirror image belongs. docs/kernels.md has the drawings.
 
 The structure of the pipeline follows `jax/experimental/pallas/ops/gpu/hopper_matmul_mgpu.py`.
 """
@@ -26,17 +26,19 @@ from pallas_kernels._hopper_tiles import (
     unfold,
 )
 
-# Registers of a thread: 512 are shared by the three threads of the same rank, one of each warpgroup. The one
-# that loads gives up what it doesn't need (`setmaxnreg`) to the two that hold the accumulators.
+# Registers of a thread: 512 are shared by the three threads of the same rank, one of each
+# warpgroup. The one that loads gives up what it doesn't need (`setmaxnreg`) to the two that hold
+# the accumulators.
 LOAD_REGISTERS = 40
 MULTIPLY_REGISTERS = 232
 
 
 def triangle(step: jax.Array, t: int) -> tuple[jax.Array, jax.Array]:
-    """The `step`-th tile (i, j) with ``0 <= j <= i < t``, in an order that reuses what the L2 cache holds.
+    """The `step`-th tile (i, j) with ``0 <= j <= i < t``,
+    in an order that reuses what the L2 cache holds.
 
-    `planar_snake` runs through the rectangle that the triangle folds into in stripes of `GROUP` columns, back and
-    forth.
+    `planar_snake` runs through the rectangle that the triangle folds into in stripes of `GROUP`
+    columns, back and forth.
     """
     # In stripes, the tiles that run at the same time share rows of X and of Y.
     height, width = rectangle(t)
@@ -45,8 +47,10 @@ def triangle(step: jax.Array, t: int) -> tuple[jax.Array, jax.Array]:
 
 
 def transforms(minor: int, dtype: jnp.dtype) -> tuple:
-    """The tiled, swizzled layout in shared memory that TMA writes and wgmma reads without conflicts."""
-    # A swizzle permutes the parts of a row of `minor` entries, so that a warp reads from all banks at once.
+    """The tiled, swizzled layout in shared memory that TMA writes and wgmma reads without
+    conflicts."""
+    # A swizzle permutes the parts of a row of `minor` entries,
+    # so that a warp reads from all banks at once.
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(minor * size * 8)
     tiling = plgpu.TilingTransform((8, swizzle // size))  # pyright: ignore[reportAbstractUsage]
@@ -54,10 +58,11 @@ def transforms(minor: int, dtype: jnp.dtype) -> tuple:
 
 
 def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
-    """What one CTA runs: ``alpha·X Yᵀ + beta·C`` for its tiles, by three warpgroups of which the last loads.
+    """What one CTA runs: ``alpha·X Yᵀ + beta·C`` for its tiles,
+    by three warpgroups of which the last loads.
 
-    `gmem` is the device's memory, `smem` the shared memory of the CTA. `refs` are C, if there is an addend, and the
-    result.
+    `gmem` is the device's memory, `smem` the shared memory of the CTA. `refs` are C, if there is an
+    addend, and the result.
     """
     *c_gmem, out_gmem = refs
     batch, m, k = x_gmem.shape
@@ -68,7 +73,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
     tiles = num_tiles(m)  # of one matrix
     # A stage that is never filled would never be free again.
     stages = min(STAGES, steps * tiles * batch)
-    # Squares of the result that wait for their store in each warpgroup. C takes the shared memory of one.
+    # Squares of the result that wait for their store in each warpgroup.
+    # C takes the shared memory of one.
     slots = squares - 1 if addend else squares
 
     def shared(number, rows, columns):
@@ -80,7 +86,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
         pl.run_scoped,
         x_smem=shared(stages, BLOCK, DEPTH),
         y_smem=shared(stages, BLOCK, DEPTH),
-        # A stage is full when both copies have arrived, and free when both warpgroups have multiplied.
+        # A stage is full when both copies have arrived,
+        # and free when both warpgroups have multiplied.
         full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         direct_smem=shared(2 * slots, SQUARE, SQUARE),
@@ -95,10 +102,12 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
         wg = lax.axis_index("wg")
 
         def each_tile(body):
-            """Decorates ``body(b, i, j, stage)``: runs it at once, for each tile of this CTA, one after the other.
+            """Decorates ``body(b, i, j, stage)``: runs it at once, for each tile of this CTA,
+            one after the other.
 
-            The body gets the stage that it uses first, and returns the one after its last; the stages go round. `b` is
-            the matrix. The tile has the rows from i·BLOCK on, and the columns from j·BLOCK on.
+            The body gets the stage that it uses first, and returns the one after its last; the
+            stages go round. `b` is the matrix. The tile has the rows from i·BLOCK on,
+            and the columns from j·BLOCK on.
             """
 
             # `nd_loop` runs the loop at once. It divides the tiles of all matrices among the CTAs.
@@ -106,7 +115,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                 (batch * tiles,), collective_axes="cta", init_carry=jnp.int32(0)
             )
             def run_tile(loop, carry):
-                """Calls the body for one tile; `nd_loop` gives what the loop carries, the stage, as `carry`."""
+                """Calls the body for one tile; `nd_loop` gives what the loop carries, the stage,
+                as `carry`."""
                 # Tiles are numbered matrix after matrix.
                 (number,) = loop.index
                 b = lax.div(number, jnp.int32(tiles))
@@ -121,7 +131,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
 
         @pl.when(wg == 2)
         def _load():
-            """Copy the slices of X and Y of each tile into the stages, each as soon as it is free."""
+            """Copy the slices of X and Y of each tile into the stages,
+            each as soon as it is free."""
             plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
 
             # Runs at once, for each tile of this CTA
@@ -129,11 +140,13 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
             def load_tile(b, i, j, stage):
                 """Copy all slices of k that tile (i, j) of matrix b needs, the first into `stage`.
 
-                It runs in the loading warpgroup alone, and returns the stage after that of the last slice.
+                It runs in the loading warpgroup alone, and returns the stage after that of the last
+                slice.
                 """
 
                 def load_slice(s, stage):
-                    """Copy slice s of X and Y into the stage once it is `free`; `full` counts the arrivals of both."""
+                    """Copy slice s of X and Y into the stage once it is `free`;
+                    `full` counts the arrivals of both."""
                     columns = pl.ds(s * DEPTH, DEPTH)
                     plgpu.barrier_wait(free.at[stage])
                     # The rows of X and of Y whose products are the tile's rows and columns
@@ -147,9 +160,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
 
                 return lax.fori_loop(0, steps, load_slice, stage)
 
-            # The multiplying warpgroups hand each stage back once at the start and once after each use, and
-            # `load_slice` waits once before each use. So one wait for each stage is left, before the barriers are
-            # released.
+            # The multiplying warpgroups hand each stage back once at the start and once after each
+            # use, and `load_slice` waits once before each use. So one wait for each stage is left,
+            # before the barriers are released.
             for stage in range(stages):
                 plgpu.barrier_wait(free.at[stage])
 
@@ -164,7 +177,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
             # Runs at once, for each tile of this CTA
             @each_tile
             def multiply_tile(b, i, j, stage):
-                """Compute this warpgroup's half of tile (i, j) of matrix b; returns the stage after its last slice."""
+                """Compute this warpgroup's half of tile (i, j) of matrix b;
+                returns the stage after its last slice."""
                 # All squares of this warpgroup's part have this first row.
                 row = i * BLOCK + wg * part
 
@@ -173,7 +187,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     return j * BLOCK + square * SQUARE
 
                 def load_c(square):
-                    """Start the copy of C's entries for a square into shared memory, which `store` awaits.
+                    """Start the copy of C's entries for a square into shared memory,
+                    which `store` awaits.
 
                     `square` is 0 or 1, from left to right in this warpgroup's part of the tile.
                     """
@@ -192,7 +207,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         )
 
                 def store(square, value):
-                    """Store alpha·value + beta·C at the place of a 64-square of the result, and mirrored."""
+                    """Store alpha·value + beta·C at the place of a 64-square of the result,
+                    and mirrored."""
                     column = column_of(square)
                     rows = pl.ds(row, SQUARE)
                     columns = pl.ds(column, SQUARE)
@@ -203,14 +219,15 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
 
                     @pl.when(column > row)
                     def above_diagonal():
-                        # Nothing is stored. The wait below counts on one group of copies for each square, and here is
-                        # none; so all copies that have begun are awaited.
+                        # Nothing is stored. The wait below counts on one group of copies for each
+                        # square, which is missing here; so all copies that have begun are awaited.
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                     @pl.when(column <= row)
                     def in_lower_triangle():
-                        # Each square is one group of copies to the device's memory. When at most the last slots - 1 of
-                        # them still read shared memory, the one that used this slot before has ended.
+                        # Each square is one group of copies to the device's memory. When at most
+                        # the last slots - 1 of them still read shared memory,
+                        # the one that used this slot before has ended.
                         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                         result = value * scale_gmem[b, 0]
                         if addend:
@@ -221,7 +238,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         result = result.astype(dtype)
                         mirror.transpose((1, 0))[...] = result
 
-                        # Below the diagonal the square and its mirror image are two places of the result.
+                        # Below the diagonal the square and its mirror image are two places of the
+                        # result.
                         @pl.when(column < row)
                         def below_diagonal():
                             direct[...] = result
@@ -233,8 +251,9 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                                 commit_group=False,
                             )
 
-                        # The square on the diagonal is one place, and its upper triangle is taken from `mirror`.
-                        # Rounding may differ above and below the diagonal: below counts.
+                        # The square on the diagonal is one place, and its upper triangle is taken
+                        # from `mirror`. Rounding may differ above and below the diagonal:
+                        # below counts.
                         @pl.when(column == row)
                         def on_diagonal():
                             plgpu.commit_smem()
@@ -252,8 +271,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     for square in range(squares):
                         load_c(square)
 
-                # `run_scoped` calls `product` at once, with an accumulator in registers. From here on `product` is what
-                # it returns, an array [part, BLOCK].
+                # `run_scoped` calls `product` at once, with an accumulator in registers. From here
+                # on `product` is what it returns, an array [part, BLOCK].
                 @functools.partial(
                     pl.run_scoped,
                     accumulator=plgpu.WGMMAAccumulatorRef((part, BLOCK), jnp.float32),
@@ -262,15 +281,16 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     """X Yᵀ of this warpgroup's part of the tile, slice by slice of k."""
 
                     def add_slice(s, carry):
-                        """Add the product of one slice; `carry` is its stage and the stage before."""
+                        """Add the product of one slice; `carry` is its stage and the stage
+                        before."""
                         stage, previous = carry
                         # The loading warpgroup has copied this slice of X and Y into the stage.
                         plgpu.barrier_wait(full.at[stage])
                         x_part = x_smem.at[stage, pl.ds(wg * part, part)]
                         y_transposed = y_smem.at[stage].transpose((1, 0))
                         plgpu.wgmma(accumulator, x_part, y_transposed)
-                        # This product stays in flight; the one before is done, and so is its stage, which the
-                        # loading warpgroup may fill anew.
+                        # This product stays in flight; the one before is done, and so is its stage,
+                        # which the loading warpgroup may fill anew.
                         plgpu.wgmma_wait(1)
 
                         @pl.when(s > 0)
@@ -295,10 +315,11 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
 
 
 def launch(x, y, c, scale, *, cores: int) -> jax.Array:
-    """One launch: [batch, m, k] gives [batch, m, n], n the next multiple of 64; columns from m on are junk.
+    """One launch: [batch, m, k] gives [batch, m, n], n the next multiple of 64;
+    columns from m on are junk.
 
-    m must be a multiple of 8, and k of 64. C is [batch, m, n] too, with anything in its columns from m on. `scale` is
-    [batch, 2], alpha and beta. Y of None is X, and C of None is nothing.
+    m must be a multiple of 8, and k of 64. C is [batch, m, n] too, with anything in its columns
+    from m on. `scale` is [batch, 2], alpha and beta. Y of None is X, and C of None is nothing.
     """
     batch, m, _ = x.shape
     # Whole squares are stored, so that the result has as many columns.

@@ -36,7 +36,8 @@ def launched(
 ) -> jax.Array:
     """alpha·X Yᴴ + beta·C [batch, m, m] in one launch, for operands X [batch, m, k] of any sizes.
 
-    Y of None is X, and C of None is nothing. The operands are padded with zeros to sizes that the kernel takes.
+    Y of None is X, and C of None is nothing. The operands are padded with zeros to sizes that the
+    kernel takes.
 
     `cores` is the number of the device's multiprocessors; `scale` holds alpha and beta, [batch, 2].
     """
@@ -51,7 +52,8 @@ def launched(
 
 
 def _aligned(x: jax.Array) -> jax.Array:
-    """The array with zeros appended up to multiples of 8 rows and 64 columns: [3, 100, 100] -> [3, 104, 128].
+    """The array with zeros appended up to multiples of 8 rows and 64 columns: [3, 100,
+    100] -> [3, 104, 128].
 
     Pallas asks for these of a tiled, swizzled copy.
     """
@@ -68,7 +70,8 @@ _HOPPER = ("H100", "H800", "H20")
 
 
 def require(x: jax.Array, dtype: jnp.dtype) -> int:
-    """The number of multiprocessors of a device that can run the kernel, or an error that says why not."""
+    """The number of multiprocessors of a device that can run the kernel,
+    or an error that says why not."""
     if reason := _unsuitable(x, dtype):
         raise NotImplementedError(
             f"symmetric_product(implementation='hopper') {reason}; "
@@ -89,7 +92,8 @@ def is_chosen(x: jax.Array, dtype: jnp.dtype) -> bool:
 
 
 def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
-    """Why the kernel can't run on products of x, whose factors are cast to `dtype`, as the end of a sentence; or None.
+    """Why the kernel can't run on products of x, whose factors are cast to `dtype`,
+    as the end of a sentence; or None.
 
     The sentence begins with "symmetric_product(implementation='hopper')".
     """
@@ -99,8 +103,8 @@ def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
         return f"takes bfloat16 and float16, got {jnp.dtype(dtype).name}"
     if 0 in x.shape:
         return f"got the empty shape {x.shape}"
-    # The default device, or that for which a program is compiled ahead of time. Instructions such as wgmma exist on
-    # compute capability 9.0 alone.
+    # The default device, or that for which a program is compiled ahead of time. Instructions such
+    # as wgmma exist on compute capability 9.0 alone.
     device = _device()
     if device.platform != "gpu" or not any(
         name in device.device_kind for name in _HOPPER
@@ -111,23 +115,27 @@ def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
         )
     if not _has_whole_matrices(x):
         return (
-            "needs whole matrices on each device, and here they may be sharded, so that XLA would gather them on every "
-            "device: call it inside of jax.shard_map over all axes, or under jax.set_mesh of a mesh of one device"
+            "needs whole matrices on each device, and here they may be sharded, so that XLA would "
+            "gather them on every device: call it inside of jax.shard_map over all axes, or under "
+            "jax.set_mesh of a mesh of one device"
         )
     return None
 
 
 def _has_whole_matrices(x: jax.Array) -> bool:
-    """Whether a kernel gets whole matrices: there is one device, or all mesh axes are inside of `jax.shard_map`.
+    """Whether a kernel gets whole matrices: there is one device,
+    or all mesh axes are inside of `jax.shard_map`.
 
-    Elsewhere the sharding of x is unknown while it is traced, and XLA gathers a kernel's operands on every device.
+    Elsewhere the sharding of x is unknown while it is traced,
+    and XLA gathers a kernel's operands on every device.
     """
-    # Inside of `jax.shard_map` all axes of the mesh are manual, and each device sees its own part as a whole.
+    # Inside of `jax.shard_map` all axes of the mesh are manual,
+    # and each device sees its own part as a whole.
     context = jax.sharding.get_abstract_mesh()
     mesh = jax.typeof(x).sharding.mesh if context.empty else context
     if mesh.empty:
-        # Without a mesh XLA may still use several devices. It uses one if the context describes the device for which a
-        # program is compiled ahead of time, or if this process has only one.
+        # Without a mesh XLA may still use several devices. It uses one if the context describes the
+        # device for which a program is compiled ahead of time, or if this process has only one.
         return bool(context.abstract_device) or jax.device_count() == 1
     return mesh.size == 1 or mesh.are_all_axes_manual
 

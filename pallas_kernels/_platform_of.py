@@ -20,8 +20,8 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
     5. `jax.default_device`;
     6. JAX's default backend.
 
-    To trace or compile for a device that is not attached, give the arguments shardings on the devices of
-    `jax.experimental.topologies`, or trace under a mesh without axes:
+    To trace or compile for a device that is not attached, give the arguments shardings on the
+    devices of `jax.experimental.topologies`, or trace under a mesh without axes:
 
         device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -35,7 +35,8 @@ def platform_of(*arrays: Any, mesh: Any = None) -> str:
 
 
 def kind_of(*arrays: Any, mesh: Any = None) -> str:
-    """The kind of the device that `platform_of` finds, such as "TPU v6 lite"; "" where JAX has no such device."""
+    """The kind of the device that `platform_of` finds, such as "TPU v6 lite";
+    "" where JAX has no such device."""
     device = _device_of(arrays, mesh)
     # A platform's name may be that of one for which this JAX was not installed.
     try:
@@ -47,14 +48,16 @@ def kind_of(*arrays: Any, mesh: Any = None) -> str:
 
 
 def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:
-    """The device that decides in `platform_of`: a device, an `AbstractDevice`, or the name of a platform."""
+    """The device that decides in `platform_of`: a device, an `AbstractDevice`,
+    or the name of a platform."""
     candidates = (
         # What the caller says, and then what the arrays' types say, which traced arrays have too.
         _of_mesh(mesh),
         *map(_of_sharding, arrays),
         # Where concrete arrays lie.
         *map(_of_device, arrays),
-        # Where JAX puts arrays of which nothing is said: on the mesh of `jax.set_mesh`, or on its default device.
+        # Where JAX puts arrays of which nothing is said: on the mesh of `jax.set_mesh`,
+        # or on its default device.
         _of_mesh(jax.sharding.get_abstract_mesh()),
         jax.config.jax_default_device,  # pyright: ignore[reportAttributeAccessIssue]
     )
@@ -65,7 +68,8 @@ def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:
 
 
 def _of_mesh(mesh: Any) -> Any:
-    """A device of a mesh, or the description of one that an abstract mesh may have; None without."""
+    """A device of a mesh, or the description of one that an abstract mesh may have;
+    None without."""
     # All devices of a mesh are of one platform.
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh.devices.flat[0] if mesh.size else None

@@ -1,4 +1,5 @@
-"""The public function `symmetric_product`: check its arguments, choose an implementation, define its derivative."""
+"""The public function `symmetric_product`: check its arguments, choose an implementation,
+define its derivative."""
 
 from __future__ import annotations
 
@@ -36,23 +37,25 @@ def symmetric_product(
     S = alpha·X Yᵀ + beta·C
     ```
 
-    Only the lower triangles of ``X Yᵀ`` and of C are used; the upper triangle of S is the mirror image of the lower, so
-    that ``S == S.mT`` holds bit for bit. Products are accumulated in float32 for half types, C is added before
-    the one rounding to the result's dtype, and float32 is true float32 (TF32 and bfloat16 passes are used
-    only where `jax.default_matmul_precision` asks for them). Complex arrays give ``X Yᴴ``, Hermitian.
+    Only the lower triangles of ``X Yᵀ`` and of C are used; the upper triangle of S is the mirror
+    image of the lower, so that ``S == S.mT`` holds bit for bit. Products are accumulated in float32
+    for half types, C is added before the one rounding to the result's dtype, and float32 is true
+    float32 (TF32 and bfloat16 passes are used only where `jax.default_matmul_precision` asks for
+    them). Complex arrays give ``X Yᴴ``, Hermitian.
 
-    Differentiable both ways and under `jax.vmap`. On a mesh, call it inside `jax.shard_map`, as a kernel must be.
+    Differentiable both ways and under `jax.vmap`. On a mesh, call it inside `jax.shard_map`,
+    as a kernel must be.
 
     Args:
       x: [*batch, m, k], floating or complex.
-      y: the same shape and dtype. The caller must know that the product is symmetric, such as A·B of commuting
-        symmetric matrices. Default: X itself.
+      y: the same shape and dtype. The caller must know that the product is symmetric, such as A·B
+        of commuting symmetric matrices. Default: X itself.
       c: [*batch, m, m], symmetric, in X's dtype. Default: nothing is added.
       alpha: real; a number, or one for each matrix, [*batch]. May be traced.
       beta: as `alpha`; counts only where `c` is given.
       implementation: `None` for the rule in `_choose`; ``"reference"``: one full product of XLA's;
-        ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a Pallas
-        kernel for NVIDIA's H100 and H200. If you name one, it runs or raises an error.
+        ``"blocked"``: the lower triangle in blocks, in plain XLA, any platform; ``"hopper"``: a
+        Pallas kernel for NVIDIA's H100 and H200. If you name one, it runs or raises an error.
 
     Returns:
       [*batch, m, m], in X's dtype.
@@ -82,7 +85,8 @@ def symmetric_product(
 
 
 class SymmetricProduct(NamedTuple):
-    """`symmetric_product` of operands that need no check, where the platform is known: alpha X Y^H + beta C.
+    """`symmetric_product` of operands that need no check, where the platform is known:
+    alpha X Y^H + beta C.
 
     Inside of a loop the arrays don't show where they are.
 
@@ -102,12 +106,14 @@ class SymmetricProduct(NamedTuple):
         alpha: float | jax.Array = 1.0,
         beta: float | jax.Array = 0.0,
     ) -> jax.Array:
-        """alpha X Y^H + beta C of arrays of one dtype, for a Y such that X Y^H is symmetric; Y is X by default.
+        """alpha X Y^H + beta C of arrays of one dtype, for a Y such that X Y^H is symmetric;
+        Y is X by default.
 
-        `alpha` and `beta` are numbers, or [*batch, 1, 1]. By default beta is 0, so that C does not count. Nothing is
-        checked.
+        `alpha` and `beta` are numbers, or [*batch, 1, 1]. By default beta is 0, so that C does not
+        count. Nothing is checked.
         """
-        # The sums' real dtype: float32 for half types, whose own digits would be too few for these numbers.
+        # The sums' real dtype: float32 for half types, whose own digits would be too few for these
+        # numbers.
         real = jnp.finfo(_xla_product.accumulator(x.dtype)).dtype
         operands = Operands(x, y, c, jnp.asarray(alpha, real), jnp.asarray(beta, real))
         implementation = self.implementation or _choose(self.platform, x)
@@ -115,7 +121,8 @@ class SymmetricProduct(NamedTuple):
 
 
 def _choose(platform: str, x: jax.Array) -> str:
-    """The rule for `implementation=None`: "blocked" on a CPU for m >= 512, a measured kernel, else "reference".
+    """The rule for `implementation=None`: "blocked" on a CPU for m >= 512, a measured kernel,
+    else "reference".
 
     The CPU's figures are in `benchmarks/results/symmetric_product.json`.
     """
@@ -125,16 +132,18 @@ def _choose(platform: str, x: jax.Array) -> str:
     return measured_kernel(platform, x, x.dtype) or "reference"
 
 
-# The kernel where the program is compiled for a GPU, and "reference" elsewhere. While tracing this is not known: arrays
-# may be committed to the CPU of a machine with a GPU.
+# The kernel where the program is compiled for a GPU, and "reference" elsewhere. While tracing this
+# is not known: arrays may be committed to the CPU of a machine with a GPU.
 _HOPPER_ON_A_GPU = "hopper on a GPU"
 
 
 def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None:
-    """The kernel that takes a tenth or more off an update with products of x [*batch, m, k] in `dtype`.
+    """The kernel that takes a tenth or more off an update with products of x [*batch, m,
+    k] in `dtype`.
 
-    On an H100 "hopper" takes 12 to 15 percent off for m = 4096, measured (benchmarks/results/gpu_nvidia_*.json). For
-    m = 2048 it is 4 at most, for m = 768 3 to 5, and it has to be compiled.
+    On an H100 "hopper" takes 12 to 15 percent off for m = 4096, measured
+    (benchmarks/results/gpu_nvidia_*.json). For m = 2048 it is 4 at most, for m = 768 3 to 5,
+    and it has to be compiled.
     """
     if platform != "gpu" or x.size == 0 or x.shape[-2] < 4096:
         return None
@@ -152,7 +161,8 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
     # Integers and 8-bit floats have no accumulator here.
     if x.dtype.name not in _DTYPES:
         raise ValueError(
-            f"symmetric_product(x) needs one of {', '.join(_DTYPES)}, got {x.dtype.name}; cast it first."
+            f"symmetric_product(x) needs one of {', '.join(_DTYPES)}, got {x.dtype.name}; cast it "
+            "first."
         )
     # Batch axes are equal, since a kernel does not broadcast.
     *batch, m, _ = x.shape
@@ -162,8 +172,9 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
             continue
         if value.shape != shapes[name] or value.dtype != x.dtype:
             raise ValueError(
-                f"symmetric_product({name}=...) needs shape {shapes[name]} and dtype {x.dtype.name} "
-                f"to go with x of shape {x.shape}, got {value.shape} and {value.dtype.name}."
+                f"symmetric_product({name}=...) needs shape {shapes[name]} and dtype "
+                f"{x.dtype.name} to go with x of shape {x.shape}, got {value.shape} and "
+                f"{value.dtype.name}."
             )
     # α and β are real also for complex matrices: the product would not be Hermitian otherwise.
     real = jnp.finfo(_xla_product.accumulator(x.dtype)).dtype
@@ -182,8 +193,8 @@ def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
     scale = jnp.asarray(value)
     if scale.shape not in ((), tuple(batch)):
         raise ValueError(
-            f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the batch "
-            f"{tuple(batch)}, got shape {scale.shape}."
+            f"symmetric_product({name}=...) needs a scalar or one number for each matrix of the "
+            f"batch {tuple(batch)}, got shape {scale.shape}."
         )
     return scale[..., None, None] if scale.ndim else scale
 
@@ -211,7 +222,8 @@ _product = jax.custom_jvp(_run, nondiff_argnums=(1, 2))
 
 @jax.custom_jvp
 def _gram(x: Inexact[Array, "*batch m k"]) -> Inexact[Array, "*batch m m"]:
-    """``X Xᴴ``. Its derivative is ``M + Mᴴ`` with the one product ``M = dX Xᴴ``; JAX's own has two."""
+    """``X Xᴴ``. Its derivative is ``M + Mᴴ`` with the one product ``M = dX Xᴴ``;
+    JAX's own has two."""
     return _xla_product.product(x, x)
 
 
@@ -223,10 +235,12 @@ def _gram_jvp(primals, tangents):
 
 
 def _product_jvp(implementation, platform, primals, tangents):
-    """S = alpha X Y^H + beta C by the implementation, and its derivative dS in forward mode (for `jax.custom_jvp`).
+    """S = alpha X Y^H + beta C by the implementation,
+    and its derivative dS in forward mode (for `jax.custom_jvp`).
 
-    dS is the derivative of the product in plain `jnp`, since a kernel has none. Every term of it is linear in a
-    tangent, so JAX transposes it for reverse mode. A tangent that is known to be zero has no term.
+    dS is the derivative of the product in plain `jnp`, since a kernel has none. Every term of it is
+    linear in a tangent, so JAX transposes it for reverse mode.
+    A tangent that is known to be zero has no term.
     """
     (operands,), (tangents_of_operands,) = primals, tangents
     values = {}
@@ -239,7 +253,8 @@ def _product_jvp(implementation, platform, primals, tangents):
 
     def plain(values):
         o = operands._replace(**values)
-        # The derivative of X X^H takes one product, dX X^H, and its adjoint; that of X Y^H takes two products.
+        # The derivative of X X^H takes one product, dX X^H, and its adjoint;
+        # that of X Y^H takes two products.
         p = _gram(o.x) if o.y is None else _xla_product.product(o.x, o.y)
         # The lower triangle of the product counts, by definition, so that dS is as symmetric as S.
         return _xla_product.scaled_sum(_xla_product.mirror(p), o)

@@ -1,8 +1,9 @@
 """The symmetric product in plain `jnp`: whole, and in blocks.
 
-The result of ``alpha·X Yᴴ + beta·C`` is known to be symmetric (Hermitian for complex numbers), so only its
-lower triangle is *read*; the upper one is its mirror image. This is a part of the definition: every implementation
-returns ``mirror(lower triangle)``, symmetric bit for bit, also where rounding makes the two halves differ.
+The result of ``alpha·X Yᴴ + beta·C`` is known to be symmetric (Hermitian for complex numbers), so
+only its lower triangle is *read*; the upper one is its mirror image. This is a part of the
+definition: every implementation returns ``mirror(lower triangle)``, symmetric bit for bit, also
+where rounding makes the two halves differ.
 
 **In blocks**, the lower triangle takes fewer multiply-adds on any platform.
 
@@ -12,13 +13,14 @@ returns ``mirror(lower triangle)``, symmetric bit for bit, also where rounding m
 [ S₃₁ S₃₂ S₃₃   ]
 ```
 
-r rows of blocks cost (1 + 1/r)/2 of the full product's multiply-adds, four of them 5/8. A block off the diagonal is
-copied twice into the result, the few on the diagonal are mirrored: on a CPU much cheaper than mirroring the whole
-matrix, where a transposed pass misses the cache on every element.
+r rows of blocks cost (1 + 1/r)/2 of the full product's multiply-adds, four of them 5/8. A block off
+the diagonal is copied twice into the result, the few on the diagonal are mirrored: on a CPU much
+cheaper than mirroring the whole matrix, where a transposed pass misses the cache on every element.
 
-Blocks of one size are the same few kernels all over an iteration, and XLA compiles each of them once. For the same
-reason the result is put together column by column, which takes the mirroring along, and scaled as a whole: what differs
-from product to product comes last. A loop over the blocks would compile faster still, but run them one after the other:
+Blocks of one size are the same few kernels all over an iteration, and XLA compiles each of them
+once. For the same reason the result is put together column by column, which takes the mirroring
+along, and scaled as a whole: what differs from product to product comes last. A loop over the
+blocks would compile faster still, but run them one after the other:
 on two cores a whole iteration takes longer so.
 """
 
@@ -62,7 +64,8 @@ class Operands(NamedTuple):
         return self.x if self.y is None else self.y
 
     def with_one_batch_axis(self) -> Operands:
-        """The operands of all matrices, [batch, m, k] and so on, with an alpha and a beta for each: [batch, 1, 1]."""
+        """The operands of all matrices, [batch, m, k] and so on,
+        with an alpha and a beta for each: [batch, 1, 1]."""
         *batch, _, _ = self.x.shape
         alpha = jnp.broadcast_to(self.alpha, (*batch, 1, 1))
         beta = jnp.broadcast_to(self.beta, (*batch, 1, 1))
@@ -81,9 +84,9 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
 def precision(dtype: jnp.dtype) -> lax.Precision | None:
     """The precision that a product of this dtype asks of XLA.
 
-    Products of float32 arrays have float32 precision here. XLA's own default on an accelerator is lower (TF32 on an
-    NVIDIA GPU, one bfloat16 pass on a TPU); for more speed, pass bfloat16 arrays. If the user has set
-    `jax.default_matmul_precision`, that setting is used.
+    Products of float32 arrays have float32 precision here. XLA's own default on an accelerator is
+    lower (TF32 on an NVIDIA GPU, one bfloat16 pass on a TPU); for more speed, pass bfloat16 arrays.
+    If the user has set `jax.default_matmul_precision`, that setting is used.
     """
     # A product of half types sums in float32 anyway, so nothing is asked for it.
     wish = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
@@ -156,7 +159,8 @@ def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m
     in_blocks = functools.partial(_in_blocks, rows=rows, platform=platform)
     if math.prod(batch) <= 1 or platform != "cpu":
         return in_blocks(o)
-    # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main memory.
+    # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main
+    # memory.
     products = lax.map(in_blocks, o.with_one_batch_axis())
     return products.reshape(*batch, m, m)
 
@@ -169,7 +173,8 @@ def _in_blocks(
     m = o.x.shape[-2]
     bounds = [m * i // rows for i in range(rows + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
-    # On a CPU the starts come from a loop, so that XLA does not know them: slices of one size are one compiled kernel.
+    # On a CPU the starts come from a loop, so that XLA does not know them:
+    # slices of one size are one compiled kernel.
     starts = numbers_from_loop(bounds[:-1], platform)
 
     def cut(a: jax.Array, i: int) -> jax.Array:

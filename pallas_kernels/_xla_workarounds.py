@@ -1,4 +1,5 @@
-"""Against what XLA compiles badly: constants that it does not know, and results that it puts in memory."""
+"""Against what XLA compiles badly: constants that it does not know,
+and results that it puts in memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,10 +13,12 @@ def numbers_from_loop(
 ) -> Sequence[jax.typing.ArrayLike]:
     """The same numbers, on a CPU as int32 results of a loop, so that XLA does not know them.
 
-    Slices of one size, such as the matrices of a stack, are one kernel at numbers that XLA does not know; at constants
-    each is a kernel of its own. With 96 layers of one shape, to compile such slices took more than half of the time.
+    Slices of one size, such as the matrices of a stack, are one kernel at numbers that XLA does not
+    know; at constants each is a kernel of its own. With 96 layers of one shape, to compile such
+    slices took more than half of the time.
     """
-    # Elsewhere each pass of the loop would be a launch; and a single slice is a single kernel either way.
+    # Elsewhere each pass of the loop would be a launch;
+    # and a single slice is a single kernel either way.
     if platform != "cpu" or len(numbers) < 2:
         return numbers
     # XLA does not run loops while compiling, so that their results are unknown to it.
@@ -32,11 +35,13 @@ def numbers_from_loop(
 def materialize(
     f: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str
 ) -> jax.Array:
-    """f(x), of the shape and dtype of x, as an array that XLA keeps in memory and does not compute again.
+    """f(x), of the shape and dtype of x, as an array that XLA keeps in memory and does not compute
+    again.
 
-    On a CPU, XLA computes elementwise operations again for each reader of their result, and keeps their operands until
-    the last reader has run. It can't do so with the result of a branch. An `optimization_barrier` is no help, because
-    XLA removes it before it fuses. Without this, an update of replicated matrices on a mesh takes a third more memory
+    On a CPU, XLA computes elementwise operations again for each reader of their result, and keeps
+    their operands until the last reader has run. It can't do so with the result of a branch. An
+    `optimization_barrier` is no help, because XLA removes it before it fuses. Without this, an
+    update of replicated matrices on a mesh takes a third more memory
     (tests/mesh/test_hlo_table.py).
     """
     if platform != "cpu":

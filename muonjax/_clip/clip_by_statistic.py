@@ -1,4 +1,5 @@
-"""The engine of QK-Clip: scale weights whose statistic exceeds a threshold, by a factor for each head."""
+"""The engine of QK-Clip: scale weights whose statistic exceeds a threshold,
+by a factor for each head."""
 
 from __future__ import annotations
 
@@ -37,13 +38,14 @@ ByPath: TypeAlias = dict[str, jax.Array]
 class QKClipState(NamedTuple):
     """The state of `qk_clip` and `signal_clip`; `muonjax.metrics` flattens it for a log.
 
-    The keys of the dictionaries are the paths of the modules, or those of the signals at the root and where a module
-    has several; their arrays are [*layers, heads].
+    The keys of the dictionaries are the paths of the modules, or those of the signals at the root
+    and where a module has several; their arrays are [*layers, heads].
 
     Attributes:
       count: Number of updates so far, int32 [].
       running_max: Maxima since the last clip, float32; -inf after it.
-      maxima: The maxima that the last clip used, float32; -inf before the first, and where none was finite.
+      maxima: The maxima that the last clip used, float32; -inf before the first,
+        and where none was finite.
       factors: γ at the last clip, float32 in (0, 1]; 1 where nothing was scaled.
       clips: How often each head was scaled, int32.
 
@@ -64,7 +66,8 @@ class QKClipState(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class ClipByStatistic:
-    """Scale the weights of sites by the statistics that `update` gets: `qk_clip`, `muonclip`, `signal_clip`.
+    """Scale the weights of sites by the statistics that `update` gets: `qk_clip`,
+    `muonclip`, `signal_clip`.
 
     Attributes:
       call: The public function, for errors.
@@ -89,7 +92,10 @@ class ClipByStatistic:
     def __post_init__(self):
         # None and not 1, because optax.inject_hyperparams makes arrays of numbers.
         every_k = 1 if self.every_k is None else self.every_k
-        why = " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') leaves it one."
+        why = (
+            " of updates, at least 1; optax.inject_hyperparams(..., static_args='every_k') "
+            "leaves it one."
+        )
         self.every_k = whole_number("every_k", every_k, 1, why)
         self.axis_name = mesh_axes("axis_name", self.axis_name)
 
@@ -98,14 +104,16 @@ class ClipByStatistic:
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
     def find(self, modules: Modules) -> tuple[list[PlacedSite], set[str]]:
-        """The modules that are clipped in a tree of parameters, and the keys of statistics that are skipped."""
+        """The modules that are clipped in a tree of parameters,
+        and the keys of statistics that are skipped."""
         sites, not_trained = place_sites(modules, self.sites)
         return self.prepare(sites), not_trained
 
     def init(self, params: optax.Params) -> QKClipState:
         """The state before the first update."""
-        # Optax finds the parts of a state that mirror the parameters by calling `init` with a placeholder that has no
-        # leaves. One array in place of each dictionary tells Optax that no part of this state does.
+        # Optax finds the parts of a state that mirror the parameters by calling `init` with a
+        # placeholder that has no leaves. One array in place of each dictionary tells Optax that no
+        # part of this state does.
         if not jax.tree.leaves(params, is_leaf=is_masked):
             no_dicts: Any = [jnp.zeros([])] * 5
             return QKClipState(*no_dicts)
@@ -123,19 +131,21 @@ class ClipByStatistic:
         # In a chain, Optax hands every member all further arguments by name.
         statistics = extra_args.get(self.argument)
         with errors_of(self.call):
-            # The state of another optimizer lacks this field, and so does a dictionary from a checkpoint.
+            # The state of another optimizer lacks this field,
+            # and so does a dictionary from a checkpoint.
             if not hasattr(state, "factors"):
                 raise ValueError(message_for_other_state(state))
             require_params(params)
             if statistics is None:
-                # "update needs max_logits (muonjax.linen.TrainState passes it on): ... tx.update(...)."
+                # "update needs max_logits (muonjax.linen.TrainState passes it on):
+                # ... tx.update(...)."
                 raise ValueError(
                     f"update needs {self.argument}{self.source}"
                     f"tx.update(grads, state, params, {self.argument}={self.argument})."
                 )
-            # Sites are found again, because parameters may be masked or missing here that `init` had. Paths and shapes
-            # are static, so this is done while tracing. `not_trained` names the statistics of a program's attentions
-            # with frozen parameters, which are ignored.
+            # Sites are found again, because parameters may be masked or missing here that `init`
+            # had. Paths and shapes are static, so this is done while tracing. `not_trained` names
+            # the statistics of a program's attentions with frozen parameters, which are ignored.
             modules = Modules(params)
             sites, not_trained = self.find(modules)
             self._check_state(state, sites)
@@ -157,11 +167,12 @@ class ClipByStatistic:
         Args:
           state: The state before this update.
           sites: What is clipped.
-          maxima: The largest logit of each head in this forward pass, [*layers, heads], by the name of the module.
+          maxima: The largest logit of each head in this forward pass, [*layers, heads],
+            by the name of the module.
 
         Returns:
-          The state, and the factors as `_parameter_factors` says, by γ of each head. γ is 1 for all heads unless this
-          is the k-th, 2k-th, ... update of `every_k` = k.
+          The state, and the factors as `_parameter_factors` says, by γ of each head. γ is 1 for all
+          heads unless this is the k-th, 2k-th, ... update of `every_k` = k.
         """
         is_due = (state.count + 1) % self.every_k == 0
         threshold = self.threshold
@@ -172,7 +183,8 @@ class ClipByStatistic:
         count = jnp.asarray(optax.safe_increment(state.count))
         after = QKClipState(count, {}, {}, {}, {})
         for name, maximum in maxima.items():
-            # The maxima are sharded as the state is, even if they came otherwise, so that its buffers can be donated.
+            # The maxima are sharded as the state is, even if they came otherwise,
+            # so that its buffers can be donated.
             maximum = sharded_like(maximum, state.maxima[name])
             # The clip goes by the largest of all micro-batches since the last clip.
             maximum = jnp.maximum(maximum, state.running_max[name])
@@ -188,12 +200,14 @@ class ClipByStatistic:
 
     def _check_state(self, state: QKClipState, sites: Sequence[PlacedSite]) -> None:
         """Raise unless the state was made for these modules and numbers of heads."""
-        # Neither a threshold nor `every_k` is a part of the state, so that both may change in a run.
+        # Neither a threshold nor `every_k` is a part of the state,
+        # so that both may change in a run.
         here = {site.name: site.shape for site in sites}
         there = {name: factor.shape for name, factor in state.factors.items()}
         if here != there:
             raise ValueError(
-                f"this state was made for {shown(there)}, [*layers, heads]; sites and parameters say {shown(here)}. "
+                f"this state was made for {shown(there)}, [*layers, heads]; sites and parameters "
+                f"say {shown(here)}. "
                 "Take those that it was made with, or start anew with init."
             )
 
@@ -206,8 +220,9 @@ class ClipByStatistic:
                 dtype = modules.leaves[scale.leaf].dtype
                 if jnp.finfo(dtype).bits < 32:
                     warn_user(
-                        f"{self.call}: {scale.leaf!r} is {dtype}, in which a factor near 1 rounds away: a logit less "
-                        "than a percent above the threshold stays there. Keep float32 master weights."
+                        f"{self.call}: {scale.leaf!r} is {dtype}, in which a factor near 1 rounds "
+                        "away: a logit less than a percent above the threshold stays there. Keep "
+                        "float32 master weights."
                     )
                     return
 
@@ -219,7 +234,8 @@ def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
         # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
         zero = zero_beside(modules.leaves[site.scales[0].leaf])
         zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
-        # Each field gets an array of its own, because a buffer that is in two places can't be donated.
+        # Each field gets an array of its own, because a buffer that is in two places can't be
+        # donated.
         state.running_max[site.name] = zeros - jnp.inf
         state.maxima[site.name] = zeros - jnp.inf
         state.factors[site.name] = zeros + 1.0
@@ -238,19 +254,21 @@ def clip_factor(
     threshold = jnp.asarray(threshold, jnp.float32)
     # NaN compares as False, so a head with NaN keeps its weights.
     is_hot = (signal > threshold) & jnp.isfinite(signal) & (threshold > 0)
-    # JAX's check for NaN sees both branches of a `where`, so the branch that is not used divides by 1.
+    # JAX's check for NaN sees both branches of a `where`,
+    # so the branch that is not used divides by 1.
     positive = jnp.where(is_hot, signal, 1.0)
     gamma = jnp.where(is_hot, threshold / positive, 1.0)
-    # threshold / S may underflow to 0. Weights times 0 never recover, and a site of `signal_clip` may have a negative
-    # power of γ, which would be infinite.
+    # threshold / S may underflow to 0. Weights times 0 never recover, and a site of `signal_clip`
+    # may have a negative power of γ, which would be infinite.
     return jnp.maximum(gamma, jnp.finfo(jnp.float32).tiny)
 
 
 def _parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
     """What each parameter is multiplied by, in a shape that broadcasts to the parameter.
 
-    With γ = [1, 0.25] for two heads and the power 1/2, a kernel "attention/query/kernel" of shape [d, 2, head_dim] gets
-    an array [1, 2, head_dim], which is 1 for the first head and 0.5 for the second.
+    With γ = [1, 0.25] for two heads and the power 1/2, a kernel "attention/query/kernel" of shape
+    [d, 2, head_dim] gets an array [1, 2, head_dim],
+    which is 1 for the first head and 0.5 for the second.
 
     Args:
       sites: The modules, each with its parameters and their powers of γ.
@@ -268,8 +286,9 @@ def _parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
             root = jnp.sqrt(gamma) if power == 0.5 else gamma**power
             # What is not scaled has 1.
             factor = scale.spread(root, otherwise=1.0)
-            # A kernel may have two scales, as the query and the rotary features of latent attention. Each is 1 on the
-            # features of the other, so their product is the factor of the kernel.
+            # A kernel may have two scales, as the query and the rotary features of latent
+            # attention. Each is 1 on the features of the other,
+            # so their product is the factor of the kernel.
             factors[scale.leaf] = factors.get(scale.leaf, 1.0) * factor
     return factors
 
@@ -279,7 +298,8 @@ def scaled_leaves(updates: Any, params: ByPath, factors: ByPath) -> Any:
     # By path, since a factor is that of a path, and in the order of the tree.
     leaves = flatten_paths(updates)
     for path, factor in factors.items():
-        # Optax masks frozen parameters. Without an update there is nothing by which the clip could change them.
+        # Optax masks frozen parameters. Without an update there is nothing by which the clip could
+        # change them.
         if path not in leaves or is_masked(leaves[path]):
             raise ValueError(
                 f"the updates have no leaf {path!r}; if frozen, leave out its site."
@@ -295,9 +315,11 @@ def scaled_update(
 ) -> Float[Array, "*parameter"]:
     """The update u' after which a weight is f times what it would be: p + u' = f·(p + u).
 
-    Where f = 1 it is u bit for bit: the formula below would turn −0 into 0, and infinite p into NaN.
+    Where f = 1 it is u bit for bit: the formula below would turn −0 into 0,
+    and infinite p into NaN.
     """
-    # The result has the wider dtype: a half-precision update of a float32 weight would miss the bound.
+    # The result has the wider dtype: a half-precision update of a float32 weight would miss the
+    # bound.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)
     wide = at_least_float32(dtype)

@@ -28,23 +28,28 @@ def match_statistics(
     Args:
       argument: What `update` calls the statistics, for errors.
       given: The dictionary, such as {"decoder/attention": [*layers, entries]}.
-      sites: What is clipped. The `name` of each is its key: the path of its module, perhaps with its signal.
+      sites: What is clipped. The `name` of each is its key: the path of its module,
+        perhaps with its signal.
       ignored: Keys that may be in the dictionary without a site.
     """
-    form = f"{argument} is a dict {{module path: array [*layers, heads]}}, such as muonjax.value_and_grad returns."
+    form = (
+        f"{argument} is a dict {{module path: array [*layers, heads]}}, such as "
+        "muonjax.value_and_grad returns."
+    )
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument}={type(given).__name__}: {form}")
     # Statistics are looked up by the same text as the state, whatever type their keys have.
     statistics = {str(path): value for path, value in given.items()}
     names = [site.name for site in sites]
     missing = [name for name in names if name not in statistics]
-    # A statistic without a site is a mistake too: its attention would go unclipped. `ignored` are the attentions of a
-    # program whose parameters do not train: they are measured, and not clipped.
+    # A statistic without a site is a mistake too: its attention would go unclipped. `ignored` are
+    # the attentions of a program whose parameters do not train: they are measured, and not clipped.
     unclaimed = statistics.keys() - names - ignored
     if missing or unclaimed:
         raise ValueError(
-            f"{argument} and the sites do not fit: sites without statistics [{listed(missing, ', ')}], statistics "
-            f"without a site [{listed(sorted(unclaimed), ', ')}]. {form}"
+            f"{argument} and the sites do not fit: sites without statistics "
+            f"[{listed(missing, ', ')}], statistics without a site "
+            f"[{listed(sorted(unclaimed), ', ')}]. {form}"
         )
     # Each is checked, and gets -inf for what is not finite.
     return {
@@ -56,10 +61,12 @@ def match_statistics(
 def _finite_statistic(
     argument: str, value: Any, site: PlacedSite
 ) -> Float32[Array, "*layers entries"]:
-    """The statistic of a site, [*layers, entries], where what is not finite is -inf; raises if it is not such an array.
+    """The statistic of a site, [*layers, entries], where what is not finite is -inf;
+    raises if it is not such an array.
 
-    Axes of one entry may be missing: a program does not record a scan of length one as a loop, so its statistic has no
-    axis of layers, and a signal with one number for each layer may come without an axis of entries.
+    Axes of one entry may be missing: a program does not record a scan of length one as a loop, so
+    its statistic has no axis of layers, and a signal with one number for each layer may come
+    without an axis of entries.
 
     Args:
       argument: What `update` calls the statistics, for errors.
@@ -73,14 +80,17 @@ def _finite_statistic(
         raise TypeError(
             f"{what} is {shown(value)}; give an array of real numbers, [*layers, heads]."
         )
-    # The clip is no part of the loss, and its arithmetic is in float32 whatever the model computes in.
+    # The clip is no part of the loss, and its arithmetic is in float32 whatever the model computes
+    # in.
     statistic = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
     long_axes = tuple(size for size in site.shape if size != 1)
     if statistic.squeeze().shape != long_axes:
         raise ValueError(
-            f"{what} has shape {statistic.shape}; the parameters say {site.shape}, layers before heads: take the "
-            "maximum over all other axes. What value_and_grad returns fits the sites of muonjax.inspect."
+            f"{what} has shape {statistic.shape}; the parameters say {site.shape}, layers before "
+            "heads: take the maximum over all other axes. What value_and_grad returns fits the "
+            "sites of muonjax.inspect."
         )
-    # -inf loses against each measurement of another micro-batch or device, and no head is clipped by it.
+    # -inf loses against each measurement of another micro-batch or device,
+    # and no head is clipped by it.
     statistic = jnp.where(jnp.isfinite(statistic), statistic, -jnp.inf)
     return statistic.reshape(site.shape)

@@ -37,16 +37,18 @@ def max_logits(
 
     $$S_h = \max_{b,\,(i,j)\ \text{visible}} \mathrm{scale}\; q_{b,i,h} \cdot k_{b,j,h}$$
 
-    The maximum is signed and runs over all leading axes (they are batch) and all visible pairs of positions:
-    after the scale and the mask, before an attention bias, a soft-cap and the softmax. Logits are made block
-    by block, and a block that `is_causal` or `local_window_size` hides whole is never made, so that the
-    memory is that of one block: batch × heads × block × block. No gradient flows back. Under `vmap` or
-    `scan` the layers' axis comes first.
+    The maximum is signed and runs over all leading axes (they are batch) and all visible pairs of
+    positions: after the scale and the mask, before an attention bias, a soft-cap and the softmax.
+    Logits are made block by block, and a block that `is_causal` or `local_window_size` hides whole
+    is never made, so that the memory is that of one block: batch × heads × block × block. No
+    gradient flows back. Under `vmap` or `scan` the layers' axis comes first.
 
     Args:
       query: `[*batch, T, heads, D]`, Flax's and `jax.nn.dot_product_attention`'s layout.
-      key: `[*batch, S, key_heads, D]`; `key_heads` divides `heads` (grouped and multi-query attention).
-      mask: True (or non-zero) where a query sees a key; any shape that broadcasts to `[*batch, heads, T, S]`.
+      key: `[*batch, S, key_heads, D]`; `key_heads` divides `heads` (grouped and multi-query
+        attention).
+      mask: True (or non-zero) where a query sees a key;
+        any shape that broadcasts to `[*batch, heads, T, S]`.
       is_causal: Query i sees keys j ≤ i. As in JAX and Flax both count from 0, also where T ≠ S.
       local_window_size: Query i sees keys i − left … i + right; one number means both. As in JAX.
       scale: Factor on the dot products; default 1/√D.
@@ -56,12 +58,14 @@ def max_logits(
       `[heads]`, float32 (float64 for float64 input). −inf for a head whose every pair is masked.
 
     Raises:
-      ValueError: Shapes that do not fit together, or are empty; a block or window size that is traced or out of range.
+      ValueError: Shapes that do not fit together, or are empty;
+        a block or window size that is traced or out of range.
       TypeError: An argument has another type, as a mask that is a list or a boolean.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
-      >>> query = jnp.array([1.0, 2.0]).reshape(1, 2, 1, 1)  # one batch, two positions, one head, depth one
+      >>> # One batch, two positions, one head, depth one.
+      >>> query = jnp.array([1.0, 2.0]).reshape(1, 2, 1, 1)
       >>> key = jnp.array([3.0, 5.0]).reshape(1, 2, 1, 1)
       >>> muonjax.max_logits(query, key)
       Array([10.], dtype=float32)
@@ -95,8 +99,8 @@ def max_logits(
     # A product takes two operands of one dtype as they are, so that half precision stays fast.
     if query.dtype != key.dtype:
         query, key = query.astype(dtype), key.astype(dtype)
-    # The heads as two axes: the queries of a group share a key head, which is not repeated for each of them.
-    # The key stays [*batch, S, key_heads, depth].
+    # The heads as two axes: the queries of a group share a key head, which is not repeated for each
+    # of them. The key stays [*batch, S, key_heads, depth].
     query = query.reshape(*batch, T, key_heads, groups, depth)
     # In the dtype of the products: a factor in bfloat16 would be off by up to 0.4 %.
     factor = jnp.asarray(scale, dtype)
@@ -104,11 +108,13 @@ def max_logits(
     def largest_of_block(
         start: jax.Array | np.ndarray,
     ) -> Float[Array, "*batch heads"]:
-        """The largest visible logit of each head in one block of queries and keys; -inf where none is visible.
+        """The largest visible logit of each head in one block of queries and keys;
+        -inf where none is visible.
 
-        `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys. The block lies inside:
-        i + block_q <= T and j + block_k <= S. From outside come `query` [*batch, T, key_heads, group, depth], `key`
-        [*batch, S, key_heads, depth], the `factor` of all logits, and what is visible: `left`, `right` and `mask`.
+        `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys. The
+        block lies inside: i + block_q <= T and j + block_k <= S. From outside come `query` [*batch,
+        T, key_heads, group, depth], `key` [*batch, S, key_heads, depth], the `factor` of all
+        logits, and what is visible: `left`, `right` and `mask`.
         """
         i, j = start
         q = lax.dynamic_slice_in_dim(query, i, block_q, -4)
@@ -128,8 +134,9 @@ def max_logits(
             ahead = key_positions - query_positions[:, None]
             visible = (ahead <= right) & (-ahead <= left)
         if mask is not None:
-            # The mask [*batch, heads, T, S] may have axes of size one, which hold for every position. JAX takes their
-            # only entry for each i and j, since a slice that would end after the axis begins earlier.
+            # The mask [*batch, heads, T, S] may have axes of size one, which hold for every
+            # position. JAX takes their only entry for each i and j, since a slice that would end
+            # after the axis begins earlier.
             rows, columns = mask.shape[-2:]
             of_queries = lax.dynamic_slice_in_dim(mask, i, min(block_q, rows), -2)
             visible &= lax.dynamic_slice_in_dim(
@@ -140,7 +147,8 @@ def max_logits(
     # The blocks are numbers of NumPy, of which at least one has a visible pair.
     starts = _visible_blocks(T, S, block_q, block_k, left, right)
 
-    # [blocks, *batch, heads]: over the batch last, so that a sharded batch costs one all-reduce and not one per block.
+    # [blocks, *batch, heads]: over the batch last, so that a sharded batch costs one all-reduce and
+    # not one per block.
     largest = lax.map(largest_of_block, starts)
     return largest.max(tuple(range(largest.ndim - 1)))
 
@@ -150,17 +158,21 @@ def _visible_blocks(
 ) -> np.ndarray:
     """[blocks, 2]: the first query i and the first key j of each block that has a visible pair.
 
-    Query i sees keys i - left … i + right. The blocks are known while tracing, so that one without a visible pair costs
-    nothing; the caller hides those pairs of a block that are not visible. There is at least one block to take a maximum
-    of, as query 0 sees key 0. `block_q` <= T and `block_k` <= S.
+    Query i sees keys i - left … i + right. The blocks are known while tracing, so that one without
+    a visible pair costs nothing; the caller hides those pairs of a block that are not visible.
+    There is at least one block to take a maximum of, as query 0 sees key 0.
+    `block_q` <= T and `block_k` <= S.
 
-    >>> _visible_blocks(T=4, S=4, block_q=2, block_k=2, left=4, right=0).tolist()  # causal, no limit to the left
+    >>> # Causal, no limit to the left.
+    >>> _visible_blocks(T=4, S=4, block_q=2, block_k=2, left=4, right=0).tolist()
     [[0, 0], [2, 0], [2, 2]]
     """
-    # A last block that would end after T starts earlier. Pairs in two blocks do not change a maximum.
+    # A last block that would end after T starts earlier.
+    # Pairs in two blocks do not change a maximum.
     i = np.minimum(np.arange(0, T, block_q), T - block_q)[:, None]
     j = np.minimum(np.arange(0, S, block_k), S - block_k)
-    # In a block, key minus query goes from j - last_i to last_j - i. A pair is visible if this meets -left ... right.
+    # In a block, key minus query goes from j - last_i to last_j - i.
+    # A pair is visible if this meets -left ... right.
     last_i = i + block_q - 1
     last_j = j + block_k - 1
     is_visible = (j - last_i <= right) & (last_j - i >= -left)
@@ -169,17 +181,20 @@ def _visible_blocks(
 
 
 def max_logits_bound(lse: Float[Array, "*batch T heads"]) -> Float32[Array, " heads"]:
-    r"""Upper bound of each head's largest logit, from the log-sum-exp that flash attention has anyway.
+    r"""Upper bound of each head's largest logit, from the log-sum-exp that flash attention has
+    anyway.
 
     $$\max_j s_{ij} \;\le\; \log \sum_j e^{s_{ij}} \;\le\; \max_j s_{ij} + \log S$$
 
-    It costs one pass over `[*batch, T, heads]`. Clipping on a bound is safe, never exact: the factor is
-    smaller than needed by at most 1 − τ/(τ + log S), and a head within log S below the threshold may be
-    clipped early. A soft-cap or an attention bias inside the softmax makes it a bound of something else.
+    It costs one pass over `[*batch, T, heads]`. Clipping on a bound is safe, never exact: the
+    factor is smaller than needed by at most 1 − τ/(τ + log S), and a head within log S below the
+    threshold may be clipped early. A soft-cap or an attention bias inside the softmax makes it a
+    bound of something else.
 
     Args:
-      lse: `[*batch, T, heads]`, as `jax.nn.dot_product_attention(..., return_residual=True)` returns it, in the
-        queries' dtype: the rounding of this dtype is added. Don't cast it to a more precise one before.
+      lse: `[*batch, T, heads]`, as `jax.nn.dot_product_attention(..., return_residual=True)`
+        returns it, in the queries' dtype: the rounding of this dtype is added.
+        Don't cast it to a more precise one before.
 
     Returns:
       `[heads]`, float32; −inf, +inf and NaN are passed on.
@@ -195,7 +210,8 @@ def max_logits_bound(lse: Float[Array, "*batch T heads"]) -> Float32[Array, " he
       >>> bool((muonjax.max_logits(q, k) <= muonjax.max_logits_bound(lse)).all())
       True
 
-    Source: the inequality between maximum and log-sum-exp; Dao et al., "FlashAttention", 2022, which keeps the latter.
+    Source: the inequality between maximum and log-sum-exp; Dao et al., "FlashAttention",
+    2022, which keeps the latter.
     """
     with errors_of("max_logits_bound"):
         _check_array("lse", lse, "of floats, [*batch, T, heads]")
@@ -205,8 +221,8 @@ def max_logits_bound(lse: Float[Array, "*batch T heads"]) -> Float32[Array, " he
             )
     # lse went through a rounding to its dtype, by at most half a unit in the last place.
     cast = float(jnp.finfo(lse.dtype).eps) / 2
-    # An error δ of the sum is an absolute one of its logarithm, log(sum·(1 + δ)) ≈ lse + δ, and the logarithm's own
-    # rounding is relative to lse. Each is taken as four float32 epsilons.
+    # An error δ of the sum is an absolute one of its logarithm, log(sum·(1 + δ)) ≈ lse + δ, and the
+    # logarithm's own rounding is relative to lse. Each is taken as four float32 epsilons.
     inside = 4 * jnp.finfo(jnp.float32).eps
     lse = lax.stop_gradient(lse).astype(jnp.float32)
     top = lse.max(tuple(range(lse.ndim - 1)))
@@ -227,19 +243,22 @@ def _check_array(name: str, value: Any, wanted: str) -> None:
 
 
 def _check_heads(query: tuple[int, ...], key: tuple[int, ...]) -> None:
-    """Raise unless the shapes are [*batch, T, heads, D] and [*batch, S, key_heads, D], key_heads dividing heads."""
+    """Raise unless the shapes are [*batch, T, heads, D] and [*batch, S, key_heads, D],
+    key_heads dividing heads."""
     has_entries = len(query) == len(key) >= 3 and 0 not in (*query, *key)
     # Sequences may differ in length, everything else is equal or divides.
     is_same_batch = (*query[:-3], query[-1]) == (*key[:-3], key[-1])
     if not (has_entries and is_same_batch and query[-2] % key[-2] == 0):
         raise ValueError(
             f"(query, key) got {list(query)} and {list(key)}; it needs [*batch, T, heads, D] and "
-            "[*batch, S, key_heads, D], none of them 0, where key_heads divides heads; reshape to heads."
+            "[*batch, S, key_heads, D], none of them 0, where key_heads divides heads; reshape to "
+            "heads."
         )
 
 
 def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
-    """How many positions a query sees to its left and to its right: 8 -> (8, 8), None -> (T, S), which is all."""
+    """How many positions a query sees to its left and to its right: 8 -> (8, 8), None -> (T, S),
+    which is all."""
     if local_window_size is None:
         return T, S
     # As in JAX, a single number is the window on either side.
@@ -255,14 +274,17 @@ def _window(local_window_size: Any, T: int, S: int) -> tuple[int, int]:
 def _as_booleans(
     mask: jax.Array, logits: tuple[int, ...]
 ) -> Bool[Array, "*#batch #heads #T #S"]:
-    """The mask as booleans, with as many axes as the logits; raises unless it broadcasts to their shape.
+    """The mask as booleans, with as many axes as the logits;
+    raises unless it broadcasts to their shape.
 
     Axes of size one stay, because they broadcast.
     """
-    # JAX raises for shapes that don't broadcast to each other; a mask that would enlarge the logits is refused here.
+    # JAX raises for shapes that don't broadcast to each other;
+    # a mask that would enlarge the logits is refused here.
     if jnp.broadcast_shapes(mask.shape, logits) != logits:
         raise ValueError(
-            f"(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = {list(logits)}."
+            f"(mask={list(mask.shape)}) does not broadcast to [*batch, heads, T, S] = "
+            f"{list(logits)}."
         )
     # As NumPy does, axes that the mask lacks are added in front.
     shape = (1,) * (len(logits) - mask.ndim) + mask.shape

@@ -1,4 +1,5 @@
-"""Find the modules that sites match in a tree of parameters, and check that the clip can scale them."""
+"""Find the modules that sites match in a tree of parameters,
+and check that the clip can scale them."""
 
 import posixpath
 import re
@@ -32,8 +33,8 @@ class Modules:
 
     Attributes:
       leaves: The parameters by path, {"decoder/query/kernel": array}.
-      leaves_of: The paths of all parameters in a module, by the path of the module: "decoder/query",
-        "decoder", and "" for the whole tree.
+      leaves_of: The paths of all parameters in a module, by the path of the module:
+        "decoder/query", "decoder", and "" for the whole tree.
     """
 
     def __init__(self, params: Any):
@@ -55,22 +56,24 @@ class Modules:
 def place_sites(
     modules: Modules, sites: Iterable[Site]
 ) -> tuple[list[PlacedSite], set[str]]:
-    """Every module that the sites match, checked against the parameters; and the names of the statistics to skip.
+    """Every module that the sites match, checked against the parameters;
+    and the names of the statistics to skip.
 
-    `value_and_grad` measures all attentions of a program. The statistics of those with a parameter that does not train
-    are skipped.
+    `value_and_grad` measures all attentions of a program. The statistics of those with a parameter
+    that does not train are skipped.
     """
     attentions: dict[str, PlacedSite] = {}
     not_trained: set[str] = set()
     for site in sites:
-        # A site by hand is a pattern. If it finds no parameters, that is a mistake, and `_matched` or
-        # `_placed_scales` raises.
+        # A site by hand is a pattern. If it finds no parameters, that is a mistake, and `_matched`
+        # or `_placed_scales` raises.
         paths = [site.path] if site.exact else _matched(site, modules)
         for path in paths:
-            # The key of a statistic: the path of its module, and its signal where the module has several. Without a
-            # signal this is "attention/", and without both the whole tree.
+            # The key of a statistic: the path of its module, and its signal where the module has
+            # several. Without a signal this is "attention/", and without both the whole tree.
             name = below(path, site.signal).strip("/") or "max_logits"
-            # An exact site is one attention of a program. If it is frozen, a parameter of it is missing or masked here.
+            # An exact site is one attention of a program. If it is frozen,
+            # a parameter of it is missing or masked here.
             leaves = [below(path, scale.path) for scale in site.scales]
             if site.exact and not all(map(modules.is_trained, leaves)):
                 not_trained.add(name)
@@ -82,13 +85,14 @@ def place_sites(
                 )
             scales = _placed_scales(site, path, leaves, modules)
             attentions[name] = PlacedSite(name, tuple(scales))
-    # There is at least one site, and one by hand has a module by now, or has raised: all these are attentions of a
-    # program that do not train.
+    # There is at least one site, and one by hand has a module by now, or has raised: all these are
+    # attentions of a program that do not train.
     if not attentions:
         names = listed(sorted(not_trained), ", ")
         raise ValueError(
-            f"no attention of the program is trained here: parameters of {names} are missing or masked. "
-            "Give the tree that was inspected, or take the optimizer without the clip, such as muonjax.muon."
+            f"no attention of the program is trained here: parameters of {names} are missing or "
+            "masked. Give the tree that was inspected, or take the optimizer without the clip, "
+            "such as muonjax.muon."
         )
     return list(attentions.values()), not_trained
 
@@ -96,13 +100,14 @@ def place_sites(
 def _matched(site: Site, modules: Modules) -> list[str]:
     """The paths of the modules that a site matches; raises ValueError if there are none.
 
-    A module matches by its path, and by a child with the name of the site's first projection: with the default pattern
-    ".*", `mha_site` finds the modules that have a `query`.
+    A module matches by its path, and by a child with the name of the site's first projection: with
+    the default pattern ".*", `mha_site` finds the modules that have a `query`.
     """
     # The child is "query" for the scale of "query/kernel", and "q" for that of a bare array "q".
     first = site.scales[0].path
     child = _parent(first) or first
-    # A path without wildcards is looked up: there may be a thousand sites, and each search goes over all modules.
+    # A path without wildcards is looked up: there may be a thousand sites,
+    # and each search goes over all modules.
     is_plain = re.escape(site.path) == site.path
     candidates = [site.path] if is_plain else sorted(modules.leaves_of)
     matched = []
@@ -115,8 +120,8 @@ def _matched(site: Site, modules: Modules) -> list[str]:
         return matched
     holders = sorted({repr(_parent(leaf)) for leaf in modules.leaves})
     raise ValueError(
-        f"the site {site.path!r} matches no module with {child!r}: it has to match a whole path, and parameters are in "
-        f"[{listed(holders, ', ')}]. "
+        f"the site {site.path!r} matches no module with {child!r}: it has to match a whole path, "
+        f"and parameters are in [{listed(holders, ', ')}]. "
         "Give the projections' own names; a frozen one that is no parameter here can't be clipped."
     )
 
@@ -126,19 +131,23 @@ def _placed_scales(
 ) -> list[PlacedScale]:
     """The scales of a site on the module of this path, but for optional ones without a parameter.
 
-    Raises ValueError or TypeError where the parameters do not fit. `leaves` are the paths of all scales' parameters.
+    Raises ValueError or TypeError where the parameters do not fit.
+    `leaves` are the paths of all scales' parameters.
     """
     scan_axis: Any = site.scan_axis  # a tuple after the checks of `Site`
     scales: list[PlacedScale] = []
     for scale, leaf in zip(site.scales, leaves, strict=True):
-        # A layer without a bias has no leaf for it. A bias that is masked has a leaf, which is refused.
+        # A layer without a bias has no leaf for it. A bias that is masked has a leaf,
+        # which is refused.
         if not scale.optional or leaf in modules.leaves:
             shape = _checked_shape(path, leaf, modules)
             scales.append(placed(scale, leaf, shape, scan_axis))
-    # A program has proved that the clip is exact. For a site by hand, names and shapes have to tell: a norm would undo
-    # the clip, heads that do not fit could not be multiplied, and an adapter would add what is not scaled.
+    # A program has proved that the clip is exact. For a site by hand, names and shapes have to
+    # tell: a norm would undo the clip, heads that do not fit could not be multiplied, and an
+    # adapter would add what is not scaled.
     if not site.exact:
-        # Only an attention has queries and keys. `signal_clip` may scale anything, and has factors of other names.
+        # Only an attention has queries and keys. `signal_clip` may scale anything,
+        # and has factors of other names.
         if any(scale.factor in ("query", "key") for scale in site.scales):
             _refuse_norms(path, site.norms, modules)
             _check_heads(path, scales)
@@ -155,7 +164,8 @@ def _placed_scales(
 def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
     """Raise unless queries and keys can be multiplied head by head.
 
-    8 query heads of 64 features fit 8, 4, 2 or 1 key heads of 64, and a bias has as many as its kernel.
+    8 query heads of 64 features fit 8, 4, 2 or 1 key heads of 64,
+    and a bias has as many as its kernel.
     """
     query_heads = {scale.entries for scale in scales if scale.factor != "key"}
     key_heads = {scale.entries for scale in scales if scale.factor == "key"}
@@ -164,18 +174,22 @@ def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
     is_one_each = len(query_heads) == len(key_heads) == len(features) == 1
     if not is_one_each or max(query_heads) % max(key_heads) != 0:
         heads = [f"{x.leaf!r} {x.entries} of {x.features} features" for x in scales]
-        # mha_site(num_heads=4) alone reads a key that all heads share, [d, 12], as 4 heads of 3 features.
+        # mha_site(num_heads=4) alone reads a key that all heads share, [d, 12],
+        # as 4 heads of 3 features.
         raise ValueError(
-            f"heads of {path!r}, {', '.join(heads)}: query heads must be a multiple of key heads, with as many "
-            "features each. Several query heads may share a key head: give num_kv_heads, and see the site's layout."
+            f"heads of {path!r}, {', '.join(heads)}: query heads must be a multiple of key heads, "
+            "with as many features each. Several query heads may share a key head: give "
+            "num_kv_heads, and see the site's layout."
         )
 
 
 def _refuse_adapters(path: str, scaled: Sequence[str], modules: Modules) -> None:
-    """Refuse a projection with parameters that the clip does not scale, such as those of a LoRA adapter.
+    """Refuse a projection with parameters that the clip does not scale,
+    such as those of a LoRA adapter.
 
-    If an attention at `path` scales "attn/query/kernel", then "attn/query/lora_a" is a part of the queries that keeps
-    its size. `scaled` are the paths of the kernels and biases that the site names, also of biases that are not there.
+    If an attention at `path` scales "attn/query/kernel", then "attn/query/lora_a" is a part of the
+    queries that keeps its size. `scaled` are the paths of the kernels and biases that the site
+    names, also of biases that are not there.
     """
     # If queries are a bare array of the attention, what lies next to it may be anything.
     projections = {_parent(leaf) for leaf in scaled} - {path}
@@ -201,19 +215,21 @@ def _refuse_norms(path: str, norms: str, modules: Modules) -> None:
             normalizing.add(child)
     if normalizing:
         raise ValueError(
-            f"{path!r} normalizes its queries and keys ({', '.join(sorted(normalizing))}), so scaling their "
-            "kernels can't change the logits. Take it out of the sites; if that norm has another purpose, give "
-            "its Site norms=''."
+            f"{path!r} normalizes its queries and keys ({', '.join(sorted(normalizing))}), so "
+            "scaling their kernels can't change the logits. Take it out of the sites; if that norm "
+            "has another purpose, give its Site norms=''."
         )
 
 
 def _checked_shape(module: str, path: str, modules: Modules) -> tuple[int, ...]:
-    """The shape of the parameter at `path`; raises unless it is trained and of floats that a factor can scale."""
+    """The shape of the parameter at `path`; raises unless it is trained and of floats that a factor
+    can scale."""
     if not modules.is_trained(path):
         masked = " that is not masked out" if path in modules.leaves else ""
         raise ValueError(
-            f"{module!r} has no parameter {path!r}{masked}. If it is frozen, or only an adapter is trained, take "
-            f"{module!r} out of the sites, or put the clip after optax.masked. If it has another name, write a Site."
+            f"{module!r} has no parameter {path!r}{masked}. If it is frozen, or only an adapter is "
+            f"trained, take {module!r} out of the sites, or put the clip after optax.masked. If it "
+            "has another name, write a Site."
         )
     # A factor near 1 rounds to 1 in 8 bits, and integers have no place for it.
     leaf = modules.leaves[path]

@@ -1,4 +1,5 @@
-"""QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a threshold."""
+"""QK-Clip: scale queries and keys so that the largest logit of each attention head stays below a
+threshold."""
 
 import dataclasses
 from collections import defaultdict
@@ -29,40 +30,48 @@ def qk_clip(
     every_k: int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""QK-Clip: scale down the queries and keys of every head whose attention logits exceed a threshold.
+    r"""QK-Clip: scale down the queries and keys of every head whose attention logits exceed a
+    threshold.
 
     With S the largest logit of a head in the forward pass,
 
-    $$\gamma = \min(1, \tau / S), \qquad W_q \leftarrow \sqrt\gamma\, W_q, \qquad W_k \leftarrow \sqrt\gamma\, W_k$$
+    $$\gamma = \min(1, \tau / S), \qquad W_q \leftarrow \sqrt\gamma\, W_q,
+    \qquad W_k \leftarrow \sqrt\gamma\, W_k$$
 
-    for each head of each layer, kernels and biases. A key that several query heads share is not scaled: there, and for
-    the rotary features of latent attention (MLA), W_q takes all of γ. What is scaled is the new weight:
-    u' = f·u + (f − 1)·p, so that p + u' = f·(p + u); where f = 1 the update passes bit for bit. γ is exactly 1 for a
-    maximum that is negative, zero, infinite or NaN. If one micro-batch or device measures infinity or NaN, the finite
-    maxima of the others still count.
+    for each head of each layer, kernels and biases. A key that several query heads share is not
+    scaled: there, and for the rotary features of latent attention (MLA), W_q takes all of γ. What
+    is scaled is the new weight: u' = f·u + (f − 1)·p, so that p + u' = f·(p + u); where f = 1 the
+    update passes bit for bit. γ is exactly 1 for a maximum that is negative, zero, infinite or NaN.
+    If one micro-batch or device measures infinity or NaN,
+    the finite maxima of the others still count.
 
-    It is the last member of the chain, after everything that changes the update; `optax.MultiSteps` has to
-    be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`. If `MultiSteps` were
-    around the clip, the clip would see the logits of the last micro-batch alone. The bound is exact for the weights and
-    inputs that S was measured on: with a learning rate, the statistic is one step old. bfloat16 parameters round
-    factors near 1 away (`init` warns): keep float32 master weights.
+    It is the last member of the chain, after everything that changes the update; `optax.MultiSteps`
+    has to be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(...,
+    every_k=k))`. If `MultiSteps` were around the clip, the clip would see the logits of the last
+    micro-batch alone. The bound is exact for the weights and inputs that S was measured on: with a
+    learning rate, the statistic is one step old. bfloat16 parameters round factors near 1 away
+    (`init` warns): keep float32 master weights.
 
     Args:
-      threshold: τ, the largest pre-softmax logit allowed, after the 1/√d scale and the mask; > 0 (Kimi K2: 100). Or a
-        schedule, a function of the number of clips.
-      sites: Where attention is: what `muonjax.inspect` returns. By hand, where the softmax is inside of a kernel, sites
-        from `mha_site`, `mla_site` or `fused_qkv_site`. An attention of the program whose parameters are frozen, masked
-        or not given is skipped.
-      every_k: Clip at every k-th update, on the largest logits since the last; for gradient accumulation. None is 1.
-      axis_name: Mesh axes to take the maximum over, inside `shard_map` or `pmap`. `jit` on a mesh needs none.
+      threshold: τ, the largest pre-softmax logit allowed, after the 1/√d scale and the mask; > 0
+        (Kimi K2: 100). Or a schedule, a function of the number of clips.
+      sites: Where attention is: what `muonjax.inspect` returns. By hand, where the softmax is
+        inside of a kernel, sites from `mha_site`, `mla_site` or `fused_qkv_site`. An attention of
+        the program whose parameters are frozen, masked or not given is skipped.
+      every_k: Clip at every k-th update, on the largest logits since the last;
+        for gradient accumulation. None is 1.
+      axis_name: Mesh axes to take the maximum over, inside `shard_map` or `pmap`.
+        `jit` on a mesh needs none.
 
     Returns:
-      A transformation whose `update` needs `params` and `max_logits`, a dict `{module path: [*layers, heads]}` as
-      `muonjax.value_and_grad` returns it. Its state is a `QKClipState`.
+      A transformation whose `update` needs `params` and `max_logits`, a dict
+      `{module path: [*layers, heads]}` as `muonjax.value_and_grad` returns it.
+      Its state is a `QKClipState`.
 
     Raises:
-      ValueError: No sites, or settings out of range; while tracing: a site by hand that matches nothing, or a module
-        that is frozen, adapted or normalized; statistics without a site or the reverse; shapes that do not fit.
+      ValueError: No sites, or settings out of range; while tracing: a site by hand that matches
+        nothing, or a module that is frozen, adapted or normalized; statistics without a site or the
+        reverse; shapes that do not fit.
       TypeError: A setting or a statistic of another type.
 
     Example:
@@ -74,8 +83,8 @@ def qk_clip(
       >>> optax.apply_updates(params, updates)["attention"]["query"]["kernel"][0, :, 0]
       Array([0.5, 1. ], dtype=float32)
 
-    Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126 (whose
-    translation in circulation prints Q·γ and K·γ: that clips twice).
+    Source: Kimi Team, "Kimi K2", 2025, section 2.1, Algorithm 1; J. Su, kexue.fm/archives/11126
+    (whose translation in circulation prints Q·γ and K·γ: that clips twice).
     """
     with errors_of("qk_clip"):
         return clip_of_logits(
@@ -90,20 +99,24 @@ def clip_of_logits(
     every_k: Any = None,
     axis_name: Any = None,
 ) -> ClipByStatistic:
-    """The clip by largest logits for the public function `call`: "qk_clip", "muonclip", "adamclip" or "apply_qk_clip".
+    """The clip by largest logits for the public function `call`: "qk_clip", "muonclip",
+    "adamclip" or "apply_qk_clip".
 
     That function puts its own name before the messages of errors, with `errors_of`.
     """
     check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
     is_optimizer = call in ("muonclip", "adamclip")
-    # `muonclip(2e-3)` is a likely first call. The signature allows it, so that the message can show both lines.
+    # `muonclip(2e-3)` is a likely first call. The signature allows it,
+    # so that the message can show both lines.
     if sites is None and call != "apply_qk_clip":
         line = f"tx = muonjax.{call}({'2e-3' if is_optimizer else '100.0'}, program)"
         raise ValueError(
-            f" needs to know where attention is: program = muonjax.inspect(loss_fn, params, batch), then\n{line}"
+            " needs to know where attention is: program = muonjax.inspect(loss_fn, params, "
+            f"batch), then\n{line}"
         )
-    # γ = min(1, threshold / largest logit). Once the sites are placed on modules, `_disjoint_attentions` gives queries
-    # and keys their powers of γ: 1/2 each, or 1 and 0 where heads share keys.
+    # γ = min(1, threshold / largest logit). Once the sites are placed on modules,
+    # `_disjoint_attentions` gives queries and keys their powers of γ: 1/2 each,
+    # or 1 and 0 where heads share keys.
     return ClipByStatistic(
         call=call,
         argument="max_logits",
@@ -123,7 +136,8 @@ def apply_qk_clip(
     sites: Sites,
     threshold: jax.typing.ArrayLike = 100.0,
 ) -> optax.Params:
-    """Clips parameters by the largest logits that these parameters have: no step lies between, and the bound is exact.
+    """Clips parameters by the largest logits that these parameters have: no step lies between,
+    and the bound is exact.
 
     Args:
       params: Parameters, with arrays as leaves.
@@ -155,32 +169,34 @@ def apply_qk_clip(
         # The first update of a state clips by these logits alone.
         state = first_state(attentions, modules)
         _, factors = clip.state_and_factors(state, attentions, maxima)
-    # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u, that is the clipped parameters.
+    # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u,
+    # that is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
     return scaled_leaves(params, zeros, factors)
 
 
 def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
-    """The attentions, in which each kernel and bias has its power of γ, by the factor of the logit that it belongs to.
+    """The attentions, in which each kernel and bias has its power of γ,
+    by the factor of the logit that it belongs to.
 
-    Query and key have 1/2 each, or 1 and 0 where query heads share a key. "whole" has 1: rotary queries, whose key all
-    heads share.
+    Query and key have 1/2 each, or 1 and 0 where query heads share a key. "whole" has 1: rotary
+    queries, whose key all heads share.
 
-    Raises ValueError for another factor, and where the same numbers of a parameter would be scaled twice. Two
-    attentions may share a leaf, such as a fused projection, if each scales its own positions; and so may the queries
-    and the keys of one.
+    Raises ValueError for another factor, and where the same numbers of a parameter would be scaled
+    twice. Two attentions may share a leaf, such as a fused projection, if each scales its own
+    positions; and so may the queries and the keys of one.
     """
-    # The numbers of each leaf that are scaled so far. Booleans, because masks along different axes of a parameter are
-    # together as large as the parameter.
+    # The numbers of each leaf that are scaled so far. Booleans, because masks along different axes
+    # of a parameter are together as large as the parameter.
     scaled: dict[str, Any] = defaultdict(bool)
     attentions = []
     for site in sites:
-        # Fewer key heads than query heads: each key head is shared, and keeps its weights, because scaling it would
-        # also move the calm heads of its group.
+        # Fewer key heads than query heads: each key head is shared, and keeps its weights, because
+        # scaling it would also move the calm heads of its group.
         has_own_keys = all(scale.entries == site.entries for scale in site.scales)
         of_query = 0.5 if has_own_keys else 1.0
-        # The power of γ for each factor. A logit is query · key, or rotary query · a rotary key that all heads share,
-        # and the powers along each product sum to one.
+        # The power of γ for each factor. A logit is query · key, or rotary query · a rotary key
+        # that all heads share, and the powers along each product sum to one.
         powers = {"query": of_query, "key": 1 - of_query, "whole": 1.0}
         scales = []
         for scale in site.scales:

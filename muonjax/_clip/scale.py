@@ -1,4 +1,5 @@
-"""Entries of a parameter that a factor scales, head by head: described by hand, and placed on a parameter."""
+"""Entries of a parameter that a factor scales, head by head: described by hand,
+and placed on a parameter."""
 
 from __future__ import annotations
 
@@ -27,23 +28,27 @@ if TYPE_CHECKING:
 class Scale:
     """Multiply by γ**power, entry by entry, the part of one parameter that feeds a signal.
 
-    The signal has entries: heads, output dimensions, or groups of them. Flatten the parameter's `axes`, and take the
-    positions `part`: they are `entries` runs of equal length, and of each run the positions `span` are scaled. A kernel
-    (d, heads, head_dim) is `axes=(-2, -1)`, and the keys of a fused (d, 3·heads·head_dim) are `axes=(-1,)`,
-    `part=(heads·head_dim, 2·heads·head_dim)`, `entries=heads`. A kernel that makes queries, keys and values group by
-    group, [q q k v | q q k v], has two `groups`, and its queries are the `part` (0, 2·head_dim) of each.
+    The signal has entries: heads, output dimensions, or groups of them. Flatten the parameter's
+    `axes`, and take the positions `part`: they are `entries` runs of equal length, and of each run
+    the positions `span` are scaled. A kernel (d, heads, head_dim) is `axes=(-2, -1)`, and the keys
+    of a fused (d, 3·heads·head_dim) are `axes=(-1,)`, `part=(heads·head_dim, 2·heads·head_dim)`,
+    `entries=heads`. A kernel that makes queries, keys and values group by group, [q q k v | q q k
+    v], has two `groups`, and its queries are the `part` (0, 2·head_dim) of each.
 
     Attributes:
       path: The parameter's path below the site's module: "query/kernel".
-      rank: Number of axes of one layer's parameter; the further ones of a stacked parameter count layers.
+      rank: Number of axes of one layer's parameter;
+        the further ones of a stacked parameter count layers.
       axes: The axes of one layer's parameter, negative, that hold the entries.
-      entries: How many there are; None: the length of the first of the axes, or 1 if there is no axis. 1 for a signal
-        of one number per layer.
-      part: (first, end) on the flattened axes, or within each group; an end of None is the end of it.
+      entries: How many there are; None: the length of the first of the axes, or 1 if there is no
+        axis. 1 for a signal of one number per layer.
+      part: (first, end) on the flattened axes, or within each group;
+        an end of None is the end of it.
       span: (first, end) within the run of each entry; an end of None is the end of the run.
       groups: Into how many equal groups the flattened axes are cut.
       power: The exponent of γ.
-      factor: Name of the linear factor that the parameter belongs to; a kernel and its bias share one.
+      factor: Name of the linear factor that the parameter belongs to;
+        a kernel and its bias share one.
       optional: Whether the parameter may be missing, as a bias may.
 
     Raises:
@@ -52,7 +57,8 @@ class Scale:
 
     Example:
       >>> import muonjax
-      >>> keys = muonjax.Scale(path="kv/kernel", rank=2, entries=4, part=(0, 32), factor="key")  # (d, 2·32)
+      >>> # The keys are the first half of a kernel (d, 2·32).
+      >>> keys = muonjax.Scale(path="kv/kernel", rank=2, entries=4, part=(0, 32), factor="key")
       >>> keys.span  # all eight features of each of the four heads
       (0, None)
     """
@@ -91,7 +97,8 @@ class Scale:
 
 
 def _distinct_axes(axes: Iterable[int], rank: int) -> set[int]:
-    """Those of these axes that an array of this rank has, each once: of two axes, (1, -1) and (1, 2) give {1}."""
+    """Those of these axes that an array of this rank has, each once: of two axes, (1, -1) and (1,
+    2) give {1}."""
     return {axis % rank for axis in axes if -rank <= axis < rank}
 
 
@@ -151,13 +158,16 @@ class PlacedScale(NamedTuple):
         values: Shaped[Array | np.ndarray, "*layers entries"],
         otherwise: float | bool,
     ) -> Any:
-        """One value for each entry at all of its scaled positions, in the parameter's axes; `otherwise` in all others.
+        """One value for each entry at all of its scaled positions,
+        in the parameter's axes; `otherwise` in all others.
 
-        The values [a, b] of two heads, which are the first four of six columns of a kernel [16, 6], give
+        The values [a, b] of two heads, which are the first four of six columns of a kernel [16,
+        6], give
 
             [[a, a, b, b, 1, 1]]    with 1 `otherwise`.
 
-        An axis without entries has size one: it broadcasts to the parameter. NumPy's arrays give one of NumPy's.
+        An axis without entries has size one: it broadcasts to the parameter.
+        NumPy's arrays give one of NumPy's.
         """
         scale = self.scale
         *layers, entries = values.shape
@@ -169,10 +179,12 @@ class PlacedScale(NamedTuple):
         # All features of a head have its value.
         features = (*layers, entries, self.features)
         values = xp.broadcast_to(values[..., None], features)
-        # [*layers, entries, run]: outside of its span a run is not scaled, as the values behind MLA's keys.
+        # [*layers, entries, run]: outside of its span a run is not scaled,
+        # as the values behind MLA's keys.
         table = _padded(values, scale.span[0], run, otherwise)
-        # [*layers, groups, group]: outside of its part a group is not scaled, as the values of a fused kernel.
-        # A kernel [d, heads, size] has this shape already: with explicit axes, sharded heads can't be reshaped.
+        # [*layers, groups, group]: outside of its part a group is not scaled, as the values of a
+        # fused kernel. A kernel [d, heads, size] has this shape already: with explicit axes,
+        # sharded heads can't be reshaped.
         if table.shape != (*layers, *sizes):
             table = table.reshape(*layers, scale.groups, -1)
             group = math.prod(sizes) // scale.groups
@@ -198,16 +210,18 @@ def _padded(values: Any, first: int, size: int, otherwise: float) -> Any:
 def placed(
     scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
 ) -> PlacedScale:
-    """Place a scale on the parameter `leaf` of this shape; raise ValueError where it does not fit."""
+    """Place a scale on the parameter `leaf` of this shape;
+    raise ValueError where it does not fit."""
     # The axes of the parameter that count layers, () for a single layer.
     stack = _stack(scale, leaf, shape, scan_axis)
-    # A scale names axes of one layer, and they are counted without those of the stack: `nn.scan` on axis 1 makes a
-    # kernel (d, L, heads, head_dim) but a bias (heads, L, head_dim).
+    # A scale names axes of one layer, and they are counted without those of the stack: `nn.scan` on
+    # axis 1 makes a kernel (d, L, heads, head_dim) but a bias (heads, L, head_dim).
     layer_axes = [axis for axis in range(len(shape)) if axis not in stack]
     axes = tuple(layer_axes[axis] for axis in scale.axes)
-    # The keys of a fused kernel [d, 384] with eight heads of 16 features are the part 128:256 of one group of 384
-    # positions, and each head has a run of 16 of them. What the scale leaves open follows from the shape: the first
-    # axis counts the entries, as heads in (d, heads, head_dim), and a part or a span goes to the last position.
+    # The keys of a fused kernel [d, 384] with eight heads of 16 features are the part 128:256 of
+    # one group of 384 positions, and each head has a run of 16 of them. What the scale leaves open
+    # follows from the shape: the first axis counts the entries, as heads in (d, heads, head_dim),
+    # and a part or a span goes to the last position.
     sizes = [shape[axis] for axis in axes]
     entries = scale.entries or (sizes[0] if sizes else 1)
     group, rest = divmod(math.prod(sizes), scale.groups)
@@ -222,8 +236,8 @@ def placed(
     is_whole = rest == rest_of_run == entries % scale.groups == 0
     if not (is_whole and first_of_run < end_of_run <= run and first < end <= group):
         raise ValueError(
-            f"{leaf!r} of shape {shape} does not hold {entries} heads, features {scale.span} of each, in positions "
-            f"{first}:{end} of {group}. See the site's layout and sizes."
+            f"{leaf!r} of shape {shape} does not hold {entries} heads, features {scale.span} of "
+            f"each, in positions {first}:{end} of {group}. See the site's layout and sizes."
         )
     filled = dataclasses.replace(
         scale, entries=entries, part=(first, end), span=(first_of_run, end_of_run)
@@ -236,8 +250,8 @@ def _stack(
 ) -> tuple[int, ...]:
     """The axes of a parameter that count layers: `scan_axis`, or the leading ones.
 
-    They are (0,) for kernels [d, heads, size] in a stack [layers, d, heads, size]. A parameter of a single layer has
-    none, even if the site has a `scan_axis` for other modules that it matches.
+    They are (0,) for kernels [d, heads, size] in a stack [layers, d, heads, size]. A parameter of a
+    single layer has none, even if the site has a `scan_axis` for other modules that it matches.
     """
     rank = len(shape)
     # `scale.rank` axes belong to each layer.
@@ -247,7 +261,7 @@ def _stack(
         stack = tuple(range(count))
     if not len(_distinct_axes(stack, rank)) == len(stack) == count:
         raise ValueError(
-            f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and layers on "
-            f"axes {stack}. See the site's layout and scan_axis."
+            f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and "
+            f"layers on axes {stack}. See the site's layout and scan_axis."
         )
     return tuple(axis % rank for axis in stack)

@@ -1,4 +1,5 @@
-"""Scale down weights whose measured signal exceeds a threshold, for any signal that is linear in the weights."""
+"""Scale down weights whose measured signal exceeds a threshold,
+for any signal that is linear in the weights."""
 
 from collections.abc import Sequence
 
@@ -18,24 +19,26 @@ def signal_clip(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale down weights whose measured signal exceeds a threshold.
 
-    In `qk_clip` the signal is the largest attention logit. Another signal is the largest output of a layer
-    ("MaxOutput"): of each output dimension, of each group of them, or of the whole layer.
+    In `qk_clip` the signal is the largest attention logit. Another signal is the largest output of
+    a layer ("MaxOutput"): of each output dimension, of each group of them, or of the whole layer.
 
-    The signal S must be a maximum of sums of products, linear in each factor: a factor is a kernel with its bias, and
-    with other parameters that are added to them. Each factor is scaled by a power of γ = min(1, threshold / S). If
-    these powers sum to one, the signal is scaled by exactly γ. The sum is checked here; that the signal is linear in
-    each factor is not checked.
+    The signal S must be a maximum of sums of products, linear in each factor: a factor is a kernel
+    with its bias, and with other parameters that are added to them. Each factor is scaled by a
+    power of γ = min(1, threshold / S). If these powers sum to one, the signal is scaled by exactly
+    γ. The sum is checked here; that the signal is linear in each factor is not checked.
 
     Args:
-      threshold: The largest value allowed for the signal, > 0, or a schedule, a function of the number of clips.
-      sites: What is measured, and which weights it depends on with the powers of γ. A factor that is not scaled at
-        all, such as a shared key, is left out.
+      threshold: The largest value allowed for the signal, > 0, or a schedule,
+        a function of the number of clips.
+      sites: What is measured, and which weights it depends on with the powers of γ. A factor that
+        is not scaled at all, such as a shared key, is left out.
       every_k: As in `qk_clip`.
       axis_name: As in `qk_clip`.
 
     Returns:
-      A transformation whose `update` needs `params` and `signals`, a dict {module path: signal}, by the path of the
-      signal where a module has several. Its state is a `QKClipState` with the same keys.
+      A transformation whose `update` needs `params` and `signals`, a dict {module path: signal}, by
+      the path of the signal where a module has several.
+      Its state is a `QKClipState` with the same keys.
 
     Raises:
       ValueError: As `qk_clip`; powers that do not sum to one, or that differ within a factor.
@@ -51,7 +54,8 @@ def signal_clip(
       >>> tx = muonjax.signal_clip(10.0, site)
       >>> params = {"head": {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)}}
       >>> zeros = {"head": {"kernel": jnp.zeros((4, 2)), "bias": jnp.zeros(2)}}
-      >>> updates, _ = tx.update(zeros, tx.init(params), params, signals={"head": jnp.array([5.0, 20.0])})
+      >>> signals = {"head": jnp.array([5.0, 20.0])}
+      >>> updates, _ = tx.update(zeros, tx.init(params), params, signals=signals)
       >>> updates["head"]["bias"]  # the second output dimension is halved
       Array([ 0. , -0.5], dtype=float32)
 
@@ -87,13 +91,14 @@ def _check_powers(site: Site) -> None:
     is_one_each = len(powers) == len({factor for factor, _ in powers})
     if not is_one_each or abs(total - 1) > 1e-6:
         raise ValueError(
-            f"(sites=Site({site.path!r})): the powers of the factors {sorted(powers)} must sum to 1, and a kernel and "
-            "its bias have one power."
+            f"(sites=Site({site.path!r})): the powers of the factors {sorted(powers)} must sum to "
+            "1, and a kernel and its bias have one power."
         )
 
 
 def _each_scales_its_own(sites: list[PlacedSite]) -> list[PlacedSite]:
-    """The same sites; raises where several entries of a signal share weights, which then have no single factor."""
+    """The same sites; raises where several entries of a signal share weights,
+    which then have no single factor."""
     # A shared key head has one weight for several query heads, of which each has its own factor.
     for site in sites:
         for scale in site.scales:

@@ -1,4 +1,5 @@
-"""A clip with its statistic: described by hand for all modules that a pattern matches, and placed on one module."""
+"""A clip with its statistic: described by hand for all modules that a pattern matches,
+and placed on one module."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ from muonjax._common.arguments import (
     shown,
 )
 
-# Names of the children of an attention module that normalize its queries and keys after their projections: "query_ln"
-# in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library, "q_norm" and "q_layernorm" in Transformers,
-# "norm_q" in Diffusers. A child called norm may come before the projections, but names do not say where it is.
+# Names of the children of an attention module that normalize its queries and keys after their
+# projections: "query_ln" in Flax, "query_norm" in MaxText, "_query_norm" in Gemma's library,
+# "q_norm" and "q_layernorm" in Transformers, "norm_q" in Diffusers. A child called norm may come
+# before the projections, but names do not say where it is.
 _NORM = "(layer_?norm|rms_?norm|l2_?norm|norm|ln)"
 KEY_NORMS = (
     rf"_?{_NORM}_?\d*|_?(k|key|qk)_?({_NORM}|scale)|_?({_NORM}|scale)_?(k|key|qk)"
@@ -26,23 +28,26 @@ QK_NORMS = rf"{KEY_NORMS}|_?(q|query)_?({_NORM}|scale)|_?({_NORM}|scale)_?(q|que
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Site:
-    """Modules whose weights a clip scales, the parameters that it scales there, and the signal that it goes by.
+    """Modules whose weights a clip scales, the parameters that it scales there,
+    and the signal that it goes by.
 
-    Make one with `mha_site`, `mla_site` or `fused_qkv_site`; by hand for an attention of another kind, or for another
-    signal (`signal_clip`).
+    Make one with `mha_site`, `mla_site` or `fused_qkv_site`; by hand for an attention of another
+    kind, or for another signal (`signal_clip`).
 
     Attributes:
       path: Regular expression that matches the whole "/"-joined path of the modules.
-      scales: The parameters. For `qk_clip` each `factor` is "query", "key", or "whole" (a part of the query that
-        takes all of γ, since its keys are shared by all heads); `qk_clip` sets the powers.
-      signal: Name of the statistic below the module, where it has several. By default the statistic has the path of the
-        module, or is "max_logits" at the root.
-      scan_axis: The axes, in a stacked parameter, that count layers, in the statistic's order; None: the leading ones.
-      norms: Regular expression for the names of children that forbid the clip, because they normalize queries or keys
-        and so undo it; by default the names in use. "" allows all norms.
-      exact: Whether `scales` are known to be all that makes queries and keys, as a program shows it. Then `path` is
-        that of one module and no pattern, and what else is in it, such as norms and adapters, is not judged by its
-        name.
+      scales: The parameters. For `qk_clip` each `factor` is "query", "key", or "whole" (a part of
+        the query that takes all of γ, since its keys are shared by all heads); `qk_clip` sets the
+        powers.
+      signal: Name of the statistic below the module, where it has several. By default the statistic
+        has the path of the module, or is "max_logits" at the root.
+      scan_axis: The axes, in a stacked parameter, that count layers,
+        in the statistic's order; None: the leading ones.
+      norms: Regular expression for the names of children that forbid the clip, because they
+        normalize queries or keys and so undo it; by default the names in use. "" allows all norms.
+      exact: Whether `scales` are known to be all that makes queries and keys, as a program shows
+        it. Then `path` is that of one module and no pattern, and what else is in it, such as norms
+        and adapters, is not judged by its name.
 
     Raises:
       ValueError: A number out of its range, a path or norm that is no regular expression.
@@ -50,7 +55,8 @@ class Site:
 
     Example:
       >>> import muonjax
-      >>> query = muonjax.Scale(path="q", rank=3, axes=(-2, -1), factor="query")  # a bare array (d, heads, size)
+      >>> # Bare arrays (d, heads, size).
+      >>> query = muonjax.Scale(path="q", rank=3, axes=(-2, -1), factor="query")
       >>> key = muonjax.Scale(path="k", rank=3, axes=(-2, -1), factor="key")
       >>> site = muonjax.Site(path="blocks/.*/attention", scales=(query, key))
     """
@@ -66,8 +72,8 @@ class Site:
     def __post_init__(self):
         check_flag(exact=self.exact)
         check_text(path=self.path, signal=self.signal)
-        # An exact path is that of one module. A pattern is compiled here, so that a mistake in it has the argument's
-        # name.
+        # An exact path is that of one module. A pattern is compiled here, so that a mistake in it
+        # has the argument's name.
         if not self.exact:
             check_pattern("path", self.path)
         check_pattern("norms", self.norms)
@@ -93,17 +99,18 @@ Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
 def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
     """One site, several of them, or those of a `Program`, as a tuple.
 
-    Raises TypeError, which names the argument, for anything else. A `Program` without an attention that can be clipped
-    raises ValueError.
+    Raises TypeError, which names the argument, for anything else. A `Program` without an attention
+    that can be clipped raises ValueError.
     """
-    # `Program.sites` makes the sites anew, and warns of attentions that can't be clipped: it is read once.
+    # `Program.sites` makes the sites anew, and warns of attentions that can't be clipped:
+    # it is read once.
     several = getattr(sites, "sites", sites)
     if isinstance(several, Site):
         several = (several,)
     if not _is_sequence_of(Site, several):
         raise TypeError(
-            f"({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) returns, "
-            "or sites such as muonjax.mha_site(). Give all other settings by their names."
+            f"({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) "
+            "returns, or sites such as muonjax.mha_site(). Give all other settings by their names."
         )
     return tuple(several)
 
@@ -114,8 +121,8 @@ class PlacedSite(NamedTuple):
     Nothing here is an array, so that every mistake raises while tracing.
 
     Attributes:
-      name: Its key in the clip's state and statistics: the path of the module, "decoder/attention", perhaps with
-        the name of its signal.
+      name: Its key in the clip's state and statistics: the path of the module, "decoder/attention",
+        perhaps with the name of its signal.
       scales: What is scaled, without the optional parameters that the module lacks.
     """
 
@@ -124,7 +131,8 @@ class PlacedSite(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Entries of the signal in one layer: the query heads of an attention, which has no more key heads."""
+        """Entries of the signal in one layer: the query heads of an attention,
+        which has no more key heads."""
         return max(scale.entries for scale in self.scales)
 
     @property

@@ -22,28 +22,33 @@ def mha_site(
     num_kv_heads: int | None = None,
     scan_axis: int | Sequence[int] | None = None,
 ) -> Site:
-    """Multi-head, grouped-query and multi-query attention with one projection for queries and one for keys.
+    """Multi-head, grouped-query and multi-query attention with one projection for queries and one
+    for keys.
 
-    The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`. A projection has a
-    `kernel`, and perhaps a `bias`; for other names write a `Site`.
+    The defaults fit `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`. A
+    projection has a `kernel`, and perhaps a `bias`; for other names write a `Site`.
 
     Args:
-      path: Regular expression that matches the whole "/"-joined path of the modules (`re.fullmatch`; the rules of
-        `dimension_numbers` search), such as "decoder/.*/attention"; by default every module with a child `query`.
+      path: Regular expression that matches the whole "/"-joined path of the modules
+        (`re.fullmatch`; the rules of `dimension_numbers` search), such as "decoder/.*/attention";
+        by default every module with a child `query`.
       query: Name of the query projection.
       key: Name of the key projection.
-      layout: Axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged axis. Flax's
-        attention has "i h d", `nn.Dense` "i (h d)", a kernel stored (out, in) "(h d) i", Gemma's einsums "h i d".
+      layout: Axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged
+        axis. Flax's attention has "i h d", `nn.Dense` "i (h d)", a kernel stored (out, in) "(h d)
+        i", Gemma's einsums "h i d".
       num_heads: Number of query heads; needed where h is in brackets.
-      num_kv_heads: Number of key heads; None: as many. Refused if query and key heads then differ in size.
-      scan_axis: The axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of `nn.scan`, one for
-        each level of stacking; None: the leading axes.
+      num_kv_heads: Number of key heads; None: as many.
+        Refused if query and key heads then differ in size.
+      scan_axis: The axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of
+        `nn.scan`, one for each level of stacking; None: the leading axes.
 
     Returns:
       A `Site` for `qk_clip`.
 
     Raises:
-      ValueError: A path that is no regular expression, a layout that can't be read, head counts that don't divide.
+      ValueError: A path that is no regular expression, a layout that can't be read,
+        head counts that don't divide.
 
     Example:
       >>> import muonjax
@@ -70,19 +75,21 @@ def mla_site(
     num_heads: int | None = None,
     scan_axis: int | Sequence[int] | None = None,
 ) -> Site:
-    """Multi-head latent attention (DeepSeek, Kimi): each head has a part without position, and all share a rotary key.
+    """Multi-head latent attention (DeepSeek, Kimi): each head has a part without position,
+    and all share a rotary key.
 
-    √γ goes to the query's first `nope` features and to the key's, γ to the query's rotary features, and nothing to
-    the shared rotary key, the values and the latent projections: √γ·√γ·(nope part) + γ·1·(rotary part) = γ·logit.
+    √γ goes to the query's first `nope` features and to the key's, γ to the query's rotary features,
+    and nothing to the shared rotary key, the values and the latent projections:
+    √γ·√γ·(nope part) + γ·1·(rotary part) = γ·logit.
 
     Args:
       path: As in `mha_site`.
       nope: Number of a head's features without position, first in both kernels: 128 in DeepSeek-V3.
-      query: Name of the projection to a head's nope + rotary features: the second of a low-rank pair ("wq_b"), or a
-        direct one ("wq" in DeepSeek, "query" in MaxText).
+      query: Name of the projection to a head's nope + rotary features: the second of a low-rank
+        pair ("wq_b"), or a direct one ("wq" in DeepSeek, "query" in MaxText).
       key_value: Name of the projection from the latent to a head's nope + value features.
-      layout: Axes of both kernels, as in `mha_site`: MaxText has "i h d", DeepSeek's flat kernels are "i (h d)" here
-        and "(h d) i" where they are stored (out, in).
+      layout: Axes of both kernels, as in `mha_site`: MaxText has "i h d", DeepSeek's flat kernels
+        are "i (h d)" here and "(h d) i" where they are stored (out, in).
       num_heads: Number of heads; needed where h is in brackets.
       scan_axis: As in `mha_site`.
 
@@ -96,7 +103,8 @@ def mla_site(
       >>> import muonjax
       >>> site = muonjax.mla_site("layers/.*/mla", nope=128)
       >>> [(s.path, s.span, s.factor) for s in site.scales if not s.optional]
-      [('wq_b/kernel', (0, 128), 'query'), ('wq_b/kernel', (128, None), 'whole'), ('wkv_b/kernel', (0, 128), 'key')]
+      [('wq_b/kernel', (0, 128), 'query'), ('wq_b/kernel', (128, None), 'whole'),
+      ('wkv_b/kernel', (0, 128), 'key')]
 
     Source: Kimi K2 (arXiv 2507.20534), section 2.1.
     """
@@ -104,15 +112,17 @@ def mla_site(
         check_text(query=query, key_value=key_value, layout=layout)
         whole_number("nope", nope, 1, _AT_LEAST_ONE)
         _check_counts(num_heads=num_heads)
-        # √γ·√γ for the features without position, γ·1 for the rotary ones, whose key all heads share.
+        # √γ·√γ for the features without position, γ·1 for the rotary ones,
+        # whose key all heads share.
         without_position: Any = {"entries": num_heads, "span": (0, nope)}
         queries = _projection(query, "query", layout, **without_position)
         keys = _projection(key_value, "key", layout, **without_position)
         rotary = _projection(
             query, "whole", layout, entries=num_heads, span=(nope, None)
         )
-        # A norm of the keys would undo the clip, and is refused. Norms of the latents (q_norm, q_layernorm, kv_norm)
-        # come before these projections and undo nothing: they are not in KEY_NORMS.
+        # A norm of the keys would undo the clip, and is refused. Norms of the latents (q_norm,
+        # q_layernorm, kv_norm) come before these projections and undo nothing: they are not in
+        # KEY_NORMS.
         return Site(
             path=path,
             scales=queries + rotary + keys,
@@ -139,9 +149,10 @@ def fused_qkv_site(
       head_dim: Features of a head.
       num_kv_heads: Number of key heads, and of value heads; None: as many.
       name: Name of the projection.
-      layout: Axes of the kernel, as in `mha_site`, with 3 for queries, keys, values. "i (3 h d)": all queries, then all
-        keys, then all values; "i 3 h d": the same from `DenseGeneral((3, heads, head_dim))`; "i (3 h) d" for grouped
-        keys; "i (h 3 d)", "i h (3 d)" or "i h 3 d": head after head (GPT-NeoX).
+      layout: Axes of the kernel, as in `mha_site`, with 3 for queries, keys, values. "i (3 h d)":
+        all queries, then all keys, then all values; "i 3 h d": the same from
+        `DenseGeneral((3, heads, head_dim))`; "i (3 h) d" for grouped keys; "i (h 3 d)", "i h (3 d)"
+        or "i h 3 d": head after head (GPT-NeoX).
       scan_axis: As in `mha_site`.
 
     Returns:
@@ -162,13 +173,13 @@ def fused_qkv_site(
         whole_number("num_heads", num_heads, 1, _AT_LEAST_ONE)
         whole_number("head_dim", head_dim, 1, _AT_LEAST_ONE)
         _check_counts(num_kv_heads=num_kv_heads)
-        # In GPT-NeoX each head has its query, key and value side by side. Elsewhere the queries of all
-        # heads come first, then all keys, then all values.
+        # In GPT-NeoX each head has its query, key and value side by side. Elsewhere the queries of
+        # all heads come first, then all keys, then all values.
         by_head = layout.find("h") < layout.find("3")
         if key_heads != num_heads and (by_head or "(3 h" not in layout):
             raise ValueError(
-                f"{layout=} can't have {num_heads=} and {num_kv_heads=}: grouped keys need all queries first, "
-                "'(3 h d)' or '(3 h) d'; for another order write a Site by hand."
+                f"{layout=} can't have {num_heads=} and {num_kv_heads=}: grouped keys need all "
+                "queries first, '(3 h d)' or '(3 h) d'; for another order write a Site by hand."
             )
         # The values take the rest of the kernel, and nothing scales them.
         orders = ("3hd", "h3d")
@@ -199,14 +210,16 @@ def _projection(
       name: The name of the projection, "query".
       factor: Which factor of the logits both belong to: "query", "key" or "whole".
       layout: Axes of the kernel: "i (h d)" has an axis of the input and one of outputs.
-      orders: In which order the letters of the outputs may come; by default the heads before their features.
-      **heads: Where the heads lie along the outputs, as fields of `Scale`. `entries`, the number of heads, is always
-        given, perhaps as None.
+      orders: In which order the letters of the outputs may come;
+        by default the heads before their features.
+      **heads: Where the heads lie along the outputs, as fields of `Scale`. `entries`, the number of
+        heads, is always given, perhaps as None.
 
     Raises:
       ValueError: The layout can't be read, or it does not show how many heads there are.
     """
-    # The letters of each axis, without spaces and brackets where these are merged: ["i", "hd"] of "i (h d)".
+    # The letters of each axis, without spaces and brackets where these are merged: ["i",
+    # "hd"] of "i (h d)".
     merged = re.sub(r"\(([^()]*)\)", lambda axis: axis[1].replace(" ", ""), layout)
     letters = merged.split()
     rank = len(letters)
@@ -217,7 +230,8 @@ def _projection(
     if order not in orders or rank != len(outputs) + 1:
         wanted = " or ".join(map(" ".join, orders))
         raise ValueError(
-            f"{layout=} can't be read: write i for the input and {wanted}, merged axes in brackets: 'i (h d)'."
+            f"{layout=} can't be read: write i for the input and {wanted}, merged axes in "
+            "brackets: 'i (h d)'."
         )
     # An axis of heads alone says how many there are. In a merged axis only `entries` does.
     if heads["entries"] is None and "h" not in letters:
@@ -230,7 +244,8 @@ def _projection(
         factor=factor,
         **heads,
     )
-    # A bias has the outputs of the kernel as its only axes, and the heads lie along them in the same way.
+    # A bias has the outputs of the kernel as its only axes,
+    # and the heads lie along them in the same way.
     bias = dataclasses.replace(
         kernel,
         path=f"{name}/bias",

@@ -1,6 +1,7 @@
 """Check what a public call is given, numbers and trees, and name the call in errors and warnings.
 
-`explains_keywords` shows the whole signature of a call, and says of an unknown keyword what it is called here.
+`explains_keywords` shows the whole signature of a call,
+and says of an unknown keyword what it is called here.
 """
 
 import contextlib
@@ -36,7 +37,8 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 def check_range(
     name: str, value: Any, wanted: str, why: str, *, schedule: bool = False
 ) -> None:
-    """Raise unless it is one real number, known or traced, or an allowed schedule; and, if known, in its range.
+    """Raise unless it is one real number, known or traced, or an allowed schedule; and,
+    if known, in its range.
 
     Args:
       name: The name of the argument.
@@ -58,7 +60,8 @@ def check_range(
     # `optax.inject_hyperparams` traces the numbers that it injects.
     if isinstance(value, Tracer):
         return
-    # Inside of `jit` a comparison of a known array would be traced, a comparison of Python's number is not.
+    # Inside of `jit` a comparison of a known array would be traced,
+    # a comparison of Python's number is not.
     if not _RANGES[wanted](float(value)):
         raise ValueError(f"({name}={shown(value)}) must be {wanted}{why}")
 
@@ -70,7 +73,8 @@ def check_rates(**rates: Any) -> None:
 
 
 def _is_real(value: Any) -> bool:
-    """Whether `value` is one real number, Python's, NumPy's or JAX's, which may be traced. A boolean is not."""
+    """Whether `value` is one real number, Python's, NumPy's or JAX's, which may be traced.
+    A boolean is not."""
     is_number = isinstance(value, (int, float, np.generic, np.ndarray, jax.Array))
     if not is_number or np.ndim(value) > 0:
         return False
@@ -96,12 +100,14 @@ def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
         )
 
 
-# Dtypes of products and of Adam's moments: float8 keeps half of a constant gradient's, and none of a small one's.
+# Dtypes of products and of Adam's moments: float8 keeps half of a constant gradient's,
+# and none of a small one's.
 WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
 def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
-    """`value` as a dtype; raises TypeError unless it is of one of these `kinds`, which `wanted` says in words."""
+    """`value` as a dtype; raises TypeError unless it is of one of these `kinds`,
+    which `wanted` says in words."""
     # `jnp.dtype` would take the dtype of an array, and float64 for None. Neither is a dtype.
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     if not is_array and value is not None:
@@ -112,7 +118,10 @@ def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.
                 return dtype
     advice = ""
     if is_array:
-        advice = f" optax.inject_hyperparams takes a dtype for a schedule: give it static_args={name!r}."
+        advice = (
+            " optax.inject_hyperparams takes a dtype for a schedule: give it "
+            f"static_args={name!r}."
+        )
     raise TypeError(f"({name}={shown(value)}) must be {wanted}.{advice}")
 
 
@@ -163,7 +172,8 @@ def mesh_axes(name: str, value: Any) -> tuple[str, ...]:
 
 
 def fitted_mask(name: str, mask: Any) -> Any:
-    """The mask for Optax: a tree becomes a function that returns it, and raises where it does not fit the parameters.
+    """The mask for Optax: a tree becomes a function that returns it,
+    and raises where it does not fit the parameters.
 
     None and a function stay.
     """
@@ -185,7 +195,8 @@ def fitted_mask(name: str, mask: Any) -> Any:
         except ValueError as error:
             raise ValueError(
                 f"({name}={shown(mask)}) does not fit the parameters: give True for all, False for "
-                "none, a tree of booleans like the parameters or a prefix of it, or a function of them."
+                "none, a tree of booleans like the parameters or a prefix of it, or a function of "
+                "them."
             ) from error
         return mask
 
@@ -193,7 +204,8 @@ def fitted_mask(name: str, mask: Any) -> Any:
 
 
 def whole_number(name: str, value: Any, least: int, why: str) -> int:
-    """`value` as Python's; raises ValueError unless it is a whole number, at least `least`. `why` ends the message."""
+    """`value` as Python's; raises ValueError unless it is a whole number, at least `least`.
+    `why` ends the message."""
     # NumPy's integers are whole numbers too, and True is no number of steps.
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < least:
@@ -231,7 +243,8 @@ def check_update(params: Any, unnamed: tuple[Any, ...]) -> None:
 
 
 def refuse_positional(unnamed: tuple[Any, ...]) -> None:
-    """Raise on extra positional arguments, which would reach a member of the chain as something else."""
+    """Raise on extra positional arguments, which would reach a member of the chain as something
+    else."""
     if unnamed:
         raise TypeError(
             "update(grads, state, params) takes all further arguments by name, as max_logits=."
@@ -239,23 +252,28 @@ def refuse_positional(unnamed: tuple[Any, ...]) -> None:
 
 
 def message_for_other_state(state: Any) -> str:
-    """The message for a state that does not fit: another optimizer's, or one whose tuples a checkpoint lost."""
-    # Gradients and parameters may be dictionaries, and serialization makes one of a named tuple without its class.
+    """The message for a state that does not fit: another optimizer's,
+    or one whose tuples a checkpoint lost."""
+    # Gradients and parameters may be dictionaries, and serialization makes one of a named tuple
+    # without its class.
     if isinstance(state, Mapping):
         return (
-            f"this state is a {type(state).__name__}, not a tuple: call tx.update(grads, state, params), and restore a "
-            "checkpoint into the structure of jax.eval_shape(tx.init, params)."
+            f"this state is a {type(state).__name__}, not a tuple: call tx.update(grads, state, "
+            "params), and restore a checkpoint into the structure of jax.eval_shape(tx.init, "
+            "params)."
         )
     return "this is the state of another optimizer. Start anew with tx.init(params)."
 
 
 @contextlib.contextmanager
 def errors_of(call: str) -> Iterator[None]:
-    """Begin the message of a TypeError or ValueError that is raised inside with the name of a public call.
+    """Begin the message of a TypeError or ValueError that is raised inside with the name of a
+    public call.
 
-    A message that begins with "(", ":" or a space continues the name, as "(decay=2) must be in [0, 1)" does. Calls may
-    be nested; the error names only the outermost, which is the one that the user wrote. A `call` that begins with "("
-    is an argument of it: "(rules=...)" inside of "dimension_numbers" gives "dimension_numbers(rules=...): ...".
+    A message that begins with "(", ":" or a space continues the name, as "(decay=2) must be in [0,
+    1)" does. Calls may be nested; the error names only the outermost, which is the one that the
+    user wrote. A `call` that begins with "(" is an argument of it: "(rules=...)" inside of
+    "dimension_numbers" gives "dimension_numbers(rules=...): ...".
     Also a decorator: `@errors_of("muon")`.
     """
     try:
@@ -263,8 +281,9 @@ def errors_of(call: str) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         # A subclass, such as UnicodeError, may have other arguments than a message.
         if type(error) in (TypeError, ValueError):
-            # The message without the name of a call. `trace` inside of `muon` keeps "(decay=2) must be in [0, 1)" in
-            # the error and raises "trace(decay=2) ..."; then `muon` puts its own name before what was kept.
+            # The message without the name of a call. `trace` inside of `muon` keeps "(decay=2) must
+            # be in [0, 1)" in the error and raises "trace(decay=2) ..."; then `muon` puts its own
+            # name before what was kept.
             message = getattr(error, "message", str(error))
             separator = "" if message.startswith(("(", ":", " ")) else ": "
             named = f"{call}{separator}{message}"
@@ -280,7 +299,8 @@ _LIBRARIES = {
 
 
 def warn_user(message: str) -> None:
-    """Warn, with the file and line of the innermost frame that is in none of `_LIBRARIES`, so it is the user's."""
+    """Warn, with the file and line of the innermost frame that is in none of `_LIBRARIES`,
+    so it is the user's."""
     # `warnings` counts frames from here on: 1 is this function, 2 its caller.
     frame = sys._getframe(1)
     level = 2
@@ -300,15 +320,16 @@ warn_once = functools.cache(warn_user)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A name here, or advice, and what it is called in optax.contrib.muon, torch.optim.Muon, Keller Jordan's Muon and
-# MaxText: their `beta` or `momentum` is `decay` here.
+# A name here, or advice, and what it is called in optax.contrib.muon, torch.optim.Muon, Keller
+# Jordan's Muon and MaxText: their `beta` or `momentum` is `decay` here.
 _NAMES_ELSEWHERE = {
     "learning_rate": "lr",
     "decay": "beta momentum",
     "decay, or adam=optax.adamw(...) for the other parameters": "b1",
     "adam=optax.adamw(...) with this setting": "b2",
     "not needed: a zero matrix has a zero update": "eps",
-    "newton_schulz=NewtonSchulz(coefficients=...), a row for each step": "ns_steps num_steps ns_coeffs ns_coefficients",
+    "newton_schulz=NewtonSchulz(coefficients=...), a row for each "
+    "step": "ns_steps num_steps ns_coeffs ns_coefficients",
     "newton_schulz=NewtonSchulz(normalization=...)": "preconditioning",
     "an argument of muonjax.optax_contrib.muon alone": "adaptive",
     "rms": "consistent_rms adjust_lr_fn",
@@ -316,8 +337,10 @@ _NAMES_ELSEWHERE = {
     "weight_decay": "wd",
     "threshold": "tau",
     "program, the second argument": "dimension_numbers",
-    "program, the second argument; with sites by hand, dimension_numbers": "muon_weight_dimension_numbers",
-    "program, or dimension_numbers of muonclip: lambda params: muonjax.dimension_numbers(params, rules=...)": "rules",
+    "program, the second argument; with sites by hand, "
+    "dimension_numbers": "muon_weight_dimension_numbers",
+    "program, or dimension_numbers of muonclip: lambda params: muonjax.dimension_numbers(params, "
+    "rules=...)": "rules",
     "the second argument of muonclip and adamclip": "sites",
 }
 
@@ -325,25 +348,28 @@ _NAMES_ELSEWHERE = {
 def explains_keywords(
     name: str, *sources: Callable[..., Any]
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: errors begin with the call's name, the whole signature is shown, an unknown keyword is explained.
+    """A decorator: errors begin with the call's name, the whole signature is shown,
+    an unknown keyword is explained.
 
     Args:
       name: The call's name in errors.
-      sources: Functions that the keywords in `**settings: Unpack[TypedDict]` come from, with their defaults; the first
-        that has one counts.
+      sources: Functions that the keywords in `**settings: Unpack[TypedDict]` come from, with their
+        defaults; the first that has one counts.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         """The function with these errors and this signature."""
         signature = _full_signature(function, sources)
 
-        # Python passes `self` of a method such as `NewtonSchulz.__init__`, and a user does not see it.
+        # Python passes `self` of a method such as `NewtonSchulz.__init__`,
+        # and a user does not see it.
         known = [key for key in signature.parameters if key != "self"]
 
         @functools.wraps(function)
         @errors_of(name)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            """`function`, after its arguments are checked; Python's own errors would name an inner function."""
+            """`function`, after its arguments are checked;
+            Python's own errors would name an inner function."""
             # `bind` would not say what an unknown keyword is called here.
             for keyword in kwargs:
                 if keyword not in known:
@@ -367,10 +393,11 @@ def explains_keywords(
 def _full_signature(
     function: Callable[..., Any], sources: Sequence[Callable[..., Any]]
 ) -> inspect.Signature:
-    """The signature with keywords of `sources` in place of `**settings`; without `**settings` the signature as it is.
+    """The signature with keywords of `sources` in place of `**settings`;
+    without `**settings` the signature as it is.
 
-    `muon(learning_rate, *, rms=0.2, **settings: Unpack[MatrixSettings])` gets `decay=0.95` and all other keys of
-    `MatrixSettings`, with the defaults that they have in `sources`.
+    `muon(learning_rate, *, rms=0.2, **settings: Unpack[MatrixSettings])` gets `decay=0.95` and all
+    other keys of `MatrixSettings`, with the defaults that they have in `sources`.
     """
     signature = inspect.signature(function)
     *parameters, settings = signature.parameters.values()
@@ -389,15 +416,17 @@ def _full_signature(
 
 
 def _meant(keyword: str, known: Sequence[str]) -> str:
-    """The end of the message on an unknown keyword: what it is called here, or which arguments there are.
+    """The end of the message on an unknown keyword: what it is called here,
+    or which arguments there are.
 
     "beta" gives ": in muonjax it is decay", and "weight_decy" gives ". Did you mean weight_decay".
     """
-    # optax.contrib.muon has settings of AdamW, such as adam_b1. Each has the answer of `b2`: a setting of `adam`.
+    # optax.contrib.muon has settings of AdamW, such as adam_b1. Each has the answer of `b2`:
+    # a setting of `adam`.
     synonym = "b2" if keyword.startswith("adam_") else keyword
     for here, elsewhere in _NAMES_ELSEWHERE.items():
-        # A name counts where this call has it, as `weight_decay` in muon and not in muonh. What is no name, such as
-        # "adam=optax.adamw(...) with this setting", counts always.
+        # A name counts where this call has it, as `weight_decay` in muon and not in muonh. What is
+        # no name, such as "adam=optax.adamw(...) with this setting", counts always.
         counts = here in known or not here.isidentifier()
         if counts and synonym in elsewhere.split():
             return f": in muonjax it is {here}"

@@ -21,7 +21,8 @@ def is_explicit(x: Any) -> bool:
 
 
 def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:
-    """x, sharded as `other`, of equal rank; as it is where `other` is not on a mesh with explicit axis types."""
+    """x, sharded as `other`, of equal rank; as it is where `other` is not on a mesh with explicit
+    axis types."""
     return (
         jax.sharding.reshard(x, jax.typeof(other).sharding) if is_explicit(other) else x
     )
@@ -30,15 +31,18 @@ def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:
 def whole_along(
     x: Shaped[Array, "*x"], axis: int, step: int | None
 ) -> Shaped[Array, "*x"]:
-    """x, gathered along `axis` so that it can be cut there; as it is where its mesh has no explicit axis types.
+    """x, gathered along `axis` so that it can be cut there;
+    as it is where its mesh has no explicit axis types.
 
-    With explicit axis types JAX refuses to cut a sharded axis into parts that the shards can't share equally.
+    With explicit axis types JAX refuses to cut a sharded axis into parts that the shards can't
+    share equally.
 
     Args:
       x: An array, such as a kernel of queries, keys and values with all their columns on one axis.
       axis: The axis that the caller cuts.
-      step: The caller cuts at multiples of it. Where the shards can share `step` entries equally, x is not gathered: on
-        4 devices, parts of 16 and 8 entries with the step 8 stay sharded, and 18 and 6 are gathered. None: gathered.
+      step: The caller cuts at multiples of it. Where the shards can share `step` entries equally, x
+        is not gathered: on 4 devices, parts of 16 and 8 entries with the step 8 stay sharded, and
+        18 and 6 are gathered. None: gathered.
     """
     if not is_explicit(x):
         return x
@@ -54,16 +58,18 @@ def whole_along(
 def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"]:
     """A zero to add to a new array, which is then on x's mesh, where that has explicit axis types.
 
-    Without it, `init` would make a state on no mesh, and the first `update` return one on x's mesh. `jit` would compile
-    `update` twice, for two types of the state, and could not write the new state into the buffers of the old one.
+    Without it, `init` would make a state on no mesh, and the first `update` return one on x's mesh.
+    `jit` would compile `update` twice, for two types of the state, and could not write the new
+    state into the buffers of the old one.
 
     Args:
       x: An array.
-      axes: For a new array in which these axes of x, counted from 0, have size 1: (0,) for an x [64, 32] gives zeros
-        [1, 32], sharded as x is along the axis of 32. None: a scalar. Without such a mesh the zero is always a scalar,
-        which broadcasts in the sum.
+      axes: For a new array in which these axes of x, counted from 0, have size 1: (0,) for an x
+        [64, 32] gives zeros [1, 32], sharded as x is along the axis of 32. None: a scalar. Without
+        such a mesh the zero is always a scalar, which broadcasts in the sum.
     """
     if isinstance(x, jax.Array) and is_explicit(x):
-        # A sum over what depends on x, since `jit` forgets the mesh of zeros_like(x). 0 · x itself could be NaN.
+        # A sum over what depends on x, since `jit` forgets the mesh of zeros_like(x).
+        # 0 · x itself could be NaN.
         return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
     return jnp.zeros([], int)

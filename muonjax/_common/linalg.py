@@ -1,4 +1,5 @@
-"""Matrix products, symmetric ones at half the work; adjoints, norms, Hermitian parts; entries of a stack in a loop."""
+"""Matrix products, symmetric ones at half the work; adjoints, norms, Hermitian parts;
+entries of a stack in a loop."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ _LARGEST_CONSTANT = 64  # rows of an identity whose numbers a program contains
 
 
 class MatrixProduct(NamedTuple):
-    """A matrix product at a stated precision, over leading batch axes. Hashable: it can be a static argument.
+    """A matrix product at a stated precision, over leading batch axes. Hashable:
+    it can be a static argument.
 
     Attributes:
-      operands: Dtype that the factors are rounded to; sums are taken and returned in float32 or wider. None: the
-        factors' own dtype, for factors and sums.
+      operands: Dtype that the factors are rounded to; sums are taken and returned in float32 or
+        wider. None: the factors' own dtype, for factors and sums.
       precision: `precision` of `jax.lax.dot_general`.
       result: Dtype that the sums are rounded to; None: not at all.
     """
@@ -41,7 +43,8 @@ class MatrixProduct(NamedTuple):
     def with_adjoint(
         self, a: Inexact[Array, "*batch m k"], b: Inexact[Array, "*batch n k"]
     ) -> Inexact[Array, "*batch m n"]:
-        """A B^H by contracting the last axes: a product with an adjoint would first copy a batch transposed."""
+        """A B^H by contracting the last axes: a product with an adjoint would first copy a batch
+        transposed."""
         return self._contracted("...ik,...jk->...ij", a, b.conj())
 
     def _contracted(self, axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -58,7 +61,8 @@ class MatrixProduct(NamedTuple):
 
 
 def common_dtype(*arrays: Any) -> jnp.dtype:
-    """The dtype that holds all of these arrays or dtypes, also where `jax_numpy_dtype_promotion` is "strict"."""
+    """The dtype that holds all of these arrays or dtypes,
+    also where `jax_numpy_dtype_promotion` is "strict"."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays)
 
@@ -72,7 +76,8 @@ def at_least_float32(*arrays: Any) -> jnp.dtype:
 
 
 def scaled(a: jax.Array, number: jax.Array | float) -> jax.Array:
-    """A times a real number, or one for each matrix or row, without a promotion that JAX's strict mode forbids.
+    """A times a real number, or one for each matrix or row,
+    without a promotion that JAX's strict mode forbids.
 
     In float32 or wider; a Python number keeps A's dtype.
     """
@@ -118,9 +123,10 @@ def identity_like(
 ) -> Shaped[Array, "*#batch k k"]:
     """I in the dtype of A: [1, 1, k, k] for an A [8, 3, k, k].
 
-    With `as_constant` the program contains the numbers of a small one: XLA's CPU compiler would unroll the comparison
-    of rows and columns, which takes longer to compile than all else in a small iteration. Leave it False where
-    `jax.jvp` goes through a `shard_map`, which refuses such a constant.
+    With `as_constant` the program contains the numbers of a small one: XLA's CPU compiler would
+    unroll the comparison of rows and columns, which takes longer to compile than all else in a
+    small iteration. Leave it False where `jax.jvp` goes through a `shard_map`,
+    which refuses such a constant.
     """
     k = a.shape[-1]
     # NumPy's matrix is a constant of the program, and `jnp.eye` compares.
@@ -147,24 +153,28 @@ def square_norm(a: Inexact[Array, "*batch m n"]) -> Float[Array, "*batch 1 1"]:
 def square_of_any_size(
     x: jax.Array, sum_of_squares: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """A power of two c for each matrix x, and `sum_of_squares(c x)`, which neither overflows nor underflows.
+    """A power of two c for each matrix x, and `sum_of_squares(c x)`,
+    which neither overflows nor underflows.
 
-    c is 1 for a usual x, 2^84 for a tiny one and 2^-84 for a huge one. A float32 entry that is not subnormal is between
-    2^-126 and 2^128, so for up to 2^26 of them the sum that is returned is between 2^-84 and 2^114. Zeros give 0.
-    The sums at all three scales take one pass over x, and one all-reduce.
+    c is 1 for a usual x, 2^84 for a tiny one and 2^-84 for a huge one. A float32 entry that is not
+    subnormal is between 2^-126 and 2^128, so for up to 2^26 of them the sum that is returned is
+    between 2^-84 and 2^114. Zeros give 0. The sums at all three scales take one pass over x,
+    and one all-reduce.
 
     Args:
       x: Matrices [*batch, m, n] in float32 or wider.
-      sum_of_squares: The sum, or the mean, of the squares of the entries: [*batch, m, n] -> [*batch, 1, 1].
+      sum_of_squares: The sum, or the mean, of the squares of the entries: [*batch, m,
+        n] -> [*batch, 1, 1].
     """
-    # The barrier hides that these are constants: XLA would make c^2 sum(x^2) of sum((c x)^2), and c^2 = 2^168 is too
-    # large for float32.
+    # The barrier hides that these are constants: XLA would make c^2 sum(x^2) of sum((c x)^2), and
+    # c^2 = 2^168 is too large for float32.
     scales = jnp.float32(2.0**-84), jnp.float32(2.0**84)
     lowering, lifting = jax.lax.optimization_barrier(scales)
     square = sum_of_squares(x)
     square_of_lowered = sum_of_squares(scaled(x, lowering))
     square_of_lifted = sum_of_squares(scaled(x, lifting))
-    # The sum of x itself counts between 2^-84 and 2^84. It is 0 after an underflow and infinite after an overflow.
+    # The sum of x itself counts between 2^-84 and 2^84.
+    # It is 0 after an underflow and infinite after an overflow.
     is_small = square < 2.0**-84
     is_large = square > 2.0**84
     c = jnp.where(is_small, lifting, jnp.where(is_large, lowering, 1.0))

@@ -1,7 +1,7 @@
 """Treat an NNX model as a tree of parameters, and a function of it as a function of that tree.
 
-A tree of arrays passes through as it is. What NNX models need is in `muonjax.nnx`, which imports Flax, so it is loaded
-only when the first model comes.
+A tree of arrays passes through as it is. What NNX models need is in `muonjax.nnx`, which imports
+Flax, so it is loaded only when the first model comes.
 """
 
 import importlib
@@ -33,10 +33,11 @@ def parameters_of(tree: Any) -> Any:
 def as_function_of_parameters(
     fun: Callable[..., Any], params: Any, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """A function of a model as one of its parameters: (function, params, args) to call as `function(params, *args)`.
+    """A function of a model as one of its parameters: (function, params, args) to call as
+    `function(params, *args)`.
 
-    For a model, `loss(model, batch)` gives a function of (parameters, other state, batch), the parameters, and
-    (other state, batch). For a tree, the three are what was given.
+    For a model, `loss(model, batch)` gives a function of (parameters, other state, batch), the
+    parameters, and (other state, batch). For a tree, the three are what was given.
     """
     # `muonjax.nnx`, or None for a tree
     functions = functions_for(params)

@@ -1,4 +1,5 @@
-"""What to do on a platform: one frozen value, with a rule for each choice that depends on where arrays lie."""
+"""What to do on a platform: one frozen value,
+with a rule for each choice that depends on where arrays lie."""
 
 import dataclasses
 import math
@@ -30,10 +31,12 @@ class Policy:
     def compute_dtype(
         self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
     ) -> jnp.dtype:
-        """The dtype of the operands of products of arrays of `dtype`, which may be narrower or wider.
+        """The dtype of the operands of products of arrays of `dtype`,
+        which may be narrower or wider.
 
-        It is `asked`, the user's setting, and without one the platform's: a CPU has no matrix units for half types; on
-        accelerators these are 8 times faster or more. Complex arrays and float64 keep their own.
+        It is `asked`, the user's setting, and without one the platform's: a CPU has no matrix units
+        for half types; on accelerators these are 8 times faster or more.
+        Complex arrays and float64 keep their own.
         """
         dtype = jnp.dtype(dtype)
         # No half type is complex, and who has float64 arrays wants products in float64.
@@ -50,7 +53,8 @@ class Policy:
     def exchange_dtype(
         self, dtype: jax.typing.DTypeLike, asked: jax.typing.DTypeLike | None = None
     ) -> jnp.dtype:
-        """What a mesh exchanges: bfloat16 where products round to a half type anyway (it has float32's range)."""
+        """What a mesh exchanges: bfloat16 where products round to a half type anyway (it has
+        float32's range)."""
         # bfloat16 halves the bytes, and the results are no more exact than it.
         compute_bits = jnp.finfo(self.compute_dtype(dtype, asked)).bits
         is_rounded = compute_bits == 16 and jnp.finfo(dtype).bits > 16
@@ -60,19 +64,21 @@ class Policy:
     def stack_elements(self) -> float:
         """How many elements are stacked at most, to run as one batch.
 
-        On an accelerator a stack costs a copy and memory, and saves launches. The bounds follow from operations that
-        were counted (docs/kernels.md).
+        On an accelerator a stack costs a copy and memory, and saves launches. The bounds follow
+        from operations that were counted (docs/kernels.md).
         """
         # On a CPU the loop over chunks (see `chunk_size`) reads the stack where it is.
         if self.is_cpu:
             return math.inf
         if self.platform == "tpu":
-            # JAX calls a v5e and a v6e "lite": they have less memory bandwidth than a v5p. One matrix of 1024 x 4096,
-            # since the fast memory keeps no larger stack: 8 matrices in two stacks take 16 % more of the counted time
-            # than one by one on a v5e, and 53 % more on a v6e.
+            # JAX calls a v5e and a v6e "lite": they have less memory bandwidth than a v5p. One
+            # matrix of 1024 x 4096, since the fast memory keeps no larger stack: 8 matrices in two
+            # stacks take 16 % more of the counted time than one by one on a v5e,
+            # and 53 % more on a v6e.
             if "lite" in self.kind:
                 return 4 << 20
-            # One matrix of 4096 x 4096, 24 of 768 x 768 or 6 of 768 x 3072. On a v5p the two stacks take 29 % less.
+            # One matrix of 4096 x 4096, 24 of 768 x 768 or 6 of 768 x 3072.
+            # On a v5p the two stacks take 29 % less.
             return 17 << 20
         # Two matrices of 4096 x 4096
         return 32 << 20
@@ -80,9 +86,10 @@ class Policy:
     def pads(self, m: int, columns: int) -> bool:
         """Whether matrices of m rows get so many columns of zeros in all, to share a program.
 
-        Counted: on a GPU a program is about forty launches, in whose time it reads and writes as many numbers at least
-        as the zeros may be. Measured on a CPU, where each program takes a second to compile: 50 matrices of 27 shapes
-        compile in a fifth of the time, and a step takes up to a fourth longer.
+        Counted: on a GPU a program is about forty launches, in whose time it reads and writes as
+        many numbers at least as the zeros may be. Measured on a CPU, where each program takes a
+        second to compile: 50 matrices of 27 shapes compile in a fifth of the time,
+        and a step takes up to a fourth longer.
         """
         bounds = {"cpu": 32 << 20, "gpu": 8 << 20}
         return m * columns <= bounds.get(self.platform, -1)
@@ -91,19 +98,22 @@ class Policy:
     def one_stack_at_a_time(self) -> bool:
         """Whether a stack waits for the one before it, so that the memory of one serves the next.
 
-        XLA's scheduler for GPUs begins some of several at once and keeps them (counted: twice the memory). On a TPU
-        waiting would keep the next stack's copy into the chip's memory from running during the products.
+        XLA's scheduler for GPUs begins some of several at once and keeps them (counted: twice the
+        memory). On a TPU waiting would keep the next stack's copy into the chip's memory from
+        running during the products.
         """
         return self.platform == "gpu"
 
     def chunk_size(self, count: int, shape: tuple[int, int]) -> int:
-        """How many of `count` matrices of `shape` run as one batch, a divisor of `count`: as many as are fast together.
+        """How many of `count` matrices of `shape` run as one batch, a divisor of `count`:
+        as many as are fast together.
 
-        On a CPU a batched product is slower than the same products one after the other as soon as one matrix
-        fills the caches (measured: benchmarks/optimizer/batching.py at commit 709d0d3e). On an accelerator few large
-        launches win, and a loop copies its stack. Counted on a GPU (docs/kernels.md): 64 heads of 7168 x 128 take 29
-        % less time in one batch than in two, and less than half of the memory, 128 experts of 2048 x 768 a quarter less
-        time than in eight. Four of 4096 x 14336 in one batch would take twice the memory of one at a time.
+        On a CPU a batched product is slower than the same products one after the other as soon as
+        one matrix fills the caches (measured: benchmarks/optimizer/batching.py at commit 709d0d3e).
+        On an accelerator few large launches win, and a loop copies its stack. Counted on a GPU
+        (docs/kernels.md): 64 heads of 7168 x 128 take 29 % less time in one batch than in two, and
+        less than half of the memory, 128 experts of 2048 x 768 a quarter less time than in eight.
+        Four of 4096 x 14336 in one batch would take twice the memory of one at a time.
         """
         # `matrix_view` refuses empty matrices.
         size_of_one = math.prod(shape)
@@ -111,15 +121,16 @@ class Policy:
         if self.is_cpu:
             bound = 1 << 18
         elif self.platform == "gpu":
-            # A launch of a few matrices of 2048 x 2048 fills the device already, and more of them only take memory.
+            # A launch of a few matrices of 2048 x 2048 fills the device already,
+            # and more of them only take memory.
             is_large = size_of_one >= 2048 * 2048
             bound = 64 << 20 if is_large else 256 << 20
         else:
-            # On a TPU, or a platform without a rule, a stack is one batch. A single array may have more elements than
-            # a stack of several: it is cut into several batches.
+            # On a TPU, or a platform without a rule, a stack is one batch. A single array may have
+            # more elements than a stack of several: it is cut into several batches.
             bound = int(self.stack_elements)
-        # One matrix is a batch, of whatever size. All batches have one size, so that they share a program: if
-        # five of 12 matrices fit, a batch has four.
+        # One matrix is a batch, of whatever size. All batches have one size, so that they share a
+        # program: if five of 12 matrices fit, a batch has four.
         size = max(1, min(count, bound // size_of_one))  # from 1 to count
         while count % size != 0:
             size -= 1

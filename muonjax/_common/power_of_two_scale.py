@@ -1,4 +1,5 @@
-"""The power of two that brings the largest entry of a matrix below 1, so that its products don't overflow."""
+"""The power of two that brings the largest entry of a matrix below 1,
+so that its products don't overflow."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ if TYPE_CHECKING:
 def power_of_two_scale(
     x: Inexact[Array, "*batch m n"],
 ) -> Float[Array, "*batch 1 1"]:
-    """The power of two that brings the largest entry of each matrix into [0.5, 1), by which multiplying is exact.
+    """The power of two that brings the largest entry of each matrix into [0.5, 1), by which
+    multiplying is exact.
 
-    The entries of complex matrices are their real and imaginary parts. A matrix whose largest entry is zero, subnormal
-    (products take it for zero), inf or NaN gets 1/2. An entry above a quarter of the dtype's largest number comes to
-    [1, 4) only, since the power that brings it lower is a subnormal number. `largest_entry` stops the gradient: the
-    scale is a constant for differentiation, since what follows is invariant to positive scaling.
+    The entries of complex matrices are their real and imaginary parts. A matrix whose largest entry
+    is zero, subnormal (products take it for zero), inf or NaN gets 1/2. An entry above a quarter of
+    the dtype's largest number comes to [1, 4) only, since the power that brings it lower is a
+    subnormal number. `largest_entry` stops the gradient: the scale is a constant for
+    differentiation, since what follows is invariant to positive scaling.
 
     Args:
       x: Matrices in float32, float64 or complex. Half types are cast to float32 first.
@@ -30,17 +33,19 @@ def power_of_two_scale(
 def scale_of_largest(
     largest: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch 1 1"]:
-    """The power of two that brings a largest entry into [0.5, 1), with the exceptions of `power_of_two_scale`."""
+    """The power of two that brings a largest entry into [0.5, 1), with the exceptions of
+    `power_of_two_scale`."""
     info = jnp.finfo(largest.dtype)
     # Zero, subnormal numbers, inf and NaN are taken for 1, which gives 1/2.
     is_normal = (largest >= info.tiny) & (largest < jnp.inf)
     largest = jnp.where(is_normal, largest, 1.0)
     # By bits alone: `ldexp` and `frexp` are a page of code, compiled into everything that reads x.
     bits = jax.lax.bitcast_convert_type(largest, f"int{info.bits}")
-    # The bits of a positive number are those of an exponent e, and then `nmant` bits of fraction; without a fraction it
-    # is 2^(e - bias). A number in [2^(e - bias), 2^(e - bias + 1)) times 2^(bias - 1 - e) is in [0.5, 1). That power
-    # has the exponent 2 bias - 1 - e, in float32 253 - e. Exponents of normal numbers begin at 1: for the two largest
-    # e, 253 and 254, the exponent is 1 too, and their entries end in [1, 2) and [2, 4).
+    # The bits of a positive number are those of an exponent e, and then `nmant` bits of fraction;
+    # without a fraction it is 2^(e - bias). A number in [2^(e - bias), 2^(e - bias + 1)) times
+    # 2^(bias - 1 - e) is in [0.5, 1). That power has the exponent 2 bias - 1 - e, in float32 253 -
+    # e. Exponents of normal numbers begin at 1: for the two largest e, 253 and 254, the exponent is
+    # 1 too, and their entries end in [1, 2) and [2, 4).
     bias = info.maxexp - 1
     exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
     return jax.lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
@@ -49,7 +54,8 @@ def scale_of_largest(
 def largest_entry(
     x: Inexact[Array, "*batch m n"],
 ) -> Float[Array, "*batch 1 1"]:
-    """The largest absolute value of each matrix (complex: of real and imaginary parts); a constant to derivatives."""
+    """The largest absolute value of each matrix (complex: of real and imaginary parts);
+    a constant to derivatives."""
     x = jax.lax.stop_gradient(x)
     entries = jnp.abs(x.real)
     if jnp.iscomplexobj(x):

@@ -28,21 +28,25 @@ def without_box(node: Any) -> Any:
 
 
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A key path as names, without the box of Flax at its end: `.value` of a metadata box or of an NNX variable.
+    """A key path as names, without the box of Flax at its end:
+    `.value` of a metadata box or of an NNX variable.
 
-    NNX initializes an optimizer with `kernel.value` and updates it with `kernel`: both must read the same.
+    NNX initializes an optimizer with `kernel.value` and updates it with `kernel`:
+    both must read the same.
     """
-    # Boxes of Linen and variables of NNX are nodes whose one child is the attribute `value`. The path alone does not
-    # show whether there are others.
+    # Boxes of Linen and variables of NNX are nodes whose one child is the attribute `value`. The
+    # path alone does not show whether there are others.
     is_in_box = path[-1:] == (jax.tree_util.GetAttrKey("value"),)
     return _all_names(path[:-1] if is_in_box else path)
 
 
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
-    """The names on the path of each leaf, and the leaves, in the order of the tree. A masked leaf is one, None is not.
+    """The names on the path of each leaf, and the leaves, in the order of the tree.
+    A masked leaf is one, None is not.
 
-    {"dense": {"kernel": x, "bias": y}} gives [("dense", "bias"), ("dense", "kernel")] and [y, x]. A key that is a tuple
-    is a path, as in Flax's `flatten_dict`. A box of Flax adds no name: an `nnx.Param` at "kernel" gives ("kernel",).
+    {"dense": {"kernel": x, "bias": y}} gives [("dense", "bias"), ("dense", "kernel")] and [y, x]. A
+    key that is a tuple is a path, as in Flax's `flatten_dict`. A box of Flax adds no name: an
+    `nnx.Param` at "kernel" gives ("kernel",).
 
     Raises:
       ValueError: Two leaves with the same "/"-joined names, as of {"a/b": x, "a": {"b": y}}.
@@ -50,8 +54,8 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
     """
     if hasattr(tree, "paths"):
         raise TypeError(f"a {type(tree).__name__} has no names: give the nested state.")
-    # Boxes are opened first, since `names` takes any attribute `value` for a box, also that of an Equinox module with
-    # the arrays `query`, `key` and `value`.
+    # Boxes are opened first, since `names` takes any attribute `value` for a box, also that of an
+    # Equinox module with the arrays `query`, `key` and `value`.
     opened = jax.tree.map(
         without_box, tree, is_leaf=lambda node: is_masked(node) or is_boxed(node)
     )
@@ -66,7 +70,8 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
 
 
 def flatten_paths(tree: Any) -> dict[str, Any]:
-    """Leaves by "/"-joined path, in the order of the tree; masked leaves are kept (see `flatten_with_names`)."""
+    """Leaves by "/"-joined path, in the order of the tree;
+    masked leaves are kept (see `flatten_with_names`)."""
     paths, leaves = flatten_with_names(tree)
     return dict(zip(map("/".join, paths), leaves, strict=True))
 
@@ -80,7 +85,8 @@ def dtype_of(leaf: Any) -> Any:
 def tree_of(tree_or_function: Any, params: Any) -> Any:
     """The tree itself, or what the function returns for `params`, or what a `Program` says of them.
 
-    What is a tree for JAX is a tree, also a model that is callable, such as an Equinox module or an `nnx.Module`.
+    What is a tree for JAX is a tree, also a model that is callable,
+    such as an Equinox module or an `nnx.Module`.
     """
     is_leaf = jax.tree_util.all_leaves([tree_or_function])
     # A program has no method __call__: optax.inject_hyperparams would take it for a schedule.
@@ -100,7 +106,8 @@ def tree_of(tree_or_function: Any, params: Any) -> Any:
 def broadcast_prefix(
     prefix: Any, tree: Any, *, is_leaf: Callable[[Any], bool], what: str
 ) -> list[Any]:
-    """One entry of `prefix`, the tree or a prefix of it, for each leaf of `tree` (a masked leaf does not count).
+    """One entry of `prefix`, the tree or a prefix of it,
+    for each leaf of `tree` (a masked leaf does not count).
 
     Args:
       prefix: The tree of entries.
@@ -113,16 +120,19 @@ def broadcast_prefix(
     """
     try:
         entries = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
-        # Only down to the leaves of `tree`: an entry may be a tree itself, such as a named tuple or None.
+        # Only down to the leaves of `tree`: an entry may be a tree itself,
+        # such as a named tuple or None.
         return jax.tree.structure(tree).flatten_up_to(entries)
     except ValueError as error:
         raise ValueError(
-            f"{what} are neither the tree of the parameters nor a prefix of it: {' '.join(str(error).split())}"
+            f"{what} are neither the tree of the parameters nor a prefix of it: "
+            f"{' '.join(str(error).split())}"
         ) from None
 
 
 def listed(items: Sequence[str], separator: str = "; ") -> str:
-    """The first eight items for an error message, each at most 200 characters long, and how many more there are."""
+    """The first eight items for an error message, each at most 200 characters long,
+    and how many more there are."""
     shown = [item if len(item) <= 200 else f"{item[:200]}…" for item in items[:8]]
     # A tree may have thousands of leaves, and a message is to be read.
     more = f" and {len(items) - 8:,} more" if len(items) > 8 else ""
@@ -130,7 +140,8 @@ def listed(items: Sequence[str], separator: str = "; ") -> str:
 
 
 def _all_names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names of every key of a path: `layers[0].kernel.value` gives ("layers", "0", "kernel", "value")."""
+    """The names of every key of a path: `layers[0].kernel.value` gives ("layers", "0", "kernel",
+    "value")."""
     every_name = []
     for key in path:
         # A dictionary's key may itself be a path.

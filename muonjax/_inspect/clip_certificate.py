@@ -1,19 +1,23 @@
-"""The proof that a clip is exact: the logits of each head get its factor, and no loss changes otherwise.
+"""The proof that a clip is exact: the logits of each head get its factor,
+and no loss changes otherwise.
 
-Each array is followed with a table of what the clip does to its entries: the logarithm of the factor, and the first and
-the last position of the parameters that the entry is made of. Along an axis on which nothing depends a table has one
-entry. Heads get factors drawn at random, so that no two sums of logarithms are equal by accident. Logits of several
-heads that were taken for one have different positions. What is zero has the logarithm NaN, for it fits every factor.
-An operation that has no rule here, or whose operands do not fit, refuses the clip.
+Each array is followed with a table of what the clip does to its entries: the logarithm of the
+factor, and the first and the last position of the parameters that the entry is made of. Along an
+axis on which nothing depends a table has one entry. Heads get factors drawn at random, so that no
+two sums of logarithms are equal by accident. Logits of several heads that were taken for one have
+different positions. What is zero has the logarithm NaN, for it fits every factor. An operation that
+has no rule here, or whose operands do not fit, refuses the clip.
 
-A clip of two heads, in a query kernel [16, 64], by factors with the logarithms a and b begins with the table [3, 1, 64]
+A clip of two heads, in a query kernel [16, 64],
+by factors with the logarithms a and b begins with the table [3, 1, 64]
 
     logarithms       a  a  ...  a   b   b  ...  b
     first positions  0  1  ...  31  32  33 ...  63
     last positions   the same, with a minus
 
-and at the logits [batch, head, query, key] it has to be [3, 1, 2, 1, 1] with the logarithms a, b, if the keys are not
-scaled, and the positions 0 to 31 and 32 to 63: the sum over features took the least and the largest.
+and at the logits [batch, head, query, key] it has to be [3, 1, 2, 1, 1] with the logarithms a, b,
+if the keys are not scaled, and the positions 0 to 31 and 32 to 63:
+the sum over features took the least and the largest.
 """
 
 import math
@@ -37,14 +41,14 @@ from muonjax._inspect.possible_numbers import MASKED, is_mask
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import CHOICES, SUMS, grouped
 
-# [3, *loops, *axes of the array]: logarithms, first positions, and last positions with a minus, so that a sum of
-# entries has the least of both.
+# [3, *loops, *axes of the array]: logarithms, first positions, and last positions with a minus, so
+# that a sum of entries has the least of both.
 Table: TypeAlias = np.ndarray
 # These three numbers for an entry that no clip changes, and for one that is zero.
 _UNTOUCHED = [0.0, np.inf, np.inf]
 _ZERO = [np.nan, np.inf, np.inf]
-# Operations that leave the table of their operand as it is: casts, exchanges among devices, and those that cut an array
-# into shards for them.
+# Operations that leave the table of their operand as it is: casts, exchanges among devices, and
+# those that cut an array into shards for them.
 _KEEPS_TABLE = frozenset(f"{SAME} {RESIZED}".split())
 # Operations that may take several arrays which a clip changes, besides products.
 _OF_SEVERAL = ("mul", "div", "max", "concatenate", *SUMS)
@@ -64,9 +68,11 @@ def _product(a: Table, b: Table, sign: int = 1) -> Table:
 
 
 def _with_one_entry(table: Table, axes: tuple[int, ...]) -> Table:
-    """The table with one entry along these axes: the largest logarithm there, and the least of both positions.
+    """The table with one entry along these axes: the largest logarithm there,
+    and the least of both positions.
 
-    It is the table of the sum over these axes, if all entries but zeros have one factor; the caller has to see to that.
+    It is the table of the sum over these axes, if all entries but zeros have one factor;
+    the caller has to see to that.
     """
     logarithms = np.fmax.reduce(table[:1], axes, keepdims=True)  # it skips NaN
     positions = np.minimum.reduce(table[1:], axes, keepdims=True)
@@ -74,9 +80,11 @@ def _with_one_entry(table: Table, axes: tuple[int, ...]) -> Table:
 
 
 def _reduced_if_equal(table: Table, axes: tuple[int, ...]) -> Table:
-    """The table of a sum or a maximum over these axes, along which all entries but zeros must have equal factors."""
+    """The table of a sum or a maximum over these axes,
+    along which all entries but zeros must have equal factors."""
     one_entry = _with_one_entry(table, axes)
-    # A sum of entries with different factors is no multiple of the sum. Zeros, NaN here, compare as false.
+    # A sum of entries with different factors is no multiple of the sum. Zeros, NaN here,
+    # compare as false.
     if (table[0] < one_entry[0]).any():
         raise NotFollowed
     return one_entry.squeeze(axes)
@@ -97,13 +105,14 @@ class Certificate:
         Args:
           records: What is known of the function.
           probes: Where the logits are measured.
-          logits: The numbers of their arrays before a mask or a bias is added, one for each probe: softmax takes over.
+          logits: The numbers of their arrays before a mask or a bias is added,
+            one for each probe: softmax takes over.
           spans: What the clip scales.
         """
         self.records, self.graph, self.logits = records, records.graph, logits
-        # A table has an axis for each scan around the logits: that of an array inside of a scan over four layers is
-        # [3, 4, *axes], and says what the clip does to the array in each layer. This is the axis of each scan, by the
-        # place of its body.
+        # A table has an axis for each scan around the logits: that of an array inside of a scan
+        # over four layers is [3, 4, *axes], and says what the clip does to the array in each layer.
+        # This is the axis of each scan, by the place of its body.
         self.loops: dict[Place, int] = {}
         for probe in probes:
             for depth, step in enumerate(probe.path, start=1):
@@ -116,8 +125,8 @@ class Certificate:
         self.tables: dict[int, Table] = {}
         # Operations that take one of these arrays, and are to be followed.
         self.pending: set[int] = set()
-        # The logarithm of γ for each head of each layer. They are even whole numbers: half of one is whole too, for √γ,
-        # and no sum is rounded.
+        # The logarithm of γ for each head of each layer. They are even whole numbers: half of one
+        # is whole too, for √γ, and no sum is rounded.
         shape = (*spans[0].layers, spans[0].entries)
         self.logarithms = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, shape)
         for spans_of_leaf in grouped((span.leaf, span) for span in spans).values():
@@ -126,8 +135,8 @@ class Certificate:
     def _touch(self, spans: Sequence[PlacedScale]) -> None:
         """Keeps the table of a parameter of which the clip scales these parts.
 
-        A kernel [64, 2, 16] has two layers along axis 1 and four heads of four entries along the last axis. With
-        logarithms [2 layers, 4 heads] its table is [3, 1, 2, 16], without loops.
+        A kernel [64, 2, 16] has two layers along axis 1 and four heads of four entries along the
+        last axis. With logarithms [2 layers, 4 heads] its table is [3, 1, 2, 16], without loops.
         """
         # An entry of two parts is scaled twice: the logarithms of its factors are added.
         logarithms: Any = 0.0
@@ -135,22 +144,26 @@ class Certificate:
             # Queries and keys take √γ each, or one of them γ.
             power = 1.0 if span.factor == "whole" else 0.5
             logarithms = logarithms + power * span.spread(self.logarithms, 0.0)
-        # The number of each entry of the parameter. Logits that take only some features of a head have another first or
-        # last position than those that take all. The last ones have a minus, as the least of both is kept in sums.
+        # The number of each entry of the parameter. Logits that take only some features of a head
+        # have another first or last position than those that take all. The last ones have a minus,
+        # as the least of both is kept in sums.
         positions = np.arange(logarithms.size).reshape(logarithms.shape)
         is_scaled = logarithms > 0
         first_positions = np.where(is_scaled, positions, np.inf)
         last_positions = np.where(is_scaled, -positions, np.inf)
         table = np.stack([logarithms, first_positions, last_positions])
-        # The parameter is outside of all scans: the axes of the loops, 1 to `first` - 1, have one entry.
+        # The parameter is outside of all scans: the axes of the loops, 1 to `first` - 1,
+        # have one entry.
         table = np.expand_dims(table, tuple(range(1, self.first)))
         self._keep(self.graph.parameters[spans[0].leaf], table)
 
     def _keep(self, value: int, table: Table) -> None:
-        """Keeps the table of an array if the clip changes it, with one entry along each axis where all are equal.
+        """Keeps the table of an array if the clip changes it,
+        with one entry along each axis where all are equal.
 
-        Zeros, as of padded queries or of a further key, take the factor of the other entries: a, a, NaN become a, and
-        a, b, NaN stay. Among logits they stay: a zero there, as a sink has, is no logit of a head.
+        Zeros, as of padded queries or of a further key, take the factor of the other entries: a, a,
+        NaN become a, and a, b, NaN stay. Among logits they stay: a zero there, as a sink has,
+        is no logit of a head.
         """
         is_logits = value in self.logits
         # An array without entries, such as an empty slice
@@ -172,7 +185,8 @@ class Certificate:
     def failure(self) -> int | None:
         """Follows the clip to the logits: the first operation that it may not pass, or None.
 
-        None says that no scalar result changes but by the logits. Whether these get the right factors is for `located`.
+        None says that no scalar result changes but by the logits.
+        Whether these get the right factors is for `located`.
         """
         graph = self.graph
         while self.pending:
@@ -190,31 +204,35 @@ class Certificate:
         # An array may be returned with the clip's factors, as a parameter is; a loss may not.
         for value in graph.outputs:
             if value in self.tables and self.records.shape(value) == ():
-                # Refused with the line of the operation that makes it. No operation makes a parameter of one number
-                # that is returned as it is; then the first operation of the program stands for it.
+                # Refused with the line of the operation that makes it. No operation makes a
+                # parameter of one number that is returned as it is;
+                # then the first operation of the program stands for it.
                 maker = graph.maker(value)
                 return 0 if maker is None else maker.index
         return None
 
     def _table(self, value: int, rank: int, hides: float = -np.inf) -> Table:
-        """The table of an operand, with `rank` axes for those of the array: an axis of one entry where one is missing.
+        """The table of an operand, with `rank` axes for those of the array:
+        an axis of one entry where one is missing.
 
-        An array that holds only 0 fits every factor, and so does one that also holds -inf, or with `hides` any numbers
-        of `hides` or less, which a mask puts in the place of logits: scaled or not, softmax makes zero of them.
+        An array that holds only 0 fits every factor, and so does one that also holds -inf, or with
+        `hides` any numbers of `hides` or less, which a mask puts in the place of logits: scaled or
+        not, softmax makes zero of them.
         """
         table = self.tables.get(value)
         if table is None:
             entry = _ZERO if is_mask(self.graph, value, hides) else _UNTOUCHED
             table = np.array(entry)
-        # An array that the clip doesn't change has [3], one entry for all loops and axes; a number next to an array has
-        # [3, *loops].
+        # An array that the clip doesn't change has [3], one entry for all loops and axes; a number
+        # next to an array has [3, *loops].
         missing = self.first + rank - table.ndim
         return table.reshape(*table.shape, *[1] * missing)
 
     def _is_in_softmax(self, node: Node) -> bool:
         """Whether it subtracts from the logits their maximum, one number per query.
 
-        The clip changes the maximum where `jax.nn.softmax` masks the logits once more for it (`where`).
+        The clip changes the maximum where `jax.nn.softmax` masks the logits once more for it
+        (`where`).
         """
         if node.name != "sub" or node.inputs[0] not in self.logits:
             return False
@@ -231,8 +249,8 @@ class Certificate:
             return self._dot(node)
         if node.name in _OF_SEVERAL:
             return self._of_several(node)
-        # All others take one array that the clip changes: their first operand, or the kernel of a convolution, as of
-        # one that makes the queries of an autoencoder.
+        # All others take one array that the clip changes: their first operand, or the kernel of a
+        # convolution, as of one that makes the queries of an autoencoder.
         operand = node.inputs[1 if node.name == "conv_general_dilated" else 0]
         touched = [x for x in node.inputs if x in self.tables]
         if touched != [operand] or len(node.outputs) > 1:
@@ -240,16 +258,18 @@ class Certificate:
         return self._moved(node, self.tables[operand])
 
     def _of_several(self, node: Node) -> Table:
-        """The table of a product entry by entry, a sum, a choice or a concatenation of several arrays.
+        """The table of a product entry by entry, a sum,
+        a choice or a concatenation of several arrays.
 
-        Entries that are added, or of which one is chosen, must have equal factors, f a + f b = f (a + b), or be zero.
+        Entries that are added, or of which one is chosen, must have equal factors,
+        f a + f b = f (a + b), or be zero.
         """
         inputs, (out,) = node.inputs, node.outputs
         if node.name in CHOICES:
             # No clip changes the condition: comparisons and casts to whole numbers are refused.
             _, *inputs = inputs
-        # What a mask puts in the place of logits or adds to them, `MASKED` or less, counts as zero: softmax gives it no
-        # weight, so that it fits every factor.
+        # What a mask puts in the place of logits or adds to them, `MASKED` or less, counts as zero:
+        # softmax gives it no weight, so that it fits every factor.
         may_mask = node.name in ("select_n", "add") and self.records.values[out].logits
         hides = MASKED if may_mask else -np.inf
         rank = len(self.records.shape(out))
@@ -262,10 +282,12 @@ class Certificate:
         return _reduced_if_equal(np.stack(np.broadcast_arrays(*tables), 1), (1,))
 
     def _concatenated(self, node: Node, tables: Sequence[Table]) -> Table:
-        """The table of a concatenation: one after the other, each as long along this axis as its array is."""
+        """The table of a concatenation: one after the other,
+        each as long along this axis as its array is."""
         dimension = node.params["dimension"]
         axis = self.first + dimension
-        # Along all other axes a table has the entries of the array or one, and all get as many as the longest.
+        # Along all other axes a table has the entries of the array or one,
+        # and all get as many as the longest.
         shape = list(
             np.broadcast_shapes(*(table.take([0], axis).shape for table in tables))
         )
@@ -276,7 +298,8 @@ class Certificate:
         return np.concatenate(full, axis)
 
     def _dot(self, node: Node) -> Table:
-        """The table of a product of arrays, summed over axes along which all terms must have equal factors.
+        """The table of a product of arrays, summed over axes along which all terms must have equal
+        factors.
 
         `bqd,bkd->bqk` multiplies the tables [3, *loops, b, q, 1, d] and [3, *loops, b, 1, k, d].
         """
@@ -290,8 +313,8 @@ class Certificate:
             table = self._table(x, rank).transpose(*range(self.first), *order)
             operands.append(table)
         left, right = operands
-        # Both get the axes of the product, and then those that it sums over. The free axes of the left operand are from
-        # `start` to `middle`, those of the right one from there to `stop`.
+        # Both get the axes of the product, and then those that it sums over. The free axes of the
+        # left operand are from `start` to `middle`, those of the right one from there to `stop`.
         start = self.first + len(batches[0])
         middle = left.ndim - len(sums[0])
         stop = self.first + len(self.records.shape(node.outputs[0]))
@@ -301,9 +324,11 @@ class Certificate:
         return _reduced_if_equal(terms, tuple(range(stop, terms.ndim)))
 
     def _moved(self, node: Node, table: Table) -> Table:
-        """The table of the result of an operation on one array with this table, [3, *loops, *axes of the array].
+        """The table of the result of an operation on one array with this table, [3, *loops,
+        *axes of the array].
 
-        Axis k of the array is axis `first` + k of the table. Along an axis on which nothing depends it has one entry.
+        Axis k of the array is axis `first` + k of the table.
+        Along an axis on which nothing depends it has one entry.
         """
         name = node.name
         if name in ("reduce_sum", "reduce_max", "reduce_min"):
@@ -314,10 +339,12 @@ class Certificate:
         if name == "conv_general_dilated":
             # The table is that of the kernel: `_followed` refuses a clip of the activation.
             return self._by_kernel(node, table)
-        # What moves entries moves their factors. All that is left after this keeps each entry where it is.
+        # What moves entries moves their factors. All that is left after this keeps each entry where
+        # it is.
         if name not in _KEEPS_TABLE:
             return moved_by(self.records, node, table)
-        # A cast to whole numbers, or to very few digits: rounding f x gives other numbers than f times the rounded x.
+        # A cast to whole numbers, or to very few digits:
+        # rounding f x gives other numbers than f times the rounded x.
         is_float = self.graph.is_float(node.outputs[0])
         if not is_float or rounds_coarsely(self.records, node):
             raise NotFollowed
@@ -325,7 +352,8 @@ class Certificate:
         # An untiled `all_gather` adds an axis that counts devices.
         if len(old) != len(new):
             raise NotFollowed
-        # A shard has fewer entries along an axis. If factors differ along it, it isn't known which of them it has.
+        # A shard has fewer entries along an axis. If factors differ along it,
+        # it isn't known which of them it has.
         for before, after, entries in zip(
             old, new, table.shape[self.first :], strict=True
         ):
@@ -334,19 +362,22 @@ class Certificate:
         return table
 
     def _by_kernel(self, node: Node, table: Table) -> Table:
-        """The table of a convolution by a kernel with this table, in which only output features have other factors."""
+        """The table of a convolution by a kernel with this table,
+        in which only output features have other factors."""
         numbers = node.params["dimension_numbers"]
-        # `rhs_spec` and `out_spec` are axes of the kernel and of the result: of output features, and all others; of
-        # examples, of features, and of the window.
+        # `rhs_spec` and `out_spec` are axes of the kernel and of the result: of output features,
+        # and all others; of examples, of features, and of the window.
         summed = axes_after(self.first, numbers.rhs_spec[1:])
         others = other_axes(len(numbers.out_spec), numbers.out_spec[1:2])
         of_features = _reduced_if_equal(table, summed)
         return np.expand_dims(of_features, axes_after(self.first, others))
 
     def _through_scan(self, node: Node, table: Table) -> Table:
-        """What the iterations of a scan take of an array [iterations, ...], or the array that they make together.
+        """What the iterations of a scan take of an array [iterations, ...],
+        or the array that they make together.
 
-        If the logits are inside of the scan, the first axis of the array becomes the axis of the loop, or the reverse.
+        If the logits are inside of the scan, the first axis of the array becomes the axis of the
+        loop, or the reverse.
         """
         # Without logits in the scan no axis changes its place.
         loop = self.loops.get(node.params["scan"], self.first)
@@ -362,9 +393,10 @@ class Certificate:
     def located(self, probe: Probe, logits: int) -> Probe:
         """The probe with the axes of its layers and heads, if its logits have the right factors.
 
-        Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table [3, 2, 1, 4, 1, 1], with
-        `first` 2. The probe gets the axis of four as `heads`, and its step into the scan is one over layers. An axis of
-        examples and heads has the heads of the first example first.
+        Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table [3, 2, 1,
+        4, 1, 1], with `first` 2. The probe gets the axis of four as `heads`, and its step into the
+        scan is one over layers. An axis of examples and heads has the heads of the first example
+        first.
 
         `logits` is the number of their array, before a mask or a bias is added.
 
@@ -380,15 +412,16 @@ class Certificate:
         for place, axis in self.loops.items():
             if table.shape[axis] == 1:
                 continue
-            # The factors differ from iteration to iteration, so this scan goes over layers. It has to be around these
-            # logits: after it, they would be made of what its last iteration returned, the last layer alone.
+            # The factors differ from iteration to iteration, so this scan goes over layers. It has
+            # to be around these logits: after it, they would be made of what its last iteration
+            # returned, the last layer alone.
             depth = len(place)
             if probe.path[:depth] != place:
                 raise NotFollowed
             path[depth - 1] = path[depth - 1]._replace(layer=True)
         axes = [axis for axis, size in enumerate(head_of.shape) if size > 1]
-        # In [[0, 2], [1, 3]] a step along axis 1 goes from head 0 to head 2, and along axis 0 to head 1. The longest
-        # step comes first, so that the heads follow each other: axes (1, 0).
+        # In [[0, 2], [1, 3]] a step along axis 1 goes from head 0 to head 2, and along axis 0 to
+        # head 1. The longest step comes first, so that the heads follow each other: axes (1, 0).
         axes.sort(key=lambda axis: head_of.take(1, axis).min(), reverse=True)
         # The entries have to be the heads one by one, perhaps for each example: 0, 1, 2, 0, 1, 2.
         heads = np.moveaxis(head_of, axes, range(len(axes))).ravel()
@@ -401,20 +434,22 @@ class Certificate:
 
         It has one entry along each axis without heads.
 
-        A table [3, 4, 1, 1] with the logarithms a, b, a, b, where γ has a, b, gives 0, 1, 0, 1 of the shape [4, 1, 1].
+        A table [3, 4, 1, 1] with the logarithms a, b, a, b, where γ has a, b, gives 0, 1, 0,
+        1 of the shape [4, 1, 1].
 
         Args:
-          table: That of the logits, [3, *loops, *axes]. The loops are the scans around the logits; one that does not go
-            over layers has one entry.
+          table: That of the logits, [3, *loops, *axes]. The loops are the scans around the logits;
+            one that does not go over layers has one entry.
 
         Raises:
           NotFollowed: They got other factors than their heads.
         """
         layers = math.prod(table.shape[1 : self.first])
-        # A column for each entry of the logits: its logarithms in all layers, then its first positions and its last
-        # ones. Entries of one head have equal columns, so that as many different ones are left as there are heads, the
-        # least logarithm of the first layer first. Logits of some features of a head only, or of two heads that were
-        # taken for one, have the logarithm of a head and other positions, and so make one column too many.
+        # A column for each entry of the logits: its logarithms in all layers, then its first
+        # positions and its last ones. Entries of one head have equal columns, so that as many
+        # different ones are left as there are heads, the least logarithm of the first layer first.
+        # Logits of some features of a head only, or of two heads that were taken for one, have the
+        # logarithm of a head and other positions, and so make one column too many.
         columns, column_of = np.unique(
             table.reshape(3 * layers, -1), axis=1, return_inverse=True
         )

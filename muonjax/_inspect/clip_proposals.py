@@ -1,4 +1,5 @@
-"""What a clip of an attention may scale: the entries of the parameters that make its queries and keys."""
+"""What a clip of an attention may scale: the entries of the parameters that make its queries and
+keys."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ _ALL = range(1 << 30)
 
 
 def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
-    """What a clip may scale, the best first, where logits are the sum of these products of queries and keys.
+    """What a clip may scale, the best first, where logits are the sum of these products of queries
+    and keys.
 
-    The first proposal scales queries and keys by √γ each. Keys that several heads share, or whose heads can't be told
-    apart, stay as they are, and the queries that they meet are scaled by γ: all of them in multi-query and
-    grouped-query attention, and the rotary features in latent attention (MLA). The last proposal scales all queries by
-    γ.
+    The first proposal scales queries and keys by √γ each. Keys that several heads share, or whose
+    heads can't be told apart, stay as they are, and the queries that they meet are scaled by γ: all
+    of them in multi-query and grouped-query attention, and the rotary features in latent attention
+    (MLA). The last proposal scales all queries by γ.
 
     Raises:
       Refused: The queries can't be scaled.
@@ -41,7 +43,8 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
     both: dict[PlacedScale, None] = {}
     queries_alone: dict[PlacedScale, None] = {}
     for product in products:
-        # Its softmaxes, one for each product of weights and values, normalize the same axes: `_check_softmaxes`.
+        # Its softmaxes, one for each product of weights and values,
+        # normalize the same axes: `_check_softmaxes`.
         _, normalized = records.attention.softmaxes[product][0]
         left, right = records.attention.operands[product]
         if not left.is_query(normalized):
@@ -52,7 +55,8 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
         scaled_keys, shared = _scaled_keys(keys, _heads_of(scaled_queries[0]))
         both |= dict.fromkeys([*_scaled_queries(queries, shared), *scaled_keys])
         queries_alone |= dict.fromkeys(scaled_queries)
-    # A clip has one γ for each head of each layer, so what it scales has to have as many heads and layers.
+    # A clip has one γ for each head of each layer, so what it scales has to have as many heads and
+    # layers.
     proposals = [
         tuple(spans)
         for spans in (both, queries_alone)
@@ -64,17 +68,21 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
 
 
 def _heads_of(span: PlacedScale) -> tuple[int, tuple[int, ...]]:
-    """The number of heads, and the sizes of the axes that count layers: all scales of a clip have the same."""
+    """The number of heads, and the sizes of the axes that count layers:
+    all scales of a clip have the same."""
     return span.entries, span.layers
 
 
 def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale]:
-    """The scales of the queries: γ for features that meet `shared` ones of the keys, "whole", and √γ for the others.
+    """The scales of the queries: γ for features that meet `shared` ones of the keys, "whole",
+    and √γ for the others.
 
-    Features are numbered along the axis that the logits sum over. If all are shared, the queries alone are scaled.
+    Features are numbered along the axis that the logits sum over. If all are shared,
+    the queries alone are scaled.
 
     Raises:
-      Refused: The queries come from no parameter that trains, or which entries make a head can't be told.
+      Refused: The queries come from no parameter that trains,
+        or which entries make a head can't be told.
     """
     projections = queries.operand.value.projections
     if not projections:
@@ -90,7 +98,8 @@ def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale
 def _scaled_keys(
     keys: _Side, heads: tuple[int, tuple[int, ...]]
 ) -> tuple[list[PlacedScale], list[range]]:
-    """The scales of those keys that have the heads of the queries, as `_heads_of` counts them; the features of others.
+    """The scales of those keys that have the heads of the queries, as `_heads_of` counts them;
+    the features of others.
 
     If there is no such key, all features are those of others.
     """
@@ -118,11 +127,13 @@ class _Side(NamedTuple):
     def heads(self, layout: Layout) -> list[int]:
         """The axes of the operand along which a parameter with this layout has heads.
 
-        The queries of "bqhd,bkhd->bhqk" have them along axis 2: along h they come from other entries of the parameter,
-        along b and q from the same. The axis of keys, which softmax normalizes, counts no heads.
+        The queries of "bqhd,bkhd->bhqk" have them along axis 2: along h they come from other
+        entries of the parameter, along b and q from the same. The axis of keys,
+        which softmax normalizes, counts no heads.
         """
         heads = []
-        # `axis` is one of the product, bhqk, and `source` the one of the operand, bqhd: 0, 2, 1 and None.
+        # `axis` is one of the product, bhqk, and `source` the one of the operand, bqhd: 0, 2,
+        # 1 and None.
         for axis, source in enumerate(self.operand.sources):
             if source is None or axis in self.normalized:
                 continue
@@ -131,7 +142,8 @@ class _Side(NamedTuple):
         return heads
 
     def features(self, projection: Projection) -> range:
-        """Which features of the operand a projection fills, if it was concatenated with others along these."""
+        """Which features of the operand a projection fills,
+        if it was concatenated with others along these."""
         axes, layout = self.operand.summed, projection.layout
         if len(axes) > 1 or not layout.is_placed(axes):
             return _ALL
@@ -145,16 +157,17 @@ class _Side(NamedTuple):
           Refused: Which entries make a head can't be told.
         """
         layout = projection.layout
-        # All entries are made of the same columns, which are all: after a norm over all heads, after a matrix that does
-        # not train, and in an adapter.
+        # All entries are made of the same columns, which are all: after a norm over all heads,
+        # after a matrix that does not train, and in an adapter.
         if not layout.varying:
             raise Refused(
-                "the heads of its queries can't be told apart: all columns of a parameter make each of them"
+                "the heads of its queries can't be told apart: all columns of a parameter make "
+                "each of them"
             )
-        # In stack([x @ a, x @ b]), along an axis of heads, a projection fills only some of the heads: `is_placed` sees
-        # its holes along this batch axis of the product. Two projections in concatenate([x @ a, x @ b]), without an
-        # axis of heads, may be two halves of one head, or two heads that share a key: these can't be told apart, and
-        # need different factors.
+        # In stack([x @ a, x @ b]), along an axis of heads, a projection fills only some of the
+        # heads: `is_placed` sees its holes along this batch axis of the product. Two projections in
+        # concatenate([x @ a, x @ b]), without an axis of heads, may be two halves of one head, or
+        # two heads that share a key: these can't be told apart, and need different factors.
         is_alone = len(self.operand.value.projections) == 1
         has_heads = is_alone or self.heads(layout)
         if layout.is_placed(self.operand.batch) or not has_heads:
@@ -167,9 +180,9 @@ class _Side(NamedTuple):
     def _span(self, leaf: int, layout: Layout) -> PlacedScale:
         """The entries of a parameter that a clip scales by one number for each head.
 
-        A scan takes w [layers, 64, 8 * 16] layer by layer, and x @ w is reshaped to queries [batch, query, 8, 16].
-        Their layout has one run, 0 to 127 along axis 2 of w. The span has the stack (0,) and a `Scale` of 8 entries
-        with 16 positions each along the axis -1 of a layer.
+        A scan takes w [layers, 64, 8 * 16] layer by layer, and x @ w is reshaped to queries [batch,
+        query, 8, 16]. Their layout has one run, 0 to 127 along axis 2 of w. The span has the stack
+        (0,) and a `Scale` of 8 entries with 16 positions each along the axis -1 of a layer.
 
         Args:
           leaf: The number of the parameter.
@@ -181,15 +194,15 @@ class _Side(NamedTuple):
         head_axes = [run.axis for run in layout.runs_along(heads)]
         # The first of a layout's runs says where holes are, and is along no axis of the parameter.
         _, *runs = layout.runs
-        # A kernel [64, 16, 8] with the heads last is flattened along (2, 1), so that the features of one head follow
-        # each other.
+        # A kernel [64, 16, 8] with the heads last is flattened along (2, 1), so that the features
+        # of one head follow each other.
         runs.sort(key=lambda run: (run.axis not in head_axes, run.axis))
         held = [run.axis for run in runs]
         if not set(held).isdisjoint(stack):
             raise Refused("a loop goes over a part of an axis of its parameter")
-        # Where each entry of the operand is along the flattened axes: [terms, batch, query, 8, 16] here, with several
-        # terms if each entry is a sum. Positions i along one axis and j along the next, of size n, are i n + j; for a
-        # hole this is no less than HOLE.
+        # Where each entry of the operand is along the flattened axes: [terms, batch, query, 8, 16]
+        # here, with several terms if each entry is a sum. Positions i along one axis and j along
+        # the next, of size n, are i n + j; for a hole this is no less than HOLE.
         positions = np.zeros([1] * (1 + len(layout.shape)), int)
         for run in runs:
             positions = positions * shape[run.axis] + run.positions
@@ -210,10 +223,12 @@ class _Side(NamedTuple):
 def _divided(
     span: PlacedScale, first: int, shared: Sequence[range]
 ) -> Iterator[PlacedScale]:
-    """A span of queries, cut where features that meet shared keys begin and end; these take the "whole" factor.
+    """A span of queries, cut where features that meet shared keys begin and end;
+    these take the "whole" factor.
 
-    A span of features 0 to 8 with 4 and 5 `shared` gives 0 to 4, 4 to 6 as "whole", 6 to 8. `first` is the number of
-    its first feature among all of the queries, for which `shared` are numbers too: 8 in the second half of 16.
+    A span of features 0 to 8 with 4 and 5 `shared` gives 0 to 4, 4 to 6 as "whole", 6 to 8. `first`
+    is the number of its first feature among all of the queries,
+    for which `shared` are numbers too: 8 in the second half of 16.
     """
 
     def is_shared(feature: int) -> bool:
@@ -233,19 +248,20 @@ def _divided(
 def _places(positions: np.ndarray, size: int) -> dict[str, Any]:
     """Where the heads lie on flattened axes of a parameter, in the words of `Scale`.
 
-    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, part=(128, 256). With the columns
-    q q k v q q k v, 16 each, the queries are entries=4, part=(0, 32) in groups=2.
+    The keys of a fused kernel [64, 3 * 8 * 16] along axis 1 are entries=8, part=(128, 256). With
+    the columns q q k v q q k v, 16 each, the queries are entries=4, part=(0, 32) in groups=2.
 
     Args:
-      positions: Those of each head, [heads, any]; HOLE or more for an entry that is not of the parameter. If one axis
-        counts examples and heads, there are as many rows, and those of a head are equal.
+      positions: Those of each head, [heads, any]; HOLE or more for an entry that is not of the
+        parameter. If one axis counts examples and heads, there are as many rows,
+        and those of a head are equal.
       size: The number of all positions.
 
     Raises:
       Refused: The heads are no equal runs in equal groups.
     """
-    # The width of the first head. Whether all have as many columns, which follow each other, is for the certificate to
-    # say.
+    # The width of the first head. Whether all have as many columns, which follow each other, is for
+    # the certificate to say.
     width = len(np.unique(positions[0, positions[0] < HOLE]))
     first = np.unique(positions.min(1))
     # A group begins where a head does not follow at once.

@@ -1,4 +1,5 @@
-"""From softmax(Q Kᵀ) V to the parameters that a clip scales, and to the place where the logits are."""
+"""From softmax(Q Kᵀ) V to the parameters that a clip scales,
+and to the place where the logits are."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -19,7 +20,8 @@ from muonjax._inspect.values import (
 
 
 class Call(NamedTuple):
-    """One attention: what to scale, and where its largest logits are; or why it can't be clipped."""
+    """One attention: what to scale, and where its largest logits are;
+    or why it can't be clipped."""
 
     operation: int  # the product of queries and keys, or the call of a kernel
     views: tuple[ParameterView, ...] = ()  # the parameters of its queries and keys
@@ -35,7 +37,8 @@ class Call(NamedTuple):
 def attentions(records: Records) -> list[Call]:
     """The attentions that train, in the order of the program.
 
-    A clip of q scales softmax(q @ k1) and softmax(q @ k2): these are proved together, and become one.
+    A clip of q scales softmax(q @ k1) and softmax(q @ k2): these are proved together,
+    and become one.
     """
     attention = records.attention
     # A softmax takes one array, which may be a sum of several products.
@@ -52,7 +55,8 @@ def attentions(records: Records) -> list[Call]:
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         views = tuple(projection.view for projection in projections)
         calls.append(Call(i, views, problem=why))
-    # Products whose exponentials multiply something, perhaps values, and that were not followed to a softmax.
+    # Products whose exponentials multiply something, perhaps values,
+    # and that were not followed to a softmax.
     for product, reader in attention.other_readers.items():
         if product not in attention.softmaxes:
             calls.append(_not_followed(records, product, reader))
@@ -61,11 +65,13 @@ def attentions(records: Records) -> list[Call]:
     if i >= 0:
         problem = f"{records.nodes[i].name} is not followed, and may hide an attention"
         calls.append(Call(i, problem=problem))
-    # Calls with the same queries are one attention, as the two softmaxes above, or a layer that is called twice.
+    # Calls with the same queries are one attention, as the two softmaxes above,
+    # or a layer that is called twice.
     by_queries = []
     for call in sorted(calls, key=lambda call: call.operation):
-        # The last proposal scales the queries alone. A refused call has no proposal: then calls with the same
-        # parameters are one attention, or, if these aren't known, calls in the same line.
+        # The last proposal scales the queries alone. A refused call has no proposal: then calls
+        # with the same parameters are one attention, or, if these aren't known,
+        # calls in the same line.
         key = call.proposals[-1:] or call.views or records.graph.line(call.operation)
         by_queries.append((key, call))
     proved = []
@@ -76,7 +82,8 @@ def attentions(records: Records) -> list[Call]:
 
 
 def _not_followed(records: Records, product: int, reader: int) -> Call:
-    """The refusal of a product that has no softmax, though `reader` multiplies its exponentials by something."""
+    """The refusal of a product that has no softmax,
+    though `reader` multiplies its exponentials by something."""
     problem = (
         "it can't be followed from parameters through queries and keys to its values"
     )
@@ -84,8 +91,8 @@ def _not_followed(records: Records, product: int, reader: int) -> Call:
         problem = f"{LONG_EINSUM} takes its weights"
     problem = f"{problem}: {records.graph.line(reader)}"
     operands = records.attention.operands.get(product, ())
-    # A product with operands had logits, which were lost on the way. `_check_readers` refuses the operation that lost
-    # them, whose line says more than that of `reader`.
+    # A product with operands had logits, which were lost on the way. `_check_readers` refuses the
+    # operation that lost them, whose line says more than that of `reader`.
     if operands:
         try:
             _check_readers(records, product)
@@ -103,7 +110,8 @@ def _views(operands: Iterable[Operand]) -> tuple[ParameterView, ...]:
 
 
 def _call(records: Records, products: Sequence[int]) -> Call:
-    """The attention whose logits are the sum of these products of queries and keys: what to scale, or why not."""
+    """The attention whose logits are the sum of these products of queries and keys:
+    what to scale, or why not."""
     attention, first = records.attention, products[0]
     operands: list[Operand] = []
     for product in products:
@@ -128,13 +136,14 @@ def _call(records: Records, products: Sequence[int]) -> Call:
 def _check_softmaxes(records: Records, product: int) -> None:
     """Refuses logits that are not what one softmax over keys takes."""
     attention, line = records.attention, records.graph.line(product)
-    # For each product of softmax's weights and values: the logits that softmax takes, and the axes of the product of
-    # queries and keys that count keys.
+    # For each product of softmax's weights and values: the logits that softmax takes, and the axes
+    # of the product of queries and keys that count keys.
     softmaxes = attention.softmaxes[product]
-    # weights[:, :8] @ v1 and weights[:, 8:] @ v2 have one softmax: that of one array, along the same keys.
+    # weights[:, :8] @ v1 and weights[:, 8:] @ v2 have one softmax: that of one array,
+    # along the same keys.
     different = {(logits.value, keys) for logits, keys in softmaxes}
-    # `other_readers` has operations that multiply an array by exponentials of this product whose logits were lost on
-    # the way, as softmax(logits)² @ values.
+    # `other_readers` has operations that multiply an array by exponentials of this product whose
+    # logits were lost on the way, as softmax(logits)² @ values.
     if len(different) > 1 or product in attention.other_readers:
         why = "several softmaxes take its logits"
         # A loss that is made of the model's derivatives, as of a physicist's network.
@@ -151,8 +160,8 @@ def _check_softmaxes(records: Records, product: int) -> None:
 def _check_readers(records: Records, product: int) -> None:
     """Refuses logits of which something else is made than a softmax: a clip would change that, too.
 
-    Such are a tanh of masked logits, their concatenation with others, a penalty on them, and the next layer's logits if
-    these are added to them.
+    Such are a tanh of masked logits, their concatenation with others, a penalty on them, and the
+    next layer's logits if these are added to them.
     """
     graph, values = records.graph, records.values
     # It grows while it is gone through.
@@ -161,8 +170,8 @@ def _check_readers(records: Records, product: int) -> None:
         is_maximum = any(x.stage == "per query" for x in values[value].logits)
         for i in graph.readers[value]:
             node = records.nodes[i]
-            # What has no gradient, such as a number for a log, may change, and so may the maximum that an online
-            # softmax carries from block to block.
+            # What has no gradient, such as a number for a log, may change, and so may the maximum
+            # that an online softmax carries from block to block.
             if i not in graph.trained or (node.name == "carry" and is_maximum):
                 continue
             for result in node.outputs:
@@ -180,10 +189,12 @@ def _not_alone(records: Records, operation: int) -> str:
     values = records.inputs(node)
     is_biased = any(value.is_weight for value in values)
     has_logits = any(value.is_activation for value in values)
-    # No operand depends on parameters with a gradient: they are used once more, as those of a teacher.
+    # No operand depends on parameters with a gradient: they are used once more,
+    # as those of a teacher.
     if not is_biased and not has_logits:
         return (
-            f"a clip would change a copy of its parameters under stop_gradient too: {line} ({node.name}); give that "
+            f"a clip would change a copy of its parameters under stop_gradient too: {line} "
+            f"({node.name}); give that "
             "copy as another argument"
         )
     if node.name in ("add", "sub") and is_biased and has_logits:
@@ -192,15 +203,17 @@ def _not_alone(records: Records, operation: int) -> str:
 
 
 def _probe(records: Records, logits: int, raw: int) -> Probe:
-    """Where the logits that enter softmax are measured: in one of the bodies that have them as a variable.
+    """Where the logits that enter softmax are measured:
+    in one of the bodies that have them as a variable.
 
     A `jit` in a scan, say, is a body in a body, and logits that it returns are a variable of both.
 
     Raises:
-      Refused: They can't be measured before a mask or a bias is added, or the body is in a loop without a gradient.
+      Refused: They can't be measured before a mask or a bias is added,
+        or the body is in a loop without a gradient.
     """
-    # `measure` takes the largest `raw` logits among the entries that are not hidden in `logits`. So both arrays need
-    # the same axes, which a layout gives as axes of the product.
+    # `measure` takes the largest `raw` logits among the entries that are not hidden in `logits`. So
+    # both arrays need the same axes, which a layout gives as axes of the product.
     before, after = (records.values[x].logits[0] for x in (raw, logits))
     if before.layout != after.layout:
         raise Refused("something is added to its logits before their axes change")
@@ -211,7 +224,8 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
         )
-    # The outermost of them: `measure` runs a function with derivatives of its own once more, if the body is inside.
+    # The outermost of them: `measure` runs a function with derivatives of its own once more,
+    # if the body is inside.
     place = min(places, key=len)
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")
@@ -222,10 +236,12 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
 
 
 def _proved(records: Records, calls: Sequence[Call]) -> Call:
-    """One attention in place of calls with the same queries, with the first proposal that is exact; or why none is.
+    """One attention in place of calls with the same queries,
+    with the first proposal that is exact; or why none is.
 
-    One clip scales the logits of all of these calls: a problem of one is a problem of all. Either all have proposals,
-    the last of them the same, or all are refused without any, and then for the problem of the first.
+    One clip scales the logits of all of these calls: a problem of one is a problem of all. Either
+    all have proposals, the last of them the same, or all are refused without any,
+    and then for the problem of the first.
     """
     first = calls[0]
     problem = first.problem
@@ -247,8 +263,9 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
             located = tuple(map(certificate.located, probes, logits))
         except NotFollowed:
             problem = (
-                "a clip would not give each of its logits the factor of its head: some are of padding or a sink, "
-                "heads are in another order, or one parameter makes queries and keys"
+                "a clip would not give each of its logits the factor of its head: some are of "
+                "padding or a sink, heads are in another order, or one parameter makes queries and "
+                "keys"
             )
         else:
             return first._replace(spans=spans, probes=located)

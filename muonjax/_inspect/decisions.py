@@ -1,9 +1,9 @@
 """Decide from its uses which optimizer takes a parameter, and as which matrices.
 
-The first that holds of these, each with its line: whole numbers; never used; used by an operation that is not followed,
-or only in a gradient that the function takes, and left to names; looked up; in no product; an output head of a loss; in
-products with vectors alone; in a last product without a loss, and left to names; an embedding of patches. All others
-are matrices, if their products agree.
+The first that holds of these, each with its line: whole numbers; never used; used by an operation
+that is not followed, or only in a gradient that the function takes, and left to names; looked up;
+in no product; an output head of a loss; in products with vectors alone; in a last product without a
+loss, and left to names; an embedding of patches. All others are matrices, if their products agree.
 """
 
 from typing import NamedTuple
@@ -67,13 +67,15 @@ class _Decider:
     def decide(self, leaf: int, uses: list[Use]) -> Decision:
         """The decision on a parameter with these uses, by the cases at the top of this file.
 
-        `Decision(None, why)` is AdamW, and `_adam(..., by_names=True)` leaves the parameter to its name.
+        `Decision(None, why)` is AdamW, and `_adam(..., by_names=True)` leaves the parameter to its
+        name.
         """
         if not self.graph.is_float(self.graph.parameters[leaf]):
             return Decision(None, "whole numbers")
         if not uses:
             return self._without_uses(leaf)
-        # The number of an operation that may be anything, so that nothing can be decided; -1 if there is none.
+        # The number of an operation that may be anything, so that nothing can be decided;
+        # -1 if there is none.
         unlisted = self.records.unlisted
         if unlisted >= 0:
             return self._left_to_names(self.graph.nodes[unlisted].name, unlisted)
@@ -85,15 +87,17 @@ class _Decider:
         in_gradient = [use for use in uses if self._is_in_gradient(use)]
         others = [use for use in uses if not self._is_in_gradient(use)]
         products = [use for use in others if use.kind == "product"]
-        # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel backward too. What follows
-        # a product there is no layer of the model. So another product, outside of the gradient, has to show a layer.
+        # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel
+        # backward too. What follows a product there is no layer of the model. So another product,
+        # outside of the gradient, has to show a layer.
         is_followed = any(self.ends.destination(use) != "output" for use in products)
         if in_gradient and not is_followed:
             return self._left_to_names(
                 "a gradient inside of the function", in_gradient[0].node
             )
-        # x @ w[i], with w [experts, d, f] and an index that data give, chooses a matrix along axis 0, and then
-        # multiplies by it: such an axis is one of the product's loops. That is no look-up in a table.
+        # x @ w[i], with w [experts, d, f] and an index that data give, chooses a matrix along axis
+        # 0, and then multiplies by it: such an axis is one of the product's loops.
+        # That is no look-up in a table.
         visited_axes = {run for use in products for run in use.view.layout.loops}
         for use in others:
             # The rows of a look-up are the axes along which the index chooses.
@@ -107,7 +111,8 @@ class _Decider:
         return self._without_product(others)
 
     def _is_in_gradient(self, use: Use) -> bool:
-        """Whether it belongs to the forward or the backward pass of a gradient, and not of `jax.jvp` alone.
+        """Whether it belongs to the forward or the backward pass of a gradient,
+        and not of `jax.jvp` alone.
 
         What is added, as a bias, shows what it is there too.
         """
@@ -117,9 +122,11 @@ class _Decider:
         return self.takes_gradients and not transforms.isdisjoint(["jvp", "transpose"])
 
     def _without_scales(self, leaf: int, uses: list[Use]) -> list[Use]:
-        """The uses of a parameter without the products that make a number by which all of it is scaled.
+        """The uses of a parameter without the products that make a number by which all of it is
+        scaled.
 
-        x @ (w / s), with a spectral norm s = u @ w @ v, has two products that make s, and one that uses w as a matrix.
+        x @ (w / s), with a spectral norm s = u @ w @ v, has two products that make s,
+        and one that uses w as a matrix.
         """
         scales = self.records.uses.scales[leaf]
         return [
@@ -127,7 +134,8 @@ class _Decider:
         ] or uses
 
     def _adam(self, why: str, node: int, by_names: bool = False) -> Decision:
-        """AdamW, for a reason with the line of an operation; `by_names` leaves it to names, with a warning."""
+        """AdamW, for a reason with the line of an operation; `by_names` leaves it to names,
+        with a warning."""
         return Decision(None, f"{why}: {self.graph.line(node)}", by_names=by_names)
 
     def _left_to_names(self, what: str, node: int) -> Decision:
@@ -148,17 +156,20 @@ class _Decider:
         return Decision(None, why, trains=False)
 
     def _without_product(self, uses: list[Use]) -> Decision:
-        """The decision on a parameter that is in no product with data, such as one that is added, by its first use."""
-        # Axes with more than one entry in a use. A bias [layers, d] has one, d: an iteration of a scan over layers uses
-        # one entry of the other axis.
+        """The decision on a parameter that is in no product with data,
+        such as one that is added, by its first use."""
+        # Axes with more than one entry in a use. A bias [layers, d] has one, d: an iteration of a
+        # scan over layers uses one entry of the other axis.
         axes = set()
         for use in uses:
-            # A factor of a @ b that meets data in no product, as where positions a @ b are added to the input.
+            # A factor of a @ b that meets data in no product,
+            # as where positions a @ b are added to the input.
             if use.view.inner:
                 return self._left_to_names(PRODUCT_OF_PARAMETERS, use.node)
             axes |= {run.axis for run in use.view.layout.runs if run.positions.size > 1}
-        # "alone": an operation that is not followed and meets no data, such as the determinant in a penalty. It does
-        # not show what the parameter is: another use does, or else its name has to.
+        # "alone": an operation that is not followed and meets no data, such as the determinant in a
+        # penalty. It does not show what the parameter is: another use does,
+        # or else its name has to.
         others = [use for use in uses if use.kind != "alone"]
         first, *_ = others or uses
         decision = self._adam(first.what, first.node, by_names=not others)
@@ -178,8 +189,9 @@ class _Decider:
             why = "a depthwise convolution" if is_depthwise else "multiplied by vectors"
             return self._adam(why, products[0].node)
         first = matrices[0].node
-        # Without a loss the last product may be a head, or give features that a loss takes. (With one, it is a head,
-        # above.) A product by a vector of the parameter before a layer changes nothing of that.
+        # Without a loss the last product may be a head, or give features that a loss takes. (With
+        # one, it is a head, above.) A product by a vector of the parameter before a layer changes
+        # nothing of that.
         if all(self.ends.destination(use) == "output" for use in matrices):
             return self._adam("last product", first, by_names=True)
         if all(self._cuts_patches(use) for use in matrices):
@@ -191,7 +203,8 @@ class _Decider:
         except Contradiction as problem:
             return Decision(None, str(problem), by_names=True)
         doubt = self._doubt(matrices)
-        # Only matrices that don't train follow: it is a hidden layer before frozen ones, or a head before a transform.
+        # Only matrices that don't train follow: it is a hidden layer before frozen ones,
+        # or a head before a transform.
         if self.is_loss and "layer" not in destinations:
             doubt = "a hidden layer, or an output head: what follows it does not train"
         if doubt:
@@ -199,7 +212,8 @@ class _Decider:
         return Decision(numbers, why, per_head, doubt=doubt)
 
     def _head(self, products: list[Use]) -> Decision:
-        """The decision on a parameter that no layer follows: AdamW, but its name decides if that is not sure."""
+        """The decision on a parameter that no layer follows: AdamW,
+        but its name decides if that is not sure."""
         for use in products:
             (result,) = self.graph.nodes[use.node].outputs
             unknown = self.ends.unknown_after.get(result)
@@ -225,12 +239,13 @@ class _Decider:
         return bool(self.graph.arguments) and not self.graph.data_before(activations)
 
     def _is_softmax_of_layer(self, array: int) -> bool:
-        """Whether an array is softmax(x @ w), as the weights with which a Gumbel softmax chooses from a codebook."""
+        """Whether an array is softmax(x @ w), as the weights with which a Gumbel softmax chooses
+        from a codebook."""
         product = self.records.values[array].exponential_of
         if product not in self.records.attention.routers:
             return False
-        # What depends on the softmax as well, such as a later layer's input, comes from other operations. A cast of it
-        # is the softmax still.
+        # What depends on the softmax as well, such as a later layer's input, comes from other
+        # operations. A cast of it is the softmax still.
         node = self.graph.maker(array)
         while node is not None and node.name in _SAME:
             node = self.graph.maker(node.inputs[0])

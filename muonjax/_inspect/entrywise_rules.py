@@ -1,7 +1,7 @@
 """The rules of operations entry by entry: what is linear in their operands, and what stays of each.
 
-What is linear in an operand leaves its projections linear: sums and choices in all operands together, a product in
-each, a quotient in the first. After all other functions they are nonlinear.
+What is linear in an operand leaves its projections linear: sums and choices in all operands
+together, a product in each, a quotient in the first. After all other functions they are nonlinear.
 """
 
 import operator
@@ -46,10 +46,11 @@ def _iota(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("eq")
 def _eq(records: Records, node: Node) -> Sequence[Value]:
-    """Whether an array equals 0, 1, 2, ... along an axis: that is so at one index, and the result is one hot along it.
+    """Whether an array equals 0, 1, 2, ... along an axis: that is so at one index,
+    and the result is one hot along it.
 
-    So `(tokens[:, None] == jnp.arange(10)) @ table`, as `jax.nn.one_hot` has it, is a look-up. It is not checked that
-    the array is the same along this axis, as the tokens are.
+    So `(tokens[:, None] == jnp.arange(10)) @ table`, as `jax.nn.one_hot` has it, is a look-up. It
+    is not checked that the array is the same along this axis, as the tokens are.
     """
     values = spread_operands(records, node)
     result = dependent(values)
@@ -62,8 +63,9 @@ def _eq(records: Records, node: Node) -> Sequence[Value]:
 
 
 @rule(
-    "random_bits random_clone random_wrap random_unwrap random_seed random_fold_in random_split random_gamma "
-    "threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape rng_bit_generator rng_uniform"
+    "random_bits random_clone random_wrap random_unwrap random_seed random_fold_in random_split "
+    "random_gamma threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape "
+    "rng_bit_generator rng_uniform"
 )
 def _random(records: Records, node: Node) -> Sequence[Value]:
     """Random numbers, and keys of them."""
@@ -83,12 +85,12 @@ FOLDED |= dict.fromkeys(_SAME_NUMBERS.split(), lambda x: x)
 # Entry by entry.
 
 _ENTRYWISE = """
-    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos
-    cosh digamma div eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow
-    is_finite join le le_to lgamma log log1p log2 logistic lt lt_to max min mul ne nextafter not and
-    one_minus_square or xor polygamma polynomial population_count pow random_gamma_grad regularized_incomplete_beta
-    rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan
-    tanh
+    abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
+    complex cos cosh digamma div eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+    igamma_grad_a igammac integer_pow is_finite join le le_to lgamma log log1p log2 logistic lt
+    lt_to max min mul ne nextafter not and one_minus_square or xor polygamma polynomial
+    population_count pow random_gamma_grad regularized_incomplete_beta rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
 """
 _SCALES = ("mul", "div")
 _MOST_PROJECTIONS = 6  # of one value that are followed
@@ -105,7 +107,8 @@ class Operation(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is linear in all operands together. A choice is too: each entry is one of the operands'."""
+        """Whether it is linear in all operands together. A choice is too:
+        each entry is one of the operands'."""
         return self.node.name in SUMS
 
     @property
@@ -125,7 +128,8 @@ class Operation(NamedTuple):
 
 
 def spread_operands(records: Records, node: Node) -> list[Value]:
-    """The operands of an operation entry by entry, each repeated along the axes where it has one entry."""
+    """The operands of an operation entry by entry,
+    each repeated along the axes where it has one entry."""
     values = records.inputs(node)
     shape = records.shape(node.outputs[0])
     spread = []
@@ -151,7 +155,8 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
     `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
     """
     result = dependent(values)
-    # In q @ k + x @ gate the later product does not multiply queries by keys: the scores stay q @ k.
+    # In q @ k + x @ gate the later product does not multiply queries by keys:
+    # the scores stay q @ k.
     scores = [v.scores for v in values if v.scores in records.attention.operands]
     result = result._replace(scores=max(scores, default=result.scores))
     operation = Operation(records, node, values, node.inputs)
@@ -163,14 +168,15 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
             raise NotFollowed
     elif node.name in ("add", "add_any"):
         for value, other in zip(values, reversed(node.inputs), strict=True):
-            # Python's `sum` begins with the number 0, to which nothing is added then. A table of zeros is no such
-            # number: it may be a state that changes, as a running mean.
+            # Python's `sum` begins with the number 0, to which nothing is added then. A table of
+            # zeros is no such number: it may be a state that changes, as a running mean.
             if np.array_equal(records.known(other, np.nan), 0):
                 return value
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
     for value in operation.values:
-        # The maximum that softmax subtracts depends on no parameter, for it is without gradient, but it has logits.
+        # The maximum that softmax subtracts depends on no parameter,
+        # for it is without gradient, but it has logits.
         if value.depends_on & PARAMETER or value.logits:
             return _of_activations(operation, result)
     return result._replace(facts=_facts_of_data(operation))
@@ -179,7 +185,8 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
 def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
     """What is known of the axes of a sum or a product of arrays that no parameter is in.
 
-    An image minus its mean still has the axes of an argument, and one_hot(labels) * weight is zero but for one index.
+    An image minus its mean still has the axes of an argument,
+    and one_hot(labels) * weight is zero but for one index.
     """
     kinds = ["input"] if operation.is_sum or operation.is_scale else []
     if operation.is_scale:
@@ -189,7 +196,8 @@ def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
 
 
 def are_several_parts(values: Sequence[Value]) -> bool:
-    """Whether these hold several parts of one parameter, or of its product: two regions of one origin."""
+    """Whether these hold several parts of one parameter, or of its product:
+    two regions of one origin."""
     parts: set[tuple[Any, Any]] = set()
     for value in values:
         parts |= {(view.leaf, view.layout.region) for view in value.views}
@@ -203,19 +211,22 @@ def are_several_parts(values: Sequence[Value]) -> bool:
 
 
 def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
-    """The parameters in the result of an operation on parameters and numbers alone, such as a weight times its mask.
+    """The parameters in the result of an operation on parameters and numbers alone,
+    such as a weight times its mask.
 
-    A bias or a gain, which repeats along an axis of another parameter, is recorded as added or multiplied and not
-    followed further. So is the noisy one of several, as s in the sampled weight mu + s * noise.
+    A bias or a gain, which repeats along an axis of another parameter, is recorded as added or
+    multiplied and not followed further. So is the noisy one of several,
+    as s in the sampled weight mu + s * noise.
     """
     values = operation.values
     several = sum(bool(value.views) for value in values) > 1
-    # The axes along which the parameters in each operand differ: none in a mask of numbers, so that a parameter which
-    # repeats along an axis of a mask is still the weight. A bias or a gain differs along fewer axes than the weight.
+    # The axes along which the parameters in each operand differ: none in a mask of numbers, so that
+    # a parameter which repeats along an axis of a mask is still the weight. A bias or a gain
+    # differs along fewer axes than the weight.
     extents = [value.varying for value in values]
     if operation.is_sum:
-        # In a column plus a row each differs along fewer axes than the sum, so that both are biases. A column times a
-        # row is another case: both are followed, as factors of a matrix.
+        # In a column plus a row each differs along fewer axes than the sum, so that both are
+        # biases. A column times a row is another case: both are followed, as factors of a matrix.
         extents.append(frozenset().union(*extents))
     views = []
     for value in values:
@@ -233,9 +244,11 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
 
 
 def _of_activations(operation: Operation, result: Value) -> Value:
-    """The result of an operation on activations, or on parameters and data: `result`, which has what it depends on.
+    """The result of an operation on activations, or on parameters and data: `result`,
+    which has what it depends on.
 
-    Parameters end here, recorded as added or multiplied, but for a parameter times data, which may be a masked weight.
+    Parameters end here, recorded as added or multiplied, but for a parameter times data,
+    which may be a masked weight.
     """
     records = operation.records
     node = operation.node
@@ -247,7 +260,8 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     elif operation.is_sum:
         _record_meeting_parts(records, values)
     projections = _projections(operation)
-    # Softmax's weights, if the scores are those of queries and keys. 2 ** scores is an exponential, too.
+    # Softmax's weights, if the scores are those of queries and keys.
+    # 2 ** scores is an exponential, too.
     if node.name in (*follow_logits.EXPONENTIALS, "pow"):
         result = result._replace(exponential_of=result.scores)
     return result._replace(
@@ -258,16 +272,19 @@ def _of_activations(operation: Operation, result: Value) -> Value:
 
 
 def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
-    """The parameters that go on from a product of parameters and data, such as w * mask, or a sum of such products.
+    """The parameters that go on from a product of parameters and data, such as w * mask,
+    or a sum of such products.
 
-    w0 * a + w1 * (1 - a) is a mixture of two matrices. None go on from a sum with a layer's result, with logits, or
-    with parameters that are not followed any more, as tanh(w0 * a): it is no mixture.
+    w0 * a + w1 * (1 - a) is a mixture of two matrices. None go on from a sum with a layer's result,
+    with logits, or with parameters that are not followed any more, as tanh(w0 * a):
+    it is no mixture.
     """
     values = operation.values
     if operation.is_sum:
         for value in values:
             is_other = not value.views or value.projections or value.logits
-            # What does not train (FROZEN, without PARAMETER) may be added, as first-order MAML and SAM add gradients.
+            # What does not train (FROZEN, without PARAMETER) may be added,
+            # as first-order MAML and SAM add gradients.
             if value.depends_on & PARAMETER and is_other:
                 return ()
     elif not operation.is_scale:
@@ -276,7 +293,8 @@ def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
 
 
 def _projections(operation: Operation) -> tuple[Projection, ...]:
-    """The projections of all operands as the result has them, with the parameters that a sum adds as their biases."""
+    """The projections of all operands as the result has them,
+    with the parameters that a sum adds as their biases."""
     records = operation.records
     operands = [
         value._replace(projections=_projections_of_operand(operation, k))
@@ -285,7 +303,8 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     projections = projections_of_all(records, operands)
     if not operation.is_sum:
         return projections
-    # A choice between two arrays counts as a sum, but each entry has one summand, so no slices are added up.
+    # A choice between two arrays counts as a sum, but each entry has one summand,
+    # so no slices are added up.
     if not operation.is_choice:
         _record_sum_of_slices(records, operands)
     added = [
@@ -306,7 +325,8 @@ def _projections_of_operand(operation: Operation, k: int) -> tuple[Projection, .
         return before
     projections = []
     for projection in before:
-        # Each entry of tanh(x @ w), or of its product with a gate, still comes from one column of w: it is unmixed.
+        # Each entry of tanh(x @ w), or of its product with a gate,
+        # still comes from one column of w: it is unmixed.
         unmixed = all(_keeps_columns(projection, other) for other in others)
         after = after_nonlinearity(
             operation.records, projection, operation.node, unmixed=unmixed
@@ -318,10 +338,11 @@ def _projections_of_operand(operation: Operation, k: int) -> tuple[Projection, .
 def _is_linear(operation: Operation, k: int, others: Sequence[Value]) -> bool:
     """Whether an operation is linear in operand number `k`, where `others` are its other operands.
 
-    - A product is linear unless the other factor is an activation, made of parameters and data. A quotient is not
-      linear in its divisor.
-    - A sum, or a choice, is linear if each other operand has projections too, is a bias, or is a number in place of
-      what a mask hides. Any other, as the data in x + x @ w, makes it nonlinear: scaling w scales a part of the sum.
+    - A product is linear unless the other factor is an activation, made of parameters and data. A
+      quotient is not linear in its divisor.
+    - A sum, or a choice, is linear if each other operand has projections too, is a bias, or is a
+      number in place of what a mask hides. Any other, as the data in x + x @ w, makes it nonlinear:
+      scaling w scales a part of the sum.
     - All other operations, such as tanh, are not linear.
     """
     if operation.is_scale:
@@ -335,9 +356,11 @@ def _is_linear(operation: Operation, k: int, others: Sequence[Value]) -> bool:
 
 
 def _keeps_columns(projection: Projection, other: Value) -> bool:
-    """Whether each entry still comes from one column of the projection, after a sum or a product with `other`.
+    """Whether each entry still comes from one column of the projection,
+    after a sum or a product with `other`.
 
-    `other` may come from elsewhere, or be a statistic of some of the columns, as in a norm of each head.
+    `other` may come from elsewhere, or be a statistic of some of the columns,
+    as in a norm of each head.
     """
     # `other` does not depend on the product.
     if not projection.product.bit & other.depends_on:
@@ -346,8 +369,9 @@ def _keeps_columns(projection: Projection, other: Value) -> bool:
     if other.projections:
         columns = [(part.product, part.layout) for part in other.projections]
         return (projection.product, projection.layout) in columns
-    # A norm of each head of [batch, heads, 16] multiplies it by [batch, heads, 1], which repeats along the columns of a
-    # head. Heads are left, between which parts may still be cut. A norm of all columns leaves none.
+    # A norm of each head of [batch, heads, 16] multiplies it by [batch, heads, 1], which repeats
+    # along the columns of a head. Heads are left, between which parts may still be cut.
+    # A norm of all columns leaves none.
     repeats = other.axes("repeats")
     return bool(repeats and projection.layout.runs_not_along(repeats))
 
@@ -357,8 +381,8 @@ def after_nonlinearity(
 ) -> Projection:
     """A projection after an operation that is not linear in the product.
 
-    `unmixed` says that each entry still comes from one column. Otherwise the columns that are mixed here are recorded
-    as a part.
+    `unmixed` says that each entry still comes from one column. Otherwise the columns that are mixed
+    here are recorded as a part.
     """
     if not unmixed:
         records.record_parts([projection])
@@ -373,8 +397,8 @@ def projections_of_all(
 ) -> tuple[Projection, ...]:
     """The projections in a sum or a concatenation of these values, one for each product.
 
-    If the products are too many, as in a residual stream, they are not followed further: nothing is returned, and the
-    columns of each are recorded as one part.
+    If the products are too many, as in a residual stream, they are not followed further: nothing is
+    returned, and the columns of each are recorded as one part.
     """
     projections = tuple(map(united, parts_of_products(values)))
     if len(projections) <= _MOST_PROJECTIONS:
@@ -387,16 +411,19 @@ def projections_of_all(
 
 
 def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
-    """Records what each factor of x * y may be for the other one: a softmax's weights, a norm, labels, a gate."""
+    """Records what each factor of x * y may be for the other one: a softmax's weights,
+    a norm, labels, a gate."""
     rank = sum(n > 1 for n in records.shape(node.outputs[0]))
     for value, factor in ((x, y), (y, x)):
         repeats = factor.axes("repeats")
-        # An attention may be sum(weights * values), whose weights [q, k, 1] repeat along the columns of the values.
-        # `record_weights` records nothing if the factor is not made of exponentials.
+        # An attention may be sum(weights * values), whose weights [q, k, 1] repeat along the
+        # columns of the values. `record_weights` records nothing if the factor is not made of
+        # exponentials.
         if repeats:
             records.record_weights(node, factor, value)
-        # One number scales all of w, as its norm in w / norm(w). The products u @ w @ v that make a spectral norm are
-        # no uses of w as a matrix: `decisions` finds them by what the number depends on.
+        # One number scales all of w, as its norm in w / norm(w). The products u @ w @ v that make a
+        # spectral norm are no uses of w as a matrix: `decisions` finds them by what the number
+        # depends on.
         if value.is_weight and len(repeats) == rank:
             for view in value.views:
                 records.uses.scales[view.leaf] |= factor.depends_on
@@ -404,8 +431,8 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
         records.record_choice_by_labels(value, factor.axes("one hot"), factor)
         if not factor.is_activation:
             continue
-        # gate[b, e, 1] * y[b, e, f], of a layer's result y: the gate repeats along the columns f, so the columns e
-        # count experts. A factor made of y itself, as in a norm, is no gate.
+        # gate[b, e, 1] * y[b, e, f], of a layer's result y: the gate repeats along the columns f,
+        # so the columns e count experts. A factor made of y itself, as in a norm, is no gate.
         for projection in value.projections:
             layout = projection.layout
             product = projection.product
@@ -414,7 +441,8 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
 
 
 def _record_meeting_parts(records: Records, values: Iterable[Value]) -> None:
-    """Records columns of one product as parts if a sum adds different functions of them: tanh(q[:, :4]) + q[:, 4:]."""
+    """Records columns of one product as parts if a sum adds different functions of them:
+    tanh(q[:, :4]) + q[:, 4:]."""
     for parts in parts_of_products(values):
         if not used_in_one_way(parts):
             records.record_parts(parts)
@@ -423,7 +451,8 @@ def _record_meeting_parts(records: Records, values: Iterable[Value]) -> None:
 def _record_sum_of_slices(records: Records, values: Iterable[Value]) -> None:
     """Records along which axes slices of one parameter differ, if a sum adds products with them.
 
-    The sum over heads of x[h] @ w[h], written as a Python loop, is one: so axis h of w counts rows, and not matrices.
+    The sum over heads of x[h] @ w[h], written as a Python loop, is one:
+    so axis h of w counts rows, and not matrices.
     """
     # Nothing but sums and scales lies between the products and this sum.
     by_leaf = grouped(
@@ -435,8 +464,8 @@ def _record_sum_of_slices(records: Records, values: Iterable[Value]) -> None:
     for first, *others in by_leaf.values():
         region = first.view.layout.region
         for other in others:
-            # In a residual stream the second layer's input depends on the first layer's product: w[0] and w[1] are
-            # two matrices then.
+            # In a residual stream the second layer's input depends on the first layer's product:
+            # w[0] and w[1] are two matrices then.
             input_of_other = records.values[other.product.use.activation]
             if not first.product.bit & input_of_other.depends_on:
                 axes = {axis for axis, _ in region ^ other.view.layout.region}

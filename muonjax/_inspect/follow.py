@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from muonjax._inspect import move_rules, product_rules, reduction_rules  # noqa: F401  they fill RULES
+from muonjax._inspect import (  # they fill RULES
+    move_rules,  # noqa: F401
+    product_rules,  # noqa: F401
+    reduction_rules,  # noqa: F401
+)
 from muonjax._inspect.entrywise_rules import FOLDED
 from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.jax_versions import Body
@@ -20,7 +24,8 @@ from muonjax._inspect.values import OF_PRODUCTS, Value, dependent
 
 
 def follow(body: Body, count: int, given: Sequence[Any] = ()) -> Records:
-    """What one pass over the operations of a jaxpr finds out about its parameters, the first `count` of its inputs.
+    """What one pass over the operations of a jaxpr finds out about its parameters,
+    the first `count` of its inputs.
 
     `given` as in `Graph`.
     """
@@ -44,17 +49,19 @@ def _follow(records: Records, operations: range) -> None:
 
 
 def _follow_loop(records: Records, first: range, body: range) -> None:
-    """Follows the body of a loop again and again, until nothing new is known of what its `first` operations carry.
+    """Follows the body of a loop again and again,
+    until nothing new is known of what its `first` operations carry.
 
-    At first each carried value depends on what enters the loop; after a round also on what the body gives.
+    At first each carried value depends on what enters the loop;
+    after a round also on what the body gives.
     """
     graph = records.graph
     values = records.values
     carries = [records.nodes[i] for i in first if i in graph.live]
     carried = [dependent([values[carry.inputs[0]]]) for carry in carries]
     before = None
-    # What a round records of an operation replaces what the round before recorded, and a round only adds dependencies,
-    # of which there are finitely many. In `a, b = x, a` x takes two rounds to b.
+    # What a round records of an operation replaces what the round before recorded, and a round only
+    # adds dependencies, of which there are finitely many. In `a, b = x, a` x takes two rounds to b.
     while carried != before:
         for carry, value in zip(carries, carried, strict=True):
             values[carry.outputs[0]] = value
@@ -64,8 +71,9 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     takes_gradients = any("transpose" in graph.derivatives(i) for i in body)
     for carry in carries:
         start = values[carry.inputs[0]]
-        # What is made of parameters alone and is changed by the loop is an initial state, as of an RNN, and no matrix.
-        # But a loop that takes gradients may train it, as in MAML: then it may be a matrix, and is left to names.
+        # What is made of parameters alone and is changed by the loop is an initial state, as of an
+        # RNN, and no matrix. But a loop that takes gradients may train it, as in MAML: then it may
+        # be a matrix, and is left to names.
         if start.is_weight:
             kind = "unknown" if takes_gradients else "other"
             records.record_views(
@@ -84,14 +92,16 @@ def _after_round(records: Records, carry: Node) -> Value:
     # Projections are not followed from round to round: the columns of each product are one part.
     records.record_parts((*start.projections, *end.projections))
     after = dependent([start, end, value])
-    # Bits from OF_PRODUCTS on stand for products. In h = tanh(h @ w) the product has one bit for all rounds. It takes
-    # the h of the round before, and may not seem to depend on itself: only the products before the loop stay.
+    # Bits from OF_PRODUCTS on stand for products. In h = tanh(h @ w) the product has one bit for
+    # all rounds. It takes the h of the round before, and may not seem to depend on itself: only the
+    # products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
     return after._replace(depends_on=without_products | start.depends_on)
 
 
 def _apply(records: Records, node: Node) -> None:
-    """Applies the rule of an operation, and keeps the values of its results, and their numbers if all are known."""
+    """Applies the rule of an operation, and keeps the values of its results,
+    and their numbers if all are known."""
     if node.name in FOLDED:
         _fold(records, node)
     try:
@@ -105,7 +115,8 @@ def _apply(records: Records, node: Node) -> None:
 
 
 def _fold(records: Records, node: Node) -> None:
-    """Adds the numbers in an operation's result to `Graph.known` if those of its operands are there.
+    """Adds the numbers in an operation's result to `Graph.known` if those of its operands are
+    there.
 
     Each has to be one number, or as many as the result has.
     """

@@ -1,8 +1,10 @@
-"""Follow the logits of an attention through what softmax is made of: masks, their maximum, an exponential, its sum.
+"""Follow the logits of an attention through what softmax is made of: masks, their maximum,
+an exponential, its sum.
 
-This finds where the logits are, and what is reported of them; the certificate says what a clip changes. Logits that are
-a sum of products, as in latent attention, are followed once for each product. Where they become something else, nothing
-is followed on, and the attention is refused with that operation.
+This finds where the logits are, and what is reported of them; the certificate says what a clip
+changes. Logits that are a sum of products, as in latent attention, are followed once for each
+product. Where they become something else, nothing is followed on,
+and the attention is refused with that operation.
 """
 
 from __future__ import annotations
@@ -32,16 +34,18 @@ _POWERS = (*EXPONENTIALS, *_ROOTS.split())
 
 
 def after(operation: Operation) -> tuple[Logits, ...]:
-    """The logits of the result of an operation entry by entry, on logits, softmax's weights or a number per query.
+    """The logits of the result of an operation entry by entry, on logits,
+    softmax's weights or a number per query.
 
-    `exp(x - largest)` of logits x makes weights, and x plus an array without parameters is masked logits. Nothing is
-    left of logits where they become something else.
+    `exp(x - largest)` of logits x makes weights, and x plus an array without parameters is masked
+    logits. Nothing is left of logits where they become something else.
     """
     node = operation.node
     values = operation.values
-    # The numbers of the operands by how far their logits have come, such as {"logits": [0], "per query": [1]} for
-    # x - largest. Next to logits nothing else is followed, such as another softmax's weights that are added to them. If
-    # both operands are logits, `at` is the number of the first.
+    # The numbers of the operands by how far their logits have come, such as {"logits": [0], "per
+    # query": [1]} for x - largest. Next to logits nothing else is followed, such as another
+    # softmax's weights that are added to them. If both operands are logits,
+    # `at` is the number of the first.
     operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
     if "logits" not in operands:
         return _of_weights(operation, operands)
@@ -61,7 +65,8 @@ def after(operation: Operation) -> tuple[Logits, ...]:
 
 
 def _is_positive_scale(operation: Operation) -> bool:
-    """Whether what multiplies or divides logits is made of the program's own numbers, none of them 0 or below.
+    """Whether what multiplies or divides logits is made of the program's own numbers,
+    none of them 0 or below.
 
     Numbers that are not computed here, such as sqrt(64), are taken for positive ones.
     """
@@ -74,15 +79,17 @@ def _is_positive_scale(operation: Operation) -> bool:
 
 
 def through(node: Node, value: Value) -> tuple[Logits, ...]:
-    """The logits of an array after an operation that is no mask, maximum or exponential: a scale, a tanh, a sum.
+    """The logits of an array after an operation that is no mask, maximum or exponential: a scale,
+    a tanh, a sum.
 
-    The certificate says whether it scales them. Logits to which a mask or a bias was added (`is_biased`), or from which
-    their maximum was subtracted (`shifts`), end here: in tanh(logits + mask) the largest logit that `measure` takes
-    before the mask is not the one that softmax gets.
+    The certificate says whether it scales them. Logits to which a mask or a bias was added
+    (`is_biased`), or from which their maximum was subtracted (`shifts`), end here: in tanh(logits +
+    mask) the largest logit that `measure` takes before the mask is not the one that softmax gets.
     """
     logits = []
     for x in value.logits:
-        # This is an exponential already, or a maximum: what follows only shows to which attention it belongs.
+        # This is an exponential already, or a maximum: what follows only shows to which attention
+        # it belongs.
         if x.stage != "logits":
             logits.append(x)
         elif not x.is_biased and not x.shifts:
@@ -94,11 +101,12 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
 def _of_weights(
     operation: Operation, operands: dict[str, list[int]]
 ) -> tuple[Logits, ...]:
-    """What is left of softmax's weights, or of a maximum or a sum over keys: `operands` are the numbers of both.
+    """What is left of softmax's weights, or of a maximum or a sum over keys:
+    `operands` are the numbers of both.
 
-    Weights divided by their sum are weights, and so is a difference of two softmaxes, as in differential attention,
-    which has the logits of both. A power of weights, or a product of two, is the softmax of other logits: softmax(x)²
-    is proportional to softmax(2 x).
+    Weights divided by their sum are weights, and so is a difference of two softmaxes, as in
+    differential attention, which has the logits of both. A power of weights, or a product of two,
+    is the softmax of other logits: softmax(x)² is proportional to softmax(2 x).
     """
     weights = operands.get("weights", [])
     is_product = operation.is_scale and len(weights) > 1
@@ -112,7 +120,8 @@ def _of_weights(
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
-    """The weights that an exponential makes of all logits, and a sigmoid without their maximum subtracted."""
+    """The weights that an exponential makes of all logits,
+    and a sigmoid without their maximum subtracted."""
     weights = []
     for x in value.logits:
         # softmax(x - c) = softmax(x), and no such thing is true of a sigmoid.
@@ -125,13 +134,15 @@ def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
 def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     """Logits, operand number `at`, plus or minus the only other operand.
 
-    This may be logits of other products, as in q1 @ k1 + q2 @ k2, the maximum of these logits, a mask or a bias.
+    This may be logits of other products, as in q1 @ k1 + q2 @ k2, the maximum of these logits,
+    a mask or a bias.
     """
     node = operation.node
     value, other = operation.values[at], operation.values[1 - at]
     products = _products(other, "logits")
-    # Logits of several products, which from here on are in one array. A sign is not kept: a clip scales a difference as
-    # it scales a sum. `through` ends those that are masked or shifted already.
+    # Logits of several products, which from here on are in one array. A sign is not kept: a clip
+    # scales a difference as it scales a sum. `through` ends those that are masked or shifted
+    # already.
     if products and products.isdisjoint(_products(value, "logits")):
         return through(node, value._replace(logits=(*value.logits, *other.logits)))
     if node.name == "sub" and at == 1:  # mask - logits
@@ -140,27 +151,29 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     logits = []
     for x in value.logits:
         if x.product in _products(other, "per query"):
-            # Softmax may subtract any number that is the same for all keys, such as the maximum [batch, head, query,
-            # 1]. A fact "repeats" has a layout that varies along the axes along which the number differs, here all but
-            # the keys. Without such a fact it may differ along all axes. An attention for which it differs along the
-            # keys is refused (`clippable_attention`).
+            # Softmax may subtract any number that is the same for all keys, such as the maximum
+            # [batch, head, query, 1]. A fact "repeats" has a layout that varies along the axes
+            # along which the number differs, here all but the keys. Without such a fact it may
+            # differ along all axes. An attention for which it differs along the keys is refused
+            # (`clippable_attention`).
             facts = [fact for fact in other.facts if fact.what == "repeats"]
             differs_everywhere = AxisFact("repeats", whole(x.layout.shape))
             shifts = (*x.shifts, *(facts or [differs_everywhere]))
             logits.append(x._replace(shifts=shifts))
-        # A mask or a bias may be added before the maximum, not after it, and may not depend on parameters, as a learned
-        # bias does.
+        # A mask or a bias may be added before the maximum, not after it, and may not depend on
+        # parameters, as a learned bias does.
         elif not x.shifts and not _may_change([other]):
             logits.append(_masked(operation, at, x))
     return tuple(logits)
 
 
 def _masked(operation: Operation, at: int, logits: Logits) -> Logits:
-    """Logits, in operand number `at`, after the other operand is added or subtracted: a mask or a bias.
+    """Logits, in operand number `at`, after the other operand is added or subtracted:
+    a mask or a bias.
 
-    A mask of 0 and -inf leaves all logits that it does not hide as they are. Anything else may be a bias, and is listed
-    in `added`: then the largest logits are those of `raw`, the array before the first bias, among the entries that are
-    not hidden.
+    A mask of 0 and -inf leaves all logits that it does not hide as they are. Anything else may be a
+    bias, and is listed in `added`: then the largest logits are those of `raw`, the array before the
+    first bias, among the entries that are not hidden.
     """
     node, addend = operation.node, operation.arrays[1 - at]
     masked = logits._replace(value=node.outputs[0], is_masked=True)
@@ -174,10 +187,12 @@ def _masked(operation: Operation, at: int, logits: Logits) -> Logits:
 
 
 def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
-    """The logits after a choice in which they are case number `at`, as in `jnp.where(mask, logits, -inf)`.
+    """The logits after a choice in which they are case number `at`, as in
+    `jnp.where(mask, logits, -inf)`.
 
-    If the condition (`chooser`) or another case depends on parameters, a clip may change it, as the mask `biased > 0`.
-    The certificate refuses that, but it ends at the `raw` logits, before the first bias: so biased ones end here.
+    If the condition (`chooser`) or another case depends on parameters, a clip may change it, as the
+    mask `biased > 0`. The certificate refuses that, but it ends at the `raw` logits, before the
+    first bias: so biased ones end here.
     """
     others = [v for k, v in enumerate(operation.values) if k != at]
     may_change = _may_change([*others, operation.chooser])
@@ -194,5 +209,6 @@ def _may_change(values: Iterable[Value]) -> bool:
 
 
 def _products(value: Value, stage: str) -> set[int]:
-    """The products of queries and keys of which it has logits, weights, or a number for each query."""
+    """The products of queries and keys of which it has logits, weights,
+    or a number for each query."""
     return {x.product for x in value.logits if x.stage == stage}

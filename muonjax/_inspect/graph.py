@@ -1,9 +1,11 @@
-"""A jaxpr as one flat list of operations: calls are entered, loops and branches become operations of their own.
+"""A jaxpr as one flat list of operations: calls are entered,
+loops and branches become operations of their own.
 
-A value is the number of an array. Operations that are no primitives: what a loop carries is one value, which comes from
-before the loop and from the end of its body ("carry"); the slices that a scan takes are "scan_slice" (`scan`: the place
-of its body), what it collects "scan_stack"; a value that comes from several branches is a "join"; into and out of a
-`shard_map` an array is divided ("shard") and whole again ("unshard").
+A value is the number of an array. Operations that are no primitives: what a loop carries is one
+value, which comes from before the loop and from the end of its body ("carry"); the slices that a
+scan takes are "scan_slice" (`scan`: the place of its body), what it collects "scan_stack"; a value
+that comes from several branches is a "join"; into and out of a `shard_map` an array is divided
+("shard") and whole again ("unshard").
 """
 
 import dataclasses
@@ -39,10 +41,11 @@ _COLLECTIVES = {
     "pmax": "reduce_max",
     "pmin": "reduce_min",
 }
-# Operations whose body is entered: calls, loops, branches, functions with derivatives or a batching rule of their own.
+# Operations whose body is entered: calls, loops, branches,
+# functions with derivatives or a batching rule of their own.
 _CALLS = """
-    call closed_call compute_on cond custom_jvp_call custom_lin custom_vjp_call custom_vmap_call jit remat2 scan
-    shard_map while xla_metadata_call
+    call closed_call compute_on cond custom_jvp_call custom_lin custom_vjp_call custom_vmap_call jit
+    remat2 scan shard_map while xla_metadata_call
 """
 _ENTERED = frozenset(_CALLS.split())
 
@@ -91,8 +94,8 @@ class Step(NamedTuple):
     equation: int  # its index in the enclosing jaxpr
     body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
     kind: str = ""  # the primitive
-    # Where logits are reported, of a scan: whether its iterations are layers, and a leading axis. Otherwise logits are
-    # maximized over them.
+    # Where logits are reported, of a scan: whether its iterations are layers, and a leading axis.
+    # Otherwise logits are maximized over them.
     layer: bool = False
 
 
@@ -102,7 +105,8 @@ Place: TypeAlias = tuple[Step, ...]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """One operation: an equation without a body, or what stands for a part of one with a body, such as a "carry"."""
+    """One operation: an equation without a body, or what stands for a part of one with a body,
+    such as a "carry"."""
 
     index: int  # in the list of all: "the number of the operation"
     name: str  # of the primitive, or "carry" and the like
@@ -123,7 +127,8 @@ def _transforms(name_stack: Any) -> frozenset[str]:
 
 @functools.lru_cache(1024)
 def _is_long_einsum(name_stack: Any) -> bool:
-    """Whether operations in these scopes are those of a `jnp.einsum` that sums over axes of three or more operands."""
+    """Whether operations in these scopes are those of a `jnp.einsum` that sums over axes of three
+    or more operands."""
     for scope in name_stack.stack:
         # `jnp.einsum` names its scope by its subscripts: "bqd, dhk, bkd -> bhq".
         operands, arrow, result = scope.name.replace(" ", "").partition("->")
@@ -135,8 +140,8 @@ def _is_long_einsum(name_stack: Any) -> bool:
 class Graph:
     """The operations of a function in an order in which they can run.
 
-    `jnp.tanh(x @ w)` with w, a parameter, as value 0 and x as value 1 has the nodes dot_general with inputs (1, 0) and
-    outputs (2,), and tanh with inputs (2,) and outputs (3,).
+    `jnp.tanh(x @ w)` with w, a parameter, as value 0 and x as value 1 has the nodes dot_general
+    with inputs (1, 0) and outputs (2,), and tanh with inputs (2,) and outputs (3,).
     """
 
     def __init__(self, closed: Body, count: int, given: Sequence[Any] = ()):
@@ -145,8 +150,8 @@ class Graph:
         Args:
           closed: The jaxpr.
           count: How many of its inputs, the first ones, are parameters.
-          given: Arrays that the function was called with and that are not inputs of the jaxpr. The jaxpr has them as
-            constants, whose numbers are no part of the program.
+          given: Arrays that the function was called with and that are not inputs of the jaxpr. The
+            jaxpr has them as constants, whose numbers are no part of the program.
         """
         jaxpr = opened(closed)
         self._given = given
@@ -154,19 +159,20 @@ class Graph:
         # By value: the operation that makes it, if it is no argument and no constant.
         self.makers: dict[int, Node] = {}
         self.maker = self.makers.get
-        # By value: its shape and dtype, and its variable in each body where it has one: where it is made, inside of a
-        # `jit` that takes it, and outside of one that returns it.
+        # By value: its shape and dtype, and its variable in each body where it has one: where it is
+        # made, inside of a `jit` that takes it, and outside of one that returns it.
         self.avals: list[Any] = []
         self.variables: list[dict[Place, Any]] = []
-        # What the function is given: parameters and data. An array that it closes over is data as well if its numbers
-        # are no part of the program: a tracer, a random key, or one that was `given`.
+        # What the function is given: parameters and data. An array that it closes over is data as
+        # well if its numbers are no part of the program: a tracer, a random key,
+        # or one that was `given`.
         inputs = [self._new(v, ()) for v in jaxpr.invars]
         self.parameters = inputs[:count]
         self.arguments = inputs[count:]
         # All other arrays that it closes over, by value: `table` in `x * 2.0 + table`.
         self.constants: dict[int, Any] = {}
-        # By value, the numbers that rules read: the literal 2.0, constants of one number and constant indices.
-        # `follow` adds what the program computes from them alone.
+        # By value, the numbers that rules read: the literal 2.0, constants of one number and
+        # constant indices. `follow` adds what the program computes from them alone.
         self.known: dict[int, Any] = {}
         # By value, the results of `possible_numbers.numbers_in`, which fills it.
         self.possible_numbers: dict[int, Any] = {}
@@ -180,7 +186,8 @@ class Graph:
         for node in self.nodes:
             for x in node.inputs:
                 self.readers[x].append(node.index)
-        # The operations that an output depends on, and those that a gradient of the outputs comes back to.
+        # The operations that an output depends on, and those that a gradient of the outputs comes
+        # back to.
         self.live = self._producers(self.upstream(self.outputs))
         self.trained = self._producers(self.upstream(self.outputs, with_gradient=True))
 
@@ -207,7 +214,8 @@ class Graph:
                 self.arguments.append(x)
                 continue
             self.constants[x] = array
-            # A number, as of a mask, or indices of one axis, which may say where a slice or a look-up goes.
+            # A number, as of a mask, or indices of one axis,
+            # which may say where a slice or a look-up goes.
             if array.ndim == 0 or (array.ndim == 1 and not _is_float(array.dtype)):
                 self.known[x] = np.asarray(array)
         return values
@@ -221,10 +229,11 @@ class Graph:
         equation: JaxprEqn,
         place: Place,
     ) -> list[int]:
-        """Appends an operation of the body at `place`; returns the values of its `variables`, which are new."""
+        """Appends an operation of the body at `place`; returns the values of its `variables`,
+        which are new."""
         outputs = [self._new(v, place) for v in variables]
-        # An einsum of three or more operands multiplies them in an order that depends on their sizes. All of its
-        # operations get one name, whose rule follows none of them.
+        # An einsum of three or more operands multiplies them in an order that depends on their
+        # sizes. All of its operations get one name, whose rule follows none of them.
         if _is_long_einsum(equation.source_info.name_stack):
             name = LONG_EINSUM
         index = len(self.nodes)
@@ -242,10 +251,11 @@ class Graph:
         place: Place,
         **params: Any,
     ) -> list[int]:
-        """Appends an operation with one result for each variable, such as a "join" for each output of a `cond`.
+        """Appends an operation with one result for each variable,
+        such as a "join" for each output of a `cond`.
 
-        `operands` has the first operands of all these operations, then the second ones, ...: [[1, 2], [3, 4]] are the
-        operands (1, 3) of the first operation and (2, 4) of the second.
+        `operands` has the first operands of all these operations, then the second ones, ...: [[1,
+        2], [3, 4]] are the operands (1, 3) of the first operation and (2, 4) of the second.
         """
         results = []
         for variable, *inputs in zip(variables, *operands, strict=True):
@@ -272,8 +282,8 @@ class Graph:
 
         for position, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
-            # A `jit` or a loop is entered. All else is appended as an operation, or as a few simpler ones; a kernel is
-            # one operation, though it may have a body.
+            # A `jit` or a loop is entered. All else is appended as an operation, or as a few
+            # simpler ones; a kernel is one operation, though it may have a body.
             if eqn.primitive.name in _ENTERED and bodies(eqn):
                 outputs = self._add_bodies(eqn, position, operands, place)
             else:
@@ -282,23 +292,25 @@ class Graph:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _not_entered(self, eqn: JaxprEqn, inputs: list[int], place: Place) -> list[int]:
-        """Appends an equation whose bodies are not entered, perhaps as other operations; returns its results' values.
+        """Appends an equation whose bodies are not entered, perhaps as other operations;
+        returns its results' values.
 
         A `split` becomes slices, and a `psum` over an axis of a `vmap` a `reduce_sum`.
         """
         name = eqn.primitive.name
         variables = eqn.outvars
         if name in _COLLECTIVES:
-            # Under `jax.vmap(f, axis_name="batch")` JAX has replaced "batch" by the number of an axis of the array. An
-            # axis of a mesh keeps its name, and a sum over it remains a `psum`, which moves nothing (`SAME`).
+            # Under `jax.vmap(f, axis_name="batch")` JAX has replaced "batch" by the number of an
+            # axis of the array. An axis of a mesh keeps its name, and a sum over it remains a
+            # `psum`, which moves nothing (`SAME`).
             axes = tuple(axis for axis in eqn.params["axes"] if isinstance(axis, int))
             if axes:
                 reduction = _COLLECTIVES[name]
                 return self._add_for_each(
                     reduction, [inputs], variables, eqn, place, axes=axes
                 )
-        # Zeros between the entries, as `associative_scan` puts them there, and a negative padding are no concatenation:
-        # they stay a `pad`.
+        # Zeros between the entries, as `associative_scan` puts them there, and a negative padding
+        # are no concatenation: they stay a `pad`.
         padding = eqn.params.get("padding_config", ())
         is_dilated = any(inside or min(low, high) < 0 for low, high, inside in padding)
         if name not in _REWRITTEN or is_dilated:
@@ -315,7 +327,8 @@ class Graph:
     def _add_bodies(
         self, eqn: JaxprEqn, position: int, inputs: list[int], place: Place
     ) -> list[int]:
-        """Appends what an equation with bodies does, such as a `jit` or a `scan`; returns the values of its results.
+        """Appends what an equation with bodies does, such as a `jit` or a `scan`;
+        returns the values of its results.
 
         `position`: its index among the equations of the body at `place`.
         """
@@ -336,17 +349,20 @@ class Graph:
         # `bodies` gives the body of a `while` before its condition, which is not followed.
         if name in ("scan", "while"):
             return self._loop(eqn, *entered[0], inputs)
-        # All others have one body: the derivatives of a `custom_vjp` are Python's functions, and no jaxprs.
+        # All others have one body: the derivatives of a `custom_vjp` are Python's functions,
+        # and no jaxprs.
         ((body, inner),) = entered
         if name == "shard_map":
-            # A device has a shard of each array, with fewer entries along some axes: what the body takes and gives are
-            # other arrays than those outside. A shard is an array of the body, so its place is `inner`.
+            # A device has a shard of each array, with fewer entries along some axes: what the body
+            # takes and gives are other arrays than those outside.
+            # A shard is an array of the body, so its place is `inner`.
             variables = opened(body).invars
             shards = self._add_for_each("shard", [inputs], variables, eqn, inner)
             outputs = self._enter(body, inner, shards)
             return self._add_for_each("unshard", [outputs], eqn.outvars, eqn, place)
         outputs = self._enter(body, inner, inputs)
-        # No operation is added for the call itself: what the body returns has the variables of its results too.
+        # No operation is added for the call itself: what the body returns has the variables of its
+        # results too.
         self._also_in(outputs, eqn.outvars, place)
         return outputs
 
@@ -368,11 +384,13 @@ class Graph:
     ) -> list[int]:
         """Appends the body of a scan or a while once; returns the values of the loop's results.
 
-        `lax.scan(lambda x, w: (x @ w, x), x0, weights)` becomes carry(x0, end), scan_slice(weights), dot_general, whose
-        result is `end`, and scan_stack(carry). The results are `end` and the value of scan_stack.
+        `lax.scan(lambda x, w: (x @ w, x), x0, weights)` becomes carry(x0, end),
+        scan_slice(weights), dot_general, whose result is `end`, and scan_stack(carry). The results
+        are `end` and the value of scan_stack.
         """
-        # The inputs are [constants, carried arrays, arrays that a scan slices]. Those of a while begin with the
-        # constants of its condition, which is not followed, and it slices and stacks nothing.
+        # The inputs are [constants, carried arrays, arrays that a scan slices]. Those of a while
+        # begin with the constants of its condition, which is not followed,
+        # and it slices and stacks nothing.
         if eqn.primitive.name == "scan":
             start, carried = scan_counts(eqn)
         else:
@@ -389,16 +407,18 @@ class Graph:
         slices = self._add_for_each(
             "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
         )
-        # A carried array that the body returns unchanged is a constant, such as parameters in a carry.
+        # A carried array that the body returns unchanged is a constant,
+        # such as parameters in a carry.
         for k in range(carried):
             if opened(body).outvars[k] is variables[start + k]:
                 carry[k] = inputs[start + k]
         outputs = self._enter(body, inner, [*inputs[:start], *carry, *slices])
-        # carry(x0) becomes carry(x0, end): from the second iteration on the array comes from the end of the body.
+        # carry(x0) becomes carry(x0, end): from the second iteration on the array comes from the
+        # end of the body.
         for k, end in enumerate(outputs[:carried], start=first):
             self.nodes[k].inputs += (end,)
-        # `follow` repeats the body until what is known of the carried arrays stays the same. Without any, as in
-        # `lax.map`, it follows the body once.
+        # `follow` repeats the body until what is known of the carried arrays stays the same.
+        # Without any, as in `lax.map`, it follows the body once.
         if carry:
             begin = first + carried  # of the body, after the "carry" operations
             self.loops[first] = range(first, begin), range(begin, len(self.nodes))
@@ -416,7 +436,8 @@ class Graph:
     # What is asked of it.
 
     def enclosing(self, operation: int) -> list[JaxprEqn]:
-        """The equation of an operation, and of the calls and loops that it is in, from the inside to the outside."""
+        """The equation of an operation, and of the calls and loops that it is in,
+        from the inside to the outside."""
         node = self.nodes[operation]
         equations = [node.equation]
         for depth in range(len(node.place), 0, -1):
@@ -424,7 +445,8 @@ class Graph:
         return equations
 
     def derivatives(self, operation: int) -> frozenset[str]:
-        """The derivatives that it belongs to and that the function takes by itself: "jvp", and "transpose" backward."""
+        """The derivatives that it belongs to and that the function takes by itself: "jvp",
+        and "transpose" backward."""
         equations = self.enclosing(operation)
         names = [_transforms(x.source_info.name_stack) for x in equations]
         return frozenset().union(*names)
@@ -439,8 +461,8 @@ class Graph:
 
         Args:
           values: The values to begin with.
-          with_gradient: Leaves out those that no gradient comes back to, and what only they depend on: indices, as of
-            an argmax, and the results of a `stop_gradient`.
+          with_gradient: Leaves out those that no gradient comes back to, and what only they depend
+            on: indices, as of an argmax, and the results of a `stop_gradient`.
           without: Operations whose operands are left out.
         """
         upstream = set()
@@ -449,7 +471,8 @@ class Graph:
             value = pending.pop()
             node = self.maker(value)
             is_stopped = node is not None and node.name == "stop_gradient"
-            # Floats have one, and quantized weights and their products, though these are integers, are taken to.
+            # Floats have one, and quantized weights and their products,
+            # though these are integers, are taken to.
             has_gradient = self.is_followed(value) and not is_stopped
             if value in upstream or (with_gradient and not has_gradient):
                 continue
@@ -464,7 +487,8 @@ class Graph:
 
     def line(self, operation: int) -> str:
         """File and line of the user's code that an operation comes from, such as "model.py:41"."""
-        # From the inside to the outside: a library's function may be traced once, with no line of the user's.
+        # From the inside to the outside: a library's function may be traced once,
+        # with no line of the user's.
         for equation in self.enclosing(operation):
             for frame in getattr(equation.source_info.traceback, "frames", ()):
                 if not any(part in frame.file_name for part in _LIBRARIES):
@@ -484,7 +508,8 @@ class Graph:
         return _is_float(getattr(self.avals[value], "dtype", bool))
 
     def is_followed(self, value: int) -> bool:
-        """Whether rules follow what it is made of: floats and quantized numbers, and no indices, as of an argmax."""
+        """Whether rules follow what it is made of: floats and quantized numbers, and no indices,
+        as of an argmax."""
         # A product of int8 gives int32, and a quantized weight is int8 or int4.
         node = self.maker(value)
         is_product = node is not None and node.name in PRODUCTS
@@ -506,9 +531,11 @@ def _is_readable(array: Any) -> bool:
 
 
 def _is_same(constant: Any, given: Any) -> bool:
-    """Whether this constant of a jaxpr is an array that the function was called with, or a copy of it.
+    """Whether this constant of a jaxpr is an array that the function was called with,
+    or a copy of it.
 
-    Equal numbers count as a copy: a constant that is taken for an argument is not read, which may cost a refusal.
+    Equal numbers count as a copy: a constant that is taken for an argument is not read,
+    which may cost a refusal.
     """
     # An array of JAX's becomes a constant as it is. An array of NumPy's may be reshaped, as in
     # `embedding[tokens.reshape(-1)]`, and JAX copies its int64 to int32.

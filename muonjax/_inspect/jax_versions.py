@@ -14,7 +14,8 @@ Body: TypeAlias = Jaxpr | ClosedJaxpr  # JAX 0.12 has one type for both
 
 
 def bodies(eqn: JaxprEqn) -> list[Body]:
-    """The jaxprs that an equation runs: the branches of a `cond`, and of a `while` its body before its condition."""
+    """The jaxprs that an equation runs: the branches of a `cond`,
+    and of a `while` its body before its condition."""
     # JAX sorts by name: "body_jaxpr" comes before "cond_jaxpr".
     return [x for x in jax.tree.leaves(eqn.params) if isinstance(x, Body)]
 
@@ -30,7 +31,8 @@ def constants(body: Body) -> Sequence[Any]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's inputs are constants, and how many are carried; the others are sliced."""
+    """How many of a scan's inputs are constants, and how many are carried;
+    the others are sliced."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # trees, since JAX 0.12
@@ -46,11 +48,13 @@ def varying(aval: Any) -> frozenset[Any]:
 def with_bodies(
     eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int
 ) -> dict[str, Any]:
-    """An equation's parameters with the jaxprs `new` as its bodies, each of which returns `count` values more.
+    """An equation's parameters with the jaxprs `new` as its bodies,
+    each of which returns `count` values more.
 
-    Parameters that have an entry for each output get `count` entries more, which say nothing about the new outputs: for
-    a `jit` with one output and a count of 1, out_shardings=(s,) becomes (s, UNSPECIFIED). The equation is a `cond`, or
-    has one body: it is not a `while`, in which no logits are measured.
+    Parameters that have an entry for each output get `count` entries more, which say nothing about
+    the new outputs: for a `jit` with one output and a count of 1, out_shardings=(s,) becomes (s,
+    UNSPECIFIED). The equation is a `cond`, or has one body: it is not a `while`, in which no logits
+    are measured.
     """
     remaining = iter(new)
 
@@ -62,7 +66,8 @@ def with_bodies(
         return jaxpr if isinstance(parameter, ClosedJaxpr) else jaxpr.jaxpr
 
     params: dict[str, Any] = jax.tree.map(replaced, eqn.params)
-    # Since JAX 0.12 a scan has a tree of what it carries and one of what it stacks, as the new values are stacked.
+    # Since JAX 0.12 a scan has a tree of what it carries and one of what it stacks,
+    # as the new values are stacked.
     if "ft_out" in params:
         carry, stacked = params["ft_out"].unpack()
         tree = type(params["ft_out"])
@@ -76,7 +81,8 @@ def with_bodies(
 
 @functools.cache
 def _unspecified() -> dict[str, Any]:
-    """By the name of a parameter of a `jit` or a `compute_on`, its entry for an output about which nothing is said."""
+    """By the name of a parameter of a `jit` or a `compute_on`,
+    its entry for an output about which nothing is said."""
     (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
     return {
         "out_shardings": eqn.params["out_shardings"][0],

@@ -1,16 +1,17 @@
-"""Where the entries of an array come from: their positions along each axis of one parameter or product, its origin.
+"""Where the entries of an array come from: their positions along each axis of one parameter or
+product, its origin.
 
-The positions along an axis of the origin are an array of NumPy's, with one entry along each axis on which they don't
-depend. So an operation that moves entries moves the positions as it moves the array. An entry that is a sum of several
-has the positions of each of them.
+The positions along an axis of the origin are an array of NumPy's, with one entry along each axis on
+which they don't depend. So an operation that moves entries moves the positions as it moves the
+array. An entry that is a sum of several has the positions of each of them.
 
 A kernel [16, 64], cut into four heads by a reshape to [16, 4, 16], has the layout
 
     run along axis 0 of the kernel, positions [1, 16, 1, 1]: 0, 1, ..., 15
     run along axis 1 of the kernel, positions [1, 1, 4, 16]: 0, 1, ..., 63
 
-and its third head, [16, 16], has the positions 32, ..., 47 along axis 1. The sum over its heads has four positions
-along axis 1 for each entry, [4, 1, 16]: 0, 16, 32 and 48 for the first one.
+and its third head, [16, 16], has the positions 32, ..., 47 along axis 1. The sum over its heads has
+four positions along axis 1 for each entry, [4, 1, 16]: 0, 16, 32 and 48 for the first one.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ import numpy as np
 
 # Positions, with one entry along each axis of the array on which they don't depend.
 Positions: TypeAlias = np.ndarray
-# For each axis of which only a part is left, a mask that says of each of its positions whether it is there, as bytes.
+# For each axis of which only a part is left, a mask that says of each of its positions whether it
+# is there, as bytes.
 Region: TypeAlias = frozenset[tuple[int, bytes]]
 
-# In place of a position: the entry is not of the origin, or has fewer positions than others. It is larger than any
-# position.
+# In place of a position: the entry is not of the origin, or has fewer positions than others. It is
+# larger than any position.
 HOLE = 1 << 30
 # The most entries of an array of positions. Arrays that would need more are not followed.
 MOST = 1 << 22
-# In place of an axis of the origin: the run along it, of zeros and holes, only says where the array has holes.
+# In place of an axis of the origin: the run along it, of zeros and holes,
+# only says where the array has holes.
 OTHER = -1
 
 
@@ -45,10 +48,12 @@ class NotFollowed(Exception):
 
 
 class Run(NamedTuple):
-    """Positions along one axis of the origin, either of each entry of an array, or a set of positions.
+    """Positions along one axis of the origin, either of each entry of an array,
+    or a set of positions.
 
-    - `Layout.runs` have those of each entry. For an array [4, 16] their shape is [n, 4, 16], or [n, 1, 16] if they are
-      the same in all four rows. Each entry is a sum of n entries of the origin, whose positions are sorted.
+    - `Layout.runs` have those of each entry. For an array [4, 16] their shape is [n, 4, 16], or [n,
+      1, 16] if they are the same in all four rows. Each entry is a sum of n entries of the origin,
+      whose positions are sorted.
     - All others, as of `Layout.runs_along`, are sets: sorted, of the shape [n].
     """
 
@@ -67,7 +72,8 @@ class Run(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """The distance between neighbors in a set: 16 for {0, 16, 32}, and 1 if there are several distances."""
+        """The distance between neighbors in a set: 16 for {0, 16, 32},
+        and 1 if there are several distances."""
         steps = np.unique(np.diff(self.positions))
         return int(steps[0]) if len(steps) == 1 else 1
 
@@ -87,8 +93,9 @@ class Layout(NamedTuple):
     def region(self) -> Region:
         """Which part of the origin this is: nothing if it is all of it.
 
-        In a kernel [16, 6] with the columns q, k, v, q, k, v the queries have {(1, bytes of the mask 100100)}. An axis
-        without a run counts as whole, such as the rows of a kernel after the product with it.
+        In a kernel [16, 6] with the columns q, k, v, q, k, v the queries have {(1, bytes of the
+        mask 100100)}. An axis without a run counts as whole, such as the rows of a kernel after the
+        product with it.
         """
         region = []
         for run in self.runs[1:]:  # without the one along `OTHER`
@@ -105,7 +112,8 @@ class Layout(NamedTuple):
     def runs_along(self, axes: Collection[int]) -> tuple[Run, ...]:
         """The positions of the origin along each of these axes of the array, as sets.
 
-        A kernel [16, 64] as [16, 4, 16] has {0, 16, 32, 48} of its axis 1 along axis 1, and {0, ..., 15} along axis 2.
+        A kernel [16, 64] as [16, 4, 16] has {0, 16, 32, 48} of its axis 1 along axis 1,
+        and {0, ..., 15} along axis 2.
         """
         return self.split(axes)[1]
 
@@ -114,13 +122,16 @@ class Layout(NamedTuple):
         return self.runs_along(self.varying.difference(axes))
 
     def split(self, axes: Collection[int]) -> tuple[Layout, tuple[Run, ...]]:
-        """The layout with one entry along these axes, and sets of how far the other entries are from it.
+        """The layout with one entry along these axes,
+        and sets of how far the other entries are from it.
 
-        A kernel [16, 64] as [16, 4, 16], split along axis 1, leaves the head with the lowest positions, [16, 1, 16]
-        with 0, ..., 15 along axis 1 of the kernel, and the set of distances {0, 16, 32, 48}.
+        A kernel [16, 64] as [16, 4, 16], split along axis 1, leaves the head with the lowest
+        positions, [16, 1, 16] with 0, ..., 15 along axis 1 of the kernel,
+        and the set of distances {0, 16, 32, 48}.
 
-        The layout loses a run that varies along this axis alone, such as the layers of a stack, and one whose positions
-        are no sum of a start and a distance, such as 0, 1 and 5, 3 of [2, 2]: its set has all of its positions.
+        The layout loses a run that varies along this axis alone, such as the layers of a stack, and
+        one whose positions are no sum of a start and a distance, such as 0, 1 and 5, 3 of [2, 2]:
+        its set has all of its positions.
         """
         runs: Sequence[Run] = self.runs
         distances: list[Run] = []
@@ -161,10 +172,11 @@ class Layout(NamedTuple):
     def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
         """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries.
 
-        An axis that is no source is left with its first entry: (2, None) of an array x [3, 4, 5] gives
-        x[0, 0, :, None].
+        An axis that is no source is left with its first entry: (2, None) of an array x [3, 4, 5]
+        gives x[0, 0, :, None].
         """
-        # Axis 0 of positions counts the terms of an entry that is a sum; axis i of the array is their axis 1 + i.
+        # Axis 0 of positions counts the terms of an entry that is a sum;
+        # axis i of the array is their axis 1 + i.
         kept = [source for source in sources if source is not None]
         new = [1 + axis for axis, source in enumerate(sources) if source is None]
         order = [0, *(1 + source for source in kept)]
@@ -175,15 +187,18 @@ class Layout(NamedTuple):
             # A new axis has one position for all of its entries, which repeat.
             return np.expand_dims(in_order, new)
 
-        # The first entry along the axes that are gone; how far the others are from it does not matter.
+        # The first entry along the axes that are gone; how far the others are from it does not
+        # matter.
         rest, _ = self.split(other_axes(len(self.shape), kept))
-        # `moved` gives None where no entry of the origin is left. Here one is left: `or self` is for the types alone.
+        # `moved` gives None where no entry of the origin is left. Here one is left:
+        # `or self` is for the types alone.
         return rest.moved(shape, move) or self
 
     def moved(
         self, shape: Sequence[int], move: Callable[[Positions], Positions]
     ) -> Layout | None:
-        """The layout after an operation that moves entries as `move` moves positions; None if it leaves only holes.
+        """The layout after an operation that moves entries as `move` moves positions;
+        None if it leaves only holes.
 
         Raises:
           NotFollowed: As `move`.
@@ -195,11 +210,13 @@ class Layout(NamedTuple):
 
     @property
     def holes(self) -> Positions:
-        """Which entries of the array are not of the origin, with one entry along axes on which that doesn't depend."""
+        """Which entries of the array are not of the origin,
+        with one entry along axes on which that doesn't depend."""
         return self.runs[0].positions[0] == HOLE
 
     def is_placed(self, axes: Collection[int]) -> bool:
-        """Whether the holes differ along one of these axes: there it was put together with other arrays."""
+        """Whether the holes differ along one of these axes:
+        there it was put together with other arrays."""
         return not self.runs[0].varying.isdisjoint(axes)
 
     def place(self, axis: int, start: int, size: int) -> Layout:
@@ -213,8 +230,9 @@ class Layout(NamedTuple):
         holes[1 + axis] = start, size - start - shape[axis]
         runs: list[Run] = []
         for run in self.runs:
-            # The run along `OTHER` says where holes are, and gets the new ones. Another run needs them only if it has
-            # positions for each index along the axis: one position for all of them is not put in a place of its own.
+            # The run along `OTHER` says where holes are, and gets the new ones. Another run needs
+            # them only if it has positions for each index along the axis: one position for all of
+            # them is not put in a place of its own.
             if axis in run.varying or run.axis == OTHER:
                 full = list(run.shape)
                 full[1 + axis] = shape[axis]
@@ -239,19 +257,22 @@ def whole(shape: tuple[int, ...]) -> Layout:
 
 @functools.lru_cache(4096)
 def merged(layouts: tuple[Layout, ...]) -> Layout:
-    """The layout of a sum of parts of one origin, or of a concatenation, whose parts have holes for each other.
+    """The layout of a sum of parts of one origin, or of a concatenation,
+    whose parts have holes for each other.
 
-    All layouts have one shape, one origin and the same loops. Each entry has the positions of all parts: 0, 1, HOLE,
-    HOLE and HOLE, HOLE, 2, 3, which are put side by side, give 0, 1, 2, 3. The sum of 0, 1 and 2, 3 has two positions
-    for each entry: 0 and 2 for the first, 1 and 3 for the second.
+    All layouts have one shape, one origin and the same loops. Each entry has the positions of all
+    parts: 0, 1, HOLE, HOLE and HOLE, HOLE, 2, 3, which are put side by side, give 0, 1, 2, 3. The
+    sum of 0, 1 and 2, 3 has two positions for each entry: 0 and 2 for the first,
+    1 and 3 for the second.
     """
     # For each axis of the origin the runs along it, each with the holes of its layout.
     by_axis: dict[int, list[tuple[Run, Positions]]] = {}
     for layout in layouts:
         for run in layout.runs:
             by_axis.setdefault(run.axis, []).append((run, layout.holes))
-    # Entries that at least one part has. Others, as of a sink next to both halves of the queries, are holes in the run
-    # `OTHER` alone: in the runs along axes of the origin they keep what they have.
+    # Entries that at least one part has. Others, as of a sink next to both halves of the queries,
+    # are holes in the run `OTHER` alone: in the runs along axes of the origin they keep what they
+    # have.
     filled = ~np.logical_and.reduce(
         np.broadcast_arrays(*(layout.holes for layout in layouts))
     )
@@ -265,9 +286,10 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
                 # Positions [n, *array] are n terms.
                 terms.extend(np.where(holes & filled, HOLE, run.positions))
             run = _sum_of(axis, np.stack(np.broadcast_arrays(*terms)))
-            # A rotation of all tokens but the first: x[:1] has one position for each entry, and a sum of two features
-            # of x[1:] has two. The holes of both differ along the axis of tokens. Along such an axis each entry gets
-            # the positions of all, so that tokens, of which the first now has other positions, don't look like heads.
+            # A rotation of all tokens but the first: x[:1] has one position for each entry, and a
+            # sum of two features of x[1:] has two. The holes of both differ along the axis of
+            # tokens. Along such an axis each entry gets the positions of all, so that tokens, of
+            # which the first now has other positions, don't look like heads.
             if len({run.shape[0] for run, _ in parts}) > 1:
                 for k in frozenset().union(*(x.runs[0].varying for x in layouts)):
                     run = _added_up(run, k)
@@ -278,15 +300,17 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
 def _sum_of(axis: int, terms: Positions) -> Run:
     """The run of a sum, or of a concatenation, of terms with these positions [terms, *array].
 
-    The heads of q[:2] + q[2:] have columns of their own: q[0] and q[2], q[1] and q[3], at one distance. In q + q[::-1]
-    the distance depends on the head: then each entry along the axis of heads gets the positions of all.
+    The heads of q[:2] + q[2:] have columns of their own: q[0] and q[2], q[1] and q[3], at one
+    distance. In q + q[::-1] the distance depends on the head: then each entry along the axis of
+    heads gets the positions of all.
     """
     run = _run_of(axis, terms)
     # How far each term is from the first one.
     distances = terms - terms[:1]
     for k in range(terms.ndim - 1):
         is_equal = (distances == distances.take([0], 1 + k)).all()
-        # Terms with holes stand side by side: where one has an entry the others have holes, at no distance.
+        # Terms with holes stand side by side: where one has an entry the others have holes,
+        # at no distance.
         if terms.max() < HOLE and not is_equal:
             run = _added_up(run, k)
     return run
@@ -294,11 +318,13 @@ def _sum_of(axis: int, terms: Positions) -> Run:
 
 @functools.lru_cache(4096)
 def _split_run(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
-    """A run as `Layout.split` divides it: the set of distances along an axis, and the run of the first entry.
+    """A run as `Layout.split` divides it: the set of distances along an axis,
+    and the run of the first entry.
 
-    Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0, ..., 15 of shape
-    [1, 16]. Each comes in a list, which is empty if there is none. No run is left if the positions are no such sum, or
-    vary along this axis alone. A run that does not vary along it stays as it is, without a set.
+    Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0,
+    ..., 15 of shape [1, 16]. Each comes in a list, which is empty if there is none. No run is left
+    if the positions are no such sum, or vary along this axis alone. A run that does not vary along
+    it stays as it is, without a set.
     """
     if axis not in run.varying:
         return [], [run]
@@ -308,8 +334,8 @@ def _split_run(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
     # Holes are masked, so that minima leave them out.
     positions = np.ma.masked_equal(run.positions, HOLE)
     others = tuple(other_axes(positions.ndim, [1 + axis]))
-    # positions[i, j] = start[j] + step[i], with i along the axis and j along all others. One start alone is no run: the
-    # positions vary along this axis only.
+    # positions[i, j] = start[j] + step[i], with i along the axis and j along all others. One start
+    # alone is no run: the positions vary along this axis only.
     start = positions.min(1 + axis, keepdims=True)
     step = (positions - start).min(others, keepdims=True)
     if start.size > 1 and (start + step == positions).all():
@@ -326,14 +352,16 @@ def _added_up(run: Run, axis: int) -> Run:
 
 
 def _run_of(axis: int, positions: Positions) -> Run:
-    """The run of an array's positions [n, *axes], n for each entry: equal positions give equal runs.
+    """The run of an array's positions [n, *axes], n for each entry:
+    equal positions give equal runs.
 
-    The positions of an entry are sorted, each once, and an axis on which they don't depend has one entry.
+    The positions of an entry are sorted, each once,
+    and an axis on which they don't depend has one entry.
     """
     if len(positions) > 1:
         positions = np.sort(positions, 0)
-        # An entry that has a position twice gets a hole in its place. A second sort puts holes last, and terms that are
-        # holes in all entries are left out.
+        # An entry that has a position twice gets a hole in its place. A second sort puts holes
+        # last, and terms that are holes in all entries are left out.
         is_repeated = positions[1:] == positions[:-1]
         positions[1:][is_repeated] = HOLE
         positions.sort(0)

@@ -1,4 +1,5 @@
-"""Tell masks from biases among the arrays that are added to logits, by the numbers that they may hold."""
+"""Tell masks from biases among the arrays that are added to logits,
+by the numbers that they may hold."""
 
 from collections.abc import Sequence
 
@@ -12,13 +13,16 @@ _HIDES = -20.0
 
 
 def doubt_of_masks(graph: Graph, added: Sequence[Addend]) -> str:
-    """The line where the first array that may be a mask or a bias is added to logits; "" if there is none.
+    """The line where the first array that may be a mask or a bias is added to logits;
+    "" if there is none.
 
-    That is an array whose numbers only data say, such as an argument. When it runs, an entry to which it adds `MASKED`
-    (-9000) or less counts as hidden; anything else counts as a bias, and is left out of the largest logits.
+    That is an array whose numbers only data say, such as an argument. When it runs, an entry to
+    which it adds `MASKED` (-9000) or less counts as hidden; anything else counts as a bias, and is
+    left out of the largest logits.
 
     Raises:
-      Refused: An array is known to hold a number between -9000 and -20: it is a mask of 0 and -100, or a bias.
+      Refused: An array is known to hold a number between -9000 and -20:
+        it is a mask of 0 and -100, or a bias.
     """
     doubt = ""
     for addend in added:

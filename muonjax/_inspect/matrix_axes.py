@@ -1,4 +1,5 @@
-"""The matrices in a parameter: rows, columns and batches, and how columns are cut into parts and heads."""
+"""The matrices in a parameter: rows, columns and batches,
+and how columns are cut into parts and heads."""
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
@@ -45,7 +46,8 @@ class _Form(NamedTuple):
 def matrices_of(
     records: Records, uses: Sequence[Use]
 ) -> tuple[DimensionNumbers, DimensionNumbers, str]:
-    """The matrices that all of these products agree on, at least one; the same with one for each head; and why.
+    """The matrices that all of these products agree on, at least one;
+    the same with one for each head; and why.
 
     Raises:
       Contradiction: They do not agree, or one of them has no such axes.
@@ -61,14 +63,15 @@ def matrices_of(
             raise Contradiction(
                 f"{form} in {line}, but {other} in {records.graph.line(use.node)}"
             )
-    # In w[:, :32] and w[:, 32:] the function cuts the parameter itself, and not the result of its product. These slices
-    # are parts only if together they fill the axis; else it stays one matrix.
+    # In w[:, :32] and w[:, 32:] the function cuts the parameter itself, and not the result of its
+    # product. These slices are parts only if together they fill the axis; else it stays one matrix.
     if form.cut is None:
         slices = {use.view.layout.region for use in uses}
         cut = _cut(slices, shape, form.columns, sliced=form.columns)
         form = form._replace(cut=cut)
-    # Which columns count heads, in any of the products: [64, 8, 16] has the run 0, ..., 7 along axis 1. The region says
-    # which part of the columns has these heads, as the queries of a fused kernel.
+    # Which columns count heads, in any of the products: [64, 8, 16] has the run 0, ..., 7 along
+    # axis 1. The region says which part of the columns has these heads,
+    # as the queries of a fused kernel.
     heads = set()
     for use in uses:
         for run, region in use.product.heads:
@@ -86,12 +89,13 @@ def _axes(runs: Iterable[Run]) -> frozenset[int]:
 def _form(records: Records, use: Use) -> _Form:
     """Rows and columns of a parameter in one product, and how its columns are cut.
 
-    x @ w with w [64, 192], of which three operations take 64 columns each, is a form with rows {0}, columns {1} and
-    _Cut(axis=1, sizes=(64, 64, 64)).
+    x @ w with w [64, 192], of which three operations take 64 columns each, is a form with rows {0},
+    columns {1} and _Cut(axis=1, sizes=(64, 64, 64)).
     """
     product, shape = use.product, use.view.layout.origin
     form = _Form(*_rows_and_columns(records, use))
-    # A convolution by groups has a matrix for each, of as many output features: its kernel has one axis of columns.
+    # A convolution by groups has a matrix for each, of as many output features:
+    # its kernel has one axis of columns.
     groups = use.kernel.groups
     if groups > 1:
         axis = min(form.columns)
@@ -105,8 +109,8 @@ def _form(records: Records, use: Use) -> _Form:
             f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"
         )
     if cut is not None and cut.sizes == (1,) * shape[cut.axis]:
-        # Such an axis counts matrices, as one of queries, keys and values does. If it is the only one of the columns,
-        # its parts are vectors, which stay one matrix.
+        # Such an axis counts matrices, as one of queries, keys and values does. If it is the only
+        # one of the columns, its parts are vectors, which stay one matrix.
         return form._replace(columns=(form.columns - {cut.axis}) or form.columns)
     return form._replace(cut=cut)
 
@@ -114,9 +118,11 @@ def _form(records: Records, use: Use) -> _Form:
 def _rows_and_columns(
     records: Records, use: Use
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """The axes of a parameter that are rows in one product, and those that are columns; all others count matrices.
+    """The axes of a parameter that are rows in one product, and those that are columns;
+    all others count matrices.
 
-    An einsum "ebd,edf->ebf" with a kernel w [e, d, f] gives the rows {1} and the columns {2}: e counts matrices.
+    An einsum "ebd,edf->ebf" with a kernel w [e, d, f] gives the rows {1} and the columns {2}:
+    e counts matrices.
 
     Raises:
       Contradiction: An axis would be two of these.
@@ -126,12 +132,12 @@ def _rows_and_columns(
     columns, batch = set(use.columns), set(use.batch)
     # "hbd,hdf->hbf", and then a sum over h, is one product that sums over h and d: both are rows.
     summed = batch & product.added_up
-    # x @ w with w [d, e, f], whose result a later product, or a gate, takes expert by expert: e counts matrices. Heads
-    # are taken one by one as well, and stay columns.
+    # x @ w with w [d, e, f], whose result a later product, or a gate, takes expert by expert: e
+    # counts matrices. Heads are taken one by one as well, and stay columns.
     heads = {run for run, _ in product.heads}
     experts = columns & (product.batches - heads)
-    # one_hot(action) chooses one of the values x @ w, with w [d, actions]: actions are taken one by one, but without
-    # them w would have no columns. So they stay columns.
+    # one_hot(action) chooses one of the values x @ w, with w [d, actions]: actions are taken one by
+    # one, but without them w would have no columns. So they stay columns.
     if experts == columns:
         experts = set()
     # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over.
@@ -139,11 +145,13 @@ def _rows_and_columns(
     row_axes = _axes([*use.rows, *summed]) | slices
     column_axes = _axes(columns - experts)
     batch_axes = _axes((batch - summed) | experts) - slices
-    # In x @ w.reshape(8, 8, 64)[i] with w [64, 64] axis 0 is batch in steps of 8, and rows within these.
+    # In x @ w.reshape(8, 8, 64)[i] with w [64, 64] axis 0 is batch in steps of 8,
+    # and rows within these.
     axes = [*row_axes, *column_axes, *batch_axes]
     if len(set(axes)) < len(axes):
         raise Contradiction(
-            f"one axis of it has two roles among rows, columns and batch: {records.graph.line(use.node)}"
+            "one axis of it has two roles among rows, columns and batch: "
+            f"{records.graph.line(use.node)}"
         )
     return row_axes, column_axes
 
@@ -154,17 +162,19 @@ def _cut(
     columns: frozenset[int],
     sliced: Collection[int],
 ) -> _Cut | None:
-    """Along which axis, and into which sizes, columns are cut for different purposes; None: they are one matrix.
+    """Along which axis, and into which sizes, columns are cut for different purposes; None:
+    they are one matrix.
 
-    Columns of [64, 96] in regions 0 to 31, 32 to 63 and 64 to 95 are cut along axis 1 into (32, 32, 32). The region of
-    the first is {(1, mask)}, with 32 times true and 64 times false in the mask; an axis without a mask is taken whole.
+    Columns of [64, 96] in regions 0 to 31, 32 to 63 and 64 to 95 are cut along axis 1 into (32, 32,
+    32). The region of the first is {(1, mask)}, with 32 times true and 64 times false in the mask;
+    an axis without a mask is taken whole.
 
     Args:
       regions: The parts of the parameter that operations take.
       shape: Its shape.
       columns: Its axes that are columns.
-      sliced: Axes of which this product takes a slice, as x @ w[:, :64]. Along these, regions that leave columns out,
-        which another product may take, are no cut.
+      sliced: Axes of which this product takes a slice, as x @ w[:, :64]. Along these, regions that
+        leave columns out, which another product may take, are no cut.
     """
     for axis in sorted(columns):
         masks = {dict(region).get(axis, b"") for region in regions}
@@ -172,8 +182,9 @@ def _cut(
         if b"" in masks or len(masks) < 2:
             continue
         parts = np.array([np.frombuffer(mask, bool) for mask in masks])
-        # After how many columns all parts repeat, a divisor of their number: 3 for the masks 100100 and 010010. These
-        # are those of queries and keys that alternate with values, of two groups of heads.
+        # After how many columns all parts repeat, a divisor of their number: 3 for the masks 100100
+        # and 010010. These are those of queries and keys that alternate with values,
+        # of two groups of heads.
         period = 1
         while shape[axis] % period or (np.roll(parts, period, 1) != parts).any():
             period += 1
@@ -205,15 +216,16 @@ def _numbers_per_head(
 ) -> DimensionNumbers:
     """The dimension numbers of `form`, with a matrix for each head.
 
-    An axis that counts heads, 1 of [64, 8, 16], is no column any more: it counts matrices. One that heads divide, 1 of
-    [64, 128], is cut. If [64, 384] is cut into queries, keys and values of 128 columns each, and the queries alone have
-    heads of 16, the parts are eight of 16 and two of 128.
+    An axis that counts heads, 1 of [64, 8, 16], is no column any more: it counts matrices. One that
+    heads divide, 1 of [64, 128], is cut. If [64, 384] is cut into queries, keys and values of 128
+    columns each, and the queries alone have heads of 16, the parts are eight of 16 and two of 128.
 
     Args:
       form: The matrices of the parameter.
       shape: Its shape.
-      heads: Where its columns count heads: the run from head to head, along axis 1 of [64, 8, 16], or in steps of 16
-        along axis 1 of [64, 128]; and the region that has these heads, as (axis, mask of its positions) pairs.
+      heads: Where its columns count heads: the run from head to head, along axis 1 of [64, 8, 16],
+        or in steps of 16 along axis 1 of [64, 128]; and the region that has these heads,
+        as (axis, mask of its positions) pairs.
     """
     axes = _axes(run for run, _ in heads)
     # Axes along which each position is another head, as axis 1 of [64, 8, 16].
@@ -221,19 +233,22 @@ def _numbers_per_head(
     cut = form.cut
     if counting:
         columns = form.columns - counting
-        # No other axis has columns: of [64, 8], where a head is a vector, and of [64, 8 * 16] with heads along the
-        # faster axis, where a head has every eighth column. Such a kernel stays one matrix.
+        # No other axis has columns: of [64, 8], where a head is a vector, and of [64, 8 * 16] with
+        # heads along the faster axis, where a head has every eighth column.
+        # Such a kernel stays one matrix.
         if not columns:
             return _numbers(form)
-        # [64, 24, 16] with 24 heads of queries, keys and values: each head is a matrix, so that nothing is cut.
+        # [64, 24, 16] with 24 heads of queries, keys and values: each head is a matrix,
+        # so that nothing is cut.
         if cut is not None and cut.axis in counting:
             cut = None
         return _numbers(form._replace(columns=columns, cut=cut))
-    # One axis alone can be cut. If heads lie along another axis than the parts, the heads are cut and the parts are
-    # not.
+    # One axis alone can be cut. If heads lie along another axis than the parts, the heads are cut
+    # and the parts are not.
     if cut is None or cut.axis not in axes:
         cut = _Cut(min(axes), (shape[min(axes)],))
-    # The sizes of all parts, which are cut further where heads begin: (2, 1) with two repeats is (2, 1, 2, 1).
+    # The sizes of all parts, which are cut further where heads begin: (2, 1) with two repeats is
+    # (2, 1, 2, 1).
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
         # Heads along a second axis stay together.

@@ -1,8 +1,10 @@
-"""A jaxpr that also returns each head's largest attention logit, and is otherwise the one that it was.
+"""A jaxpr that also returns each head's largest attention logit,
+and is otherwise the one that it was.
 
-The softmax computes the maximum of its logits anyway. `with_maxima` adds this maximum, reduced to one number a head, to
-what is returned by the body that holds it and by every body around it. All else is bound as JAX itself binds it when it
-runs a jaxpr: scopes, contexts, custom derivatives, random numbers and the order of operations stay.
+The softmax computes the maximum of its logits anyway. `with_maxima` adds this maximum, reduced to
+one number a head, to what is returned by the body that holds it and by every body around it. All
+else is bound as JAX itself binds it when it runs a jaxpr: scopes, contexts, custom derivatives,
+random numbers and the order of operations stay.
 """
 
 import functools
@@ -31,20 +33,22 @@ class Probe(NamedTuple):
     variable: Var  # the logits after scale, bias and mask, in the innermost body
     raw: Var  # the logits before mask and bias, measured where `variable` does not mask
     heads: tuple[int, ...] = ()  # the axes kept, in this order; the others go
-    # For `check_clip`: under its `vmap`, softmax gets the logits of the first example in all of them.
+    # For `check_clip`: under its `vmap`, softmax gets the logits of the first example in all of
+    # them.
     shared: bool = False
 
 
 def with_maxima(body: Body, probes: tuple[Probe | Any, ...]) -> ClosedJaxpr:
-    """The jaxpr that returns what `body` does, and for each probe the largest logits, float32 [*layers, *heads].
+    """The jaxpr that returns what `body` does, and for each probe the largest logits,
+    float32 [*layers, *heads].
 
     NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes.
 
-    A branch of a `cond` returns an array for the probes of other branches too. In place of such a probe `probes` has
-    the type of its largest logits, and the array is -inf.
+    A branch of a `cond` returns an array for the probes of other branches too. In place of such a
+    probe `probes` has the type of its largest logits, and the array is -inf.
     """
-    # One jaxpr for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every step. The keys of
-    # `_WITH_MAXIMA` are weak, so nothing is kept longer than the body lives.
+    # One jaxpr for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every
+    # step. The keys of `_WITH_MAXIMA` are weak, so nothing is kept longer than the body lives.
     known = _WITH_MAXIMA.setdefault(body, {})
     if probes not in known:
         # `opened` is the jaxpr without the values of its constants, which `_run` takes from `body`.
@@ -61,8 +65,8 @@ _WITH_MAXIMA: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = (
 def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
     """The results of `with_maxima` for these inputs, which are traced."""
     jaxpr = opened(body)
-    # By the variable that holds the logits, or by the number of the equation in whose body they are. Several calls of
-    # an attention may have one probe.
+    # By the variable that holds the logits, or by the number of the equation in whose body they
+    # are. Several calls of an attention may have one probe.
     probes_at = grouped(
         (probe.path[0].equation if probe.path else probe.variable, probe)
         for probe in dict.fromkeys(probes)
@@ -81,7 +85,8 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
             for probe in probes_at.get(variable, ()):
                 # The logits before a mask was added come earlier in the body.
                 maxima[probe] = _largest(values[variable], values[probe.raw], probe)
-                # For `check_clip` alone: from here on both examples of its `vmap` have the logits of the first.
+                # For `check_clip` alone: from here on both examples of its `vmap` have the logits
+                # of the first.
                 if probe.shared:
                     values[variable] = _of_the_first(values[variable])
 
@@ -100,13 +105,15 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
             count = len(eqn.outvars)
             write(eqn.outvars, results[:count])
             maxima |= zip(inside, results[count:], strict=True)
-    # What is no `Probe` is the type of the largest logits of another branch of a `cond`: there are none here.
+    # What is no `Probe` is the type of the largest logits of another branch of a `cond`:
+    # there are none here.
     largest = [maxima[x] if isinstance(x, Probe) else _nothing(x) for x in probes]
     return [*read(jaxpr.outvars), *largest]
 
 
 def bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
-    """The results of an equation as JAX binds it, with some parameters `changed`, such as its body."""
+    """The results of an equation as JAX binds it, with some parameters `changed`,
+    such as its body."""
     params = eqn.primitive.get_bind_params(eqn.params | changed)
     out = eqn.primitive.bind(*operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -115,23 +122,25 @@ def bound(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
 def _bound_with_maxima(
     eqn: JaxprEqn, probes: tuple[Probe, ...], operands: list[Any]
 ) -> list[Any]:
-    """What an equation returns, and then the largest logits of each probe in its bodies, if there are any."""
+    """What an equation returns, and then the largest logits of each probe in its bodies,
+    if there are any."""
     if not probes:
         return bound(eqn, operands)
     name = eqn.primitive.name
     count = len(probes)
-    # From each probe the first step of its path, which says in which body its logits are, and the probe as that body
-    # sees it.
+    # From each probe the first step of its path, which says in which body its logits are, and the
+    # probe as that body sees it.
     steps = [probe.path[0] for probe in probes]
     inside = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
     bodies = jax_versions.bodies(eqn)
-    # A softmax with a `custom_jvp`: its rule gives derivatives of the outputs that it has, so it can't get more.
+    # A softmax with a `custom_jvp`: its rule gives derivatives of the outputs that it has,
+    # so it can't get more.
     if name.startswith("custom_"):
-        # The body runs once more, for the maxima, which pass no derivative. The results come from the call itself, with
-        # its derivatives.
+        # The body runs once more, for the maxima, which pass no derivative. The results come from
+        # the call itself, with its derivatives.
         again = _run(bodies[0], inside, *jax.lax.stop_gradient(operands))
-        # All probes of `check_clip` are shared, and no others. It takes no derivatives, and replaces the logits in the
-        # body, so the results come from there.
+        # All probes of `check_clip` are shared, and no others. It takes no derivatives, and
+        # replaces the logits in the body, so the results come from there.
         if probes[0].shared:
             return again
         return [*bound(eqn, operands), *again[-count:]]
@@ -141,8 +150,8 @@ def _bound_with_maxima(
     # Others are bound with bodies that return the maxima after their other results.
     new = _with_all_maxima(bodies, steps, inside)
     outputs = bound(eqn, operands, **jax_versions.with_bodies(eqn, new, count))
-    # A scan stacks the maxima of its iterations. Where the iterations are layers, they are kept; where they are others,
-    # such as blocks of queries, the largest one counts.
+    # A scan stacks the maxima of its iterations. Where the iterations are layers, they are kept;
+    # where they are others, such as blocks of queries, the largest one counts.
     if name == "scan":
         for k, step in enumerate(steps, start=len(eqn.outvars)):
             if not step.layer:
@@ -153,10 +162,11 @@ def _bound_with_maxima(
 def _with_all_maxima(
     bodies: Sequence[Body], steps: Sequence[Step], probes: Sequence[Probe]
 ) -> list[ClosedJaxpr]:
-    """The bodies of an equation, each of which returns a maximum for every probe after its other results.
+    """The bodies of an equation, each of which returns a maximum for every probe after its other
+    results.
 
-    All branches of a `cond` have to return the same types. With a probe in each of two branches, the first returns
-    (maximum 0, -inf) and the second (-inf, maximum 1).
+    All branches of a `cond` have to return the same types. With a probe in each of two branches,
+    the first returns (maximum 0, -inf) and the second (-inf, maximum 1).
 
     Args:
       bodies: The bodies as they are.
@@ -165,7 +175,8 @@ def _with_all_maxima(
     """
     new = []
     for k, body in enumerate(bodies):
-        # For each probe the probe itself, or the type of its maxima if its logits are in another body.
+        # For each probe the probe itself, or the type of its maxima if its logits are in another
+        # body.
         wanted: list[Any] = []
         for step, probe in zip(steps, probes, strict=True):
             if step.body == k:
@@ -180,7 +191,8 @@ def _with_all_maxima(
 def _shard_map(
     eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
 ) -> list[Any]:
-    """What a `shard_map` returns, and then for each probe the largest logits [*layers, *heads] of all devices.
+    """What a `shard_map` returns, and then for each probe the largest logits [*layers,
+    *heads] of all devices.
 
     Args:
       eqn: The equation of the `shard_map`.
@@ -199,9 +211,9 @@ def _shard_map(
         outputs = _run(body, probes, *operands)
         results = outputs[:-count]
         for maximum in outputs[-count:]:
-            # Every device has all heads, or the certificate would have refused the clip, so this is entry by entry.
-            # With `check_vma`, JAX knows along which axes of the mesh the maximum may differ from device to device.
-            # Without it, it may differ along all of them.
+            # Every device has all heads, or the certificate would have refused the clip, so this is
+            # entry by entry. With `check_vma`, JAX knows along which axes of the mesh the maximum
+            # may differ from device to device. Without it, it may differ along all of them.
             differing = axis_names
             if check_vma:
                 differing = axis_names & jax_versions.varying(jax.typeof(maximum))
@@ -221,14 +233,16 @@ def _shard_map(
 
 
 def _nothing(kind: Any) -> jax.Array:
-    """Largest logits of this type where there are none: -inf, as of a branch of a `cond` that skips its layer."""
+    """Largest logits of this type where there are none: -inf,
+    as of a branch of a `cond` that skips its layer."""
     # Under explicit axes, or inside of a `shard_map`, the type says how the maxima are divided.
     x = jax.lax.full(kind.shape, -jnp.inf, jnp.float32, sharding=kind.sharding)
     axes = tuple(jax_versions.varying(kind))
     return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
-# No gather over a named axis of the `vmap`: under the checks of a `shard_map`, JAX has no rule for it.
+# No gather over a named axis of the `vmap`: under the checks of a `shard_map`,
+# JAX has no rule for it.
 @jax.custom_batching.custom_vmap
 def _of_the_first(x: jax.Array) -> jax.Array:
     """The array; under `vmap` that of the first example, for all of them."""
@@ -241,13 +255,14 @@ def _(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, b
 
 
 def _largest(logits: jax.Array, raw: jax.Array, probe: Probe) -> jax.Array:
-    """The largest logit of each head, float32, over all axes but `probe.heads`, which come in this order.
+    """The largest logit of each head, float32, over all axes but `probe.heads`,
+    which come in this order.
 
-    Logits [batch, head, query, key] with heads (1,) give [head], and logits [head of a group, batch, group, query, key]
-    with heads (2, 0) give [group, head of a group].
+    Logits [batch, head, query, key] with heads (1,) give [head], and logits [head of a group,
+    batch, group, query, key] with heads (2, 0) give [group, head of a group].
 
-    `raw`: the logits before masks and biases, the same array if none were added. An entry to which `MASKED` or less was
-    added is masked, and all others are measured without what was added.
+    `raw`: the logits before masks and biases, the same array if none were added. An entry to which
+    `MASKED` or less was added is masked, and all others are measured without what was added.
     """
     # A logit that is NaN is not masked, because a comparison with NaN is false: the maximum is NaN.
     if raw is not logits:

@@ -28,18 +28,20 @@ from muonjax._inspect.values import (
 
 # They leave every entry where it is: casts, annotations, and what devices exchange with each other.
 SAME = """
-    convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision optimization_barrier reshard
-    mesh_cast pvary pcast to_varying psum psum2 pmax psum_invariant ppermute device_put name real imag conj
-    stop_gradient
+    convert_element_type copy copy_p sharding_constraint layout_constraint reduce_precision
+    optimization_barrier reshard mesh_cast pvary pcast to_varying psum psum2 pmax psum_invariant
+    ppermute device_put name real imag conj stop_gradient
 """
-# They cut an array into a shard for each device, or put shards together: some axes have another size.
+# They cut an array into a shard for each device, or put shards together:
+# some axes have another size.
 RESIZED = "shard unshard all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all"
 # Sums over devices, and the imaginary part, give other logits where the operand has some.
 _OTHER_LOGITS = ("psum", "psum2", "psum_invariant", "imag")
 
 Shape: TypeAlias = Sequence[int]
-# Numbers for each entry of an array: its positions in an origin (`layouts`), or what a clip does to it (the tables of
-# `clip_certificate`). They are [*any, *axes of the array], with one entry along each axis on which they don't depend.
+# Numbers for each entry of an array: its positions in an origin (`layouts`), or what a clip does to
+# it (the tables of `clip_certificate`). They are [*any, *axes of the array], with one entry along
+# each axis on which they don't depend.
 Marks: TypeAlias = np.ndarray
 
 
@@ -57,7 +59,8 @@ def _same(records: Records, node: Node) -> Sequence[Value]:
 def rounds_coarsely(records: Records, node: Node) -> bool:
     """Whether it keeps fewer than eight significant bits, as a cast to int8 or float8 does.
 
-    Then logits times a factor are rounded to others than the logits: a factor changes what is rounded off.
+    Then logits times a factor are rounded to others than the logits:
+    a factor changes what is rounded off.
     """
     if node.name not in ("convert_element_type", "reduce_precision"):
         return False
@@ -67,19 +70,23 @@ def rounds_coarsely(records: Records, node: Node) -> bool:
 
 
 def axes_after(first: int, axes: Iterable[int]) -> tuple[int, ...]:
-    """Axes of an array as axes of its marks, after the `first` ones: (2, 3) for the axes (0, 1) after two."""
+    """Axes of an array as axes of its marks, after the `first` ones: (2, 3) for the axes (0, 1)
+    after two."""
     return tuple(first + axis for axis in axes)
 
 
 def moved_by(records: Records, node: Node, x: Marks) -> Marks:
-    """Marks of each entry of an operation's operand, as its result has them after the operation moves the entries.
+    """Marks of each entry of an operation's operand,
+    as its result has them after the operation moves the entries.
 
     For `array.T` of an array [3, 4], marks [2, 3, 1], two for each row, become marks [2, 1, 3].
 
     Args:
-      records: Where the shapes of arrays are known, and numbers such as the index of `jnp.take(array, 2, 1)`.
+      records: Where the shapes of arrays are known,
+        and numbers such as the index of `jnp.take(array, 2, 1)`.
       node: The operation.
-      x: The marks [*any, *axes of the operand], with one entry along each axis on which they don't depend.
+      x: The marks [*any, *axes of the operand], with one entry along each axis on which they don't
+        depend.
 
     Raises:
       NotFollowed: There is no rule for the operation, or there would be too many marks.
@@ -121,9 +128,11 @@ def moved_by(records: Records, node: Node, x: Marks) -> Marks:
 
 
 def _gathered(records: Records, node: Node, x: Marks) -> Marks:
-    """Marks after a `gather`, as `moved_by` says: `jnp.take(array, 2, 1)`, at an index that the program contains.
+    """Marks after a `gather`, as `moved_by` says: `jnp.take(array, 2, 1)`,
+    at an index that the program contains.
 
-    `jnp.take(array, tokens, 1)`, of indices that it does not contain, has marks if they don't depend on this axis.
+    `jnp.take(array, tokens, 1)`, of indices that it does not contain,
+    has marks if they don't depend on this axis.
     """
     old, new = records.graph.shapes(node)
     index = records.known(node.inputs[1])
@@ -153,10 +162,11 @@ def _gone(numbers: Any) -> tuple[int, ...]:
 def reshaped(x: Marks, old: Shape, new: Shape) -> Marks:
     """Marks [*any, *old] of an array after its reshape to `new`.
 
-    Positions [4, 1] of an array [4, 16], which depend on the row alone, become [64] for the shape [64], each 16 times,
-    and [2, 2, 1] for the shape [2, 2, 16].
+    Positions [4, 1] of an array [4, 16], which depend on the row alone, become [64] for the shape
+    [64], each 16 times, and [2, 2, 1] for the shape [2, 2, 16].
     """
-    # The certificate asks about logits that may have been cut or repeated, too. Arrays without entries have no marks.
+    # The certificate asks about logits that may have been cut or repeated, too.
+    # Arrays without entries have no marks.
     if math.prod(old) != math.prod(new) or 0 in old:
         raise NotFollowed
     first = x.ndim - len(old)
@@ -175,7 +185,8 @@ def reshaped(x: Marks, old: Shape, new: Shape) -> Marks:
 
 
 def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
-    """The axes of a reshape that become others: [4, 6, 5] -> [24, 5] gives ((0, 1), (0,)) and ((2,), (1,))."""
+    """The axes of a reshape that become others: [4, 6, 5] -> [24, 5] gives ((0, 1), (0,)) and
+    ((2,), (1,))."""
     # How many entries the first k axes have together, for each k: 1, 4, 24, 120 and 1, 24, 120.
     old_sizes = np.cumprod([1, *old])
     new_sizes = np.cumprod([1, *new])
@@ -220,10 +231,12 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
         if len({view.leaf for view in views}) < len(views):
             raise NotFollowed
     else:
-        # What is not made of parameters and numbers alone is no weight any more: here the parameters end.
+        # What is not made of parameters and numbers alone is no weight any more:
+        # here the parameters end.
         weights = [value for value in values if value.is_weight]
         records.record_views(node, "joined with data", weights)
-    # One softmax may take logits next to a sink, but two kinds of logits side by side are not followed.
+    # One softmax may take logits next to a sink, but two kinds of logits side by side are not
+    # followed.
     with_logits = [part.logits for part in placed if part.logits]
     logits = with_logits[0] if len(with_logits) == 1 else ()
     projections = projections_of_all(records, placed)
@@ -232,39 +245,46 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("gather")
 def _gather(records: Records, node: Node) -> Sequence[Value]:
-    """Slices at indices: `jnp.take(x, 2, 1)`, look-ups `table[tokens]`, and logits that labels choose."""
+    """Slices at indices: `jnp.take(x, 2, 1)`, look-ups `table[tokens]`,
+    and logits that labels choose."""
     x, indices = records.inputs(node)
     # The indices, if the program contains them as numbers.
     known = records.known(node.inputs[1])
     # `jnp.take(x, 2, axis)`.
     if known is not None and records.shape(node.inputs[1]) == (1,):
         return _one_operand(records, node)
-    # For each axis of the result the axis of x that it has all of: [None, None, 1] for `table[tokens]`.
+    # For each axis of the result the axis of x that it has all of: [None, None,
+    # 1] for `table[tokens]`.
     sources = _sources_of_gather(records, node)
     old, _ = records.graph.shapes(node)
     # The axes along which the indices choose: axis 0 in `table[tokens]`.
     picked = other_axes(len(old), sources)
-    # Whether entries of a parameter, or columns of a product, differ along these axes: then the indices choose some.
+    # Whether entries of a parameter, or columns of a product, differ along these axes:
+    # then the indices choose some.
     chooses = _differs_along(x, picked)
-    # Constant indices that have each column once, as 1, 0, 3, 2, change the order of columns: that is not followed.
+    # Constant indices that have each column once, as 1, 0, 3, 2, change the order of columns:
+    # that is not followed.
     if chooses and known is not None:
         count = math.prod(old[axis] for axis in picked)
         if np.array_equal(np.sort(known, None), range(count)):
             raise NotFollowed
-    # Without a parameter in `x` this may be a cross-entropy, which takes the logit of the label: then the columns of
-    # the product are classes.
+    # Without a parameter in `x` this may be a cross-entropy, which takes the logit of the label:
+    # then the columns of the product are classes.
     if not x.views:
         records.record_choice_by_labels(x, picked, indices)
-        # Any column may be chosen, so that all of them are one part, and it is not known which one the result has.
+        # Any column may be chosen, so that all of them are one part,
+        # and it is not known which one the result has.
         if chooses:
             records.record_parts(x.projections)
             return [dependent([x, indices])]
-    # Recorded as a look-up if data choose, and followed on: what is chosen may be an expert's matrix.
+    # Recorded as a look-up if data choose, and followed on:
+    # what is chosen may be an expert's matrix.
     return [looked_up(records, node, [x, indices], sources)]
 
 
 def _sources_of_gather(records: Records, node: Node) -> list[int | None]:
-    """For each axis of the result the operand's axis that it has all of; None for an axis of indices or of a part.
+    """For each axis of the result the operand's axis that it has all of;
+    None for an axis of indices or of a part.
 
     `table[tokens]` of a table [256, 64] and tokens [2, 8] gives [None, None, 1].
     """
@@ -280,22 +300,25 @@ def _sources_of_gather(records: Records, node: Node) -> list[int | None]:
 
 
 def _differs_along(x: Value, axes: Sequence[int]) -> bool:
-    """Whether entries along these axes come from different entries of a parameter, or columns of a product."""
+    """Whether entries along these axes come from different entries of a parameter,
+    or columns of a product."""
     return any(part.layout.runs_along(axes) for part in (*x.views, *x.projections))
 
 
 def looked_up(
     records: Records, node: Node, values: Sequence[Value], sources: Sequence[int | None]
 ) -> Value:
-    """Entries of an array, the first of the values, at indices that are known only when it runs: the other values.
+    """Entries of an array, the first of the values,
+    at indices that are known only when it runs: the other values.
 
     Args:
       records: Gets a record of each parameter that data look up.
       node: The operation.
-      values: The array, whose axes without a source count matrices from here on (`Layout.loops`), and its indices; none
-        for what an iteration of a scan takes.
-      sources: For each axis of the result the axis of the array that it has all of, if it is one. So [None, None, 1] of
-        a table [256, 64] are its rows at indices [2, 8]. Along all other axes of the array one entry is taken.
+      values: The array, whose axes without a source count matrices from here on (`Layout.loops`),
+        and its indices; none for what an iteration of a scan takes.
+      sources: For each axis of the result the axis of the array that it has all of, if it is one.
+        So [None, None, 1] of a table [256, 64] are its rows at indices [2, 8]. Along all other axes
+        of the array one entry is taken.
     """
     x, *indices = values
     shape = records.shape(node.outputs[0])
@@ -305,8 +328,8 @@ def looked_up(
     is_look_up = dependent(indices).depends_on & DATA
     views = []
     for view in x.views:
-        # (table @ w)[tokens], a factored embedding: both are factors of a product (`inner`). Tokens choose rows of the
-        # table, and w multiplies these.
+        # (table @ w)[tokens], a factored embedding: both are factors of a product (`inner`). Tokens
+        # choose rows of the table, and w multiplies these.
         if is_look_up and view.inner:
             raise NotFollowed
         gone = other_axes(len(view.layout.shape), order)
@@ -316,8 +339,9 @@ def looked_up(
         # It is followed on: an index may choose the matrix of an expert, which is multiplied then.
         layout = view.layout.visit(gone).pick(order, shape)
         views.append(view._replace(layout=layout))
-    # In w * (x @ v) the parameter w alone is followed. Otherwise the first column stands for all: callers have seen
-    # that columns don't differ along the axes that are gone, or a loop takes one after the other.
+    # In w * (x @ v) the parameter w alone is followed. Otherwise the first column stands for all:
+    # callers have seen that columns don't differ along the axes that are gone,
+    # or a loop takes one after the other.
     columns = () if views else x.projections
     projections = move_each(columns, lambda layout: layout.pick(order, shape))
     return dependent(values)._replace(views=tuple(views), projections=projections)
@@ -332,10 +356,11 @@ def _scan_slice(records: Records, node: Node) -> Sequence[Value]:
 
 @rule(f"dynamic_slice {RESIZED}")
 def _resize(records: Records, node: Node) -> Sequence[Value]:
-    """The result of an operation that changes the sizes of some axes. Which entries it has is known only when it runs.
+    """The result of an operation that changes the sizes of some axes.
+    Which entries it has is known only when it runs.
 
-    A `dynamic_slice` takes one entry, as a loop takes its layer's weights, or a stretch, such as a block of columns.
-    The others make shards of an array or put them together.
+    A `dynamic_slice` takes one entry, as a loop takes its layer's weights, or a stretch, such as a
+    block of columns. The others make shards of an array or put them together.
     """
     values = records.inputs(node)
     old, new = records.graph.shapes(node)
@@ -344,8 +369,8 @@ def _resize(records: Records, node: Node) -> Sequence[Value]:
         raise NotFollowed
     sources = [axis if n == old[axis] else None for axis, n in enumerate(new)]
     resized = other_axes(len(old), sources)
-    # One entry stands for all, which a loop takes one after the other. A stretch or a shard does not: where columns or
-    # entries of a parameter differ along these axes, nothing is known of it.
+    # One entry stands for all, which a loop takes one after the other. A stretch or a shard does
+    # not: where columns or entries of a parameter differ along these axes, nothing is known of it.
     is_entry = node.name == "dynamic_slice" and all(new[axis] == 1 for axis in resized)
     if not is_entry and _differs_along(values[0], resized):
         raise NotFollowed

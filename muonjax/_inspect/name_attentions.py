@@ -1,4 +1,5 @@
-"""Name the attentions of a program by the paths of their parameters, and write what a clip scales as sites."""
+"""Name the attentions of a program by the paths of their parameters,
+and write what a clip scales as sites."""
 
 import dataclasses
 from collections import Counter
@@ -15,8 +16,8 @@ class Attention(NamedTuple):
     """One attention of a program.
 
     Attributes:
-      name: The path of its module, of its query projection where several share a module, "max_logits" for the only one
-        at the root: the key of its entry in `max_logits`.
+      name: The path of its module, of its query projection where several share a module,
+        "max_logits" for the only one at the root: the key of its entry in `max_logits`.
       line: File and line of its product of queries and keys.
       site: What a clip scales; None if that would not scale its logits.
       problem: Why not, "" if it can be clipped.
@@ -31,10 +32,12 @@ class Attention(NamedTuple):
 def named_attentions(
     records: Records, paths: Iterable[str]
 ) -> list[tuple[Attention, Call]]:
-    """The attentions that train, with name and site, in the order of the program; each with where its logits are.
+    """The attentions that train, with name and site, in the order of the program;
+    each with where its logits are.
 
-    An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by its module,
-    "block_0/attn". If several attentions share a module, each is named by its queries, "block_0/attn/q".
+    An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by
+    its module, "block_0/attn". If several attentions share a module,
+    each is named by its queries, "block_0/attn/q".
 
     Args:
       records: The program.
@@ -60,12 +63,14 @@ def named_attentions(
             count_of[name] += 1
             if count_of[name] > 1:
                 name = f"{name}:{count_of[name]}"
-            # The paths of a site's scales are those below the site's `path`, which is "" here: the root of the tree.
+            # The paths of a site's scales are those below the site's `path`, which is "" here:
+            # the root of the tree.
             scales = tuple(
                 dataclasses.replace(span.scale, path=path_of[span.leaf])
                 for span in call.spans
             )
-            # The axes that count layers are the same in all parameters of an attention; None without a scan.
+            # The axes that count layers are the same in all parameters of an attention;
+            # None without a scan.
             layers = call.spans[0].stack or None
             site = Site(
                 path="", scales=scales, signal=name, scan_axis=layers, exact=True

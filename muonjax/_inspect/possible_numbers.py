@@ -1,4 +1,5 @@
-"""Which numbers an array may hold, where the program shows that they are few: a mask adds 0 or others far below."""
+"""Which numbers an array may hold, where the program shows that they are few:
+a mask adds 0 or others far below."""
 
 from collections.abc import Callable
 
@@ -9,17 +10,20 @@ import numpy as np
 from muonjax._inspect.graph import Graph, Node
 from muonjax._inspect.values import CHOICES
 
-# What is added to a logit to mask it is this or less, where it may be any number; an ALiBi bias of this size masks as
-# well. It is -1e4 in many models, which is -9984 in bfloat16, and less exact where a logit of this precision takes it.
+# What is added to a logit to mask it is this or less, where it may be any number; an ALiBi bias of
+# this size masks as well. It is -1e4 in many models, which is -9984 in bfloat16, and less exact
+# where a logit of this precision takes it.
 MASKED = -9e3
 _MOST = 8
-# NaN stands for more numbers than these, as of positions or in a table, and arithmetic with NaN gives NaN.
+# NaN stands for more numbers than these, as of positions or in a table,
+# and arithmetic with NaN gives NaN.
 _MANY = np.array([np.nan])
 
 # Operations whose results hold no other numbers than their first operand.
 _MOVES = """
-    broadcast_in_dim convert_element_type copy copy_p dynamic_slice gather pcast pvary reshape reshard rev scan_slice
-    shard sharding_constraint slice squeeze stop_gradient tile transpose unshard
+    broadcast_in_dim convert_element_type copy copy_p dynamic_slice gather pcast pvary reshape
+    reshard rev scan_slice shard sharding_constraint slice squeeze stop_gradient tile transpose
+    unshard
 """
 _MOVING = frozenset(_MOVES.split())
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
@@ -35,9 +39,9 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
 def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     """The numbers that an array may hold, sorted; None if data say which.
 
-    `jnp.where(mask, 0.0, -1e9)` holds -1e9 and 0. More than eight numbers, as of positions or in a table, are one NaN.
-    Where data are multiplied by a number as large as those of a mask, they are taken for 0, 1 or -1:
-    `(1 - mask) * -1e9` holds -1e9, 0 and 1e9.
+    `jnp.where(mask, 0.0, -1e9)` holds -1e9 and 0. More than eight numbers, as of positions or in a
+    table, are one NaN. Where data are multiplied by a number as large as those of a mask, they are
+    taken for 0, 1 or -1: `(1 - mask) * -1e9` holds -1e9, 0 and 1e9.
     """
     if value in graph.possible_numbers:
         return graph.possible_numbers[value]
@@ -46,7 +50,8 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     numbers = None
     if constant is not None:
         numbers = np.ravel(constant)
-        # Most tables show in their first numbers that they hold many: the others need not be sorted.
+        # Most tables show in their first numbers that they hold many:
+        # the others need not be sorted.
         if len(np.unique(numbers[:1000].astype(float))) > _MOST:
             numbers = _MANY
     elif graph.avals[value].dtype == bool:
@@ -62,7 +67,8 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
 
 
 def is_mask(graph: Graph, value: int, hides: float = MASKED) -> bool:
-    """Whether all numbers that an array may hold are 0, or `hides` and less, as those of a mask that is added."""
+    """Whether all numbers that an array may hold are 0, or `hides` and less,
+    as those of a mask that is added."""
     numbers = numbers_in(graph, value)
     return numbers is not None and bool(((numbers == 0) | (numbers <= hides)).all())
 
@@ -70,7 +76,8 @@ def is_mask(graph: Graph, value: int, hides: float = MASKED) -> bool:
 def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
     """The numbers in the result of an operation, by those in its operands; None if data say which.
 
-    where(data, 0, -1e9) holds 0 and -1e9, data * -1e9 holds -1e9, 0 and 1e9, and data + 1 gives None.
+    where(data, 0, -1e9) holds 0 and -1e9, data * -1e9 holds -1e9, 0 and 1e9,
+    and data + 1 gives None.
     """
     if node.name in _MOVING:
         inputs = node.inputs[:1]
@@ -80,8 +87,8 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
     elif node.name in ("concatenate", *_ARITHMETIC):
         inputs = node.inputs
     else:
-        # Without data, or with no more than a key of random numbers, the program says which numbers these are, such as
-        # the cosines of positions. They are not computed here.
+        # Without data, or with no more than a key of random numbers, the program says which numbers
+        # these are, such as the cosines of positions. They are not computed here.
         data = graph.data_before(node.inputs)
         are_keys = all(
             jnp.issubdtype(graph.avals[x].dtype, jax.dtypes.prng_key) for x in data
@@ -94,14 +101,15 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
         if numbers is not None:
             known.append(numbers)
     if len(known) < len(inputs):
-        # Only one of the two operands is known. Data times -1e9 is taken for a mask that is an argument, of 0 and 1, or
-        # of 0 and -1 as in (mask - 1) * 1e9.
+        # Only one of the two operands is known. Data times -1e9 is taken for a mask that is an
+        # argument, of 0 and 1, or of 0 and -1 as in (mask - 1) * 1e9.
         if node.name == "mul" and known and (-np.abs(known[0]) <= MASKED).all():
             return np.concatenate([-known[0], [0.0], known[0]])
         return None
     if node.name not in _ARITHMETIC:
         return np.concatenate(known)
-    # Each number of one operand with each of the other, of which there are at most eight. Some pairs may not occur.
+    # Each number of one operand with each of the other, of which there are at most eight.
+    # Some pairs may not occur.
     with np.errstate(all="ignore"):
         combined = _ARITHMETIC[node.name](*np.meshgrid(*known))
     return combined.reshape(-1)

@@ -1,4 +1,5 @@
-"""Where in the model a product is: what its result goes to, over operations that are no products."""
+"""Where in the model a product is: what its result goes to,
+over operations that are no products."""
 
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
@@ -6,20 +7,23 @@ from typing import Literal, TypeAlias
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import Use
 
-# What the result of a product reaches without another product on the way. "frozen layer": only matrices that do not
-# train, perhaps a transform of the outputs.
+# What the result of a product reaches without another product on the way. "frozen layer": only
+# matrices that do not train, perhaps a transform of the outputs.
 Destination: TypeAlias = Literal["output", "layer", "frozen layer"]
 
 
 class Ends:
-    """The values from which a layer or an output of the function can be reached, along the way of a gradient.
+    """The values from which a layer or an output of the function can be reached,
+    along the way of a gradient.
 
     Attributes:
       to_products: Values from which a path leads to a product by parameters or of activations.
       to_frozen: Values from which a path leads to a product by a matrix that does not train.
-      to_outputs: Values from which a path leads to an output of the function, without a product on the way.
-      unknown_after: By value, an operation that may be a layer and that a path leads to: a long einsum, which is not
-        followed, a product with parameters that only scale, or one whose result is a single number.
+      to_outputs: Values from which a path leads to an output of the function,
+        without a product on the way.
+      unknown_after: By value, an operation that may be a layer and that a path leads to: a long
+        einsum, which is not followed, a product with parameters that only scale,
+        or one whose result is a single number.
     """
 
     def __init__(self, records: Records):
@@ -40,9 +44,11 @@ class Ends:
     def destination(self, use: Use) -> Destination:
         """Where the result of a product by a parameter goes to.
 
-        The first kernel of tanh(x @ w1) @ w2 has "layer", and the second, whose result becomes the loss, "output".
+        The first kernel of tanh(x @ w1) @ w2 has "layer", and the second,
+        whose result becomes the loss, "output".
         """
-        # In x @ (a @ b) the factor b is the next layer after a: the columns of a meet it, so they are in `inner`.
+        # In x @ (a @ b) the factor b is the next layer after a: the columns of a meet it,
+        # so they are in `inner`.
         if use.columns and use.columns in use.view.inner:
             return "layer"
         (value,) = self.graph.nodes[use.node].outputs
@@ -51,7 +57,8 @@ class Ends:
             return "output"
         if value in self.to_products:
             return "layer"
-        # Only matrices that do not train follow, as a frozen head, a critic, or a transform of the outputs.
+        # Only matrices that do not train follow, as a frozen head, a critic,
+        # or a transform of the outputs.
         return "frozen layer" if value in self.to_frozen else "output"
 
     def _values_before(self, operations: Iterable[int]) -> set[int]:

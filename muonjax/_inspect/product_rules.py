@@ -1,4 +1,5 @@
-"""The rules of products: by a parameter, of two parameters, of two activations, by frozen numbers; convolutions."""
+"""The rules of products: by a parameter, of two parameters, of two activations,
+by frozen numbers; convolutions."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ from muonjax._inspect.values import (
 
 @rule("dot_general")
 def _dot(records: Records, node: Node) -> Sequence[Value]:
-    """The result has the batch axes, then the free axes of the left operand, then those of the right one."""
+    """The result has the batch axes, then the free axes of the left operand,
+    then those of the right one."""
     sums, batches = node.params["dimension_numbers"]
     left, right = (records.operand(node, k, sums[k], batches[k]) for k in (0, 1))
     left.sources = (*left.batch, *left.free, *[None] * len(right.free))
@@ -49,7 +51,8 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
     - It sums over no axis, as an einsum `bi,i->bi`: it is a `mul`.
     - Both are made of parameters alone: factors of an adapter, or a penalty.
     - one_hot(tokens) @ table is a look-up.
-    - x @ w is a layer, also if w is a parameter plus data, or one of several matrices that data choose.
+    - x @ w is a layer, also if w is a parameter plus data,
+      or one of several matrices that data choose.
     - All else is a product of two activations, or of an activation with numbers that do not train.
     """
     result = dependent([left.value, right.value])
@@ -66,7 +69,8 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
     for operand, other in pairs:
-        # The summed axes along which the other operand is one hot: its index chooses one entry along them.
+        # The summed axes along which the other operand is one hot:
+        # its index chooses one entry along them.
         one_hot = other.value.axes("one hot")
         axes = zip(operand.summed, other.summed, strict=True)
         chosen = [axis for axis, of_other in axes if of_other in one_hot]
@@ -74,10 +78,12 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
             values = [operand.value, other.value]
             return looked_up(records, node, values, operand.sources)
         records.record_choice_by_labels(operand.value, chosen, other.value)
-        # In einsum("be,bef->bf", one_hot(expert), y), of a layer's result y, the columns along e count experts.
+        # In einsum("be,bef->bf", one_hot(expert), y), of a layer's result y,
+        # the columns along e count experts.
         for projection in operand.value.projections:
             projection.product.batches.update(projection.layout.runs_along(chosen))
-    # If both operands may be the layer's weights, parameters alone come before a matrix that depends on data, w * mask.
+    # If both operands may be the layer's weights, parameters alone come before a matrix that
+    # depends on data, w * mask.
     for operand, other in sorted(pairs, key=lambda pair: not pair[0].is_parameter):
         # Parameters that were not lost, perhaps a vector, which is no matrix.
         is_parameter = operand.is_parameter and operand.value.views
@@ -89,19 +95,22 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
 def _by_matrix(
     records: Records, node: Node, result: Value, weights: Operand, activation: Operand
 ) -> Value:
-    """The product of an activation and an operand made of parameters: `result`, which has what it depends on.
+    """The product of an activation and an operand made of parameters: `result`,
+    which has what it depends on.
 
-    It is a layer, also with a merged adapter as in x @ (a @ b), unless the operand is a product of parameters that may
-    be queries, keys or values, as in x @ (queries @ w).T. Such parameters are left to names.
+    It is a layer, also with a merged adapter as in x @ (a @ b), unless the operand is a product of
+    parameters that may be queries, keys or values, as in x @ (queries @ w).T.
+    Such parameters are left to names.
     """
     attention = records.attention
-    # The product whose exponentials the activation is made of. These may be the weights of an attention, of which the
-    # other operand is the values, or of a router that chooses among its rows.
+    # The product whose exponentials the activation is made of. These may be the weights of an
+    # attention, of which the other operand is the values,
+    # or of a router that chooses among its rows.
     scores = activation.value.exponential_of
     has_weights = scores in attention.candidates | attention.routers
     views = weights.value.views
-    # x @ (a @ b) sums over an axis of a, the first factor. x @ (queries @ w).T sums over one of w, the last: these may
-    # be scores with learned queries.
+    # x @ (a @ b) sums over an axis of a, the first factor. x @ (queries @ w).T sums over one of w,
+    # the last: these may be scores with learned queries.
     is_transposed = not views[0].layout.runs_along(weights.summed)
     is_product = all(view.inner for view in views)
     if not is_product or not (is_transposed or has_weights):
@@ -109,13 +118,15 @@ def _by_matrix(
     records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
     if has_weights:
         attention.other_readers[scores] = node.index
-    # It counts as a layer: what is before it is no output head. The result may be the scores of an attention.
+    # It counts as a layer: what is before it is no output head.
+    # The result may be the scores of an attention.
     records.layers.add(node.index)
     return result._replace(scores=node.index)
 
 
 def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
-    """A product of parameters that meets no data yet: a penalty, or factors of a matrix (adapters)."""
+    """A product of parameters that meets no data yet: a penalty,
+    or factors of a matrix (adapters)."""
     views = []
     for operand in (left, right):
         for view in operand.value.views:
@@ -133,7 +144,8 @@ def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
 def _by_parameter(
     records: Records, node: Node, result: Value, weights: Operand, activation: Operand
 ) -> Value:
-    """The result of a layer, with a projection by each parameter in `weights`, such as w, a and b in x @ (w + a @ b).
+    """The result of a layer, with a projection by each parameter in `weights`, such as w,
+    a and b in x @ (w + a @ b).
 
     `result` has what it depends on.
     """
@@ -142,31 +154,35 @@ def _by_parameter(
         records.record_views(node, "a learned input", [activation.value])
     # Softmax's weights stay weights where a parameter mixes those of several heads.
     logits = tuple(x for x in activation.aligned.logits if x.stage == "weights")
-    # x @ queries.T with learned queries may be the scores of an attention, in place of older ones that x was made of.
+    # x @ queries.T with learned queries may be the scores of an attention,
+    # in place of older ones that x was made of.
     result = result._replace(scores=node.index, logits=logits)
-    # A layer sums over columns of the layer before: all that it takes together are one matrix there. A depthwise
-    # convolution takes each column by itself.
+    # A layer sums over columns of the layer before: all that it takes together are one matrix
+    # there. A depthwise convolution takes each column by itself.
     is_depthwise = weights.kernel.is_depthwise
     if not is_depthwise:
         records.record_parts(activation.value.projections)
     projections = _recorded_projections(records, node, weights, activation)
-    # In einsum("bef,efd->bed", y, w) of a layer's result y, the columns of y along the batch axis e count experts, each
-    # with a matrix of w. In einsum("bhd,hd->bh", y, queries), with a vector each, h counts heads, which stay columns.
+    # In einsum("bef,efd->bed", y, w) of a layer's result y, the columns of y along the batch axis e
+    # count experts, each with a matrix of w. In einsum("bhd,hd->bh", y, queries), with a vector
+    # each, h counts heads, which stay columns.
     if weights.is_matrix:
         for projection in activation.value.projections:
             experts = projection.layout.runs_along(activation.batch)
             projection.product.batches.update(experts)
-    # This may be no layer: the parameters only scale, or the product is not followed. Nor may one whose result is a
-    # single number: a sum of weighted losses, or what a model gives for one example.
+    # This may be no layer: the parameters only scale, or the product is not followed. Nor may one
+    # whose result is a single number: a sum of weighted losses,
+    # or what a model gives for one example.
     if not projections or records.shape(node.outputs[0]) == ():
         records.possible_layers.add(node.index)
         return result
-    # What a layer gives counts as data, also where its input is learned: it is no parameter that a layer takes.
+    # What a layer gives counts as data, also where its input is learned:
+    # it is no parameter that a layer takes.
     depends_on = result.depends_on | DATA
     for projection in projections:
         depends_on |= projection.product.bit
-    # Each feature after a depthwise convolution comes from one column of the layer before, whose projections go on as
-    # after a nonlinear operation.
+    # Each feature after a depthwise convolution comes from one column of the layer before, whose
+    # projections go on as after a nonlinear operation.
     if is_depthwise:
         for projection in activation.aligned.projections:
             projections.append(
@@ -177,18 +193,22 @@ def _by_parameter(
 
 
 def _unfollowed(records: Records, weights: Operand, activation: Operand) -> str:
-    """What in a product leaves the parameters in its weights to names, in words; "" if nothing does."""
+    """What in a product leaves the parameters in its weights to names, in words;
+    "" if nothing does."""
     # Axes of experts would be taken for rows.
     if _sums_over_experts(records, activation):
         return "a sum over experts"
-    # In x @ (w0 * gate0 + w1 * gate1) data choose between matrices: what follows holds for parameters alone.
+    # In x @ (w0 * gate0 + w1 * gate1) data choose between matrices:
+    # what follows holds for parameters alone.
     if not weights.value.is_weight:
         return ""
     views = weights.value.views
-    # In x @ (w[0] + w[1]) both slices are one matrix, and in a complex c[..., 0] + 1j * c[..., 1] they may be two.
+    # In x @ (w[0] + w[1]) both slices are one matrix, and in a complex c[..., 0] + 1j * c[...,
+    # 1] they may be two.
     if are_several_parts([weights.value]):
         return "a sum of its slices"
-    # Learned queries times a kernel of several heads, by keys: the heads are columns of the kernel alone.
+    # Learned queries times a kernel of several heads, by keys:
+    # the heads are columns of the kernel alone.
     lacks_heads = any(not view.layout.runs_along(weights.batch) for view in views)
     if weights.batch and lacks_heads and any(view.inner for view in views):
         return PRODUCT_OF_PARAMETERS
@@ -198,11 +218,13 @@ def _unfollowed(records: Records, weights: Operand, activation: Operand) -> str:
 def _recorded_projections(
     records: Records, node: Node, weights: Operand, activation: Operand
 ) -> list[Projection]:
-    """Records how a layer uses each parameter in `weights`, and returns a projection for each that is part of a matrix.
+    """Records how a layer uses each parameter in `weights`,
+    and returns a projection for each that is part of a matrix.
 
-    x @ (w + a @ b) uses w, a and b, numbers 0, 1 and 2, each with rows, columns and batch axes of its own. The product
-    sums over an axis of w and of a; b is a factor (`view.inner` holds the axes in which factors meet, those of a that b
-    sums over). A parameter of which no axis is summed over, and that is no factor, is a scale.
+    x @ (w + a @ b) uses w, a and b, numbers 0, 1 and 2, each with rows, columns and batch axes of
+    its own. The product sums over an axis of w and of a; b is a factor (`view.inner` holds the axes
+    in which factors meet, those of a that b sums over). A parameter of which no axis is summed
+    over, and that is no factor, is a scale.
     """
     unfollowed = _unfollowed(records, weights, activation)
     if unfollowed:
@@ -236,11 +258,12 @@ def _recorded_projections(
 
 
 def _sums_over_experts(records: Records, activation: Operand) -> bool:
-    """Whether a product sums over experts and their features: the activation was gated along some of the axes.
+    """Whether a product sums over experts and their features:
+    the activation was gated along some of the axes.
 
-    In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d] the axis 0 of w counts matrices, and no rows. The gate has made e a
-    batch of the product that gave h (`Product.batches`). If the activation is made of a router's weights, they may be
-    such a gate.
+    In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d] the axis 0 of w counts matrices, and no rows. The
+    gate has made e a batch of the product that gave h (`Product.batches`). If the activation is
+    made of a router's weights, they may be such a gate.
     """
     sizes = [activation.shape[axis] for axis in activation.summed]
     is_of_router = activation.value.exponential_of in records.attention.routers
@@ -248,7 +271,8 @@ def _sums_over_experts(records: Records, activation: Operand) -> bool:
         return True
     for projection in activation.value.projections:
         product = projection.product
-        # Heads are not experts: an output projection sums over heads and their features, and both are rows.
+        # Heads are not experts: an output projection sums over heads and their features,
+        # and both are rows.
         experts = product.batches - {run for run, _ in product.heads}
         summed = projection.layout.runs_along(activation.summed)
         if not experts.isdisjoint(summed):
@@ -257,13 +281,16 @@ def _sums_over_experts(records: Records, activation: Operand) -> bool:
 
 
 def _cuts_input(operand: Operand) -> bool:
-    """Whether a product takes patches of an argument: its sum runs over stretches of two axes, as over 4 x 4 pixels.
+    """Whether a product takes patches of an argument: its sum runs over stretches of two axes,
+    as over 4 x 4 pixels.
 
-    Images [b, 32, 32], reshaped to [b, 8, 4, 8, 4] and summed over both axes of 4, are such an argument. Along each of
-    their axes the sum takes neighbors (a stride of 1), and an axis of 8 that counts patches is left.
+    Images [b, 32, 32], reshaped to [b, 8, 4, 8, 4] and summed over both axes of 4, are such an
+    argument. Along each of their axes the sum takes neighbors (a stride of 1),
+    and an axis of 8 that counts patches is left.
     """
     for fact in operand.value.facts:
-        # The layout of an "input" says where the axes of an argument of the function are in the operand.
+        # The layout of an "input" says where the axes of an argument of the function are in the
+        # operand.
         if fact.what != "input":
             continue
         outside = {run.axis for run in fact.layout.runs_along(operand.free)}
@@ -280,19 +307,20 @@ def _cuts_input(operand: Operand) -> bool:
 def _of_activations(
     records: Records, node: Node, result: Value, left: Operand, right: Operand
 ) -> Value:
-    """The product of two arrays that are no matrices of parameters, at least one of which depends on parameters.
+    """The product of two arrays that are no matrices of parameters,
+    at least one of which depends on parameters.
 
-    It may mix the results of experts, multiply queries by keys, or softmax's weights by values. `result` has what it
-    depends on.
+    It may mix the results of experts, multiply queries by keys, or softmax's weights by values.
+    `result` has what it depends on.
     """
     pairs = ((left, right), (right, left))
     of_a_model = PARAMETER | FROZEN
     for operand, other in pairs:
         # A sum over some columns of a layer that keeps others may mix experts.
         _record_mixture(records, node, operand)
-        # Both may be queries, keys or values, of which one side may be frozen. The columns that the product takes are a
-        # part of their layer. In "bqhd,bkhd->bhqk" the batch axis h counts heads, and so it does in columns of q and k.
-        # The axis b walks along no columns.
+        # Both may be queries, keys or values, of which one side may be frozen. The columns that the
+        # product takes are a part of their layer. In "bqhd,bkhd->bhqk" the batch axis h counts
+        # heads, and so it does in columns of q and k. The axis b walks along no columns.
         if other.value.depends_on & of_a_model:
             records.record_parts(operand.value.projections)
             records.record_heads(operand.value.projections, operand.batch)
@@ -301,8 +329,8 @@ def _of_activations(
         softmaxes = _softmaxes_of(weights)
         for softmax in softmaxes:
             _record_attention(records, softmax, weights, values)
-        # This does nothing unless `weights` are exponentials. Then their logits were lost before this product, and the
-        # attention is listed and refused.
+        # This does nothing unless `weights` are exponentials. Then their logits were lost before
+        # this product, and the attention is listed and refused.
         if not softmaxes:
             records.record_weights(node, weights.value, values.value)
     for activation, constants in pairs:
@@ -312,10 +340,12 @@ def _of_activations(
 
 
 def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
-    """Leaves a layer to names if a product sums over some of its columns and keeps others: these may count experts.
+    """Leaves a layer to names if a product sums over some of its columns and keeps others:
+    these may count experts.
 
-    With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) is such a product. So is one
-    with kernels that were mixed for each example, x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
+    With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) is such a
+    product. So is one with kernels that were mixed for each example, x[b, d] v[b, d,
+    f] with v = einsum("be,edf->bdf", r, w).
     """
     for projection in operand.value.projections:
         # Columns that a gate chooses, as of labels, are known to count experts.
@@ -331,8 +361,8 @@ def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
 def _softmaxes_of(weights: Operand) -> list[list[Logits]]:
     """The logits of each softmax in `weights` over whose keys the product sums.
 
-    Several softmaxes may be subtracted. One has several `Logits` if it takes a sum of products, as q1 @ k1 + q2 @ k2 in
-    latent attention.
+    Several softmaxes may be subtracted. One has several `Logits` if it takes a sum of products, as
+    q1 @ k1 + q2 @ k2 in latent attention.
     """
     of_arrays = grouped(
         (logits.value, logits)
@@ -345,7 +375,8 @@ def _softmaxes_of(weights: Operand) -> list[list[Logits]]:
 def _record_attention(
     records: Records, softmax: Sequence[Logits], weights: Operand, values: Operand
 ) -> None:
-    """Records an attention, softmax(logits) @ values: its logits and keys, and which columns count heads.
+    """Records an attention, softmax(logits) @ values: its logits and keys,
+    and which columns count heads.
 
     `softmax` are the logits of all products whose sum the softmax takes.
     """
@@ -354,32 +385,35 @@ def _record_attention(
     regions_of_projection = []
     for logits in softmax:
         product = logits.product
-        # Which axes of the product of queries and keys count keys: those that weights @ values sums over.
+        # Which axes of the product of queries and keys count keys:
+        # those that weights @ values sums over.
         keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
         attention.softmaxes[product].append((logits, keys))
         if any(fact.layout.runs_along(weights.summed) for fact in logits.shifts):
             attention.shifted_by_key.add(product)
         for operand in attention.operands[product]:
             operands.append(operand)
-            # In einsum("bqghd,bkgd->bghqk", q, k) four queries h share the key head g, which is a batch. So h is a free
-            # axis of q, and counts heads too.
+            # In einsum("bqghd,bkgd->bghqk", q, k) four queries h share the key head g, which is a
+            # batch. So h is a free axis of q, and counts heads too.
             records.record_heads(operand.value.projections, operand.free)
             # A fused kernel gives both queries and keys, whose regions stay two parts.
             is_query = operand.is_query(keys)
             for part in operand.value.projections:
-                # This product sums over d and keeps h, both columns of q: so `_record_mixture` recorded it as what may
-                # be a mixture of experts, before it was known to be an attention's.
+                # This product sums over d and keeps h, both columns of q: so `_record_mixture`
+                # recorded it as what may be a mixture of experts,
+                # before it was known to be an attention's.
                 records.uses.by_operation.pop((product, part.view.leaf, 0), None)
                 key = (part.product, is_query)
                 regions_of_projection.append((key, part.layout.region))
     for (projected, _), regions in grouped(regions_of_projection).items():
-        # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together: as one matrix, and not
-        # as the two parts that were recorded for the two products.
+        # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together: as
+        # one matrix, and not as the two parts that were recorded for the two products.
         if len(regions) > 1:
             projected.parts.difference_update(regions)
-    # An earlier attention took other columns of the layer that gives the values: these are heads written one by one, as
-    # softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from 8 on. Their kernels would be cut into a
-    # part for each head, as if these were different layers. So they are left to names.
+    # An earlier attention took other columns of the layer that gives the values: these are heads
+    # written one by one, as softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from
+    # 8 on. Their kernels would be cut into a part for each head,
+    # as if these were different layers. So they are left to names.
     node = records.nodes[softmax[0].product]
     what = "attention with other columns of one layer"
     for projection in values.value.projections:
@@ -397,8 +431,8 @@ def _of_two_activations(
 ) -> Value:
     """The product of two activations, with logits if it may be queries times keys.
 
-    Layers before it are hidden ones if both operands have free axes, or if it matches two towers, as in an einsum
-    `bd,bd->b`.
+    Layers before it are hidden ones if both operands have free axes, or if it matches two towers,
+    as in an einsum `bd,bd->b`.
     """
     records.attention.candidates.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
@@ -428,10 +462,12 @@ def _with_logits(
 def _by_constants(
     records: Records, node: Node, result: Value, activation: Operand, constants: Operand
 ) -> Value:
-    """An activation times numbers that do not train: a rotation, an average, a frozen matrix, keys or values.
+    """An activation times numbers that do not train: a rotation, an average, a frozen matrix,
+    keys or values.
 
-    The result is linear in the activation: its projections go on, with the columns added up that the product sums over,
-    and so do its logits. If the numbers may be frozen keys, it has new logits.
+    The result is linear in the activation: its projections go on, with the columns added up that
+    the product sums over, and so do its logits. If the numbers may be frozen keys,
+    it has new logits.
     """
     # softmax(q k^T) @ c, of frozen values c, ends an attention: its logits do not go on.
     softmaxes = _softmaxes_of(activation)
@@ -441,14 +477,16 @@ def _by_constants(
         logits=() if softmaxes else logits,
     )
     is_layer = _is_frozen_layer(activation, constants)
-    # The result may be the scores of queries and frozen keys, and is no exponential of older scores. But what already
-    # is made of scores, such as queries @ keys.T times a rotation or an average, keeps them.
+    # The result may be the scores of queries and frozen keys, and is no exponential of older
+    # scores. But what already is made of scores, such as queries @ keys.T times a rotation or an
+    # average, keeps them.
     may_be_scores = activation.free and constants.free and result.scores < 0
     if is_layer or softmaxes or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
     if is_layer:
         records.frozen_layers.add(node.index)
-        # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"). Logits that go on are not begun anew.
+        # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk").
+        # Logits that go on are not begun anew.
         if constants.batch and not activation.value.logits:
             return _with_logits(records, node, result, activation, constants)
     return result
@@ -459,7 +497,8 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
 
     The matrix is an argument or closed over, drawn at random, or without gradient.
     """
-    # Numbers that the function makes itself, as a rotation, depend on none of these; a matrix has columns.
+    # Numbers that the function makes itself, as a rotation, depend on none of these;
+    # a matrix has columns.
     is_given = constants.value.depends_on & (DATA | NOISE | FROZEN)
     if not is_given or not constants.free:
         return False
@@ -467,8 +506,8 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
     column_axes: set[int] = set()
     for projection in activation.value.projections:
         column_axes |= projection.layout.varying
-    # After a layer norm, which subtracts a mean of all columns, it is not known along which axis the columns lie. If a
-    # layer were missed, the one before it would be taken for an output head.
+    # After a layer norm, which subtracts a mean of all columns, it is not known along which axis
+    # the columns lie. If a layer were missed, the one before it would be taken for an output head.
     if not column_axes:
         return True
     # An adjacency matrix sums over nodes, and over no columns of the product before it.
@@ -480,7 +519,8 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
 
 @rule("conv_general_dilated")
 def _conv(records: Records, node: Node) -> Sequence[Value]:
-    """A convolution, whose kernel has axes of output features, of input features, and of its window.
+    """A convolution, whose kernel has axes of output features, of input features,
+    and of its window.
 
     It embeds patches if its windows do not overlap: the strides are the sizes of the window.
     """
@@ -498,7 +538,8 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
     image = records.operand(node, 0)
     weights = records.operand(node, 1, (into, *window))
     weights.kernel = kernel
-    # Entry 1 of a specification is the axis of features. No other axis of the result is followed to the operands.
+    # Entry 1 of a specification is the axis of features.
+    # No other axis of the result is followed to the operands.
     features = numbers.out_spec[1]
     rank = len(weight)
     # A depthwise convolution with one output for each feature leaves the features where they are.
@@ -525,15 +566,17 @@ def _ragged(records: Records, node: Node) -> Sequence[Value]:
 def _by_kernel(
     records: Records, node: Node, activation: Operand, weights: Operand
 ) -> Value:
-    """The result of a convolution, or of each expert's matrix times its rows: a layer if the weights are parameters.
+    """The result of a convolution, or of each expert's matrix times its rows:
+    a layer if the weights are parameters.
 
-    Weights that data made are not followed: the result only depends on both operands. Parameters that the operands hold
-    as views, and kernels mixed for each example, are left to names.
+    Weights that data made are not followed: the result only depends on both operands. Parameters
+    that the operands hold as views, and kernels mixed for each example, are left to names.
     """
     values = [activation.value, weights.value]
     result = dependent(values)
-    # Parameters alone (`is_weight`), or without groups also parameters times data, such as a masked kernel. With groups
-    # such a kernel may be made for each example of a batch that was reshaped to be the groups.
+    # Parameters alone (`is_weight`), or without groups also parameters times data, such as a masked
+    # kernel. With groups such a kernel may be made for each example of a batch that was reshaped to
+    # be the groups.
     is_followed = weights.value.is_weight or weights.kernel.groups == 1
     if weights.value.views and is_followed:
         return _by_parameter(records, node, result, weights, activation)
@@ -543,7 +586,8 @@ def _by_kernel(
     # Either way it counts as a layer: what comes before it is no output head.
     if weights.value.depends_on & PARAMETER:
         records.layers.add(node.index)
-    # A frozen kernel over an activation that trains is a frozen layer. A depthwise one, such as a blur, does not count.
+    # A frozen kernel over an activation that trains is a frozen layer. A depthwise one,
+    # such as a blur, does not count.
     elif result.depends_on & PARAMETER and not weights.kernel.is_depthwise:
         records.frozen_layers.add(node.index)
     return result

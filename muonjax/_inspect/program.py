@@ -1,4 +1,5 @@
-"""Read from the user's own function which parameters are matrices, where attention is, and where its logits are."""
+"""Read from the user's own function which parameters are matrices, where attention is,
+and where its logits are."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ from muonjax._names.routes import routes
 class Program:
     """What a function does with its parameters; made by `muonjax.inspect`.
 
-    Optimizers take it as their second argument, `muon(lr, program)` or `muonclip(lr, program)`, and so does
-    `tabulate(params, program)`.
+    Optimizers take it as their second argument, `muon(lr, program)` or `muonclip(lr, program)`, and
+    so does `tabulate(params, program)`.
 
     Attributes:
       attentions: The attentions in the order in which they are computed.
@@ -67,11 +68,13 @@ class Program:
         self._call = named_call("inspect", fun)
 
     def with_rules(self, rules: PathRules) -> Program:
-        """The same program with other decisions on some parameters: `muon(lr, program.with_rules([("router", None)]))`.
+        """The same program with other decisions on some parameters:
+        `muon(lr, program.with_rules([("router", None)]))`.
 
         Args:
-          rules: As in `muonjax.dimension_numbers`: pairs of a regular expression, searched for in "/"-joined paths, and
-            `MuonDimensionNumbers`, or None for AdamW. The first that matches counts.
+          rules: As in `muonjax.dimension_numbers`: pairs of a regular expression, searched for in
+            "/"-joined paths, and `MuonDimensionNumbers`, or None for AdamW.
+            The first that matches counts.
 
         Raises:
           ValueError: A rule matches no parameter, or its numbers do not fit one.
@@ -91,7 +94,8 @@ class Program:
         return Program(decisions, self.attentions, self._params, self._fun)
 
     def per_head(self) -> Program:
-        """The same program with a matrix for each head of an attention's queries, keys and values."""
+        """The same program with a matrix for each head of an attention's queries,
+        keys and values."""
         decisions = {
             path: decision._replace(numbers=decision.per_head)
             for path, decision in self._decisions.items()
@@ -99,11 +103,12 @@ class Program:
         return Program(decisions, self.attentions, self._params, self._fun)
 
     def dimension_numbers(self, params: Any = None) -> DimensionNumbersTree:
-        """For each parameter its axes as a matrix, or None: what `muonjax.orthogonalize` and Optax's Muon take.
+        """For each parameter its axes as a matrix, or None:
+        what `muonjax.orthogonalize` and Optax's Muon take.
 
         Args:
-          params: Some or all of the parameters that were inspected, by their paths; sizes may differ. What is masked
-            (`optax.MaskedNode`) stays so. None: all of them.
+          params: Some or all of the parameters that were inspected, by their paths; sizes may
+            differ. What is masked (`optax.MaskedNode`) stays so. None: all of them.
 
         Returns:
           A tree like the parameters.
@@ -112,7 +117,8 @@ class Program:
           ValueError: `params` has a parameter that was not inspected, or not with so many axes.
 
         Warns:
-          UserWarning: the program does not decide a parameter, and its name does; with the reason and its line.
+          UserWarning: the program does not decide a parameter, and its name does;
+            with the reason and its line.
         """
         params = self._params if params is None else params
         leaf_of = flatten_paths(params)
@@ -122,15 +128,16 @@ class Program:
         for path, leaf in leaf_of.items():
             if is_masked(leaf):
                 continue
-            # Sizes may be others, but not the number of axes: a stack of several models has one more.
+            # Sizes may be others, but not the number of axes:
+            # a stack of several models has one more.
             if path in inspected and jnp.ndim(leaf) == jnp.ndim(inspected[path]):
                 decisions[path] = self._decisions[path]
             else:
                 missing.append(f"{path} {np.shape(leaf)}")
         if missing:
             raise ValueError(
-                f"{self._call} was inspected without the parameters {listed(missing, ', ')}; inspect it with the tree "
-                "that the optimizer gets."
+                f"{self._call} was inspected without the parameters {listed(missing, ', ')}; "
+                "inspect it with the tree that the optimizer gets."
             )
         decided = {path: decision.numbers for path, decision in decisions.items()}
         # In the order of the leaves. What is masked, as by `optax.masked`, stays as it is.
@@ -140,7 +147,8 @@ class Program:
 
     @property
     def vectors(self) -> set[str]:
-        """Paths of biases, gains and the like, in stacks of layers too, and of parameters without a gradient.
+        """Paths of biases, gains and the like, in stacks of layers too,
+        and of parameters without a gradient.
 
         Weight decay is not for them by default.
         """
@@ -148,7 +156,8 @@ class Program:
         return {path for path, d in decisions if d.is_vector or not d.trains}
 
     def skipped(self, params: Any) -> str:
-        """A sentence about parameters that are masked in `params` or left out, and their attentions; "" for none."""
+        """A sentence about parameters that are masked in `params` or left out,
+        and their attentions; "" for none."""
         there = set(_paths(params))
         missing = [path for path in self._decisions if path not in there]
         if not missing:
@@ -185,7 +194,8 @@ class Program:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """What `qk_clip`, `muonclip` and `adamclip` take as sites: every attention that can be clipped exactly.
+        """What `qk_clip`, `muonclip` and `adamclip` take as sites:
+        every attention that can be clipped exactly.
 
         Raises:
           ValueError: No attention can be clipped; the message has the reasons and their lines.
@@ -202,10 +212,12 @@ class Program:
         return sites
 
     def check_clip(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Clips all attentions, each head by another factor from 1/2 to 1, and measures what changes.
+        """Clips all attentions, each head by another factor from 1/2 to 1,
+        and measures what changes.
 
-        Use it to verify a clip: it runs the function twice, vectorized, with the parameters as they are and clipped. In
-        both runs softmax gets the logits of the first, so that all results must stay equal.
+        Use it to verify a clip: it runs the function twice, vectorized, with the parameters as they
+        are and clipped. In both runs softmax gets the logits of the first,
+        so that all results must stay equal.
 
         Args:
           params: Parameters, with arrays as leaves, or an NNX model.
@@ -213,22 +225,23 @@ class Program:
           **kwargs: Its keyword arguments.
 
         Returns:
-          For each attention the largest relative deviation: of a head's largest logit from its factor times what it
-          was, or, for all attentions together, of what the function returns from what it returned. Some 1e-6 in
-          float32.
+          For each attention the largest relative deviation: of a head's largest logit from its
+          factor times what it was, or, for all attentions together, of what the function returns
+          from what it returned. Some 1e-6 in float32.
         """
         fun, params, args = as_function_of_parameters(self._fun, params, args)
         sites = self.sites
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
         given = jax.tree.leaves((args, kwargs))
 
-        # With `shared`, the softmax of both examples of the `vmap` below gets the logits of the first.
+        # With `shared`, the softmax of both examples of the `vmap` below gets the logits of the
+        # first.
         def results_and_maxima(params: Any) -> Any:
             return find_maxima(closed, [params], self._call, given, shared=True)
 
         _, shapes = jax.eval_shape(results_and_maxima, params)
-        # A clip at 1.0 divides the logits of a head by what is given as the largest of them. Each head is given another
-        # number, so that a clip that takes one head for another shows.
+        # A clip at 1.0 divides the logits of a head by what is given as the largest of them. Each
+        # head is given another number, so that a clip that takes one head for another shows.
         largest = jax.tree.map(
             lambda x: jnp.linspace(2.0, 1.0, x.size).reshape(x.shape), shapes
         )
@@ -249,18 +262,20 @@ class Program:
 
 
 def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Program:
-    """Reads what a function does with its parameters: which are matrices, where attention is, how to clip it.
+    """Reads what a function does with its parameters: which are matrices, where attention is,
+    how to clip it.
 
-    Nothing is computed, and no name matters: the jaxpr of `fun` says which axes of a parameter are summed over, which
-    are looked up, and what comes after.
+    Nothing is computed, and no name matters: the jaxpr of `fun` says which axes of a parameter are
+    summed over, which are looked up, and what comes after.
 
     Args:
-      fun: Your loss `fun(params, *args, **kwargs)`, or `fun(model, *args, **kwargs)` of an NNX model; for several
-        losses, as of a GAN, give a function that adds them. A forward function works too, but then nothing shows
-        that its last product is an output head.
-      params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets. Or an NNX model, which stays
-        as it is; its `nnx.Param`s are the parameters.
-      *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s; anything else is passed on as it is.
+      fun: Your loss `fun(params, *args, **kwargs)`, or `fun(model, *args, **kwargs)` of an NNX
+        model; for several losses, as of a GAN, give a function that adds them. A forward function
+        works too, but then nothing shows that its last product is an output head.
+      params: A tree of arrays or `jax.ShapeDtypeStruct`s, the one that the optimizer gets. Or an
+        NNX model, which stays as it is; its `nnx.Param`s are the parameters.
+      *args: Further arguments, arrays or `jax.ShapeDtypeStruct`s;
+        anything else is passed on as it is.
       **kwargs: Keyword arguments of `fun`, like `args`.
 
     Returns:
@@ -268,7 +283,8 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
 
     Raises:
       TypeError: `fun` does not take these arguments.
-      ValueError: no product, look-up or sum uses `params`, or `fun` is a training step or a gradient.
+      ValueError: no product, look-up or sum uses `params`,
+        or `fun` is a training step or a gradient.
 
     Warns:
       UserWarning: a parameter is never used, or not seen to meet the batch, as in a penalty.
@@ -278,14 +294,16 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
       >>> def loss(params, tokens):
       ...   x = params["embed"][tokens]
       ...   return -jnp.mean(jax.nn.log_softmax(jax.nn.relu(x @ params["up"]) @ params["head"]))
-      >>> params = {"embed": jnp.ones((256, 64)), "head": jnp.ones((256, 256)), "up": jnp.ones((64, 256))}
+      >>> params = {"embed": jnp.ones((256, 64)), "head": jnp.ones((256, 256))}
+      >>> params["up"] = jnp.ones((64, 256))
       >>> program = muonjax.inspect(loss, params, jax.ShapeDtypeStruct((2, 8), "int32"))
       >>> [name for name, numbers in program.dimension_numbers().items() if numbers]
       ['up']
     """
     if not callable(fun) or is_model(fun):
         raise TypeError(
-            f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be your loss function."
+            f"inspect(fun, params, ...): the first argument is a {type(fun).__name__}; it must be "
+            "your loss function."
         )
     # What the user gave, before a model becomes parameters and state.
     call, given = named_call("inspect", fun), fun
@@ -300,8 +318,9 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
         # Flax's, for a model that `fun` closes over.
         if type(error).__name__ == "TraceContextError":
             error.add_note(
-                f"{call}: fun changes a module that is not one of its arguments. Give the model itself, "
-                "muonjax.inspect(loss_fn, model, ...), or merge it in fun from a state that is an argument."
+                f"{call}: fun changes a module that is not one of its arguments. Give the model "
+                "itself, muonjax.inspect(loss_fn, model, ...), or merge it in fun from a state "
+                "that is an argument."
             )
         error.add_note(
             f"{call} called your function with ({types}): first the parameters, then the batch."
@@ -318,8 +337,9 @@ def inspect(fun: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> 
     masks = [f"{attention.name!r} ({x.doubt})" for attention, x in named if x.doubt]
     if masks:
         warn_user(
-            f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. Numbers below "
-            f"{MASKED:.0f} count as a mask; give masks as booleans, jnp.where(mask, logits, -jnp.inf)."
+            f"{call} can't tell whether logits get a mask or a bias: {listed(masks, ', ')}. "
+            f"Numbers below {MASKED:.0f} count as a mask; give masks as booleans, jnp.where(mask, "
+            "logits, -jnp.inf)."
         )
     return Program(decisions, [attention for attention, _ in named], shapes, given)
 
@@ -348,13 +368,15 @@ def _traced(
 
 
 def _paths(params: Any) -> list[str]:
-    """The paths of the parameters, in the order of the jaxpr's inputs. What Optax has masked is no input."""
+    """The paths of the parameters, in the order of the jaxpr's inputs.
+    What Optax has masked is no input."""
     leaves = flatten_paths(params).items()
     return [path for path, leaf in leaves if not is_masked(leaf)]
 
 
 def _is_loss(call: str, result: Any, params: Any) -> bool:
-    """Whether a function with this result is a loss: a number comes first, perhaps of several results (`has_aux`).
+    """Whether a function with this result is a loss: a number comes first,
+    perhaps of several results (`has_aux`).
 
     Raises:
       ValueError: What comes first is like the parameters.
@@ -364,20 +386,22 @@ def _is_loss(call: str, result: Any, params: Any) -> bool:
     is_like_params = jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, params)
     if is_like_params and len(jax.tree.leaves(params)) > 1:
         raise ValueError(
-            f"{call} returns a tree like the parameters, as a training step or a gradient does; give the loss function."
+            f"{call} returns a tree like the parameters, as a training step or a gradient does; "
+            "give the loss function."
         )
     leaves = jax.tree.leaves(result)
     return bool(leaves) and leaves[0].shape == () and _is_float(leaves[0])
 
 
 def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
-    """Raise if the function uses no parameter; warn of those that it doesn't use, and of those that are in doubt."""
+    """Raise if the function uses no parameter; warn of those that it doesn't use,
+    and of those that are in doubt."""
     unused = [f"{name} ({d.why})" for name, d in decisions.items() if not d.trains]
     # Most likely the tree of another model, or a function that closes over its parameters.
     if decisions and len(unused) == len(decisions):
         raise ValueError(
-            f"{call}: nothing that it returns comes from these parameters by a product, a look-up or a sum; give your "
-            "loss and the tree that it takes."
+            f"{call}: nothing that it returns comes from these parameters by a product, a look-up "
+            "or a sum; give your loss and the tree that it takes."
         )
     if unused:
         warn_user(
@@ -394,11 +418,13 @@ def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
 
 
 def _numbers_by_names(params: Any, decisions: dict[str, Decision]) -> dict[str, Any]:
-    """The dimension numbers of those parameters that the program leaves to names, with the warnings that names give.
+    """The dimension numbers of those parameters that the program leaves to names,
+    with the warnings that names give.
 
     `decisions` has what the program says, by path, of all parameters that are not masked.
     """
-    # What the program decides becomes a rule, so that names decide, and warn of, the other parameters alone.
+    # What the program decides becomes a rule, so that names decide, and warn of,
+    # the other parameters alone.
     rules, reasons = [], {}
     for path, decision in decisions.items():
         if decision.by_names:
@@ -417,8 +443,9 @@ def check_arrays(call: str, params: Any) -> None:
     for path, leaf in flatten_paths(params).items():
         if callable(leaf):
             raise TypeError(
-                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give arrays alone; in Equinox the first of "
-                "eqx.partition(model, eqx.is_inexact_array), and eqx.combine in the loss puts both together."
+                f"{call}: {path!r} is no array but {reprlib.repr(leaf)}. Give arrays alone; in "
+                "Equinox the first of eqx.partition(model, eqx.is_inexact_array), and eqx.combine "
+                "in the loss puts both together."
             )
 
 
@@ -428,8 +455,10 @@ def named_call(name: str, fun: Callable[..., Any]) -> str:
 
 
 def _deviation(x: jax.Array, y: jax.Array, each: bool = False) -> float:
-    """How far `y` is from `x`, in units of the largest entry or of `each`; two that are -inf are equal."""
-    # Each head's logit has a size of its own; entries of a result are as exact as the largest of them.
+    """How far `y` is from `x`, in units of the largest entry or of `each`;
+    two that are -inf are equal."""
+    # Each head's logit has a size of its own; entries of a result are as exact as the largest of
+    # them.
     unit = jnp.abs(x) if each else jnp.max(jnp.abs(x), initial=0)
     # 0 / 0, and -inf - -inf of a head whose logits are all masked, are no deviation.
     relative = jnp.where(x == y, 0.0, jnp.abs(y - x) / unit)
@@ -443,18 +472,21 @@ def find_maxima(
     given: Sequence[Any] = (),
     shared: bool = False,
 ) -> tuple[list[Any], dict[str, jax.Array]]:
-    """What a function returns, and the largest logits [*layers, heads] of each attention that can be clipped, by name.
+    """What a function returns, and the largest logits [*layers,
+    heads] of each attention that can be clipped, by name.
 
     Args:
       closed: The jaxpr of the function.
       arguments: Trees whose leaves are the inputs of `closed`. The first holds the parameters.
       call: What an error names.
-      given: The arrays of its other arguments, which `closed` has as constants: they are data, and no numbers of the
-        program.
-      shared: Whether, under `vmap`, all examples get the logits of the first (`Probe.shared`), for `check_clip`.
+      given: The arrays of its other arguments, which `closed` has as constants: they are data, and
+        no numbers of the program.
+      shared: Whether, under `vmap`, all examples get the logits of the first (`Probe.shared`),
+        for `check_clip`.
     """
-    # The function is read anew in each trace, since each jaxpr has variables of its own. Its inputs begin with the
-    # parameters. Later arguments may be data, such as the images of an adversarial attack.
+    # The function is read anew in each trace, since each jaxpr has variables of its own. Its inputs
+    # begin with the parameters. Later arguments may be data,
+    # such as the images of an adversarial attack.
     paths = _paths(arguments[0])
     records = follow(closed, len(paths), given)
     clippable = _clippable(call, records, paths)
@@ -478,7 +510,8 @@ def find_maxima(
 
 
 def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The larger of the largest logits of two calls of an attention; one that overflows hides none of the other."""
+    """The larger of the largest logits of two calls of an attention;
+    one that overflows hides none of the other."""
     finite = [jnp.where(x == jnp.inf, -jnp.inf, x) for x in (a, b)]
     # `fmax` leaves out NaN.
     return jnp.fmax(*finite)
@@ -496,8 +529,8 @@ def _clippable(call: str, records: Records, paths: Sequence[str]) -> dict[str, C
         return clippable
     if not records.uses.by_operation:
         raise ValueError(
-            f"{call}: nothing that it returns depends on the arguments to differentiate by; give the parameters "
-            "that fun uses as an argument, do not close over them."
+            f"{call}: nothing that it returns depends on the arguments to differentiate by; give "
+            "the parameters that fun uses as an argument, do not close over them."
         )
     instead = "argnums that begin with the parameters, or jax.value_and_grad and muon"
     raise _no_site(call, [attention for attention, _ in named], instead)
@@ -515,7 +548,10 @@ def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueE
     why = f": no attention can be clipped. {_refused(attentions)}"
     # Without any, what counts as attention helps more than a list of nothing.
     if not attentions:
-        why = " has no attention that trains: no softmax of a product of two activations, multiplied by a third"
+        why = (
+            " has no attention that trains: no softmax of a product of two activations, "
+            "multiplied by a third"
+        )
     return ValueError(f"{call}{why}. Use {instead}.")
 
 

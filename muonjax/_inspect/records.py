@@ -1,9 +1,11 @@
-"""What the rules record while a function is followed: uses of parameters, products that make attention, layers.
+"""What the rules record while a function is followed: uses of parameters,
+products that make attention, layers.
 
-A rule either follows a parameter through an operation, or records a use, which ends there: a product, a sum with data,
-a look-up. The result of a product is followed on as a projection, and what happens to its columns is recorded with the
-product: which are used together as parts, which count heads or experts. A projection ends without a record where
-operations keep no column, as a mean over all of them.
+A rule either follows a parameter through an operation, or records a use, which ends there: a
+product, a sum with data, a look-up. The result of a product is followed on as a projection, and
+what happens to its columns is recorded with the product: which are used together as parts, which
+count heads or experts. A projection ends without a record where operations keep no column,
+as a mean over all of them.
 """
 
 from collections import defaultdict
@@ -38,7 +40,8 @@ class Uses:
     """What is done with the parameters."""
 
     def __init__(self) -> None:
-        # By operation, parameter, and the number of the view, which counts the factors of a product of parameters.
+        # By operation, parameter, and the number of the view,
+        # which counts the factors of a product of parameters.
         self.by_operation: dict[tuple[int, int, int], Use] = {}
         self.products: dict[tuple[int, int], Product] = {}
         # Products with columns of which labels choose one, as a cross-entropy does.
@@ -50,29 +53,36 @@ class Uses:
 
 
 class AttentionRecords:
-    """Operations that may be attention, by the number of a product that may give its logits, as queries @ keys.T.
+    """Operations that may be attention, by the number of a product that may give its logits,
+    as queries @ keys.T.
 
-    This product is the key of the dictionaries with `int` keys, but of `calls`, and the member of the sets.
+    This product is the key of the dictionaries with `int` keys, but of `calls`,
+    and the member of the sets.
     """
 
     def __init__(self) -> None:
         # The operands of the product.
         self.operands: dict[int, tuple[Operand, Operand]] = {}
-        # One entry for each product weights @ values that was followed from it: the logits that softmax takes, and the
-        # axes of the result of queries @ keys.T that count keys.
+        # One entry for each product weights @ values that was followed from it: the logits that
+        # softmax takes, and the axes of the result of queries @ keys.T that count keys.
         self.softmaxes: dict[int, list[tuple[Logits, frozenset[int]]]] = defaultdict(
             list
         )
-        # If exponentials of the product multiply an array, perhaps values, and were not followed: that operation.
+        # If exponentials of the product multiply an array, perhaps values,
+        # and were not followed: that operation.
         self.other_readers: dict[int, int] = {}
-        # Products whose exponentials may be the weights of an attention: all of two activations. Others, as with
-        # learned queries or frozen keys, are here only if a sum of their exponentials divides these, as in a softmax.
+        # Products whose exponentials may be the weights of an attention: all of two activations.
+        # Others, as with learned queries or frozen keys, are here only if a sum of their
+        # exponentials divides these, as in a softmax.
         self.candidates: set[int] = set()
-        # Products from whose logits a number was subtracted that may differ from key to key, which changes the softmax.
+        # Products from whose logits a number was subtracted that may differ from key to key,
+        # which changes the softmax.
         self.shifted_by_key: set[int] = set()
-        # Products whose softmax is along columns of a parameter, as of a router, or of an output head.
+        # Products whose softmax is along columns of a parameter, as of a router,
+        # or of an output head.
         self.routers: set[int] = set()
-        # By the number of a call with three arrays, perhaps a kernel of attention: the projections that it takes.
+        # By the number of a call with three arrays, perhaps a kernel of attention:
+        # the projections that it takes.
         self.calls: dict[int, tuple[Projection, ...]] = {}
         # By layer that gives values: the region of its columns that the first attention takes.
         self.value_parts: dict[Product, Region] = {}
@@ -90,12 +100,13 @@ class Records:
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses = Uses()
         self.attention = AttentionRecords()
-        # Operations that count as a layer after the matrices before them: products, products by matrices that do not
-        # train, and operations that may be products.
+        # Operations that count as a layer after the matrices before them: products, products by
+        # matrices that do not train, and operations that may be products.
         self.layers: set[int] = set()
         self.frozen_layers: set[int] = set()
         self.possible_layers: set[int] = set()
-        # The last operation without any rule, which may do anything, so that nothing is decided; -1 if there is none.
+        # The last operation without any rule, which may do anything, so that nothing is decided;
+        # -1 if there is none.
         self.unlisted = -1
         for leaf, parameter in enumerate(graph.parameters):
             view = ParameterView(leaf, whole(graph.shape(parameter)))
@@ -104,7 +115,8 @@ class Records:
             self.values[array] = self._input(array)
 
     def _input(self, array: int) -> Value:
-        """The value of an argument that is no parameter, or of an array that the function closes over."""
+        """The value of an argument that is no parameter,
+        or of an array that the function closes over."""
         dtype = getattr(self.graph.avals[array], "dtype", float)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return Value(NOISE)
@@ -137,14 +149,17 @@ class Records:
         k: int = 0,
         **axes: Any,
     ) -> Product | None:
-        """Records what an operation does with a parameter. A second record of the two replaces the first.
+        """Records what an operation does with a parameter.
+        A second record of the two replaces the first.
 
         Args:
           node: The operation.
           kind: One of `Kind`.
           view: The parameter, as the operation sees it.
-          what: What is done, in words, or the name of the operation, where the kind does not say it.
-          k: The number of this view among those of the operand: of x @ (w + a @ b) w has 0, a has 1 and b has 2.
+          what: What is done, in words, or the name of the operation,
+            where the kind does not say it.
+          k: The number of this view among those of the operand: of x @ (w + a @ b) w has 0,
+            a has 1 and b has 2.
           axes: Rows, columns and the other attributes of `Use`.
 
         Returns:
@@ -153,7 +168,8 @@ class Records:
         product = None
         if kind == "product":
             products = self.uses.products
-            # A loop's body is followed again until nothing changes: a product that is there keeps its bit.
+            # A loop's body is followed again until nothing changes:
+            # a product that is there keeps its bit.
             new = Product(OF_PRODUCTS << len(products))
             product = products.setdefault((node.index, k), new)
         use = Use(kind, what, node.index, view, product=product, **axes)
@@ -168,8 +184,8 @@ class Records:
         """Records a use that is no product, of all the parameters in these values."""
         for value in values:
             for view in value.views:
-                # Factors of queries @ w: which of them is a learned input, and no matrix, is not followed. But a sum,
-                # as of a @ b and a frozen matrix, is that of an adapter.
+                # Factors of queries @ w: which of them is a learned input, and no matrix, is not
+                # followed. But a sum, as of a @ b and a frozen matrix, is that of an adapter.
                 if view.inner and view.layout.shape and what != ADDED:
                     self.record(node, "unknown", view, PRODUCT_OF_PARAMETERS)
                 else:
@@ -178,7 +194,8 @@ class Records:
     def record_choice_by_labels(
         self, value: Value, axes: Sequence[int], labels: Value
     ) -> None:
-        """Records the products of which labels choose a column, as those of a cross-entropy do: output heads.
+        """Records the products of which labels choose a column,
+        as those of a cross-entropy do: output heads.
 
         The columns lie along `axes` of the value, in its projections.
         """
@@ -189,26 +206,31 @@ class Records:
                 self.uses.read_by_labels.add(projection.product.use.node)
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
-        """Records that an operation multiplies `weights` by `values`, if `weights` may be those of a softmax.
+        """Records that an operation multiplies `weights` by `values`,
+        if `weights` may be those of a softmax.
 
-        Then there is an attention whose logits were not followed: `clippable_attention` refuses to clip it.
+        Then there is an attention whose logits were not followed:
+        `clippable_attention` refuses to clip it.
         """
         # The product of whose exponentials the weights are made, such as queries @ keys.T.
         product = weights.exponential_of
-        # In softmax's division exp(x) / sum(exp(x)) two arrays are made of the exponentials, and none of them is the
-        # values. A gain, which depends on no data, isn't either.
+        # In softmax's division exp(x) / sum(exp(x)) two arrays are made of the exponentials, and
+        # none of them is the values. A gain, which depends on no data, isn't either.
         may_be_values = values.depends_on & DATA and values.exponential_of != product
         if product < 0 or not may_be_values:
             return
-        # exp(x @ c) * y with a matrix c is no candidate, unless a sum divided the exponentials before. queries @ keys.T
-        # is one at once: its sum may come later, as in (exp(scores) @ values) / sum(exp(scores)).
+        # exp(x @ c) * y with a matrix c is no candidate, unless a sum divided the exponentials
+        # before. queries @ keys.T is one at once: its sum may come later,
+        # as in (exp(scores) @ values) / sum(exp(scores)).
         if product in self.attention.candidates:
             self.attention.other_readers.setdefault(product, node.index)
 
     def record_parts(self, projections: Iterable[Projection]) -> None:
-        """Records that an operation takes the columns of each of these together, and no others: they are parts.
+        """Records that an operation takes the columns of each of these together,
+        and no others: they are parts.
 
-        It is called before `after_nonlinearity`: what an operation later takes says nothing about parts.
+        It is called before `after_nonlinearity`: what an operation later takes says nothing about
+        parts.
         """
         for projection in projections:
             if projection.unmixed:
@@ -217,15 +239,18 @@ class Records:
     def record_reduced(
         self, projections: Iterable[Projection], axes: Sequence[int]
     ) -> None:
-        """Records that an operation mixes columns of layers along `axes`, such as a norm or a maximum.
+        """Records that an operation mixes columns of layers along `axes`,
+        such as a norm or a maximum.
 
-        The columns that it takes are one part. But a norm of each gate of an LSTM, x @ w as [4, 16] along the last
-        axis, takes all columns and mixes 16 at a time. They may still be four parts. Whether later slices cut between
-        the gates is not followed: if there are any, `matrix_axes` leaves the parameter to names.
+        The columns that it takes are one part. But a norm of each gate of an LSTM, x @ w as [4, 16]
+        along the last axis, takes all columns and mixes 16 at a time. They may still be four parts.
+        Whether later slices cut between the gates is not followed: if there are any, `matrix_axes`
+        leaves the parameter to names.
         """
         for projection in projections:
             layout = projection.layout
-            # It takes all columns, but mixes them in groups, of which other axes of the array count several.
+            # It takes all columns, but mixes them in groups,
+            # of which other axes of the array count several.
             has_groups = layout.runs_not_along(axes) and not layout.region
             if has_groups and projection.unmixed:
                 projection.product.has_mixed_stretches = True

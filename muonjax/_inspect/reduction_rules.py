@@ -11,7 +11,8 @@ from muonjax._inspect.values import Logits, ParameterView, Value, dependent, is_
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
 def _reduce(records: Records, node: Node) -> Sequence[Value]:
-    """A maximum and the like: nothing is followed further but the maximum of logits, which softmax subtracts."""
+    """A maximum and the like: nothing is followed further but the maximum of logits,
+    which softmax subtracts."""
     (value,) = records.inputs(node)
     records.record_reduced(value.projections, node.params["axes"])
     result = dependent([value])
@@ -22,11 +23,12 @@ def _reduce(records: Records, node: Node) -> Sequence[Value]:
 
 @rule("reduce_sum")
 def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
-    """The sum over axes of an array. Linear projections go on, with their columns along these axes added up."""
+    """The sum over axes of an array. Linear projections go on,
+    with their columns along these axes added up."""
     (value,) = records.inputs(node)
     axes = node.params["axes"]
-    # sum(q * k) multiplies two activations. So a matrix before it is no output head, and its result may be the scores
-    # of an attention.
+    # sum(q * k) multiplies two activations. So a matrix before it is no output head, and its result
+    # may be the scores of an attention.
     if _multiplies_layers(records, node):
         records.layers.add(node.index)
         records.attention.candidates.add(node.index)
@@ -35,14 +37,15 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     linear = []
     for projection in value.projections:
         if projection.is_linear:
-            # Results of x[h] @ w[h] that are added up over h, the heads: then axis h of w is rows, and no batch.
+            # Results of x[h] @ w[h] that are added up over h, the heads:
+            # then axis h of w is rows, and no batch.
             projection.product.added_up.update(projection.layout.runs_along(axes))
             linear.append(projection)
         else:
             # It ends here, as in a norm, which adds up squares.
             records.record_reduced([projection], axes)
-    # Softmax divides its weights by their sum. A sum of logits themselves is not followed. All of these have the axes
-    # still, which `_without_axes` takes away.
+    # Softmax divides its weights by their sum. A sum of logits themselves is not followed. All of
+    # these have the axes still, which `_without_axes` takes away.
     result = value._replace(
         views=_reduced_views(value, axes),
         projections=tuple(linear),
@@ -52,14 +55,16 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
 
 
 def _per_query(value: Value, stage: str) -> tuple[Logits, ...]:
-    """What a maximum of logits, or a sum of softmax's weights, leaves of those at this stage: one number a query."""
+    """What a maximum of logits, or a sum of softmax's weights, leaves of those at this stage:
+    one number a query."""
     return tuple(
         x._replace(stage="per query") for x in value.logits if x.stage == stage
     )
 
 
 def _multiplies_layers(records: Records, node: Node) -> bool:
-    """Whether a sum is a product of two activations, sum_d q[i, d] k[j, d] of q * k, as by an einsum."""
+    """Whether a sum is a product of two activations, sum_d q[i, d] k[j, d] of q * k,
+    as by an einsum."""
     factors = records.graph.maker(node.inputs[0])
     if factors is None or factors.name != "mul":
         return False
@@ -70,9 +75,11 @@ def _multiplies_layers(records: Records, node: Node) -> bool:
 def _record_sum_of_exponentials(
     records: Records, value: Value, axes: Sequence[int]
 ) -> None:
-    """Records that a sum normalizes the exponentials of a product, as a softmax does, if `value` is such exponentials.
+    """Records that a sum normalizes the exponentials of a product, as a softmax does,
+    if `value` is such exponentials.
 
-    A softmax along the columns of a parameter is that of a router or of an output head, not of attention.
+    A softmax along the columns of a parameter is that of a router or of an output head,
+    not of attention.
     """
     product = value.exponential_of
     if product < 0:
@@ -82,8 +89,9 @@ def _record_sum_of_exponentials(
     projections = [p for p in value.projections if p.product.use.node == product]
     if any(p.layout.runs_along(axes) for p in projections):
         records.attention.routers.add(product)
-    # Two activations, or a layer whose columns lie along other axes, as by learned queries: perhaps an attention. Where
-    # the columns of a layer lie is not known if its projection was lost: that is no sign of attention.
+    # Two activations, or a layer whose columns lie along other axes, as by learned queries: perhaps
+    # an attention. Where the columns of a layer lie is not known if its projection was lost:
+    # that is no sign of attention.
     elif projections or not has_parameter:
         records.attention.candidates.add(product)
 
@@ -91,8 +99,9 @@ def _record_sum_of_exponentials(
 def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ...]:
     """The parameters in a sum over `axes` of parameters multiplied by numbers or by each other.
 
-    sum_e share[e] * w[e, i, j] is a mixture of experts: w goes on as the matrix [i, j] of each expert, as after a loop
-    over them. A parameter ends here if it is summed over all its axes, as in a norm or a penalty.
+    sum_e share[e] * w[e, i, j] is a mixture of experts: w goes on as the matrix [i, j] of each
+    expert, as after a loop over them. A parameter ends here if it is summed over all its axes,
+    as in a norm or a penalty.
 
     Raises:
       NotFollowed: The parameters keep different axes, as the factors in sum_k a[i, k] * b[k, j].

@@ -1,4 +1,5 @@
-"""The rules of the reader, by primitive, and what an operation without a rule makes of its operands."""
+"""The rules of the reader, by primitive, and what an operation without a rule makes of its
+operands."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,13 +23,15 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 # Operations that mix columns: what they are given is a part.
 _MIXES = """
-    approx_top_k bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_spdot_general bcoo_todense
-    bcsr_dot_general bitcast_convert_type cholesky cholesky_update coo_matmat csr_matmat cumlogsumexp cummax cummin
-    cumprod cumsum custom_linear_solve dynamic_update_slice eig eigh fft geqp3 geqrf hessenberg householder_product lu
-    lu_pivots_to_permutation mulhi ormqr pad qr schur tridiagonal
-    ragged_all_to_all reduce reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor scatter
-    scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_gather_add select_and_scatter
-    select_and_scatter_add sort svd swap top_k triangular_solve tridiagonal_solve zeta
+    approx_top_k bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense
+    bcoo_spdot_general bcoo_todense bcsr_dot_general bitcast_convert_type cholesky cholesky_update
+    coo_matmat csr_matmat cumlogsumexp cummax cummin cumprod cumsum custom_linear_solve
+    dynamic_update_slice eig eigh fft geqp3 geqrf hessenberg householder_product lu
+    lu_pivots_to_permutation mulhi ormqr pad qr schur tridiagonal ragged_all_to_all reduce
+    reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor scatter
+    scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_gather_add
+    select_and_scatter select_and_scatter_add sort svd swap top_k triangular_solve tridiagonal_solve
+    zeta
 """
 _MIXING = frozenset(_MIXES.split())
 
@@ -36,34 +39,37 @@ _MIXING = frozenset(_MIXES.split())
 def unknown(records: Records, node: Node) -> Sequence[Value]:
     """The results of an operation that is not followed. They depend on all operands.
 
-    Parameters among the operands are left to names. What becomes of layers, whose projections it takes, depends on it:
+    Parameters among the operands are left to names. What becomes of layers,
+    whose projections it takes, depends on it:
 
-    - a call, by its name or since it is in no table and takes three activations, may be an attention: the columns of
-      each layer that it takes are one part;
+    - a call, by its name or since it is in no table and takes three activations, may be an
+      attention: the columns of each layer that it takes are one part;
     - an operation that mixes columns, such as a sort, makes them one part as well;
-    - one whose rule does not handle its settings may choose some of the columns: layers are left to names, but for
-      those whose columns were mixed before;
-    - any other that is in no table may be anything, a softmax or something one hot: all parameters of the function are
-      left to names.
+    - one whose rule does not handle its settings may choose some of the columns: layers are left to
+      names, but for those whose columns were mixed before;
+    - any other that is in no table may be anything, a softmax or something one hot: all parameters
+      of the function are left to names.
     """
     values = records.inputs(node)
     activations = [
         x for x in node.inputs if records.values[x].is_activation and records.shape(x)
     ]
     takes_three = len(activations) > 2
-    # pallas_call, pure_callback, a library's attention, ...: none of them is an elementary function.
+    # pallas_call, pure_callback, a library's attention, ...:
+    # none of them is an elementary function.
     is_listed = node.name in RULES
     is_call = "call" in node.name or (takes_three and not is_listed)
     if not is_call and not is_listed:
         records.unlisted = node.index
-    # A penalty without data, such as a determinant, does not say what the parameter is: other uses of it decide.
+    # A penalty without data, such as a determinant, does not say what the parameter is:
+    # other uses of it decide.
     has_data = any(value.depends_on and not value.is_weight for value in values)
     records.record_views(node, node.name, values, "unknown" if has_data else "alone")
     projections = [projection for value in values for projection in value.projections]
     records.record_parts(projections)
     if is_call and takes_three:
-        # Perhaps queries, keys and values, as of a fused kernel. `clippable_attention` lists the call, and refuses to
-        # clip these projections.
+        # Perhaps queries, keys and values, as of a fused kernel. `clippable_attention` lists the
+        # call, and refuses to clip these projections.
         records.attention.calls[node.index] = tuple(projections)
         # A matrix before the call is no output head: attention multiplies what it gives.
         records.layers.add(node.index)
@@ -81,12 +87,14 @@ RULES |= dict.fromkeys(_MIXING, unknown)
 def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
     """The result of an einsum of three or more operands, which is not followed.
 
-    JAX would multiply them pair by pair, in an order that depends on their sizes. A layer may be among them, or logits,
-    or a softmax's weights and values: such an attention is listed and refused.
+    JAX would multiply them pair by pair, in an order that depends on their sizes. A layer may be
+    among them, or logits, or a softmax's weights and values:
+    such an attention is listed and refused.
     """
     values = records.inputs(node)
     records.possible_layers.add(node.index)
-    # Each operand may be softmax's weights, and each other one the values. For one and itself this records nothing.
+    # Each operand may be softmax's weights, and each other one the values.
+    # For one and itself this records nothing.
     for value in values:
         for other in values:
             records.record_weights(node, value, other)

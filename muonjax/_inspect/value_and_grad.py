@@ -1,4 +1,5 @@
-"""`jax.value_and_grad` that also returns each head's largest attention logit, for any JAX function."""
+"""`jax.value_and_grad` that also returns each head's largest attention logit,
+for any JAX function."""
 
 import functools
 import reprlib
@@ -17,29 +18,33 @@ from muonjax._inspect.program import check_arrays, find_maxima, named_call
 def value_and_grad(
     fun: Callable[..., Any], argnums: Any = 0, has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad` that also returns the largest attention logits of each head, for any JAX function.
+    """`jax.value_and_grad` that also returns the largest attention logits of each head,
+    for any JAX function.
 
-    The logits are read from the program: a softmax computes their maximum anyway, which becomes one more output. Loss
-    and gradients stay as they are, to the bit under `jax.jit`. Only the arguments `argnums` are traced; everything else
-    that `fun` is given or reads stays as it is: Python's flags and strings, arrays and tracers of enclosing
-    transformations, mutable `Ref`s. As under `jax.jit`, `fun` can't branch in Python on a value computed from the
-    traced arguments.
+    The logits are read from the program: a softmax computes their maximum anyway, which becomes one
+    more output. Loss and gradients stay as they are, to the bit under `jax.jit`. Only the arguments
+    `argnums` are traced; everything else that `fun` is given or reads stays as it is: Python's
+    flags and strings, arrays and tracers of enclosing transformations, mutable `Ref`s. As under
+    `jax.jit`, `fun` can't branch in Python on a value computed from the traced arguments.
 
     Args:
-      fun: Returns a scalar, or with `has_aux` a scalar and a tree of anything. Its first argument may be an NNX model.
-      argnums: The positional arguments to differentiate by, as in `jax.value_and_grad`, the parameters first. For an
-        NNX model as in `nnx.value_and_grad`, an `nnx.DiffState` too.
+      fun: Returns a scalar, or with `has_aux` a scalar and a tree of anything.
+        Its first argument may be an NNX model.
+      argnums: The positional arguments to differentiate by, as in `jax.value_and_grad`, the
+        parameters first. For an NNX model as in `nnx.value_and_grad`, an `nnx.DiffState` too.
       has_aux: Whether `fun` returns a pair (loss, aux).
 
     Returns:
       A function of `fun`'s arguments that returns ((loss, max_logits), grads), or with `has_aux`
-      ((loss, (aux, max_logits)), grads). `max_logits` has for each attention that can be clipped exactly an array
-      [*layers, heads], float32, by its name in `Program.attentions`: the largest logit after scale and mask; where a
-      bias is added, without it.
+      ((loss, (aux, max_logits)), grads). `max_logits` has for each attention that can be clipped
+      exactly an array [*layers, heads], float32, by its name in `Program.attentions`: the largest
+      logit after scale and mask; where a bias is added, without it.
 
     Raises:
-      ValueError: No attention is found in `fun`, or none that can be clipped; with the reasons and their lines.
-      TypeError: `fun` returns no scalar, or with `has_aux` no pair; a parameter is a function or an integer.
+      ValueError: No attention is found in `fun`, or none that can be clipped;
+        with the reasons and their lines.
+      TypeError: `fun` returns no scalar, or with `has_aux` no pair;
+        a parameter is a function or an integer.
 
     Example:
       >>> import jax, jax.numpy as jnp, muonjax
@@ -55,8 +60,8 @@ def value_and_grad(
     """
     if not isinstance(has_aux, bool):
         raise TypeError(
-            f"value_and_grad(fun, has_aux={reprlib.repr(has_aux)}) must be True or False; the arguments of fun come "
-            "later: value_and_grad(fun)(params, batch)."
+            f"value_and_grad(fun, has_aux={reprlib.repr(has_aux)}) must be True or False; the "
+            "arguments of fun come later: value_and_grad(fun)(params, batch)."
         )
 
     @functools.wraps(fun)
@@ -80,10 +85,11 @@ def value_and_grad(
 def _with_max_logits(
     fun: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool
 ) -> Callable[..., tuple[Any, Any]]:
-    """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)): what is differentiated.
+    """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)):
+    what is differentiated.
 
-    `fun` is traced by its arguments `argnums` alone, and the jaxpr is run on them with the largest logits as further
-    results. The caller's `jax.value_and_grad` differentiates this run.
+    `fun` is traced by its arguments `argnums` alone, and the jaxpr is run on them with the largest
+    logits as further results. The caller's `jax.value_and_grad` differentiates this run.
     """
     call = named_call("value_and_grad", fun)
 
@@ -94,9 +100,11 @@ def _with_max_logits(
         aux: Any = None  # what `fun` returned with the loss while it was traced
 
         def loss_and_traced(*parameters: Any) -> list[Any]:
-            """The loss and the leaves of `aux` that depend on the trace; others, such as strings, stay in `aux`."""
+            """The loss and the leaves of `aux` that depend on the trace; others,
+            such as strings, stay in `aux`."""
             nonlocal aux
-            # All other arguments are what they were: flags, strings, tracers of enclosing transformations.
+            # All other arguments are what they were: flags, strings,
+            # tracers of enclosing transformations.
             arguments = list(args)
             for i, parameter in zip(chosen, parameters, strict=True):
                 arguments[i] = parameter
@@ -105,12 +113,14 @@ def _with_max_logits(
             return [loss, *traced]
 
         closed = jax.make_jaxpr(loss_and_traced)(*parameters)
-        # The jaxpr has the arrays of all other arguments as constants, but they are data and no part of the program.
+        # The jaxpr has the arrays of all other arguments as constants,
+        # but they are data and no part of the program.
         given = jax.tree.leaves((args, kwargs))
         (loss, *arrays), max_logits = find_maxima(closed, parameters, call, given)
         if not has_aux:
             return loss, max_logits
-        # `aux` with the results of the run in place of the leaves that were traced, in the same order.
+        # `aux` with the results of the run in place of the leaves that were traced,
+        # in the same order.
         results = iter(arrays)
         aux = jax.tree.map(lambda x: next(results) if isinstance(x, Tracer) else x, aux)
         return loss, (aux, max_logits)
@@ -126,27 +136,30 @@ def _loss_and_aux(call: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
     """
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
         raise TypeError(
-            f"value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got {reprlib.repr(result)}."
+            "value_and_grad(fun, has_aux=True) needs a pair (loss, aux) from fun, got "
+            f"{reprlib.repr(result)}."
         )
     loss, aux = result if has_aux else (result, None)
     # A pair without `has_aux` is the usual mistake.
     if not jax.tree_util.all_leaves([loss]):
         raise TypeError(
-            f"{call} needs one scalar from fun, got a {type(loss).__name__}; return the sum of several losses, "
-            "or call value_and_grad(fun, has_aux=True) if fun returns (loss, aux)."
+            f"{call} needs one scalar from fun, got a {type(loss).__name__}; return the sum of "
+            "several losses, or call value_and_grad(fun, has_aux=True) if fun returns (loss, aux)."
         )
     return loss, aux
 
 
 def _check_differentiable(call: str, params: Any) -> None:
     """Raise for a leaf that has no derivative, by its path; JAX names its type alone."""
-    # A first argument that is a model goes to `nnx.value_and_grad`. Any other one, such as a teacher's, does not.
+    # A first argument that is a model goes to `nnx.value_and_grad`. Any other one,
+    # such as a teacher's, does not.
     if is_model(params):
         raise TypeError(f"{call}: an NNX model must be the first argument of fun.")
     check_arrays(call, params)
     for path, leaf in flatten_paths(params).items():
         if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"{call}: {path!r} is {leaf.dtype}, which has no derivative; give it to the loss in another argument, "
-                "not among the arguments to differentiate by. An NNX model is given itself."
+                f"{call}: {path!r} is {leaf.dtype}, which has no derivative; give it to the loss "
+                "in another argument, not among the arguments to differentiate by. An NNX model is "
+                "given itself."
             )

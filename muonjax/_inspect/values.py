@@ -1,13 +1,15 @@
-"""What is known of an array while a function is followed: which parameters and products it is made of.
+"""What is known of an array while a function is followed:
+which parameters and products it is made of.
 
-In `q, k, v = jnp.split(x @ p["qkv"], 3, -1)` the parameter is a `ParameterView` of the product's operand. The product
-with it is a `Product`, and its result holds one `Projection` of this product. The split gives three of it, each with
-the region of its columns; a region that is used separately is a part, a matrix of its own. What softmax takes is
-`Logits`. A value may be a sum, so it may hold several views, projections and logits.
+In `q, k, v = jnp.split(x @ p["qkv"], 3, -1)` the parameter is a `ParameterView` of the product's
+operand. The product with it is a `Product`, and its result holds one `Projection` of this product.
+The split gives three of it, each with the region of its columns; a region that is used separately
+is a part, a matrix of its own. What softmax takes is `Logits`. A value may be a sum, so it may hold
+several views, projections and logits.
 
-Say that the parameter is [d, 3 * heads * 16]. In the query projection, reshaped to [batch, length, heads, 16], the
-layout says that axis 2 takes steps of 16 along axis 1 of the parameter from 0 on, and axis 3 steps of 1: two runs. Its
-region is the first third of axis 1.
+Say that the parameter is [d, 3 * heads * 16]. In the query projection, reshaped to [batch, length,
+heads, 16], the layout says that axis 2 takes steps of 16 along axis 1 of the parameter from 0 on,
+and axis 3 steps of 1: two runs. Its region is the first third of axis 1.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ PRODUCT_OF_PARAMETERS = "a product of parameters"
 CHOICES = ("select_n", "join")
 SUMS = ("add", "sub", "add_any", "complex", *CHOICES)
 
-# What a value depends on, as bits; those of products are higher. A number in the program depends on nothing. What is
-# made of parameters and went through a `stop_gradient` is frozen.
+# What a value depends on, as bits; those of products are higher. A number in the program depends on
+# nothing. What is made of parameters and went through a `stop_gradient` is frozen.
 DATA, NOISE, PARAMETER, FROZEN, OF_PRODUCTS = 1, 2, 4, 8, 16
 
 # Where entries go; None if nothing of the origin is left.
@@ -36,12 +38,14 @@ Move: TypeAlias = Callable[[Layout], Layout | None]
 
 
 class ParameterView(NamedTuple):
-    """A parameter, or a part of it, in an array: which entries lie along which axes of the array."""
+    """A parameter, or a part of it, in an array: which entries lie along which axes of the
+    array."""
 
     leaf: int  # the number of the parameter
     layout: Layout
-    # For a factor of a product of parameters: the axes of the leaf that meet the factors next to it, from left to
-    # right. In a[i, k] b[k, j] c[j, l] the factor a has one entry, for k, and b has two, for k and for j.
+    # For a factor of a product of parameters: the axes of the leaf that meet the factors next to
+    # it, from left to right. In a[i, k] b[k, j] c[j, l] the factor a has one entry, for k,
+    # and b has two, for k and for j.
     inner: tuple[tuple[Run, ...], ...] = ()
 
 
@@ -71,19 +75,22 @@ class Use(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the product sums over axes of the parameter and gives others: not one by a vector."""
+        """Whether the product sums over axes of the parameter and gives others:
+        not one by a vector."""
         return bool(self.rows and self.columns) and not self.kernel.is_depthwise
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Product:
-    """What becomes of an activation's product with one parameter; axes are those of the parameter."""
+    """What becomes of an activation's product with one parameter;
+    axes are those of the parameter."""
 
     bit: int  # stands for it in `Value.depends_on`
     use: Any = None  # its `Use`
     # Axes over which its result is summed, as the heads of an output projection are.
     added_up: set[Run] = dataclasses.field(default_factory=set)
-    # Columns that count experts or heads: axes that are batches in a product with another parameter, or gated.
+    # Columns that count experts or heads: axes that are batches in a product with another
+    # parameter, or gated.
     batches: set[Run] = dataclasses.field(default_factory=set)
     # Batches of a product of two activations, each with the part in which it counts heads.
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
@@ -99,7 +106,8 @@ class Projection(NamedTuple):
     product: Product
     layout: Layout
     biases: tuple[ParameterView, ...] = ()  # parameters that were added since then
-    # The first operation that does not commute with scaling the parameter, of a sum the last of its parts' operations.
+    # The first operation that does not commute with scaling the parameter,
+    # of a sum the last of its parts' operations.
     nonlinear_at: int = -1
     # No nonlinear operation yet puts several columns together: it may still be cut into parts.
     unmixed: bool = True
@@ -126,8 +134,9 @@ class Addend(NamedTuple):
 class AxisFact(NamedTuple):
     """What is known of some axes of an array, as a layout that has runs along these alone.
 
-    "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one; "input": they are
-    those of an argument of the function; "repeats": it differs along all but those that only repeat it.
+    "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one;
+    "input": they are those of an argument of the function; "repeats":
+    it differs along all but those that only repeat it.
     """
 
     what: str
@@ -135,7 +144,8 @@ class AxisFact(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What is left of the product of two projections: attention logits and what softmax makes of them."""
+    """What is left of the product of two projections:
+    attention logits and what softmax makes of them."""
 
     product: int  # the operation
     layout: Layout  # the axes as axes of the product's result
@@ -164,10 +174,11 @@ class Value(NamedTuple):
     projections: tuple[Projection, ...] = ()
     logits: tuple[Logits, ...] = ()
     facts: tuple[AxisFact, ...] = ()
-    # The last product of two activations that it is made of, perhaps queries and keys; -1 if there is none, or if a
-    # parameter multiplied it since.
+    # The last product of two activations that it is made of, perhaps queries and keys;
+    # -1 if there is none, or if a parameter multiplied it since.
     scores: int = -1
-    # The last such product whose exponential it is made of, perhaps softmax's weights; -1 if there is none.
+    # The last such product whose exponential it is made of, perhaps softmax's weights;
+    # -1 if there is none.
     exponential_of: int = -1
 
     @property
@@ -208,7 +219,8 @@ class Value(NamedTuple):
     def repeated(
         self, old: Sequence[int], sources: Sequence[int | None], shape: Sequence[int]
     ) -> Value:
-        """An array of this shape, whose axis i is the axis `sources[i]` of this one, of shape `old`.
+        """An array of this shape, whose axis i is the axis `sources[i]` of this one,
+        of shape `old`.
 
         Along an axis without a source the entries repeat.
         """
@@ -231,7 +243,8 @@ class Value(NamedTuple):
             if fact.what == what:
                 layout = fact.layout
                 long = {axis for axis, n in enumerate(layout.shape) if n > 1}
-                # The layout of "repeats" varies along the axes along which the value does not repeat.
+                # The layout of "repeats" varies along the axes along which the value does not
+                # repeat.
                 axes |= long - layout.varying if what == "repeats" else layout.varying
         return tuple(sorted(axes))
 
@@ -240,9 +253,9 @@ class Value(NamedTuple):
 class Operand:
     """One operand of a product, an array whose axes are summed over, or batches, or free.
 
-    The product has the batch axes and the free axes of both operands. In `bqd,bkd->bqk` the left one has the batch axis
-    0, the free axis 1 and the summed axis 2, and `sources` (0, 1, None). Whoever makes the operands of a product sets
-    `sources` once both are known.
+    The product has the batch axes and the free axes of both operands. In `bqd,bkd->bqk` the left
+    one has the batch axis 0, the free axis 1 and the summed axis 2, and `sources` (0, 1, None).
+    Whoever makes the operands of a product sets `sources` once both are known.
     """
 
     value: Value
@@ -261,10 +274,11 @@ class Operand:
         return tuple(other_axes(len(self.shape), (*self.summed, *self.batch)))
 
     def is_query(self, keys: Iterable[int]) -> bool:
-        """Whether it is the queries of a product whose axes `keys` count keys: these come from the other operand.
+        """Whether it is the queries of a product whose axes `keys` count keys:
+        these come from the other operand.
 
-        After the shift of Transformer-XL, of "bqhd,khd->bhqk", both operands have some of these axes. The queries have
-        all others, and the positions have no axis of examples.
+        After the shift of Transformer-XL, of "bqhd,khd->bhqk", both operands have some of these
+        axes. The queries have all others, and the positions have no axis of examples.
         """
         of_this = [self.sources[axis] is not None for axis in keys]
         has_all_others = self.sources.count(None) == 1
@@ -276,7 +290,8 @@ class Operand:
 
     @property
     def aligned(self) -> Value:
-        """Its value along the axes of the product, with the first entry along those that are summed over."""
+        """Its value along the axes of the product, with the first entry along those that are summed
+        over."""
         return self.value.map(self.along)
 
     @property
@@ -288,8 +303,8 @@ class Operand:
     def is_parameter(self) -> bool:
         """Whether it is made of parameters alone, and differs along all of its axes.
 
-        Learned queries that are repeated along the batch don't. a[:, None] * b, of two vectors, does, though each
-        vector repeats along one axis.
+        Learned queries that are repeated along the batch don't. a[:, None] * b, of two vectors,
+        does, though each vector repeats along one axis.
         """
         if not self.value.is_weight:
             return False
@@ -325,7 +340,8 @@ class Operand:
 
 
 def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
-    """Views, projections, logits or facts after an operation that moves entries, each with the layout `move(layout)`.
+    """Views, projections, logits or facts after an operation that moves entries,
+    each with the layout `move(layout)`.
 
     An item of which no entry is left is dropped: k after a slice of q from concatenate([q, k]).
     """
@@ -335,7 +351,8 @@ def move_each(items: Sequence[Any], move: Move) -> tuple[Any, ...]:
         if layout is None:
             continue
         item = item._replace(layout=layout)
-        # The biases that were added to a projection, and what was subtracted from logits, lie in the same array.
+        # The biases that were added to a projection, and what was subtracted from logits,
+        # lie in the same array.
         if isinstance(item, Projection):
             item = item._replace(biases=move_each(item.biases, move))
         if isinstance(item, Logits):
@@ -357,10 +374,11 @@ def dependent(values: Iterable[Value]) -> Value:
 
 
 def is_match(factors: Iterable[tuple[Value, Sequence[int]]]) -> bool:
-    """Whether the sum of a product over these axes of each factor multiplies the columns of layers by each other.
+    """Whether the sum of a product over these axes of each factor multiplies the columns of layers
+    by each other.
 
-    sum_d a[b, d] c[b, d] matches two towers example by example. Two factors that depend on the same products are one
-    tower, and the sum may be its squared norm.
+    sum_d a[b, d] c[b, d] matches two towers example by example. Two factors that depend on the same
+    products are one tower, and the sum may be its squared norm.
     """
     towers = set()
     for value, axes in factors:
@@ -371,9 +389,11 @@ def is_match(factors: Iterable[tuple[Value, Sequence[int]]]) -> bool:
 
 
 def used_in_one_way(projections: Sequence[Projection]) -> bool:
-    """Whether these projections of one product are the same columns, or nothing nonlinear tells them from each other.
+    """Whether these projections of one product are the same columns,
+    or nothing nonlinear tells them from each other.
 
-    After `jnp.tanh(q[:, :4])` and `q[:, 4:]` the first is nonlinear and the second is not: they are used differently.
+    After `jnp.tanh(q[:, :4])` and `q[:, 4:]` the first is nonlinear and the second is not:
+    they are used differently.
     """
     layouts = {projection.layout for projection in projections}
     functions = {
@@ -393,10 +413,11 @@ def parts_of_products(values: Iterable[Value]) -> list[list[Projection]]:
 
 
 def united(parts: Sequence[Projection]) -> Projection:
-    """One projection in place of several of one product, which a sum adds or a concatenation puts side by side.
+    """One projection in place of several of one product,
+    which a sum adds or a concatenation puts side by side.
 
-    It has the biases of all parts, and is nonlinear if any part is. It stays unmixed if all are, and are used in one
-    way: one record has to do for all of them from here on.
+    It has the biases of all parts, and is nonlinear if any part is. It stays unmixed if all are,
+    and are used in one way: one record has to do for all of them from here on.
     """
     if len(parts) == 1:
         return parts[0]
@@ -409,7 +430,8 @@ def united(parts: Sequence[Projection]) -> Projection:
 
 
 def _with_all_entries(parts: Sequence[Any]) -> Any:
-    """The first of these parts of one parameter or product, with the layout of their sum or concatenation."""
+    """The first of these parts of one parameter or product,
+    with the layout of their sum or concatenation."""
     layout = merged(tuple(part.layout for part in parts))
     return parts[0]._replace(layout=layout)
 

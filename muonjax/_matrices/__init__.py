@@ -1,1 +1,2 @@
-"""Leaves as stacks of matrices (`matrix_view`), and stacks of equal shape that share one program (`batching`)."""
+"""Leaves as stacks of matrices (`matrix_view`),
+and stacks of equal shape that share one program (`batching`)."""

@@ -1,12 +1,13 @@
 """Batch matrices of equal or neighboring shape, so that each group is compiled once.
 
-A group holds arrays [batch, m, n] of one dtype whose matrices have the same m <= n. (`map_leaves` transposes
-tall ones.) Several n share a program where the policy says that this costs less than one more program: the narrower
-matrices get columns of zeros, which stay zero.
+A group holds arrays [batch, m, n] of one dtype whose matrices have the same m <= n. (`map_leaves`
+transposes tall ones.) Several n share a program where the policy says that this costs less than one
+more program: the narrower matrices get columns of zeros, which stay zero.
 
-The arrays of a group are stacked, on a CPU all of them, on an accelerator in parts that bound the memory: a large array
-stays alone and is never copied. A loop goes over a stack in chunks and writes each chunk's result over its input. The
-extra memory is the stack and the iteration of one chunk, never a second stack.
+The arrays of a group are stacked, on a CPU all of them, on an accelerator in parts that bound the
+memory: a large array stays alone and is never copied. A loop goes over a stack in chunks and writes
+each chunk's result over its input. The extra memory is the stack and the iteration of one chunk,
+never a second stack.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Function:
     Attributes:
       whole: [*batch, m, n] -> the same shape and dtype.
       form: (m, n) -> the form of f for m x n matrices; only those of one form share a program.
-      exchange_dtype: The dtype of a matrix -> the dtype in which a mesh sends it to its owner and back.
+      exchange_dtype: The dtype of a matrix -> the dtype in which a mesh sends it to its owner and
+        back.
     """
 
     whole: Callable[[jax.Array], jax.Array]
@@ -50,9 +52,10 @@ def map_leaves(
     views: Sequence[MatrixView],
     policy: Policy,
 ) -> list[jax.Array]:
-    """The leaves with f of each matrix that `views` show in them; f(x.mT) = f(x).mT, so tall ones are transposed."""
-    # `view.wide` would transpose the leaf itself. XLA for a CPU then sums in another order where a tall matrix is alone
-    # in its leaf, so that the last bits differ from those of a stack.
+    """The leaves with f of each matrix that `views` show in them; f(x.mT) = f(x).mT,
+    so tall ones are transposed."""
+    # `view.wide` would transpose the leaf itself. XLA for a CPU then sums in another order where a
+    # tall matrix is alone in its leaf, so that the last bits differ from those of a stack.
     matrices = []
     for view, leaf in zip(views, leaves, strict=True):
         x = view.to_matrices(leaf)
@@ -70,7 +73,8 @@ def map_groups(
     """f of each matrix, compiled once for each group.
 
     Args:
-      f: Its `whole` maps [*batch, m, n] to the same shape, each matrix by itself; columns of zeros stay zero.
+      f: Its `whole` maps [*batch, m, n] to the same shape, each matrix by itself;
+        columns of zeros stay zero.
       matrices: Arrays of matrices with m <= n.
       policy: The policy for the device.
 
@@ -79,8 +83,8 @@ def map_groups(
     """
     results: list[Any] = [None] * len(matrices)
     if not policy.is_cpu:
-        # On an accelerator a group may be several stacks (`_stacks`), and `jit` traces f once for all of one shape. On
-        # a CPU a group is one stack.
+        # On an accelerator a group may be several stacks (`_stacks`), and `jit` traces f once for
+        # all of one shape. On a CPU a group is one stack.
         f = dataclasses.replace(f, whole=jax.jit(f.whole))
     # Each stack is a list of indices of `matrices`.
     stacks = []
@@ -91,9 +95,10 @@ def map_groups(
     for indices in stacks:
         parts = [matrices[i] for i in indices]
         if policy.one_stack_at_a_time and previous is not None:
-            # XLA keeps a stack in memory until its results are cut out of it and cast. Its scheduler for GPUs would
-            # begin the next stacks before, and keep several. So the arrays of this stack wait for the last result of
-            # the previous one, which is cut out together with the others.
+            # XLA keeps a stack in memory until its results are cut out of it and cast. Its
+            # scheduler for GPUs would begin the next stacks before, and keep several. So the arrays
+            # of this stack wait for the last result of the previous one,
+            # which is cut out together with the others.
             waiting = parts, results[previous]
             parts, results[previous] = jax.lax.optimization_barrier(waiting)
         outputs = _map_stack(f, parts, policy)
@@ -107,12 +112,14 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
     """f of each of the arrays [count, m, n] that share a program: of one dtype and m, and any n."""
     # All have one m, so the largest shape has the largest n.
     m, n = max(x.shape[1:] for x in parts)
-    # Small matrices run in batches of `size`, which divides their number; large ones one after the other.
+    # Small matrices run in batches of `size`, which divides their number;
+    # large ones one after the other.
     counts = list(map(len, parts))
     size = policy.chunk_size(sum(counts), (m, n))
     # [matrices, m, n]
     stack = _stacked(parts, n)
-    # [chunks, size, m, n], or for a size of 1 [chunks, m, n]: XLA for CPUs multiplies batches of one in a slower way.
+    # [chunks, size, m, n], or for a size of 1 [chunks, m, n]:
+    # XLA for CPUs multiplies batches of one in a slower way.
     chunks = stack if size == 1 else stack.reshape(-1, size, m, n)
 
     if len(chunks) == 1:
@@ -138,12 +145,14 @@ def _groups(
 ) -> list[list[int]]:
     """Indices of the arrays that share a program: those of one shape, and their neighbors.
 
-    Neighbors have the same short side, dtype and form of f, and share a program where the columns of zeros that the
-    narrower ones need cost less than another program. Matrices [768, 768], [768, 3072], [768, 3072] (once a tall one)
-    and [768, 2304] make [[0], [1, 2, 3]], if f takes the Gram form for n > 1.5 m.
+    Neighbors have the same short side, dtype and form of f, and share a program where the columns
+    of zeros that the narrower ones need cost less than another program. Matrices [768, 768], [768,
+    3072], [768, 3072] (once a tall one) and [768, 2304] make [[0], [1, 2, 3]],
+    if f takes the Gram form for n > 1.5 m.
     """
-    # (m, form, dtype) -> n -> the indices of the arrays with these. The last three matrices of the example are
-    # {(768, True, "float32"): {3072: [1, 2], 2304: [3]}}, where True means the Gram form.
+    # (m, form, dtype) -> n -> the indices of the arrays with these. The last three matrices of the
+    # example are {(768, True, "float32"): {3072: [1, 2], 2304: [3]}},
+    # where True means the Gram form.
     neighbors: dict[tuple, dict[int, list[int]]] = {}
     for i, x in enumerate(matrices):
         _, m, n = x.shape
@@ -172,16 +181,18 @@ def _groups(
 def _stacks(
     group: list[int], matrices: Sequence[jax.Array], policy: Policy
 ) -> list[list[int]]:
-    """A group in parts, each a single array or within the policy's bound; about equal, if the arrays allow it.
+    """A group in parts, each a single array or within the policy's bound; about equal,
+    if the arrays allow it.
 
-    With a bound of three matrices, four arrays of one matrix each make stacks of two and two; arrays of four, one and
-    one make stacks of four and two.
+    With a bound of three matrices, four arrays of one matrix each make stacks of two and two;
+    arrays of four, one and one make stacks of four and two.
     """
     # With columns of zeros all matrices of a group are [m, n].
     m, n = max(matrices[i].shape[1:] for i in group)
     elements = {i: len(matrices[i]) * m * n for i in group}
     total = sum(elements.values())
-    # The bound asks for at least so many stacks, and equal ones have this share of the elements each.
+    # The bound asks for at least so many stacks, and equal ones have this share of the elements
+    # each.
     bound = policy.stack_elements
     share = total / max(1, math.ceil(total / bound))
     stacks = []
@@ -196,7 +207,8 @@ def _stacks(
 
 
 def _stacked(parts: Sequence[jax.Array], n: int) -> Inexact[Array, "count m n"]:
-    """The matrices of several arrays of one m as one array; those with fewer than n columns get columns of zeros."""
+    """The matrices of several arrays of one m as one array;
+    those with fewer than n columns get columns of zeros."""
     padded = []
     for x in parts:
         missing = n - x.shape[2]
@@ -213,8 +225,8 @@ def _unstacked(
     """A stack in parts of so many entries: the inverse of a concatenation."""
     if len(counts) == 1:
         return [stack]
-    # Part i begins after the parts before it: counts of 12, 12 and 36 begin at 0, 12 and 24. If XLA for a CPU knew
-    # these numbers, it would compile a kernel for each slice.
+    # Part i begins after the parts before it: counts of 12, 12 and 36 begin at 0, 12 and 24. If XLA
+    # for a CPU knew these numbers, it would compile a kernel for each slice.
     starts = numbers_from_loop([0, *itertools.accumulate(counts[:-1])], platform)
     parts = []
     for start, count in zip(starts, counts, strict=True):

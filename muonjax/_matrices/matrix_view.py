@@ -25,31 +25,36 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Inexact
 
 MuonDimensionNumbers = optax.contrib.MuonDimensionNumbers
-"""Optax's own class, `MuonDimensionNumbers(reduction_axis=0, output_axis=1)`: the axes of a leaf, one or several,
-that are the matrix's rows (what the layer sums over) and its columns. All other axes count matrices.
+"""Optax's own class, `MuonDimensionNumbers(reduction_axis=0, output_axis=1)`: the axes of a leaf,
+one or several, that are the matrix's rows (what the layer sums over) and its columns.
+All other axes count matrices.
 
 Example:
   >>> import muonjax
-  >>> query = muonjax.MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))  # (d, heads, size): one matrix
+  >>> # A kernel (d, heads, size) as one matrix, and as a matrix for each head.
+  >>> query = muonjax.MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))
   >>> a_matrix_a_head = muonjax.MuonDimensionNumbers(reduction_axis=0, output_axis=2)
 
 Source: `optax.contrib.MuonDimensionNumbers`."""
 
 
 class FusedDimensionNumbers(NamedTuple):
-    """Several matrices side by side along one axis of a leaf: query, key and value in one (d, 3·d) kernel.
+    """Several matrices side by side along one axis of a leaf: query, key and value in one (d, 3·d)
+    kernel.
 
-    Optax's `MuonDimensionNumbers` can group axes but not cut one. Here `axis`, one of the reduction or output
-    axes, is cut into `parts` consecutive pieces, and each piece is a separate matrix.
+    Optax's `MuonDimensionNumbers` can group axes but not cut one. Here `axis`, one of the reduction
+    or output axes, is cut into `parts` consecutive pieces, and each piece is a separate matrix.
 
     Attributes:
       reduction_axis: As in `MuonDimensionNumbers`.
       output_axis: As in `MuonDimensionNumbers`.
-      parts: How many matrices of equal size, >= 1, which must divide the size of `axis`; or the sizes of the pieces,
-        which must sum to it: (32, 8, 8) for the queries, keys and values of 32 heads that share 8 key heads.
+      parts: How many matrices of equal size, >= 1, which must divide the size of `axis`; or the
+        sizes of the pieces, which must sum to it: (32, 8, 8) for the queries,
+        keys and values of 32 heads that share 8 key heads.
       axis: The axis that is cut; one of the two above.
-      repeats: How often the sequence of parts repeats along the axis: as many times as there are heads where query, key
-        and value of each head follow each other. All stretches of one part are one matrix.
+      repeats: How often the sequence of parts repeats along the axis: as many times as there are
+        heads where query, key and value of each head follow each other.
+        All stretches of one part are one matrix.
 
     Raises:
       ValueError: while tracing, if the parts do not fit a leaf; naming its shape.
@@ -94,13 +99,15 @@ def one_or_several(axes: Sequence[int]) -> int | tuple[int, ...]:
 def resolve_dimension_numbers(
     numbers: DimensionNumbersTree, tree: Any
 ) -> list[DimensionNumbers | None]:
-    """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree, a function, or None.
+    """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree,
+    a function, or None.
 
-    {"attention": MuonDimensionNumbers(), "bias": None} for a tree of two kernels below "attention" and a bias gives
-    [MuonDimensionNumbers(), MuonDimensionNumbers(), None].
+    {"attention": MuonDimensionNumbers(), "bias": None} for a tree of two kernels below "attention"
+    and a bias gives [MuonDimensionNumbers(), MuonDimensionNumbers(), None].
 
-    An entry of None is no matrix. None for the whole of it means that every leaf is one plain matrix (fan_in, fan_out).
-    A tree without leaves, which Optax gives to `init` to find the parts of a state that are like parameters, fits all.
+    An entry of None is no matrix. None for the whole of it means that every leaf is one plain
+    matrix (fan_in, fan_out). A tree without leaves, which Optax gives to `init` to find the parts
+    of a state that are like parameters, fits all.
     """
     if not jax.tree.leaves(tree):
         return []
@@ -123,18 +130,20 @@ def resolve_dimension_numbers(
 
 
 def _is_entry(x: Any) -> bool:
-    """Whether it is an entry of a tree of dimension numbers; Optax masks those of leaves that it masks."""
+    """Whether it is an entry of a tree of dimension numbers;
+    Optax masks those of leaves that it masks."""
     return isinstance(x, DimensionNumbers | optax.MaskedNode | None)
 
 
 def matrix_pieces(numbers: DimensionNumbersTree, tree: Any) -> Pieces:
-    """The pieces of `tree`, a list: one for each leaf that has matrices, or for each part of a fused one, in order.
+    """The pieces of `tree`, a list: one for each leaf that has matrices,
+    or for each part of a fused one, in order.
 
-    A piece may hold a stack of matrices. A fused kernel [64, 128] of queries with 64 columns, and of keys and values
-    with 32 each, is three pieces.
+    A piece may hold a stack of matrices. A fused kernel [64, 128] of queries with 64 columns, and
+    of keys and values with 32 each, is three pieces.
 
-    `numbers` may be `Pieces`, which an optimizer has found for all trees of this structure. The caller has an
-    `errors_of` around it, whose call the errors name.
+    `numbers` may be `Pieces`, which an optimizer has found for all trees of this structure. The
+    caller has an `errors_of` around it, whose call the errors name.
     """
     if isinstance(numbers, Pieces):
         return numbers
@@ -157,8 +166,8 @@ def matrix_pieces(numbers: DimensionNumbersTree, tree: Any) -> Pieces:
 def _check_leaf(named: str, leaf: Any) -> None:
     """Raise unless the leaf can hold matrices of floating-point numbers.
 
-    `errors_of` begins each message with the public call: "muon needs matrices, but the leaf 'b' has shape (4,)", "muon:
-    the leaf 'w' is ...".
+    `errors_of` begins each message with the public call: "muon needs matrices, but the leaf 'b' has
+    shape (4,)", "muon: the leaf 'w' is ...".
     """
     if len(leaf.shape) < 2:
         raise ValueError(
@@ -178,8 +187,8 @@ def _check_leaf(named: str, leaf: Any) -> None:
 def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[Piece]:
     """The pieces of the i-th leaf, after all checks of its axes.
 
-    There is one, or one for each part of a fused axis. `parts=(2, 1, 3)` along the second axis of [5, 24] with
-    `repeats=4` are three pieces: [5, 8], [5, 4] and [5, 12].
+    There is one, or one for each part of a fused axis. `parts=(2, 1, 3)` along the second axis of
+    [5, 24] with `repeats=4` are three pieces: [5, 8], [5, 4] and [5, 12].
     """
     reduction = _checked_axes(named, "reduction_axis", numbers.reduction_axis, shape)
     output = _checked_axes(named, "output_axis", numbers.output_axis, shape)
@@ -187,8 +196,8 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     are_disjoint = len(set(sides)) == len(sides)
     if 0 in shape or not reduction or not output or not are_disjoint:
         raise ValueError(
-            f"{named} of shape {shape} needs disjoint axes for its sides, none twice, and no empty dimension, "
-            f"got {numbers}."
+            f"{named} of shape {shape} needs disjoint axes for its sides, none twice, and no empty "
+            f"dimension, got {numbers}."
         )
     if not isinstance(numbers, FusedDimensionNumbers):
         return [Piece(i, MatrixView(shape, reduction, output))]
@@ -202,8 +211,9 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     fill = min(part_sizes, default=0) >= 1 and sum(part_sizes) * repeats == shape[axis]
     if axis not in sides or not fill:
         raise ValueError(
-            f"{numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or output axes, "
-            f"and the sizes in `parts`, or as many equal ones, fill its {shape[axis]} entries `repeats` times."
+            f"{numbers} can't cut {named} of shape {shape}: `axis` must be one of the reduction or "
+            f"output axes, and the sizes in `parts`, or as many equal ones, fill its {shape[axis]} "
+            "entries `repeats` times."
         )
     # Parts of 32, 8 and 8 begin and end at multiples of 8, so shards of 8 entries cut none of them.
     step = math.gcd(*part_sizes)
@@ -232,15 +242,17 @@ def _checked_axes(named: str, argument: str, value: Any, shape: Axes) -> Axes:
 class Piece(NamedTuple):
     """A leaf with its view, or one of the parts that a leaf is cut into.
 
-    Parts of 2, 1 and 3 columns that repeat four times along an axis of 24: a stretch is six columns, and the second
-    piece, with `start` 2 and `repeats` 4, is made of the columns 2, 8, 14 and 20.
+    Parts of 2, 1 and 3 columns that repeat four times along an axis of 24: a stretch is six
+    columns, and the second piece, with `start` 2 and `repeats` 4, is made of the columns 2, 8,
+    14 and 20.
 
     Attributes:
       leaf: The leaf's index among the leaves.
       view: The view of the piece.
       axis: The axis that is cut; None: the piece is the leaf.
       start: Where the piece starts within one stretch.
-      step: The greatest common divisor of the sizes of all parts of the leaf: each begins and ends at a multiple of it.
+      step: The greatest common divisor of the sizes of all parts of the leaf:
+        each begins and ends at a multiple of it.
       repeats: How many stretches of the axis the piece is made of, at equal distances.
     """
 
@@ -254,8 +266,8 @@ class Piece(NamedTuple):
     def take(self, leaves: Sequence[Any]) -> Any:
         """The piece of its leaf; of a `jax.ShapeDtypeStruct`, its shape.
 
-        An axis of 24 entries with two repeats is two stretches of 12. A piece with `start` 8 and eight entries in all
-        has four of each stretch: the entries 8 to 11 and 20 to 23.
+        An axis of 24 entries with two repeats is two stretches of 12. A piece with `start` 8 and
+        eight entries in all has four of each stretch: the entries 8 to 11 and 20 to 23.
         """
         leaf = leaves[self.leaf]
         # Most pieces are leaves, which are taken as they are.
@@ -264,9 +276,10 @@ class Piece(NamedTuple):
         shape = self.view.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
-        # With explicit axis types, JAX cuts a sharded axis only into parts of which every shard can have an equal
-        # piece. All parts of the leaf begin and end at multiples of `step`, so it stays sharded if the shards can share
-        # `step` entries equally. An axis that becomes two, stretches and their entries, is always gathered.
+        # With explicit axis types, JAX cuts a sharded axis only into parts of which every shard can
+        # have an equal piece. All parts of the leaf begin and end at multiples of `step`, so it
+        # stays sharded if the shards can share `step` entries equally. An axis that becomes two,
+        # stretches and their entries, is always gathered.
         step = self.step if self.repeats == 1 else None
         leaf = whole_along(leaf, self.axis, step)
         # The cut axis is two from here on: [..., repeats, entries of a stretch, ...].
@@ -277,7 +290,8 @@ class Piece(NamedTuple):
         return part.reshape(shape)
 
     def in_stretches(self, x: Any) -> Any:
-        """x with the cut axis as two: [5, 24] with four stretches as [5, 4, 6], whose last axis has the pieces."""
+        """x with the cut axis as two: [5, 24] with four stretches as [5, 4, 6],
+        whose last axis has the pieces."""
         # Only a piece of a leaf that is cut has stretches, and such a piece has an axis.
         axis: Any = self.axis
         return x.reshape(*x.shape[:axis], self.repeats, -1, *x.shape[axis + 1 :])
@@ -339,7 +353,8 @@ class MatrixView(NamedTuple):
 
     @property
     def wide(self) -> MatrixView:
-        """The view of the transposes where this one has tall matrices: rows and columns are exchanged; else itself."""
+        """The view of the transposes where this one has tall matrices:
+        rows and columns are exchanged; else itself."""
         if not self.is_tall:
             return self
         return self._replace(
@@ -347,7 +362,8 @@ class MatrixView(NamedTuple):
         )
 
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
-        """The leaf as a stack of matrices: [layers, d, heads, size] with rows d gives [layers, d, heads * size]."""
+        """The leaf as a stack of matrices: [layers, d, heads, size] with rows d gives [layers,
+        d, heads * size]."""
         # [*batch_axes, *reduction_axes, *output_axes]
         ordered = leaf.transpose(self._order)
         return ordered.reshape(self.batch, self.fan_in, self.fan_out)
@@ -360,7 +376,8 @@ class MatrixView(NamedTuple):
 
 
 class Pieces(list[Piece]):
-    """The pieces of a tree's leaves, and how trees of this structure are taken apart and put together again."""
+    """The pieces of a tree's leaves, and how trees of this structure are taken apart and put
+    together again."""
 
     def __init__(self, treedef: Any):
         super().__init__()
@@ -372,22 +389,26 @@ class Pieces(list[Piece]):
         return [piece.take(leaves) for piece in self]
 
     def _by_leaf(self, values: Sequence[Any]) -> dict[int, list[tuple[Piece, Any]]]:
-        """By the leaf's index, its pieces in the order in which they lie in it, each with its value."""
+        """By the leaf's index, its pieces in the order in which they lie in it,
+        each with its value."""
         by_leaf: dict[int, list[tuple[Piece, Any]]] = {}
         for piece, value in zip(self, values, strict=True):
             by_leaf.setdefault(piece.leaf, []).append((piece, value))
         return by_leaf
 
     def replaced(self, tree: Any, results: Sequence[Any]) -> Any:
-        """The tree with each piece replaced by its result, of the piece's shape; what is no matrix stays.
+        """The tree with each piece replaced by its result, of the piece's shape;
+        what is no matrix stays.
 
-        A fused kernel [8, 12] of queries, keys and values has three pieces [8, 4]. `in_stretches` shows them as
-        [8, 1, 4], and side by side along the last axis they are [8, 1, 12]. Where queries, keys and values of two
-        groups take turns along the axis, each piece has two stretches, [8, 2, 2].
+        A fused kernel [8, 12] of queries, keys and values has three pieces [8, 4]. `in_stretches`
+        shows them as [8, 1, 4], and side by side along the last axis they are [8, 1, 12]. Where
+        queries, keys and values of two groups take turns along the axis,
+        each piece has two stretches, [8, 2, 2].
         """
         leaves = self.treedef.flatten_up_to(tree)
         for i, pairs in self._by_leaf(results).items():
-            # The pieces of leaf i, each with its result: all have the axis and the repeats of the first.
+            # The pieces of leaf i, each with its result: all have the axis and the repeats of the
+            # first.
             piece, result = pairs[0]
             axis = piece.axis
             # A piece without an axis is a whole leaf, and the only piece of it.
@@ -400,7 +421,8 @@ class Pieces(list[Piece]):
         return self.treedef.unflatten(leaves)
 
     def as_state(self, arrays: Sequence[jax.Array]) -> Any:
-        """A state with an array for each piece: a tuple where a leaf is cut, MaskedNode where it is no matrix."""
+        """A state with an array for each piece: a tuple where a leaf is cut,
+        MaskedNode where it is no matrix."""
         # `optax.MaskedNode` marks what is no matrix, as Optax's own states do.
         entries: list[Any] = [optax.MaskedNode()] * self.treedef.num_leaves
         for i, pairs in self._by_leaf(arrays).items():

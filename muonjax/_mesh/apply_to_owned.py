@@ -1,11 +1,12 @@
 """Apply a function to the matrices of one owner, whose blocks the other devices have sent.
 
-The blocks are in a buffer with a row from each device. The owner assembles a matrix from the blocks in some columns,
-applies the function, divides the result into blocks again and writes these over the old ones.
+The blocks are in a buffer with a row from each device. The owner assembles a matrix from the blocks
+in some columns, applies the function, divides the result into blocks again and writes these over
+the old ones.
 
-Owners differ in the number and shapes of their matrices, but all devices run one program. So there is one loop for each
-shape, which reads the places of the owner's matrices in the buffer, and how many there are, from tables with a row for
-each owner. Each shape is compiled once.
+Owners differ in the number and shapes of their matrices, but all devices run one program. So there
+is one loop for each shape, which reads the places of the owner's matrices in the buffer, and how
+many there are, from tables with a row for each owner. Each shape is compiled once.
 """
 
 import functools
@@ -32,17 +33,19 @@ Owned = list[list[tuple[int, MatrixLayout]]]
 def apply_to_owned(
     f: Function, buffer: jax.Array, round_: Round, policy: Policy
 ) -> jax.Array:
-    """The buffer with the result of `f.whole` in the place of each matrix whose blocks are in its columns.
+    """The buffer with the result of `f.whole` in the place of each matrix whose blocks are in its
+    columns.
 
-    The buffer [devices, columns] has a row from each device along the exchange axes of the round. All devices run one
-    program: a loop for each shape that any owner has, in which a device reads the places of its own matrices.
+    The buffer [devices, columns] has a row from each device along the exchange axes of the round.
+    All devices run one program: a loop for each shape that any owner has, in which a device reads
+    the places of its own matrices.
     """
     # The owners of all replicas
     owners = list(itertools.chain(*round_.replicas))
     owned_by_shape: dict[tuple[int, int], Owned] = {}
     for i, owner in enumerate(owners):
-        # An owner's matrices follow each other in the columns: two with blocks of 256 numbers and one with 512 begin in
-        # the columns 0, 256 and 512.
+        # An owner's matrices follow each other in the columns: two with blocks of 256 numbers and
+        # one with 512 begin in the columns 0, 256 and 512.
         column = 0
         for matrices in owner:
             layout = matrices.layout
@@ -61,7 +64,8 @@ class Loop(NamedTuple):
     Attributes:
       layouts: The layouts that matrices of this shape have. Those of one batch have one layout.
       batch_size: How many matrices a batch has.
-      places: [owners, steps, 2]: the first column in the buffer of each step's batch, and its number in `layouts`.
+      places: [owners, steps, 2]: the first column in the buffer of each step's batch,
+        and its number in `layouts`.
       steps: [owners], how many steps there are.
     """
 
@@ -74,19 +78,20 @@ class Loop(NamedTuple):
 def _loop(owned: Owned, policy: Policy) -> Loop:
     """The loop over matrices of one shape, a batch of equally many in each step.
 
-    Two owners with the matrices [(0, A), (32, A)] and [(0, A), (32, B)], for layouts A and B, get with batches of one
-    matrix the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
+    Two owners with the matrices [(0, A), (32, A)] and [(0, A), (32, B)], for layouts A and B, get
+    with batches of one matrix the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
     """
-    # How many matrices of each layout an owner has. One shape can have several layouts: leaves that are sharded along
-    # other axes.
+    # How many matrices of each layout an owner has. One shape can have several layouts: leaves that
+    # are sharded along other axes.
     counts = [Counter(layout for _, layout in matrices) for matrices in owned]
     layouts = list(dict.fromkeys(itertools.chain(*counts)))
-    # On a CPU one matrix after the other is no slower. Each is a batch of one: without a batch axis, the order of XLA's
-    # sums depends on the number of devices, and results would not have the same bits on every mesh.
+    # On a CPU one matrix after the other is no slower. Each is a batch of one: without a batch
+    # axis, the order of XLA's sums depends on the number of devices,
+    # and results would not have the same bits on every mesh.
     batch_size = 1
     if not policy.is_cpu:
-        # Batches have one size for all layouts and owners, because all devices run one program: a divisor of the
-        # number of matrices that any owner has of any layout.
+        # Batches have one size for all layouts and owners, because all devices run one program: a
+        # divisor of the number of matrices that any owner has of any layout.
         divisor = 0
         for count in counts:
             divisor = math.gcd(divisor, *count.values())
@@ -96,8 +101,9 @@ def _loop(owned: Owned, policy: Policy) -> Loop:
     # An owner with fewer steps than others does not reach the zeros at the end of its row.
     places = np.zeros((len(owned), steps.max(), 2), np.int32)
     for i, matrices in enumerate(owned):
-        # An owner's matrices of one layout follow each other in the buffer, as `assign_owners` gives them kind by
-        # kind: a batch is so many of them in a row, and its place is that of the first.
+        # An owner's matrices of one layout follow each other in the buffer, as `assign_owners`
+        # gives them kind by kind: a batch is so many of them in a row,
+        # and its place is that of the first.
         for step, (column, layout) in enumerate(matrices[::batch_size]):
             places[i, step] = column, layouts.index(layout)
     return Loop(layouts, batch_size, places, steps)
@@ -109,22 +115,25 @@ def _run_loop(
     group: ExchangeGroup,
     buffer: jax.Array,
 ) -> jax.Array:
-    """Apply a function to this owner's matrices of one shape, whose results replace their blocks in the buffer.
+    """Apply a function to this owner's matrices of one shape,
+    whose results replace their blocks in the buffer.
 
     Args:
       apply: The function of [count, m, n].
       loop: The matrices of all owners.
       group: The mesh axes of the exchange.
-      buffer: [devices, columns], a row from each device; the blocks of a matrix are in the same columns of all.
+      buffer: [devices, columns], a row from each device;
+        the blocks of a matrix are in the same columns of all.
     """
-    # A branch for each layout: only how blocks become matrices differs, and `apply` is compiled once.
+    # A branch for each layout: only how blocks become matrices differs,
+    # and `apply` is compiled once.
     branches = []
     for layout in loop.layouts:
         branches.append(functools.partial(_assemble, layout, group.exchange_axes))
     # All have one shape, so one width.
     width = loop.batch_size * loop.layouts[0].block_size
-    # The number of this device among the owners. Without owner axes each device is the only owner of its matrices, and
-    # `axis_index` of no axes is 0.
+    # The number of this device among the owners. Without owner axes each device is the only owner
+    # of its matrices, and `axis_index` of no axes is 0.
     owner = jax.lax.axis_index(group.owner_axes)
     places = jnp.asarray(loop.places)[owner]
 
@@ -133,15 +142,16 @@ def _run_loop(
         # [devices, width]
         blocks = jax.lax.dynamic_slice(buffer, (0, column), (len(buffer), width))
         assemble = functools.partial(jax.lax.switch, number, branches)
-        # [count, m, n]. XLA would fuse its first and last operations with the exchange, and round differently on each
-        # mesh. The barriers prevent that.
+        # [count, m, n]. XLA would fuse its first and last operations with the exchange, and round
+        # differently on each mesh. The barriers prevent that.
         x = jax.lax.optimization_barrier(assemble(blocks))
         y = jax.lax.optimization_barrier(apply(x))
         # `assemble` only moves entries, so that its transpose is its inverse.
         (blocks,) = jax.linear_transpose(assemble, blocks)(y)
         return jax.lax.dynamic_update_slice(buffer, blocks, (0, column))
 
-    # Owners have unequal numbers of matrices. If these are equal, the loop has one length, which XLA then knows.
+    # Owners have unequal numbers of matrices. If these are equal, the loop has one length,
+    # which XLA then knows.
     is_equal = (loop.steps == loop.steps[0]).all()
     steps = loop.steps[0] if is_equal else jnp.asarray(loop.steps)[owner]
     return jax.lax.fori_loop(0, steps, step, buffer)
@@ -150,12 +160,13 @@ def _run_loop(
 def _assemble(
     layout: MatrixLayout, exchange_axes: Axes, blocks: jax.Array
 ) -> jax.Array:
-    """Matrices [count, m, n] of one layout from their blocks [devices, count * elements of a block].
+    """Matrices [count, m, n] of one layout from their blocks [devices,
+    count * elements of a block].
 
     The coordinates along the mesh axes of the all-to-all, `exchange_axes`, number the devices.
     """
-    # A matrix [16, 64] whose rows "fsdp" shards arrives as (fsdp, count, block rows, columns). Its rows are
-    # (fsdp, block rows), so the order is (count, fsdp, block rows, columns).
+    # A matrix [16, 64] whose rows "fsdp" shards arrives as (fsdp, count, block rows, columns). Its
+    # rows are (fsdp, block rows), so the order is (count, fsdp, block rows, columns).
     count_axis = len(exchange_axes)
     order = [count_axis]
     for axis, gathered in enumerate(layout.gathered):

@@ -1,12 +1,13 @@
 """Assign an owner to every matrix, so that the devices of a mesh have equal work.
 
-The decision is from shapes alone, by "longest processing time first": the matrices that take longest are assigned
-first, each to the owner with the least work so far. Work is summed over all shapes, shardings and dtypes. The busiest
-device has at most 4/3 of the least possible work, and in practice a few percent more than the mean (Graham, "Bounds on
-multiprocessing timing anomalies", 1969).
+The decision is from shapes alone, by "longest processing time first": the matrices that take
+longest are assigned first, each to the owner with the least work so far. Work is summed over all
+shapes, shardings and dtypes. The busiest device has at most 4/3 of the least possible work, and in
+practice a few percent more than the mean (Graham, "Bounds on multiprocessing timing anomalies",
+1969).
 
-The result is a list of `Round`s, which `map_on_mesh` runs. `matrix_shards` explains the words: block, owner,
-kind, group.
+The result is a list of `Round`s, which `map_on_mesh` runs. `matrix_shards` explains the words:
+block, owner, kind, group.
 """
 
 import heapq
@@ -28,7 +29,8 @@ from muonjax._mesh.matrix_shards import (
 
 
 class Matrices(NamedTuple):
-    """Consecutive matrices of one leaf: `count` of them, the first of which has the number `start`."""
+    """Consecutive matrices of one leaf: `count` of them,
+    the first of which has the number `start`."""
 
     layout: MatrixLayout
     leaf: int
@@ -75,8 +77,9 @@ class Round(NamedTuple):
     def by_all_reduce(self) -> bool:
         """Whether results reach the other replicas by an all-reduce, and not by an all-gather.
 
-        An all-gather pads the results of each replica to the largest. An all-reduce sends the results of all replicas
-        twice and unpadded, as a sum with zeros, which is exact: less if few replicas own anything.
+        An all-gather pads the results of each replica to the largest. An all-reduce sends the
+        results of all replicas twice and unpadded, as a sum with zeros, which is exact:
+        less if few replicas own anything.
         """
         return 2 * sum(self.replica_sizes) < len(self.replicas) * self.row_size
 
@@ -84,8 +87,9 @@ class Round(NamedTuple):
 def multiply_adds(layout: MatrixLayout) -> int:
     """What an owner multiplies for a matrix, in a measure that only compares unequal ones.
 
-    The default settings take 2 m^2 n + 6 m^3 multiply-adds for each matrix in full precision, and 5 m^2 n + 11 m^3 in
-    half precision, both within a fifth for n = m to 4 m. This has a ratio between the two.
+    The default settings take 2 m^2 n + 6 m^3 multiply-adds for each matrix in full precision, and 5
+    m^2 n + 11 m^3 in half precision, both within a fifth for n = m to 4 m.
+    This has a ratio between the two.
     """
     m, n = layout.shape
     return m**2 * (2 * n + 5 * m)
@@ -94,14 +98,15 @@ def multiply_adds(layout: MatrixLayout) -> int:
 def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[Round]:
     """Give each matrix to an owner: a round for each group of leaves that are exchanged together.
 
-    Matrices of one kind, which have equal shapes and shardings, take equally long. The kinds that take longest come
-    first, and each matrix goes to the owner that is least busy then.
+    Matrices of one kind, which have equal shapes and shardings, take equally long. The kinds that
+    take longest come first, and each matrix goes to the owner that is least busy then.
     """
     # The matrices of each kind that wait for an owner, leaf by leaf.
     queues: dict[MatrixKind, list[Matrices]] = {}
     for i, leaf in enumerate(leaves):
         kind = matrix_kind(leaf, mesh_shape)
-        # Stacked layers may be sharded: these are the ones of one shard, since all shards are divided in the same way.
+        # Stacked layers may be sharded: these are the ones of one shard,
+        # since all shards are divided in the same way.
         count = view_of_block(leaf, mesh_shape).batch
         matrices = Matrices(kind.layout, leaf=i, start=0, count=count)
         queues.setdefault(kind, []).append(matrices)
@@ -115,12 +120,14 @@ def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[
     work_of_devices = np.zeros(math.prod(mesh_shape.values()))
     owners_of: dict[ExchangeGroup, Owners] = {}
     for kind in sorted(queues, key=longest_first):
-        # [owners, devices of an owner]: one device for each shard of the layers, and each has layers of its own.
+        # [owners, devices of an owner]: one device for each shard of the layers,
+        # and each has layers of its own.
         devices = _owner_devices(kind.group, mesh_shape)
         # For each owner a list of the matrices that it has so far
         owners = owners_of.setdefault(kind.group, [[] for _ in devices])
         work_of_one = multiply_adds(kind.layout)
-        # An owner of several devices is as busy as the busiest of them. One more matrix makes it busier by 1.
+        # An owner of several devices is as busy as the busiest of them.
+        # One more matrix makes it busier by 1.
         busy = work_of_devices[devices].max(axis=1) / work_of_one
         # This adds to the lists of the owners.
         counts = _give(queues[kind], owners, busy)
@@ -133,8 +140,8 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
 
     On a mesh {"fsdp": 2, "tensor": 2} with the owner axes ("tensor",) they are [[0, 2], [1, 3]].
 
-    An owner has several devices if a mesh axis cuts an axis that counts matrices: each of them then does the same for
-    its own matrices.
+    An owner has several devices if a mesh axis cuts an axis that counts matrices: each of them then
+    does the same for its own matrices.
     """
     names = list(mesh_shape)
     sizes = list(mesh_shape.values())
@@ -147,7 +154,8 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
 
 
 def _give(queue: list[Matrices], owners: Owners, busy: np.ndarray) -> np.ndarray:
-    """Give the matrices of one kind to the owners, each to the owner that is least busy at that point.
+    """Give the matrices of one kind to the owners,
+    each to the owner that is least busy at that point.
 
     Args:
       queue: The matrices, which are interchangeable. It is empty afterwards.
@@ -157,7 +165,8 @@ def _give(queue: list[Matrices], owners: Owners, busy: np.ndarray) -> np.ndarray
     Returns:
       How many matrices each owner gets.
     """
-    # The least busy owner is the first of the heap; each matrix makes it busier by one, and stores a block more there.
+    # The least busy owner is the first of the heap; each matrix makes it busier by one,
+    # and stores a block more there.
     heap = []
     for i, owner in enumerate(owners):
         # Rounded, so that sums of the same numbers in different orders are equal.
@@ -177,7 +186,8 @@ def _give(queue: list[Matrices], owners: Owners, busy: np.ndarray) -> np.ndarray
 
 
 def _take(queue: list[Matrices], count: int) -> list[Matrices]:
-    """Remove the next `count` matrices from the queue, which has as many: 5 of entries with counts 4 and 4 leave 3."""
+    """Remove the next `count` matrices from the queue, which has as many:
+    5 of entries with counts 4 and 4 leave 3."""
     taken = []
     while count > 0:
         matrices = queue.pop(0)
@@ -193,10 +203,11 @@ def _take(queue: list[Matrices], count: int) -> list[Matrices]:
 
 
 def _round(group: ExchangeGroup, owners: Owners, mesh_shape: MeshShape) -> Round:
-    """The round of a group, with a list of owners for each replica: 8 owners are two lists of 4 if replicas are 2."""
+    """The round of a group, with a list of owners for each replica:
+    8 owners are two lists of 4 if replicas are 2."""
     per_replica = devices_along(mesh_shape, group.exchange_axes)
-    # Owners are numbered by their coordinates along the replica axes first and the exchange axes last. So the owners of
-    # one replica follow each other.
+    # Owners are numbered by their coordinates along the replica axes first and the exchange axes
+    # last. So the owners of one replica follow each other.
     firsts = range(0, len(owners), per_replica)
     round_ = Round(group, [owners[first : first + per_replica] for first in firsts])
     row_size = round_.row_size

@@ -1,10 +1,13 @@
-"""Say how parameters are sharded over a mesh: by a `Distribution`, or by the types of the arrays themselves.
+"""Say how parameters are sharded over a mesh: by a `Distribution`,
+or by the types of the arrays themselves.
 
-`Distribution` is the public value: a mesh and the specs of the parameters. `shardings_on_mesh` decides which of the two
-says it for the matrices of one update. On a mesh with explicit axis types the arrays' types do. On any other mesh an
-array inside of `jit` does not show how it is sharded, so only a `Distribution` can, and muonjax warns without one.
+`Distribution` is the public value: a mesh and the specs of the parameters. `shardings_on_mesh`
+decides which of the two says it for the matrices of one update. On a mesh with explicit axis types
+the arrays' types do. On any other mesh an array inside of `jit` does not show how it is sharded, so
+only a `Distribution` can, and muonjax warns without one.
 
-Inside of this folder a sharding is a tuple with the names of the mesh axes for each axis of the array: `even_sharding`.
+Inside of this folder a sharding is a tuple with the names of the mesh axes for each axis of the
+array: `even_sharding`.
 """
 
 import dataclasses
@@ -35,18 +38,19 @@ class Distribution:
 
     Args:
       mesh: A `jax.sharding.Mesh`.
-      param_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, like the parameters or a prefix of them;
-        None marks a replicated leaf.
+      param_specs: A tree of `PartitionSpec`s, or of `NamedSharding`s, like the parameters or a
+        prefix of them; None marks a replicated leaf.
 
     Raises:
-      ValueError, TypeError: On construction: `mesh` is no mesh, or `param_specs` holds something else than specs,
-        or an axis that the mesh lacks.
+      ValueError, TypeError: On construction: `mesh` is no mesh, or `param_specs` holds something
+        else than specs, or an axis that the mesh lacks.
 
     Example:
       >>> import jax, muonjax
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((1,), ("fsdp",))
-      >>> distribution = muonjax.Distribution(mesh, {"dense": {"kernel": P("fsdp", None), "bias": P()}})
+      >>> specs = {"dense": {"kernel": P("fsdp", None), "bias": P()}}
+      >>> distribution = muonjax.Distribution(mesh, specs)
       >>> tx = muonjax.muon(1e-3, distribution=distribution)
     """
 
@@ -64,14 +68,17 @@ class Distribution:
             where = f"Distribution(param_specs=...) at {place}"
             if not _is_spec(spec):
                 raise TypeError(
-                    f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's axes, a "
-                    "NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, params)."
+                    f"{where} holds {reprlib.repr(spec)}; expected a PartitionSpec of the mesh's "
+                    "axes, a NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, "
+                    "params)."
                 )
-            # An unconstrained axis is left to XLA, so that nobody knows the shards. It is no name of a mesh axis.
+            # An unconstrained axis is left to XLA, so that nobody knows the shards.
+            # It is no name of a mesh axis.
             for name in itertools.chain(*_mesh_axes_by_axis(spec)):
                 if name not in self.mesh.axis_names:
                     raise ValueError(
-                        f"{where} names the axis {name!r}, but the mesh has only {self.mesh.axis_names}."
+                        f"{where} names the axis {name!r}, but the mesh has only "
+                        f"{self.mesh.axis_names}."
                     )
 
 
@@ -105,8 +112,9 @@ def even_sharding(
 ) -> tuple[Axes, ...]:
     """For each axis of an array of `shape`, the mesh axes that shard it.
 
-    An axis that they don't divide evenly counts as not sharded: such an array can't enter or leave `jit` sharded. On a
-    mesh {"fsdp": 4, "tensor": 2} an array [6, 8] with P("fsdp", "tensor") gives ((), ("tensor",)).
+    An axis that they don't divide evenly counts as not sharded: such an array can't enter or leave
+    `jit` sharded. On a mesh {"fsdp": 4, "tensor": 2} an array [6, 8] with P("fsdp", "tensor") gives
+    ((), ("tensor",)).
     """
     sharding = []
     # A spec may be shorter than the array has axes. No mesh axis shards the others.
@@ -132,16 +140,19 @@ def spread_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
         # JAX would raise only where the array is used.
         if len(spec) > leaf.ndim:
             raise ValueError(
-                f"{spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf of shape {leaf.shape}."
+                f"{spec} at {jax.tree_util.keystr(path)} shards more axes than the leaf of shape "
+                f"{leaf.shape}."
             )
         specs_of_leaves.append(spec)
     return specs_of_leaves
 
 
 def shardings_of(tree: Any, distribution: Distribution | None) -> list[NamedSharding]:
-    """How each leaf of `tree` is sharded: as the `distribution` says, or else the types of the arrays.
+    """How each leaf of `tree` is sharded: as the `distribution` says,
+    or else the types of the arrays.
 
-    On an Auto mesh an array inside of `jit` does not show its sharding, and seems not to be sharded.
+    On an Auto mesh an array inside of `jit` does not show its sharding,
+    and seems not to be sharded.
     """
     if distribution is None:
         return [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(tree)]
@@ -152,8 +163,8 @@ def shardings_of(tree: Any, distribution: Distribution | None) -> list[NamedShar
 def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[int]:
     """Into how many shards the last axis of each leaf is cut, as far as that is known.
 
-    A weight with P(None, "tensor") on a mesh {"fsdp": 4, "tensor": 2} has two; an axis that the mesh does not divide
-    evenly is in one piece.
+    A weight with P(None, "tensor") on a mesh {"fsdp": 4, "tensor": 2} has two; an axis that the
+    mesh does not divide evenly is in one piece.
     """
     shards = []
     shardings = shardings_of(tree, distribution)
@@ -167,30 +178,34 @@ def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[in
 
 
 def check_distribution(distribution: Any) -> None:
-    """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are sharded."""
+    """Raise unless it is a Distribution or None; a mesh alone does not say how the parameters are
+    sharded."""
     if not isinstance(distribution, Distribution | None):
         raise TypeError(
-            f"(distribution={type(distribution).__name__}(...)) must be a muonjax.Distribution(mesh, specs), which "
-            "says how each parameter is sharded too. Leave it out where the mesh has explicit axis "
-            "types."
+            f"(distribution={type(distribution).__name__}(...)) must be a "
+            "muonjax.Distribution(mesh, specs), which says how each parameter is sharded too. "
+            "Leave it out where the mesh has explicit axis types."
         )
 
 
 def shardings_on_mesh(
     distribution: Distribution | None, tree: Any, chosen: list[int]
 ) -> list[NamedSharding] | None:
-    """How the `chosen` leaves of `tree` are sharded over a mesh: as `distribution` says, or else explicit axis types.
+    """How the `chosen` leaves of `tree` are sharded over a mesh: as `distribution` says,
+    or else explicit axis types.
 
-    None if no leaf is chosen, or nothing says how they are sharded: they were made under no mesh, are inside of a
-    `jax.shard_map`, or are on an Auto mesh. If that mesh has several devices, this warns.
+    None if no leaf is chosen, or nothing says how they are sharded: they were made under no mesh,
+    are inside of a `jax.shard_map`, or are on an Auto mesh. If that mesh has several devices,
+    this warns.
 
-    All are returned on one mesh: on a mesh {"fsdp": 4} with explicit axis types, a leaf that was made under no mesh is
-    replicated over "fsdp".
+    All are returned on one mesh: on a mesh {"fsdp": 4} with explicit axis types, a leaf that was
+    made under no mesh is replicated over "fsdp".
     """
     # The shardings of all leaves, so that specs that fit no leaf are refused.
     shardings = shardings_of(tree, distribution)
     shardings = [shardings[i] for i in chosen]
-    # The type of an array that was made under no mesh has a mesh without axes, which are not explicit.
+    # The type of an array that was made under no mesh has a mesh without axes,
+    # which are not explicit.
     for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
         if distribution is not None or AxisType.Explicit in mesh.axis_types:
             return [NamedSharding(mesh, sharding.spec) for sharding in shardings]

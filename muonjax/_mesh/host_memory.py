@@ -1,8 +1,9 @@
 """Keep an optimizer's state in the host's memory, and copy it to the device for the update alone.
 
-`state_shardings(..., memory_kind="pinned_host")` places the state there. `offload` wraps any Optax transformation and
-copies its whole state at once. `leaf_by_leaf` copies the state of one leaf at a time, so that the momentum of two
-leaves at most is on the device. An array that is on the device stays there in both.
+`state_shardings(..., memory_kind="pinned_host")` places the state there. `offload` wraps any Optax
+transformation and copies its whole state at once. `leaf_by_leaf` copies the state of one leaf at a
+time, so that the momentum of two leaves at most is on the device.
+An array that is on the device stays there in both.
 """
 
 from collections.abc import Callable
@@ -17,17 +18,19 @@ from muonjax._common.arguments import check_transformation, errors_of, refuse_po
 def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Wraps an Optax transformation, so that its state can be in host memory.
 
-    The update copies each array that is there to the device when it reads it, and copies the new value back. The
-    copies are asynchronous, one for each array: XLA's scheduler starts the next ones while the last are used, on a
-    TPU as many as fit into free memory. The optimizers of muonjax, `trace` and `ema_nesterov` do so without this
-    wrapper: momentum leaf by leaf, so that two leaves at most are on the device, and AdamW's moments at once. Other
-    transformations, and `optax.MultiSteps` around any, need it.
+    The update copies each array that is there to the device when it reads it, and copies the new
+    value back. The copies are asynchronous, one for each array: XLA's scheduler starts the next
+    ones while the last are used, on a TPU as many as fit into free memory. The optimizers of
+    muonjax, `trace` and `ema_nesterov` do so without this wrapper: momentum leaf by leaf, so that
+    two leaves at most are on the device, and AdamW's moments at once. Other transformations, and
+    `optax.MultiSteps` around any, need it.
 
     Args:
       tx: Such as `optax.adamw(1e-3)`.
 
     Returns:
-      The same transformation; `state_shardings(tx, params, memory_kind="pinned_host")` places its state.
+      The same transformation; `state_shardings(tx, params, memory_kind="pinned_host")` places its
+      state.
 
     Raises:
       TypeError: `tx` is no Optax transformation.
@@ -65,10 +68,11 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 def leaf_by_leaf(
     step: Callable[..., tuple[Any, ...]], updates: Any, *states: Any
 ) -> list[Any]:
-    """[updates, *states], trees of the results of `step(update, *state)` for each leaf of these trees of one structure.
+    """[updates, *states], trees of the results of `step(update, *state)` for each leaf of these
+    trees of one structure.
 
-    A step returns the new update and the new state of its leaf. What is in host memory is copied to the device for its
-    step and back. The next leaf's copy to the device is in flight meanwhile.
+    A step returns the new update and the new state of its leaf. What is in host memory is copied to
+    the device for its step and back. The next leaf's copy to the device is in flight meanwhile.
     """
     leaves, treedef = jax.tree.flatten(updates)
     # This raises if a state is of other parameters.
@@ -79,9 +83,10 @@ def leaf_by_leaf(
     for update, state in zip(leaves, states_of_leaves, strict=True):
         is_offloaded = any(map(_is_on_host, state))
         if is_offloaded:
-            # No step begins before the last step's copies have ended. A scheduler that overlaps copies with the
-            # products that follow would keep the state of all leaves on the device. A copy to the device waits for
-            # nothing, and the scheduler starts it shortly before the step that reads it.
+            # No step begins before the last step's copies have ended. A scheduler that overlaps
+            # copies with the products that follow would keep the state of all leaves on the device.
+            # A copy to the device waits for nothing, and the scheduler starts it shortly before the
+            # step that reads it.
             update, _ = jax.lax.optimization_barrier((update, copies_to_host))
         update, *new_state = step(update, *map(_to_device, state))
         new_state = list(map(_to_place_of, state, new_state))

@@ -1,12 +1,15 @@
-"""Apply a function to every matrix of sharded leaves, once: at its owner, to which the devices send it.
+"""Apply a function to every matrix of sharded leaves, once: at its owner,
+to which the devices send it.
 
-`map_on_mesh` runs `exchange` inside of `jax.shard_map` over all axes of the mesh. Leaves of one group share a round:
+`map_on_mesh` runs `exchange` inside of `jax.shard_map` over all axes of the mesh.
+Leaves of one group share a round:
 
 1. `_pack`: every device writes the blocks that it stores into a buffer, with a row for each owner.
 2. `_all_to_all` sends each row to its owner, which then has all blocks of its matrices.
 3. `apply_to_owned`: the owner puts the results of its matrices in the place of their blocks.
 4. `_all_to_all` returns the rows.
-5. `_share_with_replicas`: where leaves are replicated, each replica has done a part, and the others get its results.
+5. `_share_with_replicas`: where leaves are replicated, each replica has done a part,
+   and the others get its results.
 6. `_unpack` takes the results of each leaf out of the rows.
 
 `assignment` decides who owns what, and `matrix_shards` explains the words.
@@ -42,8 +45,8 @@ def map_on_mesh(
     """f on each matrix of the leaves, once; the results are sharded as the leaves are.
 
     Args:
-      f: Its field `whole` takes matrices [*batch, m, n] with m <= n, and returns the same shape and dtype. Its field
-        `exchange_dtype` gives the dtype in which blocks are sent.
+      f: Its field `whole` takes matrices [*batch, m, n] with m <= n, and returns the same shape and
+        dtype. Its field `exchange_dtype` gives the dtype in which blocks are sent.
       leaves: Arrays.
       views: The view of each leaf.
       shardings: The sharding of each leaf, all on one mesh.
@@ -56,7 +59,8 @@ def map_on_mesh(
     sharded_leaves = []
     specs = []
     for leaf, view, sharding in zip(leaves, views, shardings, strict=True):
-        # Where the mesh axes of an axis of the leaf, together, do not divide it evenly, it counts as not sharded.
+        # Where the mesh axes of an axis of the leaf, together, do not divide it evenly,
+        # it counts as not sharded.
         axes = even_sharding(leaf.shape, sharding.spec, mesh_shape)
         sharded_leaves.append(ShardedLeaf(view, axes, f.exchange_dtype(leaf.dtype)))
         specs.append(PartitionSpec(*axes))
@@ -76,15 +80,17 @@ def map_on_mesh(
     )
     if AxisType.Explicit not in mesh.axis_types:
         return list(run(*leaves))
-    # With explicit axis types `shard_map` asks for arrays whose types have its specs. Theirs may differ by those of a
-    # Distribution or by a mesh axis that was left out. The results get the leaves' types again.
+    # With explicit axis types `shard_map` asks for arrays whose types have its specs. Theirs may
+    # differ by those of a Distribution or by a mesh axis that was left out.
+    # The results get the leaves' types again.
     even = [NamedSharding(mesh, spec) for spec in specs]
     results = run(*map(jax.sharding.reshard, leaves, even))
     return list(map(sharded_like, results, leaves))
 
 
 def _check_mesh(mesh: Mesh | AbstractMesh, leaves: Arrays) -> None:
-    """Raise unless each leaf is on one device, or on as many as the mesh has and outside of any `jax.shard_map`."""
+    """Raise unless each leaf is on one device, or on as many as the mesh has and outside of any
+    `jax.shard_map`."""
     for leaf in leaves:
         other = jax.typeof(leaf).sharding.mesh
         # An array that was made under no mesh has in its type a mesh of size 0.
@@ -109,13 +115,16 @@ def exchange(
     rounds: Sequence[Round],
     policy: Policy,
 ) -> list[jax.Array]:
-    """Apply f to every matrix once, at its owner: the device to which all others send their parts of it.
+    """Apply f to every matrix once, at its owner:
+    the device to which all others send their parts of it.
 
     Args:
       f: Takes matrices with m <= n.
-      blocks: This device's part of each leaf, in the leaf's axes: [2, 16, 64] of a leaf [4, 64, 64].
+      blocks: This device's part of each leaf, in the leaf's axes: [2, 16, 64] of a leaf [4,
+        64, 64].
       views: The view of each block, as wide matrices.
-      rounds: The owners of all matrices, in a round for each group of leaves that are sharded over the same mesh axes.
+      rounds: The owners of all matrices, in a round for each group of leaves that are sharded over
+        the same mesh axes.
       policy: The policy for the devices.
 
     Returns:
@@ -123,8 +132,8 @@ def exchange(
     """
     # [matrices, rows of a block, columns of a block] for each leaf
     stacks = list(map(MatrixView.to_matrices, views, blocks))
-    # The matrices of a leaf had several owners, so its result arrives in parts. Their owners follow each other in one
-    # round, and so do the parts.
+    # The matrices of a leaf had several owners, so its result arrives in parts. Their owners follow
+    # each other in one round, and so do the parts.
     parts_of_leaves = [[] for _ in blocks]
     for round_ in rounds:
         for leaf, part in _run_round(f, round_, stacks, policy):
@@ -139,9 +148,10 @@ def exchange(
 def _run_round(
     f: Function, round_: Round, stacks: Arrays, policy: Policy
 ) -> Iterator[tuple[int, jax.Array]]:
-    """As `_unpack`, after the blocks of a group have gone to their owners, f was applied, and the results are back."""
-    # The replicas store the same blocks, and each sends those of its own owners. All devices run one program, so the
-    # replica's number chooses a branch of it.
+    """As `_unpack`, after the blocks of a group have gone to their owners, f was applied,
+    and the results are back."""
+    # The replicas store the same blocks, and each sends those of its own owners. All devices run
+    # one program, so the replica's number chooses a branch of it.
     packs = [
         functools.partial(_pack, round_, owners, stacks) for owners in round_.replicas
     ]
@@ -149,7 +159,8 @@ def _run_round(
     # [owners of a replica, row_size], a row for each owner
     buffer = jax.lax.switch(replica, packs)
 
-    # [devices, row_size], from here on a row from each device, and after the second all-to-all from each owner
+    # [devices, row_size], from here on a row from each device,
+    # and after the second all-to-all from each owner
     buffer = _all_to_all(buffer, round_)
     buffer = apply_to_owned(f, buffer, round_, policy)
     buffer = _all_to_all(buffer, round_)
@@ -158,10 +169,12 @@ def _run_round(
 
 
 def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
-    """What this device sends to the owners of one replica: a row for each, with its blocks of the owner's matrices.
+    """What this device sends to the owners of one replica: a row for each,
+    with its blocks of the owner's matrices.
 
-    `stacks` has this device's blocks of each leaf, [matrices, rows, columns]. An owner of the matrices 2 and 3 of a
-    leaf with blocks [16, 64] gets a row of 2048 numbers, and zeros up to `row_size`.
+    `stacks` has this device's blocks of each leaf, [matrices, rows, columns]. An owner of the
+    matrices 2 and 3 of a leaf with blocks [16, 64] gets a row of 2048 numbers,
+    and zeros up to `row_size`.
     """
     dtype, row_size = round_.group.dtype, round_.row_size
     parts = []
@@ -178,7 +191,8 @@ def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
 
 
 def _unpack(buffers: Arrays, round_: Round) -> Iterator[tuple[int, jax.Array]]:
-    """The inverse of `_pack`, from a buffer [owners, row_size] of each replica: leaves, each with a part of its blocks.
+    """The inverse of `_pack`, from a buffer [owners, row_size] of each replica: leaves,
+    each with a part of its blocks.
 
     An owner of two matrices of leaf 3, in blocks [16, 64], gives (3, [2048]).
     """
@@ -203,24 +217,25 @@ def _all_to_all(buffer: jax.Array, round_: Round) -> jax.Array:
 def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
     """The results of all replicas, on each of them: a buffer [owners, columns] for each replica.
 
-    Replicas store the same blocks, and each has worked on a part of the matrices: `buffer` [owners, row_size] has the
-    results of its own owners. An all-gather returns `row_size` columns of each replica, an all-reduce only as many as
-    the replica's longest row, `replica_sizes`.
+    Replicas store the same blocks, and each has worked on a part of the matrices: `buffer` [owners,
+    row_size] has the results of its own owners. An all-gather returns `row_size` columns of each
+    replica, an all-reduce only as many as the replica's longest row, `replica_sizes`.
     """
     replica_axes = round_.group.replica_axes
     if len(round_.replicas) == 1:
         return [buffer]
     if not round_.by_all_reduce:
         return list(jax.lax.all_gather(buffer, replica_axes))
-    # Where few replicas have results, a sum is cheaper than an all-gather, which pads all of them to the largest. Each
-    # replica writes its columns between zeros; the sum has the columns of all:
+    # Where few replicas have results, a sum is cheaper than an all-gather, which pads all of them
+    # to the largest. Each replica writes its columns between zeros; the sum has the columns of all:
     #   [A 0 0] + [0 B 0] + [0 0 C] = [A B C]
     # Replicas with 3, 0 and 2 columns begin at 0, 3 and 3, and the end is 5.
     *starts, end = itertools.accumulate(round_.replica_sizes, initial=0)
     start = jnp.asarray(starts)[jax.lax.axis_index(replica_axes)]
     shape = (len(buffer), end + round_.row_size)
     columns = jnp.zeros(shape, buffer.dtype)
-    # The buffer is padded with zeros to `row_size`, so it may reach into the columns of the next replica.
+    # The buffer is padded with zeros to `row_size`,
+    # so it may reach into the columns of the next replica.
     columns = jax.lax.dynamic_update_slice(columns, buffer, (0, start))
     columns = jax.lax.psum(columns[:, :end], replica_axes)
     return jnp.split(columns, starts[1:], axis=1)

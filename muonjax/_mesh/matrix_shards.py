@@ -1,10 +1,13 @@
-"""Say how the matrices of a leaf lie on a mesh: which block of a matrix a device stores, and which devices can own it.
+"""Say how the matrices of a leaf lie on a mesh: which block of a matrix a device stores,
+and which devices can own it.
 
-`matrix_kind` decides it from shapes and shardings; no array is needed. What it does with a mesh axis depends on what
-the axis cuts:
+`matrix_kind` decides it from shapes and shardings; no array is needed. What it does with a mesh
+axis depends on what the axis cuts:
 
-- an axis of the leaf that counts matrices, such as layers or experts: each device keeps its own matrices;
-- a side of a matrix: the owner of the matrix gathers its blocks from the devices along the mesh axis;
+- an axis of the leaf that counts matrices, such as layers or experts:
+  each device keeps its own matrices;
+- a side of a matrix: the owner of the matrix gathers its blocks from the devices along the mesh
+  axis;
 - nothing: devices along the mesh axis are replicas, and each works on some of the matrices.
 
 In this file an `axis` is a number, an axis of an array, and a `name` is that of a mesh axis.
@@ -12,8 +15,8 @@ In this file an `axis` is a number, an axis of an array, and a `name` is that of
 The words of this folder:
 
   block     The part of a matrix that one device stores, and sends to the owner.
-  owner     The device that orthogonalizes a matrix; one for each shard of an axis that counts matrices.
-  replicas  Devices that store the same blocks. They divide the matrices among them.
+  owner     The device that orthogonalizes a matrix; one for each shard of an axis that counts
+  matrices. replicas  Devices that store the same blocks. They divide the matrices among them.
   group     Leaves that are exchanged over the same mesh axes and in the same dtype.
   kind      Matrices of one group with equal layouts. They are interchangeable.
   round     The all-to-all of one group to the owners, and the one back.
@@ -32,7 +35,8 @@ class ShardedLeaf(NamedTuple):
 
     Attributes:
       view: Which axes are rows and columns.
-      sharding: For each axis of the leaf, the mesh axes that shard it; the product of their sizes divides it.
+      sharding: For each axis of the leaf, the mesh axes that shard it;
+        the product of their sizes divides it.
       dtype: The dtype in which the leaf is exchanged.
     """
 
@@ -46,7 +50,8 @@ class MatrixLayout(NamedTuple):
 
     Attributes:
       shape: m and n.
-      block_shape: The shape of the block that one device stores: the axes of the rows, then those of the columns.
+      block_shape: The shape of the block that one device stores: the axes of the rows,
+        then those of the columns.
       gathered: For each of these axes, the mesh axes along which the owner gathers blocks.
     """
 
@@ -87,11 +92,12 @@ class MatrixKind(NamedTuple):
 
 
 def matrix_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixKind:
-    """Along which mesh axes the matrices of a leaf go to their owners, and which block of each a device stores.
+    """Along which mesh axes the matrices of a leaf go to their owners,
+    and which block of each a device stores.
 
-    On a mesh {"data": 2, "fsdp": 4} the matrix [64, 16] with P("fsdp") has blocks [16, 16]. They are exchanged along
-    "fsdp", so that its owner, one of four devices, gathers [64, 16]. Devices along "data" are replicas, which own other
-    matrices each.
+    On a mesh {"data": 2, "fsdp": 4} the matrix [64, 16] with P("fsdp") has blocks [16, 16]. They
+    are exchanged along "fsdp", so that its owner, one of four devices, gathers [64, 16]. Devices
+    along "data" are replicas, which own other matrices each.
     """
     view = view_of_block(leaf, mesh_shape)
     # The axes of the shorter side of a matrix, then those of the longer side
@@ -104,8 +110,8 @@ def matrix_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixKind:
         block_shape=tuple(view.shape[axis] for axis in axes),
         gathered=tuple(_among(leaf.sharding[axis], mesh_axes) for axis in axes),
     )
-    # Blocks of a matrix are exchanged along the mesh axes that cut it. Devices along the mesh axes that cut nothing of
-    # the leaf, neither a matrix nor the number of matrices, are its replicas.
+    # Blocks of a matrix are exchanged along the mesh axes that cut it. Devices along the mesh axes
+    # that cut nothing of the leaf, neither a matrix nor the number of matrices, are its replicas.
     gathered = set().union(*layout.gathered)
     cut = set().union(*leaf.sharding)
     group = ExchangeGroup(
@@ -119,8 +125,8 @@ def matrix_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixKind:
 def view_of_block(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixView:
     """The view, as wide matrices, of the block of the leaf that one device stores.
 
-    Four layers [4, 64, 16] with P(None, "fsdp") on a mesh {"fsdp": 2} have blocks [4, 32, 16]. Their matrices [64, 16]
-    are tall, so that the view shows four matrices [16, 32].
+    Four layers [4, 64, 16] with P(None, "fsdp") on a mesh {"fsdp": 2} have blocks [4, 32, 16].
+    Their matrices [64, 16] are tall, so that the view shows four matrices [16, 32].
     """
     shape = []
     for size, names in zip(leaf.view.shape, leaf.sharding, strict=True):
@@ -130,5 +136,6 @@ def view_of_block(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixView:
 
 
 def _among(names: Sequence[str], others: Collection[str]) -> Axes:
-    """Those of the names that are among the others, in the order of `names`: the order of a mesh or of a spec."""
+    """Those of the names that are among the others, in the order of `names`:
+    the order of a mesh or of a spec."""
     return tuple(name for name in names if name in others)

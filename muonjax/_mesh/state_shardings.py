@@ -1,7 +1,8 @@
 """Place an optimizer's state: each array that is like a parameter is sharded as the parameter is.
 
-An array of the state is like a parameter if its path ends in the parameter's path and it has the parameter's shape.
-The scales of int8 momentum count too: their last axis is one of blocks. All other arrays are replicated.
+An array of the state is like a parameter if its path ends in the parameter's path and it has the
+parameter's shape. The scales of int8 momentum count too: their last axis is one of blocks.
+All other arrays are replicated.
 """
 
 from typing import Any
@@ -31,25 +32,27 @@ def state_shardings(
 ) -> Any:
     """Shardings for the optimizer's state, so that momentum is sharded as its parameter is.
 
-    Without them `jax.jit(tx.init)` returns a whole copy of the momentum on every device of an Auto mesh, and with
-    explicit axis types it asks for `jax.set_mesh`.
+    Without them `jax.jit(tx.init)` returns a whole copy of the momentum on every device of an Auto
+    mesh, and with explicit axis types it asks for `jax.set_mesh`.
 
     Args:
       tx: Any Optax transformation.
       params: Arrays or `jax.ShapeDtypeStruct`s.
       distribution: How the parameters are sharded. None: as the arrays are.
-      memory_kind: Where to keep the arrays that are like a parameter, and the scales of int8 momentum:
-        "pinned_host" is the host's memory (see `muonjax.offload`), None the device's. Counters and other small
+      memory_kind: Where to keep the arrays that are like a parameter, and the scales of int8
+        momentum: "pinned_host" is the host's memory (see `muonjax.offload`),
+          None the device's. Counters and other small
         arrays stay on the device.
 
     Returns:
-      A tree of `NamedSharding`s like `tx.init(params)`. What `tx.init` makes with explicit axis types stays as it is.
-      Otherwise a leaf whose path ends in a parameter's path, and which has its shape, is sharded as the parameter;
-      so are the scales of int8 momentum; all else is replicated.
+      A tree of `NamedSharding`s like `tx.init(params)`. What `tx.init` makes with explicit axis
+      types stays as it is. Otherwise a leaf whose path ends in a parameter's path, and which has
+      its shape, is sharded as the parameter; so are the scales of int8 momentum;
+      all else is replicated.
 
     Raises:
-      ValueError: If the specs do not fit the parameters, nothing says how these are sharded, or the devices have no
-        such memory.
+      ValueError: If the specs do not fit the parameters, nothing says how these are sharded, or the
+        devices have no such memory.
 
     Example:
       >>> import jax, muonjax
@@ -96,8 +99,8 @@ def parameter_like(
 
     `optax.tree.map_params` can't say it: it fails where a tree of labels or a mask is fixed.
     """
-    # state[0].momentum["dense"]["kernel"] ends in the path of params["dense"]["kernel"]; the longest such end counts.
-    # The empty end is the path of a parameter that is the whole tree.
+    # state[0].momentum["dense"]["kernel"] ends in the path of params["dense"]["kernel"]; the
+    # longest such end counts. The empty end is the path of a parameter that is the whole tree.
     for start in range(len(path) + 1):
         end = path[start:]
         if end not in params:

@@ -1,5 +1,6 @@
-"""The matrix sign for models that orthogonalize in their forward pass, with derivatives of every order.
+"""The matrix sign for models that orthogonalize in their forward pass,
+with derivatives of every order.
 
-`msign` differentiates as `polynomial_gradient` says: the polynomial that ran, keeping the matrix alone. `inputs` checks
-and scales its arguments.
+`msign` differentiates as `polynomial_gradient` says: the polynomial that ran, keeping the matrix
+alone. `inputs` checks and scales its arguments.
 """

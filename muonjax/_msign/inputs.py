@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 CONVERGED: Coefficients = polar_express(11, lower=1e-5)
-"""Within 2e-12 of 1 on [1e-5, 1]. A matrix of m rows with condition number 1e3 has its smallest singular
-value at 1e-3 / sqrt(m) of its Frobenius norm or above: inside for every m up to 10,000."""
+"""Within 2e-12 of 1 on [1e-5, 1]. A matrix of m rows with condition number 1e3 has its smallest
+singular value at 1e-3 / sqrt(m) of its Frobenius norm or above: inside for every m up to 10,000."""
 
 
 def checked_matrices(x: Any) -> Float[Array, "*batch m n"]:
@@ -45,9 +45,11 @@ def checked_matrices(x: Any) -> Float[Array, "*batch m n"]:
 
 
 def product_of(x: Float[Array, "*batch m n"], precision: str | None) -> MatrixProduct:
-    """Products in the dtype of x, for float16 in float32; raises for another precision than JAX has.
+    """Products in the dtype of x, for float16 in float32;
+    raises for another precision than JAX has.
 
-    The derivative has entries of size 1 / s for a small singular value s, which float16's range can't hold.
+    The derivative has entries of size 1 / s for a small singular value s,
+    which float16's range can't hold.
     """
     check_precision(precision)
     operands = "float32" if x.dtype == jnp.float16 else x.dtype.name
@@ -59,10 +61,11 @@ def normalized(
 ) -> Float[Array, "*batch m n"]:
     """x / |x|_F in float32 or wider; zero for a zero matrix, as is its derivative."""
     x = x.astype(at_least_float32(x.dtype))
-    # The square of an entry beyond 1e19 would overflow, so x becomes about 1 first, without rounding.
+    # The square of an entry beyond 1e19 would overflow, so x becomes about 1 first,
+    # without rounding.
     x = x * power_of_two_scale(x)
     square = square_norm(x)
-    # A root's derivative at 0 would make NaN even where `where` does not choose the root, so `or_one` puts 1 there. A
-    # NaN in x is not 0, and stays.
+    # A root's derivative at 0 would make NaN even where `where` does not choose the root, so
+    # `or_one` puts 1 there. A NaN in x is not 0, and stays.
     inverse_norm = jnp.where(square == 0, 0.0, lax.rsqrt(or_one(square)))
     return x * inverse_norm

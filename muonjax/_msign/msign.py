@@ -19,26 +19,28 @@ def msign(
     coefficients: Coefficients | None = None,
     precision: str | None = "highest",
 ) -> Float[Array, "*batch m n"]:
-    r"""The matrix sign (polar factor) of each matrix, with a derivative for a model's backward pass.
+    r"""The matrix sign (polar factor) of each matrix,
+    with a derivative for a model's backward pass.
 
     $$\operatorname{msign}(X) = U V^\top = (X X^\top)^{-1/2} X, \qquad X = U \Sigma V^\top,$$
 
-    by Newton–Schulz steps $X \leftarrow aX + b(XX^\top)X + c(XX^\top)^2X$ on $X / \|X\|_F$. The derivative is the exact
-    one of the polynomial that ran, for any coefficients, number of steps and rank; with the default coefficients it is
-    that of the polar factor. The backward pass keeps X alone, and its memory does not grow with the steps. All of jvp,
-    vjp, vmap, jacfwd, jacrev, Hessians and higher derivatives work.
+    by Newton–Schulz steps $X \leftarrow aX + b(XX^\top)X + c(XX^\top)^2X$ on $X / \|X\|_F$. The
+    derivative is the exact one of the polynomial that ran, for any coefficients, number of steps
+    and rank; with the default coefficients it is that of the polar factor. The backward pass keeps
+    X alone, and its memory does not grow with the steps. All of jvp, vjp, vmap, jacfwd, jacrev,
+    Hessians and higher derivatives work.
 
     Args:
-      x: [*batch, m, n], real floating point, any shape and scale. Products of bfloat16 matrices round their
-        factors to bfloat16 and are summed in float32; float16 is computed in float32.
-      coefficients: Rows (a, b, c), one for each step, such as `polar_express(5)`. Default: converged, for singular
-        values down to 1e-5 of the Frobenius norm.
-      precision: That of the products, as in `jax.numpy.matmul`. The default holds float32 to float32 on
-        accelerators that would otherwise round to TF32 or bfloat16.
+      x: [*batch, m, n], real floating point, any shape and scale. Products of bfloat16 matrices
+        round their factors to bfloat16 and are summed in float32; float16 is computed in float32.
+      coefficients: Rows (a, b, c), one for each step, such as `polar_express(5)`. Default:
+        converged, for singular values down to 1e-5 of the Frobenius norm.
+      precision: That of the products, as in `jax.numpy.matmul`. The default holds float32 to
+        float32 on accelerators that would otherwise round to TF32 or bfloat16.
 
     Returns:
-      [*batch, m, n], the dtype of x. Zero for a zero matrix, with a zero gradient; NaN for a matrix with a
-      NaN or an infinity.
+      [*batch, m, n], the dtype of x. Zero for a zero matrix, with a zero gradient; NaN for a matrix
+      with a NaN or an infinity.
 
     Raises:
       TypeError: If x is no array, or is complex or not floating point.

@@ -1,9 +1,10 @@
-"""Newton-Schulz iteration whose derivative is that of the polynomial that ran, and which keeps its input alone.
+"""Newton-Schulz iteration whose derivative is that of the polynomial that ran,
+and which keeps its input alone.
 
-The iteration maps X = U diag(s) V^T to U diag(f(s)) V^T for an odd polynomial f. That map is the gradient of
-the spectral function sum_i F(s_i), F' = f, so its Jacobian is a Hessian: symmetric. The vector-Jacobian
-product is therefore the Jacobian-vector product in the direction of the cotangent, which needs X and no
-intermediate.
+The iteration maps X = U diag(s) V^T to U diag(f(s)) V^T for an odd polynomial f. That map is the
+gradient of the spectral function sum_i F(s_i), F' = f, so its Jacobian is a Hessian: symmetric. The
+vector-Jacobian product is therefore the Jacobian-vector product in the direction of the cotangent,
+which needs X and no intermediate.
 """
 
 from __future__ import annotations
@@ -58,9 +59,11 @@ def iterate(
     def step(x, row):
         a, b, c = row
         # With any number tau, and D = A - tau I,
-        #   a I + b A + c A^2 = alpha I + beta D + c D^2,  alpha = a + b tau + c tau^2,  beta = b + 2 c tau.
-        # Here tau is the mean eigenvalue of A. The closer the singular values are to each other, the smaller D is, and
-        # with it the rounding of the products; the identity's share needs no product.
+        #   a I + b A + c A^2 = alpha I + beta D + c D^2,  alpha = a + b tau + c tau^2,
+        #    beta = b + 2 c tau.
+        # Here tau is the mean eigenvalue of A. The closer the singular values are to each other,
+        # the smaller D is, and with it the rounding of the products;
+        # the identity's share needs no product.
         square = _gram(x, dot)
         # The sum is the same for any tau, so derivatives may take it for a constant.
         trace = jnp.trace(square, axis1=-2, axis2=-1)[..., None, None]
@@ -79,14 +82,17 @@ def iterate(
 def polynomial_msign(
     x: Float[Array, "*batch m n"], coefficients: Coefficients, dot: MatrixProduct
 ) -> Float[Array, "*batch m n"]:
-    """msign whose derivative is that of the polynomial on x / |x|_F; the checkpoint keeps x alone."""
-    # The polar factor of X^T is the transpose of that of X, and the Gram matrix of wide X is the smaller one.
+    """msign whose derivative is that of the polynomial on x / |x|_F;
+    the checkpoint keeps x alone."""
+    # The polar factor of X^T is the transpose of that of X,
+    # and the Gram matrix of wide X is the smaller one.
     is_tall = x.shape[-2] > x.shape[-1]
     # The checkpoint normalizes x again in the backward pass.
     unit = normalized(x.mT if is_tall else x)
-    # Inside of `jax.shard_map` the rows must vary over the same mesh axes as x, so a zero is added that does. The
-    # derivative is a `lax.custom_linear_solve` whose functions close over both. JAX traces these functions first, and
-    # then makes all that they close over vary in the same way: rows that vary only then would not fit the trace.
+    # Inside of `jax.shard_map` the rows must vary over the same mesh axes as x, so a zero is added
+    # that does. The derivative is a `lax.custom_linear_solve` whose functions close over both. JAX
+    # traces these functions first, and then makes all that they close over vary in the same way:
+    # rows that vary only then would not fit the trace.
     rows = jnp.asarray(coefficients, unit.dtype) + jnp.zeros_like(unit, shape=())
     y = iterate_keeping_input(unit, rows, dot).astype(x.dtype)
     return y.mT if is_tall else y
@@ -107,7 +113,8 @@ def _iterate_keeping_input_jvp(dot, primals, tangents):
     dx, _ = tangents
 
     def jacobian(v):
-        """J v, where J is the Jacobian of the iteration at x. It is a Hessian (see the top of this file)."""
+        """J v, where J is the Jacobian of the iteration at x.
+        It is a Hessian (see the top of this file)."""
         # A rolled loop, which keeps nothing of its steps
         _, tangent = jax.jvp(lambda x: iterate(x, rows, dot), (x,), (v,))
         return tangent
@@ -122,23 +129,26 @@ def symmetric_linear_map(
 
     So its derivative in reverse mode is `apply` again, and keeps only what `apply` closes over.
 
-    `jax.custom_derivatives.linear_call` would say this, but has no batching rule and no derivative in what `apply`
-    closes over; `jax.custom_vjp` loses forward mode. A linear solve has all of them, and
+    `jax.custom_derivatives.linear_call` would say this, but has no batching rule and no derivative
+    in what `apply` closes over; `jax.custom_vjp` loses forward mode.
+    A linear solve has all of them, and
 
     $$\begin{bmatrix} 0 & I \\ I & -J \end{bmatrix}^{-1} \binom{v}{0} = \binom{J v}{v}$$
 
-    is one whose "solver" is `apply`, always invertible whatever J is, and symmetric as J is. Differentiating the solve
-    at a point x, on which J depends, gives J' v + J v', the product rule.
+    is one whose "solver" is `apply`, always invertible whatever J is, and symmetric as J is.
+    Differentiating the solve at a point x, on which J depends, gives J' v + J v', the product rule.
 
     Args:
-      apply: v -> J v, differentiable in the arrays that it closes over; the same shape in and out. Inside of
-        `jax.shard_map` these arrays must vary over the same mesh axes as `direction` (`polynomial_msign` says why).
+      apply: v -> J v, differentiable in the arrays that it closes over; the same shape in and out.
+        Inside of `jax.shard_map` these arrays must vary over the same mesh axes as `direction`
+        (`polynomial_msign` says why).
       direction: v.
     """
 
-    # The unknowns are (p, v), the right-hand side is (v, w), here with w = 0: the first row of the system says v = v,
-    # the second p - J v = w. The two blocks are one array. As a pair, the block of zeros would be a constant, and JAX
-    # transposes a solve only if every leaf of its right-hand side is linear.
+    # The unknowns are (p, v), the right-hand side is (v, w), here with w = 0: the first row of the
+    # system says v = v, the second p - J v = w. The two blocks are one array. As a pair, the block
+    # of zeros would be a constant, and JAX transposes a solve only if every leaf of its right-hand
+    # side is linear.
     def system(packed):
         # [[0, I], [I, -J]] (p, v) = (v, p - J v)
         p, v = packed

@@ -24,13 +24,15 @@ from muonjax._names.roles import Parameter
 
 
 def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
-    """Which axes of a leaf are the rows of its matrices and which are the columns; None where nothing tells.
+    """Which axes of a leaf are the rows of its matrices and which are the columns;
+    None where nothing tells.
 
-    One layer of it has two axes or more, and its name is not that of a vector or a table. A query [d, heads, size]
-    gives MuonDimensionNumbers(0, (1, 2)), and a stack of these [layers, d, heads, size] one axis more, (1, (2, 3)).
+    One layer of it has two axes or more, and its name is not that of a vector or a table. A query
+    [d, heads, size] gives MuonDimensionNumbers(0, (1, 2)), and a stack of these [layers, d, heads,
+    size] one axis more, (1, (2, 3)).
     """
-    # Queries, keys and values in one kernel, side by side. Those of [3, d, heads, size], with an axis of their own, are
-    # one part by now: `unstack` has made [d, heads, size] of them.
+    # Queries, keys and values in one kernel, side by side. Those of [3, d, heads, size], with an
+    # axis of their own, are one part by now: `unstack` has made [d, heads, size] of them.
     if p.role.parts > 1:
         return _side_by_side(p)
     # The rows and columns in the axes of one layer, and then in those of the leaf.
@@ -41,7 +43,8 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
 def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
     """The axes of one layer that are rows and columns; None where nothing tells."""
     role, rank = p.role, p.rank
-    # Names show that it is one of these, such as the gates of a recurrent cell, but not how its axes are used.
+    # Names show that it is one of these, such as the gates of a recurrent cell,
+    # but not how its axes are used.
     if role in roles.OPEN:
         return None
     # The window of a convolution has at least one axis, next to its inputs and outputs.
@@ -59,16 +62,18 @@ def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers
     output = _output_axis(p, neighbors)
     if output is None:
         return None
-    # Everything else is summed over: the inputs, and the window of a convolution [*window, in, out].
+    # Everything else is summed over: the inputs, and the window of a convolution [*window,
+    # in, out].
     inputs = [axis for axis in range(rank) if axis != output]
     return MuonDimensionNumbers(one_or_several(inputs), output)
 
 
 def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
-    """The axis of a kernel's outputs: the one that its bias has, or the usual one of its library; None if unknown.
+    """The axis of a kernel's outputs: the one that its bias has,
+    or the usual one of its library; None if unknown.
 
-    A kernel [80, 32] with a bias [80] has its outputs on axis 0. A bias of several axes does not tell: it may be that
-    of a DenseGeneral [*inputs, *outputs], or of a matrix for each block.
+    A kernel [80, 32] with a bias [80] has its outputs on axis 0. A bias of several axes does not
+    tell: it may be that of a DenseGeneral [*inputs, *outputs], or of a matrix for each block.
     """
     bias = neighbors.bias(p)
     axes = [axis for axis, size in enumerate(p.shape) if bias == (size,)]
@@ -81,16 +86,20 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     usual = 0 if outputs_first else p.rank - 1
     if not bias:
         return usual if outputs_first or is_convolution else None
-    # A transposed convolution is [*window, out, in] in Keras and Haiku, with its outputs on the last axis but one.
+    # A transposed convolution is [*window, out, in] in Keras and Haiku,
+    # with its outputs on the last axis but one.
     if not outputs_first and "transpose" in p.path.lower():
         usual -= 1
-    # Here no axis or several are as long as the bias: among several, the order of axes in the library decides.
+    # Here no axis or several are as long as the bias: among several,
+    # the order of axes in the library decides.
     return usual if usual in axes else None
 
 
 def _usual_output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
-    """The axis of outputs of a matrix [in, out] or [out, in] by the library that it seems to be from."""
-    # Flax calls its arrays `kernel`, and stores (in, out). A `weight` may be stored (out, in), as PyTorch does.
+    """The axis of outputs of a matrix [in, out] or [out,
+    in] by the library that it seems to be from."""
+    # Flax calls its arrays `kernel`, and stores (in, out). A `weight` may be stored (out, in),
+    # as PyTorch does.
     if not p.is_called_weight:
         return 1
     if neighbors.outputs_first:
@@ -100,7 +109,8 @@ def _usual_output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     return 1 if is_known else None
 
 
-# The order of axes in query, key and value, and in the output, for d features and h heads of size s.
+# The order of axes in query, key and value, and in the output,
+# for d features and h heads of size s.
 _ORDERS = (
     ("dhs", "hsd"),  # Flax
     ("dhs", "dhs"),  # axlearn
@@ -109,11 +119,12 @@ _ORDERS = (
 
 
 def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
-    """The matrix of an attention's projection with three axes: one side is the features, one the heads.
+    """The matrix of an attention's projection with three axes: one side is the features,
+    one the heads.
 
-    Libraries order the axes differently. The first one decides whose order does not contradict the sizes of the
-    attention's projections: a query [64, 4, 16] and an output [4, 16, 64] fit Flax, so that the query's rows are axis
-    0 and its columns (1, 2).
+    Libraries order the axes differently. The first one decides whose order does not contradict the
+    sizes of the attention's projections: a query [64, 4, 16] and an output [4, 16, 64] fit Flax, so
+    that the query's rows are axis 0 and its columns (1, 2).
     """
     shapes: dict[str, Shape] = {}
     for name, shape in neighbors.attention(p).items():
@@ -127,7 +138,8 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
         return None
     is_output = p.role.projection == "out"
     for input_order, output_order in _ORDERS:
-        # "dhs" is [d features, h heads, s numbers a head]: a query [64, 4, 16] has {"d": 64, "h": 4, "s": 16}.
+        # "dhs" is [d features, h heads, s numbers a head]: a query [64, 4, 16] has {"d": 64,
+        # "h": 4, "s": 16}.
         sizes = {}
         for name, shape in shapes.items():
             order = output_order if name == "out" else input_order
@@ -142,7 +154,8 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
 
 
 def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
-    """Whether an order of axes makes no sense: several heads as large as the model, or unequal numbers of heads.
+    """Whether an order of axes makes no sense: several heads as large as the model,
+    or unequal numbers of heads.
 
     `sizes` are those that the order gives: {"query": {"d": 64, "h": 4, "s": 16}, "out": ...}.
     """
@@ -155,10 +168,12 @@ def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
 
 
 def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
-    """The matrices of query, key and value that lie side by side in one of two axes, as in [d, 3·d] on axis 1.
+    """The matrices of query, key and value that lie side by side in one of two axes, as in [d,
+    3·d] on axis 1.
 
-    Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. Key and value alone are
-    left open: [64, 128] may be two of 64 × 64 side by side, or, stored (out, in), two of 32 × 128.
+    Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. Key
+    and value alone are left open: [64, 128] may be two of 64 × 64 side by side, or,
+    stored (out, in), two of 32 × 128.
     """
     if p.rank != 2 or p.role.parts != 3:
         return None

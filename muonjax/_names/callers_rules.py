@@ -14,7 +14,8 @@ PathRules = Sequence[tuple[str, DimensionNumbers | None]]
 def apply_rules(
     leaves: Mapping[str, Any], rules: PathRules
 ) -> dict[str, DimensionNumbers | None]:
-    """The dimension numbers that a caller's rules give to leaves, by path; the first rule that matches counts.
+    """The dimension numbers that a caller's rules give to leaves, by path;
+    the first rule that matches counts.
 
     ("attn/.*/kernel", None) gives None to every leaf in which the pattern is found.
 
@@ -39,6 +40,7 @@ def apply_rules(
         # A rule with a typo would silently do nothing.
         if not paths:
             raise ValueError(
-                f"(rules=...): {pattern!r} matches no leaf; paths look like {trees.listed([*leaves], ', ')}."
+                f"(rules=...): {pattern!r} matches no leaf; paths look like "
+                f"{trees.listed([*leaves], ', ')}."
             )
     return ruled

@@ -10,13 +10,17 @@ from muonjax._common.arguments import warn_once
 from muonjax._names import roles
 from muonjax._names.roles import Role
 
-INSPECT = "Better: program = muonjax.inspect(loss_fn, params, batch), then muonjax.muon(2e-3, program)."
+INSPECT = (
+    "Better: program = muonjax.inspect(loss_fn, params, batch), then muonjax.muon(2e-3, "
+    "program)."
+)
 # Flax's other collections of variables.
 _COLLECTIONS = ("batch_stats", "cache", "intermediates", "losses", "metrics", "stats")
 
 
 def check_parameters(params: Any) -> None:
-    """Raise TypeError unless this is a tree of arrays, or of their shapes, as a module or a `Program` is not.
+    """Raise TypeError unless this is a tree of arrays, or of their shapes,
+    as a module or a `Program` is not.
 
     Warns of collections next to the parameters, as `model.init` of Flax returns them.
     """
@@ -31,7 +35,8 @@ def check_parameters(params: Any) -> None:
                 f"(params) got {type(leaf).__name__} for the array {path!r}: give arrays alone, as "
                 "model.init(key, x)['params'] or eqx.filter(model, eqx.is_inexact_array)."
             )
-    # Names alone don't tell that batch_stats/norm/mean is a running mean and no parameter: it would go to AdamW.
+    # Names alone don't tell that batch_stats/norm/mean is a running mean and no parameter:
+    # it would go to AdamW.
     if isinstance(params, Mapping) and "params" in params:
         beside = ", ".join(str(name) for name in params if name in _COLLECTIONS)
         if beside:
@@ -48,10 +53,11 @@ def _is_array(leaf: Any) -> bool:
 
 
 def types_of_modules(params: Any) -> dict[str, Role]:
-    """The roles that types and settings of modules show and names can't, by the path of the parameter.
+    """The roles that types and settings of modules show and names can't,
+    by the path of the parameter.
 
-    An `eqx.nn.Embedding` is an embedding under any name. Settings show that a kernel has groups, that it belongs to an
-    einsum with letters of its own, or that its axes have names.
+    An `eqx.nn.Embedding` is an embedding under any name. Settings show that a kernel has groups,
+    that it belongs to an einsum with letters of its own, or that its axes have names.
     """
     roles_by_path: dict[str, Role] = {}
     # Modules with a role, and the arrays that are in no such module

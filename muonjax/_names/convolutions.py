@@ -17,8 +17,9 @@ _IMAGE_CHANNELS = 3
 def patch_embedding(p: Parameter) -> Answer | None:
     """Adam for a kernel that cuts an image or a video into patches; None for other leaves.
 
-    It is a convolution with an even window over few channels, [16, 16, 3, 768], in a module with the name of an
-    embedding. Without such a name a large window over few channels is open: Adam takes it, with a warning.
+    It is a convolution with an even window over few channels, [16, 16, 3, 768], in a module with
+    the name of an embedding. Without such a name a large window over few channels is open:
+    Adam takes it, with a warning.
     """
     # PyTorch stores [out, in, *window], Flax [*window, in, out].
     if has_trailing_window(p.shape):
@@ -42,10 +43,12 @@ def patch_embedding(p: Parameter) -> Answer | None:
 def grouped(
     p: Parameter, numbers: DimensionNumbers, given: Collection[int]
 ) -> Answer | None:
-    """Open for a convolution that may be depthwise, [3, 3, 1, 32], or have groups; None for other leaves.
+    """Open for a convolution that may be depthwise, [3, 3, 1, 32], or have groups;
+    None for other leaves.
 
-    Each output of a depthwise one is made of one channel, which has its own small filter and no matrix. With 4 groups a
-    kernel over 16 channels is [3, 3, 4, 16]: no other parameter gives 4 channels, but one gives a multiple, 16.
+    Each output of a depthwise one is made of one channel, which has its own small filter and no
+    matrix. With 4 groups a kernel over 16 channels is [3, 3, 4, 16]: no other parameter gives 4
+    channels, but one gives a multiple, 16.
 
     Args:
       p: A parameter.
@@ -53,11 +56,13 @@ def grouped(
       given: The widths that the parameters of the tree give.
     """
     rows, columns = p.sizes_of(numbers)
-    # A kernel whose name says nothing may be a convolution's, whose rows are its channels and its window.
+    # A kernel whose name says nothing may be a convolution's,
+    # whose rows are its channels and its window.
     may_be_convolution = p.role in (roles.CONVOLUTION, roles.UNKNOWN)
     if not may_be_convolution or len(rows) == 1:
         return None
-    # PyTorch's kernels are [out, in, *window], others [*window, in, out]: the channels are the first row, or the last.
+    # PyTorch's kernels are [out, in, *window], others [*window, in, out]:
+    # the channels are the first row, or the last.
     is_outputs_first = axes_of(numbers.output_axis) == p.axes[:1]
     inputs = rows[0] if is_outputs_first else rows[-1]
     if inputs == 1:
@@ -77,9 +82,11 @@ def grouped(
 
 
 def outputs_are_first(p: Parameter, neighbors: Neighbors) -> bool:
-    """Whether a kernel of three axes or more is called `weight` and stored as PyTorch does, (out, in, *window).
+    """Whether a kernel of three axes or more is called `weight` and stored as PyTorch does,
+    (out, in, *window).
 
-    [64, 3, 7, 7] is, and [7, 7, 3, 64] is not. Where the shape shows no window, the other weights of the tree decide.
+    [64, 3, 7, 7] is, and [7, 7, 3, 64] is not. Where the shape shows no window,
+    the other weights of the tree decide.
     """
     # axlearn calls its kernels [*window, in, out] weights too.
     if not p.is_called_weight or has_leading_window(p.shape):
@@ -101,6 +108,7 @@ def has_leading_window(shape: Shape) -> bool:
 
 
 def has_trailing_window(shape: Shape) -> bool:
-    """Whether the trailing axes look like the window of a convolution [out, in, *window], [32, 16, 3, 3]."""
+    """Whether the trailing axes look like the window of a convolution [out, in, *window], [32,
+    16, 3, 3]."""
     # [3, 3, 16, 32]
     return has_leading_window((*shape[2:], *reversed(shape[:2])))

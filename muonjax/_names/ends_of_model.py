@@ -57,7 +57,8 @@ def ends(
     These are depthwise and grouped convolutions, output heads, and embeddings without a name in
     `roles`. `answers` says of each parameter which matrix it is, wherever it is in the model.
     """
-    # How many parameters multiply each width, and the widths that come out: a kernel [32, 80] takes 32 and gives 80.
+    # How many parameters multiply each width, and the widths that come out: a kernel [32,
+    # 80] takes 32 and gives 80.
     taken: Counter[int] = Counter()
     given: set[int] = set()
     for p in parameters:
@@ -79,8 +80,8 @@ def ends(
             # A width that the parameter takes itself is counted once for it.
             is_untaken = all(taken[width] == (width in takes) for width in gives)
             answer = answer or _output_head(p, layers, is_untaken)
-            # An array [m, n] of unknown name in no module of its own, so that its name is the layer's too. No parameter
-            # gives m.
+            # An array [m, n] of unknown name in no module of its own, so that its name is the
+            # layer's too. No parameter gives m.
             is_unnamed = p.role is roles.UNKNOWN and p.module == words(p.path)
             if answer is None and is_unnamed and given.isdisjoint(takes):
                 why = (
@@ -95,7 +96,8 @@ def ends(
 def _widths(
     p: Parameter, numbers: DimensionNumbers | None
 ) -> tuple[set[int], set[int]]:
-    """The widths that a parameter takes and those that it gives: {32} and {80} of a kernel [32, 80].
+    """The widths that a parameter takes and those that it gives:
+    {32} and {80} of a kernel [32, 80].
 
     An attention's output [4, 16, 64] takes {4, 16} and gives {64}.
     """
@@ -103,7 +105,8 @@ def _widths(
     if p.role.name in ("scale", "embedding") and p.shape:
         width = {p.shape[-1]}
         return width, width
-    # An output head [in, out] gives the model's output, which no layer takes. Adam takes it, so that it has no numbers.
+    # An output head [in, out] gives the model's output, which no layer takes. Adam takes it,
+    # so that it has no numbers.
     if p.role is roles.HEAD:
         return {*p.shape[:1]}, set()
     if numbers is None:
@@ -115,9 +118,9 @@ def _widths(
 def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | None:
     """Adam for what is an output head, open for what may be one, None for a hidden layer.
 
-    The signs of a head are the name of an end ("out", "q_net"), the last number (Dense_4 of Dense_0 to Dense_4), and an
-    output whose width no other parameter takes. Name and width together are sure for a dense layer at the root or in an
-    end; all else with a sign is open.
+    The signs of a head are the name of an end ("out", "q_net"), the last number (Dense_4 of Dense_0
+    to Dense_4), and an output whose width no other parameter takes. Name and width together are
+    sure for a dense layer at the root or in an end; all else with a sign is open.
 
     Args:
       p: A matrix.
@@ -125,7 +128,8 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
       is_untaken: Whether no other parameter takes its output.
     """
     modules = [stem(name) for name in p.scope[layers.num_common :]]
-    # Layers of an attention are hidden, even one whose output is only added to the logits or multiplied with them.
+    # Layers of an attention are hidden, even one whose output is only added to the logits or
+    # multiplied with them.
     in_attention = re.search("att(n|en)", "/".join(modules))
     if in_attention or not _is_layer(p):
         return None
@@ -133,7 +137,8 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     has_end_name = _END.fullmatch(name)
     # At the root, or in a module with the name of an end, such as `decoder`.
     is_in_end = not modules or _END.fullmatch(modules[-1])
-    # A model has one end, so that no stack of layers is one, and no layer of a part that others continue: an encoder.
+    # A model has one end, so that no stack of layers is one,
+    # and no layer of a part that others continue: an encoder.
     is_hidden = p.is_stack or any(map(_HIDDEN.fullmatch, modules))
     # layers_1/out repeats layers_0/out.
     is_repeated = layers.is_repeated(p)
@@ -143,14 +148,16 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     numbers = layers.numbers[p.scope][name]
     is_last = p.rank == 2 and _numbers_of(p) == max(numbers)
     is_last_of_several = is_last and len(numbers) > 1
-    # Where another layer is called `out`, Dense_4 is not the last one, and `out` itself counts by its name.
+    # Where another layer is called `out`, Dense_4 is not the last one,
+    # and `out` itself counts by its name.
     is_end_named = any(map(_END.fullmatch, layers.numbers[p.scope]))
     may_be_last = is_in_end and not is_hidden and not is_end_named
     # Dense_4, or a layer with a plain name such as Dense, if there is one alone.
     ends_by_number = is_last_of_several or (is_last and _PLAIN.fullmatch(name))
 
-    # A width that nothing takes is a sign; in blocks that repeat, only with the name of an end or with the last number,
-    # as that of fc2 next to fc1. Alone it may be a fused gate's, which is split before the next layer takes it.
+    # A width that nothing takes is a sign; in blocks that repeat, only with the name of an end or
+    # with the last number, as that of fc2 next to fc1. Alone it may be a fused gate's, which is
+    # split before the next layer takes it.
     may_be_untaken = has_end_name or is_last_of_several or not is_repeated
 
     signs = {
@@ -175,24 +182,26 @@ class _Layers:
     """Which layers of a model repeat, or are the last of their kind.
 
     Attributes:
-      numbers: For each module, the names of its layers without numbers, and the numbers of those that are matrices:
-        {("block_0",): {"fc": [(1,), (2,)], "norm": []}} of block_0/fc1, block_0/fc2 and block_0/norm.
+      numbers: For each module, the names of its layers without numbers, and the numbers of those
+        that are matrices: {("block_0",): {"fc": [(1,), (2,)], "norm":
+        []}} of block_0/fc1, block_0/fc2 and block_0/norm.
       num_common: How many modules are around all parameters: 1 if all paths begin with "params".
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
         self.numbers: dict[Words, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
-        # The modules that have a layer, by the layer's path without numbers: fc1 is in block_0 and in block_1,
-        # {"block_/fc": {("block_0",), ("block_1",)}}.
+        # The modules that have a layer, by the layer's path without numbers: fc1 is in block_0 and
+        # in block_1, {"block_/fc": {("block_0",), ("block_1",)}}.
         self._scopes: dict[str, set[Words]] = defaultdict(set)
         for p in parameters:
             self._scopes[self._kind(p)].add(p.scope)
-            # An entry for each layer, also one that is no matrix: its name may show that it is the end of its module.
+            # An entry for each layer, also one that is no matrix:
+            # its name may show that it is the end of its module.
             numbers = self.numbers[p.scope].setdefault(stem(p.layer), [])
             if p.rank > 1 and _is_layer(p):
                 numbers.append(_numbers_of(p))
-        # The modules are paths such as ("params", "block_0"). First names that all have in common are no modules of the
-        # model: params/Dense_0 is at its root.
+        # The modules are paths such as ("params", "block_0"). First names that all have in common
+        # are no modules of the model: params/Dense_0 is at its root.
         self.num_common = 0
         for names in zip(*self.numbers, strict=False):
             if len({*names}) > 1:

@@ -14,7 +14,8 @@ from muonjax._names.roles import Parameter
 
 
 def unstack(parameters: list[Parameter]) -> list[Parameter]:
-    """Remove the axes that count layers, again and again where scans are nested; and those that count parts.
+    """Remove the axes that count layers, again and again where scans are nested;
+    and those that count parts.
 
     A stack of a kernel [6, 32, 80], its bias [6, 80] and a norm's scale [6, 32] becomes one layer's
     [32, 80], [80] and [32].
@@ -23,8 +24,8 @@ def unstack(parameters: list[Parameter]) -> list[Parameter]:
       parameters: Every leaf of the tree.
 
     Returns:
-      The same leaves with the axes of one layer. A leaf whose axis of layers can't be told keeps it, and `is_stacked`
-      says so.
+      The same leaves with the axes of one layer. A leaf whose axis of layers can't be told keeps
+      it, and `is_stacked` says so.
     """
     # Each round takes one axis from every stack that it finds, until a round takes none.
     while (layers := _layers(parameters, Neighbors(parameters), 0)) != parameters:
@@ -36,14 +37,16 @@ def unstack(parameters: list[Parameter]) -> list[Parameter]:
 def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     """Whether a leaf has an axis of layers, by its number of axes; None if it may or may not.
 
-    A dense kernel of three axes is a stack, one of two axes is not. A query of three axes may be [d, heads, size], or a
-    stack of [d, heads·size].
+    A dense kernel of three axes is a stack, one of two axes is not. A query of three axes may be
+    [d, heads, size], or a stack of [d, heads·size].
     """
     bias = neighbors.bias(p) or ()
-    # In a stack the bias has an axis of layers too, so that with a vector as its bias this is one layer.
+    # In a stack the bias has an axis of layers too,
+    # so that with a vector as its bias this is one layer.
     if len(bias) == 1 and bias[0] in p.shape:
         return False
-    # Queries that are grouped by key head, [d, groups, heads, size], have an axis more than their keys.
+    # Queries that are grouped by key head, [d, groups, heads, size],
+    # have an axis more than their keys.
     if p.role.projection in ("query", "out") and p.rank == 4:
         return None
     # The role tells how many axes one layer's parameter may have: two or three for a query.
@@ -56,19 +59,20 @@ def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
 def _layers(
     parameters: Sequence[Parameter], neighbors: Neighbors, depth: int
 ) -> list[Parameter]:
-    """One layer of each leaf in a module: without the axis of layers if the module is a stack, else as it is.
+    """One layer of each leaf in a module: without the axis of layers if the module is a stack,
+    else as it is.
 
-    A module is a stack if one of its leaves must be a stack, all others may be, and all have an axis of the same size
-    at the same position. In any other module, the modules inside of it are tried in turn. In the tree, the parameters
-    are all below the same `depth` keys.
+    A module is a stack if one of its leaves must be a stack, all others may be, and all have an
+    axis of the same size at the same position. In any other module, the modules inside of it are
+    tried in turn. In the tree, the parameters are all below the same `depth` keys.
     """
-    # By a leaf's number of axes and its bias, which is among the neighbors. None, for a leaf that may or may not be a
-    # stack, fits either answer.
+    # By a leaf's number of axes and its bias, which is among the neighbors. None, for a leaf that
+    # may or may not be a stack, fits either answer.
     verdicts = {is_stacked(p, neighbors) for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)
-        # None if they are no stack after all. If two axes fit equally well, the leaves come back as they are, and the
-        # modules inside of the stack are not tried.
+        # None if they are no stack after all. If two axes fit equally well, the leaves come back as
+        # they are, and the modules inside of the stack are not tried.
         if layers is not None:
             return layers
     if len(parameters) == 1:
@@ -84,13 +88,15 @@ def _layers(
 
 
 def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | None:
-    """The leaves without the axis that counts layers; None if they have no axis in common, and so are no stack.
+    """The leaves without the axis that counts layers; None if they have no axis in common,
+    and so are no stack.
 
-    Kernels [6, 32, 80] and [6, 80, 32] have only the first axis in common, of 6 layers. In a stack where two axes fit
-    equally well, the leaves stay as they are.
+    Kernels [6, 32, 80] and [6, 80, 32] have only the first axis in common, of 6 layers. In a stack
+    where two axes fit equally well, the leaves stay as they are.
     """
-    # The axes of the leaves at the same place from the front or from the back that have one size, by this size: {6:
-    # {(0, 0)}} for the two above, {6: {(1, 0)}, 80: {(2, 1)}} for a kernel [32, 6, 80] and its bias [6, 80].
+    # The axes of the leaves at the same place from the front or from the back that have one size,
+    # by this size: {6: {(0, 0)}} for the two above, {6: {(1, 0)}, 80: {(2, 1)}} for a kernel [32,
+    # 6, 80] and its bias [6, 80].
     axes_of_size: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     shortest = min(p.rank for p in parameters)
     for position in range(-shortest, shortest):
@@ -100,10 +106,11 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
             axes_of_size[sizes.pop()].add(axes)
     if not axes_of_size:
         return None
-    # Square layers have more axes in common. There are fewer layers than features, so the shortest axis counts layers.
+    # Square layers have more axes in common. There are fewer layers than features,
+    # so the shortest axis counts layers.
     fits = axes_of_size[min(axes_of_size)]
-    # A single kernel has all its axes in common with itself: only its first may count layers, and not if it is an
-    # attention's, which may be [d, groups, heads, size].
+    # A single kernel has all its axes in common with itself: only its first may count layers, and
+    # not if it is an attention's, which may be [d, groups, heads, size].
     is_alone = len(parameters) == 1
     if is_alone and (parameters[0].role.projection or fits != {(0,)}):
         return None
@@ -120,7 +127,8 @@ def _without(p: Parameter, axis: int) -> Parameter:
 
 
 def _one_part(p: Parameter) -> Parameter:
-    """One of the parts that have an axis of their own: of queries, keys and values [3, d, heads, size] the queries.
+    """One of the parts that have an axis of their own: of queries, keys and values [3, d,
+    heads, size] the queries.
 
     What has its parts along another axis stays as it is.
     """

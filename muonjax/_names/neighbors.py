@@ -15,7 +15,8 @@ _WIDENING = r"(^|_)(up|gate|fc1|w1|c_fc|wi|intermediate|linear1)(_|$)"
 
 
 class Neighbors:
-    """What the parameters of a tree say about each other: biases, attentions, how weights are stored.
+    """What the parameters of a tree say about each other: biases, attentions,
+    how weights are stored.
 
     Attributes:
       outputs_first: Whether leaves called `weight` are (out, in, *window), as PyTorch and Equinox
@@ -23,7 +24,8 @@ class Neighbors:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        # A bias belongs to the weight of its module; the projections of an attention are in one scope, or below it.
+        # A bias belongs to the weight of its module; the projections of an attention are in one
+        # scope, or below it.
         self._biases: dict[Words, Shape] = {}
         self._attentions: dict[Words, dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
@@ -32,7 +34,8 @@ class Neighbors:
             if p.role.projection:
                 shapes = self._attentions[attention_scope(p.path)]
                 shapes[p.role.projection] = p.shape
-        # Weights that show an order vote: 1 for (out, in), -1 for (in, out). Without a majority it is not known.
+        # Weights that show an order vote: 1 for (out, in), -1 for (in, out).
+        # Without a majority it is not known.
         votes = sum(map(self._vote, parameters))
         self.outputs_first = votes > 0 if votes else None
 
@@ -47,33 +50,40 @@ class Neighbors:
         return shape
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
-        """The shapes of all projections of the attention that p belongs to, {"query": ..., "out": ...}."""
+        """The shapes of all projections of the attention that p belongs to, {"query": ...,
+        "out": ...}."""
         return self._attentions[attention_scope(p.path)]
 
     def contradict_name(self, p: Parameter) -> bool:
         """Whether a leaf of several axes can't be the vector or the table that its name says."""
         bias = self.bias(p)
         if bias and p.role in (roles.NORM, roles.TABLE):
-            # Norms and tables have no bias of fewer axes: this is a dense layer with a misleading name.
+            # Norms and tables have no bias of fewer axes: this is a dense layer with a misleading
+            # name.
             return len(bias) < p.rank
-        # The scale of a norm is a vector; a kernel of two axes is the dense layer of an adaptive norm.
+        # The scale of a norm is a vector; a kernel of two axes is the dense layer of an adaptive
+        # norm.
         return p.role is roles.NORM and p.leaf_name == "kernel"
 
     def _vote(self, p: Parameter) -> int:
-        """1 if a weight is stored (out, in), -1 if (in, out), 0 if its bias and its name don't show it.
+        """1 if a weight is stored (out, in), -1 if (in, out),
+        0 if its bias and its name don't show it.
 
-        A `kernel` is always (in, out). A `weight` is (out, in) in PyTorch and Equinox, and (in, out) in axlearn.
-        A weight [80, 32] with a bias [80] votes 1, and so does one called `up`, which widens 32 to 80.
+        A `kernel` is always (in, out). A `weight` is (out, in) in PyTorch and Equinox, and (in,
+        out) in axlearn. A weight [80, 32] with a bias [80] votes 1, and so does one called `up`,
+        which widens 32 to 80.
         """
         is_matrix = p.rank > 1 and p.role not in roles.ADAM
         if not is_matrix or not p.is_called_weight:
             return 0
         first, *_, last = p.shape
         bias = self.bias(p)
-        # A bias is as long as the outputs, which come first or last; if both ends are, it votes for neither.
+        # A bias is as long as the outputs, which come first or last; if both ends are,
+        # it votes for neither.
         if bias:
             return (bias == (first,)) - (bias == (last,))
-        # A name says which side is wider. The last axis of a convolution (out, in, *window) belongs to its window.
+        # A name says which side is wider. The last axis of a convolution (out, in, *window) belongs
+        # to its window.
         if p.rank > 2 or not re.search(_WIDENING, p.layer):
             return 0
         return (first > last) - (first < last)

@@ -16,7 +16,8 @@ _CONTAINER = r"\d+|array|value"
 
 @functools.cache
 def words(path: str) -> Words:
-    """The names of a path, split at slashes and dots, without the index or the `value` behind the name of an array.
+    """The names of a path, split at slashes and dots,
+    without the index or the `value` behind the name of an array.
 
     >>> words("mlp/~/linear_0/w"), words("key.weights"), words("ffn/w/0"), words("w/value")
     (('mlp', '~', 'linear_0', 'w'), ('key', 'weights'), ('ffn', 'w'), ('w',))
@@ -24,7 +25,8 @@ def words(path: str) -> Words:
     # The path of a tree that is one array is "".
     names = re.findall(r"[^/.]+", path) or [""]
     while len(names) > 1 and re.fullmatch(_CONTAINER, names[-1]):
-        # Only behind the name of an array. Behind any other name a number is the layer's own, as in layers/0.
+        # Only behind the name of an array. Behind any other name a number is the layer's own,
+        # as in layers/0.
         if not re.fullmatch(rf"{WEIGHT}|{VECTOR}|scale", snake(names[-2])):
             break
         names.pop()
@@ -65,7 +67,8 @@ def module(path: str) -> Words:
 
 
 def attention_scope(path: str) -> Words:
-    """A layer's scope up to the last module with "attn" or "attention" in its name; all of it without such a name.
+    """A layer's scope up to the last module with "attn" or "attention" in its name;
+    all of it without such a name.
 
     >>> attention_scope("block_0/self_attn/qkv/query/kernel")
     ('block_0', 'self_attn')

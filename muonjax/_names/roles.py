@@ -1,7 +1,8 @@
 """Read what a parameter is from its path: a bias, an attention's kernel, a convolution, a table.
 
 Names only; `axes` and `ends_of_model` read shapes. A path is read in snake case, without numbers,
-and split at slashes and dots (`path_words`). Each row of the tables below says which library needs it.
+and split at slashes and dots (`path_words`). Each row of the tables below says which library needs
+it.
 """
 
 import re
@@ -25,8 +26,8 @@ class Role(NamedTuple):
 
     Attributes:
       name: In words, as `tabulate` prints it.
-      ranks: The fewest and the most axes that the parameter of one layer, not a stack of layers, may have; by default
-        any number.
+      ranks: The fewest and the most axes that the parameter of one layer, not a stack of layers,
+        may have; by default any number.
       parts: Number of matrices in one kernel, 3 for query, key and value.
       projection: "query", "key", "value" or "out" of an attention; "norm" of what is called a norm;
         else "".
@@ -75,7 +76,8 @@ class Parameter(NamedTuple):
         return sum(size > 1 for size in self.shape) > 1
 
     def sizes_of(self, numbers: DimensionNumbers) -> tuple[list[int], list[int]]:
-        """The sizes of the rows' axes and of the columns' axes: [64], [4, 16] of a query [64, 4, 16]."""
+        """The sizes of the rows' axes and of the columns' axes: [64], [4, 16] of a query [64,
+        4, 16]."""
         rows = [self.leaf_shape[axis] for axis in axes_of(numbers.reduction_axis)]
         columns = [self.leaf_shape[axis] for axis in axes_of(numbers.output_axis)]
         return rows, columns
@@ -292,8 +294,9 @@ def read_roles(paths: Collection[str]) -> dict[str, Role]:
     attentions: set[Words] = set()
     for path in paths:
         scope, layer = layer_of(path)
-        # A query, a key or a fused projection makes its scope an attention. A layer `q` does not, because it may be a
-        # Q network, and neither does `value`, a critic or one half of a gated layer, as in penzai.
+        # A query, a key or a fused projection makes its scope an attention. A layer `q` does not,
+        # because it may be a Q network, and neither does `value`,
+        # a critic or one half of a gated layer, as in penzai.
         may_be_q_network = re.match("q(_|$)", layer)
         projection = _role_in(_PROJECTIONS, layer)
         if not may_be_q_network and projection not in (None, VALUE):
@@ -303,11 +306,12 @@ def read_roles(paths: Collection[str]) -> dict[str, Role]:
 
 
 def _role(path: str, attentions: set[Words], arrays: set[Words]) -> Role:
-    """What a leaf is in its layer: "Dense_0/kernel" is a dense layer's kernel, "ln_f/scale" a scale.
+    """What a leaf is in its layer: "Dense_0/kernel" is a dense layer's kernel,
+    "ln_f/scale" a scale.
 
-    The names of the array and of its module tell what is never a matrix; the name of the layer tells which matrix it
-    is. The first that fits decides: an adapter, a lone letter, a bias next to its weight, what the table `_NOT_MUON`
-    names, a matrix.
+    The names of the array and of its module tell what is never a matrix; the name of the layer
+    tells which matrix it is. The first that fits decides: an adapter, a lone letter, a bias next to
+    its weight, what the table `_NOT_MUON` names, a matrix.
 
     Args:
       path: The path of the leaf.
@@ -331,7 +335,8 @@ def _role(path: str, attentions: set[Words], arrays: set[Words]) -> Role:
     if name.endswith("_b") and (*around, f"{name[:-1]}w") in arrays:
         return BIAS
     role = _role_in(_NOT_MUON, last_two)
-    # An array called queries is an attention's projection next to keys; alone it holds learned tokens.
+    # An array called queries is an attention's projection next to keys;
+    # alone it holds learned tokens.
     is_query = names[-1] == "queries" and (*around, "keys") in arrays
     # The logits of a router are no output of the model.
     is_router = role is HEAD and "router" in names
@@ -341,7 +346,8 @@ def _role(path: str, attentions: set[Words], arrays: set[Words]) -> Role:
 
 
 def _matrix(path: str, attentions: set[Words]) -> Role:
-    """What a matrix is, by the name of its layer: `out` is an attention's output next to queries, and else UNKNOWN."""
+    """What a matrix is, by the name of its layer:
+    `out` is an attention's output next to queries, and else UNKNOWN."""
     scope, layer = layer_of(path)
     # The modules around the layer, and the layer: "", "layers", "self_attn", "query".
     names = ["", *map(snake, scope), layer]

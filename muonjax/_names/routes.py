@@ -78,7 +78,8 @@ def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
       >>> import jax
       >>> leaf = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
       >>> dimension_numbers({"query": {"bias": leaf(12, 64), "kernel": leaf(768, 12, 64)}})
-      {'query': {'bias': None, 'kernel': MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))}}
+      {'query': {'bias': None, 'kernel': MuonDimensionNumbers(reduction_axis=0, output_axis=(1,
+      2))}}
 
     Sources: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982), whose published
     example gives Muon every matrix but the embedding and the head; Jordan, "Muon" (2024), on
@@ -94,8 +95,8 @@ def routes(
 ) -> dict[str, Answer]:
     """Decide by names, shapes and neighbors where each leaf goes; warn of what they leave open.
 
-    Returns what is decided about each leaf, by its "/"-joined path, in the order of the tree: {"up/kernel":
-    Answer(MuonDimensionNumbers(0, 1), "dense")}. What is masked is no leaf.
+    Returns what is decided about each leaf, by its "/"-joined path, in the order of the tree:
+    {"up/kernel": Answer(MuonDimensionNumbers(0, 1), "dense")}. What is masked is no leaf.
 
     Args:
       params: As in `dimension_numbers`.
@@ -127,7 +128,8 @@ def routes(
 
 
 def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
-    """The floating-point leaves of a tree, each with its role and with the shape that it has in one layer.
+    """The floating-point leaves of a tree, each with its role and with the shape that it has in one
+    layer.
 
     `types` are the roles that modules show, by the path of the parameter.
     """
@@ -141,8 +143,8 @@ def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
         # Integers count or are quantized; neither optimizer takes them.
         if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
-        # The type of a module shows what its kernel is: that of an `eqx.nn.Embedding` is an embedding under any name.
-        # It shows nothing of the module's bias, which names give to Adam.
+        # The type of a module shows what its kernel is: that of an `eqx.nn.Embedding` is an
+        # embedding under any name. It shows nothing of the module's bias, which names give to Adam.
         role = roles_by_path[path]
         if role not in roles.ADAM:
             role = types.get(path, role)
@@ -153,9 +155,11 @@ def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
 
 
 def _answer_by_layer(p: Parameter, neighbors: Neighbors) -> Answer:
-    """What names say of a parameter as a layer's. `ends` then finds the layers at an end of the model."""
-    # The name is that of a vector or a table, as `scale` or `embed`, but a bias next to it shows a matrix. Whether the
-    # name is wrong or the bias belongs elsewhere can't be told, so that such a leaf is open.
+    """What names say of a parameter as a layer's.
+    `ends` then finds the layers at an end of the model."""
+    # The name is that of a vector or a table, as `scale` or `embed`, but a bias next to it shows a
+    # matrix. Whether the name is wrong or the bias belongs elsewhere can't be told,
+    # so that such a leaf is open.
     is_misnamed = p.is_matrix and neighbors.contradict_name(p)
     if p.role in roles.ADAM and not is_misnamed:
         return Answer(None, p.role.name)
@@ -192,7 +196,8 @@ def _warn(
         answer = answers[p.path]
         leaf = f"{p.path!r} {p.leaf_shape}"
         reason = reasons.get(p.path)
-        # What goes to Adam with a vector's shape is no surprise, even if the program could not follow it.
+        # What goes to Adam with a vector's shape is no surprise,
+        # even if the program could not follow it.
         if reason and (answer.numbers is not None or p.is_matrix):
             optimizer = "Adam" if answer.numbers is None else "Muon"
             unfollowed.append(
@@ -211,10 +216,12 @@ def _warn(
         warn_once(
             "muonjax can't tell by names alone what these leaves are, and gives them to Adam: "
             f"{trees.listed(open_leaves)}. {INSPECT} By hand: muonjax.dimension_numbers(params, "
-            f"rules=[(r'^{open_paths[0]}$', None)]), and so on; MuonDimensionNumbers(rows, columns) is for Muon."
+            f"rules=[(r'^{open_paths[0]}$', None)]), and so on; MuonDimensionNumbers(rows, "
+            "columns) is for Muon."
         )
     elif not reasons:
-        # With a program this is not asked: names decide few leaves then, and the first warning lists them.
+        # With a program this is not asked: names decide few leaves then,
+        # and the first warning lists them.
         _warn_without_ends(parameters, answers)
 
 
@@ -238,11 +245,12 @@ def _warn_without_ends(
 
 
 def decays(params: Any, vectors: Collection[str] = ()) -> Any:
-    """Which leaves weight decay is for: False for biases, scales and `vectors`, the paths that a program knows as such.
+    """Which leaves weight decay is for: False for biases, scales and `vectors`,
+    the paths that a program knows as such.
 
     >>> import jax.numpy as jnp
-    >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}, "scale": jnp.ones(4)})
-    {'embedding': True, 'query': {'bias': False}, 'scale': False}
+    >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}})
+    {'embedding': True, 'query': {'bias': False}}
     """
     leaves = trees.flatten_paths(params)
     decayed = []

@@ -93,7 +93,8 @@ def tabulate(
 
 
 def _matrices(path: str, leaf: Any, numbers: DimensionNumbers | None) -> str:
-    """The matrices of a leaf, as "64×64", "3 of 64×64" or "64×64 + 2 of 64×32"; "" if it is Adam's."""
+    """The matrices of a leaf, as "64×64", "3 of 64×64" or "64×64 + 2 of 64×32";
+    "" if it is Adam's."""
     counts: Counter[str] = Counter()
     for piece in matrix_pieces({path: numbers}, {path: leaf}):
         counts[f"{piece.view.fan_in}×{piece.view.fan_out}"] += piece.view.batch

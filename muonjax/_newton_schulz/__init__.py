@@ -4,6 +4,6 @@
 (`deflation`): on a CPU, flops are all that counts. `half_precision` rounds the operands and sums in
 float32, for accelerators: there a deflation would take more time than the steps that it saves.
 Neither can replace the other: half precision never adds the identity to a matrix before that is
-rounded. Two more iterations have callers of their own: `_msign` has derivatives, `optax_contrib` takes
-its coefficients from a state.
+rounded. Two more iterations have callers of their own: `_msign` has derivatives, `optax_contrib`
+takes its coefficients from a state.
 """

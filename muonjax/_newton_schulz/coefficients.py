@@ -1,8 +1,9 @@
-"""The polynomials that Newton-Schulz composes: derived once, tabulated by name, each with its source.
+"""The polynomials that Newton-Schulz composes: derived once, tabulated by name,
+each with its source.
 
 A schedule is a tuple of rows ``(a, b, c)``. Row t maps every singular value by the odd quintic
-``p_t(s) = a s + b s^3 + c s^5``, or by a cubic where c = 0; the composition ``p_T(... p_2(p_1(s)))`` should be
-close to 1 on all of ``(0, 1]``.
+``p_t(s) = a s + b s^3 + c s^5``, or by a cubic where c = 0; the composition ``p_T(...
+p_2(p_1(s)))`` should be close to 1 on all of ``(0, 1]``.
 """
 
 import functools
@@ -16,8 +17,8 @@ from muonjax._common.arguments import check_range, errors_of, whole_number
 Coefficients = tuple[tuple[float, float, float], ...]
 
 JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),)
-"""Keller Jordan's one quintic, repeated: the original Muon's, and Optax's default. It never converges
-(its fixed ripple is 0.318); it was tuned for the slope at zero.
+"""Keller Jordan's one quintic, repeated: the original Muon's, and Optax's default. It never
+converges (its fixed ripple is 0.318); it was tuned for the slope at zero.
 
 Example:
   >>> import muonjax
@@ -42,8 +43,9 @@ Example:
 
 Source: modded-nanogpt and Dion's code, 2025."""
 
-# From here on the interval is so short that the minimax system loses all of its digits, while its solution agrees
-# with the classical polynomial, of degree five to double precision and of degree three to 2e-11.
+# From here on the interval is so short that the minimax system loses all of its digits, while its
+# solution agrees with the classical polynomial,
+# of degree five to double precision and of degree three to 2e-11.
 _CONVERGED = 1 - 5e-6
 
 # The value of Amsel et al.
@@ -51,13 +53,15 @@ _CUSHION = 0.02407327424182761
 
 
 def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float]:
-    """The odd polynomial closest to 1 on [lower, upper]: its coefficients of s, s^3, ..., and its largest error.
+    """The odd polynomial closest to 1 on [lower, upper]: its coefficients of s, s^3, ...,
+    and its largest error.
 
     By a Remez exchange (Amsel et al., 2025, Algorithm 1; J. Su, kexue.fm/archives/10996).
     """
     # The powers of s: 1, 3, 5
     powers = np.arange(1, degree + 1, 2)
-    # On so short an interval the system below loses all digits, and the classical polynomial solves it.
+    # On so short an interval the system below loses all digits,
+    # and the classical polynomial solves it.
     if lower / upper > _CONVERGED:
         classical = {3: (3 / 2, -1 / 2), 5: (15 / 8, -10 / 8, 3 / 8)}[degree]
         return np.array(classical) / upper**powers, 0.0
@@ -74,22 +78,25 @@ def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float
         # p(s) + sign error = 1 at every node s, for the coefficients of p and the error
         system = np.column_stack([nodes[:, None] ** powers, signs])
         *row, error = np.linalg.solve(system, np.ones(len(signs)))
-        # The next nodes are the extrema of p: both ends, and where p'(s), a polynomial of s^2, is zero.
+        # The next nodes are the extrema of p: both ends, and where p'(s), a polynomial of s^2,
+        # is zero.
         squares = np.polynomial.polynomial.polyroots(powers * row)
         nodes = np.array([lower, *np.sqrt(np.sort(squares.real)), upper])
     return np.array(row), error
 
 
 def polar_express(num_steps: int, *, lower: float = 1e-3) -> Coefficients:
-    r"""The Polar Express schedule: the composition of `num_steps` quintics that is closest to 1 on [`lower`,
-    1].
+    r"""The Polar Express schedule: the composition of `num_steps` quintics that is closest to 1 on
+    [`lower`, 1].
 
-    Each step is the minimax polynomial of the interval that the steps before it leave, and this greedy choice
-    is the global optimum. The first polynomials of a longer schedule are those of a shorter one.
+    Each step is the minimax polynomial of the interval that the steps before it leave, and this
+    greedy choice is the global optimum. The first polynomials of a longer schedule are those of a
+    shorter one.
 
-    As in Amsel et al., no polynomial is fitted to an interval wider than [0.024 * upper, upper]: that would throw large
-    singular values close to zero, where half precision loses them. And every step but the last is evaluated at
-    s / 1.01, so that rounding that lifts a singular value above the interval can't grow without bound.
+    As in Amsel et al., no polynomial is fitted to an interval wider than [0.024 * upper, upper]:
+    that would throw large singular values close to zero, where half precision loses them. And every
+    step but the last is evaluated at s / 1.01, so that rounding that lifts a singular value above
+    the interval can't grow without bound.
 
     Args:
       num_steps: How many polynomials; at least 1.
@@ -106,9 +113,9 @@ def polar_express(num_steps: int, *, lower: float = 1e-3) -> Coefficients:
       >>> [tuple(round(v, 4) for v in row) for row in muonjax.polar_express(2)]
       [(8.2052, -22.9019, 16.4607), (4.1071, -2.9478, 0.5448)]
 
-    Source: Amsel, Persson, Musco, Gower, "The Polar Express", 2025 (arXiv:2505.16932), Algorithm 1 and
-    Theorem 3.1; J. Su, kexue.fm/archives/10996. Both of Su's articles print b = +1.268 at t = 6; it is
-    negative.
+    Source: Amsel, Persson, Musco, Gower, "The Polar Express", 2025 (arXiv:2505.16932), Algorithm 1
+    and Theorem 3.1; J. Su, kexue.fm/archives/10996. Both of Su's articles print b = +1.268 at t =
+    6; it is negative.
     """
     with errors_of("polar_express"):
         num_steps = whole_number("num_steps", num_steps, 1, " of steps, at least 1.")
@@ -126,22 +133,24 @@ def polar_express_rows(
     """`polar_express` of checked arguments: a row for each degree, 3 or 5.
 
     Args:
-      degrees: The degree of each polynomial. A cubic saves a product and gains half as many digits as a quintic.
+      degrees: The degree of each polynomial. A cubic saves a product and gains half as many digits
+        as a quintic.
       lower: The smallest singular value.
-      cushion: No polynomial is fitted to an interval wider than [`cushion` * upper, upper]. Each is rescaled so that
-        the ends of the true interval are symmetric about 1.
-      safety: Every step but the last is evaluated at s / `safety`. The last step stays plain: nothing follows it, and
-        dividing it would keep the whole schedule from converging.
+      cushion: No polynomial is fitted to an interval wider than [`cushion` * upper, upper]. Each is
+        rescaled so that the ends of the true interval are symmetric about 1.
+      safety: Every step but the last is evaluated at s / `safety`. The last step stays plain:
+        nothing follows it, and dividing it would keep the whole schedule from converging.
     """
     rows = []
     # From here on [lower, upper] is the interval to which the steps so far take the first one.
     upper = 1.0
     for step, degree in enumerate(degrees):
-        # The polynomial closest to 1 on this interval, not wider than `cushion` allows, and its largest distance from 1
+        # The polynomial closest to 1 on this interval, not wider than `cushion` allows,
+        # and its largest distance from 1
         row, error = _minimax(degree, max(lower, cushion * upper), upper)
         powers = np.arange(1, degree + 1, 2)
-        # p rises up to the interval that it is fitted to, where it is at least 1 - error. So it takes [lower, upper] to
-        # [p(lower), 1 + error]; `recenter` makes that symmetric about 1.
+        # p rises up to the interval that it is fitted to, where it is at least 1 - error. So it
+        # takes [lower, upper] to [p(lower), 1 + error]; `recenter` makes that symmetric about 1.
         at_lower = float(row @ lower**powers)
         recenter = 2 / (at_lower + 1 + error)
         lower = recenter * at_lower
@@ -162,7 +171,8 @@ def checked_rows(coefficients: Any) -> Coefficients:
         rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"(coefficients={coefficients!r}) needs rows of three numbers (a, b, c), such as polar_express(5)."
+            f"(coefficients={coefficients!r}) needs rows of three numbers (a, b, c), such as "
+            "polar_express(5)."
         ) from error
     if not rows or not np.isfinite(rows).all():
         raise ValueError(
@@ -181,10 +191,12 @@ def evaluate(coefficients: Coefficients, s):
 
 
 def restarts_of(rows: Coefficients, largest_growth: float) -> tuple[int, ...]:
-    """The steps before which the Gram matrix R = X X^H is made anew from X, so that errors of R stay small.
+    """The steps before which the Gram matrix R = X X^H is made anew from X,
+    so that errors of R stay small.
 
-    A step X <- p(X) also updates R. That multiplies an error of R, in a direction where R is next to nothing, by
-    p'(0)^2 = a^2. For steps with a = 8, 4 and 3 and a largest growth of 200 the result is (2,), since 64 · 16 > 200.
+    A step X <- p(X) also updates R. That multiplies an error of R, in a direction where R is next
+    to nothing, by p'(0)^2 = a^2. For steps with a = 8, 4 and 3 and a largest growth of 200 the
+    result is (2,), since 64 · 16 > 200.
     """
     restarts = []
     growth = 1.0

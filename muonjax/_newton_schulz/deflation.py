@@ -1,23 +1,25 @@
-r"""Shrink the few dominant directions of a Gram matrix, so that the other singular values start closer to 1.
+r"""Shrink the few dominant directions of a Gram matrix,
+so that the other singular values start closer to 1.
 
-The momentum of a transformer has a few dominant directions and many small singular values (median sigma/sigma_1
-about 1e-2). After a division by the largest singular value nearly all of them are therefore tiny, and Newton-Schulz
-needs its first steps to enlarge them. If A = X X^H is already computed, a thin basis V of the dominant subspace
-costs three thin products with A, and
+The momentum of a transformer has a few dominant directions and many small singular values (median
+sigma/sigma_1 about 1e-2). After a division by the largest singular value nearly all of them are
+therefore tiny, and Newton-Schulz needs its first steps to enlarge them. If A = X X^H is already
+computed, a thin basis V of the dominant subspace costs three thin products with A, and
 
     W = I - V D V^H,    D = I - g(V^H A V),    g(h) ~ target * h^(-1/2)
 
-brings the top k singular values of W X to one target. Where V spans an invariant subspace of A, W is a
-positive definite function of A; it commutes with A, and W X has exactly X's polar factor. Where V does not,
-the polar factor moves; a first-order bound of that follows from the residual A V - V (V^H A V), and D is shrunk until
-the bound is below `_TOLERANCE`.
+brings the top k singular values of W X to one target. Where V spans an invariant subspace of A, W
+is a positive definite function of A; it commutes with A, and W X has exactly X's polar factor.
+Where V does not, the polar factor moves; a first-order bound of that follows from the residual A V
+- V (V^H A V), and D is shrunk until the bound is below `_TOLERANCE`.
 
-Where the iteration uses only A and not X (the Gram form), the rounding of A matters: eigenvalues smaller than the
-rounding error of the largest one are lost, and can even become negative. There a few directions are shrunk in X
-before A is computed (see `pre_deflate`), at the cost of some passes over X, and a bound of the remaining rounding error
-is added to the diagonal of A.
+Where the iteration uses only A and not X (the Gram form), the rounding of A matters: eigenvalues
+smaller than the rounding error of the largest one are lost, and can even become negative. There a
+few directions are shrunk in X before A is computed (see `pre_deflate`), at the cost of some passes
+over X, and a bound of the remaining rounding error is added to the diagonal of A.
 
-Only products are used: a factorization would not run on the matrix units, and on a CPU it would start further threads.
+Only products are used: a factorization would not run on the matrix units,
+and on a CPU it would start further threads.
 """
 
 from __future__ import annotations
@@ -46,25 +48,29 @@ from pallas_kernels._symmetric_product import SymmetricProduct
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
 
-# Number of products with A, from the random start. After one, the error of the subspace adds up to 0.05 to the polar
-# error on real momentum; after two, nothing.
+# Number of products with A, from the random start. After one, the error of the subspace adds up to
+# 0.05 to the polar error on real momentum; after two, nothing.
 _SUBSPACE_STEPS = 2
 
-# Number of orthonormalizations after each product. More than one is needed because the condition number of Y^H Y is the
-# square of that of Y: singular values of Y below 1e-3 of the largest are lost in its rounding.
+# Number of orthonormalizations after each product. More than one is needed because the condition
+# number of Y^H Y is the square of that of Y: singular values of Y below 1e-3 of the largest are
+# lost in its rounding.
 _ORTHONORMALIZATIONS = 2
 
-# Rounding errors of a Gram matrix's entries in units of the least possible: sums of many terms lose more.
+# Rounding errors of a Gram matrix's entries in units of the least possible:
+# sums of many terms lose more.
 ROUNDING = 4
 
-# Directions that the Gram form shrinks in X before A is made, at most. Four do nearly as well on recorded momentum.
+# Directions that the Gram form shrinks in X before A is made, at most.
+# Four do nearly as well on recorded momentum.
 _PRE_DEFLATED = 8
 
-# The root mean square polar error that an inexact subspace may cause each time that it is shrunk, to first order.
+# The root mean square polar error that an inexact subspace may cause each time that it is shrunk,
+# to first order.
 _TOLERANCE = 0.05
 
-# Added to k x k matrices in units of their norm: no direction is then below 1e-3 of the largest. Smaller ones would be
-# rounding errors of A = X X^H in float32.
+# Added to k x k matrices in units of their norm: no direction is then below 1e-3 of the largest.
+# Smaller ones would be rounding errors of A = X X^H in float32.
 _RIDGE = 1e-6
 
 # Steps whose product is about R^(-1/2), for eigenvalues of R from 1e-4 to 1.
@@ -72,7 +78,8 @@ _POLYNOMIALS = never_above_one(polar_express(5, lower=1e-2))
 
 
 class Deflation(NamedTuple):
-    """The map W = I - P V^H that shrinks k dominant directions of A = X X^H, and what it makes of A.
+    """The map W = I - P V^H that shrinks k dominant directions of A = X X^H,
+    and what it makes of A.
 
     Attributes:
       p: V D, where D says by how much each direction is shrunk.
@@ -96,10 +103,11 @@ class Deflation(NamedTuple):
 def pre_deflate(
     x: Inexact[Array, "*batch m n"], rank: int
 ) -> Inexact[Array, "*batch m n"]:
-    """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V [*batch, m, k] shrunk, roughly.
+    """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V [*batch,
+    m, k] shrunk, roughly.
 
-    Here k is at most eight, since these products are with X, which is larger than A = X X^H. `shrink_dominant` then
-    shrinks `rank` directions in A.
+    Here k is at most eight, since these products are with X, which is larger than A = X X^H.
+    `shrink_dominant` then shrinks `rank` directions in A.
     """
 
     def multiply(v):
@@ -119,7 +127,8 @@ def pre_deflate(
 def shrink_dominant(
     gram: Inexact[Array, "*batch m m"], rank: int, platform: str
 ) -> Deflation:
-    """W = I - V D V^H, which shrinks the k = `rank` dominant directions of A to about the size of the k-th, and W A W.
+    """W = I - V D V^H, which shrinks the k = `rank` dominant directions of A to about the size of
+    the k-th, and W A W.
 
     V [m, k] nearly spans these directions, and D [k, k] says by how much each is shrunk.
 
@@ -142,7 +151,8 @@ def shrink_dominant(
     ps = jnp.concatenate([p, s], axis=-1)
     sp = jnp.concatenate([s, p], axis=-1)
     removed = SymmetricProduct(platform)(ps, sp)
-    # The difference has the rounding errors of A, so a bound of these is added to the diagonal first.
+    # The difference has the rounding errors of A, so a bound of these is added to the diagonal
+    # first.
     shrunk = _above_rounding(gram) - removed
 
     # V^H W = w V^H with w = I - V^H V D, so V^H W A W V = w H w^H.
@@ -156,28 +166,32 @@ def _projection_and_shrinkage(
 ) -> tuple[Inexact[Array, "*batch k k"], Inexact[Array, "*batch k k"]]:
     """H = V^H A V, and D with W = I - V D V^H, from nearly orthonormal V and A V.
 
-    If V spans k eigenvectors of the Gram matrix A of X, W brings their singular values to one target in W X, about the
-    smallest of them. Otherwise W also moves the polar factor, and D is shrunk until that error is below `_TOLERANCE`.
+    If V spans k eigenvectors of the Gram matrix A of X, W brings their singular values to one
+    target in W X, about the smallest of them. Otherwise W also moves the polar factor, and D is
+    shrunk until that error is below `_TOLERANCE`.
     """
     h = dot(adjoint(v), av)
     # H^(-1/2)
     inverse_sqrt = inverse_root(h)
-    # D = I - target H^(-1/2). The target is the smallest singular value of the k directions, or a little below, as
-    # `_largest_eigenvalue` is an upper bound. So none of them is then much larger than the rest.
+    # D = I - target H^(-1/2). The target is the smallest singular value of the k directions, or a
+    # little below, as `_largest_eigenvalue` is an upper bound.
+    # So none of them is then much larger than the rest.
     inverse = dot(inverse_sqrt, inverse_sqrt)
     inverse_target = jnp.sqrt(_largest_eigenvalue(inverse))
     d = identity_like(inverse_sqrt, as_constant=True)
     d = d - scaled(inverse_sqrt, 1 / inverse_target)
 
-    # A direction of V may be turned by a small angle theta, from a singular vector with the singular value s toward
-    # another one with t. For these two, and to first order,
+    # A direction of V may be turned by a small angle theta, from a singular vector with the
+    # singular value s toward another one with t. For these two, and to first order,
     #     A V - V H has the entry    sin(theta) (s^2 - t^2),
-    #     the polar factor moves by  sin(theta) D (s - t) / (target + t) <= sin(theta) (s^2 - t^2) D / (s target).
+    #     the polar factor moves by  sin(theta) D (s - t) / (target + t) <= sin(theta) (s^2 - t^2) D
+    #     / (s target).
     # So no movement is larger than the entry of (A V - V H) D H^(-1/2) / target.
     residual = dot(av - dot(v, h), dot(d, inverse_sqrt))
     bounds = scaled(residual, inverse_target)
     # Each counts twice, for (s, t) and (t, s). So over m directions the root mean square is at most
-    # sqrt(2 / m) |bounds|_F, and this share of D makes that `_TOLERANCE`. `inverse_norm` is 1 / |bounds|_F.
+    # sqrt(2 / m) |bounds|_F, and this share of D makes that `_TOLERANCE`.
+    # `inverse_norm` is 1 / |bounds|_F.
     allowed_share = _TOLERANCE * math.sqrt(v.shape[-2] / 2) * inverse_norm(bounds)
     return h, scaled(d, jnp.minimum(1, allowed_share))
 
@@ -195,10 +209,12 @@ def _largest_eigenvalue(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch
 
 
 def other_fourth_powers(a: Inexact[Array, "*batch k k"]) -> Float[Array, "*batch 1 1"]:
-    """A lower bound of the sum of the fourth powers of all but one eigenvalue of M, where a = V^H M V.
+    """A lower bound of the sum of the fourth powers of all but one eigenvalue of M,
+    where a = V^H M V.
 
-    No combination of V's columns is longer than its coefficients, so by interlacing the i-th eigenvalue of M is at
-    least the i-th of a, and the sum over i >= 2 is at least ||a^2||_F^2 - ||a||_2^4.
+    No combination of V's columns is longer than its coefficients, so by interlacing the i-th
+    eigenvalue of M is at least the i-th of a, and the sum over i >= 2 is at least ||a^2||_F^2 -
+    ||a||_2^4.
     """
     return jnp.maximum(square_norm(dot(a, a)) - _largest_eigenvalue(a) ** 4, 0)
 
@@ -208,10 +224,11 @@ def _dominant_subspace(
     start: Inexact[Array, "*batch m k"],
     num_steps: int,
 ) -> Inexact[Array, "*batch m k"]:
-    """Columns V that nearly span the dominant directions of A, by steps of V <- orthonormalized A V.
+    """Columns V that nearly span the dominant directions of A,
+    by steps of V <- orthonormalized A V.
 
-    They are nearly orthonormal. No combination of them is longer than its coefficients, as `inverse_root` is never
-    above the exact root.
+    They are nearly orthonormal. No combination of them is longer than its coefficients, as
+    `inverse_root` is never above the exact root.
 
     Args:
       multiply: v -> A v, where A is positive semidefinite.
@@ -235,8 +252,8 @@ def _dominant_subspace(
 def inverse_root(h: jax.Array) -> jax.Array:
     """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products alone.
 
-    Eigenvalues of h below `_RIDGE` of its norm count as about that. No eigenvalue of Q is too large, since the
-    composition of `_POLYNOMIALS` is at most 1.
+    Eigenvalues of h below `_RIDGE` of its norm count as about that. No eigenvalue of Q is too
+    large, since the composition of `_POLYNOMIALS` is at most 1.
     """
     eye = identity_like(h, as_constant=True)
     inverse = inverse_norm(h)
@@ -262,14 +279,15 @@ def inverse_root(h: jax.Array) -> jax.Array:
 def _random_start(
     a: Inexact[Array, "*batch m n"], k: int
 ) -> Inexact[Array, "*batch m k"]:
-    """Fixed random numbers in [-1, 1]: the start of the subspace iteration, the same for each matrix and device.
+    """Fixed random numbers in [-1, 1]: the start of the subspace iteration,
+    the same for each matrix and device.
 
-    Not signs: with few columns two rows of signs can be equal, and the start then has nothing in the direction of their
-    difference.
+    Not signs: with few columns two rows of signs can be equal, and the start then has nothing in
+    the direction of their difference.
     """
     *batch, m, _ = a.shape
-    # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than all the rest. The
-    # counter begins at 1, since the finalizer maps 0 to 0.
+    # The finalizer of MurmurHash3 on a counter: jax.random's generators take longer to compile than
+    # all the rest. The counter begins at 1, since the finalizer maps 0 to 0.
     bits = jax.lax.iota(jnp.uint32, m * k) + jnp.uint32(1)
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -277,17 +295,19 @@ def _random_start(
     integers = jax.lax.bitcast_convert_type(bits ^ (bits >> 16), jnp.int32)
     numbers = (integers.astype(jnp.float32) * jnp.float32(2.0**-31)).reshape(m, k)
     numbers = jnp.broadcast_to(numbers.astype(a.dtype), (*batch, m, k))
-    # Inside of `jax.shard_map` the start must vary over the mesh axes of `a`, as what the loop makes of it does.
+    # Inside of `jax.shard_map` the start must vary over the mesh axes of `a`,
+    # as what the loop makes of it does.
     return jnp.zeros_like(a[..., :1]) + numbers
 
 
 def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
     """A + delta I, with delta somewhat above the error that rounding left in A.
 
-    After the dominant part is subtracted, the remaining matrix has the absolute error of A. If that makes an eigenvalue
-    negative, polynomials can amplify it without bound. The entries' errors are of random sign and eps / 2 sqrt(a_ii
-    a_jj) in the best case. A symmetric matrix of such entries has about twice the norm of its largest row, eps
-    sqrt(max a_ii * tr A). Sums of many terms lose more: `ROUNDING` times that.
+    After the dominant part is subtracted, the remaining matrix has the absolute error of A. If that
+    makes an eigenvalue negative, polynomials can amplify it without bound. The entries' errors are
+    of random sign and eps / 2 sqrt(a_ii a_jj) in the best case. A symmetric matrix of such entries
+    has about twice the norm of its largest row, eps sqrt(max a_ii * tr A).
+    Sums of many terms lose more: `ROUNDING` times that.
     """
     info = jnp.finfo(gram.dtype)
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.

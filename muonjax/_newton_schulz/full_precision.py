@@ -5,12 +5,12 @@ With m <= n and R = X X^H [m, m], a step is a polynomial of all singular values 
     X <- (a I + b R + c R^2) X,    each s <- a s + b s^3 + c s^5.
 
 The standard form makes R anew for each step. The Gram form follows R through several steps
-and multiplies X once at their end: cheaper where n > 1.5 m, but rounding makes R slightly indefinite, and polynomials
-multiply that until R is made anew.
+and multiplies X once at their end: cheaper where n > 1.5 m, but rounding makes R slightly
+indefinite, and polynomials multiply that until R is made anew.
 
-Before the first step the singular values are brought into (0, 1], by products that are needed anyway. First X is scaled
-exactly, by a power of two, so that no product of it overflows or underflows; then it is divided by an upper bound of
-its largest singular value.
+Before the first step the singular values are brought into (0, 1], by products that are needed
+anyway. First X is scaled exactly, by a power of two, so that no product of it overflows or
+underflows; then it is divided by an upper bound of its largest singular value.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact
 
 
-# Updates may multiply an error in R by this number over eps. Rounding leaves errors of `ROUNDING` eps in R, and the
-# updates bring them to 1e-2 at most.
+# Updates may multiply an error in R by this number over eps. Rounding leaves errors of `ROUNDING`
+# eps in R, and the updates bring them to 1e-2 at most.
 LARGEST_GROWTH = 1e-2 / ROUNDING
 
 
@@ -77,12 +77,13 @@ def iterate(
 
     x, nonzero = below_one(x, dtype)
     if rank and 1 not in restarts:
-        # In the Gram form without a restart before step 1, that step takes R from step 0, with its rounding. So a few
-        # directions are shrunk in X, before R is made. XLA for a CPU would compute this X again for each reader.
+        # In the Gram form without a restart before step 1, that step takes R from step 0, with its
+        # rounding. So a few directions are shrunk in X, before R is made. XLA for a CPU would
+        # compute this X again for each reader.
         x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
-    # The steps up to the first restart map s W X to Q s W X. W deflates, and s, a number for each matrix, normalizes.
-    # R = X X^H [*batch, m, m]
+    # The steps up to the first restart map s W X to Q s W X. W deflates, and s, a number for each
+    # matrix, normalizes. R = X X^H [*batch, m, m]
     r = product(x)
     deflation = None
     if rank:
@@ -93,13 +94,14 @@ def iterate(
     r, r2, scale = normalize(r, deflation, settings.normalization, product)
     stops = [*restarts, len(rows)]
     q = _composed(rows[: stops[0]], r, r2, product)
-    # Q s W: X itself was neither deflated nor normalized. A zero matrix, which `below_one` made the identity, gets 0.
+    # Q s W: X itself was neither deflated nor normalized. A zero matrix,
+    # which `below_one` made the identity, gets 0.
     q = scaled(q, jnp.where(nonzero, scale, 0))
     if deflation is not None:
         q = deflation.apply_right(q)
     x = multiply(q, x)
-    # X <- Q X for the steps from one stop to the next, which share the R that is made of X at the first: steps 3 and 4
-    # with stops at 3 and 5.
+    # X <- Q X for the steps from one stop to the next, which share the R that is made of X at the
+    # first: steps 3 and 4 with stops at 3 and 5.
     for start, stop in itertools.pairwise(stops):
         x = multiply(_composed(rows[start:stop], product(x), None, product), x)
     return x
@@ -111,7 +113,8 @@ def _composed(
     r2: Inexact[Array, "*batch m m"] | None,
     product: SymmetricProduct,
 ) -> Inexact[Array, "*batch m m"]:
-    """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from R = X X^H, and R^2 if that is already made.
+    """Q with p_k(...p_1(X)) = Q X for the polynomials of all rows, from R = X X^H,
+    and R^2 if that is already made.
 
     No eigenvalue of R is above 1, up to rounding; there is at least one row.
     """
@@ -137,10 +140,12 @@ def _composed(
 def below_one(
     x: Inexact[Array, "*batch m n"], dtype: jnp.dtype
 ) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
-    """x in `dtype`, times the power of two that brings its entries below 1; and whether it is not zero.
+    """x in `dtype`, times the power of two that brings its entries below 1;
+    and whether it is not zero.
 
-    A matrix of zeros becomes the identity, because derivatives at zero overflow; the caller multiplies the result by
-    zero. The identity is added, because XLA's maximum on a CPU can lose a NaN among zeros, which must stay.
+    A matrix of zeros becomes the identity, because derivatives at zero overflow; the caller
+    multiplies the result by zero. The identity is added, because XLA's maximum on a CPU can lose a
+    NaN among zeros, which must stay.
     """
     x = x.astype(dtype)
     # [*batch, 1, 1]; NaN is not zero, and so stays.
@@ -157,12 +162,14 @@ def normalize(
     normalization: Normalization,
     product: SymmetricProduct,
 ) -> tuple[jax.Array, jax.Array | None, Float[Array, "*batch 1 1"]]:
-    """R, R^2 and s for the Gram matrix A: R = s^2 A has no eigenvalue above 1, and s X no singular value.
+    """R, R^2 and s for the Gram matrix A: R = s^2 A has no eigenvalue above 1,
+    and s X no singular value.
 
-    1 / s^2 is an upper bound of A's largest eigenvalue: its trace ("frobenius", which leaves R^2 to be made), or its
-    Schatten-4 norm. With B = A / ||A||_F, no eigenvalue of B is above ||B^2||_F^(1/2), and ||B^2||_F^2 is the sum of
-    the fourth powers of B's eigenvalues. After a deflation, a part of the sum is known to come from others than the
-    largest, and is subtracted; at least 1/m of the sum belongs to the largest.
+    1 / s^2 is an upper bound of A's largest eigenvalue: its trace ("frobenius", which leaves R^2 to
+    be made), or its Schatten-4 norm. With B = A / ||A||_F, no eigenvalue of B is above
+    ||B^2||_F^(1/2), and ||B^2||_F^2 is the sum of the fourth powers of B's eigenvalues. After a
+    deflation, a part of the sum is known to come from others than the largest, and is subtracted;
+    at least 1/m of the sum belongs to the largest.
     """
     if normalization == "frobenius":
         # tr(A) = |X|_F^2

@@ -1,17 +1,22 @@
-r"""Run the Newton-Schulz iteration on accelerators, with the operands of all products in half precision.
+r"""Run the Newton-Schulz iteration on accelerators,
+with the operands of all products in half precision.
 
 A step maps X to p(X) = a X + (b R + c R^2) X with R = X X^H, which is a (1 + Q) X with
 
     Q = (b / a) R + (c / a) R^2.
 
-After Q is known there are two ways to the next step, here with X = sqrt(u) z and R = u r, u being a number:
+After Q is known there are two ways to the next step, here with X = sqrt(u) z and R = u r,
+u being a number:
 
-    restart:  z <- a (1 + Q) z,              r <- z z^H                      two products with z [m, n]
-    update:   1 + T <- (1 + Q) (1 + T),      r <- a^2 (1 + Q) r (1 + Q)      three products of m x m matrices
+    restart:  z <- a (1 + Q) z,              r <- z z^H                      two products with z [m,
+      n]
+    update:   1 + T <- (1 + Q) (1 + T),      r <- a^2 (1 + Q) r (1 + Q)      three products of m x m
+      matrices
 
-The standard form restarts at each step. Updates are cheaper where n > 1.5 m, but rounding makes r slightly indefinite,
-and they multiply that. The identity is never added to a matrix before that is rounded: the errors of Q and T are then
-relative to Q and T, and a step multiplies them no more than it multiplies X.
+The standard form restarts at each step. Updates are cheaper where n > 1.5 m, but rounding makes r
+slightly indefinite, and they multiply that. The identity is never added to a matrix before that is
+rounded: the errors of Q and T are then relative to Q and T,
+and a step multiplies them no more than it multiplies X.
 """
 
 from __future__ import annotations
@@ -41,18 +46,20 @@ if TYPE_CHECKING:
 # Keeps XLA from fusing what is before it with what is after it.
 _barrier = jax.lax.optimization_barrier
 
-# |z|_F at the start. Entries of r are at most its square, and those of r^2 at most its fourth power, 4096: far enough
-# from 65504, where float16 ends, and from 6e-5, below which float16 loses digits.
+# |z|_F at the start. Entries of r are at most its square, and those of r^2 at most its fourth
+# power, 4096: far enough from 65504, where float16 ends, and from 6e-5,
+# below which float16 loses digits.
 _NORM = 8.0
 
-# The bound of the largest eigenvalue is too low by rounding where entries are equal, so that their errors do not
-# average out, and for a matrix of rank one it has no other margin. The first polynomial multiplies an excess by 24.
-# This multiplies the fourth power of the bound.
+# The bound of the largest eigenvalue is too low by rounding where entries are equal, so that their
+# errors do not average out, and for a matrix of rank one it has no other margin. The first
+# polynomial multiplies an excess by 24. This multiplies the fourth power of the bound.
 ABOVE_ROUNDING = 1.05
 
-# Updates may multiply an error in r by this number; bfloat16 rounds r eight times as coarsely as float16. The last
-# three steps of `balanced` multiply it by 76, the last step but one alone by 6. With 225 in float16 a singular value of
-# 1.25 came out of a hostile matrix, and with 4000 one of 36; with 25 in bfloat16 one of 5.5.
+# Updates may multiply an error in r by this number; bfloat16 rounds r eight times as coarsely as
+# float16. The last three steps of `balanced` multiply it by 76, the last step but one alone by 6.
+# With 225 in float16 a singular value of 1.25 came out of a hostile matrix, and with 4000 one of
+# 36; with 25 in bfloat16 one of 5.5.
 LARGEST_GROWTH = {"float16": 200.0, "bfloat16": 10.0}
 
 
@@ -62,10 +69,12 @@ def iterate(
     policy: Policy,
     dtype: jnp.dtype,
 ) -> Float32[Array, "*batch m n"]:
-    """The polar factor of x with m <= n, nearly, by products of operands in `dtype`: float16 or bfloat16.
+    """The polar factor of x with m <= n, nearly, by products of operands in `dtype`:
+    float16 or bfloat16.
 
-    X is sqrt(u) z and its Gram matrix R is u r, with z and r in half precision and a number u. A step maps X to
-    a X + (b R + c R^2) X = a (1 + Q) X. Between restarts only r becomes that of the new X (see the top of this file).
+    X is sqrt(u) z and its Gram matrix R is u r, with z and r in half precision and a number u. A
+    step maps X to a X + (b R + c R^2) X = a (1 + Q) X. Between restarts only r becomes that of the
+    new X (see the top of this file).
     """
     rows = settings.steps.half
     if any(a == 0 for a, _, _ in rows):
@@ -73,14 +82,14 @@ def iterate(
             "NewtonSchulz(coefficients=...): in half precision each step needs a linear term; "
             "give compute_dtype='float32'."
         )
-    # A kernel that the settings name always runs, and otherwise one that was measured to be faster. Without a kernel,
-    # XLA's product of rounded operands is all that is needed.
+    # A kernel that the settings name always runs, and otherwise one that was measured to be faster.
+    # Without a kernel, XLA's product of rounded operands is all that is needed.
     platform = policy.platform
     name = settings.implementation or measured_kernel(platform, x, dtype)
     kernel = SymmetricProduct(platform, name) if name else None
     products = _Products(MatrixProduct(dtype.name, None, dtype.name), kernel)
-    # Before each of these steps r is made anew from z, before each other one it is updated. The standard form never
-    # updates it.
+    # Before each of these steps r is made anew from z, before each other one it is updated. The
+    # standard form never updates it.
     restarts = range(1, len(rows))
     if settings.takes_gram_form(*x.shape[-2:]):
         restarts = restarts_of(rows, LARGEST_GROWTH[dtype.name])
@@ -88,14 +97,17 @@ def iterate(
     # z [*batch, m, n] with |z|_F = _NORM, in half precision from here on
     z = _scaled_to_norm(x.astype(jnp.float32)).astype(dtype)
     z = _barrier(z)
-    # An r that is not exactly symmetric is amplified by the first steps, whose factors are the largest.
+    # An r that is not exactly symmetric is amplified by the first steps,
+    # whose factors are the largest.
     r = hermitian_part(products.symmetric(z))
-    # r^2 is made for `_bound`, which is above the largest eigenvalue of r, and serves the first step.
+    # r^2 is made for `_bound`, which is above the largest eigenvalue of r,
+    # and serves the first step.
     r2 = products.symmetric(r)
     # So no eigenvalue of R = u r, and no singular value of X = sqrt(u) z, is above 1.
     u = 1 / _bound(r2, settings)
 
-    # The steps up to the first restart map z to gain (1 + T) z, where `total` is T; then those up to the next one do.
+    # The steps up to the first restart map z to gain (1 + T) z, where `total` is T;
+    # then those up to the next one do.
     stops = [*restarts, len(rows)]
     gain, total = _composed(rows[: stops[0]], r, r2, u, products)
     for start, stop in itertools.pairwise(stops):
@@ -106,8 +118,8 @@ def iterate(
         r = products.symmetric(z)
         gain, total = _composed(rows[start:stop], r, None, u, products)
 
-    # After the last steps X = sqrt(u) gain (1 + T) z. No step follows that would multiply an error of this map, so
-    # 1 + T may be rounded as a whole, with its numbers.
+    # After the last steps X = sqrt(u) gain (1 + T) z. No step follows that would multiply an error
+    # of this map, so 1 + T may be rounded as a whole, with its numbers.
     total = _wide(total)
     # 1 + T
     total = jnp.where(on_diagonal(total), total + 1, total)
@@ -123,7 +135,8 @@ def _composed(
     u: Float32[Array, "*batch 1 1"],
     products: _Products,
 ) -> tuple[float, Float[Array, "*batch m m"]]:
-    """The number g and T with which the steps of all rows map z to g (1 + T) z, from r, and r^2 if that is made.
+    """The number g and T with which the steps of all rows map z to g (1 + T) z, from r,
+    and r^2 if that is made.
 
     A step is a (1 + Q) with Q = (b / a) u r + (c / a) u^2 r^2.
     """
@@ -138,7 +151,8 @@ def _composed(
             q = (linear + quadratic).astype(r.dtype)
         else:
             q = products.symmetric(r, c=r, alpha=c / a * u**2, beta=b / a * u)
-        # XLA for GPUs would join the products that share q, and copy their other operands side by side.
+        # XLA for GPUs would join the products that share q,
+        # and copy their other operands side by side.
         q = _barrier(q)
         if step < len(rows):
             # r <- a^2 (1 + Q) r (1 + Q), where `once` is (1 + Q) r
@@ -194,7 +208,8 @@ class _Products(NamedTuple):
         alpha: float | jax.Array = 1.0,
         beta: float | jax.Array = 1.0,
     ) -> jax.Array:
-        """alpha A Y^H + beta C, where Y is A, or an m x m matrix that commutes with it; A Y^H without C.
+        """alpha A Y^H + beta C, where Y is A, or an m x m matrix that commutes with it;
+        A Y^H without C.
 
         A plain product is not mirrored: it is asymmetric by less than the rounding of its entries.
 
@@ -206,7 +221,8 @@ class _Products(NamedTuple):
         product = self.rounded.with_adjoint(a, a if y is None else y)
         if c is None:
             return product
-        # A library of matrix products adds C in the product itself, if no number and no other dtype is between them.
+        # A library of matrix products adds C in the product itself,
+        # if no number and no other dtype is between them.
         if isinstance(alpha, float) and alpha == beta == 1.0:
             return product + c
         return (alpha * _wide(product) + beta * _wide(c)).astype(product.dtype)

@@ -1,4 +1,5 @@
-"""The polar factor: of an array, in the precision that platform and settings say; and as a function for batching."""
+"""The polar factor: of an array, in the precision that platform and settings say;
+and as a function for batching."""
 
 from __future__ import annotations
 
@@ -21,14 +22,17 @@ def newton_schulz(
     x: Inexact[Array, "*batch m n"],
     settings: NewtonSchulz | None = None,
 ) -> Inexact[Array, "*batch m n"]:
-    """The polar factor U V^H of x = U S V^H, approximately: every singular value is moved close to 1.
+    """The polar factor U V^H of x = U S V^H, approximately:
+    every singular value is moved close to 1.
 
     Args:
-      x: [*batch, m, n], float or complex, wide or tall, at any scale (1e-30 and 1e30 give the same).
+      x: [*batch, m, n], float or complex, wide or tall,
+        at any scale (1e-30 and 1e30 give the same).
       settings: Which polynomials, in which form and precision; `NewtonSchulz()` if None.
 
     Returns:
-      Same shape and dtype. A zero matrix gives zeros; a matrix with NaN or inf gives NaN in that matrix only.
+      Same shape and dtype. A zero matrix gives zeros;
+      a matrix with NaN or inf gives NaN in that matrix only.
 
     Raises:
       ValueError: If x is no matrix, or has an empty dimension.
@@ -41,7 +45,8 @@ def newton_schulz(
       >>> bool(abs(y @ y.T - jax.numpy.eye(32)).max() < 1e-5)
       True
 
-    Source: Bernstein & Newhouse, "Old optimizer, new norm", 2024; Amsel et al., "The Polar Express", 2025.
+    Source: Bernstein & Newhouse, "Old optimizer, new norm", 2024; Amsel et al.,
+    "The Polar Express", 2025.
     """
     with errors_of("newton_schulz"):
         # An error reads "newton_schulz(x, settings=...) must be a NewtonSchulz".
@@ -68,7 +73,8 @@ def newton_schulz(
 def polar_factor(
     x: Inexact[Array, "*batch m n"], settings: NewtonSchulz, policy: Policy
 ) -> Inexact[Array, "*batch m n"]:
-    """`newton_schulz` of checked arguments, in the precision that the platform and the settings say.
+    """`newton_schulz` of checked arguments, in the precision that the platform and the settings
+    say.
 
     Args:
       x: Wide or tall matrices.

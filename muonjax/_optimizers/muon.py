@@ -1,4 +1,5 @@
-"""The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its own."""
+"""The optimizers: compositions only. Each line is a member of `optax.chain` that can be had on its
+own."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -87,7 +88,8 @@ def _orthogonalized(
     adam: optax.GradientTransformation | None = None,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """For matrices momentum, its polar factor, then `members`; for all other leaves AdamW, or `adam`.
+    """For matrices momentum, its polar factor, then `members`; for all other leaves AdamW,
+    or `adam`.
 
     Args:
       call: Names the optimizer in errors.
@@ -106,7 +108,8 @@ def _orthogonalized(
         check_rates(adam_learning_rate=adam_learning_rate)
         if adam is not None:
             raise ValueError(
-                "(adam_learning_rate=..., adam=...) takes one of them: `adam` has a rate of its own."
+                "(adam_learning_rate=..., adam=...) takes one of them: `adam` has a rate of its "
+                "own."
             )
         adam_rate = adam_learning_rate
 
@@ -117,13 +120,14 @@ def _orthogonalized(
             newton_schulz=newton_schulz,
             distribution=distribution,
         )
-        # A state may be in host memory. `trace` copies its own leaf by leaf, and `orthogonalize` has none; `offload`
-        # copies the states of all others, such as `normalize_neurons`.
+        # A state may be in host memory. `trace` copies its own leaf by leaf, and `orthogonalize`
+        # has none; `offload` copies the states of all others, such as `normalize_neurons`.
         others = [offload(member(numbers)) for member in members]
         return optax.chain(momentum, polar, *others)
 
     if adam is None:
-        # Without a mask, names tell biases and norms, which do not decay. A program tells vectors of any name.
+        # Without a mask, names tell biases and norms, which do not decay.
+        # A program tells vectors of any name.
         vectors = getattr(program, "vectors", ())
         adam = adamw(
             adam_rate,
@@ -136,8 +140,9 @@ def _orthogonalized(
     else:
         check_transformation("adam", adam)
 
-    # This chain is thrown away: the members check their settings where they are made, so that a mistake shows before
-    # the first step. They read dimension numbers only when they get a tree, so None will do.
+    # This chain is thrown away: the members check their settings where they are made, so that a
+    # mistake shows before the first step. They read dimension numbers only when they get a tree,
+    # so None will do.
     matrices(None)
     return partition_by_route(call, matrices, adam, program)
 
@@ -161,8 +166,8 @@ def _muon_like(
 
     All other arguments are as in `muon`.
     """
-    # `optax.add_decayed_weights` and the rate check nothing, and a mask that does not fit would be Optax's error, about
-    # trees.
+    # `optax.add_decayed_weights` and the rate check nothing, and a mask that does not fit would be
+    # Optax's error, about trees.
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
     mask = fitted_mask("weight_decay_mask", weight_decay_mask)
     # W <- W - learning_rate (O + weight_decay W) for the scaled polar factor O
@@ -191,22 +196,25 @@ def muon(
         W <- W - learning_rate (rms sqrt(max(m, n)) msign(G + decay M) + weight_decay W)
 
     Args:
-      learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` begin at two to four times AdamW's.
-      program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of `MuonDimensionNumbers` or
-        None, a prefix, or a function of the parameters. None reads it off names and shapes (`muonjax.tabulate` shows
-        how).
+      learning_rate: A number or an Optax schedule, >= 0;
+        with `rms=0.2` begin at two to four times AdamW's.
+      program: Which leaves are matrices, and how: what `muonjax.inspect` returns, a tree of
+        `MuonDimensionNumbers` or None, a prefix, or a function of the parameters. None reads it off
+        names and shapes (`muonjax.tabulate` shows how).
       decay: Coefficient of the momentum, a number in [0, 1) or an Optax schedule.
       nesterov: Look one step ahead, G + decay M; False takes M itself.
-      mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is the parameter's. A
-        float type is that of AdamW's first moment too.
+      mu_dtype: Dtype of the momentum, such as `jnp.bfloat16` or `jnp.int8` (see `trace`); None is
+        the parameter's. A float type is that of AdamW's first moment too.
       newton_schulz: Settings of the orthogonalization; None is `NewtonSchulz.balanced()`.
-      adam_learning_rate: Rate of AdamW for all other leaves, a number or a schedule, >= 0; None is `learning_rate`.
-      adam: In place of AdamW (`optax.adamw` with b2 = 0.95), a transformation with a learning rate of its own. It says
-        itself which leaves decay.
+      adam_learning_rate: Rate of AdamW for all other leaves, a number or a schedule, >= 0;
+        None is `learning_rate`.
+      adam: In place of AdamW (`optax.adamw` with b2 = 0.95), a transformation with a learning rate
+        of its own. It says itself which leaves decay.
       distribution: How the parameters are sharded (see `orthogonalize`).
-      weight_decay: A number or a schedule, times the learning rate, >= 0; for the matrices, and for AdamW's leaves.
-      weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the parameters.
-        None: all matrices, embeddings and heads; no biases, no norms.
+      weight_decay: A number or a schedule, times the learning rate, >= 0; for the matrices,
+        and for AdamW's leaves.
+      weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the
+        parameters. None: all matrices, embeddings and heads; no biases, no norms.
       rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
         sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
 
@@ -240,7 +248,8 @@ def normuon(
     """NorMuon: `muon`, with `normalize_neurons` directly after `orthogonalize`.
 
     Args:
-      learning_rate: A number or an Optax schedule, >= 0; with `rms=0.2` begin at two to four times AdamW's.
+      learning_rate: A number or an Optax schedule, >= 0;
+        with `rms=0.2` begin at two to four times AdamW's.
       neuron_decay: Decay of the running mean square of each neuron, in [0, 1).
 
     All other arguments are as in `muon`.
@@ -273,16 +282,17 @@ def muonh(
     program: DimensionNumbersTree | None = None,
     **settings: Unpack[MatrixSettings],
 ) -> optax.GradientTransformationExtraArgs:
-    """MuonH: orthogonalized momentum, and each weight matrix keeps its Frobenius norm (see `hyperball`).
+    """MuonH: orthogonalized momentum, and each weight matrix keeps its Frobenius norm (see
+    `hyperball`).
 
-    There is no weight decay and no RMS matching: the norms of the weights are fixed, in bfloat16 to one rounding, and a
-    step is an angle. Matrices must not start from zero.
+    There is no weight decay and no RMS matching: the norms of the weights are fixed, in bfloat16 to
+    one rounding, and a step is an angle. Matrices must not start from zero.
 
     Args:
-      learning_rate: For matrices: the length of a step in units of the weight's norm, a number or a schedule, >= 0;
-        0.01 to 0.02 is usual.
-      adam_learning_rate: For all other leaves, by `optax.adamw` with b2 = 0.95 and no weight decay, since
-        `learning_rate` has another unit. Give either it or `adam`.
+      learning_rate: For matrices: the length of a step in units of the weight's norm, a number or a
+        schedule, >= 0; 0.01 to 0.02 is usual.
+      adam_learning_rate: For all other leaves, by `optax.adamw` with b2 = 0.95 and no weight decay,
+        since `learning_rate` has another unit. Give either it or `adam`.
 
     All other arguments are as in `muon`.
 
@@ -290,7 +300,8 @@ def muonh(
       An `optax.GradientTransformationExtraArgs`; `update` needs `params`.
 
     Raises:
-      ValueError, TypeError: Without `adam_learning_rate` and `adam`; otherwise as `muon` and `hyperball`.
+      ValueError, TypeError: Without `adam_learning_rate` and `adam`;
+        otherwise as `muon` and `hyperball`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
@@ -300,8 +311,8 @@ def muonh(
       >>> round(float(jnp.linalg.norm(optax.apply_updates(params, updates)["dense"]["kernel"])), 4)
       2.0
 
-    Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
-    (arXiv:2606.16899).
+    Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball
+    optimization", 2026 (arXiv:2606.16899).
     """
     if settings.get("adam_learning_rate") is None and settings.get("adam") is None:
         raise ValueError(
@@ -310,7 +321,8 @@ def muonh(
     members: list[Member] = [
         lambda numbers: hyperball(learning_rate, dimension_numbers=numbers)
     ]
-    # AdamW's rate is given by one of those two, and nothing decays, as the norms of matrices are fixed.
+    # AdamW's rate is given by one of those two, and nothing decays,
+    # as the norms of matrices are fixed.
     return _orthogonalized("muonh", members, program, 0.0, 0.0, None, **settings)
 
 
@@ -340,28 +352,28 @@ def muonclip(
 ) -> optax.GradientTransformationExtraArgs:
     """MuonClip, the optimizer of Kimi K2: `muon`, then `qk_clip`.
 
-    With S the largest attention logit of a head and gamma = min(1, threshold / S), the head's query and key that `muon`
-    arrives at are scaled so that the same inputs give at most `threshold`: each by sqrt(gamma) where the head has a key
-    of its own, otherwise as `qk_clip` says.
+    With S the largest attention logit of a head and gamma = min(1, threshold / S), the head's query
+    and key that `muon` arrives at are scaled so that the same inputs give at most `threshold`: each
+    by sqrt(gamma) where the head has a key of its own, otherwise as `qk_clip` says.
 
     Args:
-      program: What `muonjax.inspect` returns: it says which leaves are matrices and where attention is. Or, for an
-        attention inside of a kernel, sites by hand, such as `mha_site()`.
+      program: What `muonjax.inspect` returns: it says which leaves are matrices and where attention
+        is. Or, for an attention inside of a kernel, sites by hand, such as `mha_site()`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       every_k: As in `qk_clip`.
-      dimension_numbers: With sites by hand, which leaves are matrices: what `muon` takes as `program`. None: names
-        decide.
+      dimension_numbers: With sites by hand, which leaves are matrices: what `muon` takes as
+        `program`. None: names decide.
 
     All other arguments are as in `muon` and `qk_clip`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`; the
-      statistics, [*layers, heads] for each module, are those of `qk_clip`. The last entry of its state is a
-      `QKClipState`.
+      An `optax.GradientTransformationExtraArgs` with
+      `update(grads, state, params, max_logits=statistics)`; the statistics, [*layers, heads] for
+      each module, are those of `qk_clip`. The last entry of its state is a `QKClipState`.
 
     Raises:
-      ValueError: No program or sites; while tracing, if `max_logits` is missing or does not fit them; otherwise as
-        `muon` and `qk_clip`.
+      ValueError: No program or sites; while tracing, if `max_logits` is missing or does not fit
+        them; otherwise as `muon` and `qk_clip`.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -374,7 +386,8 @@ def muonclip(
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1; J. Su, kexue.fm/archives/11126.
     """
-    # A program says which leaves are matrices too. Sites by hand don't: without dimension numbers, names decide.
+    # A program says which leaves are matrices too. Sites by hand don't:
+    # without dimension numbers, names decide.
     if dimension_numbers is None and isinstance(program, Program):
         dimension_numbers = program
     # `muon` checks them too, and would call them its "program".
@@ -403,7 +416,8 @@ def adamclip(
     All other arguments are as in `qk_clip`, `muonclip` and `optax.adamw`.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` with `update(grads, state, params, max_logits=statistics)`.
+      An `optax.GradientTransformationExtraArgs` with
+      `update(grads, state, params, max_logits=statistics)`.
 
     Raises:
       ValueError, TypeError: As `qk_clip`. Optax does not check its numbers, such as b1.
@@ -420,7 +434,8 @@ def adamclip(
     Source: J. Su, kexue.fm/archives/11126.
     """
     check_rates(learning_rate=learning_rate)
-    # int8 is for Muon's momentum, which has scales. Optax would cast Adam's first moment to it, and round it away.
+    # int8 is for Muon's momentum, which has scales. Optax would cast Adam's first moment to it,
+    # and round it away.
     mu_dtype = settings.get("mu_dtype")
     if mu_dtype is not None:
         wanted = "a float type of 16 bits or more"
@@ -437,16 +452,19 @@ def adamclip(
 def _clipped(
     optimizer: optax.GradientTransformation, clip: ClipByStatistic
 ) -> optax.GradientTransformationExtraArgs:
-    """A chain of the optimizer and its clip, whose update refuses a state that another optimizer made."""
+    """A chain of the optimizer and its clip, whose update refuses a state that another optimizer
+    made."""
     chain = optax.chain(optimizer, clip.transformation())
-    # The length of its state tells the optimizer from another one: AdamW has an entry for each of the three members of
-    # its chain, and `muon` has one, for both of its parts. Without parameters no array is made.
+    # The length of its state tells the optimizer from another one: AdamW has an entry for each of
+    # the three members of its chain, and `muon` has one, for both of its parts.
+    # Without parameters no array is made.
     num_states = len(optimizer.init({}))  # pyright: ignore[reportArgumentType]
 
     @errors_of(clip.call)
     def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(params, unnamed)
-        # The state of the optimizer, and that of the clip, which checks it. A restored state may be a list.
+        # The state of the optimizer, and that of the clip, which checks it.
+        # A restored state may be a list.
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
         if not is_pair or len(state[0]) != num_states:
             raise ValueError(message_for_other_state(state))

@@ -1,4 +1,5 @@
-"""Split the parameters between two optimizers, one for matrices and one for everything else, as routing says."""
+"""Split the parameters between two optimizers, one for matrices and one for everything else,
+as routing says."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -37,32 +38,38 @@ def partition_by_route(
 
     Args:
       call: Names the optimizer in errors.
-      matrices: Makes the transformation of the matrices from their pieces, which stand for dimension numbers.
-      others: The transformation of all other leaves, such as AdamW. It gets a tree in which the matrices are masked.
+      matrices: Makes the transformation of the matrices from their pieces,
+        which stand for dimension numbers.
+      others: The transformation of all other leaves, such as AdamW.
+        It gets a tree in which the matrices are masked.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-    # The routing key and the partition of the last tree. One assignment sets both, because threads may share the
-    # optimizer.
+    # The routing key and the partition of the last tree. One assignment sets both, because threads
+    # may share the optimizer.
     last: Any = (None, None)
 
     def partition_of(params: Any) -> optax.GradientTransformationExtraArgs:
         """The partition for these parameters.
 
-        Routing a large tree takes long, so the last partition is kept for trees with its paths, shapes and dtypes. One
-        that was made while tracing serves later calls too, for it holds no tracers.
+        Routing a large tree takes long, so the last partition is kept for trees with its paths,
+        shapes and dtypes. One that was made while tracing serves later calls too,
+        for it holds no tracers.
         """
         nonlocal last
         last_key, partition = last
         key = _routing_key(params)
         if key != last_key:
-            # The whole tree is routed: a decision looks at the neighbors of a leaf, which a partition hides.
+            # The whole tree is routed: a decision looks at the neighbors of a leaf,
+            # which a partition hides.
             pieces, labels = _route(dimension_numbers, params)
             inner: dict[Hashable, optax.GradientTransformation] = {
                 "muon": matrices(pieces),
-                # `offload` lets the state be in host memory; for the matrices' state `matrices` does that itself.
+                # `offload` lets the state be in host memory; for the matrices' state `matrices`
+                # does that itself.
                 "adam": offload(others),
             }
-            # Integers, such as a count of steps, get an update of zero: AdamW's weight decay would count them down.
+            # Integers, such as a count of steps, get an update of zero:
+            # AdamW's weight decay would count them down.
             if "fixed" in jax.tree.leaves(labels):
                 inner["fixed"] = optax.stateless(
                     lambda _, params: optax.tree.zeros_like(params)
@@ -85,14 +92,16 @@ def partition_by_route(
         _check_state(state, jax.eval_shape(partition.init, params))
         # Optax gives each part a tree in which the leaves of the others are masked.
         updates, state = partition.update(updates, state, params, **extra_args)
-        # `apply_updates` adds them to the parameters, and explicit axis types add only arrays with equal shardings.
+        # `apply_updates` adds them to the parameters, and explicit axis types add only arrays with
+        # equal shardings.
         return sharded_as(params, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def sharded_as(params: Any, updates: Any) -> Any:
-    """Updates on the shards of their parameters: with explicit axis types they come on those of the state."""
+    """Updates on the shards of their parameters: with explicit axis types they come on those of the
+    state."""
     return jax.tree.map(sharded_like, updates, params)
 
 
@@ -107,8 +116,9 @@ def _routing_key(tree: Any) -> tuple[Any, list[Any]]:
 def check_program(argument: str, given: Any) -> None:
     """Raise TypeError unless the value of this argument can say which leaves are matrices.
 
-    A program can, and so can dimension numbers, a tree of them, or a function that makes such a tree from the
-    parameters. `muon(1e-3, params)` is a likely mistake. The caller's `errors_of` puts its name before the message.
+    A program can, and so can dimension numbers, a tree of them, or a function that makes such a
+    tree from the parameters. `muon(1e-3, params)` is a likely mistake. The caller's `errors_of`
+    puts its name before the message.
     """
     # A program and a function are leaves for JAX.
     for leaf in jax.tree.leaves(given, is_leaf=_is_dimension_numbers):
@@ -116,25 +126,30 @@ def check_program(argument: str, given: Any) -> None:
         if _is_dimension_numbers(leaf) or is_program or callable(leaf):
             continue
         advice = ""
-        # `optax.inject_hyperparams` takes a function of the parameters for a schedule: it calls it with the count of
-        # steps, and what arrives here is the result.
+        # `optax.inject_hyperparams` takes a function of the parameters for a schedule: it calls it
+        # with the count of steps, and what arrives here is the result.
         if isinstance(given, jax.Array):
-            advice = f" optax.inject_hyperparams takes a function for a schedule: give it static_args={argument!r}."
+            advice = (
+                " optax.inject_hyperparams takes a function for a schedule: give it "
+                f"static_args={argument!r}."
+            )
         raise TypeError(
-            f"({argument}={shown(given)}) must be what muonjax.inspect(loss_fn, params, batch) returns, or "
-            f"dimension numbers. Settings go by name.{advice}"
+            f"({argument}={shown(given)}) must be what muonjax.inspect(loss_fn, params, batch) "
+            f"returns, or dimension numbers. Settings go by name.{advice}"
         )
 
 
 def _is_dimension_numbers(node: Any) -> bool:
-    """Whether it is a `MuonDimensionNumbers` or `FusedDimensionNumbers`, which are trees for JAX."""
+    """Whether it is a `MuonDimensionNumbers` or `FusedDimensionNumbers`,
+    which are trees for JAX."""
     return hasattr(node, "reduction_axis")
 
 
 def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any]:
     """The matrices of Muon's leaves, and the tree of labels.
 
-    {"kernel": w, "bias": b, "step": 3} gives the pieces of w and {"kernel": "muon", "bias": "adam", "step": "fixed"}.
+    {"kernel": w, "bias": b, "step": 3} gives the pieces of w and {"kernel": "muon", "bias":
+    "adam", "step": "fixed"}.
 
     Args:
       given: What says which leaves are matrices: a program, dimension numbers, or None for names.
@@ -150,10 +165,12 @@ def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any]:
     if leaves and not any(numbers):
         arguments = "params" if given is None else "params, program"
         warn_once(
-            f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) says why."
+            f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) "
+            "says why."
         )
     labels = []
-    # The leaves as `optax.partition` gives them to the transformation of the matrices: all others are masked.
+    # The leaves as `optax.partition` gives them to the transformation of the matrices:
+    # all others are masked.
     muon_leaves = []
     for entry, leaf in zip(numbers, leaves, strict=True):
         if entry is not None:
@@ -168,10 +185,12 @@ def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any]:
 
 
 def _params_with_gradients(updates: Any, params: Any) -> Any:
-    """The parameters that have gradients, in the structure of the gradients; raises where the two don't fit.
+    """The parameters that have gradients, in the structure of the gradients;
+    raises where the two don't fit.
 
-    A leaf that can't be trained may lack a gradient, and is left out: {"w": w, "name": "mlp"} with the gradients
-    {"w": g, "name": None} gives {"w": w, "name": None}. Such are the gradients that `eqx.filter_grad` returns.
+    A leaf that can't be trained may lack a gradient, and is left out: {"w": w, "name": "mlp"} with
+    the gradients {"w": g, "name": None} gives {"w": w, "name": None}.
+    Such are the gradients that `eqx.filter_grad` returns.
     """
     gradients = flatten_paths(updates)
     leaves = flatten_paths(params)
@@ -192,7 +211,8 @@ def _params_with_gradients(updates: Any, params: Any) -> Any:
         # A gradient of another shape could broadcast.
         if is_present and jnp.shape(gradient) != jnp.shape(leaf):
             raise ValueError(
-                f"the gradient of {path!r} has shape {jnp.shape(gradient)}, the parameter {jnp.shape(leaf)}."
+                f"the gradient of {path!r} has shape {jnp.shape(gradient)}, the parameter "
+                f"{jnp.shape(leaf)}."
             )
         # Where one of them is masked, the gradient's entry keeps the structure of the gradients.
         kept.append(leaf if is_present else gradient)
@@ -204,10 +224,11 @@ _EQUAL_TREES = "tx.update(grads, state, params) needs equal trees."
 
 
 def _check_state(state: Any, expected: Any) -> None:
-    """Raise unless the arrays of the state have the shapes of those in `expected`, the state of these parameters.
+    """Raise unless the arrays of the state have the shapes of those in `expected`,
+    the state of these parameters.
 
-    Otherwise momentum of another shape would broadcast, or Optax would speak of trees. A restored state may have other
-    dtypes.
+    Otherwise momentum of another shape would broadcast, or Optax would speak of trees. A restored
+    state may have other dtypes.
     """
     # A restored state may be of another class with the field of Optax's partition.
     if not isinstance(state, type(expected)) and not hasattr(state, "inner_states"):
@@ -224,9 +245,10 @@ def _check_state(state: Any, expected: Any) -> None:
             difference = f"{name} {list(leaf.shape)} is {list(shape)}"
             break
     raise ValueError(
-        "this state was made for other parameters, another routing, another `adam`, int8, or a schedule "
-        f"in place of a number ({difference}); give the settings that it was made with, call init, or "
-        "muonjax.cast_momentum(state, mu_dtype) for another `mu_dtype`."
+        "this state was made for other parameters, another routing, another `adam`, int8, or a "
+        "schedule "
+        f"in place of a number ({difference}); give the settings that it was made with, call init, "
+        "or muonjax.cast_momentum(state, mu_dtype) for another `mu_dtype`."
     )
 
 

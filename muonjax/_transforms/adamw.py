@@ -26,10 +26,12 @@ def adamw(
 
 
 def _scale_by_adam(**settings: Any) -> optax.GradientTransformation:
-    """`optax.scale_by_adam`, computed in float32 or wider; the state keeps its dtypes, whatever the gradients have.
+    """`optax.scale_by_adam`, computed in float32 or wider; the state keeps its dtypes,
+    whatever the gradients have.
 
-    In float16 the square of a gradient of 1e-4 and an eps of 1e-8 are 0, and in bfloat16 the sum 0.999 v + 0.001 g^2
-    is rounded to v. The first moment has `mu_dtype`, or the parameter's dtype, and the second one at least float32.
+    In float16 the square of a gradient of 1e-4 and an eps of 1e-8 are 0, and in bfloat16 the sum
+    0.999 v + 0.001 g^2 is rounded to v. The first moment has `mu_dtype`, or the parameter's dtype,
+    and the second one at least float32.
     """
     adam = optax.scale_by_adam(**settings)
 

@@ -26,16 +26,17 @@ def cautious_weight_decay(
 
         u <- u + weight_decay 1[u w >= 0] w
 
-    It takes the place of `optax.add_decayed_weights`, before `optax.scale_by_learning_rate`: u is still to be
-    subtracted, so equal signs mean that it moves the weight toward zero.
+    It takes the place of `optax.add_decayed_weights`, before `optax.scale_by_learning_rate`: u is
+    still to be subtracted, so equal signs mean that it moves the weight toward zero.
 
     Args:
       weight_decay: A number or a schedule, >= 0; the learning rate multiplies it.
-      mask: Leaves that decay, as in `optax.add_decayed_weights`: a tree of booleans, a prefix, or a function of the
-        parameters. None: all.
+      mask: Leaves that decay, as in `optax.add_decayed_weights`: a tree of booleans, a prefix, or a
+        function of the parameters. None: all.
 
     Returns:
-      An `optax.GradientTransformation` with the state of `optax.add_decayed_weights`; `update` needs `params`.
+      An `optax.GradientTransformation` with the state of `optax.add_decayed_weights`;
+      `update` needs `params`.
 
     Raises:
       ValueError: If `weight_decay` is negative or infinite, or `update` gets no `params`.
@@ -56,7 +57,8 @@ def cautious_weight_decay(
     def agreeing(
         u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]
     ) -> Num[Array, "*leaf"] | None:
-        """The weight where its sign is the update's, else 0; None, as in Optax, where there is no update."""
+        """The weight where its sign is the update's, else 0; None, as in Optax,
+        where there is no update."""
         if u is None:
             return None
         # Signs, because a product of two small numbers underflows.
@@ -66,7 +68,8 @@ def cautious_weight_decay(
     @errors_of("cautious_weight_decay")
     def update(updates, state, params=None):
         require_params(params)
-        # add_decayed_weights reads the weights of unmasked leaves only, so all of them can be given.
+        # add_decayed_weights reads the weights of unmasked leaves only,
+        # so all of them can be given.
         weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
         return decay.update(updates, state, weights)
 

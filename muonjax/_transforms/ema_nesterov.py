@@ -1,4 +1,5 @@
-"""EMA-Nesterov: gradients are taken ahead of the weights, along the running mean of their changes."""
+"""EMA-Nesterov: gradients are taken ahead of the weights,
+along the running mean of their changes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,12 +20,14 @@ class EmaNesterovState(NamedTuple):
     Attributes:
       inner: The state of the transformation inside.
       count: Updates so far, int32.
-      beta: How far the parameters of the training loop are ahead of the weights, in units of `ema`; a float.
+      beta: How far the parameters of the training loop are ahead of the weights,
+        in units of `ema`; a float.
       ema: The mean of the changes of the weights, like the parameters, in float32 or wider.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
-      >>> state = muonjax.ema_nesterov(optax.sgd(0.1), 0.5).init({"w": jnp.ones((2, 2), jnp.bfloat16)})
+      >>> params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
+      >>> state = muonjax.ema_nesterov(optax.sgd(0.1), 0.5).init(params)
       >>> state.ema["w"].dtype, int(state.count)
       (dtype('float32'), 0)
     """
@@ -41,7 +44,8 @@ def ema_nesterov(
     *,
     decay: float = 0.99,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""EMA-Nesterov around any optimizer: it steps from a point ahead of the weights, where the gradient was taken.
+    r"""EMA-Nesterov around any optimizer: it steps from a point ahead of the weights,
+    where the gradient was taken.
 
     With weights θ, the mean m of their changes and a step A of `inner`,
 
@@ -50,18 +54,20 @@ def ema_nesterov(
         m <- decay m + (1 - decay) (θ' - θ)
 
     The parameters of the training loop are y. For evaluation and for a checkpoint of the model take
-    `ema_nesterov_params(state, params)`, which are θ; where `beta` is 0 both are the same. The state has one copy of
-    the parameters more than that of `inner`.
+    `ema_nesterov_params(state, params)`, which are θ; where `beta` is 0 both are the same. The
+    state has one copy of the parameters more than that of `inner`.
 
     A clip has to see what the model sees, so it comes after:
-    `chain(ema_nesterov(muon(1e-3), beta), qk_clip(100.0, program))`. `optax.MultiSteps` goes around.
+    `chain(ema_nesterov(muon(1e-3), beta), qk_clip(100.0, program))`.
+    `optax.MultiSteps` goes around.
 
     Args:
-      inner: Any transformation with learning rate and weight decay included, such as `muon(1e-3)`. In host memory,
-        one that is not muonjax's needs `offload(inner)`.
-      beta: A number in [0, 1), or a schedule; at the step `t`, counted from 0, the gradient is taken at `beta(t)`. The
-        authors' record has 0.3 to 0.6 times the learning rate over its maximum, and 0 in the first tenth or so of the
-        steps and in the last quarter: with 3125 steps `jnp.where((500 <= t) & (t < 2400), 0.6 * rate(t) / top, 0.0)`.
+      inner: Any transformation with learning rate and weight decay included, such as `muon(1e-3)`.
+        In host memory, one that is not muonjax's needs `offload(inner)`.
+      beta: A number in [0, 1), or a schedule; at the step `t`, counted from 0, the gradient is
+        taken at `beta(t)`. The authors' record has 0.3 to 0.6 times the learning rate over its
+        maximum, and 0 in the first tenth or so of the steps and in the last quarter: with 3125
+        steps `jnp.where((500 <= t) & (t < 2400), 0.6 * rate(t) / top, 0.0)`.
       decay: The decay of m, in [0, 1).
 
     Returns:
@@ -79,7 +85,8 @@ def ema_nesterov(
       >>> float(params["w"]), float(muonjax.ema_nesterov_params(state, params)["w"])
       (-1.5, -1.0)
 
-    Source: Yau et al., "EMA-Nesterov", 2026 (arXiv:2605.25395); modded-nanogpt, track 3, records 39 and 40.
+    Source: Yau et al., "EMA-Nesterov", 2026 (arXiv:2605.25395); modded-nanogpt, track 3,
+    records 39 and 40.
     """
     with errors_of("ema_nesterov"):
         check_transformation("inner", inner)
@@ -95,8 +102,9 @@ def ema_nesterov(
 
     def init(params) -> EmaNesterovState:
         inner_state = inner.init(params)
-        # A clip inside would bound the logits of the new weights θ', and the model sees y' = θ' + beta m ahead of them.
-        # `optax.MultiSteps` inside returns zeros between its steps, which the mean of the changes would count.
+        # A clip inside would bound the logits of the new weights θ', and the model sees y' = θ' +
+        # beta m ahead of them. `optax.MultiSteps` inside returns zeros between its steps, which the
+        # mean of the changes would count.
         if _nodes(inner_state, _is_clip_or_accumulation):
             raise ValueError(
                 "ema_nesterov(inner): a clip or optax.MultiSteps is inside; put the clip after it, "
@@ -107,12 +115,13 @@ def ema_nesterov(
         ema = jax.tree.map(
             lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params
         )
-        # `update` and `ema_nesterov_params` need the beta by which the parameters are ahead: that of the next gradient.
+        # `update` and `ema_nesterov_params` need the beta by which the parameters are ahead:
+        # that of the next gradient.
         return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
     def update(updates, state, params=None, **extra_args):
-        # `params` are y = θ + beta m: θ are the weights that `inner` has made, and m is the mean of their changes. With
-        # θ' = A(y), the step A of `inner` returns u = θ' - y.
+        # `params` are y = θ + beta m: θ are the weights that `inner` has made, and m is the mean of
+        # their changes. With θ' = A(y), the step A of `inner` returns u = θ' - y.
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
         # The parameters after this update are ahead by the beta of the next gradient.
         count = jnp.asarray(optax.safe_increment(state.count))
@@ -127,7 +136,8 @@ def ema_nesterov(
             change = wide + scaled(m, state.beta)
             # m <- decay m + (1 - decay) (θ' - θ)
             m = scaled(m, decay) + scaled(change, 1 - decay)
-            # y' - y = (θ' - y) + (y' - θ') = u + beta' m. No difference of weights is taken, which would round.
+            # y' - y = (θ' - y) + (y' - θ') = u + beta' m. No difference of weights is taken,
+            # which would round.
             return (wide + scaled(m, next_beta)).astype(u.dtype), m
 
         updates, ema = leaf_by_leaf(step, updates, state.ema)
@@ -137,7 +147,8 @@ def ema_nesterov(
 
 
 def _is_clip_or_accumulation(node: Any) -> bool:
-    """Whether a node is the state of a clip or of `optax.MultiSteps`: they tell by their fields and their class."""
+    """Whether a node is the state of a clip or of `optax.MultiSteps`:
+    they tell by their fields and their class."""
     return hasattr(node, "maxima") or isinstance(node, optax.MultiStepsState)
 
 
@@ -145,14 +156,17 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
     """The weights θ behind the parameters y of the training loop: for evaluation, and to keep.
 
     Args:
-      state: An optimizer's state with an `EmaNesterovState` in it, alone or in a chain at any depth.
+      state: An optimizer's state with an `EmaNesterovState` in it,
+        alone or in a chain at any depth.
       params: The parameters of the training loop after the update that returned `state`.
 
     Returns:
-      params - beta m, where m is the state's mean of the weights' changes, with the dtypes of `params`.
+      params - beta m, where m is the state's mean of the weights' changes,
+      with the dtypes of `params`.
 
     Raises:
-      ValueError: The state does not have exactly one `EmaNesterovState`, or has one of other parameters.
+      ValueError: The state does not have exactly one `EmaNesterovState`,
+        or has one of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -176,7 +190,8 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
             raise ValueError(
                 "(state, params): params have other shapes than the state."
             )
-    # The beta of the last update, by which these parameters are ahead. `nnx.Optimizer` boxes each leaf of a state.
+    # The beta of the last update, by which these parameters are ahead.
+    # `nnx.Optimizer` boxes each leaf of a state.
     beta = without_box(states[0].beta)
     weights = []
     for y, m in zip(leaves, means, strict=True):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
 
 
-# A norm that differs by less, or by less than the last bit of the weight or the update, is the one that was kept.
+# A norm that differs by less, or by less than the last bit of the weight or the update,
+# is the one that was kept.
 _LEAST_TOLERANCE = 1e-5
 
 
@@ -30,10 +31,11 @@ class HyperballState(NamedTuple):
     """State of `hyperball`.
 
     Attributes:
-      learning_rate: The state of `optax.inject_hyperparams` for a schedule, `optax.EmptyState()` for a number.
-      rms: A tree like the parameters. For each matrix ||W||_F / sqrt(m n), which it keeps; float32 or wider, in the
-        leaf's shape with the axes of the matrix of size 1. `optax.MaskedNode()` in place of a leaf that is no matrix, a
-        tuple where a leaf has several parts.
+      learning_rate: The state of `optax.inject_hyperparams` for a schedule,
+        `optax.EmptyState()` for a number.
+      rms: A tree like the parameters. For each matrix ||W||_F / sqrt(m n), which it keeps; float32
+        or wider, in the leaf's shape with the axes of the matrix of size 1. `optax.MaskedNode()` in
+        place of a leaf that is no matrix, a tuple where a leaf has several parts.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -56,28 +58,30 @@ def hyperball(
 
         W <- R normalize(W - learning_rate R normalize(O)),    normalize(X) = X / ||X||_F
 
-    It takes the place of `optax.scale_by_learning_rate`, at the end of the chain; only `qk_clip` may follow. The norm
-    is that of each whole matrix, on every mesh. Add no weight decay and no `match_rms`: the norm of a
-    weight can't decay, and the length of O does not count. Everything else of a chain may come before it,
-    `normalize_neurons` too.
+    It takes the place of `optax.scale_by_learning_rate`, at the end of the chain; only `qk_clip`
+    may follow. The norm is that of each whole matrix, on every mesh. Add no weight decay and no
+    `match_rms`: the norm of a weight can't decay, and the length of O does not count. Everything
+    else of a chain may come before it, `normalize_neurons` too.
 
-    R is kept in the state, so that the rounding of thousands of steps in bfloat16 does not add up: the norm stays
-    within 0.4 % of R, one rounding. (Stochastic rounding would let it grow, and `optax.apply_updates` rounds after us.)
-    R follows what changes the norm from outside, such as `qk_clip`, by more than the last bit of the weight or the
-    update: 0.8 % in bfloat16, 0.001 % in float32. A smaller clip is taken back.
+    R is kept in the state, so that the rounding of thousands of steps in bfloat16 does not add up:
+    the norm stays within 0.4 % of R, one rounding. (Stochastic rounding would let it grow, and
+    `optax.apply_updates` rounds after us.) R follows what changes the norm from outside, such as
+    `qk_clip`, by more than the last bit of the weight or the update: 0.8 % in bfloat16, 0.001 % in
+    float32. A smaller clip is taken back.
 
     Args:
-      learning_rate: A number or a schedule, the length of a step in units of the weight's norm, >= 0; 0.01 to 0.02 is
-        usual.
-      dimension_numbers: As in `orthogonalize`; each matrix of a stacked leaf has its own sphere. A leaf that is no
-        matrix takes the step -learning_rate O.
+      learning_rate: A number or a schedule, the length of a step in units of the weight's norm, >=
+        0; 0.01 to 0.02 is usual.
+      dimension_numbers: As in `orthogonalize`; each matrix of a stacked leaf has its own sphere. A
+        leaf that is no matrix takes the step -learning_rate O.
 
     Returns:
       An `optax.GradientTransformation` whose state is a `HyperballState`; `update` needs `params`.
 
     Raises:
-      ValueError: If `learning_rate` is negative or infinite, a matrix is zero at `init` (traced, it stays zero),
-        `update` gets no `params`, the dimension numbers do not fit the tree, or the state is that of other parameters.
+      ValueError: If `learning_rate` is negative or infinite, a matrix is zero at `init` (traced, it
+        stays zero), `update` gets no `params`, the dimension numbers do not fit the tree, or the
+        state is that of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
@@ -87,8 +91,9 @@ def hyperball(
       >>> round(float(jnp.linalg.norm(optax.apply_updates(params, updates)["w"])), 5)
       5.0
 
-    Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball optimization", 2026
-    (arXiv:2606.16899); with R that follows `qk_clip`, so that what it has shrunk stays shrunk.
+    Source: Wen et al., "Fantastic pretraining optimizers and where to find them II: hyperball
+    optimization", 2026 (arXiv:2606.16899); with R that follows `qk_clip`,
+    so that what it has shrunk stays shrunk.
     """
     with errors_of("hyperball"):
         check_rates(learning_rate=learning_rate)
@@ -103,8 +108,8 @@ def hyperball(
             name = jax.tree_util.keystr(names_and_leaves[piece.leaf][0])
             if isinstance(weight, jax.ShapeDtypeStruct):
                 raise TypeError(
-                    f"init(params) keeps the norms of the weights, and {name} is {weight}; for the shapes of the "
-                    "state call jax.eval_shape(tx.init, params)."
+                    f"init(params) keeps the norms of the weights, and {name} is {weight}; for the "
+                    "shapes of the state call jax.eval_shape(tx.init, params)."
                 )
             radius = _rms(_wide(weight), piece.view)
             # Inside of `jit` the norm is not known; a matrix of zeros then stays zero.
@@ -122,8 +127,8 @@ def hyperball(
         minus_eta: Any
         minus_eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
         pieces = matrix_pieces(dimension_numbers, updates)
-        # The radius of a sphere is the root mean square of its matrix: one number for each, in the shape of the piece
-        # with size 1 along rows and columns.
+        # The radius of a sphere is the root mean square of its matrix: one number for each, in the
+        # shape of the piece with size 1 along rows and columns.
         shapes = [piece.view.summed_over(_matrix_axes(piece.view)) for piece in pieces]
         radii = pieces.of_state(state.rms, shapes)
         steps = []
@@ -134,7 +139,8 @@ def hyperball(
             step, radius = _step(u, w, radius, piece.view, minus_eta)
             steps.append(step)
             new_radii.append(radius)
-        # A leaf that is no matrix takes the step -eta O; `replaced` puts the steps of matrices in the place of theirs.
+        # A leaf that is no matrix takes the step -eta O;
+        # `replaced` puts the steps of matrices in the place of theirs.
         plain_steps = jax.tree.map(lambda u: minus_eta.astype(u.dtype) * u, updates)
         updates = pieces.replaced(plain_steps, steps)
         return updates, HyperballState(rate_state, pieces.as_state(new_radii))
@@ -159,7 +165,8 @@ def _mean(x: Float[Array, "*leaf"], view: MatrixView) -> Float[Array, "*#leaf"]:
 
 
 def _rms(x: Inexact[Array, "*leaf"], view: MatrixView) -> Float[Array, "*#leaf"]:
-    """The root mean square of each matrix, 1e-37 to 1e37, though float32 has no squares beyond 1e-19 and 1e19."""
+    """The root mean square of each matrix, 1e-37 to 1e37,
+    though float32 has no squares beyond 1e-19 and 1e19."""
     c, square = square_of_any_size(x, lambda x: _mean(jnp.abs(x) ** 2, view))
     # The square is that of c x.
     return jnp.sqrt(square) / c
@@ -174,12 +181,14 @@ def _step(
 ) -> tuple[Inexact[Array, "*leaf"], Float[Array, "*sphere"]]:
     """What to add to the weight W of one leaf, and the root mean square of W that the state keeps.
 
-    |X| below is the root mean square of X, which is the norm over sqrt(m n): only ratios of norms count here.
+    |X| below is the root mean square of X, which is the norm over sqrt(m n):
+    only ratios of norms count here.
 
     Args:
       update: O in `hyperball`, here U.
       weight: W.
-      kept_rms: The root mean square of each matrix that the state has kept, [1, 1] for a leaf [m, n].
+      kept_rms: The root mean square of each matrix that the state has kept, [1,
+        1] for a leaf [m, n].
       view: Which axes are the matrices of the leaf.
       minus_eta: Minus the learning rate.
     """
@@ -188,15 +197,16 @@ def _step(
     # A checkpoint may have been restored in another dtype.
     kept_rms = jnp.asarray(kept_rms, jnp.finfo(w.dtype).dtype)
 
-    # From here to the last lines W is in units of its kept norm, which then is 1, so that no square overflows. For a
-    # matrix of zeros the unit is 1.
+    # From here to the last lines W is in units of its kept norm, which then is 1, so that no square
+    # overflows. For a matrix of zeros the unit is 1.
     unit = jnp.where(kept_rms > 0, kept_rms, 1)
     w = w / unit
     weight_rms = jnp.sqrt(_mean(jnp.abs(w) ** 2, view))
     # The update may be of any size, as where no `orthogonalize` comes before.
     update_rms = _rms(u, view)
 
-    # R is the kept norm, here 1, or |W| where something outside, such as a clip, changed it by more than rounding does.
+    # R is the kept norm, here 1, or |W| where something outside, such as a clip,
+    # changed it by more than rounding does.
     rounding = _LEAST_TOLERANCE
     for dtype in (update.dtype, weight.dtype):
         rounding = max(rounding, float(jnp.finfo(dtype).eps))

@@ -10,10 +10,11 @@ import optax
 def scale_by_learning_rate(
     learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformation:
-    """`optax.scale_by_learning_rate`, with the same updates; of a schedule the state keeps the last rate.
+    """`optax.scale_by_learning_rate`, with the same updates;
+    of a schedule the state keeps the last rate.
 
-    The state is then that of `optax.inject_hyperparams`. Its `hyperparams["learning_rate"]` is a float; before the
-    first update, the rate that it will have.
+    The state is then that of `optax.inject_hyperparams`. Its `hyperparams["learning_rate"]` is a
+    float; before the first update, the rate that it will have.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -26,7 +27,8 @@ def scale_by_learning_rate(
         return optax.scale_by_learning_rate(learning_rate)
 
     def rate_at(count: jax.Array) -> jax.Array:
-        # A copy, because a schedule may return the same array twice, and a buffer in two places can't be donated.
+        # A copy, because a schedule may return the same array twice,
+        # and a buffer in two places can't be donated.
         return jnp.array(learning_rate(count), jnp.result_type(float))
 
     def scale_by(learning_rate: Any) -> optax.GradientTransformation:

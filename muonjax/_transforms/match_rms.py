@@ -19,14 +19,14 @@ def match_rms(
 ) -> optax.GradientTransformation:
     r"""Scale orthogonalized updates by their shape.
 
-    An orthogonal m x n matrix of full rank has root mean square 1 / sqrt(max(m, n)); one of rank r has sqrt(r /
-    min(m, n)) times that. It is multiplied by `rms` sqrt(max(m, n)), so that every update of full rank has the root
-    mean square `rms`. AdamW's is usually 0.2 to 0.4, so 0.2 lets Muon take AdamW's weight decay, and two to four times
-    its rate.
+    An orthogonal m x n matrix of full rank has root mean square 1 / sqrt(max(m, n)); one of rank r
+    has sqrt(r / min(m, n)) times that. It is multiplied by `rms` sqrt(max(m, n)), so that every
+    update of full rank has the root mean square `rms`. AdamW's is usually 0.2 to 0.4, so 0.2 lets
+    Muon take AdamW's weight decay, and two to four times its rate.
 
     Args:
-      rms: The root mean square of an update of full rank; > 0. None multiplies by sqrt(max(1, fan_out / fan_in))
-        instead, as Jordan's Muon does.
+      rms: The root mean square of an update of full rank; > 0. None multiplies by sqrt(max(1,
+        fan_out / fan_in)) instead, as Jordan's Muon does.
       dimension_numbers: As in `orthogonalize`.
 
     Returns:
@@ -42,8 +42,8 @@ def match_rms(
       >>> round(float(jnp.sqrt(jnp.mean(updates["w"] ** 2))), 6)
       0.2
 
-    Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et al.,
-    "Muon", 2024.
+    Source: Liu et al., "Muon is scalable for LLM training" (Moonlight), 2025, eq. (4); Jordan et
+    al., "Muon", 2024.
     """
     if rms is not None:
         with errors_of("match_rms"):

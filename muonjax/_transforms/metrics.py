@@ -1,4 +1,5 @@
-"""Make one dictionary for a log of what an optimizer's state keeps: counts, rates, what clips and monitors measured."""
+"""Make one dictionary for a log of what an optimizer's state keeps: counts, rates,
+what clips and monitors measured."""
 
 import math
 from collections import Counter
@@ -18,34 +19,39 @@ _GUARDS = {"total_notfinite": "num_not_finite", "should_skip": "is_skipped"}
 def metrics(state: Any) -> dict[str, Any]:
     """What an optimizer's state keeps for a log, as one flat mapping from names to numbers.
 
-    - `count`: how many updates there were, where a part of the state counts them; of several counts the largest;
-    - `learning_rate`: the rate of the last update, under a schedule of muonjax's optimizers or where
-      `optax.inject_hyperparams` keeps it;
-    - `adam_learning_rate`: the same of the leaves that are no matrices. With a schedule of your own, give
-      `adam=optax.inject_hyperparams(optax.adamw)(schedule)`: the state of `optax.adamw(schedule)` has no rate;
-    - `num_not_finite`: how many gradients had a NaN or an infinity, where `optax.apply_if_finite` counts them;
+    - `count`: how many updates there were, where a part of the state counts them;
+      of several counts the largest;
+    - `learning_rate`: the rate of the last update, under a schedule of muonjax's optimizers or
+      where `optax.inject_hyperparams` keeps it;
+    - `adam_learning_rate`: the same of the leaves that are no matrices. With a schedule of your
+      own, give `adam=optax.inject_hyperparams(optax.adamw)(schedule)`: the state of
+      `optax.adamw(schedule)` has no rate;
+    - `num_not_finite`: how many gradients had a NaN or an infinity,
+      where `optax.apply_if_finite` counts them;
     - `is_skipped`: 1 if `optax.MultiSteps` skipped the last step by `optax.skip_large_updates` or
       `optax.skip_not_finite`, and 0 if not.
 
-    What clips and monitors have measured is found wherever they are: in a chain at any depth, in `optax.MultiSteps`, in
-    Flax's `TrainState.opt_state`, in `nnx.Optimizer.opt_state`, and in `nnx.state` of an optimizer or train state. For
-    each `QKClipState`
+    What clips and monitors have measured is found wherever they are: in a chain at any depth, in
+    `optax.MultiSteps`, in Flax's `TrainState.opt_state`, in `nnx.Optimizer.opt_state`, and in
+    `nnx.state` of an optimizer or train state. For each `QKClipState`
 
     - `qk_clip/largest`: the largest signal that the last clip went by; for `qk_clip` a logit;
-    - `qk_clip/num_clipped`, `qk_clip/total_clipped`: heads that the last clip scaled, and the sum over all clips;
+    - `qk_clip/num_clipped`, `qk_clip/total_clipped`: heads that the last clip scaled,
+      and the sum over all clips;
     - `qk_clip/share_clipped`: the heads that the last clip scaled, over all heads;
     - `qk_clip/smallest_factor`: the smallest γ at the last clip, 1 if nothing was scaled;
     - `qk_clip/largest/<module>`: the largest signal of one module, over its heads and layers.
 
-    For each `MonitorState` its `monitor/muon/<statistic>` and `monitor/adam/<statistic>`. Those of a second clip or
-    monitor are numbered: `qk_clip_1/largest`.
+    For each `MonitorState` its `monitor/muon/<statistic>` and `monitor/adam/<statistic>`. Those of
+    a second clip or monitor are numbered: `qk_clip_1/largest`.
 
     Args:
       state: The state of any optimizer.
 
     Returns:
-      A dictionary of Python floats; it waits for the step that computes them. Inside of `jit` it is one of float32
-      arrays. NaN means that it was not measured yet. A state that keeps nothing of this gives an empty dictionary.
+      A dictionary of Python floats; it waits for the step that computes them. Inside of `jit` it is
+      one of float32 arrays. NaN means that it was not measured yet. A state that keeps nothing of
+      this gives an empty dictionary.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -83,10 +89,11 @@ def metrics(state: Any) -> dict[str, Any]:
 
 
 def _counts_and_rates(state: Any) -> dict[str, Any]:
-    """{"count": ..., "learning_rate": ..., "adam_learning_rate": ..., "num_not_finite": ...}: what the state holds.
+    """{"count": ..., "learning_rate": ..., "adam_learning_rate": ..., "num_not_finite": ...}:
+    what the state holds.
 
-    Parts of an optimizer count by themselves, and one without leaves stays at 0: the largest count is the step. A rate
-    is kept by `optax.inject_hyperparams`.
+    Parts of an optimizer count by themselves, and one without leaves stays at 0: the largest count
+    is the step. A rate is kept by `optax.inject_hyperparams`.
     """
     values: dict[str, Any] = {}
     for path, number in jax.tree.leaves_with_path(state):
@@ -110,7 +117,8 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
 
 
 def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
-    """The fields of each clip and monitor in a state, the outer ones first: a monitor may be around another one."""
+    """The fields of each clip and monitor in a state, the outer ones first:
+    a monitor may be around another one."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: bool(_fields(node)))
     for node in nodes:
         fields = _fields(node)
@@ -120,7 +128,8 @@ def _parts(state: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _fields(node: Any) -> Mapping[str, Any]:
-    """The fields of a clip or a monitor: of its named tuple, or of the mapping that `nnx.state` makes of one."""
+    """The fields of a clip or a monitor: of its named tuple,
+    or of the mapping that `nnx.state` makes of one."""
     fields = node._asdict() if hasattr(node, "_asdict") else node
     if not isinstance(fields, Mapping):
         return {}

@@ -1,4 +1,5 @@
-"""Momentum, as `optax.trace`, in a dtype that stays: also 8-bit integers, with a float32 scale for each block."""
+"""Momentum, as `optax.trace`, in a dtype that stays: also 8-bit integers,
+with a float32 scale for each block."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ _SMALLEST_ENTRY = 256 * float(jnp.finfo(jnp.float32).tiny)
 
 
 class Int8TraceState(NamedTuple):
-    """State of `trace(accumulator_dtype=jnp.int8)`: the momentum is `trace` times its block's `scale`.
+    """State of `trace(accumulator_dtype=jnp.int8)`:
+    the momentum is `trace` times its block's `scale`.
 
     Attributes:
       trace: A tree like the parameters, of their shapes, int8.
-      scale: A tree like the parameters, float32; a parameter's last axis has an entry for each block instead. Blocks
-        are of one size, at most 128 and at least 64 where such a number divides the axis; otherwise there is one.
+      scale: A tree like the parameters, float32; a parameter's last axis has an entry for each
+        block instead. Blocks are of one size, at most 128 and at least 64 where such a number
+        divides the axis; otherwise there is one.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -56,33 +59,38 @@ def trace(
     *,
     distribution: Distribution | None = None,
 ) -> optax.GradientTransformation:
-    r"""`optax.trace` whose momentum keeps its dtype, whatever that of the gradients; int8 is allowed.
+    r"""`optax.trace` whose momentum keeps its dtype, whatever that of the gradients;
+    int8 is allowed.
 
         M <- decay M + G
 
-    In int8 a number takes a byte, and each block of up to 128 numbers along the last axis a float32 scale: 1.03 bytes a
-    parameter where that axis is a multiple of 128. M is read, updated and rounded again where the gradient is read. The
-    update is taken from M before it is rounded.
+    In int8 a number takes a byte, and each block of up to 128 numbers along the last axis a float32
+    scale: 1.03 bytes a parameter where that axis is a multiple of 128. M is read, updated and
+    rounded again where the gradient is read. The update is taken from M before it is rounded.
 
     Args:
       decay: A number in [0, 1), or an Optax schedule of such numbers.
       nesterov: Return G + decay M instead of M.
-      accumulator_dtype: The dtype of M; None is the parameter's. `muonjax.cast_momentum` converts a state.
-      distribution: As in `orthogonalize`; with it, or with explicit axis types, blocks that would cross a shard are
-        refused. They would need collectives.
+      accumulator_dtype: The dtype of M; None is the parameter's.
+        `muonjax.cast_momentum` converts a state.
+      distribution: As in `orthogonalize`; with it, or with explicit axis types, blocks that would
+        cross a shard are refused. They would need collectives.
 
     Returns:
-      An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`; with a schedule that
-      of `optax.inject_hyperparams` around either, whose `hyperparams["decay"]` is the last decay.
+      An `optax.GradientTransformation` whose state is `optax.TraceState`, or an `Int8TraceState`;
+      with a schedule that of `optax.inject_hyperparams` around either,
+      whose `hyperparams["decay"]` is the last decay.
 
     Raises:
-      TypeError: A decay that is neither a number nor a schedule; while tracing, a complex leaf for int8.
-      ValueError: A decay out of its range; while tracing, a block that would cross a shard, or a state in int8 for
-        another dtype or the reverse.
+      TypeError: A decay that is neither a number nor a schedule; while tracing,
+        a complex leaf for int8.
+      ValueError: A decay out of its range; while tracing, a block that would cross a shard, or a
+        state in int8 for another dtype or the reverse.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
-      >>> tx = optax.chain(muonjax.trace(0.95, True, jnp.int8), muonjax.orthogonalize(), optax.scale(-0.02))
+      >>> momentum = muonjax.trace(0.95, True, jnp.int8)
+      >>> tx = optax.chain(momentum, muonjax.orthogonalize(), optax.scale(-0.02))
       >>> tx.init({"w": jnp.ones((64, 64))})[0].trace["w"].dtype
       dtype('int8')
 
@@ -96,7 +104,8 @@ def trace(
         dtype = momentum_dtype("accumulator_dtype", accumulator_dtype)
 
     if callable(decay):
-        # Optax keeps the count, and at each step calls `trace` with the number that the schedule gives at it.
+        # Optax keeps the count, and at each step calls `trace` with the number that the schedule
+        # gives at it.
         static = ("nesterov", "accumulator_dtype", "distribution")
         with_schedule = optax.inject_hyperparams(
             trace, static, hyperparam_dtype=jnp.result_type(float)
@@ -106,8 +115,10 @@ def trace(
     is_int8 = dtype == jnp.int8
 
     def step(g: jax.Array, *stored: jax.Array) -> tuple[jax.Array, ...]:
-        """The update of a leaf and its new momentum, which is stored as an array, or as integers and scales."""
-        # `stored` is (momentum,), or (integers, scales) in int8: the leaf of each field of the state.
+        """The update of a leaf and its new momentum, which is stored as an array,
+        or as integers and scales."""
+        # `stored` is (momentum,), or (integers, scales) in int8:
+        # the leaf of each field of the state.
         m = dequantize(*stored) if is_int8 else stored[0]
         # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
         wide = at_least_float32(g.dtype, m.dtype)
@@ -119,7 +130,8 @@ def trace(
         # The update is that of M before it is rounded.
         if is_int8:
             return update.astype(g.dtype), *quantize(momentum)
-        # `optax.trace` returns the wider one of the two dtypes. JAX's strict mode knows none for bfloat16 and float32.
+        # `optax.trace` returns the wider one of the two dtypes.
+        # JAX's strict mode knows none for bfloat16 and float32.
         with jax.numpy_dtype_promotion("standard"):
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
@@ -128,8 +140,8 @@ def trace(
         """The first state in int8."""
         _check_blocks(params, distribution)
         values = optax.tree.zeros_like(params, dtype=jnp.int8)
-        # An entry for each block, sharded as the leaf is. Not `quantize` of zeros: XLA would reduce the constants while
-        # it compiles, for minutes.
+        # An entry for each block, sharded as the leaf is. Not `quantize` of zeros: XLA would reduce
+        # the constants while it compiles, for minutes.
         scales = jax.tree.map(
             lambda x: jnp.zeros_like(_in_blocks(x)[..., 0], jnp.float32), values
         )
@@ -140,7 +152,8 @@ def trace(
     @errors_of("trace")
     def update(updates, state, params=None):
         del params
-        # The field `scale` tells an int8 state: a restored one may be of another class, with the same fields.
+        # The field `scale` tells an int8 state: a restored one may be of another class,
+        # with the same fields.
         if hasattr(state, "scale") != is_int8:
             wanted = "jnp.int8" if is_int8 else "jnp.float32"
             raise ValueError(
@@ -148,7 +161,8 @@ def trace(
                 f"muonjax.cast_momentum(state, {wanted})."
             )
         if is_int8:
-            # Refuses complex leaves, and leaves with a block of one scale that two shards would share.
+            # Refuses complex leaves, and leaves with a block of one scale that two shards would
+            # share.
             _check_blocks(updates, distribution)
         # A tree for each field of the state: of momentum, or of integers and of scales
         updates, *fields = leaf_by_leaf(step, updates, *state)
@@ -174,9 +188,11 @@ def momentum_dtype(name: str, given: Any) -> Any:
 
 
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
-    """Raise for complex leaves, and for blocks that would cross a shard, as far as the shards are known.
+    """Raise for complex leaves, and for blocks that would cross a shard,
+    as far as the shards are known.
 
-    An axis of 768 has blocks of 128: two shards have three each, and four shards of 192 entries would cut the second.
+    An axis of 768 has blocks of 128: two shards have three each,
+    and four shards of 192 entries would cut the second.
     """
     _check_real(tree)
     shards_of_leaves = shards_of_last_axis(tree, distribution)
@@ -190,14 +206,15 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
         # The largest entry of such a block would take a collective to find.
         if entries % block != 0:
             raise ValueError(
-                f"int8 momentum of {jax.tree_util.keystr(path)} {leaf.shape} has blocks of {block} along the last "
-                f"axis, and its {shards} shards have {entries} entries each, so that a block would cross a shard. "
-                "Shard another axis of it, or take jnp.bfloat16."
+                f"int8 momentum of {jax.tree_util.keystr(path)} {leaf.shape} has blocks of {block} "
+                f"along the last axis, and its {shards} shards have {entries} entries each, so "
+                "that a block would cross a shard. Shard another axis of it, or take jnp.bfloat16."
             )
 
 
 def block_size(length: int) -> int:
-    """The largest divisor of the length from 64 to 128, so that no block is cut; else the whole axis."""
+    """The largest divisor of the length from 64 to 128, so that no block is cut;
+    else the whole axis."""
     for size in range(min(length, 128), 63, -1):
         if length % size == 0:
             return size
@@ -216,12 +233,14 @@ def quantize(
 ) -> tuple[Int8[Array, "*leaf"], Float32[Array, "*blocks"]]:
     """The nearest integers in units of a 127th of each block's largest entry, and these units.
 
-    A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make the scale of their
-    block infinite or NaN, and so the block as `dequantize` returns it.
+    A block with the entries 1.27 and -0.5 becomes 127 and -50 with the scale 0.01. NaN and inf make
+    the scale of their block infinite or NaN, and so the block as `dequantize` returns it.
     """
-    # [..., blocks, entries of a block]: a block's size divides the axis, so that nothing is filled up.
+    # [..., blocks, entries of a block]: a block's size divides the axis,
+    # so that nothing is filled up.
     blocks = _in_blocks(x.astype(at_least_float32(x.dtype)))
-    # The bits of |x| as an integer are in the order of |x|, with NaN above inf; a maximum of floats may ignore NaN.
+    # The bits of |x| as an integer are in the order of |x|, with NaN above inf;
+    # a maximum of floats may ignore NaN.
     bits = blocks.astype(jnp.float32).view(jnp.int32) & 0x7FFFFFFF
     largest = jnp.max(bits, axis=-1).view(jnp.float32)
     # Zeros are divided too, by a small scale: a branch would be one more kernel on a GPU.
@@ -244,10 +263,12 @@ def _is_momentum(node: Any) -> bool:
 
 
 def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
-    """An optimizer's state with its momentum in another dtype: to continue a checkpoint with another `mu_dtype`.
+    """An optimizer's state with its momentum in another dtype:
+    to continue a checkpoint with another `mu_dtype`.
 
     Args:
-      state: One with the states of `trace` or `optax.trace` in it, at any depth; all else stays as it is.
+      state: One with the states of `trace` or `optax.trace` in it, at any depth;
+        all else stays as it is.
       dtype: A float type, or `jnp.int8`.
 
     Returns:
@@ -273,7 +294,8 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
             )
 
         def cast(node: Any) -> Any:
-            """The state of `trace` with its momentum in the other dtype; any other node as it is."""
+            """The state of `trace` with its momentum in the other dtype;
+            any other node as it is."""
             if not _is_momentum(node):
                 return node
             # A tree of floats, whatever the state was

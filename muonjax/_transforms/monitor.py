@@ -1,4 +1,5 @@
-"""Keep statistics of an optimizer's step in its state: sizes of updates and weights, and orthogonality."""
+"""Keep statistics of an optimizer's step in its state: sizes of updates and weights,
+and orthogonality."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class MonitorState(NamedTuple):
     Attributes:
       inner: The state of the transformation that is watched.
       count: Steps so far, int32.
-      statistics: "muon/update_rms" and all others that `monitor` lists, float32 []; NaN until a step has been measured.
+      statistics: "muon/update_rms" and all others that `monitor` lists, float32 [];
+        NaN until a step has been measured.
 
     Example:
       >>> import jax.numpy as jnp, muonjax, optax
@@ -66,30 +68,35 @@ def monitor(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Keep statistics of each step of `inner` in its state; the updates are those of `inner`.
 
-    For the matrices, under "muon", and for all other leaves, under "adam" (0 where there is no such leaf),
+    For the matrices, under "muon", and for all other leaves,
+    under "adam" (0 where there is no such leaf),
 
-    - `update_rms`, `weight_rms`: root mean square of the entries of what `inner` returns, and of the parameters;
+    - `update_rms`, `weight_rms`: root mean square of the entries of what `inner` returns,
+      and of the parameters;
     - `update_to_weight`: the first over the second; 0 where both are 0;
     - `non_finite`: the share of leaves whose gradient has a NaN or an infinity;
-    - `orthogonality`, of the matrices alone: how far the updates are from multiples of orthogonal matrices, 0 at best
-      and below 1: the least ||c U U^T - I||_F / sqrt(m) over all numbers c, for U [m, n] with m <= n, as root mean
-      square over the matrices. If the update contains weight decay, that counts too.
+    - `orthogonality`, of the matrices alone: how far the updates are from multiples of orthogonal
+      matrices, 0 at best and below 1: the least ||c U U^T - I||_F / sqrt(m) over all numbers c, for
+      U [m, n] with m <= n, as root mean square over the matrices.
+      If the update contains weight decay, that counts too.
 
-    `muonjax.metrics(state)` makes one flat mapping of them for a logger. For leaves of your own choice, call
-    `optax.tree.norm` on what `tx.update` returns.
+    `muonjax.metrics(state)` makes one flat mapping of them for a logger. For leaves of your own
+    choice, call `optax.tree.norm` on what `tx.update` returns.
 
     Args:
       inner: Any transformation, such as `muon(1e-3, program)`.
-      program: Which leaves are matrices, and how: what `inner` was given. None reads it off paths and shapes, as `muon`
-        does.
-      every_k: Measure at the first step and every `every_k` steps, >= 1; between, the last values stay.
+      program: Which leaves are matrices, and how: what `inner` was given. None reads it off paths
+        and shapes, as `muon` does.
+      every_k: Measure at the first step and every `every_k` steps, >= 1; between,
+        the last values stay.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs` whose state is a `MonitorState`; `update` needs `params`.
+      An `optax.GradientTransformationExtraArgs` whose state is a `MonitorState`;
+      `update` needs `params`.
 
     Raises:
-      ValueError, TypeError: An argument of another type or out of its range; `inner` takes other leaves for matrices;
-        `update` gets no `params`, or nothing tells which leaves are matrices.
+      ValueError, TypeError: An argument of another type or out of its range; `inner` takes other
+        leaves for matrices; `update` gets no `params`, or nothing tells which leaves are matrices.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -115,7 +122,8 @@ def monitor(
         names = jax.eval_shape(
             functools.partial(_statistics, pieces), params, params, params
         )
-        # An array for each, as a buffer in two places can't be donated, and on no mesh, as Optax's counters are.
+        # An array for each, as a buffer in two places can't be donated, and on no mesh,
+        # as Optax's counters are.
         unmeasured = {name: jnp.full((), jnp.nan, jnp.float32) for name in names}
         return MonitorState(inner_state, jnp.zeros([], jnp.int32), unmeasured)
 
@@ -123,7 +131,8 @@ def monitor(
         with errors_of("monitor"):
             require_params(params)
             pieces = matrix_pieces(numbers, params)
-        # Outside of `errors_of`: an error that `inner` raises names the call of `inner`, and not `monitor`.
+        # Outside of `errors_of`: an error that `inner` raises names the call of `inner`,
+        # and not `monitor`.
         new_updates, inner_state = inner.update(
             updates, state.inner, params, **extra_args
         )
@@ -142,24 +151,27 @@ def monitor(
 
 
 def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
-    """Raise where the optimizer inside gives other leaves to Muon than those that are measured as matrices.
+    """Raise where the optimizer inside gives other leaves to Muon than those that are measured as
+    matrices.
 
-    In `monitor(muon(1e-3, program))` the optimizer takes the matrices of the program, and the monitor those of names.
+    In `monitor(muon(1e-3, program))` the optimizer takes the matrices of the program,
+    and the monitor those of names.
     """
     leaves = dict(jax.tree.leaves_with_path(params))
     paths = list(leaves)
     matrices = {paths[piece.leaf] for piece in pieces}
-    # The state of `optax.partition` has `inner_states`, the states of its parts by their labels; muonjax calls the part
-    # for matrices "muon". All other nodes that this loop meets are arrays.
+    # The state of `optax.partition` has `inner_states`, the states of its parts by their labels;
+    # muonjax calls the part for matrices "muon". All other nodes that this loop meets are arrays.
     for node in jax.tree.leaves(
         state, is_leaf=lambda node: hasattr(node, "inner_states")
     ):
         state_of_muon = getattr(node, "inner_states", {}).get("muon")
-        # The momentum at .inner_state[0].trace["dense"]["kernel"] is that of the parameter ["dense"]["kernel"]. A count
-        # is like no parameter: None.
+        # The momentum at .inner_state[0].trace["dense"]["kernel"] is that of the parameter
+        # ["dense"]["kernel"]. A count is like no parameter: None.
         arrays = jax.tree.leaves_with_path(state_of_muon)
         kept = {parameter_like(path, x.shape, leaves) for path, x in arrays} - {None}
-        # Nothing is kept of an array, of a partition with other labels, and of a Muon without momentum.
+        # Nothing is kept of an array, of a partition with other labels,
+        # and of a Muon without momentum.
         if kept and kept != matrices:
             # The caller's `errors_of` puts "monitor" before it.
             raise ValueError(
@@ -170,7 +182,8 @@ def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
 def _statistics(
     pieces: Pieces, gradients: Any, updates: Any, params: Any
 ) -> dict[str, jax.Array]:
-    """The statistics of one step: {"muon/orthogonality": float32 [], "muon/update_rms": float32 [], ...}."""
+    """The statistics of one step: {"muon/orthogonality": float32 [], "muon/update_rms":
+    float32 [], ...}."""
     # For each piece one number a matrix
     deviations = list(map(_deviation, pieces.of(updates), pieces))
     mean = jnp.mean(jnp.concatenate(deviations)) if deviations else jnp.float32(0)
@@ -178,7 +191,8 @@ def _statistics(
 
     matrices = {piece.leaf for piece in pieces}
     groups: dict[str, list[Any]] = {"muon": [], "adam": []}
-    # (gradient, update, weight) of each parameter: all three trees have the structure of the parameters.
+    # (gradient, update, weight) of each parameter: all three trees have the structure of the
+    # parameters.
     leaves = zip(*map(jax.tree.leaves, (gradients, updates, params)), strict=True)
     for i, leaf in enumerate(leaves):
         groups["muon" if i in matrices else "adam"].append(leaf)
@@ -190,7 +204,8 @@ def _statistics(
 def _of_group(
     group: str, leaves: Sequence[tuple[Any, Any, Any]]
 ) -> dict[str, jax.Array]:
-    """The statistics over a group of leaves, {"adam/update_rms": float32 [], ...}; 0 where there is no leaf.
+    """The statistics over a group of leaves, {"adam/update_rms": float32 [], ...};
+    0 where there is no leaf.
 
     A leaf is given as (gradient, update, weight).
     """
@@ -223,20 +238,23 @@ def _norm(x: jax.Array) -> Float32[Array, ""]:
 
 
 def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
-    """The least |c U U^H - I|^2 / m over c for each matrix: 0 if a multiple of U is orthogonal, 1 - 1/m for rank 1."""
+    """The least |c U U^H - I|^2 / m over c for each matrix: 0 if a multiple of U is orthogonal,
+    1 - 1/m for rank 1."""
 
     def of_matrices(update: jax.Array) -> jax.Array:
         """The same for an update without explicit axis types."""
         # [batch, m, n] with m <= n, so that the Gram matrix is the smaller one.
         u = piece.view.wide.to_matrices(update)
         u = u.astype(at_least_float32(u.dtype))
-        # The deviation does not depend on the scale of U, and no power of entries up to 1 overflows.
+        # The deviation does not depend on the scale of U,
+        # and no power of entries up to 1 overflows.
         largest = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
         u = u / or_one(largest)
         # A = U U^H, with products in full precision
         gram = dot.with_adjoint(u, u)
         # The least |c A - I|^2 / m over c is 1 - cos^2 of the angle between A and I, where cos^2 is
-        # <A, I>^2 / (|A|^2 |I|^2) with <A, I> = tr(A) = |U|^2 and |I|^2 = m. Zeros count as orthogonal: it is 1 / 1.
+        # <A, I>^2 / (|A|^2 |I|^2) with <A, I> = tr(A) = |U|^2 and |I|^2 = m.
+        # Zeros count as orthogonal: it is 1 / 1.
         squares = square_norm(gram) * gram.shape[-1]
         cosine_squared = or_one(square_norm(u) ** 2) / or_one(squares)
         # Rounding may make cos^2 larger than 1.
@@ -245,8 +263,8 @@ def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
 
     if not is_explicit(update):
         return of_matrices(update)
-    # With explicit axis types JAX refuses reshapes and products whose sharding it can't tell. Inside of `auto_axes` XLA
-    # chooses it, and divides the products among the devices.
+    # With explicit axis types JAX refuses reshapes and products whose sharding it can't tell.
+    # Inside of `auto_axes` XLA chooses it, and divides the products among the devices.
     replicated = NamedSharding(jax.typeof(update).sharding.mesh, PartitionSpec())
     in_auto_axes: Any = jax.sharding.auto_axes(of_matrices, out_sharding=replicated)
     return in_auto_axes(update)

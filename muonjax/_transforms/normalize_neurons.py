@@ -1,4 +1,5 @@
-"""NorMuon's step: each neuron of an orthogonalized update is divided by the root of its running mean square."""
+"""NorMuon's step: each neuron of an orthogonalized update is divided by the root of its running
+mean square."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ class NormalizeNeuronsState(NamedTuple):
     """State of `normalize_neurons`.
 
     Attributes:
-      second_moment: A tree like the parameters. For each matrix the running mean, for each of its neurons, of the mean
-        square of that neuron's entries; float32, in the leaf's shape with its reduction axes of size 1.
-        `optax.MaskedNode()` in place of a leaf that is no matrix, a tuple where a leaf has several parts.
+      second_moment: A tree like the parameters. For each matrix the running mean, for each of its
+        neurons, of the mean square of that neuron's entries; float32, in the leaf's shape with its
+        reduction axes of size 1. `optax.MaskedNode()` in place of a leaf that is no matrix, a tuple
+        where a leaf has several parts.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -43,7 +45,8 @@ def normalize_neurons(
     eps: float = 1e-8,
     dimension_numbers: DimensionNumbersTree | None = None,
 ) -> optax.GradientTransformation:
-    r"""Divide each neuron of an orthogonalized update by the root of its running mean square, and keep the norm.
+    r"""Divide each neuron of an orthogonalized update by the root of its running mean square,
+    and keep the norm.
 
     With O [fan_in, fan_out] an orthogonalized update, whose column j holds the weights of neuron j,
 
@@ -51,33 +54,34 @@ def normalize_neurons(
         P_ij = O_ij / (sqrt(v_j) + eps)
         O   <- P ||O||_F / ||P||_F
 
-    It belongs directly after `orthogonalize`: other updates pass without an error, but their second moment then follows
-    the size of the gradient.
+    It belongs directly after `orthogonalize`: other updates pass without an error, but their second
+    moment then follows the size of the gradient.
 
     Args:
       decay: The decay of the running mean, in [0, 1).
       eps: Added to the root, > 0.
-      dimension_numbers: As in `orthogonalize`. The neurons are the output axes; each matrix of a stacked leaf has its
-        own.
+      dimension_numbers: As in `orthogonalize`. The neurons are the output axes; each matrix of a
+        stacked leaf has its own.
 
     Returns:
       An `optax.GradientTransformation` whose state is a `NormalizeNeuronsState`.
 
     Raises:
-      ValueError: If `decay` or `eps` is out of its range, the dimension numbers do not fit the tree, or the state is
-        that of other parameters.
+      ValueError: If `decay` or `eps` is out of its range, the dimension numbers do not fit the
+        tree, or the state is that of other parameters.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
       >>> tx = muonjax.normalize_neurons()
       >>> updates = {"w": jnp.array([[3.0, 0.1], [4.0, 0.2]])}
       >>> updates, state = tx.update(updates, tx.init(updates))
-      >>> [round(float(norm), 3) for norm in jnp.linalg.norm(updates["w"], axis=0)]  # both neurons have it
-      [3.539, 3.539]
+      >>> jnp.linalg.norm(updates["w"], axis=0).round(3)  # of both neurons
+      Array([3.539, 3.539], dtype=float32)
       >>> state.second_moment["w"].shape
       (1, 2)
 
-    Source: Li et al., "NorMuon: making Muon more efficient and scalable", 2025 (arXiv:2510.05491), algorithm 1.
+    Source: Li et al., "NorMuon: making Muon more efficient and scalable",
+    2025 (arXiv:2510.05491), algorithm 1.
     """
     with errors_of("normalize_neurons"):
         check_range("decay", decay, "in [0, 1)", "; 0.95 is usual.")
@@ -88,8 +92,8 @@ def normalize_neurons(
         pieces = matrix_pieces(dimension_numbers, params)
         moments = []
         for piece, array in zip(pieces, pieces.of(params), strict=True):
-            # A number for each neuron: of a leaf [layers, d, columns] an array [layers, 1, columns], sharded as the sum
-            # over d is that `update` takes.
+            # A number for each neuron: of a leaf [layers, d, columns] an array [layers, 1,
+            # columns], sharded as the sum over d is that `update` takes.
             rows = piece.view.reduction_axes
             zeros = jnp.zeros(piece.view.summed_over(rows), jnp.float32)
             moments.append(zeros + zero_beside(array, rows).astype(jnp.float32))
@@ -98,10 +102,11 @@ def normalize_neurons(
     @errors_of("normalize_neurons")
     def update(updates, state, params=None):
         del params
-        # A piece is a leaf, or one matrix of a fused leaf, such as the queries of a kernel of queries, keys and values.
-        # A leaf that is no matrix has no piece, and passes unchanged.
+        # A piece is a leaf, or one matrix of a fused leaf, such as the queries of a kernel of
+        # queries, keys and values. A leaf that is no matrix has no piece, and passes unchanged.
         pieces = matrix_pieces(dimension_numbers, updates)
-        # Each neuron, a column, has one number: a moment has the shape of its piece, with size 1 along the rows.
+        # Each neuron, a column, has one number: a moment has the shape of its piece,
+        # with size 1 along the rows.
         shapes = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
         # The arrays of the state, one for each piece; raises unless they have these shapes.
         moments = pieces.of_state(state.second_moment, shapes)
@@ -124,7 +129,8 @@ def _normalize(
     decay: Any,
     eps: Any,
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
-    """The step of `normalize_neurons` for one piece: its update, and the second moment of its neurons.
+    """The step of `normalize_neurons` for one piece: its update,
+    and the second moment of its neurons.
 
     For a leaf [d, heads, size] with rows d the moment is [1, heads, size].
     """

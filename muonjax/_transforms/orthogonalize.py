@@ -31,23 +31,26 @@ def orthogonalize(
 ) -> optax.GradientTransformation:
     r"""Replace every matrix of the updates by its polar factor: U S V^H -> U V^H, nearly.
 
-    This is steepest descent in the spectral norm. Leaves of equal or neighboring matrix shape share a loop.
+    This is steepest descent in the spectral norm.
+    Leaves of equal or neighboring matrix shape share a loop.
 
     Args:
-      dimension_numbers: Which axes of a leaf are rows and columns: a tree of `MuonDimensionNumbers`, or a
-        prefix of one, or a function of the updates that returns one. All other axes are batch axes: each
-        index is a matrix of its own. None in the tree leaves that leaf as it is; None for the whole tree
-        says that every leaf is a plain [fan_in, fan_out] matrix.
+      dimension_numbers: Which axes of a leaf are rows and columns: a tree of
+        `MuonDimensionNumbers`, or a prefix of one, or a function of the updates that returns one.
+        All other axes are batch axes: each index is a matrix of its own. None in the tree leaves
+        that leaf as it is; None for the whole tree says that every leaf is a plain [fan_in,
+        fan_out] matrix.
       newton_schulz: Settings of the iteration; None is `NewtonSchulz()`.
-      distribution: How the leaves are sharded over a mesh, so that each matrix is orthogonalized once and not on every
-        device. Not needed on one device, nor with explicit axis types, where the arrays themselves say it.
+      distribution: How the leaves are sharded over a mesh, so that each matrix is orthogonalized
+        once and not on every device. Not needed on one device, nor with explicit axis types,
+        where the arrays themselves say it.
 
     Returns:
       A stateless `optax.GradientTransformation`.
 
     Raises:
-      ValueError, TypeError: While tracing: a leaf with fewer than two axes, axes that overlap or are out of
-        range, an empty or an integer leaf, dimension numbers that do not fit the tree.
+      ValueError, TypeError: While tracing: a leaf with fewer than two axes, axes that overlap or
+        are out of range, an empty or an integer leaf, dimension numbers that do not fit the tree.
 
     Example:
       >>> import jax.numpy as jnp, muonjax
@@ -77,7 +80,8 @@ def map_matrices(
     dimension_numbers: DimensionNumbersTree | None,
     distribution: Distribution | None,
 ) -> Any:
-    """A function of each matrix of a tree: equal shapes share a loop, and on a mesh each matrix has one owner.
+    """A function of each matrix of a tree: equal shapes share a loop,
+    and on a mesh each matrix has one owner.
 
     Args:
       function: From the policy to f, with f(x.mT) = f(x).mT.
@@ -85,11 +89,13 @@ def map_matrices(
       dimension_numbers: As in `orthogonalize`.
       distribution: As in `orthogonalize`.
     """
-    # For each piece, which is a leaf or a part of one: its array, its view, and below the index of its leaf.
+    # For each piece, which is a leaf or a part of one: its array, its view,
+    # and below the index of its leaf.
     pieces = matrix_pieces(dimension_numbers, tree)
     inputs = pieces.of(tree)
     views = [piece.view for piece in pieces]
-    # The platform of the matrices decides how they are stacked, and in which dtype they are multiplied.
+    # The platform of the matrices decides how they are stacked,
+    # and in which dtype they are multiplied.
     mesh = None if distribution is None else distribution.mesh
     policy = policy_of(*inputs, mesh=mesh)
     f = function(policy)

@@ -44,3 +44,10 @@ def prose(path: pathlib.Path) -> str:
 def test_sentences_are_whole(path):
     found = [*TELEGRAPHIC.findall(prose(path)), *UNUSUAL.findall(prose(path))]
     assert not found, found
+
+
+@pytest.mark.parametrize("top", ["muonjax", "pallas_kernels"])
+def test_no_line_is_longer_than_100_columns(top):
+    for path in (ROOT / top).rglob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            assert len(line) <= 100, f"{path}:{number}"
