@@ -253,12 +253,13 @@ class _Decider:
 
     def _doubt(self, matrices: list[Use]) -> str:
         """What else than a layer the matrices may be; "" if nothing."""
-        for use in matrices:
-            numbers = numbers_in(self.graph, use.activation)
-            if numbers is not None and set(numbers.tolist()) == {0.0, 1.0}:
-                return "a layer, or a table whose rows zeros and ones choose"
-            if self._is_softmax_of_layer(use.activation):
-                return "a layer, or a table whose rows a softmax chooses"
         if self._is_table(matrices):
             return "a layer, or a table: it is multiplied by numbers of the program, and by no data"
+        for use in matrices:
+            numbers = numbers_in(self.graph, use.activation)
+            # Many numbers are one NaN.
+            if numbers is not None and len(numbers) > 1:
+                return "a layer, or a table whose rows few numbers choose, such as zeros and ones"
+            if self._is_softmax_of_layer(use.activation):
+                return "a layer, or a table whose rows a softmax chooses"
         return ""

@@ -185,14 +185,22 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
 def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
     """What is known of the axes of a sum or a product of arrays that no parameter is in.
 
-    An image minus its mean still has the axes of an argument,
-    and one_hot(labels) * weight is zero but for one index.
+    An image minus its mean still has the axes of an argument. one_hot(labels) * weight is zero but
+    for one index, and so, but for a constant and a few indices, are one_hot(a) + one_hot(b) and
+    smoothed labels, 0.9 * one_hot(labels) + 0.01.
     """
-    kinds = ["input"] if operation.is_sum or operation.is_scale else []
-    if operation.is_scale:
-        kinds.append("one hot")
-    facts = [fact for value in operation.values for fact in value.facts]
-    return tuple(dict.fromkeys(fact for fact in facts if fact.what in kinds))
+    facts = []
+    data = [value for value in operation.values if value.depends_on]
+    for value in operation.values:
+        for fact in value.facts:
+            stays = operation.is_scale
+            if operation.is_sum:
+                in_all = all(fact in other.facts for other in data)
+                # Numbers of the program alone, such as I - 1/n, choose nothing.
+                stays = fact.what == "input" or (bool(data) and in_all)
+            if stays and fact.what in ("input", "one hot"):
+                facts.append(fact)
+    return tuple(dict.fromkeys(facts))
 
 
 def are_several_parts(values: Sequence[Value]) -> bool:

@@ -21,9 +21,9 @@ _MANY = np.array([np.nan])
 
 # Operations whose results hold no other numbers than their first operand.
 _MOVES = """
-    broadcast_in_dim convert_element_type copy copy_p dynamic_slice gather pcast pvary reshape
-    reshard rev scan_slice shard sharding_constraint slice squeeze stop_gradient tile transpose
-    unshard
+    broadcast_in_dim convert_element_type copy copy_p dynamic_slice gather pcast pvary reduce_max
+    reduce_min reshape reshard rev scan_slice shard sharding_constraint slice squeeze stop_gradient
+    tile transpose unshard
 """
 _MOVING = frozenset(_MOVES.split())
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {

@@ -134,9 +134,9 @@ class Addend(NamedTuple):
 class AxisFact(NamedTuple):
     """What is known of some axes of an array, as a layout that has runs along these alone.
 
-    "counts": it counts 0, 1, 2, ... along one; "one hot": it is one for a single index along one;
-    "input": they are those of an argument of the function; "repeats":
-    it differs along all but those that only repeat it.
+    "counts": it counts 0, 1, 2, ... along one; "one hot": along one it is a number that
+    repeats, but for one index or a few that data choose; "input": they are those of an argument of
+    the function; "repeats": it differs along all but those that only repeat it.
     """
 
     what: str

@@ -356,6 +356,69 @@ def test_a_matrix_that_may_be_several_or_a_table_is_named(loss, params):
     assert decision.by_names != bool(decision.doubt)
 
 
+def one_hot(tokens):
+    return jax.nn.one_hot(tokens, 6)
+
+
+LOOK_UPS = {
+    "smoothed": lambda t, x: 0.9 * one_hot(t) + 0.1 / 6,
+    "mixed": lambda t, x: 0.7 * one_hot(t) + 0.3 * one_hot(t[::-1]),
+    "interpolated": lambda t, x: x * one_hot(t) + (1 - x) * one_hot(t + 1),
+    "padded": lambda t, x: jnp.where(t[:, None] > 0, one_hot(t), 0.0),
+    "bag": lambda t, x: jnp.where(x > 0, one_hot(t), 0.0).sum(0, keepdims=True),
+}
+FEW_NUMBERS = {
+    "eye": lambda t, x: jnp.eye(6)[t],
+    "bag": lambda t, x: one_hot(t.reshape(2, 2)).max(0),
+    "joined": lambda t, x: jnp.concatenate(
+        [one_hot(t)[:, :3], one_hot(t + 1)[:, :3]], 1
+    ),
+    "thermometer": lambda t, x: (t[:, None] >= jnp.arange(6)) - 0.5,
+}
+FEATURES = {
+    "noise": lambda t, x: one_hot(t) + jax.random.normal(jax.random.key(0), (4, 6)),
+    "sum": lambda t, x: one_hot(t) + x,
+    "adjacent": lambda t, x: jnp.tile(x, 6) + jnp.eye(4, 6),
+}
+
+
+def of_table(weights):
+    def loss(p, tokens, x):
+        return jnp.mean((jnp.tanh(weights(tokens, x) @ p["w"]) @ p["out"]) ** 2)
+
+    params = {"w": leaf(6, 8), "out": leaf(8, 4)}
+    tokens = jax.ShapeDtypeStruct((4,), "int32")
+    return muonjax.inspect(loss, params, tokens, leaf(4, 1)).decision("w")
+
+
+@pytest.mark.parametrize("weights", LOOK_UPS.values(), ids=LOOK_UPS)
+def test_rows_that_data_choose_softly_are_looked_up(weights):
+    assert of_table(weights).why.startswith("looked up")
+
+
+@pytest.mark.parametrize("weights", FEW_NUMBERS.values(), ids=FEW_NUMBERS)
+def test_what_few_numbers_multiply_may_be_a_table(weights):
+    assert "such as zeros and ones" in of_table(weights).doubt
+
+
+@pytest.mark.parametrize("weights", FEATURES.values(), ids=FEATURES)
+def test_features_added_to_one_hot_numbers_meet_a_layer(weights):
+    decision = of_table(weights)
+    assert decision.numbers == NUMBERS(0, 1)
+    assert not decision.doubt
+
+
+def test_a_constant_that_centers_the_rows_of_a_kernel_is_no_index():
+    """Weights minus their mean, by I - 1/n: a sum of numbers without data is not one hot."""
+
+    def loss(p, x):
+        centered = (jnp.eye(8) - 1 / 8) @ p["w"]
+        return jnp.mean((jnp.tanh(x @ centered) @ p["out"]) ** 2)
+
+    params = {"w": leaf(8, 8), "out": leaf(8, 4)}
+    assert muonjax.inspect(loss, params, X).decision("w").numbers == NUMBERS(0, 1)
+
+
 def test_rules_change_decisions_and_leave_gains_without_weight_decay():
     """Stacked gains [layers, d] look like matrices to a tree of dimension numbers."""
 
