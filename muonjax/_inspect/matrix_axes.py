@@ -104,7 +104,7 @@ def _form(records: Records, use: Use) -> _Form:
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, form.columns, sliced)
     # Whether the norm's groups are the parts is not followed (`record_reduced`).
-    if cut is not None and product.has_mixed_stretches:
+    if cut is not None and product.has_mixed_groups:
         raise Contradiction(
             f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"
         )
@@ -132,15 +132,18 @@ def _rows_and_columns(
     columns, batch = set(use.columns), set(use.batch)
     # "hbd,hdf->hbf", and then a sum over h, is one product that sums over h and d: both are rows.
     summed = batch & product.added_up
-    # x @ w with w [d, e, f], whose result a later product, or a gate, takes expert by expert: e
-    # counts matrices. Heads are taken one by one as well, and stay columns.
-    heads = {run for run, _ in product.heads}
+    # y = x @ w with w [d, e, f], of which a later product takes y[b, e] with another matrix for
+    # each expert e, or a gate multiplies it, gate[b, e, 1] * y[b, e, f]: e counts matrices. Heads
+    # are taken one by one as well, and stay columns.
+    heads = {run for run, _region in product.heads}
     experts = columns & (product.batches - heads)
     # one_hot(action) chooses one of the values x @ w, with w [d, actions]: actions are taken one by
     # one, but without them w would have no columns. So they stay columns.
     if experts == columns:
         experts = set()
-    # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over.
+    # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over, so it has rows,
+    # also where each product takes it as a batch. Slices of columns that are added, as in
+    # x @ w[:, :8] + y @ w[:, 8:], give axis 1 two roles.
     slices = records.uses.summed_slices[use.view.leaf]
     row_axes = _axes([*use.rows, *summed]) | slices
     column_axes = _axes(columns - experts)

@@ -243,17 +243,19 @@ class Records:
         such as a norm or a maximum.
 
         The columns that it takes are one part. But a norm of each gate of an LSTM, x @ w as [4, 16]
-        along the last axis, takes all columns and mixes 16 at a time. They may still be four parts.
-        Whether later slices cut between the gates is not followed: if there are any, `matrix_axes`
+        along the last axis, takes all columns and mixes groups of 16. They may still be four parts.
+        Whether later slices cut between the groups is not followed: if there are any, `matrix_axes`
         leaves the parameter to names.
         """
         for projection in projections:
+            # What columns are used for that were mixed before says nothing about parts.
+            if not projection.unmixed:
+                continue
             layout = projection.layout
-            # It takes all columns, but mixes them in groups,
-            # of which other axes of the array count several.
-            has_groups = layout.runs_not_along(axes) and not layout.region
-            if has_groups and projection.unmixed:
-                projection.product.has_mixed_stretches = True
+            # It takes all columns, in groups that are mixed each for itself: other axes of the
+            # array go over the groups.
+            if layout.runs_not_along(axes) and not layout.region:
+                projection.product.has_mixed_groups = True
             else:
                 self.record_parts([projection])
 

@@ -96,8 +96,8 @@ class Product:
     heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
     # The parts that are used separately.
     parts: set[Region] = dataclasses.field(default_factory=set)
-    # Whether an operation mixed some of all columns and left others separate: see `record_reduced`.
-    has_mixed_stretches: bool = False
+    # Whether an operation mixed all columns in groups, each for itself: see `record_reduced`.
+    has_mixed_groups: bool = False
 
 
 class Projection(NamedTuple):
