@@ -15,8 +15,8 @@ from muonjax._inspect.values import CHOICES
 # where a logit of this precision takes it.
 MASKED = -9e3
 _MOST = 8
-# NaN stands for more numbers than these, as of positions or in a table,
-# and arithmetic with NaN gives NaN.
+# NaN stands for more numbers than these, as of positions or in a table. Arithmetic with NaN gives
+# NaN, and NaN is no number of a mask, since all comparisons with it are false.
 _MANY = np.array([np.nan])
 
 # Operations whose results hold no other numbers than their first operand.
@@ -40,12 +40,13 @@ def numbers_in(graph: Graph, value: int) -> np.ndarray | None:
     """The numbers that an array may hold, sorted; None if data say which.
 
     `jnp.where(mask, 0.0, -1e9)` holds -1e9 and 0. More than eight numbers, as of positions or in a
-    table, are one NaN. Where data are multiplied by a number as large as those of a mask, they are
-    taken for 0, 1 or -1: `(1 - mask) * -1e9` holds -1e9, 0 and 1e9.
+    table, are one NaN.
     """
     if value in graph.possible_numbers:
         return graph.possible_numbers[value]
     node = graph.maker(value)
+    # `known` has what the program computes from constants alone, `constants` each array that it
+    # closes over.
     constant = graph.known.get(value, graph.constants.get(value))
     numbers = None
     if constant is not None:
@@ -76,8 +77,8 @@ def is_mask(graph: Graph, value: int, hides: float = MASKED) -> bool:
 def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
     """The numbers in the result of an operation, by those in its operands; None if data say which.
 
-    where(data, 0, -1e9) holds 0 and -1e9, data * -1e9 holds -1e9, 0 and 1e9,
-    and data + 1 gives None.
+    where(data, 0, -1e9) holds 0 and -1e9, and data + 1 gives None. Data times a number as large as
+    a mask's are taken for a mask that is an argument: data * -1e9 holds -1e9, 0 and 1e9.
     """
     if node.name in _MOVING:
         inputs = node.inputs[:1]
@@ -88,7 +89,8 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
         inputs = node.inputs
     else:
         # Without data, or with no more than a key of random numbers, the program says which numbers
-        # these are, such as the cosines of positions. They are not computed here.
+        # these are, such as the cosines of positions. They are not computed here: a NaN stands for
+        # them.
         data = graph.data_before(node.inputs)
         are_keys = all(
             jnp.issubdtype(graph.avals[x].dtype, jax.dtypes.prng_key) for x in data
@@ -101,15 +103,15 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
         if numbers is not None:
             known.append(numbers)
     if len(known) < len(inputs):
-        # Only one of the two operands is known. Data times -1e9 is taken for a mask that is an
-        # argument, of 0 and 1, or of 0 and -1 as in (mask - 1) * 1e9.
+        # Data times a known number of the size of a mask's: the data are not looked at, but taken
+        # for a mask of 0 and 1, or of 0 and -1 as in (mask - 1) * 1e9.
         if node.name == "mul" and known and (-np.abs(known[0]) <= MASKED).all():
             return np.concatenate([-known[0], [0.0], known[0]])
         return None
     if node.name not in _ARITHMETIC:
         return np.concatenate(known)
-    # Each number of one operand with each of the other, of which there are at most eight.
-    # Some pairs may not occur.
+    # Each number of one operand with each of the other; `numbers_in` gives at most eight of each,
+    # and `log` has one operand. Some pairs may not occur.
     with np.errstate(all="ignore"):
         combined = _ARITHMETIC[node.name](*np.meshgrid(*known))
     return combined.reshape(-1)
