@@ -258,7 +258,7 @@ class Certificate:
         return self._moved(node, self.tables[operand])
 
     def _of_several(self, node: Node) -> Table:
-        """The table of a product entry by entry, a sum,
+        """The table of a product entry by entry, a sum, a maximum,
         a choice or a concatenation of several arrays.
 
         Entries that are added, or of which one is chosen, must have equal factors,
@@ -268,8 +268,9 @@ class Certificate:
         if node.name in CHOICES:
             # No clip changes the condition: comparisons and casts to whole numbers are refused.
             _, *inputs = inputs
-        # What a mask puts in the place of logits or adds to them, `MASKED` or less, counts as zero:
-        # softmax gives it no weight, so that it fits every factor.
+        # What a choice puts in the place of logits, or a sum adds to them, counts as zero if it
+        # holds 0 and numbers of `MASKED` or less: softmax gives these no weight, whatever their
+        # factor is. Anywhere else an array of 0 and -inf alone counts as zero.
         may_mask = node.name in ("select_n", "add") and self.records.values[out].logits
         hides = MASKED if may_mask else -np.inf
         rank = len(self.records.shape(out))
@@ -278,7 +279,8 @@ class Certificate:
             return _product(*tables, sign=1 if node.name == "mul" else -1)
         if node.name == "concatenate":
             return self._concatenated(node, tables)
-        # The operands along a new axis 1, which then goes as in a sum over an axis.
+        # Axis 0 of a table has its three numbers. The operands lie along a new axis 1, which then
+        # goes as in a sum over an axis.
         return _reduced_if_equal(np.stack(np.broadcast_arrays(*tables), 1), (1,))
 
     def _concatenated(self, node: Node, tables: Sequence[Table]) -> Table:
@@ -432,29 +434,33 @@ class Certificate:
     def _heads_of_entries(self, table: Table) -> np.ndarray:
         """The number of the head of each entry of the logits, found by the logarithm of its factor.
 
-        It has one entry along each axis without heads.
-
-        A table [3, 4, 1, 1] with the logarithms a, b, a, b, where γ has a, b, gives 0, 1, 0,
-        1 of the shape [4, 1, 1].
+        Two heads have the logarithms a and b. Logits with an axis of two examples and two heads
+        have the table [3, 4, 1, 1] with a, b, a, b: it gives 0, 1, 0, 1 of the shape [4, 1, 1].
 
         Args:
-          table: That of the logits, [3, *loops, *axes]. The loops are the scans around the logits;
-            one that does not go over layers has one entry.
+          table: That of the logits, [3, *loops, *axes], with the axes of the array from `first` on.
+            The loops are the scans around the logits; one that does not go over layers has one
+            entry.
+
+        Returns:
+          The numbers, [*axes], with one entry along each axis on which no head depends.
 
         Raises:
           NotFollowed: They got other factors than their heads.
         """
         layers = math.prod(table.shape[1 : self.first])
-        # A column for each entry of the logits: its logarithms in all layers, then its first
-        # positions and its last ones. Entries of one head have equal columns, so that as many
-        # different ones are left as there are heads, the least logarithm of the first layer first.
-        # Logits of some features of a head only, or of two heads that were taken for one, have the
-        # logarithm of a head and other positions, and so make one column too many.
+        # A column for each entry of the logits: in all layers its logarithm, and the first and the
+        # last position, in the parameters that are scaled, of what it is made of. Entries of one
+        # head have equal columns, so that one column is left for each head. Logits of some features
+        # of a head only, or of two heads that were taken for one, have the logarithm of a head and
+        # other positions, and so make one column too many.
         columns, column_of = np.unique(
             table.reshape(3 * layers, -1), axis=1, return_inverse=True
         )
         # [layers, heads]
         expected = self.logarithms.reshape(-1, self.logarithms.shape[-1])
+        # The columns are sorted by their first number: column i is that of the head with the i-th
+        # least logarithm in the first layer.
         order = expected[0].argsort()
         # A zero among the logits, as of a sink, has the logarithm NaN, which equals nothing.
         if not np.array_equal(columns[:layers], expected[:, order]):
