@@ -176,14 +176,14 @@ def _check_readers(records: Records, product: int) -> None:
                 continue
             for result in node.outputs:
                 if not any(x.product == product for x in values[result].logits):
-                    raise Refused(_not_alone(records, i))
+                    raise Refused(_why_not_alone(records, i))
                 # After an exponential come softmax's weights, which change as the clip wants it.
                 is_weights = node.name in follow_logits.EXPONENTIALS
                 if not is_weights and result not in followed:
                     followed.append(result)
 
 
-def _not_alone(records: Records, operation: int) -> str:
+def _why_not_alone(records: Records, operation: int) -> str:
     """Why a clip can't go through this operation."""
     node, line = records.nodes[operation], records.graph.line(operation)
     values = records.inputs(node)
@@ -239,14 +239,15 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
     """One attention in place of calls with the same queries,
     with the first proposal that is exact; or why none is.
 
-    One clip scales the logits of all of these calls: a problem of one is a problem of all. Either
-    all have proposals, the last of them the same, or all are refused without any,
-    and then for the problem of the first.
+    One clip scales the logits of all of these calls: a problem of one is a problem of all.
+    `attentions` groups calls by their last proposal, which scales the queries alone. So all of them
+    have this proposal; or none has any, since each was refused before: then the problem of the
+    first is the answer.
     """
     first = calls[0]
     problem = first.problem
     logits = [call.raw for call in calls]
-    # Until calls become one attention, each has one probe.
+    # Until calls become one attention, each has one probe, or none if it was refused.
     probes: list[Probe] = []
     for call in calls:
         probes += call.probes
@@ -254,9 +255,9 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
         if not all(spans in call.proposals for call in calls):
             continue
         certificate = Certificate(records, probes, logits, spans)
-        failure = certificate.failure()
-        if failure is not None:
-            problem = _not_alone(records, failure)
+        operation = certificate.failure()
+        if operation is not None:
+            problem = _why_not_alone(records, operation)
             continue
         try:
             # With the axes of the logits that count layers and heads.
@@ -269,4 +270,6 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
             )
         else:
             return first._replace(spans=spans, probes=located)
+    # Refused, for the problem of the last proposal that was tried. A refusal makes a warning about
+    # its masks needless.
     return first._replace(problem=problem, doubt="")

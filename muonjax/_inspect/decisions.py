@@ -178,6 +178,7 @@ class _Decider:
 
     def _of_products(self, products: list[Use]) -> Decision:
         """The decision on a parameter that multiplies activations."""
+        # "layer", "output", or "frozen layer", if only matrices that do not train follow.
         destinations = {self.ends.destination(use) for use in products}
         # No layer follows any of them: an output head, whatever its shape is.
         if self.is_loss and destinations == {"output"}:
@@ -189,9 +190,9 @@ class _Decider:
             why = "a depthwise convolution" if is_depthwise else "multiplied by vectors"
             return self._adam(why, products[0].node)
         first = matrices[0].node
-        # Without a loss the last product may be a head, or give features that a loss takes. (With
-        # one, it is a head, above.) A product by a vector of the parameter before a layer changes
-        # nothing of that.
+        # No layer follows its products as a matrix. Without a loss these may be a head, or give
+        # features that a loss takes. With one they were a head, above, unless a product of it as a
+        # vector goes on to a layer, which says nothing of the matrix.
         if all(self.ends.destination(use) == "output" for use in matrices):
             return self._adam("last product", first, by_names=True)
         if all(self._cuts_patches(use) for use in matrices):
@@ -204,7 +205,7 @@ class _Decider:
             return Decision(None, str(problem), by_names=True)
         doubt = self._doubt(matrices)
         # Only matrices that don't train follow: it is a hidden layer before frozen ones,
-        # or a head before a transform.
+        # or a head whose result a fixed matrix transforms.
         if self.is_loss and "layer" not in destinations:
             doubt = "a hidden layer, or an output head: what follows it does not train"
         if doubt:

@@ -281,7 +281,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
 
 def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """The parameters that go on from a product of parameters and data, such as w * mask,
-    or a sum of such products.
+    or from a sum of such products or a choice among them.
 
     w0 * a + w1 * (1 - a) is a mixture of two matrices. None go on from a sum with a layer's result,
     with logits, or with parameters that are not followed any more, as tanh(w0 * a):
@@ -291,8 +291,8 @@ def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     if operation.is_sum:
         for value in values:
             is_other = not value.views or value.projections or value.logits
-            # What does not train (FROZEN, without PARAMETER) may be added,
-            # as first-order MAML and SAM add gradients.
+            # After a `stop_gradient` a value depends on FROZEN in place of PARAMETER. Such a value
+            # may be added: first-order MAML and SAM add gradients.
             if value.depends_on & PARAMETER and is_other:
                 return ()
     elif not operation.is_scale:

@@ -232,8 +232,9 @@ class Graph:
         """Appends an operation of the body at `place`; returns the values of its `variables`,
         which are new."""
         outputs = [self._new(v, place) for v in variables]
-        # An einsum of three or more operands multiplies them in an order that depends on their
-        # sizes. All of its operations get one name, whose rule follows none of them.
+        # JAX multiplies the operands of such an einsum in an order that depends on their sizes: at
+        # another batch size the same program would get other answers. All of its operations get one
+        # name, whose rule makes the result unknown (`rules._long_einsum`).
         if _is_long_einsum(equation.source_info.name_stack):
             name = LONG_EINSUM
         index = len(self.nodes)

@@ -48,13 +48,12 @@ def varying(aval: Any) -> frozenset[Any]:
 def with_bodies(
     eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int
 ) -> dict[str, Any]:
-    """An equation's parameters with the jaxprs `new` as its bodies,
-    each of which returns `count` values more.
+    """An equation's parameters with the jaxprs `new` as its bodies, in the order of `bodies`.
 
-    Parameters that have an entry for each output get `count` entries more, which say nothing about
-    the new outputs: for a `jit` with one output and a count of 1, out_shardings=(s,) becomes (s,
-    UNSPECIFIED). The equation is a `cond`, or has one body: it is not a `while`, in which no logits
-    are measured.
+    Each returns `count` values more. Parameters that have an entry for each output get `count`
+    entries more, which leave the new outputs where JAX puts them by itself: for a `jit` with one
+    output and a count of 1, out_shardings=(s,) becomes (s, UNSPECIFIED). The equation is a `cond`,
+    or has one body: it is not a `while`, in which no logits are measured.
     """
     remaining = iter(new)
 
@@ -66,8 +65,9 @@ def with_bodies(
         return jaxpr if isinstance(parameter, ClosedJaxpr) else jaxpr.jaxpr
 
     params: dict[str, Any] = jax.tree.map(replaced, eqn.params)
-    # Since JAX 0.12 a scan has a tree of what it carries and one of what it stacks,
-    # as the new values are stacked.
+    # Since JAX 0.12 a scan has a tree of what it carries and one of what it stacks, as the new
+    # values are stacked. Only the leaves of these trees and their order count, so the new tree may
+    # have the old one as its first child.
     if "ft_out" in params:
         carry, stacked = params["ft_out"].unpack()
         tree = type(params["ft_out"])
@@ -82,7 +82,7 @@ def with_bodies(
 @functools.cache
 def _unspecified() -> dict[str, Any]:
     """By the name of a parameter of a `jit` or a `compute_on`,
-    its entry for an output about which nothing is said."""
+    its entry for an output that JAX places by itself."""
     (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
     return {
         "out_shardings": eqn.params["out_shardings"][0],

@@ -340,17 +340,18 @@ def _of_activations(
 
 
 def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
-    """Leaves a layer to names if a product sums over some of its columns and keeps others:
-    these may count experts.
+    """Leaves a layer w to names if a product of its result with another activation, or with numbers
+    that do not train, sums over some columns of w and keeps others: these may count experts.
 
     With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) is such a
-    product. So is one with kernels that were mixed for each example, x[b, d] v[b, d,
-    f] with v = einsum("be,edf->bdf", r, w).
+    product. So is one with kernels that were mixed for each example,
+    x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
     """
     for projection in operand.value.projections:
-        # Columns that a gate chooses, as of labels, are known to count experts.
         layout = projection.layout
+        # The runs along columns of w, but for those that are known to count experts or heads.
         columns = set(projection.product.use.columns) - projection.product.batches
+        # Those of them that the product sums over, and in the next line those that it keeps.
         summed = columns.intersection(layout.runs_along(operand.summed))
         if summed and columns.intersection(layout.runs_along(operand.free)):
             records.record(

@@ -104,7 +104,8 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     as in a norm or a penalty.
 
     Raises:
-      NotFollowed: The parameters keep different axes, as the factors in sum_k a[i, k] * b[k, j].
+      NotFollowed: The parameters keep different axes, as the factors in sum_k a[i, k] * b[k, j],
+        or the sum goes over an axis along which a parameter was put together with other arrays.
     """
     reduced = []
     kept_sets = set()
