@@ -293,6 +293,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         # which the loading warpgroup may fill anew.
                         plgpu.wgmma_wait(1)
 
+                        # The stage of the last product is handed back after the loop.
                         @pl.when(s > 0)
                         def hand_back():
                             plgpu.barrier_arrive(free.at[previous])

@@ -168,7 +168,7 @@ def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m
 def _in_blocks(
     o: Operands, *, rows: int, platform: str
 ) -> Inexact[Array, "*batch m m"]:
-    """The product from rows of blocks: ``P_ij = X_i Y_jᴴ`` for i >= j, and ``P_ji = P_ijᴴ``."""
+    """``alpha·P + beta·C`` from blocks of P: ``P_ij = X_i Y_jᴴ`` for i >= j, ``P_ji = P_ijᴴ``."""
     # Block i takes the rows from bounds[i] to bounds[i + 1].
     m = o.x.shape[-2]
     bounds = [m * i // rows for i in range(rows + 1)]
@@ -191,7 +191,8 @@ def _in_blocks(
             block = product(x_i, cut(o.second, j))
             blocks[i, j] = block
             blocks[j, i] = mirror(block) if i == j else block.mT.conj()
-    # First each column of blocks, then all columns. The mirrored blocks are transposed on the way.
+    # First each column of blocks, then all columns. XLA transposes the mirrored blocks while it
+    # copies them into their column.
     columns = []
     for j in range(rows):
         column = [blocks[i, j] for i in range(rows)]

@@ -13,15 +13,17 @@ def numbers_from_loop(
 ) -> Sequence[jax.typing.ArrayLike]:
     """The same numbers, on a CPU as int32 results of a loop, so that XLA does not know them.
 
-    Slices of one size, such as the matrices of a stack, are one kernel at numbers that XLA does not
-    know; at constants each is a kernel of its own. With 96 layers of one shape, to compile such
-    slices took more than half of the time.
+    Slices of one size, such as the matrices of a stack or the blocks of a symmetric product, are
+    one kernel at numbers that XLA does not know; at constants each is a kernel of its own. With 96
+    layers of one shape, to compile such slices took more than half of the time.
     """
     # Elsewhere each pass of the loop would be a launch;
     # and a single slice is a single kernel either way.
     if platform != "cpu" or len(numbers) < 2:
         return numbers
-    # XLA does not run loops while compiling, so that their results are unknown to it.
+    # XLA does not run loops while compiling, so that their results are unknown to it. But what no
+    # pass changes, XLA takes out of the loop, and knows it again. So every pass shifts all numbers
+    # by one place, until each is in its own.
     table = jnp.asarray(numbers, jnp.int32)
     zeros = (jnp.int32(0),) * len(numbers)
 

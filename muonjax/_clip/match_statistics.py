@@ -28,8 +28,8 @@ def match_statistics(
     Args:
       argument: What `update` calls the statistics, for errors.
       given: The dictionary, such as {"decoder/attention": [*layers, entries]}.
-      sites: What is clipped. The `name` of each is its key: the path of its module,
-        perhaps with its signal.
+      sites: What is clipped. The `name` of each is its key: the path of its module, and where a
+        module has several statistics, also the name of this one.
       ignored: Keys that may be in the dictionary without a site.
     """
     form = (
@@ -51,7 +51,8 @@ def match_statistics(
             f"[{listed(missing, ', ')}], statistics without a site "
             f"[{listed(sorted(unclaimed), ', ')}]. {form}"
         )
-    # Each is checked, and gets -inf for what is not finite.
+    # Each is checked, and gets -inf for what is not finite: no head is clipped by a number that
+    # overflowed.
     return {
         site.name: _finite_statistic(argument, statistics[site.name], site)
         for site in sites

@@ -115,11 +115,12 @@ def clip_of_logits(
             f"batch), then\n{line}"
         )
     # γ = min(1, threshold / largest logit). Once the sites are placed on modules,
-    # `_disjoint_attentions` gives queries and keys their powers of γ: 1/2 each,
-    # or 1 and 0 where heads share keys.
+    # `_disjoint_attentions` gives queries and keys their powers of γ, 1/2 each, or 1 and 0 where
+    # heads share keys. It refuses sites that would scale the same numbers twice.
     return ClipByStatistic(
         call=call,
         argument="max_logits",
+        # An error begins "update needs max_logits", goes on with this, and ends "tx.update(...)".
         source=" (muonjax.linen.TrainState passes it on): "
         "(loss, max_logits), grads = muonjax.value_and_grad(loss_fn)(params, batch), then\n",
         sites=as_sites("program" if is_optimizer else "sites", sites),

@@ -161,8 +161,8 @@ class PlacedScale(NamedTuple):
         """One value for each entry at all of its scaled positions,
         in the parameter's axes; `otherwise` in all others.
 
-        The values [a, b] of two heads, which are the first four of six columns of a kernel [16,
-        6], give
+        The values [a, b] of two heads, which are the part (0, 4) of the six columns of a kernel
+        [16, 6], give
 
             [[a, a, b, b, 1, 1]]    with 1 `otherwise`.
 
@@ -173,6 +173,7 @@ class PlacedScale(NamedTuple):
         *layers, entries = values.shape
         sizes = [self.shape[axis] for axis in self.axes]
         # In all groups together, the positions of the part are shared equally by the entries.
+        # `placed` has filled in the end, so that `or` is for the type checker alone.
         first, end = scale.part
         run = ((end or 0) - first) * scale.groups // entries
         xp = values.__array_namespace__()  # NumPy or jax.numpy

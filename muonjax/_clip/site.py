@@ -122,7 +122,7 @@ class PlacedSite(NamedTuple):
 
     Attributes:
       name: Its key in the clip's state and statistics: the path of the module, "decoder/attention",
-        perhaps with the name of its signal.
+        and where a module has several statistics, the name of this one, `Site.signal`.
       scales: What is scaled, without the optional parameters that the module lacks.
     """
 

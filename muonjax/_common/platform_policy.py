@@ -62,23 +62,23 @@ class Policy:
 
     @property
     def stack_elements(self) -> float:
-        """How many elements are stacked at most, to run as one batch.
+        """How many elements several arrays may have together, to be stacked and run as one batch.
 
-        On an accelerator a stack costs a copy and memory, and saves launches. The bounds follow
-        from operations that were counted (docs/kernels.md).
+        A single array, such as that of scanned layers, may have more. On an accelerator a stack
+        costs a copy and memory, and saves launches. The bounds follow from operations that were
+        counted (docs/kernels.md).
         """
         # On a CPU the loop over chunks (see `chunk_size`) reads the stack where it is.
         if self.is_cpu:
             return math.inf
         if self.platform == "tpu":
-            # JAX calls a v5e and a v6e "lite": they have less memory bandwidth than a v5p. One
-            # matrix of 1024 x 4096, since the fast memory keeps no larger stack: 8 matrices in two
-            # stacks take 16 % more of the counted time than one by one on a v5e,
-            # and 53 % more on a v6e.
+            # Counted for 8 matrices of 1024 x 4096: in two stacks of four they take 16 % more time
+            # than one by one on a v5e, 53 % more on a v6e, and 29 % less on a v5p. JAX calls a v5e
+            # and a v6e "lite": they have less memory bandwidth.
             if "lite" in self.kind:
+                # One matrix of 1024 x 4096: the fast memory keeps no larger stack.
                 return 4 << 20
-            # One matrix of 4096 x 4096, 24 of 768 x 768 or 6 of 768 x 3072.
-            # On a v5p the two stacks take 29 % less.
+            # A little more than one matrix of 4096 x 4096
             return 17 << 20
         # Two matrices of 4096 x 4096
         return 32 << 20

@@ -72,6 +72,8 @@ def map_groups(
 ) -> list[Inexact[Array, "_batch _m _n"]]:
     """f of each matrix, compiled once for each group.
 
+    A group is the arrays that share a program, and a stack is as much of it as runs at once.
+
     Args:
       f: Its `whole` maps [*batch, m, n] to the same shape, each matrix by itself;
         columns of zeros stay zero.
@@ -97,8 +99,9 @@ def map_groups(
         if policy.one_stack_at_a_time and previous is not None:
             # XLA keeps a stack in memory until its results are cut out of it and cast. Its
             # scheduler for GPUs would begin the next stacks before, and keep several. So the arrays
-            # of this stack wait for the last result of the previous one,
-            # which is cut out together with the others.
+            # of this stack wait for the last result of the previous one, which is cut out together
+            # with the others. What uses that result later gets it from the barrier too: else XLA
+            # could cut it out there once more, and keep the previous stack until then.
             waiting = parts, results[previous]
             parts, results[previous] = jax.lax.optimization_barrier(waiting)
         outputs = _map_stack(f, parts, policy)

@@ -401,9 +401,8 @@ class Pieces(list[Piece]):
         what is no matrix stays.
 
         A fused kernel [8, 12] of queries, keys and values has three pieces [8, 4]. `in_stretches`
-        shows them as [8, 1, 4], and side by side along the last axis they are [8, 1, 12]. Where
-        queries, keys and values of two groups take turns along the axis,
-        each piece has two stretches, [8, 2, 2].
+        shows them as [8, 1, 4], and side by side along the last axis they are [8, 1, 12]. Where the
+        axis is q k v q k v, of two groups, each piece has two stretches of two columns, [8, 2, 2].
         """
         leaves = self.treedef.flatten_up_to(tree)
         for i, pairs in self._by_leaf(results).items():

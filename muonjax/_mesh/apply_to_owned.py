@@ -78,8 +78,9 @@ class Loop(NamedTuple):
 def _loop(owned: Owned, policy: Policy) -> Loop:
     """The loop over matrices of one shape, a batch of equally many in each step.
 
-    Two owners with the matrices [(0, A), (32, A)] and [(0, A), (32, B)], for layouts A and B, get
-    with batches of one matrix the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
+    Each matrix is given by its first column in the buffer and its layout. Two owners with the
+    matrices [(0, A), (32, A)] and [(0, A), (32, B)], in blocks of 32 numbers, get with batches of
+    one matrix the places [[(0, 0), (32, 0)], [(0, 0), (32, 1)]] and two steps each.
     """
     # How many matrices of each layout an owner has. One shape can have several layouts: leaves that
     # are sharded along other axes.

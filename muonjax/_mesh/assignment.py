@@ -159,14 +159,16 @@ def _give(queue: list[Matrices], owners: Owners, busy: np.ndarray) -> np.ndarray
 
     Args:
       queue: The matrices, which are interchangeable. It is empty afterwards.
-      owners: What each owner has already. On a tie the owner that stores least comes first.
-      busy: How busy each owner is: its work over that on one of these matrices.
+      owners: What each owner has already; these lists grow. On a tie the owner that gets the fewest
+        elements from a device comes first.
+      busy: The work of each owner so far, as a number of these matrices: 2.5 is the work of two
+        and a half.
 
     Returns:
       How many matrices each owner gets.
     """
-    # The least busy owner is the first of the heap; each matrix makes it busier by one,
-    # and stores a block more there.
+    # The least busy owner is the first of the heap. Each matrix makes it busier by one, and each
+    # device sends it one block more.
     heap = []
     for i, owner in enumerate(owners):
         # Rounded, so that sums of the same numbers in different orders are equal.
@@ -176,10 +178,11 @@ def _give(queue: list[Matrices], owners: Owners, busy: np.ndarray) -> np.ndarray
     # All matrices of a kind have one layout.
     block_size = queue[0].layout.block_size
     for _ in range(sum(matrices.count for matrices in queue)):
-        load, stored, i = heap[0]
-        heapq.heapreplace(heap, (round(load + 1, 6), stored + block_size, i))
+        load, received, i = heap[0]
+        heapq.heapreplace(heap, (round(load + 1, 6), received + block_size, i))
         counts[i] += 1
-    # Each owner gets consecutive matrices, which are then few slices of the leaves.
+    # Each owner gets consecutive matrices, which are then few slices of the leaves; `+=` adds them
+    # to the list in `owners`.
     for owner, count in zip(owners, counts.tolist(), strict=True):
         owner += _take(queue, count)
     return counts

@@ -135,7 +135,8 @@ def spread_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
     leaves = jax.tree.leaves_with_path(tree)
     specs_of_leaves = []
     for entry, (path, leaf) in zip(entries, leaves, strict=True):
-        # A sharding may be on another mesh. None, of a replicated leaf, names no axes.
+        # Only the names of mesh axes count: the mesh of a sharding is ignored, and None, of a
+        # replicated leaf, names none.
         spec = PartitionSpec(*_mesh_axes_by_axis(entry))
         # JAX would raise only where the array is used.
         if len(spec) > leaf.ndim:

@@ -69,6 +69,8 @@ def map_on_mesh(
         if mesh.size == 1:
             # A script for a mesh, run on one device, computes the same as without one.
             return tuple(map_leaves(f, blocks, views, policy))
+        # Each matrix gets an owner. A round sends all leaves that are sharded over the same mesh
+        # axes to their owners, and the results back.
         rounds = assign_owners(sharded_leaves, mesh_shape)
         views_of_blocks = [view_of_block(leaf, mesh_shape) for leaf in sharded_leaves]
         return tuple(exchange(f, blocks, views_of_blocks, rounds, policy))
@@ -80,9 +82,9 @@ def map_on_mesh(
     )
     if AxisType.Explicit not in mesh.axis_types:
         return list(run(*leaves))
-    # With explicit axis types `shard_map` asks for arrays whose types have its specs. Theirs may
-    # differ by those of a Distribution or by a mesh axis that was left out.
-    # The results get the leaves' types again.
+    # With explicit axis types `shard_map` asks for arrays whose types have its specs. The types of
+    # the leaves differ from these where a Distribution says something else, or where mesh axes that
+    # do not divide a leaf evenly were left out. The results get the leaves' types again.
     even = [NamedSharding(mesh, spec) for spec in specs]
     results = run(*map(jax.sharding.reshard, leaves, even))
     return list(map(sharded_like, results, leaves))

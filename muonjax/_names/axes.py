@@ -57,6 +57,7 @@ def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers
         if role is roles.EXPERTS:
             # [experts, in, out]
             return MuonDimensionNumbers(1, 2)
+        # "query", "key", "value" or "out" of an attention, with d, heads and size in some order
         if role.projection:
             return _attention(p, neighbors)
     output = _output_axis(p, neighbors)

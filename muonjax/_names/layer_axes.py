@@ -14,8 +14,8 @@ from muonjax._names.roles import Parameter
 
 
 def unstack(parameters: list[Parameter]) -> list[Parameter]:
-    """Remove the axes that count layers, again and again where scans are nested;
-    and those that count parts.
+    """Remove the axes that count layers, again and again where scans are nested,
+    and then the axis that counts parts.
 
     A stack of a kernel [6, 32, 80], its bias [6, 80] and a norm's scale [6, 32] becomes one layer's
     [32, 80], [80] and [32].
@@ -25,11 +25,12 @@ def unstack(parameters: list[Parameter]) -> list[Parameter]:
 
     Returns:
       The same leaves with the axes of one layer. A leaf whose axis of layers can't be told keeps
-      it, and `is_stacked` says so.
+      it; the function `is_stacked` tells such a leaf by its number of axes.
     """
-    # Each round takes one axis from every stack that it finds, until a round takes none.
-    while (layers := _layers(parameters, Neighbors(parameters), 0)) != parameters:
-        parameters = layers
+    # Each round looks for stacks from the root of the tree down and takes one axis from each, until
+    # a round finds none.
+    while (unstacked := _layers(parameters, Neighbors(parameters))) != parameters:
+        parameters = unstacked
     # Queries, keys and values [3, d, heads, size] become the queries [d, heads, size].
     return list(map(_one_part, parameters))
 
@@ -57,14 +58,15 @@ def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
 
 
 def _layers(
-    parameters: Sequence[Parameter], neighbors: Neighbors, depth: int
+    parameters: Sequence[Parameter], neighbors: Neighbors, depth: int = 0
 ) -> list[Parameter]:
     """One layer of each leaf in a module: without the axis of layers if the module is a stack,
     else as it is.
 
     A module is a stack if one of its leaves must be a stack, all others may be, and all have an
     axis of the same size at the same position. In any other module, the modules inside of it are
-    tried in turn. In the tree, the parameters are all below the same `depth` keys.
+    tried in turn. The parameters are all below the same `depth` keys of the tree, which are those
+    of the module; the root has none.
     """
     # By a leaf's number of axes and its bias, which is among the neighbors. None, for a leaf that
     # may or may not be a stack, fits either answer.

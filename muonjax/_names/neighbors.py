@@ -69,9 +69,9 @@ class Neighbors:
         """1 if a weight is stored (out, in), -1 if (in, out),
         0 if its bias and its name don't show it.
 
-        A `kernel` is always (in, out). A `weight` is (out, in) in PyTorch and Equinox, and (in,
-        out) in axlearn. A weight [80, 32] with a bias [80] votes 1, and so does one called `up`,
-        which widens 32 to 80.
+        A `kernel` is always (in, out), and needs no vote: 0. A `weight` is (out, in) in PyTorch and
+        Equinox, and (in, out) in axlearn. A weight [80, 32] with a bias [80] votes 1, and so does
+        one called `up`, which widens 32 to 80.
         """
         is_matrix = p.rank > 1 and p.role not in roles.ADAM
         if not is_matrix or not p.is_called_weight:

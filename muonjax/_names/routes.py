@@ -144,7 +144,8 @@ def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
         if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
         # The type of a module shows what its kernel is: that of an `eqx.nn.Embedding` is an
-        # embedding under any name. It shows nothing of the module's bias, which names give to Adam.
+        # embedding under any name. `types` has the same role for the module's bias, which is wrong:
+        # what names give to Adam, such as a bias, keeps the role that they show.
         role = roles_by_path[path]
         if role not in roles.ADAM:
             role = types.get(path, role)

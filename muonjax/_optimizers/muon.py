@@ -162,7 +162,7 @@ def _muon_like(
 
     Args:
       call: Names the optimizer in errors.
-      members: None in `muon`, and `normalize_neurons` in `normuon`.
+      members: Empty in `muon`, and `normalize_neurons` in `normuon`.
 
     All other arguments are as in `muon`.
     """
@@ -182,6 +182,8 @@ def _muon_like(
     )
 
 
+# `help` shows all keywords, with the defaults that these two functions give them, and an error says
+# what an unknown one is called here.
 @explains_keywords("muon", _muon_like, _orthogonalized)
 def muon(
     learning_rate: optax.ScalarOrSchedule,
@@ -234,6 +236,7 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
+    # There are no members between the polar factor and its scale.
     return _muon_like("muon", [], learning_rate, program, **settings)
 
 
@@ -361,8 +364,8 @@ def muonclip(
         is. Or, for an attention inside of a kernel, sites by hand, such as `mha_site()`.
       threshold: The largest pre-softmax logit allowed, after the 1/sqrt(d) scale and the mask; > 0.
       every_k: As in `qk_clip`.
-      dimension_numbers: With sites by hand, which leaves are matrices: what `muon` takes as
-        `program`. None: names decide.
+      dimension_numbers: Which leaves are matrices, in place of the program's answer: what `muon`
+        takes as `program`. None: the program decides, or with sites by hand the names.
 
     All other arguments are as in `muon` and `qk_clip`.
 
@@ -393,6 +396,7 @@ def muonclip(
     # `muon` checks them too, and would call them its "program".
     check_program("dimension_numbers", dimension_numbers)
     optimizer = muon(learning_rate, dimension_numbers, **settings)
+    # A chain of both
     return _clipped(
         optimizer, clip_of_logits("muonclip", threshold, program, every_k, axis_name)
     )

@@ -120,7 +120,7 @@ def check_program(argument: str, given: Any) -> None:
     tree from the parameters. `muon(1e-3, params)` is a likely mistake. The caller's `errors_of`
     puts its name before the message.
     """
-    # A program and a function are leaves for JAX.
+    # A program and a function are leaves for JAX, and None is no leaf, so it passes.
     for leaf in jax.tree.leaves(given, is_leaf=_is_dimension_numbers):
         is_program = hasattr(leaf, "dimension_numbers")
         if _is_dimension_numbers(leaf) or is_program or callable(leaf):

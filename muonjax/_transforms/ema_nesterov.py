@@ -123,7 +123,8 @@ def ema_nesterov(
         # `params` are y = θ + beta m: θ are the weights that `inner` has made, and m is the mean of
         # their changes. With θ' = A(y), the step A of `inner` returns u = θ' - y.
         updates, inner_state = inner.update(updates, state.inner, params, **extra_args)
-        # The parameters after this update are ahead by the beta of the next gradient.
+        # The next gradient is taken at the parameters that this update makes: they are ahead by the
+        # beta of the next step. The state keeps it, for `ema_nesterov_params` to step back by.
         count = jnp.asarray(optax.safe_increment(state.count))
         next_beta = beta_at(count)
 
@@ -190,7 +191,7 @@ def ema_nesterov_params(state: Any, params: optax.Params) -> Any:
             raise ValueError(
                 "(state, params): params have other shapes than the state."
             )
-    # The beta of the last update, by which these parameters are ahead.
+    # The last update stored the beta of the next gradient: by it the parameters are ahead.
     # `nnx.Optimizer` boxes each leaf of a state.
     beta = without_box(states[0].beta)
     weights = []

@@ -185,7 +185,7 @@ def _step(
     only ratios of norms count here.
 
     Args:
-      update: O in `hyperball`, here U.
+      update: U, the update so far, which `hyperball` calls O.
       weight: W.
       kept_rms: The root mean square of each matrix that the state has kept, [1,
         1] for a leaf [m, n].

@@ -27,8 +27,8 @@ def scale_by_learning_rate(
         return optax.scale_by_learning_rate(learning_rate)
 
     def rate_at(count: jax.Array) -> jax.Array:
-        # A copy, because a schedule may return the same array twice,
-        # and a buffer in two places can't be donated.
+        # A copy, because a schedule may return the same array twice, as for the state of the
+        # matrices and that of AdamW, and a buffer in two places can't be donated.
         return jnp.array(learning_rate(count), jnp.result_type(float))
 
     def scale_by(learning_rate: Any) -> optax.GradientTransformation:
@@ -40,7 +40,8 @@ def scale_by_learning_rate(
 
         return optax.stateless_with_tree_map(step)
 
-    # Optax keeps the count, and at each step calls `scale_by` with the rate at it.
+    # Optax keeps the count, and at each step calls `scale_by` with the rate at it. Since a dtype is
+    # given, it looks for none in the parameters, which fails for bfloat16 next to float16.
     with_schedule = optax.inject_hyperparams(
         scale_by, hyperparam_dtype=jnp.result_type(float)
     )

@@ -129,15 +129,16 @@ def _normalize(
     decay: Any,
     eps: Any,
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
-    """The step of `normalize_neurons` for one piece: its update,
-    and the second moment of its neurons.
+    """The step of `normalize_neurons` for one piece, a leaf or one part of a fused leaf: its
+    update, and the second moment of its neurons.
 
     For a leaf [d, heads, size] with rows d the moment is [1, heads, size].
     """
     o = update.astype(at_least_float32(update.dtype))
     # |O_j|^2 of each neuron, which is a column, [1, heads, size]
     squares = jnp.sum(jnp.abs(o) ** 2, view.reduction_axes, keepdims=True)
-    # v <- decay v + (1 - decay) |O_j|^2 / fan_in, the mean over the fan_in rows
+    # v <- decay v + (1 - decay) |O_j|^2 / fan_in, the mean over the fan_in rows. Adam's correction
+    # of the first means would be one factor for all neurons, which |O| / |P| removes.
     moment = decay * moment.astype(squares.dtype) + (1 - decay) * squares / view.fan_in
     # P_j = O_j / (sqrt(v_j) + eps)
     factor = 1 / (jnp.sqrt(moment) + eps)
