@@ -94,10 +94,7 @@ def _unspecified() -> dict[str, Any]:
 @functools.cache
 def _one_stacked_output() -> Any:
     """The tree of what a scan stacks if that is one array, since JAX 0.12."""
-
-    def one_output() -> Any:
-        _, ys = jax.lax.scan(lambda carry, _: (carry, carry), 0.0, length=1)
-        return ys
-
-    (eqn,) = jax.make_jaxpr(one_output)().eqns
-    return eqn.params["ft_out"].unpack()[1]
+    scan = functools.partial(jax.lax.scan, lambda x, _: (x, x), length=1)
+    (eqn,) = jax.make_jaxpr(scan)(0.0).eqns
+    _, stacked = eqn.params["ft_out"].unpack()
+    return stacked
