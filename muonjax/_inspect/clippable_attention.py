@@ -12,11 +12,7 @@ from muonjax._inspect.layouts import NotFollowed
 from muonjax._inspect.masks_or_biases import doubt_of_masks
 from muonjax._inspect.measure import Probe
 from muonjax._inspect.records import Records
-from muonjax._inspect.values import (
-    Operand,
-    ParameterView,
-    grouped,
-)
+from muonjax._inspect.values import Operand, ParameterView, grouped
 
 
 class Call(NamedTuple):

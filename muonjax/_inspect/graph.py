@@ -24,13 +24,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from muonjax._inspect.jax_versions import (
-    Body,
-    bodies,
-    constants,
-    opened,
-    scan_counts,
-)
+from muonjax._inspect.jax_versions import Body, bodies, constants, opened, scan_counts
 
 # In which order such an einsum multiplies its operands depends on their sizes.
 LONG_EINSUM = "an einsum of three or more operands (split it)"
@@ -92,8 +86,8 @@ class Step(NamedTuple):
     """One enclosing equation on the way from the outermost jaxpr to an operation."""
 
     equation: int  # its index in the enclosing jaxpr
-    body: int = 0  # which of its bodies: the branch of a cond, 0 otherwise
-    kind: str = ""  # the primitive
+    body: int  # which of its bodies: the branch of a cond, 0 otherwise
+    kind: str  # the primitive
     # Where logits are reported, of a scan: whether its iterations are layers, and a leading axis.
     # Otherwise logits are maximized over them.
     layer: bool = False
@@ -144,7 +138,7 @@ class Graph:
     with inputs (1, 0) and outputs (2,), and tanh with inputs (2,) and outputs (3,).
     """
 
-    def __init__(self, closed: Body, count: int, given: Sequence[Any] = ()):
+    def __init__(self, closed: Body, count: int, given: Sequence[Any]):
         """The operations of `closed`.
 
         Args:

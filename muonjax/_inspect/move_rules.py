@@ -10,21 +10,10 @@ import numpy as np
 from muonjax._inspect import follow_logits
 from muonjax._inspect.entrywise_rules import projections_of_all
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layouts import (
-    MOST,
-    Layout,
-    NotFollowed,
-    other_axes,
-)
+from muonjax._inspect.layouts import MOST, Layout, NotFollowed, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
-from muonjax._inspect.values import (
-    DATA,
-    ParameterView,
-    Value,
-    dependent,
-    move_each,
-)
+from muonjax._inspect.values import DATA, ParameterView, Value, dependent, move_each
 
 # They leave every entry where it is: casts, annotations, and what devices exchange with each other.
 SAME = """

@@ -116,6 +116,7 @@ def _by_matrix(
     if not is_product or not (is_transposed or has_weights):
         return _by_parameter(records, node, result, weights, activation)
     records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
+    # Such an attention is listed and refused.
     if has_weights:
         attention.other_readers[scores] = node.index
     # It counts as a layer: what is before it is no output head.
@@ -401,14 +402,14 @@ def _record_attention(
             is_query = operand.is_query(keys)
             for part in operand.value.projections:
                 # This product sums over d and keeps h, both columns of q: so `_record_mixture`
-                # recorded it as what may be a mixture of experts,
-                # before it was known to be an attention's.
+                # recorded it as what may be a mixture of experts, before it was known to be an
+                # attention's. That record has 0 as the number of the view.
                 records.uses.by_operation.pop((product, part.view.leaf, 0), None)
                 key = (part.product, is_query)
                 regions_of_projection.append((key, part.layout.region))
     for (projected, _), regions in grouped(regions_of_projection).items():
-        # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together: as
-        # one matrix, and not as the two parts that were recorded for the two products.
+        # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together.
+        # Without the two parts that were recorded for the two products they stay one matrix.
         if len(regions) > 1:
             projected.parts.difference_update(regions)
     # An earlier attention took other columns of the layer that gives the values: these are heads
@@ -474,8 +475,7 @@ def _by_constants(
     softmaxes = _softmaxes_of(activation)
     logits = follow_logits.through(node, activation.aligned)
     result = result._replace(
-        projections=activation.added_up.projections,
-        logits=() if softmaxes else logits,
+        projections=activation.added_up.projections, logits=() if softmaxes else logits
     )
     is_layer = _is_frozen_layer(activation, constants)
     # The result may be the scores of queries and frozen keys, and is no exponential of older

@@ -18,11 +18,7 @@ from muonjax._clip.qk_clip import apply_qk_clip
 from muonjax._clip.site import Site
 from muonjax._common.arguments import errors_of, warn_user
 from muonjax._common.nnx_models import as_function_of_parameters, is_model
-from muonjax._common.trees import (
-    flatten_paths,
-    is_masked,
-    listed,
-)
+from muonjax._common.trees import flatten_paths, is_masked, listed
 from muonjax._inspect.clippable_attention import Call
 from muonjax._inspect.decisions import Decision, decide
 from muonjax._inspect.follow import follow
@@ -86,10 +82,7 @@ class Program:
         for name, numbers in ruled.items():
             # Whether it trains and whether it is a vector is still what the program says.
             decisions[name] = decisions[name]._replace(
-                numbers=numbers,
-                per_head=numbers,
-                why="a rule of yours",
-                by_names=False,
+                numbers=numbers, per_head=numbers, why="a rule of yours", by_names=False
             )
         return Program(decisions, self.attentions, self._params, self._fun)
 
@@ -495,7 +488,7 @@ def find_maxima(
         probes += (probe._replace(shared=shared) for probe in attention.probes)
     # It returns what the function returns, and then one array for each probe.
     measured_function = jaxpr_as_fun(with_maxima(closed, tuple(probes)))
-    # A constant of the program would come as one of NumPy's.
+    # A result that is a constant of the program would be an array of NumPy's.
     results = [jnp.asarray(x) for x in measured_function(*jax.tree.leaves(arguments))]
     count = len(probes)
     measured = iter(results[-count:])

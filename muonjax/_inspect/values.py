@@ -128,7 +128,7 @@ class Addend(NamedTuple):
 
     value: int
     node: int  # the operation
-    sign: int = 1
+    sign: int  # -1 if it was subtracted
 
 
 class AxisFact(NamedTuple):
