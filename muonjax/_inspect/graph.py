@@ -172,8 +172,8 @@ class Graph:
         self.possible_numbers: dict[int, Any] = {}
         # By the index of a loop's first operation: its "carry" operations, and those of its body.
         self.loops: dict[int, tuple[range, range]] = {}
-        # By the place of a body: the equation that has it.
-        self.callers: dict[Place, JaxprEqn] = {}
+        # By the place of a body: the equations that it is in, from the inside to the outside.
+        self.callers: dict[Place, list[JaxprEqn]] = {(): []}
         self.outputs = self._walk(closed, inputs, ())
         # By value: the operations that take it.
         self.readers: dict[int, list[int]] = defaultdict(list)
@@ -331,7 +331,7 @@ class Graph:
         entered: list[tuple[Body, Place]] = []
         for i, body in enumerate(bodies(eqn)):
             inner = (*place, Step(position, i, name))
-            self.callers[inner] = eqn
+            self.callers[inner] = [eqn, *self.callers[place]]
             entered.append((body, inner))
         if name == "cond":
             # The first input says which branch runs; each branch takes all other inputs.
@@ -434,10 +434,7 @@ class Graph:
         """The equation of an operation, and of the calls and loops that it is in,
         from the inside to the outside."""
         node = self.nodes[operation]
-        equations = [node.equation]
-        for depth in range(len(node.place), 0, -1):
-            equations.append(self.callers[node.place[:depth]])
-        return equations
+        return [node.equation, *self.callers[node.place]]
 
     def derivatives(self, operation: int) -> frozenset[str]:
         """The derivatives that it belongs to and that the function takes by itself: "jvp",

@@ -57,9 +57,7 @@ def with_maxima(body: Body, probes: tuple[Probe | Any, ...]) -> ClosedJaxpr:
     return known[probes]
 
 
-_WITH_MAXIMA: weakref.WeakKeyDictionary[Body, dict[Any, Any]] = (
-    weakref.WeakKeyDictionary()
-)
+_WITH_MAXIMA = weakref.WeakKeyDictionary[Body, dict[Any, Any]]()
 
 
 def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
