@@ -212,17 +212,16 @@ class Records:
         Then there is an attention whose logits were not followed:
         `clippable_attention` refuses to clip it.
         """
-        # The product of whose exponentials the weights are made, such as queries @ keys.T.
+        # The product of whose exponentials the weights are made, such as queries @ keys.T; -1, no
+        # candidate, if there is none.
         product = weights.exponential_of
         # In softmax's division exp(x) / sum(exp(x)) two arrays are made of the exponentials, and
         # none of them is the values. A gain, which depends on no data, isn't either.
         may_be_values = values.depends_on & DATA and values.exponential_of != product
-        if product < 0 or not may_be_values:
-            return
         # exp(x @ c) * y with a matrix c is no candidate, unless a sum divided the exponentials
         # before. queries @ keys.T is one at once: its sum may come later,
         # as in (exp(scores) @ values) / sum(exp(scores)).
-        if product in self.attention.candidates:
+        if may_be_values and product in self.attention.candidates:
             self.attention.other_readers.setdefault(product, node.index)
 
     def record_parts(self, projections: Iterable[Projection]) -> None:
