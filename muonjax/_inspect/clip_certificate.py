@@ -136,7 +136,8 @@ class Certificate:
         """Keeps the table of a parameter of which the clip scales these parts.
 
         A kernel [64, 2, 16] has two layers along axis 1 and four heads of four entries along the
-        last axis. With logarithms [2 layers, 4 heads] its table is [3, 1, 2, 16], without loops.
+        last axis. With logarithms [2 layers, 4 heads] its table is [3, 1, 2, 16], and
+        [3, 1, 1, 2, 16] if the logits are in one scan.
         """
         # An entry of two parts is scaled twice: the logarithms of its factors are added.
         logarithms: Any = 0.0

@@ -45,11 +45,10 @@ def attentions(records: Records) -> list[Call]:
     # Products that were followed to their softmax.
     calls = [_call(records, products) for products in by_array.values()]
     # Calls of kernels.
-    for i, projections in attention.calls.items():
+    for i, views in attention.calls.items():
         node = records.nodes[i]
         call = str(node.params.get("name") or node.name)
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        views = tuple(projection.view for projection in projections)
         calls.append(Call(i, views, problem=why))
     # Products whose exponentials multiply something, perhaps values,
     # and that were not followed to a softmax.

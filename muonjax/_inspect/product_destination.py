@@ -48,8 +48,8 @@ class Ends:
         whose result becomes the loss, "output".
         """
         # In x @ (a @ b) the factor b is the next layer after a: the columns of a meet it,
-        # so they are in `inner`.
-        if use.columns and use.columns in use.view.inner:
+        # so they are in `inner`, which has no empty entries.
+        if use.columns in use.view.inner:
             return "layer"
         (value,) = self.graph.nodes[use.node].outputs
         # Labels choose one of its columns, as in a cross-entropy.

@@ -587,8 +587,8 @@ def _by_kernel(
     # Either way it counts as a layer: what comes before it is no output head.
     if weights.value.depends_on & PARAMETER:
         records.layers.add(node.index)
-    # A frozen kernel over an activation that trains is a frozen layer. A depthwise one,
-    # such as a blur, does not count.
-    elif result.depends_on & PARAMETER and not weights.kernel.is_depthwise:
+    # A frozen kernel makes a frozen layer, which counts for the products before it. A depthwise
+    # one, such as a blur, does not count.
+    elif not weights.kernel.is_depthwise:
         records.frozen_layers.add(node.index)
     return result

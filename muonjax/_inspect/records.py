@@ -82,8 +82,8 @@ class AttentionRecords:
         # or of an output head.
         self.routers: set[int] = set()
         # By the number of a call with three arrays, perhaps a kernel of attention:
-        # the projections that it takes.
-        self.calls: dict[int, tuple[Projection, ...]] = {}
+        # the parameters of the projections that it takes.
+        self.calls: dict[int, tuple[ParameterView, ...]] = {}
         # By layer that gives values: the region of its columns that the first attention takes.
         self.value_parts: dict[Product, Region] = {}
 

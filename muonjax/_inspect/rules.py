@@ -69,8 +69,9 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     records.record_parts(projections)
     if is_call and takes_three:
         # Perhaps queries, keys and values, as of a fused kernel. `clippable_attention` lists the
-        # call, and refuses to clip these projections.
-        records.attention.calls[node.index] = tuple(projections)
+        # call, and refuses to clip these parameters.
+        views = tuple(projection.view for projection in projections)
+        records.attention.calls[node.index] = views
         # A matrix before the call is no output head: attention multiplies what it gives.
         records.layers.add(node.index)
     elif not is_call and node.name not in _MIXING:

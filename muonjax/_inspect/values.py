@@ -80,24 +80,24 @@ class Use(NamedTuple):
         return bool(self.rows and self.columns) and not self.kernel.is_depthwise
 
 
-@dataclasses.dataclass(eq=False, slots=True)
 class Product:
     """What becomes of an activation's product with one parameter;
     axes are those of the parameter."""
 
-    bit: int  # stands for it in `Value.depends_on`
-    use: Any = None  # its `Use`
-    # Axes over which its result is summed, as the heads of an output projection are.
-    added_up: set[Run] = dataclasses.field(default_factory=set)
-    # Columns that count experts or heads: axes that are batches in a product with another
-    # parameter, or gated.
-    batches: set[Run] = dataclasses.field(default_factory=set)
-    # Batches of a product of two activations, each with the part in which it counts heads.
-    heads: set[tuple[Run, Region]] = dataclasses.field(default_factory=set)
-    # The parts that are used separately.
-    parts: set[Region] = dataclasses.field(default_factory=set)
-    # Whether an operation mixed all columns in groups, each for itself: see `record_reduced`.
-    has_mixed_groups: bool = False
+    def __init__(self, bit: int):
+        self.bit = bit  # stands for it in `Value.depends_on`
+        self.use: Any = None  # its `Use`
+        # Axes over which its result is summed, as the heads of an output projection are.
+        self.added_up: set[Run] = set()
+        # Columns that count experts or heads: axes that are batches in a product with another
+        # parameter, or gated, or along which labels choose.
+        self.batches: set[Run] = set()
+        # Batches of a product of two activations, each with the part in which it counts heads.
+        self.heads: set[tuple[Run, Region]] = set()
+        # The parts that are used separately.
+        self.parts: set[Region] = set()
+        # Whether an operation mixed all columns in groups, each for itself: see `record_reduced`.
+        self.has_mixed_groups = False
 
 
 class Projection(NamedTuple):
