@@ -24,12 +24,12 @@ parts: so a fused query-key-value kernel is three matrices. An operation without
 anything: next to one, nothing is decided, and an attention is refused. One whose rule does not
 handle its settings makes what it touches unknown.
 
-The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w,
-reshaped to [batch, length, 8, 16]:
+The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, reshaped to
+[batch, length, 8, 16]:
 
 - A **run** is how far the entries of q walk along one axis of w. Both axes 2 and 3 of q walk along
-  axis 1 of w: in steps of 16 and of 1. Along axes 0 and 1 of q nothing walks,
-  since they come from x.
+  axis 1 of w: in steps of 16 and of 1. Along axes 0 and 1 of q nothing walks, since they come from
+  x.
 - A **leaf** is the number of a parameter, a **node** an operation, a **value** the number of an
   array or, as a `Value`, what is known of it. A number of -1 says that there is none.
 - A value is a **weight** if it is made of parameters without data (constants and random numbers may
@@ -41,17 +41,17 @@ reshaped to [batch, length, 8, 16]:
 - A **region** is the part of w that entries come from, as for q[:, :, 2] the columns 32 to 47: {(1,
   mask)} with a mask of booleans along axis 1, as bytes. Axes of which all is there are left out.
 - A **hole** is an entry that is not of w, as in a concatenation of q with zeros.
-- **Scores** are the last product of two activations that an array is made of:
-  perhaps those of queries and keys.
+- **Scores** are the last product of two activations that an array is made of: perhaps those of
+  queries and keys.
 - An entry that a sum or a norm made of several columns has the positions of all of them; **loops**
   are axes of w that a scan, a look-up or a batch axis goes over, and they count matrices.
 - A projection is **unmixed** as long as no nonlinear operation puts several of its columns
   together. Then its region may become a part. A sum of columns leaves it unmixed.
 - A **span** says which entries of w a clip scales by one factor for each head, in the words of
-  `Scale`. A **probe** says in which body, nested in others, the logits are a variable,
-  and which of its axes count heads.
-- An operation is **live** if a result depends on it,
-  and **trained** if a gradient comes back to it.
+  `Scale`. A **probe** says in which body, nested in others, the logits are a variable, and which of
+  its axes count heads.
+- An operation is **live** if a result depends on it, and **trained** if a gradient comes back to
+  it.
 
 From these records follow two answers:
 
@@ -62,24 +62,22 @@ From these records follow two answers:
   the function, and all of them next to an operation without a rule.
 - `clippable_attention`: for each product of queries and keys of which a softmax reads values, the
   runs of the parameters that a clip has to scale, and where its logits are. These are proposals,
-  queries and keys before queries
-  alone: whether a clip scales these logits and nothing else is for the certificate to say.
-    A product whose exponentials
-  read values and that can't be followed is listed and refused with its line; so no attention is
-  missed silently. `name_attentions` names them by the paths of their parameters,
-  and writes what is scaled as sites.
+  queries and keys before queries alone: whether a clip scales these logits and nothing else is for
+  the certificate to say. A product whose exponentials read values and that can't be followed is
+  listed and refused with its line; so no attention is missed silently. `name_attentions` names them
+  by the paths of their parameters, and writes what is scaled as sites.
 
 `clip_certificate` then proves each clip, or refuses it. It draws a factor for each head and follows
 the logarithms of the factors through every operation that a clip changes: the logits of each head
 must get exactly their factor, and no scalar that the function returns may change (an array may,
 such as a returned parameter). It ends at the logits: that nothing but their softmax reads them is
 for `clippable_attention` to check. It trusts no layout and no projection, so a mistake in them
-costs a refusal. One thing it does not see, and `clippable_attention` refuses:
-heads of one kernel each that are put together.
+costs a refusal. One thing it does not see, and `clippable_attention` refuses: heads of one kernel
+each that are put together.
 
 `measure` runs the function with its largest logits as further results, and is otherwise the
-function to the bit; `value_and_grad` differentiates that,
-and `jax_versions` has what differs between versions of JAX.
+function to the bit; `value_and_grad` differentiates that, and `jax_versions` has what differs
+between versions of JAX.
 
 A new primitive often needs one word: in `_ENTRYWISE` (`entrywise_rules`) if it works entry by entry
 (an exponential also in `follow_logits.EXPONENTIALS`, which refuses its softmax, as only base e is
@@ -93,6 +91,6 @@ certificate uses too, and its name at `move_rules._one_operand`; if a mask may p
 `@rule("its name")`: `records.inputs(node)` has the values of the operands, `node.params` the
 equation's parameters. Raise `NotFollowed` for settings that you do not handle. If it has several
 operands and a clip may pass it, the certificate needs its own line. Tests: a program in
-`tests/inspect/hostile_programs.py`, in `attention_programs.py` if a clip may pass it,
-and the sets in `test_rules.py`.
+`tests/inspect/hostile_programs.py`, in `attention_programs.py` if a clip may pass it, and the sets
+in `test_rules.py`.
 """
