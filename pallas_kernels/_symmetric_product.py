@@ -79,9 +79,7 @@ def symmetric_product(
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
         )
     arrays = [a for a in (x, y, c) if a is not None]
-    platform = platform_of(*arrays)
-    implementation = implementation or _choose(platform, operands.x)
-    return _traced_once(operands, implementation, platform)
+    return SymmetricProduct(platform_of(*arrays), implementation)(*operands)
 
 
 class SymmetricProduct(NamedTuple):
@@ -138,8 +136,8 @@ _HOPPER_ON_A_GPU = "hopper on a GPU"
 
 
 def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None:
-    """The kernel that takes a tenth or more off an update with products of x [*batch, m,
-    k] in `dtype`.
+    """The kernel that takes a tenth or more off an update with products of x
+    [*batch, m, k] in `dtype`.
 
     On an H100 "hopper" takes 12 to 15 percent off for m = 4096, measured
     (benchmarks/results/gpu_nvidia_*.json). For m = 2048 it is 4 at most, for m = 768 3 to 5,
@@ -151,7 +149,10 @@ def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
-    """The operands of ``alpha·X Yᵀ + beta·C``, or ValueError where shapes or dtypes don't fit."""
+    """The operands of ``alpha·X Yᵀ + beta·C``, or ValueError where shapes or dtypes don't fit.
+
+    `SymmetricProduct` casts alpha and beta.
+    """
     x = jnp.asarray(x)
     y, c = (None if value is None else jnp.asarray(value) for value in (y, c))
     if x.ndim < 2:
@@ -177,9 +178,8 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
                 f"{value.dtype.name}."
             )
     # α and β are real also for complex matrices: the product would not be Hermitian otherwise.
-    real = jnp.finfo(_xla_product.accumulator(x.dtype)).dtype
-    alpha = _checked_scale("alpha", alpha, batch).astype(real)
-    beta = _checked_scale("beta", beta, batch).astype(real)
+    alpha = _checked_scale("alpha", alpha, batch)
+    beta = _checked_scale("beta", beta, batch)
     return Operands(x, y, c, alpha, beta)
 
 
