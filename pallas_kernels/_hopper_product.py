@@ -52,8 +52,8 @@ def launched(
 
 
 def _aligned(x: jax.Array) -> jax.Array:
-    """The array with zeros appended up to multiples of 8 rows and 64 columns: [3, 100,
-    100] -> [3, 104, 128].
+    """The array with zeros appended up to multiples of 8 rows and 64 columns:
+    [3, 100, 100] -> [3, 104, 128].
 
     Pallas asks for these of a tiled, swizzled copy.
     """

@@ -112,9 +112,9 @@ def max_logits(
         -inf where none is visible.
 
         `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys. The
-        block lies inside: i + block_q <= T and j + block_k <= S. From outside come `query` [*batch,
-        T, key_heads, group, depth], `key` [*batch, S, key_heads, depth], the `factor` of all
-        logits, and what is visible: `left`, `right` and `mask`.
+        block lies inside: i + block_q <= T and j + block_k <= S. From outside come `query`
+        [*batch, T, key_heads, group, depth], `key` [*batch, S, key_heads, depth], the `factor` of
+        all logits, and what is visible: `left`, `right` and `mask`.
         """
         i, j = start
         q = lax.dynamic_slice_in_dim(query, i, block_q, -4)

@@ -218,8 +218,8 @@ def _projection(
     Raises:
       ValueError: The layout can't be read, or it does not show how many heads there are.
     """
-    # The letters of each axis, without spaces and brackets where these are merged: ["i",
-    # "hd"] of "i (h d)".
+    # The letters of each axis, without spaces and brackets where these are merged:
+    # ["i", "hd"] of "i (h d)".
     merged = re.sub(r"\(([^()]*)\)", lambda axis: axis[1].replace(" ", ""), layout)
     letters = merged.split()
     rank = len(letters)

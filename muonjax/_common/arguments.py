@@ -270,9 +270,9 @@ def errors_of(call: str) -> Iterator[None]:
     """Begin the message of a TypeError or ValueError that is raised inside with the name of a
     public call.
 
-    A message that begins with "(", ":" or a space continues the name, as "(decay=2) must be in [0,
-    1)" does. Calls may be nested; the error names only the outermost, which is the one that the
-    user wrote. A `call` that begins with "(" is an argument of it: "(rules=...)" inside of
+    A message that begins with "(", ":" or a space continues the name: "trace(decay=2) must be in
+    [0, 1)". Calls may be nested; the error names only the outermost, which is the one that the user
+    wrote. A `call` that begins with "(" is an argument of it: "(rules=...)" inside of
     "dimension_numbers" gives "dimension_numbers(rules=...): ...".
     Also a decorator: `@errors_of("muon")`.
     """

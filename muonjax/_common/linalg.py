@@ -163,8 +163,8 @@ def square_of_any_size(
 
     Args:
       x: Matrices [*batch, m, n] in float32 or wider.
-      sum_of_squares: The sum, or the mean, of the squares of the entries: [*batch, m,
-        n] -> [*batch, 1, 1].
+      sum_of_squares: The sum, or the mean, of the squares of the entries:
+        [*batch, m, n] -> [*batch, 1, 1].
     """
     # The barrier hides that these are constants: XLA would make c^2 sum(x^2) of sum((c x)^2), and
     # c^2 = 2^168 is too large for float32.

@@ -149,8 +149,8 @@ def _groups(
     """Indices of the arrays that share a program: those of one shape, and their neighbors.
 
     Neighbors have the same short side, dtype and form of f, and share a program where the columns
-    of zeros that the narrower ones need cost less than another program. Matrices [768, 768], [768,
-    3072], [768, 3072] (once a tall one) and [768, 2304] make [[0], [1, 2, 3]],
+    of zeros that the narrower ones need cost less than another program. Matrices [768, 768],
+    [768, 3072], [768, 3072] (once a tall one) and [768, 2304] make [[0], [1, 2, 3]],
     if f takes the Gram form for n > 1.5 m.
     """
     # (m, form, dtype) -> n -> the indices of the arrays with these. The last three matrices of the

@@ -362,8 +362,8 @@ class MatrixView(NamedTuple):
         )
 
     def to_matrices(self, leaf: jax.Array) -> Inexact[Array, "batch fan_in fan_out"]:
-        """The leaf as a stack of matrices: [layers, d, heads, size] with rows d gives [layers,
-        d, heads * size]."""
+        """The leaf as a stack of matrices: [layers, d, heads, size] with rows d gives
+        [layers, d, heads * size]."""
         # [*batch_axes, *reduction_axes, *output_axes]
         ordered = leaf.transpose(self._order)
         return ordered.reshape(self.batch, self.fan_in, self.fan_out)

@@ -161,8 +161,8 @@ def _run_loop(
 def _assemble(
     layout: MatrixLayout, exchange_axes: Axes, blocks: jax.Array
 ) -> jax.Array:
-    """Matrices [count, m, n] of one layout from their blocks [devices,
-    count * elements of a block].
+    """Matrices [count, m, n] of one layout from their blocks
+    [devices, count * elements of a block].
 
     The coordinates along the mesh axes of the all-to-all, `exchange_axes`, number the devices.
     """

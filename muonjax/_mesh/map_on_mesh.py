@@ -122,8 +122,8 @@ def exchange(
 
     Args:
       f: Takes matrices with m <= n.
-      blocks: This device's part of each leaf, in the leaf's axes: [2, 16, 64] of a leaf [4,
-        64, 64].
+      blocks: This device's part of each leaf, in the leaf's axes: [2, 16, 64] of a leaf
+        [4, 64, 64].
       views: The view of each block, as wide matrices.
       rounds: The owners of all matrices, in a round for each group of leaves that are sharded over
         the same mesh axes.
@@ -219,9 +219,9 @@ def _all_to_all(buffer: jax.Array, round_: Round) -> jax.Array:
 def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
     """The results of all replicas, on each of them: a buffer [owners, columns] for each replica.
 
-    Replicas store the same blocks, and each has worked on a part of the matrices: `buffer` [owners,
-    row_size] has the results of its own owners. An all-gather returns `row_size` columns of each
-    replica, an all-reduce only as many as the replica's longest row, `replica_sizes`.
+    Replicas store the same blocks, and each has worked on a part of the matrices: `buffer`
+    [owners, row_size] has the results of its own owners. An all-gather returns `row_size` columns
+    of each replica, an all-reduce only as many as the replica's longest row, `replica_sizes`.
     """
     replica_axes = round_.group.replica_axes
     if len(round_.replicas) == 1:

@@ -16,7 +16,8 @@ The words of this folder:
 
   block     The part of a matrix that one device stores, and sends to the owner.
   owner     The device that orthogonalizes a matrix; one for each shard of an axis that counts
-  matrices. replicas  Devices that store the same blocks. They divide the matrices among them.
+            matrices.
+  replicas  Devices that store the same blocks. They divide the matrices among them.
   group     Leaves that are exchanged over the same mesh axes and in the same dtype.
   kind      Matrices of one group with equal layouts. They are interchangeable.
   round     The all-to-all of one group to the owners, and the one back.

@@ -40,9 +40,8 @@ def state_shardings(
       params: Arrays or `jax.ShapeDtypeStruct`s.
       distribution: How the parameters are sharded. None: as the arrays are.
       memory_kind: Where to keep the arrays that are like a parameter, and the scales of int8
-        momentum: "pinned_host" is the host's memory (see `muonjax.offload`),
-          None the device's. Counters and other small
-        arrays stay on the device.
+        momentum: "pinned_host" is the host's memory (see `muonjax.offload`), None the device's.
+        Counters and other small arrays stay on the device.
 
     Returns:
       A tree of `NamedSharding`s like `tx.init(params)`. What `tx.init` makes with explicit axis

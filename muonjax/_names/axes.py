@@ -28,8 +28,8 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     None where nothing tells.
 
     One layer of it has two axes or more, and its name is not that of a vector or a table. A query
-    [d, heads, size] gives MuonDimensionNumbers(0, (1, 2)), and a stack of these [layers, d, heads,
-    size] one axis more, (1, (2, 3)).
+    [d, heads, size] gives MuonDimensionNumbers(0, (1, 2)), and a stack of these
+    [layers, d, heads, size] one axis more, (1, (2, 3)).
     """
     # Queries, keys and values in one kernel, side by side. Those of [3, d, heads, size], with an
     # axis of their own, are one part by now: `unstack` has made [d, heads, size] of them.
@@ -63,8 +63,8 @@ def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers
     output = _output_axis(p, neighbors)
     if output is None:
         return None
-    # Everything else is summed over: the inputs, and the window of a convolution [*window,
-    # in, out].
+    # Everything else is summed over: the inputs, and the window of a convolution
+    # [*window, in, out].
     inputs = [axis for axis in range(rank) if axis != output]
     return MuonDimensionNumbers(one_or_several(inputs), output)
 
@@ -97,8 +97,8 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
 
 
 def _usual_output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
-    """The axis of outputs of a matrix [in, out] or [out,
-    in] by the library that it seems to be from."""
+    """The axis of outputs of a matrix, [in, out] or [out, in], by the library that it seems to be
+    from; None if unknown."""
     # Flax calls its arrays `kernel`, and stores (in, out). A `weight` may be stored (out, in),
     # as PyTorch does.
     if not p.is_called_weight:
@@ -139,8 +139,8 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
         return None
     is_output = p.role.projection == "out"
     for input_order, output_order in _ORDERS:
-        # "dhs" is [d features, h heads, s numbers a head]: a query [64, 4, 16] has {"d": 64,
-        # "h": 4, "s": 16}.
+        # "dhs" is [d features, h heads, s numbers a head]: a query [64, 4, 16] has
+        # {"d": 64, "h": 4, "s": 16}.
         sizes = {}
         for name, shape in shapes.items():
             order = output_order if name == "out" else input_order
@@ -169,8 +169,8 @@ def _contradict(sizes: Mapping[str, Mapping[str, int]]) -> bool:
 
 
 def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
-    """The matrices of query, key and value that lie side by side in one of two axes, as in [d,
-    3·d] on axis 1.
+    """The matrices of query, key and value that lie side by side in one of two axes, as in
+    [d, 3·d] on axis 1.
 
     Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. Key
     and value alone are left open: [64, 128] may be two of 64 × 64 side by side, or,

@@ -108,7 +108,7 @@ def has_leading_window(shape: Shape) -> bool:
 
 
 def has_trailing_window(shape: Shape) -> bool:
-    """Whether the trailing axes look like the window of a convolution [out, in, *window], [32,
-    16, 3, 3]."""
+    """Whether the trailing axes look like the window of a convolution [out, in, *window],
+    [32, 16, 3, 3]."""
     # [3, 3, 16, 32]
     return has_leading_window((*shape[2:], *reversed(shape[:2])))

@@ -57,8 +57,8 @@ def ends(
     These are depthwise and grouped convolutions, output heads, and embeddings without a name in
     `roles`. `answers` says of each parameter which matrix it is, wherever it is in the model.
     """
-    # How many parameters multiply each width, and the widths that come out: a kernel [32,
-    # 80] takes 32 and gives 80.
+    # How many parameters multiply each width, and the widths that come out: a kernel
+    # [32, 80] takes 32 and gives 80.
     taken: Counter[int] = Counter()
     given: set[int] = set()
     for p in parameters:
@@ -183,8 +183,8 @@ class _Layers:
 
     Attributes:
       numbers: For each module, the names of its layers without numbers, and the numbers of those
-        that are matrices: {("block_0",): {"fc": [(1,), (2,)], "norm":
-        []}} of block_0/fc1, block_0/fc2 and block_0/norm.
+        that are matrices: {("block_0",): {"fc": [(1,), (2,)], "norm": []}} of block_0/fc1,
+        block_0/fc2 and block_0/norm.
       num_common: How many modules are around all parameters: 1 if all paths begin with "params".
     """
 

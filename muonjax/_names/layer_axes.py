@@ -97,8 +97,8 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     where two axes fit equally well, the leaves stay as they are.
     """
     # The axes of the leaves at the same place from the front or from the back that have one size,
-    # by this size: {6: {(0, 0)}} for the two above, {6: {(1, 0)}, 80: {(2, 1)}} for a kernel [32,
-    # 6, 80] and its bias [6, 80].
+    # by this size: {6: {(0, 0)}} for the two above, {6: {(1, 0)}, 80: {(2, 1)}} for a kernel
+    # [32, 6, 80] and its bias [6, 80].
     axes_of_size: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     shortest = min(p.rank for p in parameters)
     for position in range(-shortest, shortest):
@@ -129,8 +129,8 @@ def _without(p: Parameter, axis: int) -> Parameter:
 
 
 def _one_part(p: Parameter) -> Parameter:
-    """One of the parts that have an axis of their own: of queries, keys and values [3, d,
-    heads, size] the queries.
+    """One of the parts that have an axis of their own: of queries, keys and values
+    [3, d, heads, size] the queries.
 
     What has its parts along another axis stays as it is.
     """

@@ -50,8 +50,8 @@ class Neighbors:
         return shape
 
     def attention(self, p: Parameter) -> dict[str, Shape]:
-        """The shapes of all projections of the attention that p belongs to, {"query": ...,
-        "out": ...}."""
+        """The shapes of all projections of the attention that p belongs to,
+        {"query": ..., "out": ...}."""
         return self._attentions[attention_scope(p.path)]
 
     def contradict_name(self, p: Parameter) -> bool:

@@ -76,8 +76,8 @@ class Parameter(NamedTuple):
         return sum(size > 1 for size in self.shape) > 1
 
     def sizes_of(self, numbers: DimensionNumbers) -> tuple[list[int], list[int]]:
-        """The sizes of the rows' axes and of the columns' axes: [64], [4, 16] of a query [64,
-        4, 16]."""
+        """The sizes of the rows' axes and of the columns' axes: [64], [4, 16] of a query
+        [64, 4, 16]."""
         rows = [self.leaf_shape[axis] for axis in axes_of(numbers.reduction_axis)]
         columns = [self.leaf_shape[axis] for axis in axes_of(numbers.output_axis)]
         return rows, columns

@@ -103,8 +103,8 @@ class Deflation(NamedTuple):
 def pre_deflate(
     x: Inexact[Array, "*batch m n"], rank: int
 ) -> Inexact[Array, "*batch m n"]:
-    """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V [*batch,
-    m, k] shrunk, roughly.
+    """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V
+    [*batch, m, k] shrunk, roughly.
 
     Here k is at most eight, since these products are with X, which is larger than A = X X^H.
     `shrink_dominant` then shrinks `rank` directions in A.
@@ -184,8 +184,8 @@ def _projection_and_shrinkage(
     # A direction of V may be turned by a small angle theta, from a singular vector with the
     # singular value s toward another one with t. For these two, and to first order,
     #     A V - V H has the entry    sin(theta) (s^2 - t^2),
-    #     the polar factor moves by  sin(theta) D (s - t) / (target + t) <= sin(theta) (s^2 - t^2) D
-    #     / (s target).
+    #     the polar factor moves by  sin(theta) D (s - t) / (target + t),
+    #                 which is <= sin(theta) (s^2 - t^2) D / (s target).
     # So no movement is larger than the entry of (A V - V H) D H^(-1/2) / target.
     residual = dot(av - dot(v, h), dot(d, inverse_sqrt))
     bounds = scaled(residual, inverse_target)

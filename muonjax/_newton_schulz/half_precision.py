@@ -8,10 +8,8 @@ A step maps X to p(X) = a X + (b R + c R^2) X with R = X X^H, which is a (1 + Q)
 After Q is known there are two ways to the next step, here with X = sqrt(u) z and R = u r,
 u being a number:
 
-    restart:  z <- a (1 + Q) z,              r <- z z^H                      two products with z [m,
-      n]
-    update:   1 + T <- (1 + Q) (1 + T),      r <- a^2 (1 + Q) r (1 + Q)      three products of m x m
-      matrices
+    restart:  z <- a (1 + Q) z,          r <- z z^H                   two products with z [m, n]
+    update:   1 + T <- (1 + Q) (1 + T),  r <- a^2 (1 + Q) r (1 + Q)   three products of m x m
 
 The standard form restarts at each step. Updates are cheaper where n > 1.5 m, but rounding makes r
 slightly indefinite, and they multiply that. The identity is never added to a matrix before that is

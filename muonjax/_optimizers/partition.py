@@ -148,8 +148,8 @@ def _is_dimension_numbers(node: Any) -> bool:
 def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any]:
     """The matrices of Muon's leaves, and the tree of labels.
 
-    {"kernel": w, "bias": b, "step": 3} gives the pieces of w and {"kernel": "muon", "bias":
-    "adam", "step": "fixed"}.
+    {"kernel": w, "bias": b, "step": 3} gives the pieces of w and
+    {"kernel": "muon", "bias": "adam", "step": "fixed"}.
 
     Args:
       given: What says which leaves are matrices: a program, dimension numbers, or None for names.

@@ -187,8 +187,8 @@ def _step(
     Args:
       update: U, the update so far, which `hyperball` calls O.
       weight: W.
-      kept_rms: The root mean square of each matrix that the state has kept, [1,
-        1] for a leaf [m, n].
+      kept_rms: The root mean square of each matrix that the state has kept,
+        [1, 1] for a leaf [m, n].
       view: Which axes are the matrices of the leaf.
       minus_eta: Minus the learning rate.
     """

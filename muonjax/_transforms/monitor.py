@@ -182,8 +182,8 @@ def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
 def _statistics(
     pieces: Pieces, gradients: Any, updates: Any, params: Any
 ) -> dict[str, jax.Array]:
-    """The statistics of one step: {"muon/orthogonality": float32 [], "muon/update_rms":
-    float32 [], ...}."""
+    """The statistics of one step:
+    {"muon/orthogonality": float32 [], "muon/update_rms": float32 [], ...}."""
     # For each piece one number a matrix
     deviations = list(map(_deviation, pieces.of(updates), pieces))
     mean = jnp.mean(jnp.concatenate(deviations)) if deviations else jnp.float32(0)

@@ -92,8 +92,8 @@ def normalize_neurons(
         pieces = matrix_pieces(dimension_numbers, params)
         moments = []
         for piece, array in zip(pieces, pieces.of(params), strict=True):
-            # A number for each neuron: of a leaf [layers, d, columns] an array [layers, 1,
-            # columns], sharded as the sum over d is that `update` takes.
+            # A number for each neuron: of a leaf [layers, d, columns] an array
+            # [layers, 1, columns], sharded as the sum over d is that `update` takes.
             rows = piece.view.reduction_axes
             zeros = jnp.zeros(piece.view.summed_over(rows), jnp.float32)
             moments.append(zeros + zero_beside(array, rows).astype(jnp.float32))

@@ -38,8 +38,8 @@ def orthogonalize(
       dimension_numbers: Which axes of a leaf are rows and columns: a tree of
         `MuonDimensionNumbers`, or a prefix of one, or a function of the updates that returns one.
         All other axes are batch axes: each index is a matrix of its own. None in the tree leaves
-        that leaf as it is; None for the whole tree says that every leaf is a plain [fan_in,
-        fan_out] matrix.
+        that leaf as it is; None for the whole tree says that every leaf is a plain
+        [fan_in, fan_out] matrix.
       newton_schulz: Settings of the iteration; None is `NewtonSchulz()`.
       distribution: How the leaves are sharded over a mesh, so that each matrix is orthogonalized
         once and not on every device. Not needed on one device, nor with explicit axis types,
