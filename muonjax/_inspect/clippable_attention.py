@@ -246,6 +246,7 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
     probes: list[Probe] = []
     for call in calls:
         probes += call.probes
+    # A proposal that scales keys of the first call alone is refused for the logits of the others.
     for spans in first.proposals:
         certificate = Certificate(records, probes, logits, spans)
         operation = certificate.failure()

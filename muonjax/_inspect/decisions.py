@@ -237,7 +237,8 @@ class _Decider:
         activations = [use.activation for use in uses]
         if any(self.records.values[x].depends_on & PARAMETER for x in activations):
             return False
-        return bool(self.graph.arguments) and not self.graph.data_before(activations)
+        data = self.graph.arguments
+        return bool(data) and self.graph.upstream(activations).isdisjoint(data)
 
     def _is_softmax_of_layer(self, array: int) -> bool:
         """Whether an array is softmax(x @ w), as the weights with which a Gumbel softmax chooses

@@ -473,10 +473,6 @@ class Graph:
                 pending += node.inputs
         return upstream
 
-    def data_before(self, values: Iterable[int]) -> set[int]:
-        """The arrays that these values depend on and whose numbers are no part of the program."""
-        return self.upstream(values).intersection(self.arguments)
-
     def line(self, operation: int) -> str:
         """File and line of the user's code that an operation comes from, such as "model.py:41"."""
         # From the inside to the outside: a library's function may be traced once,

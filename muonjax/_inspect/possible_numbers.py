@@ -91,7 +91,7 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
         # Without data, or with no more than a key of random numbers, the program says which numbers
         # these are, such as the cosines of positions. They are not computed here: a NaN stands for
         # them.
-        data = graph.data_before(node.inputs)
+        data = graph.upstream(node.inputs).intersection(graph.arguments)
         are_keys = all(
             jnp.issubdtype(graph.avals[x].dtype, jax.dtypes.prng_key) for x in data
         )

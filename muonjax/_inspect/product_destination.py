@@ -28,7 +28,6 @@ class Ends:
 
     def __init__(self, records: Records):
         graph = self.graph = records.graph
-        self.read_by_labels = records.uses.read_by_labels
         products = records.layers & graph.trained
         frozen = records.frozen_layers & graph.trained
         self.to_products = self._values_before(products)
@@ -52,8 +51,9 @@ class Ends:
         if use.columns in use.view.inner:
             return "layer"
         (value,) = self.graph.nodes[use.node].outputs
-        # Labels choose one of its columns, as in a cross-entropy.
-        if value in self.to_outputs and use.node in self.read_by_labels:
+        # Labels choose one of its columns, as in a cross-entropy, and from there a way without
+        # another product leads to the loss.
+        if value in self.to_outputs and use.product.is_read_by_labels:
             return "output"
         if value in self.to_products:
             return "layer"

@@ -377,6 +377,7 @@ def _is_loss(call: str, result: Any, params: Any) -> bool:
     first = result[0] if isinstance(result, tuple | list) and result else result
     # Gradients may have another dtype than the parameters.
     is_like_params = jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, params)
+    # A loss or a model's output may have the shape of a single parameter by chance.
     if is_like_params and len(jax.tree.leaves(params)) > 1:
         raise ValueError(
             f"{call} returns a tree like the parameters, as a training step or a gradient does; "

@@ -44,8 +44,6 @@ class Uses:
         # which counts the factors of a product of parameters.
         self.by_operation: dict[tuple[int, int, int], Use] = {}
         self.products: dict[tuple[int, int], Product] = {}
-        # Products with columns of which labels choose one, as a cross-entropy does.
-        self.read_by_labels: set[int] = set()
         # For each parameter, its axes along which products with slices of it are added up.
         self.summed_slices: dict[int, set[int]] = defaultdict(set)
         # For each parameter, what one factor for all of it depends on, such as its spectral norm.
@@ -203,7 +201,7 @@ class Records:
             return
         for projection in value.projections:
             if projection.layout.runs_along(axes):
-                self.uses.read_by_labels.add(projection.product.use.node)
+                projection.product.is_read_by_labels = True
 
     def record_weights(self, node: Node, weights: Value, values: Value) -> None:
         """Records that an operation multiplies `weights` by `values`,

@@ -96,6 +96,8 @@ class Product:
         self.heads: set[tuple[Run, Region]] = set()
         # The parts that are used separately.
         self.parts: set[Region] = set()
+        # Whether labels choose one of its columns, as in a cross-entropy.
+        self.is_read_by_labels = False
         # Whether an operation mixed all columns in groups, each for itself: see `record_reduced`.
         self.has_mixed_groups = False
 
