@@ -40,8 +40,9 @@ def scale_by_learning_rate(
 
         return optax.stateless_with_tree_map(step)
 
-    # Optax keeps the count, and at each step calls `scale_by` with the rate at it. Since a dtype is
-    # given, it looks for none in the parameters, which fails for bfloat16 next to float16.
+    # Optax keeps the count, and at each step calls `scale_by` with the rate at it, which has a
+    # dtype already. Without `hyperparam_dtype` it would look for the highest dtype of the
+    # parameters, and raise for bfloat16 next to float16.
     with_schedule = optax.inject_hyperparams(
         scale_by, hyperparam_dtype=jnp.result_type(float)
     )
