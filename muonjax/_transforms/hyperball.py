@@ -213,7 +213,7 @@ def _step(
     radius = jnp.where(jnp.abs(weight_rms - 1) <= rounding, 1, weight_rms)
 
     # V = W + c U with c = -eta R / |U|
-    c = minus_eta.astype(w.dtype) * radius * (1 / or_one(update_rms))
+    c = minus_eta.astype(w.dtype) * radius / or_one(update_rms)
     # |V|^2 = |W|^2 + 2 c <W, U> + c^2 |U|^2 from sums that are there: no second reduction.
     inner_product = _mean((w * u.conj()).real, view)
     moved_square = weight_rms**2 + 2 * c * inner_product + (c * update_rms) ** 2
