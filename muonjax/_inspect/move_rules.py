@@ -88,7 +88,7 @@ def moved_by(records: Records, node: Node, x: Marks) -> Marks:
     # `lax.reshape` may transpose first, for which there is no rule.
     is_reshape = node.name == "reshape" and params.get("dimensions") is None
     if is_reshape or node.name == "squeeze":
-        return reshaped(x, old, new)
+        return _reshaped(x, old, new)
     if node.name == "broadcast_in_dim":
         # Marks don't depend on the new axes.
         added = other_axes(len(new), params["broadcast_dimensions"])
@@ -148,15 +148,14 @@ def _gone(numbers: Any) -> tuple[int, ...]:
     return (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
 
 
-def reshaped(x: Marks, old: Shape, new: Shape) -> Marks:
+def _reshaped(x: Marks, old: Shape, new: Shape) -> Marks:
     """Marks [*any, *old] of an array after its reshape to `new`.
 
     Positions [4, 1] of an array [4, 16], which depend on the row alone, become [64] for the shape
     [64], each 16 times, and [2, 2, 1] for the shape [2, 2, 16].
     """
-    # The certificate asks about logits that may have been cut or repeated, too.
-    # Arrays without entries have no marks.
-    if math.prod(old) != math.prod(new) or 0 in old:
+    # An array without entries has no marks.
+    if 0 in old:
         raise NotFollowed
     first = x.ndim - len(old)
     # Only axes on which marks depend get an entry for each index: [4, 16] becomes [4, 1].

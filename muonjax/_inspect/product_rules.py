@@ -436,6 +436,7 @@ def _of_two_activations(
     Layers before it are hidden ones if both operands have free axes, or if it matches two towers,
     as in an einsum `bd,bd->b`.
     """
+    # Exponentials of it may be the weights of an attention. It is not one itself.
     records.attention.candidates.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
     first = left.value

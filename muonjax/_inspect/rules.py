@@ -89,17 +89,18 @@ def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
     """The result of an einsum of three or more operands, which is not followed.
 
     JAX would multiply them pair by pair, in an order that depends on their sizes. A layer may be
-    among them, or logits, or a softmax's weights and values:
-    such an attention is listed and refused.
+    among these products, so what comes before may be no output head; or logits, or a softmax's
+    weights and values: such an attention is listed and refused.
     """
     values = records.inputs(node)
     records.possible_layers.add(node.index)
-    # Each operand may be softmax's weights, and each other one the values.
-    # For one and itself this records nothing.
+    # Each operand may be softmax's weights, and each other one the values. An operand with itself
+    # records nothing.
     for value in values:
         for other in values:
             records.record_weights(node, value, other)
     (result,) = unknown(records, node)
+    # It may be the logits of an attention.
     return [result._replace(scores=node.index) if result.is_activation else result]
 
 
