@@ -171,11 +171,12 @@ def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
     key_heads = {scale.entries for scale in scales if scale.factor == "key"}
     # Rotary queries, "whole", have as many heads, and are multiplied by a key that nothing scales.
     features = {scale.features for scale in scales if scale.factor != "whole"}
+    # A site without queries or without keys has an empty set, and is refused too.
     is_one_each = len(query_heads) == len(key_heads) == len(features) == 1
     if not is_one_each or max(query_heads) % max(key_heads) != 0:
         heads = [f"{x.leaf!r} {x.entries} of {x.features} features" for x in scales]
-        # mha_site(num_heads=4) alone reads a key that all heads share, [d, 12],
-        # as 4 heads of 3 features.
+        # A frequent cause: mha_site(num_heads=4) without num_kv_heads reads a key that all heads
+        # share, [d, 12], as 4 heads of 3 features, where the queries have 12.
         raise ValueError(
             f"heads of {path!r}, {', '.join(heads)}: query heads must be a multiple of key heads, "
             "with as many features each. Several query heads may share a key head: give "

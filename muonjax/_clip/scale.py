@@ -172,24 +172,27 @@ class PlacedScale(NamedTuple):
         scale = self.scale
         *layers, entries = values.shape
         sizes = [self.shape[axis] for axis in self.axes]
-        # In all groups together, the positions of the part are shared equally by the entries.
-        # `placed` has filled in the end, so that `or` is for the type checker alone.
+        # An axis is cut into groups, the part of each group into the runs of its entries, and of a
+        # run the span is scaled: [q q k v | q q k v] has two groups, and the part (0, 2 * head_dim)
+        # of each has the runs of two of the four queries. `placed` has filled in the end.
+        end: Any
         first, end = scale.part
-        run = ((end or 0) - first) * scale.groups // entries
+        run_size = (end - first) * scale.groups // entries
         xp = values.__array_namespace__()  # NumPy or jax.numpy
         # All features of a head have its value.
         features = (*layers, entries, self.features)
         values = xp.broadcast_to(values[..., None], features)
-        # [*layers, entries, run]: outside of its span a run is not scaled,
+        # [*layers, entries, run_size]: outside of its span a run is not scaled,
         # as the values behind MLA's keys.
-        table = _padded(values, scale.span[0], run, otherwise)
-        # [*layers, groups, group]: outside of its part a group is not scaled, as the values of a
-        # fused kernel. A kernel [d, heads, size] has this shape already: with explicit axes,
-        # sharded heads can't be reshaped.
+        table = _padded(values, scale.span[0], run_size, otherwise)
+        # A kernel [d, heads, size] has the shape of its axes already. It must not be reshaped: on a
+        # mesh with explicit axis types JAX refuses that for sharded heads.
         if table.shape != (*layers, *sizes):
+            # [*layers, groups, group_size]: outside of its part a group is not scaled,
+            # as the values of a fused kernel.
             table = table.reshape(*layers, scale.groups, -1)
-            group = math.prod(sizes) // scale.groups
-            table = _padded(table, first, group, otherwise)
+            group_size = math.prod(sizes) // scale.groups
+            table = _padded(table, first, group_size, otherwise)
             table = table.reshape((*layers, *sizes))
         # Axis i of the table, [*layers, *sizes], belongs at axis order[i] of the parameter.
         order = (*self.stack, *self.axes)

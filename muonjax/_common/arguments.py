@@ -370,9 +370,10 @@ def explains_keywords(
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             """`function`, after its arguments are checked;
             Python's own errors would name an inner function."""
-            # `bind` would not say what an unknown keyword is called here.
+            # `bind` would not say that what Optax or PyTorch call "beta" is "decay" in muonjax.
             for keyword in kwargs:
                 if keyword not in known:
+                    # `errors_of` puts the name of the call before it.
                     raise TypeError(
                         f" has no argument {keyword!r}{_meant(keyword, known)}."
                     )

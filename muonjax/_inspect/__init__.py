@@ -27,9 +27,9 @@ handle its settings makes what it touches unknown.
 The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, reshaped to
 [batch, length, 8, 16]:
 
-- A **run** is how far the entries of q walk along one axis of w. Both axes 2 and 3 of q walk along
-  axis 1 of w: in steps of 16 and of 1. Along axes 0 and 1 of q nothing walks, since they come from
-  x.
+- A **run** has for each entry of q its positions along one axis of w. Along axis 1 of w these are 0
+  to 127, in steps of 16 along axis 2 of q and of 1 along axis 3. They don't depend on axes 0 and 1
+  of q, which come from x.
 - A **leaf** is the number of a parameter, a **node** an operation, a **value** the number of an
   array or, as a `Value`, what is known of it. A number of -1 says that there is none.
 - A value is a **weight** if it is made of parameters without data (constants and random numbers may

@@ -298,20 +298,24 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
 
 
 def _sum_of(axis: int, terms: Positions) -> Run:
-    """The run of a sum, or of a concatenation, of terms with these positions [terms, *array].
+    """The positions along one axis of the origin, as a run, of a sum or a concatenation of terms
+    with these positions [terms, *array]: each entry has those of all terms.
 
     The heads of q[:2] + q[2:] have columns of their own: q[0] and q[2], q[1] and q[3], at one
     distance. In q + q[::-1] the distance depends on the head: then each entry along the axis of
     heads gets the positions of all.
     """
     run = _run_of(axis, terms)
-    # How far each term is from the first one.
+    # A hole is larger than any position. Terms with holes are taken for a concatenation, in which
+    # each entry comes from one term: there are no distances to compare.
+    if terms.max() >= HOLE:
+        return run
+    # How far each term is from the first one, entry by entry
     distances = terms - terms[:1]
     for k in range(terms.ndim - 1):
-        is_equal = (distances == distances.take([0], 1 + k)).all()
-        # Terms with holes stand side by side: where one has an entry the others have holes,
-        # at no distance.
-        if terms.max() < HOLE and not is_equal:
+        # Axis k of the array is axis 1 + k of the terms.
+        first = distances.take([0], 1 + k)
+        if (distances != first).any():
             run = _added_up(run, k)
     return run
 

@@ -28,6 +28,8 @@ class Ends:
 
     def __init__(self, records: Records):
         graph = self.graph = records.graph
+        # Products by parameters or of two activations, and products by frozen numbers,
+        # to which a gradient comes back.
         products = records.layers & graph.trained
         frozen = records.frozen_layers & graph.trained
         self.to_products = self._values_before(products)
@@ -35,7 +37,7 @@ class Ends:
         self.to_outputs = graph.upstream(
             graph.outputs, with_gradient=True, without=products | frozen
         )
-        # A value may come before several of these: the last one counts.
+        # Any of these leaves a head in doubt; the reason names the last one.
         self.unknown_after: dict[int, int] = {}
         for i in sorted(records.possible_layers):
             self.unknown_after |= dict.fromkeys(self._values_before([i]), i)

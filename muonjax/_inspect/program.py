@@ -415,7 +415,7 @@ def _numbers_by_names(params: Any, decisions: dict[str, Decision]) -> dict[str, 
     """The dimension numbers of those parameters that the program leaves to names,
     with the warnings that names give.
 
-    `decisions` has what the program says, by path, of all parameters that are not masked.
+    `decisions` has what the program says, by path, of all parameters that Optax has not masked.
     """
     # What the program decides becomes a rule, so that names decide, and warn of,
     # the other parameters alone.

@@ -276,13 +276,14 @@ class Piece(NamedTuple):
         shape = self.view.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
-        # With explicit axis types, JAX cuts a sharded axis only into parts of which every shard can
-        # have an equal piece. All parts of the leaf begin and end at multiples of `step`, so it
-        # stays sharded if the shards can share `step` entries equally. An axis that becomes two,
-        # stretches and their entries, is always gathered.
+        # This is for meshes with explicit axis types; `whole_along` returns any other leaf as it is.
+        # There JAX cuts a sharded axis only into parts of which every shard can have an equal
+        # piece. All pieces of the leaf begin and end at multiples of `step`: where the shards can't
+        # share `step` entries equally, or with several stretches, the axis is gathered first.
         step = self.step if self.repeats == 1 else None
         leaf = whole_along(leaf, self.axis, step)
-        # The cut axis is two from here on: [..., repeats, entries of a stretch, ...].
+        # The cut axis is two from here on, [..., repeats, entries of a stretch, ...],
+        # also where there is one repeat.
         stretches = self.in_stretches(leaf)
         # The view's axis has the entries of all stretches.
         stop = self.start + shape[self.axis] // self.repeats

@@ -121,7 +121,7 @@ def exchange(
     the device to which all others send their parts of it.
 
     Args:
-      f: Takes matrices with m <= n.
+      f: As in `map_on_mesh`; it takes matrices with m <= n.
       blocks: This device's part of each leaf, in the leaf's axes: [2, 16, 64] of a leaf
         [4, 64, 64].
       views: The view of each block, as wide matrices.
@@ -134,14 +134,16 @@ def exchange(
     """
     # [matrices, rows of a block, columns of a block] for each leaf
     stacks = list(map(MatrixView.to_matrices, views, blocks))
-    # The matrices of a leaf had several owners, so its result arrives in parts. Their owners follow
-    # each other in one round, and so do the parts.
+    # The result of a leaf arrives in parts, one from each owner of some of its matrices. A part is
+    # flat: the numbers of this device's blocks. Parts arrive in the order of the leaf's matrices,
+    # because all matrices of a leaf are in one round, and its first owner has the first of them.
     parts_of_leaves = [[] for _ in blocks]
     for round_ in rounds:
         for leaf, part in _run_round(f, round_, stacks, policy):
             parts_of_leaves[leaf].append(part)
     outputs = []
     for parts, view, block in zip(parts_of_leaves, views, blocks, strict=True):
+        # `to_leaf` gives the flat numbers of all blocks the axes of the block.
         output = view.to_leaf(jnp.concatenate(parts))
         outputs.append(output.astype(block.dtype))
     return outputs

@@ -82,18 +82,21 @@ def iterate(
 def polynomial_msign(
     x: Float[Array, "*batch m n"], coefficients: Coefficients, dot: MatrixProduct
 ) -> Float[Array, "*batch m n"]:
-    """msign whose derivative is that of the polynomial on x / |x|_F;
-    the checkpoint keeps x alone."""
+    """msign whose derivative is that of the polynomial on x / |x|_F; the backward pass keeps
+    x alone."""
     # The polar factor of X^T is the transpose of that of X,
     # and the Gram matrix of wide X is the smaller one.
     is_tall = x.shape[-2] > x.shape[-1]
-    # The checkpoint normalizes x again in the backward pass.
+    # `iterate_keeping_input` keeps its input, `unit`, and nothing of its steps. The checkpoint around
+    # this function keeps x in place of `unit`, and normalizes it again in the backward pass.
     unit = normalized(x.mT if is_tall else x)
-    # Inside of `jax.shard_map` the rows must vary over the same mesh axes as x, so a zero is added
-    # that does. The derivative is a `lax.custom_linear_solve` whose functions close over both. JAX
-    # traces these functions first, and then makes all that they close over vary in the same way:
-    # rows that vary only then would not fit the trace.
-    rows = jnp.asarray(coefficients, unit.dtype) + jnp.zeros_like(unit, shape=())
+    # Inside of `jax.shard_map` the rows must vary over the same mesh axes as x. The derivative of
+    # the iteration is written as a `lax.custom_linear_solve`, so that it is its own transpose. JAX
+    # traces the functions of the solve with the rows as they are, and then makes all that they
+    # close over vary as x does, which would not fit what was traced. So a zero that varies as x
+    # does is added here.
+    varying_zero = jnp.zeros_like(unit, shape=())
+    rows = jnp.asarray(coefficients, unit.dtype) + varying_zero
     y = iterate_keeping_input(unit, rows, dot).astype(x.dtype)
     return y.mT if is_tall else y
 

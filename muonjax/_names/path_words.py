@@ -10,6 +10,8 @@ Words = tuple[str, ...]
 # weight normalization); and its vectors.
 WEIGHT = r"(?:kernel|w|weights?|weight_v)"
 VECTOR = r"(?:bias|biases|b|offset|beta)"
+# An array of a layer. A norm's `scale` is apart, as it ends no bare name such as `output_w`.
+_ARRAY = rf"{WEIGHT}|{VECTOR}|scale"
 # Words that NNX and lists of arrays put behind the name of a parameter.
 _CONTAINER = r"\d+|array|value"
 
@@ -27,7 +29,7 @@ def words(path: str) -> Words:
     while len(names) > 1 and re.fullmatch(_CONTAINER, names[-1]):
         # Only behind the name of an array. Behind any other name a number is the layer's own,
         # as in layers/0.
-        if not re.fullmatch(rf"{WEIGHT}|{VECTOR}|scale", snake(names[-2])):
+        if not re.fullmatch(_ARRAY, snake(names[-2])):
             break
         names.pop()
     return tuple(names)
@@ -61,7 +63,7 @@ def module(path: str) -> Words:
     (('attention', 'output'), ('attention', 'output'))
     """
     *around, name = words(path)
-    if not re.fullmatch(f"{WEIGHT}|{VECTOR}|scale", snake(name)):
+    if not re.fullmatch(_ARRAY, snake(name)):
         around.append(re.sub(rf"_({WEIGHT}|bias|b)$", "", name))
     return tuple(around)
 
