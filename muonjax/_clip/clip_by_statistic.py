@@ -137,8 +137,8 @@ class ClipByStatistic:
                 raise ValueError(message_for_other_state(state))
             require_params(params)
             if statistics is None:
-                # "update needs max_logits (muonjax.linen.TrainState passes it on):
-                # ... tx.update(...)."
+                # `source` begins with a space and ends with a line break: "update needs max_logits
+                # (muonjax.linen.TrainState passes it on): (loss, max_logits), grads = ..., then".
                 raise ValueError(
                     f"update needs {self.argument}{self.source}"
                     f"tx.update(grads, state, params, {self.argument}={self.argument})."

@@ -43,15 +43,18 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
     both: dict[PlacedScale, None] = {}
     queries_alone: dict[PlacedScale, None] = {}
     for product in products:
-        # Its softmaxes, one for each product of weights and values,
-        # normalize the same axes: `_check_softmaxes`.
-        _, normalized = records.attention.softmaxes[product][0]
+        # The logits of a softmax, and the axes that count keys. All softmaxes of the product, one
+        # for each product of weights and values, have the same axes: `_check_softmaxes`.
+        _, key_axes = records.attention.softmaxes[product][0]
         left, right = records.attention.operands[product]
-        if not left.is_query(normalized):
+        if not left.is_query(key_axes):
             left, right = right, left
         queries = _Side(left, "query")
         keys = _Side(right, "key")
-        scaled_queries = _scaled_queries(queries, [_ALL])
+        # With all features shared, each query takes γ.
+        scaled_queries = _scaled_queries(queries, shared=[_ALL])
+        # Keys with another number of heads or layers than the queries are shared: they stay as they
+        # are, and the queries take γ in the features that meet them, √γ in the others.
         scaled_keys, shared = _scaled_keys(keys, _heads_of(scaled_queries[0]))
         both |= dict.fromkeys([*_scaled_queries(queries, shared), *scaled_keys])
         queries_alone |= dict.fromkeys(scaled_queries)
@@ -99,9 +102,9 @@ def _scaled_keys(
     keys: _Side, heads: tuple[int, tuple[int, ...]]
 ) -> tuple[list[PlacedScale], list[range]]:
     """The scales of those keys that have the heads of the queries, as `_heads_of` counts them;
-    the features of others.
+    and the ranges of features of all other keys, which are shared.
 
-    If there is no such key, all features are those of others.
+    If there is no such key, all features are shared.
     """
     scaled: list[PlacedScale] = []
     shared: list[range] = []

@@ -149,12 +149,14 @@ class Graph:
         """
         jaxpr = opened(closed)
         self._given = given
+        # Tables that `_walk` fills, below.
         self.nodes: list[Node] = []
         # By value: the operation that makes it, if it is no argument and no constant.
         self.makers: dict[int, Node] = {}
-        self.maker = self.makers.get
+        self.maker = self.makers.get  # None for an argument or a constant
         # By value: its shape and dtype, and its variable in each body where it has one: where it is
-        # made, inside of a `jit` that takes it, and outside of one that returns it.
+        # made, inside of a `jit` that takes it, and outside of one that returns it. A `Probe` names
+        # logits by the variable of one body.
         self.avals: list[Any] = []
         self.variables: list[dict[Place, Any]] = []
         # What the function is given: parameters and data. An array that it closes over is data as
@@ -170,7 +172,8 @@ class Graph:
         self.known: dict[int, Any] = {}
         # By value, the results of `possible_numbers.numbers_in`, which fills it.
         self.possible_numbers: dict[int, Any] = {}
-        # By the index of a loop's first operation: its "carry" operations, and those of its body.
+        # By the index of a loop's first operation: its "carry" operations, one for each array that
+        # it carries, and the operations of its body, which follow them.
         self.loops: dict[int, tuple[range, range]] = {}
         # By the place of a body: the equations that it is in, from the inside to the outside.
         self.callers: dict[Place, list[JaxprEqn]] = {(): []}

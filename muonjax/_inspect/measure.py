@@ -189,13 +189,13 @@ def _with_all_maxima(
 def _shard_map(
     eqn: JaxprEqn, body: Body, probes: tuple[Probe, ...], operands: list[Any]
 ) -> list[Any]:
-    """What a `shard_map` returns, and then for each probe the largest logits [*layers,
-    *heads] of all devices.
+    """What a `shard_map` returns, and then for each probe the largest logits [*layers, *heads]
+    of all devices.
 
     Args:
       eqn: The equation of the `shard_map`.
       body: Its body, as the program has it.
-      probes: Those in this body, at least one, with paths that begin in it.
+      probes: Those in this body, at least one; the path of each leads on from this body.
       operands: The values of the equation's inputs.
     """
     params = eqn.params
@@ -210,8 +210,9 @@ def _shard_map(
         results = outputs[:-count]
         for maximum in outputs[-count:]:
             # Every device has all heads, or the certificate would have refused the clip, so this is
-            # entry by entry. With `check_vma`, JAX knows along which axes of the mesh the maximum
-            # may differ from device to device. Without it, it may differ along all of them.
+            # entry by entry. The maximum is taken along the axes of the mesh where it may differ
+            # from device to device: with `check_vma` JAX's type names them, and those of an
+            # enclosing `shard_map` too, which reduces along its own. Without it, it may be any.
             differing = axis_names
             if check_vma:
                 differing = axis_names & jax_versions.varying(jax.typeof(maximum))

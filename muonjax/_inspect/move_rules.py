@@ -215,7 +215,7 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
     views: list[ParameterView] = []
     if result.is_weight:
         views = [view for value in placed for view in value.views]
-        # Parts of one parameter are not put together again.
+        # Parts of one parameter are not put together again: what becomes of it is unknown then.
         if len({view.leaf for view in views}) < len(views):
             raise NotFollowed
     else:
@@ -227,6 +227,7 @@ def _concatenate(records: Records, node: Node) -> Sequence[Value]:
     # followed.
     with_logits = [part.logits for part in placed if part.logits]
     logits = with_logits[0] if len(with_logits) == 1 else ()
+    # Parts of one product become one projection again, as the halves of rotary features do.
     projections = projections_of_all(records, placed)
     return [result._replace(views=tuple(views), projections=projections, logits=logits)]
 

@@ -91,7 +91,7 @@ def _with_max_logits(
     `fun` is traced by its arguments `argnums` alone, and the jaxpr is run on them with the largest
     logits as further results. The caller's `jax.value_and_grad` differentiates this run.
     """
-    call = named_call("value_and_grad", fun)
+    call = named_call("value_and_grad", fun)  # for errors
 
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -100,8 +100,8 @@ def _with_max_logits(
         aux: Any = None  # what `fun` returned with the loss while it was traced
 
         def loss_and_traced(*parameters: Any) -> list[Any]:
-            """The loss and the leaves of `aux` that depend on the trace; others,
-            such as strings, stay in `aux`."""
+            """The loss and the leaves of `aux` that are tracers, of this trace or of one around it;
+            others, such as strings, stay in `aux`."""
             nonlocal aux
             # All other arguments are what they were: flags, strings,
             # tracers of enclosing transformations.

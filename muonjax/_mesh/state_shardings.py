@@ -113,14 +113,16 @@ def parameter_like(
 
 
 def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
-    """The mesh and the shardings of arrays, or of `jax.ShapeDtypeStruct`s with a sharding."""
+    """The mesh and the shardings of arrays, or of `jax.ShapeDtypeStruct`s with a sharding; None for
+    an array without a `NamedSharding`."""
 
     def named_sharding(leaf):
         sharding = getattr(leaf, "sharding", None)
         return sharding if isinstance(sharding, NamedSharding) else None
 
     shardings = jax.tree.map(named_sharding, params)
-    # There is one mesh for the whole state, for replicated arrays too.
+    # Arrays of the state that are like no parameter, such as counters, are replicated on the mesh
+    # of the parameters, so there has to be one.
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
         raise ValueError(

@@ -438,15 +438,16 @@ def adamclip(
     Source: J. Su, kexue.fm/archives/11126.
     """
     check_rates(learning_rate=learning_rate)
-    # int8 is for Muon's momentum, which has scales. Optax would cast Adam's first moment to it,
-    # and round it away.
+    # int8 is for Muon's momentum, which has scales. Optax would cast Adam's first moment to it, and
+    # round it away; float8 has too few digits as well.
     mu_dtype = settings.get("mu_dtype")
     if mu_dtype is not None:
         wanted = "a float type of 16 bits or more"
         given_dtype("mu_dtype", mu_dtype, WIDE_FLOATS, wanted)
     # Optax's error for a mask that does not fit would speak of trees; this one names the argument.
     settings["mask"] = fitted_mask("mask", settings.get("mask"))
-    # AdamW's moments may be in host memory, as Muon's momentum may.
+    # muonjax's `adamw` is Optax's, computed in float32 or wider. Its moments may be in host memory,
+    # as Muon's momentum may.
     optimizer = offload(adamw(learning_rate, **settings))
     return _clipped(
         optimizer, clip_of_logits("adamclip", threshold, program, every_k, axis_name)

@@ -217,7 +217,8 @@ def _step(
     # |V|^2 = |W|^2 + 2 c <W, U> + c^2 |U|^2 from sums that are there: no second reduction.
     inner_product = _mean((w * u.conj()).real, view)
     moved_square = weight_rms**2 + 2 * c * inner_product + (c * update_rms) ** 2
-    # From the middle of the ball, |V| < 0.01 |W|, no direction leads back; a U of zeros has none.
+    # V may be at the middle of the ball, where no direction leads back: for |V| < 0.01 |W| the
+    # weight stays. It stays also where U is zero.
     is_still = (update_rms == 0) | (moved_square <= 1e-4 * weight_rms**2)
     # W' - W = R V / |V| - W = (R / |V| - 1) W + R / |V| c U
     back = radius / jnp.sqrt(jnp.where(is_still, 1, moved_square))
