@@ -120,6 +120,6 @@ def fresh_products():
     # Not before its functions are decorated.
     from pallas_kernels import _symmetric_product
 
-    _symmetric_product._traced_once.clear_cache()
+    _symmetric_product._jitted_product.clear_cache()
     yield
-    _symmetric_product._traced_once.clear_cache()
+    _symmetric_product._jitted_product.clear_cache()

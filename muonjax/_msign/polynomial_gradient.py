@@ -87,8 +87,8 @@ def polynomial_msign(
     # The polar factor of X^T is the transpose of that of X,
     # and the Gram matrix of wide X is the smaller one.
     is_tall = x.shape[-2] > x.shape[-1]
-    # `iterate_keeping_input` keeps its input, `unit`, and nothing of its steps. The checkpoint around
-    # this function keeps x in place of `unit`, and normalizes it again in the backward pass.
+    # `iterate_keeping_input` keeps its input, `unit`, and nothing of its steps. The checkpoint
+    # around this function keeps x in its place, and normalizes x again in the backward pass.
     unit = normalized(x.mT if is_tall else x)
     # Inside of `jax.shard_map` the rows must vary over the same mesh axes as x. The derivative of
     # the iteration is written as a `lax.custom_linear_solve`, so that it is its own transpose. JAX
