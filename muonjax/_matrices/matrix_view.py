@@ -276,7 +276,7 @@ class Piece(NamedTuple):
         shape = self.view.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
-        # This is for meshes with explicit axis types; `whole_along` returns any other leaf as it is.
+        # For meshes with explicit axis types: `whole_along` returns any other leaf as it is.
         # There JAX cuts a sharded axis only into parts of which every shard can have an equal
         # piece. All pieces of the leaf begin and end at multiples of `step`: where the shards can't
         # share `step` entries equally, or with several stretches, the axis is gathered first.
