@@ -201,9 +201,10 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
         # A number is a block of its own.
         length = leaf.shape[-1] if leaf.shape else 1
         block = block_size(length)
-        # Shards are even: an axis that the mesh does not divide counts as one shard.
+        # Without a remainder: `shards_of_last_axis` counts an axis that the mesh does not divide
+        # as one shard.
         entries = length // shards
-        # The largest entry of such a block would take a collective to find.
+        # A block across two shards would take a collective to find its largest entry.
         if entries % block != 0:
             raise ValueError(
                 f"int8 momentum of {jax.tree_util.keystr(path)} {leaf.shape} has blocks of {block} "
