@@ -32,12 +32,14 @@ class Ends:
         # to which a gradient comes back.
         products = records.layers & graph.trained
         frozen = records.frozen_layers & graph.trained
+        # Values from which a path leads to one of these, or past none of them to an output.
         self.to_products = self._values_before(products)
         self.to_frozen = self._values_before(frozen)
         self.to_outputs = graph.upstream(
             graph.outputs, with_gradient=True, without=products | frozen
         )
-        # Any of these leaves a head in doubt; the reason names the last one.
+        # An output head before an operation that may be a layer is left to names. The reason names
+        # the last such operation: it overwrites the earlier ones.
         self.unknown_after: dict[int, int] = {}
         for i in sorted(records.possible_layers):
             self.unknown_after |= dict.fromkeys(self._values_before([i]), i)
@@ -49,7 +51,8 @@ class Ends:
         whose result becomes the loss, "output".
         """
         # In x @ (a @ b) the factor b is the next layer after a: the columns of a meet it,
-        # so they are in `inner`, which has no empty entries.
+        # so they are in `inner` of a. A product that gives no columns matches none of its entries,
+        # which are not empty.
         if use.columns in use.view.inner:
             return "layer"
         (value,) = self.graph.nodes[use.node].outputs

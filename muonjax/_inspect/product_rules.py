@@ -110,13 +110,15 @@ def _by_matrix(
     has_weights = scores in attention.candidates | attention.routers
     views = weights.value.views
     # x @ (a @ b) sums over an axis of a, the first factor. x @ (queries @ w).T sums over one of w,
-    # the last: these may be scores with learned queries.
+    # the last: these may be scores with learned queries. `inner` has the axes of a factor that meet
+    # another one, and is empty for a parameter that no other multiplies.
     is_transposed = not views[0].layout.runs_along(weights.summed)
     is_product = all(view.inner for view in views)
     if not is_product or not (is_transposed or has_weights):
         return _by_parameter(records, node, result, weights, activation)
+    # Each factor is left to names, as it may be a learned input and no matrix.
     records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
-    # Such an attention is listed and refused.
+    # An attention with such values is listed and refused.
     if has_weights:
         attention.other_readers[scores] = node.index
     # It counts as a layer: what is before it is no output head.
@@ -158,8 +160,8 @@ def _by_parameter(
     # x @ queries.T with learned queries may be the scores of an attention,
     # in place of older ones that x was made of.
     result = result._replace(scores=node.index, logits=logits)
-    # A layer sums over columns of the layer before: all that it takes together are one matrix
-    # there. A depthwise convolution takes each column by itself.
+    # The columns of the layer before that this one sums over belong together: they are one part of
+    # that layer's kernel, or all of it. A depthwise convolution takes each column by itself.
     is_depthwise = weights.kernel.is_depthwise
     if not is_depthwise:
         records.record_parts(activation.value.projections)
@@ -171,9 +173,9 @@ def _by_parameter(
         for projection in activation.value.projections:
             experts = projection.layout.runs_along(activation.batch)
             projection.product.batches.update(experts)
-    # This may be no layer: the parameters only scale, or the product is not followed. Nor may one
-    # whose result is a single number: a sum of weighted losses,
-    # or what a model gives for one example.
+    # This may be no layer: without projections the parameters only scale, or are left to names
+    # (`_unfollowed`); a single number may be a sum of weighted losses, or what a model gives for
+    # one example. So what looks like an output head before it is left to names.
     if not projections or records.shape(node.outputs[0]) == ():
         records.possible_layers.add(node.index)
         return result
@@ -208,8 +210,8 @@ def _unfollowed(records: Records, weights: Operand, activation: Operand) -> str:
     # 1] they may be two.
     if are_several_parts([weights.value]):
         return "a sum of its slices"
-    # Learned queries times a kernel of several heads, by keys:
-    # the heads are columns of the kernel alone.
+    # In einsum("qhd,bkhd->bhqk", (queries @ w).reshape(q, h, d), k) the batch axis h lies along the
+    # columns of w, and along no axis of the learned queries, which are no matrix.
     lacks_heads = any(not view.layout.runs_along(weights.batch) for view in views)
     if weights.batch and lacks_heads and any(view.inner for view in views):
         return PRODUCT_OF_PARAMETERS
@@ -286,8 +288,9 @@ def _cuts_input(operand: Operand) -> bool:
     as over 4 x 4 pixels.
 
     Images [b, 32, 32], reshaped to [b, 8, 4, 8, 4] and summed over both axes of 4, are such an
-    argument. Along each of their axes the sum takes neighbors (a stride of 1),
-    and an axis of 8 that counts patches is left.
+    argument. Along each of their axes the sum takes neighbors (a stride of 1), and an axis of 8
+    that counts patches is left. Then `decisions` gives the kernel to AdamW, as an embedding. One
+    such axis shows no patches: data [b, 128], as [b, 8, 16], may be groups of features.
     """
     for fact in operand.value.facts:
         # The layout of an "input" says where the axes of an argument of the function are in the
@@ -319,9 +322,9 @@ def _of_activations(
     for operand, other in pairs:
         # A sum over some columns of a layer that keeps others may mix experts.
         _record_mixture(records, node, operand)
-        # Both may be queries, keys or values, of which one side may be frozen. The columns that the
-        # product takes are a part of their layer. In "bqhd,bkhd->bhqk" the batch axis h counts
-        # heads, and so it does in columns of q and k. The axis b walks along no columns.
+        # Both may be queries, keys or values, one of them frozen, but not data alone, such as an
+        # adjacency matrix. The columns that the product takes are a part of their layer. Those
+        # along a batch axis, as h of "bqhd,bkhd->bhqk", count heads; along b no columns lie.
         if other.value.depends_on & of_a_model:
             records.record_parts(operand.value.projections)
             records.record_heads(operand.value.projections, operand.batch)
@@ -479,15 +482,15 @@ def _by_constants(
         projections=activation.added_up.projections, logits=() if softmaxes else logits
     )
     is_layer = _is_frozen_layer(activation, constants)
-    # The result may be the scores of queries and frozen keys, and is no exponential of older
-    # scores. But what already is made of scores, such as queries @ keys.T times a rotation or an
-    # average, keeps them.
+    # What a frozen layer or an attention gives is no longer the scores or exponentials that it was
+    # made of: the result begins anew, as what may be scores itself. So it does if it may be queries
+    # times frozen keys, but queries @ keys.T times a rotation or an average stays those scores.
     may_be_scores = activation.free and constants.free and result.scores < 0
     if is_layer or softmaxes or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
     if is_layer:
         records.frozen_layers.add(node.index)
-        # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk").
+        # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"), and a frozen matrix has none.
         # Logits that go on are not begun anew.
         if constants.batch and not activation.value.logits:
             return _with_logits(records, node, result, activation, constants)
@@ -540,8 +543,8 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
     image = records.operand(node, 0)
     weights = records.operand(node, 1, (into, *window))
     weights.kernel = kernel
-    # Entry 1 of a specification is the axis of features.
-    # No other axis of the result is followed to the operands.
+    # Entry 1 of a specification is the axis of features. `sources` has for each axis of the result
+    # that of the operand which it comes from: only features are followed.
     features = numbers.out_spec[1]
     rank = len(weight)
     # A depthwise convolution with one output for each feature leaves the features where they are.
@@ -585,7 +588,8 @@ def _by_kernel(
     records.record_views(node, node.name, values, "unknown")
     # The kernels may be mixed for each example, sum_e r[b, e] w[e, ...]: then w is left to names.
     _record_mixture(records, node, weights)
-    # Either way it counts as a layer: what comes before it is no output head.
+    # A product by parameters counts as a layer also if it is not followed: what comes before it is
+    # no output head.
     if weights.value.depends_on & PARAMETER:
         records.layers.add(node.index)
     # A frozen kernel makes a frozen layer, which counts for the products before it. A depthwise

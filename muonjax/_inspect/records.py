@@ -53,13 +53,12 @@ class Uses:
 class AttentionRecords:
     """Operations that may be attention, by the number of a product that may give its logits,
     as queries @ keys.T.
-
-    This product is the key of the dictionaries with `int` keys, but of `calls`,
-    and the member of the sets.
     """
 
     def __init__(self) -> None:
-        # The operands of the product.
+        # The number of this product is the key of all dictionaries with `int` keys, but of `calls`,
+        # and the member of the sets.
+        # Its left and its right operand: which one is the queries is found out later.
         self.operands: dict[int, tuple[Operand, Operand]] = {}
         # One entry for each product weights @ values that was followed from it: the logits that
         # softmax takes, and the axes of the result of queries @ keys.T that count keys.
@@ -69,9 +68,9 @@ class AttentionRecords:
         # If exponentials of the product multiply an array, perhaps values,
         # and were not followed: that operation.
         self.other_readers: dict[int, int] = {}
-        # Products whose exponentials may be the weights of an attention: all of two activations.
-        # Others, as with learned queries or frozen keys, are here only if a sum of their
-        # exponentials divides these, as in a softmax.
+        # Products whose exponentials may be the weights of an attention: each product of two
+        # activations. One with learned queries or frozen keys is here only if its exponentials are
+        # summed, as in a softmax, and not along columns of a parameter, as in a router.
         self.candidates: set[int] = set()
         # Products from whose logits a number was subtracted that may differ from key to key,
         # which changes the softmax.
@@ -82,7 +81,8 @@ class AttentionRecords:
         # By the number of a call with three arrays, perhaps a kernel of attention:
         # the parameters of the projections that it takes.
         self.calls: dict[int, tuple[ParameterView, ...]] = {}
-        # By layer that gives values: the region of its columns that the first attention takes.
+        # By layer that gives values: the region of its columns that the first attention takes. If a
+        # later one takes other columns, heads are written one by one (`_record_attention`).
         self.value_parts: dict[Product, Region] = {}
 
 
@@ -98,8 +98,9 @@ class Records:
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses = Uses()
         self.attention = AttentionRecords()
-        # Operations that count as a layer after the matrices before them: products, products by
-        # matrices that do not train, and operations that may be products.
+        # What is an output head follows from these: no matrix before a product by parameters or of
+        # activations (`layers`); perhaps one before a matrix that does not train, with a warning;
+        # and before an operation that may be a product its name decides.
         self.layers: set[int] = set()
         self.frozen_layers: set[int] = set()
         self.possible_layers: set[int] = set()
@@ -109,6 +110,7 @@ class Records:
         for leaf, parameter in enumerate(graph.parameters):
             view = ParameterView(leaf, whole(graph.shape(parameter)))
             self.values[parameter] = Value(PARAMETER, (view,))
+        # These are data, or keys of random numbers.
         for array in (*graph.arguments, *graph.constants):
             self.values[array] = self._input(array)
 
