@@ -489,14 +489,17 @@ def find_maxima(
         probes += (probe._replace(shared=shared) for probe in attention.probes)
     # It returns what the function returns, and then one array for each probe.
     measured_function = jaxpr_as_fun(with_maxima(closed, tuple(probes)))
-    # A result that is a constant of the program would be an array of NumPy's.
+    # A result that is a constant of the program would be an array of NumPy's. The last `count`, at
+    # least one, are the probes': without any, `_clippable` raises.
     results = [jnp.asarray(x) for x in measured_function(*jax.tree.leaves(arguments))]
     count = len(probes)
     measured = iter(results[-count:])
     maxima = {}
     for name, attention in clippable.items():
+        # The span of the queries: the sizes of the axes that count layers, and the number of heads.
         queries = attention.spans[0]
-        # Where batch and heads are one axis, each example has entries of its own.
+        # Where batch and heads are one axis of the logits, [batch * heads], the maximum of each
+        # head is over the examples. Each call, as of a layer used twice, has a probe.
         shape = (*queries.layers, -1, queries.entries)
         of_calls = [next(measured).reshape(shape).max(-2) for _ in attention.probes]
         maxima[name] = functools.reduce(_larger, of_calls)
@@ -518,6 +521,7 @@ def _clippable(call: str, records: Records, paths: Sequence[str]) -> dict[str, C
       ValueError: No attention can be clipped; with the reasons. `call` is what the error names.
     """
     named = named_attentions(records, paths)
+    # One that is refused has no spans, which say what a clip scales.
     clippable = {attention.name: x for attention, x in named if x.spans}
     if clippable:
         return clippable
@@ -526,6 +530,7 @@ def _clippable(call: str, records: Records, paths: Sequence[str]) -> dict[str, C
             f"{call}: nothing that it returns depends on the arguments to differentiate by; give "
             "the parameters that fun uses as an argument, do not close over them."
         )
+    # The first argument to differentiate by was taken for the parameters, and may be another.
     instead = "argnums that begin with the parameters, or jax.value_and_grad and muon"
     raise _no_site(call, [attention for attention, _ in named], instead)
 

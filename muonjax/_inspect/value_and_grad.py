@@ -66,16 +66,18 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> Any:
-        # The transformation of Flax NNX separates the parameters of a model from its state.
+        # `muonjax.nnx` if the first argument is an NNX model, whose parameters Flax's own
+        # transformation separates from its state; None for any other.
         library = functions_for(args[0]) if args else None
         if library is not None:
             differentiated = library.value_and_grad_of_model(
                 _with_max_logits, fun, argnums, has_aux
             )
             return differentiated(*args, **kwargs)
+        # Where an argument is missing, `jax.value_and_grad` says so.
         for argument in (args[i] for i in jax.tree.leaves(argnums) if i < len(args)):
             _check_differentiable(named_call("value_and_grad", fun), argument)
-        # The largest logits are a result besides the loss, as `aux` is.
+        # To JAX the largest logits are an `aux`: so `has_aux` is true also if the caller's is not.
         measured = _with_max_logits(fun, argnums, has_aux)
         return jax.value_and_grad(measured, argnums, has_aux=True)(*args, **kwargs)
 
@@ -88,20 +90,20 @@ def _with_max_logits(
     """`fun` that returns (loss, max_logits), or with `has_aux` (loss, (aux, max_logits)):
     what is differentiated.
 
-    `fun` is traced by its arguments `argnums` alone, and the jaxpr is run on them with the largest
-    logits as further results. The caller's `jax.value_and_grad` differentiates this run.
+    Each call traces `fun` to a jaxpr whose inputs are the arguments `argnums`, and runs it with the
+    largest logits as further results. The caller's `jax.value_and_grad` differentiates this run.
     """
     call = named_call("value_and_grad", fun)  # for errors
 
     @functools.wraps(fun)
     def measured(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        chosen = jax.tree.leaves(argnums)
+        chosen = jax.tree.leaves(argnums)  # one number, or several
         parameters = [args[i] for i in chosen]
         aux: Any = None  # what `fun` returned with the loss while it was traced
 
         def loss_and_traced(*parameters: Any) -> list[Any]:
-            """The loss and the leaves of `aux` that are tracers, of this trace or of one around it;
-            others, such as strings, stay in `aux`."""
+            """The loss and the tracers in `aux`, which the run replaces by its results; all else,
+            such as strings, stays in `aux`."""
             nonlocal aux
             # All other arguments are what they were: flags, strings,
             # tracers of enclosing transformations.
@@ -113,14 +115,14 @@ def _with_max_logits(
             return [loss, *traced]
 
         closed = jax.make_jaxpr(loss_and_traced)(*parameters)
-        # The jaxpr has the arrays of all other arguments as constants,
-        # but they are data and no part of the program.
+        # In the jaxpr the arrays of all other arguments, such as the batch, are constants, and so
+        # is a mask that `fun` makes in NumPy. The reader decides by the numbers of the mask, and
+        # must not by those of the batch: `given` has the arrays that are data.
         given = jax.tree.leaves((args, kwargs))
         (loss, *arrays), max_logits = find_maxima(closed, parameters, call, given)
         if not has_aux:
             return loss, max_logits
-        # `aux` with the results of the run in place of the leaves that were traced,
-        # in the same order.
+        # `aux` with the results of the run in place of its tracers, in the same order.
         results = iter(arrays)
         aux = jax.tree.map(lambda x: next(results) if isinstance(x, Tracer) else x, aux)
         return loss, (aux, max_logits)
@@ -150,12 +152,14 @@ def _loss_and_aux(call: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def _check_differentiable(call: str, params: Any) -> None:
-    """Raise for a leaf that has no derivative, by its path; JAX names its type alone."""
+    """Raise for a leaf that has no derivative, with its path: JAX's own error has only its type."""
     # A first argument that is a model goes to `nnx.value_and_grad`. Any other one,
     # such as a teacher's, does not.
     if is_model(params):
         raise TypeError(f"{call}: an NNX model must be the first argument of fun.")
     check_arrays(call, params)
+    # Integers may be counters in the state of an NNX model, given in the model's place. A Python
+    # number has no dtype: JAX itself takes a float and refuses an integer.
     for path, leaf in flatten_paths(params).items():
         if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
