@@ -135,9 +135,10 @@ class Certificate:
     def _touch(self, spans: Sequence[PlacedScale]) -> None:
         """Keeps the table of a parameter of which the clip scales these parts.
 
-        A kernel [64, 2, 16] has two layers along axis 1 and four heads of four entries along the
-        last axis. With logarithms [2 layers, 4 heads] its table is [3, 1, 2, 16], and
-        [3, 1, 1, 2, 16] if the logits are in one scan.
+        A table has for each entry the logarithm of its factor, its first and its last position. A
+        kernel [64, 2, 16] has two layers along axis 1 and four heads of four entries along the last
+        axis. With logarithms [2 layers, 4 heads] its table is [3, 1, 2, 16], and [3, 1, 1, 2, 16]
+        if the logits are in one scan.
         """
         # An entry of two parts is scaled twice: the logarithms of its factors are added.
         logarithms: Any = 0.0
@@ -149,7 +150,7 @@ class Certificate:
         # have another first or last position than those that take all. The last ones have a minus,
         # as the least of both is kept in sums.
         positions = np.arange(logarithms.size).reshape(logarithms.shape)
-        is_scaled = logarithms > 0
+        is_scaled = logarithms > 0  # those of factors are drawn from numbers above 0
         first_positions = np.where(is_scaled, positions, np.inf)
         last_positions = np.where(is_scaled, -positions, np.inf)
         table = np.stack([logarithms, first_positions, last_positions])
@@ -222,6 +223,7 @@ class Certificate:
         """
         table = self.tables.get(value)
         if table is None:
+            # The logarithm is NaN for zero, and 0 for what the clip does not change.
             entry = _ZERO if is_mask(self.graph, value, hides) else _UNTOUCHED
             table = np.array(entry)
         # An array that the clip doesn't change has [3], one entry for all loops and axes; a number
@@ -262,16 +264,19 @@ class Certificate:
         """The table of a product entry by entry, a sum, a maximum,
         a choice or a concatenation of several arrays.
 
-        Entries that are added, or of which one is chosen, must have equal factors,
-        f a + f b = f (a + b), or be zero.
+        A table has three numbers for each entry: the logarithm of its factor, and the first and the
+        last position that it is made of. In a product the logarithms are added. Entries that are
+        added, or of which one is chosen, must have equal factors, f a + f b = f (a + b),
+        or be zero.
         """
         inputs, (out,) = node.inputs, node.outputs
         if node.name in CHOICES:
-            # No clip changes the condition: comparisons and casts to whole numbers are refused.
+            # The first operand is the condition, which no clip changes: comparisons and casts to
+            # whole numbers are refused.
             _, *inputs = inputs
-        # What a choice puts in the place of logits, or a sum adds to them, counts as zero if it
-        # holds 0 and numbers of `MASKED` or less: softmax gives these no weight, whatever their
-        # factor is. Anywhere else an array of 0 and -inf alone counts as zero.
+        # If the result is logits (`values[out].logits`), what a choice puts in their place, or a
+        # sum adds to them, counts as zero if it holds 0 and numbers of `MASKED` or less: softmax
+        # gives these no weight, whatever their factor is. Elsewhere only 0 and -inf count as zero.
         may_mask = node.name in ("select_n", "add") and self.records.values[out].logits
         hides = MASKED if may_mask else -np.inf
         rank = len(self.records.shape(out))
@@ -281,7 +286,7 @@ class Certificate:
         if node.name == "concatenate":
             return self._concatenated(node, tables)
         # Axis 0 of a table has its three numbers. The operands lie along a new axis 1, which then
-        # goes as in a sum over an axis.
+        # goes as in a sum over an axis: different factors along it raise `NotFollowed`.
         return _reduced_if_equal(np.stack(np.broadcast_arrays(*tables), 1), (1,))
 
     def _concatenated(self, node: Node, tables: Sequence[Table]) -> Table:
@@ -289,8 +294,8 @@ class Certificate:
         each as long along this axis as its array is."""
         dimension = node.params["dimension"]
         axis = self.first + dimension
-        # Along all other axes a table has the entries of the array or one,
-        # and all get as many as the longest.
+        # Along all other axes a table has the entries of the array or one, and all get as many as
+        # the longest. `take` leaves one entry along the axis of the concatenation itself.
         shape = list(
             np.broadcast_shapes(*(table.take([0], axis).shape for table in tables))
         )
@@ -301,10 +306,11 @@ class Certificate:
         return np.concatenate(full, axis)
 
     def _dot(self, node: Node) -> Table:
-        """The table of a product of arrays, summed over axes along which all terms must have equal
-        factors.
+        """The table of a product of arrays, whose terms must have equal factors along the axes that
+        it sums over.
 
-        `bqd,bkd->bqk` multiplies the tables [3, *loops, b, q, 1, d] and [3, *loops, b, 1, k, d].
+        `bqd,bkd->bqk` combines the tables [3, *loops, b, q, 1, d] and [3, *loops, b, 1, k, d] entry
+        by entry: logarithms of factors are added, and of positions the least is kept. Then d goes.
         """
         sums, batches = node.params["dimension_numbers"]
         operands = []
@@ -330,7 +336,8 @@ class Certificate:
         """The table of the result of an operation on one array with this table, [3, *loops,
         *axes of the array].
 
-        Axis k of the array is axis `first` + k of the table.
+        It has the logarithm of each entry's factor, and the first and the last position that the
+        entry is made of. Axis k of the array is axis `first` + k of the table.
         Along an axis on which nothing depends it has one entry.
         """
         name = node.name
@@ -411,6 +418,7 @@ class Certificate:
             raise NotFollowed
         head_of = self._heads_of_entries(table)
         # A table has several entries only along the axes of layers, which come first, and of heads.
+        # `loops` has the axis of each scan, by the steps of the path to its body.
         path = list(probe.path)
         for place, axis in self.loops.items():
             if table.shape[axis] == 1:
@@ -427,6 +435,7 @@ class Certificate:
         # head 1. The longest step comes first, so that the heads follow each other: axes (1, 0).
         axes.sort(key=lambda axis: head_of.take(1, axis).min(), reverse=True)
         # The entries have to be the heads one by one, perhaps for each example: 0, 1, 2, 0, 1, 2.
+        # `logarithms` [*layers, heads] says how many heads there are.
         heads = np.moveaxis(head_of, axes, range(len(axes))).ravel()
         if (heads != np.arange(len(heads)) % self.logarithms.shape[-1]).any():
             raise NotFollowed

@@ -77,8 +77,8 @@ def _heads_of(span: PlacedScale) -> tuple[int, tuple[int, ...]]:
 
 
 def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale]:
-    """The scales of the queries: γ for features that meet `shared` ones of the keys, "whole",
-    and √γ for the others.
+    """The scales of the queries: by γ, "whole", for features that meet `shared` ones of the keys,
+    which are not scaled; by √γ for the others, whose keys take the other √γ.
 
     Features are numbered along the axis that the logits sum over. If all are shared,
     the queries alone are scaled.
@@ -93,6 +93,7 @@ def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale
     scaled: list[PlacedScale] = []
     for projection in projections:
         first_feature = queries.features(projection).start
+        # The spans of its kernel and of its biases, which have the same features.
         for span in queries.spans(projection):
             scaled += _divided(span, first_feature, shared)
     return scaled
@@ -101,10 +102,12 @@ def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale
 def _scaled_keys(
     keys: _Side, heads: tuple[int, tuple[int, ...]]
 ) -> tuple[list[PlacedScale], list[range]]:
-    """The scales of those keys that have the heads of the queries, as `_heads_of` counts them;
-    and the ranges of features of all other keys, which are shared.
+    """The scales of those keys that have the heads of the queries; and the ranges of features of all
+    other keys, which are shared: the queries take all of γ in these.
 
-    If there is no such key, all features are shared.
+    The keys of latent attention, 128 features of each head and then 64 that all heads share, give
+    the scales of the former and [range(128, 192)]. If no keys have these heads, it is [] and all
+    features. `heads` are those of the queries, as `_heads_of` counts them.
     """
     scaled: list[PlacedScale] = []
     shared: list[range] = []
@@ -112,6 +115,7 @@ def _scaled_keys(
         try:
             spans = keys.spans(projection)
         except Refused:
+            # Keys whose heads can't be told apart stay as they are, as if heads shared them.
             spans = []
         if set(map(_heads_of, spans)) == {heads}:
             scaled += spans
@@ -152,17 +156,19 @@ class _Side(NamedTuple):
           Refused: Which entries make a head can't be told.
         """
         layout = projection.layout
-        # All entries are made of the same columns, which are all: after a norm over all heads,
-        # after a matrix that does not train, and in an adapter.
+        # Along no axis do the columns of the parameter differ, since each entry is made of all of
+        # them: after a norm over all heads, after a matrix that does not train, and in an adapter.
+        # The message is for queries: `_scaled_keys` leaves such keys as they are.
         if not layout.varying:
             raise Refused(
                 "the heads of its queries can't be told apart: all columns of a parameter make "
                 "each of them"
             )
         # In stack([x @ a, x @ b]), along an axis of heads, a projection fills only some of the
-        # heads: `is_placed` sees its holes along this batch axis of the product. Two projections in
-        # concatenate([x @ a, x @ b]), without an axis of heads, may be two halves of one head, or
-        # two heads that share a key: these can't be told apart, and need different factors.
+        # heads: `is_placed` says that it was put together with others along this batch axis. Two
+        # projections in concatenate([x @ a, x @ b]), without an axis of heads (`has_heads`), may be
+        # two halves of one head, or two heads that share a key: these can't be told apart, and need
+        # different factors.
         is_alone = len(self.operand.value.projections) == 1
         has_heads = is_alone or self.heads(layout)
         if layout.is_placed(self.operand.batch) or not has_heads:
@@ -185,29 +191,34 @@ class _Side(NamedTuple):
         """
         shape = layout.origin
         stack = tuple(dict.fromkeys(run.axis for run in layout.loops))
+        # The axes of the operand that count heads, [2] here, and the axes of the parameter along
+        # which these heads lie, [2] too.
         heads = self.heads(layout)
         head_axes = [run.axis for run in layout.runs_along(heads)]
-        # The first of a layout's runs says where holes are, and is along no axis of the parameter.
+        # The first of a layout's runs says where other arrays were put next to the parameter's
+        # entries (holes), and is along no axis of the parameter.
         _, *runs = layout.runs
         # A kernel [64, 16, 8] with the heads last is flattened along (2, 1), so that the features
         # of one head follow each other.
         runs.sort(key=lambda run: (run.axis not in head_axes, run.axis))
         held = [run.axis for run in runs]
+        # An axis of the parameter counts layers or holds heads, not both.
         if not set(held).isdisjoint(stack):
             raise Refused("a loop goes over a part of an axis of its parameter")
-        # Where each entry of the operand is along the flattened axes: [terms, batch, query, 8, 16]
-        # here, with several terms if each entry is a sum. Positions i along one axis and j along
-        # the next, of size n, are i n + j; for a hole this is no less than HOLE.
+        # Where each entry of the operand is along the flattened axes: [1, 1, 1, 8, 16] here, and
+        # [terms, ...] if each entry is a sum. Positions i along one axis and j along the next, of
+        # size n, are i n + j; for a hole, whose position HOLE is huge, this is no less than HOLE.
         positions = np.zeros([1] * (1 + len(layout.shape)), int)
         for run in runs:
             positions = positions * shape[run.axis] + run.positions
-        # [8, 16]: the positions of each head, perhaps with holes.
+        # Now a row for each head, [8, 16], perhaps with holes. `_places` says where these begin and
+        # end, as fields of `Scale`.
         first = [1 + axis for axis in heads]
         positions = np.moveaxis(positions, first, range(len(heads)))
         count = math.prod(positions.shape[: len(heads)])
         size = math.prod(shape[axis] for axis in held)
         places = _places(positions.reshape(count, -1), size)
-        # A `Scale` counts the axes of one layer from the last.
+        # A `Scale` counts the axes of one layer from the last. `name_attentions` sets its `path`.
         axes_of_layer = other_axes(len(shape), stack)
         rank = len(axes_of_layer)
         axes = tuple(axes_of_layer.index(axis) - rank for axis in held)
@@ -255,12 +266,14 @@ def _places(positions: np.ndarray, size: int) -> dict[str, Any]:
     Raises:
       Refused: The heads are no equal runs in equal groups.
     """
-    # The width of the first head. Whether all have as many columns, which follow each other, is for
-    # the certificate to say.
+    # The number of columns of the first head. Whether all have as many, which follow each other,
+    # is for the certificate to say.
     width = len(np.unique(positions[0, positions[0] < HOLE]))
+    # The first position of each head. Equal rows give one head.
     first = np.unique(positions.min(1))
-    # A group begins where a head does not follow at once.
+    # A group begins where a head does not follow the one before at once.
     groups = 1 + int(np.count_nonzero(np.diff(first) != width))
+    # Each group has `group` positions and `in_group` heads, which are from `start` to `stop` in it.
     in_group = len(first) // groups
     group, rest = divmod(size, groups)
     start = int(first[0])

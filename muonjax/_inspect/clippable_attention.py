@@ -37,14 +37,15 @@ def attentions(records: Records) -> list[Call]:
     and become one.
     """
     attention = records.attention
-    # A softmax takes one array, which may be a sum of several products.
+    # A softmax takes one array, which may be a sum of several products. If different softmaxes take
+    # the logits of one product, `_check_softmaxes` refuses it: so the first may stand for all.
     by_array = grouped(
         (softmaxes[0][0].value, product)
         for product, softmaxes in attention.softmaxes.items()
     )
     # Products that were followed to their softmax.
     calls = [_call(records, products) for products in by_array.values()]
-    # Calls of kernels.
+    # Calls with three arrays, perhaps kernels that take queries, keys and values.
     for i, views in attention.calls.items():
         node = records.nodes[i]
         call = str(node.params.get("name") or node.name)
@@ -71,6 +72,7 @@ def attentions(records: Records) -> list[Call]:
         by_queries.append((key, call))
     proved = []
     for group in grouped(by_queries).values():
+        # No gradient changes the logits of the others, such as a teacher's.
         if any(call.operation in records.graph.trained for call in group):
             proved.append(_proved(records, group))
     return proved
@@ -155,11 +157,11 @@ def _check_softmaxes(records: Records, product: int) -> None:
 def _check_readers(records: Records, product: int) -> None:
     """Refuses logits of which something else is made than a softmax: a clip would change that, too.
 
-    Such are a tanh of masked logits, their concatenation with others, a penalty on them, and the
-    next layer's logits if these are added to them.
+    Such are a tanh of logits with a bias, their concatenation with others, a penalty on them, and
+    their sum with the next layer's logits.
     """
     graph, values = records.graph, records.values
-    # It grows while it is gone through.
+    # Arrays of the product's logits and of their maximum: the list grows while it is gone through.
     followed = [*records.nodes[product].outputs]
     for value in followed:
         is_maximum = any(x.stage == "per query" for x in values[value].logits)
@@ -170,6 +172,7 @@ def _check_readers(records: Records, product: int) -> None:
             if i not in graph.trained or (node.name == "carry" and is_maximum):
                 continue
             for result in node.outputs:
+                # A result has no logits of this product where they became something else.
                 if not any(x.product == product for x in values[result].logits):
                     raise Refused(_why_not_alone(records, i))
                 # After an exponential come softmax's weights, which change as the clip wants it.
@@ -212,6 +215,7 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
     before, after = (records.values[x].logits[0] for x in (raw, logits))
     if before.layout != after.layout:
         raise Refused("something is added to its logits before their axes change")
+    # The variable that holds the array in each body that has one, by the path to the body.
     variables = records.graph.variables[logits]
     raw_variables = records.graph.variables[raw]
     places = [place for place in variables if place in raw_variables]
@@ -219,8 +223,8 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
         raise Refused(
             "something is added to its logits in a function that does not return them without it"
         )
-    # The outermost of them: `measure` runs a function with derivatives of its own once more,
-    # if the body is inside.
+    # The outermost of them: `measure` has to run a function with derivatives of its own
+    # (`jax.custom_jvp`) a second time for logits inside of it, and not for those that it returns.
     place = min(places, key=len)
     if any(step.kind == "while" for step in place):
         raise Refused("it is inside of a loop of unknown length, which has no gradient")

@@ -83,8 +83,8 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
     a tanh, a sum.
 
     The certificate says whether it scales them. Logits to which a mask or a bias was added
-    (`is_biased`), or from which their maximum was subtracted (`shifts`), end here: in tanh(logits +
-    mask) the largest logit that `measure` takes before the mask is not the one that softmax gets.
+    (`is_biased`), or from which their maximum was subtracted (`shifts`), end here: `measure` takes
+    the largest one before that, and in tanh(logits + mask) this is not the one that softmax gets.
     """
     logits = []
     for x in value.logits:
@@ -101,8 +101,10 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
 def _of_weights(
     operation: Operation, operands: dict[str, list[int]]
 ) -> tuple[Logits, ...]:
-    """What is left of softmax's weights, or of a maximum or a sum over keys:
-    `operands` are the numbers of both.
+    """The logits of a result that is made of softmax's weights, or of a maximum or a sum over keys.
+
+    `operands` has the numbers of those operands that are "weights" and of those that are "per
+    query", the maximum or the sum.
 
     Weights divided by their sum are weights, and so is a difference of two softmaxes, as in
     differential attention, which has the logits of both. A power of weights, or a product of two,
@@ -160,8 +162,9 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
             differs_everywhere = AxisFact("repeats", whole(x.layout.shape))
             shifts = (*x.shifts, *(facts or [differs_everywhere]))
             logits.append(x._replace(shifts=shifts))
-        # A mask or a bias may be added before the maximum, not after it, and may not depend on
-        # parameters, as a learned bias does.
+        # A mask or a bias may be added before the maximum is subtracted, and not after it: the
+        # largest logits are measured before. Nor may it depend on parameters, as a learned bias
+        # does.
         elif not x.shifts and not _may_change([other]):
             logits.append(_masked(operation, at, x))
     return tuple(logits)
@@ -171,9 +174,10 @@ def _masked(operation: Operation, at: int, logits: Logits) -> Logits:
     """Logits, in operand number `at`, after the other operand is added or subtracted:
     a mask or a bias.
 
-    A mask of 0 and -inf leaves all logits that it does not hide as they are. Anything else may be a
-    bias, and is listed in `added`: then the largest logits are those of `raw`, the array before the
-    first bias, among the entries that are not hidden.
+    A mask of 0 and numbers of `MASKED` (-9000) or less leaves all logits that it does not hide as
+    they are. Anything else, also a mask that is subtracted, may be a bias, and is listed in
+    `added`: then the largest logits are those of `raw`, the array before the first bias, among the
+    entries that are not hidden.
     """
     node, addend = operation.node, operation.arrays[1 - at]
     masked = logits._replace(value=node.outputs[0], is_masked=True)
@@ -192,7 +196,8 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
 
     If the condition (`chooser`) or another case depends on parameters, a clip may change it, as the
     mask `biased > 0`. The certificate refuses that, but it ends at the `raw` logits, before the
-    first bias: so biased ones end here.
+    first bias: so biased ones end here. Logits from which their maximum was subtracted (`shifts`)
+    end here too: their largest one is measured before that, without this mask.
     """
     others = [v for k, v in enumerate(operation.values) if k != at]
     may_change = _may_change([*others, operation.chooser])
