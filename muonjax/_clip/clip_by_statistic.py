@@ -113,7 +113,8 @@ class ClipByStatistic:
         """The state before the first update."""
         # Optax finds the parts of a state that mirror the parameters by calling `init` with a
         # placeholder that has no leaves. One array in place of each dictionary tells Optax that no
-        # part of this state does.
+        # part of this state does. Masked parameters count as leaves, so that a tree of these alone
+        # is no placeholder, and is refused below.
         if not jax.tree.leaves(params, is_leaf=is_masked):
             no_dicts: Any = [jnp.zeros([])] * 5
             return QKClipState(*no_dicts)
@@ -176,6 +177,7 @@ class ClipByStatistic:
         """
         is_due = (state.count + 1) % self.every_k == 0
         threshold = self.threshold
+        # A schedule goes by the number of clips so far, not of updates.
         if callable(threshold):
             threshold = threshold(state.count // self.every_k)
 
@@ -319,7 +321,7 @@ def scaled_update(
     and infinite p into NaN.
     """
     # The result has the wider dtype: a half-precision update of a float32 weight would miss the
-    # bound.
+    # bound. Where the user forbids promotion, `promote_types` would raise for two dtypes.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)
     wide = at_least_float32(dtype)

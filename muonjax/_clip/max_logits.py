@@ -113,8 +113,8 @@ def max_logits(
 
         `start` = (i, j) is the first of `block_q` queries and the first of `block_k` keys. The
         block lies inside: i + block_q <= T and j + block_k <= S. From outside come `query`
-        [*batch, T, key_heads, group, depth], `key` [*batch, S, key_heads, depth], the `factor` of
-        all logits, and what is visible: `left`, `right` and `mask`.
+        [*batch, T, key_heads, group, depth], `key` [*batch, S, key_heads, depth] and these sizes,
+        the `dtype` and the `factor` of all logits, and what is visible: `left`, `right`, `mask`.
         """
         i, j = start
         q = lax.dynamic_slice_in_dim(query, i, block_q, -4)
@@ -135,8 +135,8 @@ def max_logits(
             visible = (ahead <= right) & (-ahead <= left)
         if mask is not None:
             # The mask [*batch, heads, T, S] may have axes of size one, which hold for every
-            # position. JAX takes their only entry for each i and j, since a slice that would end
-            # after the axis begins earlier.
+            # position: `min` asks for their only entry, and JAX moves a slice that begins at i > 0
+            # back into the axis.
             rows, columns = mask.shape[-2:]
             of_queries = lax.dynamic_slice_in_dim(mask, i, min(block_q, rows), -2)
             visible &= lax.dynamic_slice_in_dim(
@@ -187,9 +187,9 @@ def max_logits_bound(lse: Float[Array, "*batch T heads"]) -> Float32[Array, " he
     $$\max_j s_{ij} \;\le\; \log \sum_j e^{s_{ij}} \;\le\; \max_j s_{ij} + \log S$$
 
     It costs one pass over `[*batch, T, heads]`. Clipping on a bound is safe, never exact: the
-    factor is smaller than needed by at most 1 − τ/(τ + log S), and a head within log S below the
-    threshold may be clipped early. A soft-cap or an attention bias inside the softmax makes it a
-    bound of something else.
+    factor is smaller than needed by a share of at most 1 − τ/(τ + log S), with S keys and the
+    threshold τ, and a head within log S below it may be clipped early. A soft-cap or an attention
+    bias inside the softmax makes it a bound of something else.
 
     Args:
       lse: `[*batch, T, heads]`, as `jax.nn.dot_product_attention(..., return_residual=True)`
@@ -226,7 +226,7 @@ def max_logits_bound(lse: Float[Array, "*batch T heads"]) -> Float32[Array, " he
     inside = 4 * jnp.finfo(jnp.float32).eps
     lse = lax.stop_gradient(lse).astype(jnp.float32)
     top = lse.max(tuple(range(lse.ndim - 1)))
-    # Where lse is infinite or NaN, it is returned as it is.
+    # An infinity or NaN is returned as it is: -inf + cast * inf would be NaN.
     size = jnp.where(jnp.isfinite(top), jnp.abs(top), 0)
     return top + cast * size + inside * (1 + size)
 

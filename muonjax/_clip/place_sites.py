@@ -137,14 +137,14 @@ def _placed_scales(
     scan_axis: Any = site.scan_axis  # a tuple after the checks of `Site`
     scales: list[PlacedScale] = []
     for scale, leaf in zip(site.scales, leaves, strict=True):
-        # A layer without a bias has no leaf for it. A bias that is masked has a leaf,
-        # which is refused.
+        # A layer without a bias has no leaf for it. A bias that `optax.masked` hides has a leaf,
+        # which `_checked_shape` refuses.
         if not scale.optional or leaf in modules.leaves:
             shape = _checked_shape(path, leaf, modules)
             scales.append(placed(scale, leaf, shape, scan_axis))
-    # A program has proved that the clip is exact. For a site by hand, names and shapes have to
-    # tell: a norm would undo the clip, heads that do not fit could not be multiplied, and an
-    # adapter would add what is not scaled.
+    # `inspect` has proved that an exact site can be clipped. For a site by hand, names and shapes
+    # have to tell: a norm would undo the clip, heads that do not fit could not be multiplied, and
+    # an adapter would add what is not scaled.
     if not site.exact:
         # Only an attention has queries and keys. `signal_clip` may scale anything,
         # and has factors of other names.
