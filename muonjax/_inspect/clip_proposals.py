@@ -115,7 +115,8 @@ def _scaled_keys(
         try:
             spans = keys.spans(projection)
         except Refused:
-            # Keys whose heads can't be told apart stay as they are, as if heads shared them.
+            # Keys that heads share stay as they are, and so do those whose heads can't be told
+            # apart.
             spans = []
         if set(map(_heads_of, spans)) == {heads}:
             scaled += spans

@@ -216,6 +216,7 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
     if before.layout != after.layout:
         raise Refused("something is added to its logits before their axes change")
     # The variable that holds the array in each body that has one, by the path to the body.
+    # `measure` needs those of both arrays in one body.
     variables = records.graph.variables[logits]
     raw_variables = records.graph.variables[raw]
     places = [place for place in variables if place in raw_variables]

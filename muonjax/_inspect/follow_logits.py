@@ -82,9 +82,10 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
     """The logits of an array after an operation that is no mask, maximum or exponential: a scale,
     a tanh, a sum.
 
-    The certificate says whether it scales them. Logits to which a mask or a bias was added
-    (`is_biased`), or from which their maximum was subtracted (`shifts`), end here: `measure` takes
-    the largest one before that, and in tanh(logits + mask) this is not the one that softmax gets.
+    The certificate says whether it scales them. Logits to which a bias was added, or what may be
+    one (`is_biased`), or from which their maximum was subtracted (`shifts`), end here: `measure`
+    takes the largest one before that, which is not the one that softmax gets of
+    tanh(logits + bias).
     """
     logits = []
     for x in value.logits:
@@ -143,11 +144,12 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     value, other = operation.values[at], operation.values[1 - at]
     products = _products(other, "logits")
     # Logits of several products, which from here on are in one array. A sign is not kept: a clip
-    # scales a difference as it scales a sum. `through` ends those that are masked or shifted
-    # already.
+    # scales a difference as it scales a sum. `through` ends those to which a bias was added, or
+    # from which their maximum was subtracted.
     if products and products.isdisjoint(_products(value, "logits")):
         return through(node, value._replace(logits=(*value.logits, *other.logits)))
-    if node.name == "sub" and at == 1:  # mask - logits
+    # In mask - logits the largest ones are the least of these logits.
+    if node.name == "sub" and at == 1:
         return ()
     # What none of these cases takes ends here, and its attention is refused.
     logits = []
