@@ -148,7 +148,7 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
     total_clipped = 0
     measured = {}
     for path in state["factors"]:
-        # [*layers, heads]
+        # Arrays [*layers, heads]. `nnx.Optimizer` has each array of its state in a box.
         signal = without_box(state["maxima"][path]).max()
         factor = without_box(state["factors"][path])
         largest = jnp.maximum(largest, signal)
@@ -156,7 +156,7 @@ def _of_clip(state: Mapping[str, Any]) -> dict[str, Any]:
         num_heads += factor.size
         num_clipped += jnp.sum(factor < 1)
         total_clipped += jnp.sum(without_box(state["clips"][path]))
-        measured[f"largest/{path or 'model'}"] = signal
+        measured[f"largest/{path}"] = signal
     return measured | {
         "largest": largest,
         "num_clipped": num_clipped,
