@@ -35,7 +35,8 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     # axis of their own, are one part by now: `unstack` has made [d, heads, size] of them.
     if p.role.parts > 1:
         return _side_by_side(p)
-    # The rows and columns in the axes of one layer, and then in those of the leaf.
+    # In the axes of one layer: (0, 1) of one in a stack [6, 32, 80], and then in those of the leaf,
+    # (1, 2). For None, which has no leaves, `jax.tree.map` returns None.
     numbers = _matrix_of_layer(p, neighbors)
     return jax.tree.map(lambda axis: p.axes[axis], numbers)
 
@@ -85,6 +86,8 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     outputs_first = outputs_are_first(p, neighbors)
     is_convolution = p.role is roles.CONVOLUTION or has_leading_window(p.shape)
     usual = 0 if outputs_first else p.rank - 1
+    # A bias would be as long as the outputs. Without one, only a convolution is known to have them
+    # on one axis: [32, 4, 16] may be a DenseGeneral's, with outputs 4 · 16.
     if not bias:
         return usual if outputs_first or is_convolution else None
     # A transposed convolution is [*window, out, in] in Keras and Haiku,

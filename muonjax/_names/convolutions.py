@@ -35,6 +35,8 @@ def patch_embedding(p: Parameter) -> Answer | None:
     side = window[-1]
     # The patches of a vision transformer are at least 8 × 8, and its width is at least 128.
     is_large = side >= 8 and outputs >= 128
+    # The sides of patches are even, and those of other windows mostly odd, as 3 × 3. An image has
+    # about three channels, and what an autoencoder makes of one often 4 or 16.
     if side % 2 or inputs > 16 or not (is_named or is_large):
         return None
     return Answer(None, roles.PATCHES.name, is_open=not is_named)
@@ -56,8 +58,8 @@ def grouped(
       given: The widths that the parameters of the tree give.
     """
     rows, columns = p.sizes_of(numbers)
-    # A kernel whose name says nothing may be a convolution's,
-    # whose rows are its channels and its window.
+    # A kernel whose name says nothing may be a convolution's. Its rows are then its channels and
+    # its window, more than one axis, and its columns are one axis, the outputs.
     may_be_convolution = p.role in (roles.CONVOLUTION, roles.UNKNOWN)
     if not may_be_convolution or len(rows) == 1:
         return None

@@ -65,6 +65,7 @@ def ends(
         takes, gives = _widths(p, answers[p.path].numbers)
         taken.update(takes)
         given |= gives
+    # Which layers repeat from block to block, and which are the last of their kind
     layers = _Layers(parameters)
     # Nothing comes before or after a single layer.
     is_single = sum(p.rank > 1 for p in parameters) == 1
@@ -77,11 +78,12 @@ def ends(
         answer = grouped(p, numbers, given)
         if not is_single:
             takes, gives = _widths(p, numbers)
-            # A width that the parameter takes itself is counted once for it.
+            # Whether no other parameter takes what this one gives. A width that this one takes too,
+            # as a square kernel does, was counted once for itself.
             is_untaken = all(taken[width] == (width in takes) for width in gives)
             answer = answer or _output_head(p, layers, is_untaken)
-            # An array [m, n] of unknown name in no module of its own, so that its name is the
-            # layer's too. No parameter gives m.
+            # A layer's matrix is usually a `kernel` or a `w` in the layer's module. An array [m, n]
+            # with an unknown name of its own may be a table of m rows, if no parameter gives m.
             is_unnamed = p.role is roles.UNKNOWN and p.module == words(p.path)
             if answer is None and is_unnamed and given.isdisjoint(takes):
                 why = (

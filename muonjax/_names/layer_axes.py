@@ -1,9 +1,9 @@
 """Remove the axes that count layers: they belong to a whole module, and not to one leaf.
 
 In a stack of layers, as `nn.scan` or `nnx.vmap` make it, every parameter below the scanned module
-has one axis more than a layer's, at the same position and of the same size. A norm's scale (L, d),
-a bias whose shape is not the end of its kernel's, or a Dense kernel of three axes shows that there
-is a stack; its axis is the only position at which all parameters of the module agree.
+has one axis more than a layer's, at the same position and of the same size. A norm's scale (L, d)
+or a Dense kernel of three axes shows that there is a stack; its axis is the only position at which
+all parameters of the module agree.
 """
 
 from collections import defaultdict
@@ -42,8 +42,9 @@ def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     [d, heads, size], or a stack of [d, heads·size].
     """
     bias = neighbors.bias(p) or ()
-    # In a stack the bias has an axis of layers too,
-    # so that with a vector as its bias this is one layer.
+    # In a stack the bias has an axis of layers too. So a kernel [32, 80] with a bias [80] is one
+    # layer's, and so is this bias, for which `neighbors.bias` returns its own shape. A vector of
+    # another length is not the bias of this kernel, and tells nothing.
     if len(bias) == 1 and bias[0] in p.shape:
         return False
     # Queries that are grouped by key head, [d, groups, heads, size],

@@ -24,8 +24,8 @@ class Neighbors:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        # A bias belongs to the weight of its module; the projections of an attention are in one
-        # scope, or below it.
+        # The shape of each bias, by the module that its weight is in too; and the shapes of an
+        # attention's projections, {"query": (64, 4, 16), ...}, by the scope that they share.
         self._biases: dict[Words, Shape] = {}
         self._attentions: dict[Words, dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
@@ -34,8 +34,8 @@ class Neighbors:
             if p.role.projection:
                 shapes = self._attentions[attention_scope(p.path)]
                 shapes[p.role.projection] = p.shape
-        # Weights that show an order vote: 1 for (out, in), -1 for (in, out).
-        # Without a majority it is not known.
+        # Weights vote by their biases, which are known now, and by their names: 1 for (out, in), -1
+        # for (in, out), 0 for what shows no order. Without a majority it is not known.
         votes = sum(map(self._vote, parameters))
         self.outputs_first = votes > 0 if votes else None
 

@@ -35,8 +35,8 @@ from muonjax._names.layer_axes import is_stacked, unstack
 from muonjax._names.neighbors import Neighbors
 from muonjax._names.roles import Answer, Parameter, Role
 
-# The reasons that show that names, or the caller, know an end of the model.
-_END = "embedding|patch embedding|output head|rule"
+# How the reason of an answer begins if names, or the caller's rules, know an end of the model.
+_END_OR_RULE = "embedding|patch embedding|output head|rule"
 
 
 def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
@@ -104,6 +104,7 @@ def routes(
       reasons: Why a program could not decide a leaf, by its "/"-joined path. Names decide such a
         leaf, and a warning gives the reason, also if they give it to Muon.
     """
+    # The parameters of an NNX model; any other tree as it is.
     arrays = parameters_of(params)
     with errors_of("dimension_numbers"):
         check_parameters(arrays)
@@ -232,11 +233,13 @@ def _warn_without_ends(
     """Warn that Muon takes all matrices, if no name is that of an embedding or an output head."""
     muon_leaves = []
     for p in parameters:
-        # A model has ends if a leaf goes to Adam as one, or if the caller's rules decide.
-        if re.match(_END, answers[p.path].why):
+        # Nothing is missing if a leaf goes to Adam as an end, with a reason such as "embedding" or
+        # "output head: by its name", or if one has the reason "rule": the caller has looked.
+        if re.match(_END_OR_RULE, answers[p.path].why):
             return
         if answers[p.path].numbers is not None:
             muon_leaves.append(f"{p.path!r} {p.leaf_shape}")
+    # A single matrix has no layer before or after it, and is no model with ends.
     if len(muon_leaves) > 1:
         warn_once(
             "No name is that of an embedding or an output head, so that Muon takes all "
