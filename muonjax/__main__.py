@@ -48,8 +48,8 @@ def checks(quick: bool) -> Iterator[Check]:
 def polar_error(preset: str, m: int) -> Check:
     """The polar error |Y - U V^T|_F / sqrt(m) of a preset's result Y for X = U S V^T [m, 2 m].
 
-    Singular values from 1 down to 1/1000, in equal ratios,
-    are about as spread as those of momentum.
+    It is right if it is at most the bound in `PRESETS`. The singular values, from 1 down to 1/1000
+    in equal ratios, are about as spread as those of momentum.
     """
     settings, stated = PRESETS[preset]
     rng = np.random.default_rng(0)

@@ -170,7 +170,8 @@ def _muon_like(
     # Optax's error, about trees.
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
     mask = fitted_mask("weight_decay_mask", weight_decay_mask)
-    # W <- W - learning_rate (O + weight_decay W) for the scaled polar factor O
+    # W <- W - learning_rate (O + weight_decay W) for the scaled polar factor O of a matrix.
+    # AdamW, for all other leaves, has the same rate, weight decay and mask: see the last line.
     all_members: list[Member] = [
         *members,
         lambda numbers: match_rms(rms, dimension_numbers=numbers),
@@ -182,8 +183,6 @@ def _muon_like(
     )
 
 
-# `help` shows all keywords, with the defaults that these two functions give them, and an error says
-# what an unknown one is called here.
 @explains_keywords("muon", _muon_like, _orthogonalized)
 def muon(
     learning_rate: optax.ScalarOrSchedule,
@@ -236,7 +235,9 @@ def muon(
     Source: Jordan et al., "Muon", 2024; Liu et al., "Muon is scalable for LLM training", 2025
     (arXiv:2502.16982).
     """
-    # There are no members between the polar factor and its scale.
+    # There are no members between the polar factor and its scale. The decorator puts the keywords
+    # of `_muon_like` and `_orthogonalized`, with their defaults, in the place of `settings` in
+    # `help`, and explains an unknown one.
     return _muon_like("muon", [], learning_rate, program, **settings)
 
 

@@ -216,7 +216,7 @@ def _params_with_gradients(updates: Any, params: Any) -> Any:
             )
         # Where one of them is masked, the gradient's entry keeps the structure of the gradients.
         kept.append(leaf if is_present else gradient)
-    # `gradients` is in the order of the tree.
+    # `gradients` is in the order of the tree, in which a masked entry counts as a leaf.
     return jax.tree.structure(updates, is_leaf=is_masked).unflatten(kept)
 
 

@@ -111,7 +111,8 @@ def ema_nesterov(
                 "optax.chain(ema_nesterov(...), qk_clip(...)), and optax.MultiSteps around it."
             )
         count = jnp.zeros([], jnp.int32)
-        # In bfloat16 a hundredth of a change would often be too small for the mean, and be lost.
+        # A step adds (1 - decay) of its change, usually a hundredth: in bfloat16 that would often
+        # be below the last bit of the mean, and be lost.
         ema = jax.tree.map(
             lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params
         )

@@ -118,6 +118,8 @@ def hyperball(
                     f"{name} has a matrix of zeros; start it from random numbers."
                 )
             radii.append(radius)
+        # The state of the rate is a count and the last rate of a schedule: it needs no weights, and
+        # any array will do. `as_state` puts the radii into a tree like the parameters.
         return HyperballState(rate.init(jnp.zeros(())), pieces.as_state(radii))
 
     @errors_of("hyperball")

@@ -164,7 +164,9 @@ def trace(
             # Refuses complex leaves, and leaves with a block of one scale that two shards would
             # share.
             _check_blocks(updates, distribution)
-        # A tree for each field of the state: of momentum, or of integers and of scales
+        # `step` gets the update and the state of one leaf, which is copied for it if it is in host
+        # memory. The results are trees: one of updates, and one for each field of the state, of
+        # momentum, or of integers and of scales.
         updates, *fields = leaf_by_leaf(step, updates, *state)
         state = Int8TraceState(*fields) if is_int8 else optax.TraceState(*fields)
         return updates, state
@@ -305,6 +307,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
             if dtype != jnp.int8:
                 return optax.TraceState(optax.tree.cast(momentum, dtype))
             _check_real(momentum)
+            # A tree of integers and one of scales: a map of both at once would be a tree of pairs.
             values = jax.tree.map(lambda m: quantize(m)[0], momentum)
             scales = jax.tree.map(lambda m: quantize(m)[1], momentum)
             return Int8TraceState(values, scales)

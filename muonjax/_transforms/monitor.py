@@ -137,7 +137,8 @@ def monitor(
             updates, state.inner, params, **extra_args
         )
 
-        # A checkpoint may have been restored in another dtype.
+        # A checkpoint may have been restored in another dtype, and both branches of `cond` have to
+        # return float32.
         last = optax.tree.cast(state.statistics, jnp.float32)
         statistics = jax.lax.cond(
             state.count % every_k == 0,
@@ -242,7 +243,8 @@ def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
     1 - 1/m for rank 1."""
 
     def of_matrices(update: jax.Array) -> jax.Array:
-        """The same for an update without explicit axis types."""
+        """These deviations, float32 [batch], for an update whose axes have no explicit types:
+        JAX would refuse to reshape it."""
         # [batch, m, n] with m <= n, so that the Gram matrix is the smaller one.
         u = piece.view.wide.to_matrices(update)
         u = u.astype(at_least_float32(u.dtype))

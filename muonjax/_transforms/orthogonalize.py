@@ -100,6 +100,7 @@ def map_matrices(
     policy = policy_of(*inputs, mesh=mesh)
     f = function(policy)
     indices = [piece.leaf for piece in pieces]
+    # None where nothing says how the leaves are sharded, as on one device.
     shardings = shardings_on_mesh(distribution, tree, indices)
     if shardings is None:
         results = map_leaves(f, inputs, views, policy)
