@@ -35,8 +35,8 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
     # axis of their own, are one part by now: `unstack` has made [d, heads, size] of them.
     if p.role.parts > 1:
         return _side_by_side(p)
-    # In the axes of one layer: (0, 1) of one in a stack [6, 32, 80], and then in those of the leaf,
-    # (1, 2). For None, which has no leaves, `jax.tree.map` returns None.
+    # The rows and columns in the axes of one layer, 0 and 1 for a stack [6, 32, 80], and then in
+    # those of the leaf, 1 and 2. For None, which has no leaves, `jax.tree.map` returns None.
     numbers = _matrix_of_layer(p, neighbors)
     return jax.tree.map(lambda axis: p.axes[axis], numbers)
 

@@ -171,7 +171,8 @@ def _muon_like(
     check_rates(learning_rate=learning_rate, weight_decay=weight_decay)
     mask = fitted_mask("weight_decay_mask", weight_decay_mask)
     # W <- W - learning_rate (O + weight_decay W) for the scaled polar factor O of a matrix.
-    # AdamW, for all other leaves, has the same rate, weight decay and mask: see the last line.
+    # AdamW, for all other leaves, gets this rate, weight decay and mask too, in the last line;
+    # `settings` may have another rate for it.
     all_members: list[Member] = [
         *members,
         lambda numbers: match_rms(rms, dimension_numbers=numbers),

@@ -243,8 +243,10 @@ def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
     1 - 1/m for rank 1."""
 
     def of_matrices(update: jax.Array) -> jax.Array:
-        """These deviations, float32 [batch], for an update whose axes have no explicit types:
-        JAX would refuse to reshape it."""
+        """The deviation of each matrix, float32 [batch]: 0 if a multiple of it is orthogonal.
+
+        The axes of the update have no explicit types, with which JAX would refuse to reshape it.
+        """
         # [batch, m, n] with m <= n, so that the Gram matrix is the smaller one.
         u = piece.view.wide.to_matrices(update)
         u = u.astype(at_least_float32(u.dtype))
