@@ -131,17 +131,17 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
 
         @pl.when(wg == 2)
         def _load():
-            """Copy the slices of X and Y of each tile into the stages,
-            each as soon as it is free."""
+            """Copy the slices of X and Y of each tile into the stages, each as soon as it is free:
+            the work of the third warpgroup."""
+            # It gives up the registers that the two warpgroups that multiply need.
             plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
 
-            # Runs at once, for each tile of this CTA
             @each_tile
             def load_tile(b, i, j, stage):
                 """Copy all slices of k that tile (i, j) of matrix b needs, the first into `stage`.
 
-                It runs in the loading warpgroup alone, and returns the stage after that of the last
-                slice.
+                `each_tile` runs it at once, for each tile of this CTA, here in the warpgroup that
+                loads. It returns the stage after that of the last slice; the stages go round.
                 """
 
                 def load_slice(s, stage):
@@ -193,7 +193,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     `square` is 0 or 1, from left to right in this warpgroup's part of the tile.
                     """
                     column = column_of(square)
-                    # Each square of each warpgroup has its own place in `c_smem`.
+                    # Each square of each warpgroup has its own place in `c_smem`. Only a kernel
+                    # with an addend calls this, and there C is the one entry of `c_gmem`.
                     slot = wg * squares + square
 
                     # Squares above the diagonal are neither copied nor awaited.
@@ -229,6 +230,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         # the last slots - 1 of them still read shared memory,
                         # the one that used this slot before has ended.
                         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                        # alpha X Y^T + beta C, of which `value` is X Y^T
                         result = value * scale_gmem[b, 0]
                         if addend:
                             c_slot = wg * squares + square
@@ -236,6 +238,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                             c = c_smem[c_slot].astype(jnp.float32)
                             result = result + scale_gmem[b, 1] * c
                         result = result.astype(dtype)
+                        # `mirror` gets the transposed square, `direct` the square as it is.
                         mirror.transpose((1, 0))[...] = result
 
                         # Below the diagonal the square and its mirror image are two places of the
@@ -243,6 +246,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         @pl.when(column < row)
                         def below_diagonal():
                             direct[...] = result
+                            # Copies read what is committed.
                             plgpu.commit_smem()
                             # The group of copies ends with that of `direct`, after both branches.
                             plgpu.copy_smem_to_gmem(
@@ -256,6 +260,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         # below counts.
                         @pl.when(column == row)
                         def on_diagonal():
+                            # A thread reads entries of `mirror` that others wrote: this waits until
+                            # all threads of the warpgroup have written theirs.
                             plgpu.commit_smem()
                             shape = (SQUARE, SQUARE)
                             row_number = lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -271,14 +277,16 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     for square in range(squares):
                         load_c(square)
 
-                # `run_scoped` calls `product` at once, with an accumulator in registers. From here
-                # on `product` is what it returns, an array [part, BLOCK].
                 @functools.partial(
                     pl.run_scoped,
                     accumulator=plgpu.WGMMAAccumulatorRef((part, BLOCK), jnp.float32),
                 )
                 def product(accumulator):
-                    """X Yᵀ of this warpgroup's part of the tile, slice by slice of k."""
+                    """X Yᵀ of this warpgroup's part of the tile, slice by slice of k.
+
+                    `run_scoped` calls this at once, with an accumulator in registers. From there on
+                    `product` is what it returns, an array [part, BLOCK].
+                    """
 
                     def add_slice(s, carry):
                         """Add the product of one slice; `carry` is its stage and the stage
@@ -293,6 +301,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         # which the loading warpgroup may fill anew.
                         plgpu.wgmma_wait(1)
 
+                        # The first slice has none before it, and its carry twice its own stage.
                         # The stage of the last product is handed back after the loop.
                         @pl.when(s > 0)
                         def hand_back():

@@ -207,7 +207,8 @@ def _run(
     if implementation == "blocked":
         return _xla_product.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:
-        # The platform for which the program is compiled is not known yet, so both are traced.
+        # The arrays may be committed to the CPU of a machine with a GPU, which JAX knows only when
+        # it lowers the program. So both are traced, and one is lowered.
         on_a_gpu, elsewhere = (
             _hopper_product.symmetric_product,
             _xla_product.symmetric_product,
@@ -254,7 +255,7 @@ def _product_jvp(implementation, platform, primals, tangents):
 
     def plain(values):
         o = operands._replace(**values)
-        # The derivative of X X^H takes one product, dX X^H, and its adjoint;
+        # `_gram` has a derivative of its own, of one product, dX X^H, and its adjoint;
         # that of X Y^H takes two products.
         p = _gram(o.x) if o.y is None else _xla_product.product(o.x, o.y)
         # The lower triangle of the product counts, by definition, so that dS is as symmetric as S.

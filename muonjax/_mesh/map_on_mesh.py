@@ -92,7 +92,7 @@ def map_on_mesh(
 
 def _check_mesh(mesh: Mesh | AbstractMesh, leaves: Arrays) -> None:
     """Raise unless each leaf is on one device, or on as many as the mesh has and outside of any
-    `jax.shard_map`."""
+    `jax.shard_map`; JAX's own errors would not name the Distribution."""
     for leaf in leaves:
         other = jax.typeof(leaf).sharding.mesh
         # An array that was made under no mesh has in its type a mesh of size 0.
@@ -152,8 +152,11 @@ def exchange(
 def _run_round(
     f: Function, round_: Round, stacks: Arrays, policy: Policy
 ) -> Iterator[tuple[int, jax.Array]]:
-    """As `_unpack`, after the blocks of a group have gone to their owners, f was applied,
-    and the results are back."""
+    """Send the blocks of a group to their owners, apply f there, and send the results back.
+
+    Returns what `_unpack` yields: pairs of a leaf's number and the results for some of the blocks
+    of it that this device stores, flat, such as (3, [2048]) for two blocks [16, 64] of leaf 3.
+    """
     # The replicas store the same blocks, and each sends those of its own owners. All devices run
     # one program, so the replica's number chooses a branch of it.
     packs = [
@@ -169,6 +172,7 @@ def _run_round(
     buffer = apply_to_owned(f, buffer, round_, policy)
     buffer = _all_to_all(buffer, round_)
 
+    # This replica has the results of its own owners, and here gets those of the others.
     return _unpack(_share_with_replicas(buffer, round_), round_)
 
 

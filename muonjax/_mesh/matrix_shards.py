@@ -101,9 +101,10 @@ def matrix_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixKind:
     along "data" are replicas, which own other matrices each.
     """
     view = view_of_block(leaf, mesh_shape)
-    # The axes of the shorter side of a matrix, then those of the longer side
+    # The axes of the shorter side of a matrix, then those of the longer side: `view_of_block` shows
+    # tall matrices transposed.
     axes = view.reduction_axes + view.output_axes
-    # Mesh axes of size one cut nothing.
+    # Mesh axes of size one cut nothing. `_among(a, b)` is those of a that are in b.
     mesh_axes = [name for name, size in mesh_shape.items() if size > 1]
     wide = leaf.view.wide
     layout = MatrixLayout(

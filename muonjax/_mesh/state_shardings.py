@@ -96,7 +96,8 @@ def parameter_like(
 ) -> Path | None:
     """The path of the parameter that an array of the state is like.
 
-    `optax.tree.map_params` can't say it: it fails where a tree of labels or a mask is fixed.
+    `optax.tree.map_params` can't say it for all transformations: it calls `init` with a placeholder
+    for all parameters, which the dimension numbers of an `optax.contrib.muon`, a tree, do not fit.
     """
     # state[0].momentum["dense"]["kernel"] ends in the path of params["dense"]["kernel"]; the
     # longest such end counts. The empty end is the path of a parameter that is the whole tree.

@@ -88,7 +88,7 @@ def polynomial_msign(
     # and the Gram matrix of wide X is the smaller one.
     is_tall = x.shape[-2] > x.shape[-1]
     # `iterate_keeping_input` keeps its input, `unit`, and nothing of its steps. The checkpoint
-    # around this function keeps x in its place, and normalizes x again in the backward pass.
+    # around this function keeps x in place of `unit`, and normalizes it again in the backward pass.
     unit = normalized(x.mT if is_tall else x)
     # Inside of `jax.shard_map` the rows must vary over the same mesh axes as x. The derivative of
     # the iteration is written as a `lax.custom_linear_solve`, so that it is its own transpose. JAX
@@ -116,12 +116,16 @@ def _iterate_keeping_input_jvp(dot, primals, tangents):
     dx, _ = tangents
 
     def jacobian(v):
-        """J v, where J is the Jacobian of the iteration at x.
-        It is a Hessian (see the top of this file)."""
+        """J v, where J is the Jacobian of the iteration at x = U diag(s) V^T.
+
+        The iteration maps x to U diag(f(s)) V^T, the gradient of sum_i F(s_i) with F' = f. So J is
+        a Hessian, and symmetric.
+        """
         # A rolled loop, which keeps nothing of its steps
         _, tangent = jax.jvp(lambda x: iterate(x, rows, dot), (x,), (v,))
         return tangent
 
+    # J dx. Reverse mode applies J^T = J, which is `jacobian` again, and keeps x alone for it.
     return iterate_keeping_input(x, rows, dot), symmetric_linear_map(jacobian, dx)
 
 

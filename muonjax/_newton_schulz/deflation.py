@@ -103,11 +103,12 @@ class Deflation(NamedTuple):
 def pre_deflate(
     x: Inexact[Array, "*batch m n"], rank: int
 ) -> Inexact[Array, "*batch m n"]:
-    """X - V D V^H X, before its Gram matrix is made: X with a few dominant directions V
-    [*batch, m, k] shrunk, roughly.
+    """X - V D V^H X: X with a few dominant directions V [*batch, m, k] shrunk, roughly.
 
-    Here k is at most eight, since these products are with X, which is larger than A = X X^H.
-    `shrink_dominant` then shrinks `rank` directions in A.
+    The Gram form takes its first steps from A = X X^H alone. The rounding error of A is in
+    proportion to its largest eigenvalue, and smaller eigenvalues than the error are lost. So the
+    largest are shrunk before A is made. Here k is at most eight, since these products are with X,
+    which is larger than A. `shrink_dominant` then shrinks `rank` directions in A.
     """
 
     def multiply(v):
@@ -122,7 +123,6 @@ def pre_deflate(
     return x - dot(dot(v, d), dot(adjoint(v), x))
 
 
-# One trace, whatever the longer side of X.
 @functools.partial(jax.jit, static_argnames=("rank", "platform"))
 def shrink_dominant(
     gram: Inexact[Array, "*batch m m"], rank: int, platform: str
@@ -130,7 +130,8 @@ def shrink_dominant(
     """W = I - V D V^H, which shrinks the k = `rank` dominant directions of A to about the size of
     the k-th, and W A W.
 
-    V [m, k] nearly spans these directions, and D [k, k] says by how much each is shrunk.
+    V [m, k] nearly spans these directions, and D [k, k] says by how much each is shrunk. `jit`
+    traces this once for each m, whatever the longer side of X.
 
     Args:
       gram: A = X X^H, in float32 or wider, with entries of moderate size.
@@ -247,13 +248,13 @@ def _dominant_subspace(
     return jax.lax.fori_loop(0, num_steps, subspace_step, start)
 
 
-# One trace for its three uses.
 @jax.jit
 def inverse_root(h: jax.Array) -> jax.Array:
     """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products alone.
 
     Eigenvalues of h below `_RIDGE` of its norm count as about that. No eigenvalue of Q is too
-    large, since the composition of `_POLYNOMIALS` is at most 1.
+    large, since the composition of `_POLYNOMIALS` is at most 1. `jit` traces this once for
+    each shape of h.
     """
     eye = identity_like(h, as_constant=True)
     inverse = inverse_norm(h)

@@ -133,11 +133,14 @@ def _composed(
     u: Float32[Array, "*batch 1 1"],
     products: _Products,
 ) -> tuple[float, Float[Array, "*batch m m"]]:
-    """The number g and T with which the steps of all rows map z to g (1 + T) z, from r,
+    """The number g and T with which the steps of all rows map z to g (1 + T) z, from r = z z^H,
     and r^2 if that is made.
 
-    A step is a (1 + Q) with Q = (b / a) u r + (c / a) u^2 r^2.
+    X is sqrt(u) z, and so its Gram matrix u r. A step is a (1 + Q) with
+    Q = (b / a) u r + (c / a) u^2 r^2.
     """
+    # `products.symmetric(A, Y, C)` is alpha A Y + beta C, where Y is A and both numbers are 1 by
+    # default.
     gain = 1.0
     # T, None for 0
     total: Any = None
