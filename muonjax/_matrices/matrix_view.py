@@ -276,10 +276,10 @@ class Piece(NamedTuple):
         shape = self.view.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
-        # For meshes with explicit axis types: `whole_along` returns any other leaf as it is.
-        # There JAX cuts a sharded axis only into parts of which every shard can have an equal
-        # piece. All pieces of the leaf begin and end at multiples of `step`: where the shards can't
-        # share `step` entries equally, or with several stretches, the axis is gathered first.
+        # On a mesh with explicit axis types JAX cuts a sharded axis only into parts of which every
+        # shard can have an equal piece. All pieces of the leaf begin and end at multiples of
+        # `step`: where the shards can't share `step` entries equally, or with several stretches,
+        # `whole_along` gathers the axis first. Any other leaf it returns as it is.
         step = self.step if self.repeats == 1 else None
         leaf = whole_along(leaf, self.axis, step)
         # The cut axis is two from here on, [..., repeats, entries of a stretch, ...],
