@@ -116,6 +116,7 @@ class SymmetricProduct(NamedTuple):
         real = jnp.finfo(_xla_product.accumulator(x.dtype)).dtype
         operands = Operands(x, y, c, jnp.asarray(alpha, real), jnp.asarray(beta, real))
         implementation = self.implementation or _choose(self.platform, x)
+        # `_product` under `jit`, which traces it once for all products of a shape
         return _jitted_product(operands, implementation, self.platform)
 
 

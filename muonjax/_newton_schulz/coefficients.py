@@ -196,7 +196,7 @@ def restarts_of(rows: Coefficients, largest_growth: float) -> tuple[int, ...]:
 
     A step X <- p(X) also updates R. That multiplies an error of R, in a direction where R is next
     to nothing, by p'(0)^2 = a^2. For steps with a = 8, 4 and 3 and a largest growth of 200 the
-    result is (2,), since 64 · 16 > 200.
+    result is (2,), the last step counted from 0, since 64 · 16 > 200.
     """
     restarts = []
     growth = 1.0

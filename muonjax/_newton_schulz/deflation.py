@@ -256,6 +256,7 @@ def inverse_root(h: jax.Array) -> jax.Array:
     large, since the composition of `_POLYNOMIALS` is at most 1. `jit` traces this once for
     each shape of h.
     """
+    # A constant of the program: XLA's CPU compiler takes long for a comparison of rows and columns.
     eye = identity_like(h, as_constant=True)
     inverse = inverse_norm(h)
     # For eigenvalues of R from 1e-4 to 1; smaller ones, down to the ridge, leave Q too small.
@@ -266,6 +267,7 @@ def inverse_root(h: jax.Array) -> jax.Array:
         a, b, c = row
         # R tends to I and Q to h^(-1/2):
         # P = a I + b R + c R^2, R <- P R P, Q <- Q P
+        # Rounding makes the products slightly asymmetric, which `hermitian_part` removes.
         p = a * eye + b * r + c * dot(r, r)
         r = hermitian_part(dot(dot(p, r), p))
         return (r, hermitian_part(dot(q, p))), None
