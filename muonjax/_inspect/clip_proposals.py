@@ -102,8 +102,8 @@ def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale
 def _scaled_keys(
     keys: _Side, heads: tuple[int, tuple[int, ...]]
 ) -> tuple[list[PlacedScale], list[range]]:
-    """The scales of those keys that have the heads of the queries; and the ranges of features of all
-    other keys, which are shared: the queries take all of γ in these.
+    """The scales of those keys that have the heads of the queries; and the ranges of features of
+    all other keys, which are shared: the queries take all of γ in these.
 
     The keys of latent attention, 128 features of each head and then 64 that all heads share, give
     the scales of the former and [range(128, 192)]. If no keys have these heads, it is [] and all
