@@ -92,9 +92,10 @@ def _after_round(records: Records, carry: Node) -> Value:
     # Projections are not followed from round to round: the columns of each product are one part.
     records.record_parts((*start.projections, *end.projections))
     after = dependent([start, end, value])
-    # Bits from OF_PRODUCTS on stand for products. In h = tanh(h @ w) the product has one bit for
-    # all rounds. It takes the h of the round before, and may not seem to depend on itself: only the
-    # products before the loop stay.
+    # Bits from OF_PRODUCTS on stand for products, and one bit for a product of all rounds. In
+    # h = sigmoid(x @ w) * h the h of the round before is made of x @ w, but of another x: with its
+    # bit, h would be taken for a statistic of this x @ w, as in a norm, which mixes its columns.
+    # So only the bits of products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
     return after._replace(depends_on=without_products | start.depends_on)
 
