@@ -155,8 +155,8 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
     `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
     """
     result = dependent(values)
-    # In q @ k + x @ gate the later product does not multiply queries by keys:
-    # the scores stay q @ k.
+    # In q @ k + x @ gate the scores stay q @ k: `operands` has products of activations, and by
+    # frozen keys, so not the later x @ gate, which does not multiply queries by keys.
     scores = [v.scores for v in values if v.scores in records.attention.operands]
     result = result._replace(scores=max(scores, default=result.scores))
     operation = Operation(records, node, values, node.inputs)
@@ -222,9 +222,9 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """The parameters in the result of an operation on parameters and numbers alone,
     such as a weight times its mask.
 
-    A bias or a gain, which repeats along an axis of another parameter, is recorded as added or
-    multiplied and not followed further. So is the noisy one of several,
-    as s in the sampled weight mu + s * noise.
+    Two kinds are recorded as added or multiplied, and not followed further: a bias or a gain, which
+    repeats along an axis of another parameter, and a parameter that noise multiplied, next to
+    another one, as s in the sampled weight mu + s * noise.
     """
     values = operation.values
     several = sum(bool(value.views) for value in values) > 1
@@ -255,8 +255,8 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     """The result of an operation on activations, or on parameters and data: `result`,
     which has what it depends on.
 
-    Parameters end here, recorded as added or multiplied, but for a parameter times data,
-    which may be a masked weight.
+    Parameters are recorded as added or multiplied, and end here. But w * mask or w + data may be a
+    weight still: w goes on, and if a product takes it, that counts more than this record.
     """
     records = operation.records
     node = operation.node
@@ -266,10 +266,11 @@ def _of_activations(operation: Operation, result: Value) -> Value:
     if operation.is_scale:
         _record_factors(records, node, *values)
     elif operation.is_sum:
+        # In tanh(q[:, :4]) + q[:, 4:] both slices become parts of q.
         _record_meeting_parts(records, values)
     projections = _projections(operation)
-    # Softmax's weights, if the scores are those of queries and keys.
-    # 2 ** scores is an exponential, too.
+    # Softmax's weights, if the scores are those of queries and keys. 2 ** scores is an exponential,
+    # too; scores ** y, also a "pow", is taken for one.
     if node.name in (*follow_logits.EXPONENTIALS, "pow"):
         result = result._replace(exponential_of=result.scores)
     return result._replace(
@@ -281,7 +282,7 @@ def _of_activations(operation: Operation, result: Value) -> Value:
 
 def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """The parameters that go on from a product of parameters and data, such as w * mask,
-    or from a sum of such products or a choice among them.
+    or from a sum or a choice of such products, parameters and data, such as w + data.
 
     w0 * a + w1 * (1 - a) is a mixture of two matrices. None go on from a sum with a layer's result,
     with logits, or with parameters that are not followed any more, as tanh(w0 * a):
@@ -301,8 +302,8 @@ def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
 
 
 def _projections(operation: Operation) -> tuple[Projection, ...]:
-    """The projections of all operands as the result has them,
-    with the parameters that a sum adds as their biases."""
+    """The projections of all operands as the result has them, with the parameters that a sum adds
+    as their biases: a clip scales x @ w + b by scaling both w and b."""
     records = operation.records
     operands = [
         value._replace(projections=_projections_of_operand(operation, k))
@@ -421,7 +422,8 @@ def projections_of_all(
 def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
     """Records what each factor of x * y may be for the other one: a softmax's weights,
     a norm, labels, a gate."""
-    rank = sum(n > 1 for n in records.shape(node.outputs[0]))
+    # How many axes have several entries. Those with one are never in `repeats`.
+    long_axes = sum(n > 1 for n in records.shape(node.outputs[0]))
     for value, factor in ((x, y), (y, x)):
         repeats = factor.axes("repeats")
         # An attention may be sum(weights * values), whose weights [q, k, 1] repeat along the
@@ -432,7 +434,7 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
         # One number scales all of w, as its norm in w / norm(w). The products u @ w @ v that make a
         # spectral norm are no uses of w as a matrix: `decisions` finds them by what the number
         # depends on.
-        if value.is_weight and len(repeats) == rank:
+        if value.is_weight and len(repeats) == long_axes:
             for view in value.views:
                 records.uses.scales[view.leaf] |= factor.depends_on
         # sum(one_hot(labels) * log_softmax(y)) chooses a column of y.
