@@ -203,8 +203,9 @@ class Graph:
     def _constants(self, body: Body, place: Place) -> list[int]:
         """The values of the arrays that a body closes over."""
         values = [self._new(v, place) for v in opened(body).constvars]
-        # A plain jaxpr has variables for its constants and not their values: None is data, too.
+        # A plain jaxpr has variables for its constants and not their values: they are None here.
         for x, array in itertools.zip_longest(values, constants(body)):
+            # Data: None, a tracer, a random key, or an array that the function was called with.
             if not _is_readable(array) or any(
                 _is_same(array, given) for given in self._given
             ):
@@ -420,7 +421,8 @@ class Graph:
         if carry:
             begin = first + carried  # of the body, after the "carry" operations
             self.loops[first] = range(first, begin), range(begin, len(self.nodes))
-        # What a scan collects of each iteration is an array [iterations, ...] outside of it.
+        # What a scan collects of each iteration is an array [iterations, ...] outside of it, where
+        # the place is `inner[:-1]`. By `scan` the certificate knows whose iterations these are.
         stacked = self._add_for_each(
             "scan_stack",
             [outputs[carried:]],
@@ -466,8 +468,8 @@ class Graph:
             value = pending.pop()
             node = self.maker(value)
             is_stopped = node is not None and node.name == "stop_gradient"
-            # Floats have one, and quantized weights and their products,
-            # though these are integers, are taken to.
+            # Floats have one. Quantized weights and their products are integers,
+            # and count as having one.
             has_gradient = self.is_followed(value) and not is_stopped
             if value in upstream or (with_gradient and not has_gradient):
                 continue

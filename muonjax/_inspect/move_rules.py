@@ -281,6 +281,7 @@ def _sources_of_gather(records: Records, node: Node) -> list[int | None]:
     sizes = node.params["slice_sizes"]
     old, new = records.graph.shapes(node)
     sources: list[int | None] = [None] * len(new)
+    # `offset_dims` are the axes of the result that the slices have; all others are of the indices.
     kept = other_axes(len(old), _gone(numbers))
     for axis, source in zip(numbers.offset_dims, kept, strict=True):
         if sizes[source] == old[source]:

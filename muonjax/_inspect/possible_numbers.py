@@ -88,9 +88,9 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
     elif node.name in ("concatenate", *_ARITHMETIC):
         inputs = node.inputs
     else:
-        # Without data, or with no more than a key of random numbers, the program says which numbers
-        # these are, such as the cosines of positions. They are not computed here: a NaN stands for
-        # them.
+        # Without data, or with no more than a key of random numbers, these are numbers of the
+        # program, such as the cosines of positions, or made of parameters too. They are not
+        # computed here: a NaN stands for them.
         data = graph.upstream(node.inputs).intersection(graph.arguments)
         are_keys = all(
             jnp.issubdtype(graph.avals[x].dtype, jax.dtypes.prng_key) for x in data

@@ -44,8 +44,8 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
         else:
             # It ends here, as in a norm, which adds up squares.
             records.record_reduced([projection], axes)
-    # Softmax divides its weights by their sum. A sum of logits themselves is not followed. All of
-    # these have the axes still, which `_without_axes` takes away.
+    # A sum of softmax's weights, by which it divides them, is one number for each query. A sum of
+    # the logits themselves is not followed. `_without_axes` takes the axes away from all of these.
     result = value._replace(
         views=_reduced_views(value, axes),
         projections=tuple(linear),
@@ -81,19 +81,20 @@ def _record_sum_of_exponentials(
     A softmax along the columns of a parameter is that of a router or of an output head,
     not of attention.
     """
-    product = value.exponential_of
-    if product < 0:
+    # The number of the operation that made the product; -1 if these are no exponentials of one.
+    node = value.exponential_of
+    if node < 0:
         return
     # Whether the product is a layer, by one or more parameters, of which the first has number 0.
-    has_parameter = (product, 0) in records.uses.products
-    projections = [p for p in value.projections if p.product.use.node == product]
+    has_parameter = (node, 0) in records.uses.products
+    projections = [p for p in value.projections if p.product.use.node == node]
     if any(p.layout.runs_along(axes) for p in projections):
-        records.attention.routers.add(product)
+        records.attention.routers.add(node)
     # Two activations, or a layer whose columns lie along other axes, as by learned queries: perhaps
     # an attention. Where the columns of a layer lie is not known if its projection was lost:
     # that is no sign of attention.
     elif projections or not has_parameter:
-        records.attention.candidates.add(product)
+        records.attention.candidates.add(node)
 
 
 def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ...]:
@@ -112,6 +113,8 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     for view in value.views:
         kept = view.layout.varying.difference(axes)
         if kept:
+            # The axes that are gone count matrices (`Layout.loops`). `visit` raises the error of
+            # a parameter that was put together with others along them.
             reduced.append(view._replace(layout=view.layout.visit(axes)))
             kept_sets.add(kept)
     if len(kept_sets) > 1:

@@ -60,7 +60,7 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     is_listed = node.name in RULES
     is_call = "call" in node.name or (takes_three and not is_listed)
     if not is_call and not is_listed:
-        records.unlisted = node.index
+        records.unlisted = node.index  # leaves all parameters to names
     # A penalty without data, such as a determinant, does not say what the parameter is:
     # other uses of it decide.
     has_data = any(value.depends_on and not value.is_weight for value in values)
@@ -95,7 +95,7 @@ def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
     values = records.inputs(node)
     records.possible_layers.add(node.index)
     # Each operand may be softmax's weights, and each other one the values. An operand with itself
-    # records nothing.
+    # records nothing: what is made of the same exponentials is not taken for values.
     for value in values:
         for other in values:
             records.record_weights(node, value, other)

@@ -92,13 +92,15 @@ class Product:
         # Columns that count experts or heads: axes that are batches in a product with another
         # parameter, or gated, or along which labels choose.
         self.batches: set[Run] = set()
-        # Batches of a product of two activations, each with the part in which it counts heads.
+        # Columns that count heads: batches of a product of activations, such as queries and keys,
+        # each with the part of the columns that has these heads, as the queries of a fused kernel.
         self.heads: set[tuple[Run, Region]] = set()
         # The parts that are used separately.
         self.parts: set[Region] = set()
         # Whether labels choose one of its columns, as in a cross-entropy.
         self.is_read_by_labels = False
-        # Whether an operation mixed all columns in groups, each for itself: see `record_reduced`.
+        # Whether an operation mixed all columns in groups, each for itself, as a norm of each head
+        # does. If there are parts then, the parameter is left to names: a group may lie across two.
         self.has_mixed_groups = False
 
 
