@@ -109,10 +109,11 @@ def multiply(
     """`function(x, kernel + ΔW, *args, **settings)`, whose derivative keeps x, kernel and factors.
 
     The function is `jnp.matmul`, `lax.dot_general` or `lax.conv_general_dilated`, as Flax's layers
-    call them. Its precision is that of ΔW, too.
+    call them, or the user's own in a layer. Its precision is that of ΔW, too.
 
-    ΔW depends neither on x nor on a cotangent, so the compiler may compute it for every layer
-    before the first layer runs. The barrier here lets it begin when x is known, and that of
+    kernel + ΔW is as large as the kernel, so it is computed again for the derivative. It depends
+    neither on x nor on a cotangent: the compiler might compute it for all layers at the beginning,
+    and they would all be in memory. The barrier here lets it begin when x is known, and that of
     `jax.checkpoint` when the cotangent is.
     """
     precision = settings.get("precision")
@@ -232,6 +233,7 @@ def adapter_mask(params: Any) -> Any:
     """
 
     def trains(path, _):
+        # Where `params` is one array, its path is empty.
         return bool(path) and names(path)[-1] in FACTORS
 
     return jax.tree_util.tree_map_with_path(trains, params)

@@ -200,6 +200,7 @@ def _product_attribute(layer: Layer) -> str:
 
 def _check_layer(layer: Layer) -> None:
     """Raises ValueError for a layer that can't have a new adapter."""
+    # An adapter replaces the layer's `dot_general`, or the `conv_general_dilated` of a convolution.
     if isinstance(getattr(layer, _product_attribute(layer)), LoHa):
         raise ValueError(
             "the layer has an adapter already; muonjax.nnx.merge(model) adds it to the kernel."
@@ -212,7 +213,8 @@ def _check_layer(layer: Layer) -> None:
             "the layer has a dot_general_cls, which goes before an adapter; leave it out, or give "
             "dot_general."
         )
-    # A stack of layers, as `nnx.vmap` makes it, has an axis more.
+    # A kernel has axes for inputs and outputs. A LinearGeneral with a `batch_axis` and a stack of
+    # layers, as `nnx.vmap` makes it, have more.
     if layer.kernel.ndim != _num_input_axes(layer) + np.size(layer.out_features):
         raise ValueError(
             "the layer has a batch of matrices or a stack of layers; leave it out, or adapt inside "
@@ -268,8 +270,8 @@ def value_and_grad_of_model(
     """
 
     def measured(*given):
-        """(loss, max_logits), or (loss, (aux, max_logits)) where `fun` has aux, from (model, *args,
-        kwargs)."""
+        """What `nnx.value_and_grad` differentiates: (model, *args, kwargs) -> (loss, max_logits),
+        or (loss, (aux, max_logits)) where `fun` has aux."""
         # The largest logits are found in a program of the model's parameters, whose paths name the
         # attentions. `params` has them at {0: ...}, the model's place among the arguments. `others`
         # has all else: running means, random numbers, the arrays of a batch. Arguments may share

@@ -295,7 +295,10 @@ def _iteration(
     """
 
     def iterate(x: Inexact[Array, "*batch m n"]) -> Inexact[Array, "*batch m n"]:
-        """The nearly orthogonal matrix that Optax computes from X, m <= n."""
+        """The nearly orthogonal matrix that Optax computes from X.
+
+        `map_matrices` transposes tall matrices, so m <= n, and Y Y^H is the smaller Gram matrix.
+        """
         # Y is in `wide` from step to step, and so are the sums of a product. `product` rounds its
         # factors to the leaf's dtype, as in Optax, but not on a CPU,
         # which has no units for half types.

@@ -118,6 +118,7 @@ def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.
                 return dtype
     advice = ""
     if is_array:
+        # `optax.inject_hyperparams` calls jnp.bfloat16 with the step's number: an array comes here.
         advice = (
             " optax.inject_hyperparams takes a dtype for a schedule: give it "
             f"static_args={name!r}."
@@ -358,7 +359,8 @@ def explains_keywords(
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        """The function with these errors and this signature."""
+        """`function`, whose errors begin with `name`; its signature shows the keywords of
+        `sources`."""
         signature = _full_signature(function, sources)
 
         # Python passes `self` of a method such as `NewtonSchulz.__init__`,

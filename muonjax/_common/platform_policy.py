@@ -78,9 +78,10 @@ class Policy:
             if "lite" in self.kind:
                 # One matrix of 1024 x 4096: the fast memory keeps no larger stack.
                 return 4 << 20
-            # A little more than one matrix of 4096 x 4096
+            # Four matrices of 1024 x 4096, or one of 4096 x 4096, have 16 Mi elements.
             return 17 << 20
-        # Two matrices of 4096 x 4096
+        # On a GPU or another accelerator, two matrices of 4096 x 4096: a larger stack takes more
+        # memory, and smaller ones more launches.
         return 32 << 20
 
     def pads(self, m: int, columns: int) -> bool:

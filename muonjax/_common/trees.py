@@ -54,8 +54,8 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
     """
     if hasattr(tree, "paths"):
         raise TypeError(f"a {type(tree).__name__} has no names: give the nested state.")
-    # Boxes are opened first, since `names` takes any attribute `value` for a box, also that of an
-    # Equinox module with the arrays `query`, `key` and `value`.
+    # Boxes are opened first, and then a path has no `value` of a box, and all its names count.
+    # `names` would also drop the `value` of an Equinox module with `query`, `key` and `value`.
     opened = jax.tree.map(
         without_box, tree, is_leaf=lambda node: is_masked(node) or is_boxed(node)
     )
@@ -144,7 +144,7 @@ def _all_names(path: tuple[Any, ...]) -> tuple[str, ...]:
     "value")."""
     every_name = []
     for key in path:
-        # A dictionary's key may itself be a path.
+        # A dictionary's key may itself be a path, whose keys are strings or numbers.
         inner = getattr(key, "key", None)
         if isinstance(inner, tuple):
             every_name.extend(_all_names(inner))
