@@ -106,13 +106,14 @@ class Certificate:
           records: What is known of the function.
           probes: Where the logits are measured.
           logits: The numbers of their arrays before a mask or a bias is added,
-            one for each probe: softmax takes over.
+            one for each probe. The certificate ends there: what softmax makes of them may change.
           spans: What the clip scales.
         """
         self.records, self.graph, self.logits = records, records.graph, logits
-        # A table has an axis for each scan around the logits: that of an array inside of a scan
-        # over four layers is [3, 4, *axes], and says what the clip does to the array in each layer.
-        # This is the axis of each scan, by the place of its body.
+        # A table has three numbers for each entry of an array: the logarithm of its factor, and the
+        # first and the last position that it is made of. After axis 0, which these are along, comes
+        # an axis for each scan around the logits: inside of a scan over four layers a table is
+        # [3, 4, *axes of the array]. This is the axis of each scan, by the place of its body.
         self.loops: dict[Place, int] = {}
         for probe in probes:
             for depth, step in enumerate(probe.path, start=1):
@@ -129,6 +130,7 @@ class Certificate:
         # is whole too, for √γ, and no sum is rounded.
         shape = (*spans[0].layers, spans[0].entries)
         self.logarithms = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, shape)
+        # The first tables are those of the parameters. Each makes its readers pending.
         for spans_of_leaf in grouped((span.leaf, span) for span in spans).values():
             self._touch(spans_of_leaf)
 
@@ -160,12 +162,13 @@ class Certificate:
         self._keep(self.graph.parameters[spans[0].leaf], table)
 
     def _keep(self, value: int, table: Table) -> None:
-        """Keeps the table of an array if the clip changes it,
-        with one entry along each axis where all are equal.
+        """Keeps the table of an array, [3, *loops, *axes], if the clip changes it,
+        with one entry along each axis where all are equal: `table[0]`, the logarithms of factors,
+        and `table[1:]`, the first and last positions.
 
-        Zeros, as of padded queries or of a further key, take the factor of the other entries: a, a,
-        NaN become a, and a, b, NaN stay. Among logits they stay: a zero there, as a sink has,
-        is no logit of a head.
+        Zeros, as of padded queries or of a further key, have the logarithm NaN, and take the
+        numbers of the other entries: a, a, NaN become a, and a, b, NaN stay. Among logits NaN
+        stays, and `located` refuses it: a zero there, as a sink has, is no logit of a head.
         """
         is_logits = value in self.logits
         # An array without entries, such as an empty slice
@@ -176,11 +179,12 @@ class Certificate:
             is_zero = np.isnan(table[0]) & (not is_logits)
             if (is_zero | (table == one_entry).all(0)).all():
                 table = one_entry
-        # No factor is left, such as after a division of the array by itself.
+        # One entry that is made of nothing scaled, as the values that a slice takes of a fused
+        # kernel: the clip does not change them.
         if table.ravel().tolist() == _UNTOUCHED:
             return
         self.tables[value] = table
-        # Softmax, and all that follows from the logits, changes as the clip wants it.
+        # At the logits the certificate ends: what reads them, such as softmax, is not followed.
         if not is_logits:
             self.pending.update(self.graph.readers[value])
 
@@ -196,7 +200,9 @@ class Certificate:
             operation = min(self.pending)
             self.pending.remove(operation)
             node = graph.nodes[operation]
-            # Results that are thrown away may change.
+            # Results that are thrown away may change. So may the maximum that is subtracted from
+            # logits, as softmax(x - c) = softmax(x): where the logits are masked once more for it,
+            # the clip comes by it to this difference, and not by the logits.
             if operation not in graph.live or self._is_in_softmax(node):
                 continue
             try:
@@ -252,10 +258,12 @@ class Certificate:
             return self._dot(node)
         if node.name in _OF_SEVERAL:
             return self._of_several(node)
-        # All others take one array that the clip changes: their first operand, or the kernel of a
-        # convolution, as of one that makes the queries of an autoencoder.
+        # All others may take one array that the clip changes: their first operand, or the kernel of
+        # a convolution, its second, which may make the queries.
         operand = node.inputs[1 if node.name == "conv_general_dilated" else 0]
         touched = [x for x in node.inputs if x in self.tables]
+        # Refused are others that the clip changes, as what a scatter adds to the first operand; and
+        # operations with several results, as top_k, since a table is that of one.
         if touched != [operand] or len(node.outputs) > 1:
             raise NotFollowed
         return self._moved(node, self.tables[operand])
@@ -383,19 +391,22 @@ class Certificate:
         return np.expand_dims(of_features, axes_after(self.first, others))
 
     def _through_scan(self, node: Node, table: Table) -> Table:
-        """What the iterations of a scan take of an array [iterations, ...],
-        or the array that they make together.
+        """The table of what the iterations of a scan take of an array [iterations, ...]
+        ("scan_slice"), or of the array that they make together ("scan_stack").
 
-        If the logits are inside of the scan, the first axis of the array becomes the axis of the
-        loop, or the reverse.
+        Inside of a scan over four layers that has the logits, with axis 1 for this loop, layers
+        take kernels [64, 8] of an array [4, 64, 8]: its table [3, 1, 4, 64, 8] becomes
+        [3, 4, 64, 8]. A stack is the reverse.
         """
-        # Without logits in the scan no axis changes its place.
+        # The axis of this loop. A scan without logits has none in a table: then both exchanges of
+        # axes below leave all where they are.
         loop = self.loops.get(node.params["scan"], self.first)
         if node.name == "scan_stack":
             stacked = np.expand_dims(table, self.first)
             return stacked.swapaxes(loop, self.first)
         table = table.swapaxes(loop, self.first)
-        # The iterations take different entries, and the logits are in none of them.
+        # The iterations take different entries, and the logits are in none of them: a table has no
+        # axis that could say what the clip does in each.
         if table.shape[self.first] > 1:
             raise NotFollowed
         return table.squeeze(self.first)
