@@ -84,6 +84,8 @@ def _not_followed(records: Records, product: int, reader: int) -> Call:
     problem = (
         "it can't be followed from parameters through queries and keys to its values"
     )
+    # "an einsum of three or more operands (split it)": the order of its products depends on their
+    # sizes, so the reader does not follow it.
     if records.nodes[reader].name == LONG_EINSUM:
         problem = f"{LONG_EINSUM} takes its weights"
     problem = f"{problem}: {records.graph.line(reader)}"
@@ -182,20 +184,21 @@ def _check_readers(records: Records, product: int) -> None:
 
 
 def _why_not_alone(records: Records, operation: int) -> str:
-    """Why a clip can't go through this operation."""
+    """Why a clip can't go through this operation, or why the logits that it takes end there."""
     node, line = records.nodes[operation], records.graph.line(operation)
     values = records.inputs(node)
-    is_biased = any(value.is_weight for value in values)
-    has_logits = any(value.is_activation for value in values)
-    # No operand depends on parameters with a gradient: they are used once more,
-    # as those of a teacher.
-    if not is_biased and not has_logits:
+    has_weight = any(value.is_weight for value in values)
+    has_activation = any(value.is_activation for value in values)
+    # An operand is made of parameters that the clip scales. If it is neither weight nor activation,
+    # it went through a stop_gradient: the parameters are used once more, as those of a teacher.
+    if not has_weight and not has_activation:
         return (
             f"a clip would change a copy of its parameters under stop_gradient too: {line} "
             f"({node.name}); give that "
             "copy as another argument"
         )
-    if node.name in ("add", "sub") and is_biased and has_logits:
+    # Logits plus parameters alone.
+    if node.name in ("add", "sub") and has_weight and has_activation:
         return f"a clip would not scale its logits alone, as a learned bias is added: {line}"
     return f"a clip would not scale its logits alone: {line} ({node.name})"
 

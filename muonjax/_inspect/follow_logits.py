@@ -34,8 +34,8 @@ _POWERS = (*EXPONENTIALS, *_ROOTS.split())
 
 
 def after(operation: Operation) -> tuple[Logits, ...]:
-    """The logits of the result of an operation entry by entry, on logits,
-    softmax's weights or a number per query.
+    """What logits the result of an operation entry by entry has, if operands are logits,
+    softmax's weights, or a number per query: their maximum or sum.
 
     `exp(x - largest)` of logits x makes weights, and x plus an array without parameters is masked
     logits. Nothing is left of logits where they become something else.
@@ -43,9 +43,9 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     node = operation.node
     values = operation.values
     # The numbers of the operands by how far their logits have come, such as {"logits": [0], "per
-    # query": [1]} for x - largest. Next to logits nothing else is followed, such as another
-    # softmax's weights that are added to them. If both operands are logits,
-    # `at` is the number of the first.
+    # query": [1]} for x - largest. The result goes by `at`, the first operand of logits; only a sum
+    # keeps those of another operand too. What is dropped here, such as another softmax's weights
+    # that are added to logits, ends: `clippable_attention` refuses its attention.
     operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
     if "logits" not in operands:
         return _of_weights(operation, operands)
@@ -58,9 +58,11 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     # Choices are gone: a sum of the operands, or a difference.
     if operation.is_sum:
         return _added(operation, at)
-    # Times a number below zero, what a mask hides, -1e9, would become the largest logits.
+    # Times a number below zero, what a mask hides, -1e9, would become the largest logits: masked
+    # logits end there.
     if value.logits[0].is_masked and not _is_positive_scale(operation):
         return ()
+    # All else, such as a scale or a tanh: the certificate says whether the clip may pass it.
     return through(node, value)
 
 
