@@ -230,7 +230,8 @@ class ClipByStatistic:
 
 
 def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
-    """The state before the first update: no maxima, and no head scaled."""
+    """The state before the first update: no maxima since a clip (`running_max`), none that a clip
+    used (`maxima`), and no head scaled."""
     state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
     for site in sites:
         # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.

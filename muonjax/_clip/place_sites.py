@@ -210,7 +210,7 @@ def _refuse_norms(path: str, norms: str, modules: Modules) -> None:
     A norm of queries or keys undoes the clip.
     """
     normalizing = set()
-    for leaf in modules.leaves_of.get(path, ()):
+    for leaf in modules.leaves_of[path]:
         child, _, _ = leaf.removeprefix(f"{path}/").partition("/")
         if re.fullmatch(norms, child, re.IGNORECASE):
             normalizing.add(child)

@@ -187,8 +187,8 @@ def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
     twice. Two attentions may share a leaf, such as a fused projection, if each scales its own
     positions; and so may the queries and the keys of one.
     """
-    # The numbers of each leaf that are scaled so far. Booleans, because masks along different axes
-    # of a parameter are together as large as the parameter.
+    # The numbers of each leaf that are scaled so far, in a shape that broadcasts to it. Booleans,
+    # because masks along different axes of a parameter are together as large as the parameter.
     scaled: dict[str, Any] = defaultdict(bool)
     attentions = []
     for site in sites:

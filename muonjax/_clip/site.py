@@ -83,7 +83,7 @@ class Site:
             )
         if self.scan_axis is not None:
             axes = axis_numbers("scan_axis", self.scan_axis)
-            # A field of a frozen dataclass is set in this way alone.
+            # A tuple, as (2,) for 2. A field of a frozen dataclass is set in this way alone.
             object.__setattr__(self, "scan_axis", axes)
 
 
