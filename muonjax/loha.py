@@ -233,7 +233,7 @@ def adapter_mask(params: Any) -> Any:
     """
 
     def trains(path, _):
-        # Where `params` is one array, its path is empty.
-        return bool(path) and names(path)[-1] in FACTORS
+        # One array has no name; one `nnx.Param` has a path, but no name in it.
+        return not FACTORS.keys().isdisjoint(names(path)[-1:])
 
     return jax.tree_util.tree_map_with_path(trains, params)

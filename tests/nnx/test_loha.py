@@ -174,6 +174,11 @@ def test_the_mask_is_true_for_adapters_alone():
     }
 
 
+def test_one_parameter_without_a_name_is_no_adapter():
+    (value,) = jax.tree.leaves(adapter_mask(nnx.Param(jnp.ones(2))))
+    assert value is False
+
+
 def test_qk_clip_refuses_a_frozen_kernel_under_an_adapter():
     model = Mixed(nnx.Rngs(0))
     sites = [mha_site()]
