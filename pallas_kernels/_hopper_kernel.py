@@ -294,11 +294,12 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                         stage, previous = carry
                         # The loading warpgroup has copied this slice of X and Y into the stage.
                         plgpu.barrier_wait(full.at[stage])
+                        # This warpgroup's half of the tile's rows, and all of its columns
                         x_part = x_smem.at[stage, pl.ds(wg * part, part)]
                         y_transposed = y_smem.at[stage].transpose((1, 0))
                         plgpu.wgmma(accumulator, x_part, y_transposed)
-                        # This product stays in flight; the one before is done, and so is its stage,
-                        # which the loading warpgroup may fill anew.
+                        # At most one product stays in flight, this one. So the one before is done,
+                        # and the loading warpgroup may fill its stage anew.
                         plgpu.wgmma_wait(1)
 
                         # The first slice has none before it, and its carry twice its own stage.
@@ -325,11 +326,12 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
 
 
 def launch(x, y, c, scale, *, cores: int) -> jax.Array:
-    """One launch: [batch, m, k] gives [batch, m, n], n the next multiple of 64;
+    """One launch: [batch, m, k] gives [batch, m, n], with m rounded up to n, a multiple of 64;
     columns from m on are junk.
 
-    m must be a multiple of 8, and k of 64. C is [batch, m, n] too, with anything in its columns
-    from m on. `scale` is [batch, 2], alpha and beta. Y of None is X, and C of None is nothing.
+    m must be a multiple of 8, and k of 64: the caller pads with `_aligned`. C is [batch, m, n] too,
+    with anything in its columns from m on. `scale` is [batch, 2], alpha and beta. Y of None is X,
+    and C of None is nothing.
     """
     batch, m, _ = x.shape
     # Whole squares are stored, so that the result has as many columns.

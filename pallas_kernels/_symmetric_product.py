@@ -153,7 +153,7 @@ def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
     """The operands of ``alpha·X Yᵀ + beta·C``, or ValueError where shapes or dtypes don't fit.
 
-    `SymmetricProduct` casts alpha and beta.
+    `SymmetricProduct` casts alpha and beta to the real dtype of the product's sums.
     """
     x = jnp.asarray(x)
     y, c = (None if value is None else jnp.asarray(value) for value in (y, c))

@@ -65,7 +65,7 @@ def iterate(
         # the smaller D is, and with it the rounding of the products;
         # the identity's share needs no product.
         square = _gram(x, dot)
-        # The sum is the same for any tau, so derivatives may take it for a constant.
+        # The sum is the same for any tau, so derivatives may take tau for a constant.
         trace = jnp.trace(square, axis1=-2, axis2=-1)[..., None, None]
         tau = lax.stop_gradient(trace / square.shape[-1])
         distance = square - tau * identity_like(square)
@@ -143,7 +143,7 @@ def symmetric_linear_map(
     $$\begin{bmatrix} 0 & I \\ I & -J \end{bmatrix}^{-1} \binom{v}{0} = \binom{J v}{v}$$
 
     is one whose "solver" is `apply`, always invertible whatever J is, and symmetric as J is.
-    Differentiating the solve at a point x, on which J depends, gives J' v + J v', the product rule.
+    If J depends on x, differentiating the solve gives J' v + J v', the product rule.
 
     Args:
       apply: v -> J v, differentiable in the arrays that it closes over; the same shape in and out.
@@ -152,14 +152,14 @@ def symmetric_linear_map(
       direction: v.
     """
 
-    # The unknowns are (p, v), the right-hand side is (v, w), here with w = 0: the first row of the
-    # system says v = v, the second p - J v = w. The two blocks are one array. As a pair, the block
+    # The unknowns are (p, u), the right-hand side is (v, w), here with w = 0: the first row of the
+    # system says u = v, the second p - J u = w. The two blocks are one array. As a pair, the block
     # of zeros would be a constant, and JAX transposes a solve only if every leaf of its right-hand
     # side is linear.
     def system(packed):
-        # [[0, I], [I, -J]] (p, v) = (v, p - J v)
-        p, v = packed
-        return jnp.stack([v, p - apply(v)])
+        # [[0, I], [I, -J]] (p, u) = (u, p - J u)
+        p, u = packed
+        return jnp.stack([u, p - apply(u)])
 
     def solve(_, packed):
         # The inverse maps (v, w) to (J v + w, v).
@@ -168,4 +168,5 @@ def symmetric_linear_map(
 
     right_hand_side = jnp.stack([direction, jnp.zeros_like(direction)])
     solution = lax.custom_linear_solve(system, right_hand_side, solve, symmetric=True)
+    # p = J v
     return solution[0]

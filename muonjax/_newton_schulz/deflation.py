@@ -229,7 +229,7 @@ def _dominant_subspace(
     by steps of V <- orthonormalized A V.
 
     They are nearly orthonormal. No combination of them is longer than its coefficients, as
-    `inverse_root` is never above the exact root.
+    `inverse_root` is never above the exact root: `other_fourth_powers` counts on that.
 
     Args:
       multiply: v -> A v, where A is positive semidefinite.
@@ -243,6 +243,8 @@ def _dominant_subspace(
 
     def subspace_step(_, v):
         y = multiply(v)
+        # More than one: Y^H Y has the square of Y's condition number, so that the first leaves the
+        # directions too short in which Y is small.
         return jax.lax.fori_loop(0, _ORTHONORMALIZATIONS, orthonormalize, y)
 
     return jax.lax.fori_loop(0, num_steps, subspace_step, start)

@@ -78,8 +78,8 @@ def iterate(
     x, nonzero = below_one(x, dtype)
     if rank and 1 not in restarts:
         # In the Gram form without a restart before step 1, that step takes R from step 0, with its
-        # rounding. So a few directions are shrunk in X, before R is made. XLA for a CPU would
-        # compute this X again for each reader.
+        # rounding, in which eigenvalues far below the largest are lost. So the largest are shrunk
+        # in X before R is made. XLA for a CPU would compute this X again for each reader.
         x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
     # The steps up to the first restart map s W X to Q s W X. W deflates, and s, a number for each

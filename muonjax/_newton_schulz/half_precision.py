@@ -216,9 +216,10 @@ class _Products(NamedTuple):
 
         `alpha` and `beta` are both numbers, or both [*batch, 1, 1]. They are for a product with C.
         """
-        # A `SymmetricProduct` takes the numbers and C too.
+        # A `SymmetricProduct` makes the whole of it, with the numbers and C, and mirrored.
         if self.by_kernel is not None:
             return self.by_kernel(a, y, c, alpha, beta)
+        # A Y^H, rounded to half precision
         product = self.rounded.with_adjoint(a, a if y is None else y)
         if c is None:
             return product
@@ -226,4 +227,5 @@ class _Products(NamedTuple):
         # if no number and no other dtype is between them.
         if isinstance(alpha, float) and alpha == beta == 1.0:
             return product + c
+        # The sum is taken in float32, and rounded once more.
         return (alpha * _wide(product) + beta * _wide(c)).astype(product.dtype)

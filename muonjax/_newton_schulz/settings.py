@@ -99,7 +99,9 @@ class NewtonSchulz:
     implementation: str | None = None
 
     def __post_init__(self):
-        # A frozen dataclass refuses `self.deflation = ...`, so that its dictionary is written.
+        # Checked values are written back: tuples of floats, an int, a dtype. So settings have a
+        # hash, and are equal if they say the same, "float32" and jnp.float32. A frozen dataclass
+        # refuses `self.deflation = ...`, so that its dictionary is written.
         fields = vars(self)
         # Only the presets `fast` and `balanced` have `Steps`, which hold rows for each precision:
         # constants of this file that need no check.
