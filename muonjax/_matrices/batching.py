@@ -195,7 +195,7 @@ def _stacks(
     elements = {i: len(matrices[i]) * m * n for i in group}
     total = sum(elements.values())
     # The bound asks for at least so many stacks, and equal ones have this share of the elements
-    # each.
+    # each. On a CPU it is infinite, which asks for none, so that all is one stack.
     bound = policy.stack_elements
     share = total / max(1, math.ceil(total / bound))
     stacks = []

@@ -100,7 +100,7 @@ def resolve_dimension_numbers(
     numbers: DimensionNumbersTree, tree: Any
 ) -> list[DimensionNumbers | None]:
     """One entry per leaf of `tree` (MaskedNodes are no leaves), from a tree, a prefix tree,
-    a function, or None.
+    a function of `tree` that returns one, a program, or None.
 
     {"attention": MuonDimensionNumbers(), "bias": None} for a tree of two kernels below "attention"
     and a bias gives [MuonDimensionNumbers(), MuonDimensionNumbers(), None].
@@ -125,7 +125,7 @@ def resolve_dimension_numbers(
             raise TypeError(
                 f"dimension numbers hold {entry!r}, not MuonDimensionNumbers or None."
             )
-    # `optax.masked` puts a MaskedNode in place of the entry of a leaf that is another optimizer's.
+    # A masked entry says the same as None: the leaf is another optimizer's.
     return [None if is_masked(entry) else entry for entry in entries]
 
 
@@ -205,7 +205,8 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
     (axis,) = _checked_axes(named, "axis", numbers.axis, shape)
     part_sizes = numbers.parts
     repeats = numbers.repeats
-    # Numbers below 1 do not fill the axis.
+    # A number of parts means as many equal ones. Parts or repeats below 1 may be given too: with
+    # `max` they divide by no zero, and are refused below, as they do not fill the axis.
     if isinstance(part_sizes, int):
         part_sizes = (shape[axis] // max(1, part_sizes * repeats),) * part_sizes
     fill = min(part_sizes, default=0) >= 1 and sum(part_sizes) * repeats == shape[axis]
@@ -215,7 +216,8 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
             f"output axes, and the sizes in `parts`, or as many equal ones, fill its {shape[axis]} "
             "entries `repeats` times."
         )
-    # Parts of 32, 8 and 8 begin and end at multiples of 8, so shards of 8 entries cut none of them.
+    # For `Piece.take`: it need not gather a sharded axis of one stretch whose shards can share
+    # `step` entries equally. Parts of 32, 8 and 8 begin and end at multiples of 8.
     step = math.gcd(*part_sizes)
     pieces = []
     start = 0
@@ -416,6 +418,7 @@ class Pieces(list[Piece]):
                 # The leaf was cut: its pieces are put side by side again in each stretch.
                 parts = [piece.in_stretches(part) for _, part in pairs]
                 whole = jnp.concatenate(parts, axis=axis + 1)
+                # `Piece.take` may have gathered a sharded axis, to cut it.
                 result = sharded_like(whole.reshape(leaves[i].shape), leaves[i])
             leaves[i] = result
         return self.treedef.unflatten(leaves)

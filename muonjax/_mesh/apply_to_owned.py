@@ -120,9 +120,9 @@ def _run_loop(
     whose results replace their blocks in the buffer.
 
     Args:
-      apply: The function of [count, m, n].
+      apply: The function of [loop.batch_size, m, n].
       loop: The matrices of all owners.
-      group: The mesh axes of the exchange.
+      group: Its mesh axes number the rows of the buffer, and the owners. Nothing is exchanged here.
       buffer: [devices, columns], a row from each device;
         the blocks of a matrix are in the same columns of all.
     """
@@ -131,7 +131,7 @@ def _run_loop(
     branches = []
     for layout in loop.layouts:
         branches.append(functools.partial(_assemble, layout, group.exchange_axes))
-    # All have one shape, so one width.
+    # All have one shape, so one width. All batches are full: `_loop` chooses a divisor.
     width = loop.batch_size * loop.layouts[0].block_size
     # The number of this device among the owners. Without owner axes each device is the only owner
     # of its matrices, and `axis_index` of no axes is 0.
@@ -143,16 +143,16 @@ def _run_loop(
         # [devices, width]
         blocks = jax.lax.dynamic_slice(buffer, (0, column), (len(buffer), width))
         assemble = functools.partial(jax.lax.switch, number, branches)
-        # [count, m, n]. XLA would fuse its first and last operations with the exchange, and round
-        # differently on each mesh. The barriers prevent that.
+        # [loop.batch_size, m, n]. Without the barriers XLA would fuse the first and last operations
+        # of `apply` with the exchange, and round differently on each mesh.
         x = jax.lax.optimization_barrier(assemble(blocks))
         y = jax.lax.optimization_barrier(apply(x))
         # `assemble` only moves entries, so that its transpose is its inverse.
         (blocks,) = jax.linear_transpose(assemble, blocks)(y)
         return jax.lax.dynamic_update_slice(buffer, blocks, (0, column))
 
-    # Owners have unequal numbers of matrices. If these are equal, the loop has one length,
-    # which XLA then knows.
+    # Owners may have unequal numbers of matrices. Where all have as many,
+    # the loop has one length, which XLA then knows.
     is_equal = (loop.steps == loop.steps[0]).all()
     steps = loop.steps[0] if is_equal else jnp.asarray(loop.steps)[owner]
     return jax.lax.fori_loop(0, steps, step, buffer)
@@ -165,6 +165,7 @@ def _assemble(
     [devices, count * elements of a block].
 
     The coordinates along the mesh axes of the all-to-all, `exchange_axes`, number the devices.
+    Each of these mesh axes cuts one axis of the matrix: `layout.gathered` names it there.
     """
     # A matrix [16, 64] whose rows "fsdp" shards arrives as (fsdp, count, block rows, columns). Its
     # rows are (fsdp, block rows), so the order is (count, fsdp, block rows, columns).

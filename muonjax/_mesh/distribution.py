@@ -72,8 +72,8 @@ class Distribution:
                     "axes, a NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, "
                     "params)."
                 )
-            # An unconstrained axis is left to XLA, so that nobody knows the shards.
-            # It is no name of a mesh axis.
+            # `PartitionSpec.UNCONSTRAINED` leaves an axis to XLA, so that nobody knows the shards.
+            # It is no name of a mesh axis, and is refused with the wrong names.
             for name in itertools.chain(*_mesh_axes_by_axis(spec)):
                 if name not in self.mesh.axis_names:
                     raise ValueError(
@@ -205,12 +205,13 @@ def shardings_on_mesh(
     # The shardings of all leaves, so that specs that fit no leaf are refused.
     shardings = shardings_of(tree, distribution)
     shardings = [shardings[i] for i in chosen]
-    # The type of an array that was made under no mesh has a mesh without axes,
-    # which are not explicit.
+    # The Distribution's mesh, or the first one with explicit axis types, counts for all. An array
+    # that was made under no mesh has in its type a mesh of size 0, which is passed over.
     for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
         if distribution is not None or AxisType.Explicit in mesh.axis_types:
             return [NamedSharding(mesh, sharding.spec) for sharding in shardings]
-        # Inside of a user's shard_map (manual axes) an array is what one device has.
+        # Inside of a user's shard_map (manual axes) an array is what one device has,
+        # and there is nothing to share.
         if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
             _warn_of(mesh)
     return None

@@ -78,7 +78,7 @@ def leaf_by_leaf(
     # This raises if a state is of other parameters.
     states_of_leaves = zip(*map(treedef.flatten_up_to, states), strict=True)
     results = []
-    # The new state of the last leaf before, on its way to the host
+    # The new state of the offloaded leaf before this one, on its way to the host
     copies_to_host = []
     for update, state in zip(leaves, states_of_leaves, strict=True):
         is_offloaded = any(map(_is_on_host, state))

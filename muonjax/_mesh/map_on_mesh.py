@@ -145,6 +145,7 @@ def exchange(
     for parts, view, block in zip(parts_of_leaves, views, blocks, strict=True):
         # `to_leaf` gives the flat numbers of all blocks the axes of the block.
         output = view.to_leaf(jnp.concatenate(parts))
+        # Parts are in the dtype of the exchange, which may have fewer bits than the leaf's.
         outputs.append(output.astype(block.dtype))
     return outputs
 
@@ -199,14 +200,16 @@ def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
 
 
 def _unpack(buffers: Arrays, round_: Round) -> Iterator[tuple[int, jax.Array]]:
-    """The inverse of `_pack`, from a buffer [owners, row_size] of each replica: leaves,
+    """The inverse of `_pack`, from a buffer [owners, columns] of each replica: leaves,
     each with a part of its blocks.
 
-    An owner of two matrices of leaf 3, in blocks [16, 64], gives (3, [2048]).
+    A leaf comes once for each owner of some of its matrices. An owner of two matrices of leaf 3,
+    in blocks [16, 64], gives (3, [2048]).
     """
     for buffer, owners in zip(buffers, round_.replicas, strict=True):
         for row, owner in zip(buffer, owners, strict=True):
-            # An owner's row has its matrices in the order of `_pack`.
+            # An owner's row has its matrices in the order of `_pack`. The padding comes last, and
+            # is not read.
             start = 0
             for matrices in owner:
                 stop = start + matrices.size
@@ -240,10 +243,11 @@ def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
     # Replicas with 3, 0 and 2 columns begin at 0, 3 and 3, and the end is 5.
     *starts, end = itertools.accumulate(round_.replica_sizes, initial=0)
     start = jnp.asarray(starts)[jax.lax.axis_index(replica_axes)]
+    # `row_size` columns more, since JAX moves an update back that would reach beyond the array.
     shape = (len(buffer), end + round_.row_size)
     columns = jnp.zeros(shape, buffer.dtype)
-    # The buffer is padded with zeros to `row_size`,
-    # so it may reach into the columns of the next replica.
+    # The buffer is padded with zeros to `row_size`, so it may reach into the columns of the next
+    # replica, where they add nothing.
     columns = jax.lax.dynamic_update_slice(columns, buffer, (0, start))
     columns = jax.lax.psum(columns[:, :end], replica_axes)
     return jnp.split(columns, starts[1:], axis=1)
