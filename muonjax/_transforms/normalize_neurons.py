@@ -75,8 +75,9 @@ def normalize_neurons(
       >>> tx = muonjax.normalize_neurons()
       >>> updates = {"w": jnp.array([[3.0, 0.1], [4.0, 0.2]])}
       >>> updates, state = tx.update(updates, tx.init(updates))
-      >>> jnp.linalg.norm(updates["w"], axis=0).round(3)  # of both neurons
-      Array([3.539, 3.539], dtype=float32)
+      >>> norms = jnp.linalg.norm(updates["w"], axis=0)
+      >>> [round(float(norm), 3) for norm in norms]  # of both neurons
+      [3.539, 3.539]
       >>> state.second_moment["w"].shape
       (1, 2)
 
