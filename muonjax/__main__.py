@@ -62,10 +62,11 @@ def polar_error(preset: str, m: int) -> Check:
 
 
 def product_error(name: str, dtype: str, m: int) -> Check:
-    """alpha X X^T + beta C by one implementation: its error,
-    or the reason why it can't run here."""
+    """alpha X X^T + beta C by one implementation: a line with its error, and whether that is small
+    enough; or with the reason why it can't run here, which is right too."""
     x = np.random.default_rng(1).standard_normal((2, m, m + 64))
     x = jnp.asarray(x, dtype)
+    # C has to be symmetric, as X X^T is.
     c = symmetric_product(x, implementation="reference")
     what = f"{name!r}, {dtype}"
     try:
@@ -78,7 +79,7 @@ def product_error(name: str, dtype: str, m: int) -> Check:
     x, c, s = (np.asarray(array, np.float64) for array in (x, c, s))
     exact = 1.5 * x @ x.mT - 0.5 * c
     error = np.linalg.norm(s - exact) / np.linalg.norm(exact)
-    # A product in TF32 would be off by more than this.
+    # The eps of bfloat16, or 16 of float32, where a product in TF32 would be off by more.
     stated = max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps))
     return _compared(what, error, stated)
 

@@ -182,6 +182,7 @@ def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
     if p.rank != 2 or p.role.parts != 3:
         return None
     first, last = p.shape
+    # `p.axes` are the leaf's axes that one layer has: (1, 2) of a stack [layers, d, 3·d].
     if last == 3 * first:
         inputs, outputs = p.axes
     elif first == 3 * last:

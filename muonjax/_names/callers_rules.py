@@ -24,6 +24,7 @@ def apply_rules(
       TypeError: A rule that is no pair, or that gives integers to Muon.
     """
     ruled: dict[str, DimensionNumbers | None] = {}
+    # What is no sequence, such as a dict, is refused as a rule that is no pair.
     for rule in rules if isinstance(rules, Sequence) else [rules]:
         if not isinstance(rule, (tuple, list)) or len(rule) != 2:
             raise TypeError(f"(rules=...) has {rule!r}; give pairs: pattern, numbers.")
@@ -32,8 +33,9 @@ def apply_rules(
         paths = [path for path in leaves if re.search(pattern, path)]
         for path in paths:
             leaf = leaves[path]
+            # A masked leaf is another optimizer's: it is matched, and gets no numbers.
             if path not in ruled and not trees.is_masked(leaf):
-                # Raises where the numbers don't fit the leaf.
+                # Called for its errors: numbers that don't fit the leaf, or a leaf of integers.
                 with errors_of("(rules=...)"):
                     matrix_pieces({path: numbers}, {path: leaf})
                 ruled[path] = numbers

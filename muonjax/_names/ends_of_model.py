@@ -147,6 +147,7 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     by_name = has_end_name and not is_hidden and not is_repeated
 
     # The numbers of all layers with this name in this module: (0,) to (4,) of Dense_0 to Dense_4.
+    # Only dense layers, of two axes, have a last one: after the last convolution these may follow.
     numbers = layers.numbers[p.scope][name]
     is_last = p.rank == 2 and _numbers_of(p) == max(numbers)
     is_last_of_several = is_last and len(numbers) > 1
@@ -191,6 +192,7 @@ class _Layers:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
+        # {("block_0",): {"fc": [(1,), (2,)], "norm": []}} of block_0/fc1, fc2 and norm.
         self.numbers: dict[Words, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
         # The modules that have a layer, by the layer's path without numbers: fc1 is in block_0 and
         # in block_1, {"block_/fc": {("block_0",), ("block_1",)}}.

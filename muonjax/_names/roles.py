@@ -285,7 +285,8 @@ _OUTSIDE = (
 def read_roles(paths: Collection[str]) -> dict[str, Role]:
     """Reads the role of every path of a tree.
 
-    Neighbors matter: `out` is an attention's only next to a query or a key.
+    Neighbors matter: `out` is an attention's only next to a query or a key, or in a module that is
+    called an attention.
 
     >>> roles = read_roles(["Dense_0/kernel", "Dense_0/bias", "ln_f/scale"])
     >>> [role.name for role in roles.values()]
@@ -301,6 +302,7 @@ def read_roles(paths: Collection[str]) -> dict[str, Role]:
         projection = _role_in(_PROJECTIONS, layer)
         if not may_be_q_network and projection not in (None, VALUE):
             attentions.add(scope)
+    # The names of all arrays: Haiku's `output_b` is a bias if there is an `output_w`.
     arrays = set(map(words, paths))
     return {path: _role(path, attentions, arrays) for path in paths}
 
@@ -347,9 +349,10 @@ def _role(path: str, attentions: set[Words], arrays: set[Words]) -> Role:
 
 def _matrix(path: str, attentions: set[Words]) -> Role:
     """What a matrix is, by the name of its layer:
-    `out` is an attention's output next to queries, and else UNKNOWN."""
+    `out` is an attention's output inside of an attention, and else UNKNOWN."""
     scope, layer = layer_of(path)
-    # The modules around the layer, and the layer: "", "layers", "self_attn", "query".
+    # The modules around the layer, and the layer: "", "layers", "self_attn", "query". The module of
+    # a layer at the root is "".
     names = ["", *map(snake, scope), layer]
     # Haiku keeps the gates of an LSTM in a layer called linear.
     if names[-2:] == ["lstm", "linear"]:
@@ -358,7 +361,8 @@ def _matrix(path: str, attentions: set[Words]) -> Role:
     is_in_attention = scope in attentions or re.search(r"att(n|en)", names[-2])
     table = _IN_ATTENTION if is_in_attention else _OUTSIDE
     role = _role_in(table, layer) or UNKNOWN
-    # The name of the layer in experts_0/dense does not say that it is one of the experts.
+    # The name of the layer in experts_0/dense does not say that it is one of the experts. A
+    # layer whose name says more, such as a router's, keeps its role.
     is_expert = re.search(r"[_/](experts?|moe)([_/]|$)", "/".join(names))
     return EXPERTS if is_expert and role in (DENSE, UNKNOWN) else role
 

@@ -85,7 +85,10 @@ def dimension_numbers(params: Any, *, rules: PathRules = ()) -> Any:
     example gives Muon every matrix but the embedding and the head; Jordan, "Muon" (2024), on
     convolutions, and on query, key and value separately.
     """
+    # {"up/kernel": Answer(MuonDimensionNumbers(0, 1), "dense")}, in the order of the tree's leaves;
+    # an `optax.MaskedNode` is a leaf in neither.
     answers = routes(params, rules=rules)
+    # The `nnx.Param`s of an NNX module; any other tree as it is.
     treedef = jax.tree.structure(parameters_of(params))
     return treedef.unflatten([answer.numbers for answer in answers.values()])
 
@@ -249,19 +252,21 @@ def _warn_without_ends(
 
 
 def decays(params: Any, vectors: Collection[str] = ()) -> Any:
-    """Which leaves weight decay is for: False for biases, scales and `vectors`,
-    the paths that a program knows as such.
+    """Which leaves weight decay is for, a tree of booleans: not for biases, scales, leaves of one
+    axis, and `vectors`, the paths that a program knows as such.
 
     >>> import jax.numpy as jnp
     >>> decays({"embedding": jnp.ones((9, 4)), "query": {"bias": jnp.ones((2, 4))}})
     {'embedding': True, 'query': {'bias': False}}
     """
+    # Masked leaves too: the names next to a leaf tell what it is.
     leaves = trees.flatten_paths(params)
     decayed = []
     for path, role in roles.read_roles(leaves).items():
         # The bias of a query has two axes, [heads, size], and is a vector nevertheless.
         is_vector = role.name in ("bias", "scale") or path in vectors
-        # In AdamW's tree the leaves of Muon are masked, and these are no leaves for `jax.tree`.
+        # In AdamW's tree the leaves of Muon are masked, and `jax.tree`, which makes the result,
+        # does not count them.
         if not trees.is_masked(leaves[path]):
             decayed.append(jnp.ndim(leaves[path]) > 1 and not is_vector)
     return jax.tree.structure(params).unflatten(decayed)

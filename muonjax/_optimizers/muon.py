@@ -326,8 +326,8 @@ def muonh(
     members: list[Member] = [
         lambda numbers: hyperball(learning_rate, dimension_numbers=numbers)
     ]
-    # AdamW's rate is given by one of those two, and nothing decays,
-    # as the norms of matrices are fixed.
+    # 0.0, 0.0 and None are AdamW's rate, weight decay and mask. The rate is not used, as one of
+    # those two settings replaces it; nothing decays in MuonH, so no mask is needed.
     return _orthogonalized("muonh", members, program, 0.0, 0.0, None, **settings)
 
 

@@ -17,7 +17,8 @@ def adamw(
     **settings: Any,
 ) -> optax.GradientTransformation:
     """`optax.adamw`, computed in float32 or wider; for a schedule the state keeps the last rate."""
-    # The members of Optax's own chain; the first and the last one have another state.
+    # Optax's own chain, but the state of the first member has the second moments in float32 or
+    # wider, and that of the last one a schedule's last rate.
     return optax.chain(
         _scale_by_adam(**settings),
         optax.add_decayed_weights(weight_decay, mask),

@@ -92,8 +92,8 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
     """{"count": ..., "learning_rate": ..., "adam_learning_rate": ..., "num_not_finite": ...}:
     what the state holds.
 
-    Parts of an optimizer count by themselves, and one without leaves stays at 0: the largest count
-    is the step. A rate is kept by `optax.inject_hyperparams`.
+    Parts of an optimizer count by themselves, and one in `optax.MultiSteps` counts less often: the
+    largest count is nearest to the number of steps. A rate is kept by `optax.inject_hyperparams`.
     """
     values: dict[str, Any] = {}
     for path, number in jax.tree.leaves_with_path(state):
@@ -111,7 +111,8 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
         elif name == "count" and is_integer:
             values[name] = jnp.maximum(number, values.get(name, 0))
         elif name in _GUARDS and is_integer:
-            # Optax's "total_notfinite" is "num_not_finite" in a log.
+            # Numbers of `optax.apply_if_finite` and `optax.MultiSteps`: "total_notfinite" is called
+            # "num_not_finite" in a log.
             values[_GUARDS[name]] = number
     return values
 

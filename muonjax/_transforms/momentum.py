@@ -127,13 +127,14 @@ def trace(
         momentum = gradient + scaled(m.astype(wide), decay)
         # G + decay M looks one step ahead.
         update = gradient + scaled(momentum, decay) if nesterov else momentum
-        # The update is that of M before it is rounded.
+        # The update is that of M before it is rounded. In int8 M is stored as integers and scales.
         if is_int8:
             return update.astype(g.dtype), *quantize(momentum)
         # `optax.trace` returns the wider one of the two dtypes.
         # JAX's strict mode knows none for bfloat16 and float32.
         with jax.numpy_dtype_promotion("standard"):
             update_dtype = jnp.promote_types(g.dtype, m.dtype)
+        # M gets `accumulator_dtype`, also where a restored M has another; None keeps that of M.
         return update.astype(update_dtype), momentum.astype(dtype or m.dtype)
 
     def int8_zeros(params: Any) -> Int8TraceState:
