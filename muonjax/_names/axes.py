@@ -56,7 +56,7 @@ def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers
             # [latents, heads, size]
             return MuonDimensionNumbers(0, (1, 2))
         if role is roles.EXPERTS:
-            # [experts, in, out]
+            # [experts, in, out]; an expert in a leaf of two axes is read as a dense layer, below.
             return MuonDimensionNumbers(1, 2)
         # "query", "key", "value" or "out" of an attention, with d, heads and size in some order
         if role.projection:

@@ -101,7 +101,8 @@ def _widths(
     """The widths that a parameter takes and those that it gives:
     {32} and {80} of a kernel [32, 80].
 
-    An attention's output [4, 16, 64] takes {4, 16} and gives {64}.
+    An attention's output [4, 16, 64] takes {4, 16} and gives {64}. `ends` counts them, because a
+    layer whose width no other parameter takes may be an output head.
     """
     # A scale or a table has the width of the layers before and after it.
     if p.role.name in ("scale", "embedding") and p.shape:

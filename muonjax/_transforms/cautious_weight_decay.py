@@ -57,8 +57,8 @@ def cautious_weight_decay(
     def agreeing(
         u: Num[Array, "*leaf"] | None, w: Num[Array, "*leaf"]
     ) -> Num[Array, "*leaf"] | None:
-        """The weight where its sign is the update's, else 0; None, as in Optax,
-        where there is no update."""
+        """The weight where its sign is the update's or the update is 0, else 0;
+        None, as in Optax, where there is no update."""
         if u is None:
             return None
         # Signs, because a product of two small numbers underflows.
