@@ -177,7 +177,10 @@ class _Decider:
         return decision._replace(is_vector=len(axes) < 2)
 
     def _of_products(self, products: list[Use]) -> Decision:
-        """The decision on a parameter that multiplies activations."""
+        """The decision on a parameter that multiplies activations.
+
+        `_adam` gives it to AdamW, and with `by_names` its name decides, with a warning.
+        """
         # "layer", "output", or "frozen layer", if only matrices that do not train follow.
         destinations = {self.ends.destination(use) for use in products}
         # No layer follows any of them: an output head, whatever its shape is.
@@ -200,9 +203,11 @@ class _Decider:
                 "an embedding of patches, windows that do not overlap", first
             )
         try:
+            # The same axes, without and with a matrix for each head
             numbers, per_head, why = matrices_of(self.records, matrices)
         except Contradiction as problem:
             return Decision(None, str(problem), by_names=True)
+        # What else it may be, such as a table, for a warning; "" if nothing. It is still Muon's.
         doubt = self._doubt(matrices)
         # Only matrices that don't train follow: it is a hidden layer before frozen ones,
         # or a head whose result a fixed matrix transforms.

@@ -285,6 +285,7 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
             for run, holes in parts:
                 # Positions [n, *array] are n terms.
                 terms.extend(np.where(holes & filled, HOLE, run.positions))
+            # Each entry gets the positions of all terms.
             run = _sum_of(axis, np.stack(np.broadcast_arrays(*terms)))
             # A rotation of all tokens but the first: x[:1] has one position for each entry, and a
             # sum of two features of x[1:] has two. The holes of both differ along the axis of

@@ -91,6 +91,10 @@ def _form(records: Records, use: Use) -> _Form:
 
     x @ w with w [64, 192], of which three operations take 64 columns each, is a form with rows {0},
     columns {1} and _Cut(axis=1, sizes=(64, 64, 64)).
+
+    Raises:
+      Contradiction: An axis has two roles, or a norm mixed columns before they are cut. Then the
+        parameter is left to its name.
     """
     product, shape = use.product, use.view.layout.origin
     form = _Form(*_rows_and_columns(records, use))
@@ -100,7 +104,8 @@ def _form(records: Records, use: Use) -> _Form:
     if groups > 1:
         axis = min(form.columns)
         return form._replace(cut=_Cut(axis, (shape[axis] // groups,) * groups))
-    # In x @ w[:, :64] the other columns are for another product, and no part of this one.
+    # In x @ w[:, :64] the other columns are for another product, and no part of this one. Along
+    # such an axis, parts that leave columns out are no cut.
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, form.columns, sliced)
     # Whether the norm's groups are the parts is not followed (`record_reduced`).
@@ -109,8 +114,9 @@ def _form(records: Records, use: Use) -> _Form:
             f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"
         )
     if cut is not None and cut.sizes == (1,) * shape[cut.axis]:
-        # Such an axis counts matrices, as one of queries, keys and values does. If it is the only
-        # one of the columns, its parts are vectors, which stay one matrix.
+        # Each position along the axis is a part, as along axis 1 of [64, 3, 16], of queries, keys
+        # and values: it counts matrices, so it is no column, and needs no cut. If it is the only
+        # axis of columns, as in [64, 3], the parts are vectors, which stay one matrix.
         return form._replace(columns=(form.columns - {cut.axis}) or form.columns)
     return form._replace(cut=cut)
 
@@ -246,12 +252,12 @@ def _numbers_per_head(
         if cut is not None and cut.axis in counting:
             cut = None
         return _numbers(form._replace(columns=columns, cut=cut))
-    # One axis alone can be cut. If heads lie along another axis than the parts, the heads are cut
-    # and the parts are not.
+    # One axis alone can be cut. If heads lie along another axis than the parts, or there are no
+    # parts, the first axis with heads is cut, which begins as one piece.
     if cut is None or cut.axis not in axes:
         cut = _Cut(min(axes), (shape[min(axes)],))
-    # The sizes of all parts, which are cut further where heads begin: (2, 1) with two repeats is
-    # (2, 1, 2, 1).
+    # Where matrices begin along the axis, and its end. At first these are the parts, of sizes 2, 1,
+    # 2, 1 for (2, 1) with two repeats; the loop adds where heads begin.
     edges = {0, *itertools.accumulate(cut.sizes * cut.repeats)}
     for run, region in heads:
         # Heads along a second axis stay together.

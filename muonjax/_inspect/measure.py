@@ -134,11 +134,11 @@ def _bound_with_maxima(
     # A softmax with a `custom_jvp`: its rule gives derivatives of the outputs that it has,
     # so it can't get more.
     if name.startswith("custom_"):
-        # The body runs once more, for the maxima, which pass no derivative. The results come from
-        # the call itself, with its derivatives.
+        # The body runs once more, and gives its results and then the maxima, which pass no
+        # derivative. The results are taken from the call itself, with its derivatives.
         again = _run(bodies[0], inside, *jax.lax.stop_gradient(operands))
         # All probes of `check_clip` are shared, and no others. It takes no derivatives, and
-        # replaces the logits in the body, so the results come from there.
+        # replaces the logits in the body, so the results are taken from there as well.
         if probes[0].shared:
             return again
         return [*bound(eqn, operands), *again[-count:]]

@@ -77,6 +77,8 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         if chosen and operand.is_parameter and operand.value.views:
             values = [operand.value, other.value]
             return looked_up(records, node, values, operand.sources)
+        # If data choose a column of a layer, as the labels of a cross-entropy do, the layer may be
+        # an output head.
         records.record_choice_by_labels(operand.value, chosen, other.value)
         # In einsum("be,bef->bf", one_hot(expert), y), of a layer's result y,
         # the columns along e count experts.
@@ -229,11 +231,15 @@ def _recorded_projections(
     in which factors meet, those of a that b sums over). A parameter of which no axis is summed
     over, and that is no factor, is a scale.
     """
+    # Why the result can't be followed, such as "a sum over experts"; "" if it can. A use of the
+    # kind "unknown" leaves the parameter to its name.
     unfollowed = _unfollowed(records, weights, activation)
     if unfollowed:
         records.record_views(node, unfollowed, [weights.value], "unknown")
         return []
     kernel = weights.kernel
+    # Images that were reshaped to patches: such a product is a convolution whose windows do not
+    # overlap, which `decisions` may take for an embedding.
     if _cuts_input(activation):
         kernel = kernel._replace(is_patch=True)
     projections = []
@@ -245,7 +251,7 @@ def _recorded_projections(
             "product" if is_product else "other",
             view,
             MULTIPLIED,  # the words for a scale; a product needs none
-            k=k,
+            k=k,  # tells the records of one operation apart
             rows=weights.rows(view),
             columns=weights.columns(view),
             # All that count matrices: batch axes, and axes that a loop or a look-up goes over.
@@ -253,7 +259,7 @@ def _recorded_projections(
             activation=activation.array,
             kernel=kernel,
         )
-        # A scale has no product.
+        # `record` gives None for a scale, which is no product.
         if product is not None:
             # The layout of the parameter along the axes of the result: where its columns are.
             projections.append(Projection(product, weights.along(layout)))
@@ -266,10 +272,12 @@ def _sums_over_experts(records: Records, activation: Operand) -> bool:
 
     In sum_{e, f} gate[b, e] h[b, e, f] w[e, f, d] the axis 0 of w counts matrices, and no rows. The
     gate has made e a batch of the product that gave h (`Product.batches`). If the activation is
-    made of a router's weights, they may be such a gate.
+    made of a router's weights, softmax(x @ r) along the columns of r, they may be such a gate.
     """
     sizes = [activation.shape[axis] for axis in activation.summed]
+    # `exponential_of` is the number of the product x @ r, or -1, which is no router's.
     is_of_router = activation.value.exponential_of in records.attention.routers
+    # One axis alone, as in gate[b, e] w[e, d], is not experts and features together.
     if is_of_router and sum(n > 1 for n in sizes) > 1:
         return True
     for projection in activation.value.projections:
@@ -394,6 +402,8 @@ def _record_attention(
         # those that weights @ values sums over.
         keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
         attention.softmaxes[product].append((logits, keys))
+        # A number was subtracted from the logits that may differ from key to key. That changes the
+        # softmax, and `clippable_attention` refuses the clip.
         if any(fact.layout.runs_along(weights.summed) for fact in logits.shifts):
             attention.shifted_by_key.add(product)
         for operand in attention.operands[product]:
@@ -406,7 +416,7 @@ def _record_attention(
             for part in operand.value.projections:
                 # This product sums over d and keeps h, both columns of q: so `_record_mixture`
                 # recorded it as what may be a mixture of experts, before it was known to be an
-                # attention's. That record has 0 as the number of the view.
+                # attention's. Its key ends in 0, which `record` takes where no number `k` is given.
                 records.uses.by_operation.pop((product, part.view.leaf, 0), None)
                 key = (part.product, is_query)
                 regions_of_projection.append((key, part.layout.region))
@@ -436,10 +446,11 @@ def _of_two_activations(
 ) -> Value:
     """The product of two activations, with logits if it may be queries times keys.
 
-    Layers before it are hidden ones if both operands have free axes, or if it matches two towers,
-    as in an einsum `bd,bd->b`.
+    A matrix before it is no output head if both operands have free axes, as in queries @ keys.T,
+    or if it matches two towers, as in an einsum `bd,bd->b`.
     """
-    # Exponentials of it may be the weights of an attention. It is not one itself.
+    # Exponentials of it may be the weights of an attention: they get `exponential_of` from
+    # `scores`. It begins anew, with -1, as it may be made of exponentials of an earlier product.
     records.attention.candidates.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
     first = left.value
@@ -447,7 +458,8 @@ def _of_two_activations(
     has_towers = is_match([(first, left.summed), (second, right.summed)])
     if (left.free and right.free) or has_towers:
         records.layers.add(node.index)
-    # Softmax's weights times values are no new logits.
+    # Softmax's weights times values are no new logits. Without projections there is no column of
+    # a parameter that a clip could scale.
     has_logits = first.logits or second.logits
     has_projections = first.projections or second.projections
     if has_projections and not has_logits:

@@ -230,6 +230,7 @@ class Program:
         # With `shared`, the softmax of both examples of the `vmap` below gets the logits of the
         # first.
         def results_and_maxima(params: Any) -> Any:
+            # `self._call` is the words of errors, such as "inspect(loss_fn)".
             return find_maxima(closed, [params], self._call, given, shared=True)
 
         _, shapes = jax.eval_shape(results_and_maxima, params)
@@ -242,6 +243,8 @@ class Program:
         # Example 0 of the `vmap` has the parameters as they are, example 1 the clipped ones.
         pair = jax.tree.map(lambda *leaves: jnp.stack(leaves), params, clipped)
         results, maxima = jax.vmap(results_and_maxima)(pair)
+        # Each result has both examples along axis 0. How far they are apart is relative to the
+        # largest entry, and for logits, below, to each head's own.
         changes = [_deviation(*x) for x in results if _is_float(x)]
         deviations = {}
         for name, (before, after) in maxima.items():

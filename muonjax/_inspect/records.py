@@ -218,9 +218,9 @@ class Records:
         # In softmax's division exp(x) / sum(exp(x)) two arrays are made of the exponentials, and
         # none of them is the values. A gain, which depends on no data, isn't either.
         may_be_values = values.depends_on & DATA and values.exponential_of != product
-        # exp(x @ c) * y with a matrix c is no candidate, unless a sum divided the exponentials
-        # before. queries @ keys.T is one at once: its sum may come later,
-        # as in (exp(scores) @ values) / sum(exp(scores)).
+        # queries @ keys.T is a candidate at once: the sum of its exponentials may come later, as in
+        # (exp(scores) @ values) / sum(exp(scores)). x @ c, with a matrix c, becomes one only where
+        # a sum takes its exponentials, and not along columns of c: exp(x @ c) * y is no such sum.
         if may_be_values and product in self.attention.candidates:
             self.attention.other_readers.setdefault(product, node.index)
 
