@@ -462,16 +462,19 @@ def _record_sum_of_slices(records: Records, values: Iterable[Value]) -> None:
     """Records along which axes slices of one parameter differ, if a sum adds products with them.
 
     The sum over heads of x[h] @ w[h], written as a Python loop, is one:
-    so axis h of w counts rows, and not matrices.
+    so axis 0 of w counts rows, and not matrices.
     """
-    # Nothing but sums and scales lies between the products and this sum.
+    # Projections with nothing but sums and scales between their product and this sum: a nonlinear
+    # one is of another layer.
     by_leaf = grouped(
         (projection.view.leaf, projection)
         for value in values
         for projection in value.projections
         if projection.is_linear
     )
-    for first, *others in by_leaf.values():
+    for projections in by_leaf.values():
+        # In the order of the program: a sum may name the later product first.
+        first, *others = sorted(projections, key=lambda x: x.product.use.node)
         region = first.view.layout.region
         for other in others:
             # In a residual stream the second layer's input depends on the first layer's product:

@@ -419,6 +419,32 @@ def test_a_constant_that_centers_the_rows_of_a_kernel_is_no_index():
     assert muonjax.inspect(loss, params, X).decision("w").numbers == NUMBERS(0, 1)
 
 
+@pytest.mark.parametrize(
+    "add", [lambda h, y: h + y, lambda h, y: y + h], ids=["stream first", "layer first"]
+)
+def test_layers_of_a_residual_stream_are_matrices_each(add):
+    """As slices of one parameter, they are no loop over heads, in which order the sum is written."""
+
+    def loss(p, x):
+        h = x @ p["w"][0]
+        for i in (1, 2):
+            h = add(h, jnp.tanh(h) @ p["w"][i])
+        return jnp.mean((jnp.tanh(h) @ p["out"]) ** 2)
+
+    program, _ = inspected(loss, {"w": leaf(3, 8, 8), "out": leaf(8, 4)})
+    assert program.decision("w").numbers == NUMBERS(1, 2)
+
+
+def test_products_of_a_loop_over_heads_are_one_matrix():
+    def loss(p, x):
+        y = x[:, :4] @ p["w"][0]
+        y = jnp.tanh(x)[:, 4:] @ p["w"][1] + y
+        return jnp.mean((jnp.tanh(y) @ p["out"]) ** 2)
+
+    program, _ = inspected(loss, {"w": leaf(2, 4, 8), "out": leaf(8, 4)})
+    assert program.decision("w").numbers == NUMBERS((0, 1), 2)
+
+
 def test_rules_change_decisions_and_leave_gains_without_weight_decay():
     """Stacked gains [layers, d] look like matrices to a tree of dimension numbers."""
 
