@@ -165,9 +165,11 @@ def apply_qk_clip(
     with errors_of("apply_qk_clip"):
         clip = clip_of_logits("apply_qk_clip", threshold, sites)
         modules = Modules(params)
+        # `not_trained` are statistics of attentions whose parameters are frozen here: ignored.
         attentions, not_trained = clip.find(modules)
         maxima = match_statistics("max_logits", max_logits, attentions, not_trained)
-        # The first update of a state clips by these logits alone.
+        # A state keeps the largest logits since its last clip. A new one has none, so that these
+        # logits alone decide.
         state = first_state(attentions, modules)
         _, factors = clip.state_and_factors(state, attentions, maxima)
     # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u,

@@ -334,8 +334,9 @@ def _projections_of_operand(operation: Operation, k: int) -> tuple[Projection, .
         return before
     projections = []
     for projection in before:
-        # Each entry of tanh(x @ w), or of its product with a gate,
-        # still comes from one column of w: it is unmixed.
+        # Each entry of tanh(x @ w), or of its product with a gate, still comes from one column of
+        # w: it is unmixed. Other columns of w, or a norm of all of them, mix the columns: then
+        # `after_nonlinearity` records these as a part.
         unmixed = all(_keeps_columns(projection, other) for other in others)
         after = after_nonlinearity(
             operation.records, projection, operation.node, unmixed=unmixed

@@ -108,7 +108,8 @@ def _form(records: Records, use: Use) -> _Form:
     # such an axis, parts that leave columns out are no cut.
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, form.columns, sliced)
-    # Whether the norm's groups are the parts is not followed (`record_reduced`).
+    # Before the cut a norm mixed columns in groups, as one of each gate of an LSTM does. Whether a
+    # group lies across two parts is not followed (`record_reduced`), so names decide.
     if cut is not None and product.has_mixed_groups:
         raise Contradiction(
             f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"

@@ -117,17 +117,16 @@ def moved_by(records: Records, node: Node, x: Marks) -> Marks:
 
 
 def _gathered(records: Records, node: Node, x: Marks) -> Marks:
-    """Marks after a `gather`, as `moved_by` says: `jnp.take(array, 2, 1)`,
-    at an index that the program contains.
+    """Marks (positions of a layout, or a clip's factors) after a `gather`, as `moved_by` says.
 
-    `jnp.take(array, tokens, 1)`, of indices that it does not contain,
-    has marks if they don't depend on this axis.
+    At one index that the program contains, as in `jnp.take(array, 2, 1)`, they are those of the
+    slice there. At any other, as in `jnp.take(array, tokens, 1)`, they must not depend on the axis.
     """
     old, new = records.graph.shapes(node)
     index = records.known(node.inputs[1])
     numbers = node.params["dimension_numbers"]
     sizes = node.params["slice_sizes"]
-    first = x.ndim - len(old)
+    first = x.ndim - len(old)  # axis k of the operand is axis first + k of the marks
     if index is not None and np.size(index) == 1:
         (axis,) = numbers.start_index_map
         # XLA clamps the start, so that the slice lies in the array.
@@ -136,7 +135,7 @@ def _gathered(records: Records, node: Node, x: Marks) -> Marks:
             x = x.take(range(start, start + sizes[axis]), first + axis)
     for n, size in zip(x.shape[first:], sizes, strict=True):
         if n > size:
-            raise NotFollowed  # the index is not known, and the marks depend on it
+            raise NotFollowed  # marks depend on an axis of which an unknown slice is taken
     # Axes that are gone have one mark each, and marks don't depend on the axes of the indices.
     x = x.squeeze(axes_after(first, _gone(numbers)))
     added = other_axes(len(new), numbers.offset_dims)

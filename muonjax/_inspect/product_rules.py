@@ -494,16 +494,17 @@ def _by_constants(
         projections=activation.added_up.projections, logits=() if softmaxes else logits
     )
     is_layer = _is_frozen_layer(activation, constants)
-    # What a frozen layer or an attention gives is no longer the scores or exponentials that it was
-    # made of: the result begins anew, as what may be scores itself. So it does if it may be queries
-    # times frozen keys, but queries @ keys.T times a rotation or an average stays those scores.
+    # From here on the result counts as scores of its own after a frozen layer, after an attention,
+    # and if it may be queries times frozen keys: if its exponentials meet values later, an
+    # attention is listed. With older scores it is not the last: queries @ keys.T times a rotation
+    # or an average is still queries @ keys.T.
     may_be_scores = activation.free and constants.free and result.scores < 0
     if is_layer or softmaxes or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
     if is_layer:
         records.frozen_layers.add(node.index)
         # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"), and a frozen matrix has none.
-        # Logits that go on are not begun anew.
+        # An activation that has logits, or is softmax's weights, is no queries.
         if constants.batch and not activation.value.logits:
             return _with_logits(records, node, result, activation, constants)
     return result

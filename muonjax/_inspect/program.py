@@ -371,8 +371,9 @@ def _paths(params: Any) -> list[str]:
 
 
 def _is_loss(call: str, result: Any, params: Any) -> bool:
-    """Whether a function with this result is a loss: a number comes first,
-    perhaps of several results (`has_aux`).
+    """Whether a function whose results have these shapes is a loss: a number comes first, perhaps
+    of several results (`has_aux`). Else it may be a model, whose last product is no sure output
+    head.
 
     Raises:
       ValueError: What comes first is like the parameters.

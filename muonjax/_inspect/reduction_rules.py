@@ -90,9 +90,10 @@ def _record_sum_of_exponentials(
     projections = [p for p in value.projections if p.product.use.node == node]
     if any(p.layout.runs_along(axes) for p in projections):
         records.attention.routers.add(node)
-    # Two activations, or a layer whose columns lie along other axes, as by learned queries: perhaps
-    # an attention. Where the columns of a layer lie is not known if its projection was lost:
-    # that is no sign of attention.
+    # Without a parameter these are queries times frozen keys, or a product with learned queries
+    # that is left to names. (Queries times keys are a candidate already.) With one whose columns
+    # lie along other axes it is x @ queries.T, of learned queries. A layer whose projection was
+    # lost is neither: where its columns lie is not known.
     elif projections or not has_parameter:
         records.attention.candidates.add(node)
 

@@ -69,7 +69,8 @@ def _layers(
     tried in turn. The parameters are all below the same `depth` keys of the tree, which are those
     of the module; the root has none.
     """
-    # By a leaf's number of axes and its bias, which is among the neighbors. None, for a leaf that
+    # `is_stacked` goes by a leaf's number of axes and by the shape of its bias, which `neighbors`
+    # knows. None, for a leaf that
     # may or may not be a stack, fits either answer.
     verdicts = {is_stacked(p, neighbors) for p in parameters}
     if True in verdicts and False not in verdicts:

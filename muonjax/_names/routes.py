@@ -162,9 +162,9 @@ def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
 def _answer_by_layer(p: Parameter, neighbors: Neighbors) -> Answer:
     """What names say of a parameter as a layer's.
     `ends` then finds the layers at an end of the model."""
-    # The name is that of a vector or a table, as `scale` or `embed`, but a bias next to it shows a
-    # matrix. Whether the name is wrong or the bias belongs elsewhere can't be told,
-    # so that such a leaf is open.
+    # The path's name is that of a vector or a table, such as `norm` or `embed`, but a bias next to
+    # it, or its own name `kernel`, shows a matrix. Whether the name is wrong or the bias belongs
+    # elsewhere can't be told, so that such a leaf is open.
     is_misnamed = p.is_matrix and neighbors.contradict_name(p)
     if p.role in roles.ADAM and not is_misnamed:
         return Answer(None, p.role.name)

@@ -156,7 +156,8 @@ def shrink_dominant(
     # first.
     shrunk = _above_rounding(gram) - removed
 
-    # V^H W = w V^H with w = I - V^H V D, so V^H W A W V = w H w^H.
+    # What is left of the k directions, for the bound of the largest singular value. V^H V is not
+    # quite I: V^H W = w V^H with w = I - V^H V D, so V^H W A W V = w H w^H.
     w = identity_like(d, as_constant=True) - dot(dot(adjoint(v), v), d)
     dominant = dot(dot(w, h), adjoint(w))
     return Deflation(p, v, gram=shrunk, dominant=dominant)
