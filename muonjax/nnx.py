@@ -233,8 +233,8 @@ def parameters_of(model: nnx.Module) -> Any:
 def as_function_of_parameters(
     fun: Callable[..., Any], model: nnx.Module, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """`fun(model, *args)` as a function of arrays: (the function, parameters, (other state,
-    *args)).
+    """`fun(model, *args)` as a function of arrays:
+    (the function, parameters, (other state, *args)).
 
     The function is called with the parameters, the other state and `args`.
     """

@@ -72,7 +72,7 @@ def symmetric_product(
       Array([[11., 12.],
              [12., 19.]], dtype=float32)
     """
-    # As arrays. Y stays None where it is X, which saves half of the derivative's products.
+    # As arrays. Y stays None where it is not given, which saves half of the derivative's products.
     operands = _checked(x, y, c, alpha, beta)
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(

@@ -46,8 +46,9 @@ def qk_clip(
     the finite maxima of the others still count.
 
     It is the last member of the chain, after everything that changes the update; `optax.MultiSteps`
-    has to be inside: `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(...,
-    every_k=k))`. If `MultiSteps` were around the clip, the clip would see the logits of the last
+    has to be inside:
+    `chain(MultiSteps(muon, k).gradient_transformation(), qk_clip(..., every_k=k))`.
+    If `MultiSteps` were around the clip, the clip would see the logits of the last
     micro-batch alone. The bound is exact for the weights and inputs that S was measured on: with a
     learning rate, the statistic is one step old. bfloat16 parameters round factors near 1 away
     (`init` warns): keep float32 master weights.

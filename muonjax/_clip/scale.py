@@ -32,8 +32,8 @@ class Scale:
     `axes`, and take the positions `part`: they are `entries` runs of equal length, and of each run
     the positions `span` are scaled. A kernel (d, heads, head_dim) is `axes=(-2, -1)`, and the keys
     of a fused (d, 3·heads·head_dim) are `axes=(-1,)`, `part=(heads·head_dim, 2·heads·head_dim)`,
-    `entries=heads`. A kernel that makes queries, keys and values group by group, [q q k v | q q k
-    v], has two `groups`, and its queries are the `part` (0, 2·head_dim) of each.
+    `entries=heads`. A kernel that makes queries, keys and values group by group,
+    [q q k v | q q k v], has two `groups`, and its queries are the `part` (0, 2·head_dim) of each.
 
     Attributes:
       path: The parameter's path below the site's module: "query/kernel".

@@ -35,8 +35,8 @@ def mha_site(
       query: Name of the query projection.
       key: Name of the key projection.
       layout: Axes of a kernel: i for the input, h for heads, d within a head; brackets for a merged
-        axis. Flax's attention has "i h d", `nn.Dense` "i (h d)", a kernel stored (out, in) "(h d)
-        i", Gemma's einsums "h i d".
+        axis. Flax's attention has "i h d", `nn.Dense` "i (h d)", a kernel stored (out, in)
+        "(h d) i", Gemma's einsums "h i d".
       num_heads: Number of query heads; needed where h is in brackets.
       num_kv_heads: Number of key heads; None: as many.
         Refused if query and key heads then differ in size.

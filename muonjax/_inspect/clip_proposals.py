@@ -49,8 +49,8 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
         left, right = records.attention.operands[product]
         if not left.is_query(key_axes):
             left, right = right, left
-        queries = _Side(left, "query")
-        keys = _Side(right, "key")
+        queries = _Side(left, key_axes, "query")
+        keys = _Side(right, key_axes, "key")
         # With all features shared, each query takes γ.
         scaled_queries = _scaled_queries(queries, shared=[_ALL])
         # Keys with another number of heads or layers than the queries are shared: they stay as they
@@ -129,17 +129,25 @@ class _Side(NamedTuple):
     """The queries of a product, or the keys."""
 
     operand: Operand
+    normalized: frozenset[int]  # the axes of the product that count keys
     factor: str  # "query" or "key", as in `Scale`
 
     def heads(self, layout: Layout) -> list[int]:
         """The axes of the operand along which a parameter with this layout has heads.
 
         The queries of "bqhd,bkhd->bhqk" have them along axis 2: along h they come from other
-        entries of the parameter, along b and q from the same.
+        entries of the parameter, along b and q from the same. An axis that
+        softmax normalizes counts no heads, also if it goes over heads and keys together.
         """
-        # The axes of the queries bqhd in the order of those of the product bhqk: 0, 2, 1 and None.
-        axes = [axis for axis in self.operand.sources if axis is not None]
-        return [axis for axis in axes if layout.runs_along([axis])]
+        heads = []
+        # `axis` is one of the product, bhqk, and `source` the one of the operand, bqhd:
+        # 0, 2, 1 and None.
+        for axis, source in enumerate(self.operand.sources):
+            if source is None or axis in self.normalized:
+                continue
+            if layout.runs_along([source]):
+                heads.append(source)
+        return heads
 
     def features(self, projection: Projection) -> range:
         """Which features of the operand a projection fills,

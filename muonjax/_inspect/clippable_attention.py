@@ -254,8 +254,10 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
     probes: list[Probe] = []
     for call in calls:
         probes += call.probes
-    # A proposal that scales keys of the first call alone is refused for the logits of the others.
     for spans in first.proposals:
+        # A proposal that scales keys of the first call alone fits no other.
+        if not all(spans in call.proposals for call in calls):
+            continue
         certificate = Certificate(records, probes, logits, spans)
         operation = certificate.failure()
         if operation is not None:

@@ -470,8 +470,8 @@ def find_maxima(
     given: Sequence[Any] = (),
     shared: bool = False,
 ) -> tuple[list[Any], dict[str, jax.Array]]:
-    """What a function returns, and the largest logits [*layers,
-    heads] of each attention that can be clipped, by name.
+    """What a function returns, and the largest logits [*layers, heads] of each attention that can
+    be clipped, by name.
 
     Args:
       closed: The jaxpr of the function.

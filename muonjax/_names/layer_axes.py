@@ -70,8 +70,7 @@ def _layers(
     of the module; the root has none.
     """
     # `is_stacked` goes by a leaf's number of axes and by the shape of its bias, which `neighbors`
-    # knows. None, for a leaf that
-    # may or may not be a stack, fits either answer.
+    # knows. None, for a leaf that may or may not be a stack, fits either answer.
     verdicts = {is_stacked(p, neighbors) for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)

@@ -2,8 +2,8 @@
 each with its source.
 
 A schedule is a tuple of rows ``(a, b, c)``. Row t maps every singular value by the odd quintic
-``p_t(s) = a s + b s^3 + c s^5``, or by a cubic where c = 0; the composition ``p_T(...
-p_2(p_1(s)))`` should be close to 1 on all of ``(0, 1]``.
+``p_t(s) = a s + b s^3 + c s^5``, or by a cubic where c = 0; the composition
+``p_T(... p_2(p_1(s)))`` should be close to 1 on all of ``(0, 1]``.
 """
 
 import functools

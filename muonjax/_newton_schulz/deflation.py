@@ -10,8 +10,8 @@ computed, a thin basis V of the dominant subspace costs three thin products with
 
 brings the top k singular values of W X to one target. Where V spans an invariant subspace of A, W
 is a positive definite function of A; it commutes with A, and W X has exactly X's polar factor.
-Where V does not, the polar factor moves; a first-order bound of that follows from the residual A V
-- V (V^H A V), and D is shrunk until the bound is below `_TOLERANCE`.
+Where V does not, the polar factor moves; a first-order bound of that follows from the residual
+A V - V (V^H A V), and D is shrunk until the bound is below `_TOLERANCE`.
 
 Where the iteration uses only A and not X (the Gram form), the rounding of A matters: eigenvalues
 smaller than the rounding error of the largest one are lost, and can even become negative. There a

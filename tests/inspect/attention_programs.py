@@ -98,6 +98,15 @@ def spelled(
     attention(sites=sites, **QKVO | parameters)(fun)
 
 
+@attention(sites="the factor of its head", **QKVO)
+def softmax_over_heads_and_keys(p, x):
+    """A factor for each head would change to which head the only softmax attends."""
+    q, k, v = projected(p, x)
+    logits = logits_of(q, k)
+    y = jnp.einsum("bhqk,bkhd->bqd", jax.nn.softmax(logits, (1, 3)), v)
+    return loss_of(p, jnp.tile(y, H)), logits
+
+
 def over_heads(shares, p):
     return jnp.einsum("bhqk,hg->bgqk", shares, p["mix"])
 
