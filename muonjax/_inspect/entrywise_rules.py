@@ -189,18 +189,19 @@ def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
     for one index, and so, but for a constant and a few indices, are one_hot(a) + one_hot(b) and
     smoothed labels, 0.9 * one_hot(labels) + 0.01.
     """
-    facts = []
+    if not (operation.is_sum or operation.is_scale):
+        return ()
+    facts: dict[AxisFact, None] = {}
     data = [value for value in operation.values if value.depends_on]
     for value in operation.values:
         for fact in value.facts:
-            stays = operation.is_scale
-            if operation.is_sum:
-                in_all = all(fact in other.facts for other in data)
-                # Numbers of the program alone, such as I - 1/n, choose nothing.
-                stays = fact.what == "input" or (bool(data) and in_all)
-            if stays and fact.what in ("input", "one hot"):
-                facts.append(fact)
-    return tuple(dict.fromkeys(facts))
+            # A sum is one hot where all data are. Numbers of the program alone, such as I - 1/n,
+            # choose nothing.
+            in_all_data = bool(data) and all(fact in other.facts for other in data)
+            is_one_hot = fact.what == "one hot" and (operation.is_scale or in_all_data)
+            if fact.what == "input" or is_one_hot:
+                facts[fact] = None
+    return tuple(facts)
 
 
 def are_several_parts(values: Sequence[Value]) -> bool:
