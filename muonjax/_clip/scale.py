@@ -97,8 +97,8 @@ class Scale:
 
 
 def _distinct_axes(axes: Iterable[int], rank: int) -> set[int]:
-    """Those of these axes that an array of this rank has, each once: of two axes, (1, -1) and (1,
-    2) give {1}."""
+    """Those of these axes that an array of this rank has, each once: of two axes,
+    (1, -1) and (1, 2) give {1}."""
     return {axis % rank for axis in axes if -rank <= axis < rank}
 
 

@@ -43,9 +43,9 @@ def scale_of_largest(
     bits = jax.lax.bitcast_convert_type(largest, f"int{info.bits}")
     # The bits of a positive number are those of an exponent e, and then `nmant` bits of fraction;
     # without a fraction it is 2^(e - bias). A number in [2^(e - bias), 2^(e - bias + 1)) times
-    # 2^(bias - 1 - e) is in [0.5, 1). That power has the exponent 2 bias - 1 - e, in float32 253 -
-    # e. Exponents of normal numbers begin at 1: for the two largest e, 253 and 254, the exponent is
-    # 1 too, and their entries end in [1, 2) and [2, 4).
+    # 2^(bias - 1 - e) is in [0.5, 1). That power has the exponent 2 bias - 1 - e, in float32
+    # 253 - e. Exponents of normal numbers begin at 1: for the two largest e, 253 and 254, the
+    # exponent is 1 too, and their entries end in [1, 2) and [2, 4).
     bias = info.maxexp - 1
     exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
     return jax.lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)

@@ -38,8 +38,9 @@ The words, by a kernel w [64, 8 * 16] of eight heads and its product q = x @ w, 
 - A **use** is one thing that is done with a parameter. The use of w in x @ w is a **product**, of
   which a `Product` notes what becomes of it. A **layer** is an operation that multiplies again:
   what comes before it is no output head.
-- A **region** is the part of w that entries come from, as for q[:, :, 2] the columns 32 to 47: {(1,
-  mask)} with a mask of booleans along axis 1, as bytes. Axes of which all is there are left out.
+- A **region** is the part of w that entries come from, as for q[:, :, 2] the columns 32 to 47:
+  {(1, mask)} with a mask of booleans along axis 1, as bytes.
+  Axes of which all is there are left out.
 - A **hole** is an entry that is not of w, as in a concatenation of q with zeros.
 - **Scores** are the last product of two activations that an array is made of: perhaps those of
   queries and keys.

@@ -341,8 +341,8 @@ class Certificate:
         return _reduced_if_equal(terms, tuple(range(stop, terms.ndim)))
 
     def _moved(self, node: Node, table: Table) -> Table:
-        """The table of the result of an operation on one array with this table, [3, *loops,
-        *axes of the array].
+        """The table of the result of an operation on one array with this table,
+        [3, *loops, *axes of the array].
 
         It has the logarithm of each entry's factor, and the first and the last position that the
         entry is made of. Axis k of the array is axis `first` + k of the table.
@@ -414,10 +414,10 @@ class Certificate:
     def located(self, probe: Probe, logits: int) -> Probe:
         """The probe with the axes of its layers and heads, if its logits have the right factors.
 
-        Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table [3, 2, 1,
-        4, 1, 1], with `first` 2. The probe gets the axis of four as `heads`, and its step into the
-        scan is one over layers. An axis of examples and heads has the heads of the first example
-        first.
+        Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table
+        [3, 2, 1, 4, 1, 1], with `first` 2. The probe gets the axis of four as `heads`, and its step
+        into the scan is one over layers. An axis of examples and heads has the heads of the first
+        example first.
 
         `logits` is the number of their array, before a mask or a bias is added.
 

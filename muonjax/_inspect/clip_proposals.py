@@ -129,7 +129,7 @@ class _Side(NamedTuple):
     """The queries of a product, or the keys."""
 
     operand: Operand
-    normalized: frozenset[int]  # the axes of the product that count keys
+    key_axes: frozenset[int]  # the axes of the product that count keys
     factor: str  # "query" or "key", as in `Scale`
 
     def heads(self, layout: Layout) -> list[int]:
@@ -143,7 +143,7 @@ class _Side(NamedTuple):
         # `axis` is one of the product, bhqk, and `source` the one of the operand, bqhd:
         # 0, 2, 1 and None.
         for axis, source in enumerate(self.operand.sources):
-            if source is None or axis in self.normalized:
+            if source is None or axis in self.key_axes:
                 continue
             if layout.runs_along([source]):
                 heads.append(source)
@@ -190,9 +190,10 @@ class _Side(NamedTuple):
     def _span(self, leaf: int, layout: Layout) -> PlacedScale:
         """The entries of a parameter that a clip scales by one number for each head.
 
-        A scan takes w [layers, 64, 8 * 16] layer by layer, and x @ w is reshaped to queries [batch,
-        query, 8, 16]. Their layout has one run, 0 to 127 along axis 2 of w. The span has the stack
-        (0,) and a `Scale` of 8 entries with 16 positions each along the axis -1 of a layer.
+        A scan takes w [layers, 64, 8 * 16] layer by layer, and x @ w is reshaped to queries
+        [batch, query, 8, 16]. Their layout has one run, 0 to 127 along axis 2 of w. The span has
+        the stack (0,) and a `Scale` of 8 entries with 16 positions each along the axis -1 of a
+        layer.
 
         Args:
           leaf: The number of the parameter.

@@ -42,10 +42,11 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     """
     node = operation.node
     values = operation.values
-    # The numbers of the operands by how far their logits have come, such as {"logits": [0], "per
-    # query": [1]} for x - largest. The result goes by `at`, the first operand of logits; only a sum
-    # keeps those of another operand too. What is dropped here, such as another softmax's weights
-    # that are added to logits, ends: `clippable_attention` refuses its attention.
+    # The numbers of the operands by how far their logits have come, such as
+    # {"logits": [0], "per query": [1]} for x - largest. The result goes by `at`, the first operand
+    # of logits; only a sum keeps those of another operand too. What is dropped here, such as
+    # another softmax's weights that are added to logits, ends:
+    # `clippable_attention` refuses its attention.
     operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
     if "logits" not in operands:
         return _of_weights(operation, operands)
@@ -106,8 +107,8 @@ def _of_weights(
 ) -> tuple[Logits, ...]:
     """The logits of a result that is made of softmax's weights, or of a maximum or a sum over keys.
 
-    `operands` has the numbers of those operands that are "weights" and of those that are "per
-    query", the maximum or the sum.
+    `operands` has the numbers of those operands that are "weights" and of those that are
+    "per query", the maximum or the sum.
 
     Weights divided by their sum are weights, and so is a difference of two softmaxes, as in
     differential attention, which has the logits of both. A power of weights, or a product of two,

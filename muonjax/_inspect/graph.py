@@ -253,8 +253,8 @@ class Graph:
         """Appends an operation with one result for each variable,
         such as a "join" for each output of a `cond`.
 
-        `operands` has the first operands of all these operations, then the second ones, ...: [[1,
-        2], [3, 4]] are the operands (1, 3) of the first operation and (2, 4) of the second.
+        `operands` has the first operands of all these operations, then the second ones, ...:
+        [[1, 2], [3, 4]] are the operands (1, 3) of the first operation and (2, 4) of the second.
         """
         results = []
         for variable, *inputs in zip(variables, *operands, strict=True):

@@ -51,9 +51,9 @@ class Run(NamedTuple):
     """Positions along one axis of the origin, either of each entry of an array,
     or a set of positions.
 
-    - `Layout.runs` have those of each entry. For an array [4, 16] their shape is [n, 4, 16], or [n,
-      1, 16] if they are the same in all four rows. Each entry is a sum of n entries of the origin,
-      whose positions are sorted.
+    - `Layout.runs` have those of each entry. For an array [4, 16] their shape is [n, 4, 16], or
+      [n, 1, 16] if they are the same in all four rows. Each entry is a sum of n entries of the
+      origin, whose positions are sorted.
     - All others, as of `Layout.runs_along`, are sets: sorted, of the shape [n].
     """
 

@@ -257,8 +257,8 @@ def _largest(logits: jax.Array, raw: jax.Array, probe: Probe) -> jax.Array:
     """The largest logit of each head, float32, over all axes but `probe.heads`,
     which come in this order.
 
-    Logits [batch, head, query, key] with heads (1,) give [head], and logits [head of a group,
-    batch, group, query, key] with heads (2, 0) give [group, head of a group].
+    Logits [batch, head, query, key] with heads (1,) give [head], and logits
+    [head of a group, batch, group, query, key] with heads (2, 0) give [group, head of a group].
 
     `raw`: the logits before masks and biases, the same array if none were added. An entry to which
     `MASKED` or less was added is masked, and all others are measured without what was added.

@@ -241,8 +241,8 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     # `jnp.take(x, 2, axis)`.
     if known is not None and records.shape(node.inputs[1]) == (1,):
         return _one_operand(records, node)
-    # For each axis of the result the axis of x that it has all of: [None, None,
-    # 1] for `table[tokens]`.
+    # For each axis of the result the axis of x that it has all of:
+    # [None, None, 1] for `table[tokens]`.
     sources = _sources_of_gather(records, node)
     old, _ = records.graph.shapes(node)
     # The axes along which the indices choose: axis 0 in `table[tokens]`.

@@ -208,8 +208,8 @@ def _unfollowed(records: Records, weights: Operand, activation: Operand) -> str:
     if not weights.value.is_weight:
         return ""
     views = weights.value.views
-    # In x @ (w[0] + w[1]) both slices are one matrix, and in a complex c[..., 0] + 1j * c[...,
-    # 1] they may be two.
+    # In x @ (w[0] + w[1]) both slices are one matrix, and in a complex
+    # c[..., 0] + 1j * c[..., 1] they may be two.
     if are_several_parts([weights.value]):
         return "a sum of its slices"
     # In einsum("qhd,bkhd->bhqk", (queries @ w).reshape(q, h, d), k) the batch axis h lies along the

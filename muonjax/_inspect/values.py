@@ -7,9 +7,9 @@ The split gives three of it, each with the region of its columns; a region that 
 is a part, a matrix of its own. What softmax takes is `Logits`. A value may be a sum, so it may hold
 several views, projections and logits.
 
-Say that the parameter is [d, 3 * heads * 16]. In the query projection, reshaped to [batch, length,
-heads, 16], the layout says that axis 2 takes steps of 16 along axis 1 of the parameter from 0 on,
-and axis 3 steps of 1: two runs. Its region is the first third of axis 1.
+Say that the parameter is [d, 3 * heads * 16]. In the query projection, reshaped to
+[batch, length, heads, 16], the layout says that axis 2 takes steps of 16 along axis 1 of the
+parameter from 0 on, and axis 3 steps of 1: two runs. Its region is the first third of axis 1.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def polar_express(num_steps: int, *, lower: float = 1e-3) -> Coefficients:
       [(8.2052, -22.9019, 16.4607), (4.1071, -2.9478, 0.5448)]
 
     Source: Amsel, Persson, Musco, Gower, "The Polar Express", 2025 (arXiv:2505.16932), Algorithm 1
-    and Theorem 3.1; J. Su, kexue.fm/archives/10996. Both of Su's articles print b = +1.268 at t =
-    6; it is negative.
+    and Theorem 3.1; J. Su, kexue.fm/archives/10996. Both of Su's articles print b = +1.268 at
+    t = 6; it is negative.
     """
     with errors_of("polar_express"):
         num_steps = whole_number("num_steps", num_steps, 1, " of steps, at least 1.")

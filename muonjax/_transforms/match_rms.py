@@ -25,8 +25,8 @@ def match_rms(
     Muon take AdamW's weight decay, and two to four times its rate.
 
     Args:
-      rms: The root mean square of an update of full rank; > 0. None multiplies by sqrt(max(1,
-        fan_out / fan_in)) instead, as Jordan's Muon does.
+      rms: The root mean square of an update of full rank; > 0. None multiplies by
+        sqrt(max(1, fan_out / fan_in)) instead, as Jordan's Muon does.
       dimension_numbers: As in `orthogonalize`.
 
     Returns:
