@@ -395,7 +395,7 @@ def _record_attention(
     """
     attention = records.attention
     operands = [values]
-    regions_of_projection = []
+    regions_of_projection = set()
     for logits in softmax:
         product = logits.product
         # Which axes of the product of queries and keys count keys:
@@ -419,7 +419,7 @@ def _record_attention(
                 # attention's. Its key ends in 0, which `record` takes where no number `k` is given.
                 records.uses.by_operation.pop((product, part.view.leaf, 0), None)
                 key = (part.product, is_query)
-                regions_of_projection.append((key, part.layout.region))
+                regions_of_projection.add((key, part.layout.region))
     for (projected, _), regions in grouped(regions_of_projection).items():
         # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together.
         # Without the two parts that were recorded for the two products they stay one matrix.

@@ -857,6 +857,14 @@ def relative_positions_by_a_roll(p, x):
     return relative_positions(p, x, lambda a: jnp.roll(a, 1, -1))
 
 
+@attention(sites=1, qv=((D, 2 * D), "0 | 1 / 2 of 1"), k=(D, D), r=(D, D), o=(D, D))
+def queries_and_values_of_one_kernel_and_two_keys(p, x):
+    """The same columns meet both keys: they are one part, and the values another one."""
+    q, v = jnp.split(heads(x @ p["qv"], 2 * H), 2, 2)
+    k, r = projected(p, x, "kr")
+    return end(p, logits_of(q, k) + logits_of(q, r), v)
+
+
 @program(X, X, sites="takes derivatives of it", **QKVO)
 def a_derivative_of_an_attention(p, x, v):
     """MeanFlow's: the logits' derivative gets the factor too."""
