@@ -269,8 +269,8 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
         except NotFollowed:
             problem = (
                 "a clip would not give each of its logits the factor of its head: some are of "
-                "padding or a sink, heads are in another order, or one parameter makes queries and "
-                "keys"
+                "padding or a sink, one softmax goes over several heads, heads are in another "
+                "order, or one parameter makes queries and keys"
             )
         else:
             return first._replace(spans=spans, probes=located)

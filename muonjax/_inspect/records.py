@@ -75,6 +75,9 @@ class AttentionRecords:
         # Products from whose logits a number was subtracted that may differ from key to key,
         # which changes the softmax.
         self.shifted_by_key: set[int] = set()
+        # For each sum of exponentials of the product, by which a softmax divides them:
+        # the axes of the product that it goes over.
+        self.normalized: dict[int, list[frozenset[int]]] = defaultdict(list)
         # Products whose softmax is along columns of a parameter, as of a router,
         # or of an output head.
         self.routers: set[int] = set()

@@ -45,11 +45,16 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
             # It ends here, as in a norm, which adds up squares.
             records.record_reduced([projection], axes)
     # A sum of softmax's weights, by which it divides them, is one number for each query. A sum of
-    # the logits themselves is not followed. `_without_axes` takes the axes away from all of these.
+    # the logits themselves is not followed.
+    logits = _per_query(value, "weights")
+    for x in logits:
+        summed = frozenset(run.axis for run in x.layout.runs_along(axes))
+        records.attention.normalized[x.product].append(summed)
+    # `_without_axes` takes the axes away from all of these.
     result = value._replace(
         views=_reduced_views(value, axes),
         projections=tuple(linear),
-        logits=_per_query(value, "weights"),
+        logits=logits,
     )
     return [_without_axes(records, node, result)]
 

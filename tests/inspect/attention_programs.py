@@ -107,6 +107,13 @@ def softmax_over_heads_and_keys(p, x):
     return loss_of(p, jnp.tile(y, H)), logits
 
 
+@attention(sites="the factor of its head", **QKVO)
+def softmax_over_heads_and_keys_for_values_of_each_head(p, x):
+    q, k, v = projected(p, x)
+    logits = logits_of(q, k)
+    return loss_of(p, mixed(jax.nn.softmax(logits, (1, 3)), v)), logits
+
+
 def over_heads(shares, p):
     return jnp.einsum("bhqk,hg->bgqk", shares, p["mix"])
 
