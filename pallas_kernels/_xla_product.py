@@ -156,7 +156,7 @@ def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m
     rows = min(_ROWS_OF_BLOCKS, m // _SMALLEST_BLOCK)
     if rows < 2:
         return symmetric_product(o)
-    in_blocks = functools.partial(_in_blocks, rows=rows, platform=platform)
+    in_blocks = functools.partial(_in_blocks, rows_of_blocks=rows, platform=platform)
     if math.prod(batch) <= 1 or platform != "cpu":
         return in_blocks(o)
     # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main
@@ -166,12 +166,12 @@ def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m
 
 
 def _in_blocks(
-    o: Operands, *, rows: int, platform: str
+    o: Operands, *, rows_of_blocks: int, platform: str
 ) -> Inexact[Array, "*batch m m"]:
     """``alpha·P + beta·C`` from blocks of P: ``P_ij = X_i Y_jᴴ`` for i >= j, ``P_ji = P_ijᴴ``."""
     # Block i takes the rows from bounds[i] to bounds[i + 1].
     m = o.x.shape[-2]
-    bounds = [m * i // rows for i in range(rows + 1)]
+    bounds = [m * i // rows_of_blocks for i in range(rows_of_blocks + 1)]
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
     # On a CPU the starts come from a loop, so that XLA does not know them:
     # slices of one size are one compiled kernel.
@@ -185,7 +185,7 @@ def _in_blocks(
 
     # Each block below the diagonal is used twice, each on it is mirrored.
     blocks = {}
-    for i in range(rows):
+    for i in range(rows_of_blocks):
         x_i = cut(o.x, i)
         for j in range(i + 1):
             block = product(x_i, cut(o.second, j))
@@ -194,7 +194,7 @@ def _in_blocks(
     # First each column of blocks, then all columns. XLA transposes the mirrored blocks while it
     # copies them into their column.
     columns = []
-    for j in range(rows):
-        column = [blocks[i, j] for i in range(rows)]
+    for j in range(rows_of_blocks):
+        column = [blocks[i, j] for i in range(rows_of_blocks)]
         columns.append(jnp.concatenate(column, axis=-2))
     return scaled_sum(jnp.concatenate(columns, axis=-1), o)

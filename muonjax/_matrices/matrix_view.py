@@ -216,8 +216,9 @@ def _pieces(named: str, i: int, shape: Axes, numbers: DimensionNumbers) -> list[
             f"output axes, and the sizes in `parts`, or as many equal ones, fill its {shape[axis]} "
             "entries `repeats` times."
         )
-    # For `Piece.take`: it need not gather a sharded axis of one stretch whose shards can share
-    # `step` entries equally. Parts of 32, 8 and 8 begin and end at multiples of 8.
+    # Parts begin and end at multiples of `step`: those of 32, 8 and 8 at multiples of 8. On a mesh
+    # `Piece.take` can cut a sharded axis there, without gathering it, if the number of its shards
+    # divides `step` (and the axis is one stretch).
     step = math.gcd(*part_sizes)
     pieces = []
     start = 0
@@ -275,13 +276,14 @@ class Piece(NamedTuple):
         # Most pieces are leaves, which are taken as they are.
         if self.axis is None:
             return leaf
+        # The shape of the piece
         shape = self.view.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
         # On a mesh with explicit axis types JAX cuts a sharded axis only into parts of which every
         # shard can have an equal piece. All pieces of the leaf begin and end at multiples of
-        # `step`: where the shards can't share `step` entries equally, or with several stretches,
-        # `whole_along` gathers the axis first. Any other leaf it returns as it is.
+        # `step`: where the shards can't share `step` entries equally, and always with several
+        # stretches (None), `whole_along` gathers the axis first. Else it returns the leaf as it is.
         step = self.step if self.repeats == 1 else None
         leaf = whole_along(leaf, self.axis, step)
         # The cut axis is two from here on, [..., repeats, entries of a stretch, ...],
@@ -338,7 +340,7 @@ class MatrixView(NamedTuple):
         """Columns of each matrix."""
         return math.prod(self._sizes(self.output_axes))
 
-    def summed_over(self, axes: Axes) -> Axes:
+    def summed_shape(self, axes: Axes) -> Axes:
         """`shape` after a sum over these axes that keeps them."""
         return tuple(
             1 if axis in axes else size for axis, size in enumerate(self.shape)

@@ -131,7 +131,7 @@ def hyperball(
         pieces = matrix_pieces(dimension_numbers, updates)
         # The radius of a sphere is the root mean square of its matrix: one number for each, in the
         # shape of the piece with size 1 along rows and columns.
-        shapes = [piece.view.summed_over(_matrix_axes(piece.view)) for piece in pieces]
+        shapes = [piece.view.summed_shape(_matrix_axes(piece.view)) for piece in pieces]
         radii = pieces.of_state(state.rms, shapes)
         steps = []
         new_radii = []

@@ -96,7 +96,7 @@ def normalize_neurons(
             # A number for each neuron: of a leaf [layers, d, columns] an array
             # [layers, 1, columns], sharded as the sum over d is that `update` takes.
             rows = piece.view.reduction_axes
-            zeros = jnp.zeros(piece.view.summed_over(rows), jnp.float32)
+            zeros = jnp.zeros(piece.view.summed_shape(rows), jnp.float32)
             moments.append(zeros + zero_beside(array, rows).astype(jnp.float32))
         return NormalizeNeuronsState(pieces.as_state(moments))
 
@@ -108,7 +108,9 @@ def normalize_neurons(
         pieces = matrix_pieces(dimension_numbers, updates)
         # Each neuron, a column, has one number: a moment has the shape of its piece,
         # with size 1 along the rows.
-        shapes = [piece.view.summed_over(piece.view.reduction_axes) for piece in pieces]
+        shapes = [
+            piece.view.summed_shape(piece.view.reduction_axes) for piece in pieces
+        ]
         # The arrays of the state, one for each piece; raises unless they have these shapes.
         moments = pieces.of_state(state.second_moment, shapes)
         normalized = []
