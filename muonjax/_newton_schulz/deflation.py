@@ -103,7 +103,8 @@ class Deflation(NamedTuple):
 def pre_deflate(
     x: Inexact[Array, "*batch m n"], rank: int
 ) -> Inexact[Array, "*batch m n"]:
-    """X - V D V^H X: X with a few dominant directions V [*batch, m, k] shrunk, roughly.
+    """X - V D V^H X: X with a few dominant directions V [*batch, m, k] shrunk; the polar factor
+    stays, nearly.
 
     The Gram form takes its first steps from A = X X^H alone. The rounding error of A is in
     proportion to its largest eigenvalue, and smaller eigenvalues than the error are lost. So the
@@ -117,7 +118,9 @@ def pre_deflate(
 
     start = _random_start(x, min(rank, _PRE_DEFLATED))
     v = _dominant_subspace(multiply, start, num_steps=1)
-    # D [*batch, k, k] brings the singular values of all k directions to one target.
+    # D [*batch, k, k] brings the singular values of the k directions to about the smallest of
+    # them. After one step V is inexact, so that this moves the polar factor too: D is held so small
+    # that the movement is at most `_TOLERANCE`.
     _, d = _projection_and_shrinkage(v, multiply(v))
     # X - V D V^H X
     return x - dot(dot(v, d), dot(adjoint(v), x))
@@ -130,8 +133,9 @@ def shrink_dominant(
     """W = I - V D V^H, which shrinks the k = `rank` dominant directions of A to about the size of
     the k-th, and W A W.
 
-    V [m, k] nearly spans these directions, and D [k, k] says by how much each is shrunk. `jit`
-    traces this once for each m, whatever the longer side of X.
+    V [m, k] has nearly orthonormal columns that nearly span these directions; D [k, k], Hermitian,
+    says by how much each is shrunk. `jit` traces this once for each m, whatever the longer side of
+    X.
 
     Args:
       gram: A = X X^H, in float32 or wider, with entries of moderate size.

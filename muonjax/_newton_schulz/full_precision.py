@@ -68,13 +68,15 @@ def iterate(
     m, n = x.shape[-2:]
     # `rank` directions are shrunk before the steps, none if it is 0.
     rows, rank = settings.in_full_precision(m)
-    # The standard form makes R = X X^H anew before each step, the Gram form before few of them.
+    # The steps, counted from 0, before which R = X X^H is made anew: in the standard form all but
+    # the first, in the Gram form only those before which an error of R would grow beyond 1e-2.
     restarts = range(1, len(rows))
     if settings.takes_gram_form(m, n):
         restarts = restarts_of(rows, LARGEST_GROWTH / float(jnp.finfo(dtype).eps))
     multiply = MatrixProduct(dtype.name)
     product = SymmetricProduct(policy.platform, settings.implementation)
 
+    # Scaled by a power of two, so that no product overflows; a zero matrix becomes the identity.
     x, nonzero = below_one(x, dtype)
     if rank and 1 not in restarts:
         # In the Gram form without a restart before step 1, that step takes R from step 0, with its
@@ -94,8 +96,7 @@ def iterate(
     r, r2, scale = normalize(r, deflation, settings.normalization, product)
     stops = [*restarts, len(rows)]
     q = _composed(rows[: stops[0]], r, r2, product)
-    # Q s W: X itself was neither deflated nor normalized. A zero matrix,
-    # which `below_one` made the identity, gets 0.
+    # Q s W: X itself was neither deflated nor normalized. A matrix that was zero gets 0.
     q = scaled(q, jnp.where(nonzero, scale, 0))
     if deflation is not None:
         q = deflation.apply_right(q)

@@ -137,7 +137,8 @@ def _composed(
     and r^2 if that is made.
 
     X is sqrt(u) z, and so its Gram matrix u r. A step is a (1 + Q) with
-    Q = (b / a) u r + (c / a) u^2 r^2.
+    Q = (b / a) u r + (c / a) u^2 r^2. The number u normalizes. It is known only after z and r have
+    been rounded, and is a factor of the coefficients, so that they are not rounded again.
     """
     # `products.symmetric(A, Y, C)` is alpha A Y + beta C, where Y is A and both numbers are 1 by
     # default.
@@ -152,8 +153,8 @@ def _composed(
             q = (linear + quadratic).astype(r.dtype)
         else:
             q = products.symmetric(r, c=r, alpha=c / a * u**2, beta=b / a * u)
-        # XLA for GPUs would join the products that share q,
-        # and copy their other operands side by side.
+        # Both r and T are multiplied by q below. XLA for GPUs would join products that share q, and
+        # copy r and T side by side: so each product gets q from a barrier of its own.
         q = _barrier(q)
         if step < len(rows):
             # r <- a^2 (1 + Q) r (1 + Q), where `once` is (1 + Q) r
@@ -209,12 +210,12 @@ class _Products(NamedTuple):
         alpha: float | jax.Array = 1.0,
         beta: float | jax.Array = 1.0,
     ) -> jax.Array:
-        """alpha A Y^H + beta C, where Y is A, or an m x m matrix that commutes with it;
-        A Y^H without C.
+        """alpha A Y^H + beta C, or A Y^H without C. By default Y is A, [*batch, m, n]; otherwise
+        both are Hermitian, [*batch, m, m], and commute. So the product is Hermitian.
 
         A plain product is not mirrored: it is asymmetric by less than the rounding of its entries.
 
-        `alpha` and `beta` are both numbers, or both [*batch, 1, 1]. They are for a product with C.
+        `alpha` and `beta` are both numbers, or both [*batch, 1, 1]. Without C both have to be 1.
         """
         # A `SymmetricProduct` makes the whole of it, with the numbers and C, and mirrored.
         if self.by_kernel is not None:
