@@ -161,8 +161,8 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                 return lax.fori_loop(0, steps, load_slice, stage)
 
             # The multiplying warpgroups hand each stage back once at the start and once after each
-            # use, and `load_slice` waits once before each use. So one wait for each stage is left,
-            # before the barriers are released.
+            # use, and `load_slice` waits once before each use. So one arrival for each stage is
+            # left, and is awaited before the barriers are released.
             for stage in range(stages):
                 plgpu.barrier_wait(free.at[stage])
 
@@ -329,9 +329,9 @@ def launch(x, y, c, scale, *, cores: int) -> jax.Array:
     """One launch: [batch, m, k] gives [batch, m, n], with m rounded up to n, a multiple of 64;
     columns from m on are junk.
 
-    m must be a multiple of 8, and k of 64: the caller pads with `_aligned`. C is [batch, m, n] too,
-    with anything in its columns from m on. `scale` is [batch, 2], alpha and beta. Y of None is X,
-    and C of None is nothing.
+    m must be a multiple of 8, and k of 64, as copies into tiled, swizzled shared memory ask: the
+    caller pads with `_aligned`. C is [batch, m, n] too, with anything in its columns from m on.
+    `scale` is [batch, 2], alpha and beta. Y of None is X, and C of None is nothing.
     """
     batch, m, _ = x.shape
     # Whole squares are stored, so that the result has as many columns.

@@ -54,7 +54,8 @@ def unfold(row: Index, column: Index, t: int) -> tuple[jax.Array, jax.Array]:
     """The tile (i, j), ``0 <= j <= i < t``, of the lower triangle that lies at a place of the
     folded rectangle.
 
-    A row of the rectangle a line, with a * at what was folded up, the corner of the triangle:
+    Each line is a row of the rectangle. A * marks the tiles of the lower right corner of the
+    triangle, which was folded up:
 
         t = 3:  (0, 0) (2, 2)*     t = 2:  (1, 1)*
                 (1, 0) (1, 1)              (0, 0)

@@ -105,9 +105,10 @@ class SymmetricProduct(NamedTuple):
         alpha: float | jax.Array = 1.0,
         beta: float | jax.Array = 0.0,
     ) -> jax.Array:
-        """alpha X Y^H + beta C of arrays of one dtype, for a Y such that X Y^H is symmetric;
-        Y is X by default.
+        """alpha X Y^H + beta C of arrays of one dtype, exactly symmetric; without C nothing is
+        added, whatever beta is.
 
+        Y is X by default. X Y^H and C have to be symmetric: only their lower triangles count.
         `alpha` and `beta` are numbers, or [*batch, 1, 1]. By default beta is 0, so that C does not
         count. Nothing is checked.
         """
@@ -151,7 +152,7 @@ def measured_kernel(platform: str, x: jax.Array, dtype: jnp.dtype) -> str | None
 
 
 def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
-    """The operands of ``alpha·X Yᵀ + beta·C``, or ValueError where shapes or dtypes don't fit.
+    """The operands of ``alpha·X Yᴴ + beta·C``, or ValueError where shapes or dtypes don't fit.
 
     `SymmetricProduct` casts alpha and beta to the real dtype of the product's sums.
     """
@@ -204,7 +205,7 @@ def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
 def _run(
     operands: Operands, implementation: str, platform: str
 ) -> Inexact[Array, "*batch m m"]:
-    """The product by the implementation of this name."""
+    """The product by the implementation of this name. The platform says how blocks are made."""
     if implementation == "blocked":
         return _xla_product.blocked_product(operands, platform=platform)
     if implementation == _HOPPER_ON_A_GPU:

@@ -184,13 +184,13 @@ def _groups(
 def _stacks(
     group: list[int], matrices: Sequence[jax.Array], policy: Policy
 ) -> list[list[int]]:
-    """A group in parts, each a single array or within the policy's bound; about equal,
-    if the arrays allow it.
+    """The indices of a group in parts, each of a single array or of several within the policy's
+    bound of elements; about equal, if the arrays allow it.
 
     With a bound of three matrices, four arrays of one matrix each make stacks of two and two;
     arrays of four, one and one make stacks of four and two.
     """
-    # With columns of zeros all matrices of a group are [m, n].
+    # All have one m, so the largest shape has the largest n. The others get columns of zeros.
     m, n = max(matrices[i].shape[1:] for i in group)
     elements = {i: len(matrices[i]) * m * n for i in group}
     total = sum(elements.values())

@@ -168,7 +168,8 @@ def _assemble(
     Each of these mesh axes cuts one axis of the matrix: `layout.gathered` names it there.
     """
     # A matrix [16, 64] whose rows "fsdp" shards arrives as (fsdp, count, block rows, columns). Its
-    # rows are (fsdp, block rows), so the order is (count, fsdp, block rows, columns).
+    # rows are (fsdp, block rows), so the order is (count, fsdp, block rows, columns): first the
+    # count, then for each axis of a block the mesh axes that cut it, and the axis itself.
     count_axis = len(exchange_axes)
     order = [count_axis]
     for axis, gathered in enumerate(layout.gathered):

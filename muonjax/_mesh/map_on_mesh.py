@@ -92,10 +92,13 @@ def map_on_mesh(
 
 def _check_mesh(mesh: Mesh | AbstractMesh, leaves: Arrays) -> None:
     """Raise unless each leaf is on one device, or on as many as the mesh has and outside of any
-    `jax.shard_map`; JAX's own errors would not name the Distribution."""
+    `jax.shard_map`; JAX's own errors would not name the Distribution.
+
+    `errors_of` begins each message with the public call: "muon(distribution=...) can't run ...".
+    """
     for leaf in leaves:
         other = jax.typeof(leaf).sharding.mesh
-        # An array that was made under no mesh has in its type a mesh of size 0.
+        # On one device; the type of an array that was made under no mesh has a mesh of size 0.
         if other.size <= 1:
             continue
         if AxisType.Manual in other.axis_types:
@@ -229,7 +232,8 @@ def _share_with_replicas(buffer: jax.Array, round_: Round) -> list[jax.Array]:
     """The results of all replicas, on each of them: a buffer [owners, columns] for each replica.
 
     Replicas store the same blocks, and each has worked on a part of the matrices: `buffer`
-    [owners, row_size] has the results of its own owners. An all-gather returns `row_size` columns
+    [owners, row_size] has a row from each owner of this replica, with its results for the blocks of
+    this device. An all-gather returns `row_size` columns
     of each replica, an all-reduce only as many as the replica's longest row, `replica_sizes`.
     """
     replica_axes = round_.group.replica_axes

@@ -98,7 +98,8 @@ def matrix_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixKind:
 
     On a mesh {"data": 2, "fsdp": 4} the matrix [64, 16] with P("fsdp") has blocks [16, 16]. They
     are exchanged along "fsdp", so that its owner, one of four devices, gathers [64, 16]. Devices
-    along "data" are replicas, which own other matrices each.
+    along "data" are replicas, which own other matrices each. Where owners are chosen, matrices of
+    one kind are interchangeable.
     """
     view = view_of_block(leaf, mesh_shape)
     # The axes of the shorter side of a matrix, then those of the longer side: `view_of_block` shows

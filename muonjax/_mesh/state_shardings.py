@@ -99,8 +99,9 @@ def parameter_like(
     `optax.tree.map_params` can't say it for all transformations: it calls `init` with a placeholder
     for all parameters, which the dimension numbers of an `optax.contrib.muon`, a tree, do not fit.
     """
-    # state[0].momentum["dense"]["kernel"] ends in the path of params["dense"]["kernel"]; the
-    # longest such end counts. The empty end is the path of a parameter that is the whole tree.
+    # state[0].momentum["dense"]["kernel"] ends in the path of params["dense"]["kernel"]. The
+    # longest end counts that is the path of a parameter of this shape. The empty end is the path of
+    # a parameter that is the whole tree.
     for start in range(len(path) + 1):
         end = path[start:]
         if end not in params:
