@@ -180,7 +180,8 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
                 f"{x.dtype.name} to go with x of shape {x.shape}, got {value.shape} and "
                 f"{value.dtype.name}."
             )
-    # α and β are real also for complex matrices: the product would not be Hermitian otherwise.
+    # α and β, one number or one for each matrix, are real also for complex matrices: the product
+    # would not be Hermitian otherwise.
     alpha = _checked_scale("alpha", alpha, batch)
     beta = _checked_scale("beta", beta, batch)
     return Operands(x, y, c, alpha, beta)
@@ -247,9 +248,10 @@ def _product_jvp(implementation, platform, primals, tangents):
     A tangent that is known to be zero has no term.
     """
     (operands,), (tangents_of_operands,) = primals, tangents
+    # The operands that have a tangent, and these tangents. Y and C may be None, as their tangents
+    # are then.
     values = {}
     directions = {}
-    # Without Y or C there is None in the place of a tangent.
     for name, tangent in tangents_of_operands._asdict().items():
         if tangent is not None and not isinstance(tangent, SymbolicZero):
             values[name] = getattr(operands, name)

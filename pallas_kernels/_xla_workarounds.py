@@ -48,7 +48,7 @@ def materialize(
     """
     if platform != "cpu":
         return f(x)
-    # XLA does not know that this number is 1, and so that the branch is always taken. The 0 before
-    # it is not used: `numbers_from_loop` returns a single number as a constant.
+    # This number is 1, so that f is always run, but XLA does not know it. The 0 before it is not
+    # used: a single number would be a constant (see `numbers_from_loop`), which XLA knows.
     _, last_number = numbers_from_loop((0, 1), platform)
     return lax.cond(last_number == 1, f, lambda x: x, x)

@@ -434,7 +434,7 @@ class Pieces(list[Piece]):
             parts = [array for _, array in pairs]
             entries[i] = tuple(parts) if len(parts) > 1 else parts[0]
         state = self.treedef.unflatten(entries)
-        # A box of Flax has the sharding of the parameter, which is of another shape.
+        # Boxes of Flax are left out: they have the sharding of the parameter, of another shape.
         return jax.tree.map(without_box, state, is_leaf=is_boxed)
 
     def of_state(self, state: Any, shapes: Sequence[Axes]) -> list[Any]:

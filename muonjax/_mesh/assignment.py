@@ -159,9 +159,8 @@ def _give(queue: list[Matrices], owners: Owners, busy: np.ndarray) -> np.ndarray
 
     Args:
       queue: The matrices, which are interchangeable. It is empty afterwards.
-      owners: What each owner has already; these lists grow. On a
-        tie the owner comes first to which each device sends least so far: the all-to-all pads what
-        goes to each owner to the longest.
+      owners: What each owner has already; these lists grow. On a tie the owner comes first to which
+        each device sends least so far: the all-to-all pads what goes to each owner to the longest.
       busy: The work of each owner so far, as a number of these matrices: 2.5 is the work of two
         and a half.
 

@@ -72,8 +72,8 @@ class Distribution:
                     "axes, a NamedSharding or None, of arrays jax.tree.map(lambda x: x.sharding, "
                     "params)."
                 )
-            # `PartitionSpec.UNCONSTRAINED` leaves an axis to XLA, so that nobody knows the shards.
-            # It is no name of a mesh axis, and is refused with the wrong names.
+            # `PartitionSpec.UNCONSTRAINED`, by which XLA chooses the shards, is refused here too:
+            # it is no name of a mesh axis, and nobody would know the shards.
             for name in itertools.chain(*_mesh_axes_by_axis(spec)):
                 if name not in self.mesh.axis_names:
                     raise ValueError(

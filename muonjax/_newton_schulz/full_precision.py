@@ -92,7 +92,8 @@ def iterate(
         # W X has the polar factor of X, nearly, and W R W is its Gram matrix.
         deflation = shrink_dominant(r, rank, policy.platform)
         r = deflation.gram
-    # From here on R is the Gram matrix of s W X.
+    # From here on R is the Gram matrix of s W X. R^2, if the bound needed it, also
+    # serves the first step.
     r, r2, scale = normalize(r, deflation, settings.normalization, product)
     stops = [*restarts, len(rows)]
     q = _composed(rows[: stops[0]], r, r2, product)

@@ -75,6 +75,7 @@ def iterate(
     new X (see the top of this file).
     """
     rows = settings.steps.half
+    # Q is divided by a.
     if any(a == 0 for a, _, _ in rows):
         raise ValueError(
             "NewtonSchulz(coefficients=...): in half precision each step needs a linear term; "
@@ -85,6 +86,7 @@ def iterate(
     platform = policy.platform
     name = settings.implementation or measured_kernel(platform, x, dtype)
     kernel = SymmetricProduct(platform, name) if name else None
+    # Operands and results in `dtype`
     products = _Products(MatrixProduct(dtype.name, None, dtype.name), kernel)
     # Before each of these steps r is made anew from z, before each other one it is updated. The
     # standard form never updates it.
