@@ -213,7 +213,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     column = column_of(square)
                     rows = pl.ds(row, SQUARE)
                     columns = pl.ds(column, SQUARE)
-                    # The squares of a warpgroup take its slots in turn.
+                    # The squares of a warpgroup take its slots in turn, one slot or two.
                     slot = wg * slots + square % slots
                     direct = direct_smem.at[slot]
                     mirror = mirror_smem.at[slot]

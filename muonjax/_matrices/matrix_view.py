@@ -415,7 +415,7 @@ class Pieces(list[Piece]):
             # first.
             piece, result = pairs[0]
             axis = piece.axis
-            # A piece without an axis is a whole leaf, and the only piece of it.
+            # A piece without an axis is a whole leaf, whose result takes its place as it is.
             if axis is not None:
                 # The leaf was cut: its pieces are put side by side again in each stretch.
                 parts = [piece.in_stretches(part) for _, part in pairs]

@@ -73,6 +73,7 @@ def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float
     row = []
     error = math.inf
     previous = math.nan
+    # At first the difference is NaN, which is not <= 1e-15.
     while not abs(error - previous) <= 1e-15:
         previous = error
         # p(s) + sign error = 1 at every node s, for the coefficients of p and the error
