@@ -1,7 +1,7 @@
 """From softmax(Q Kᵀ) V to the parameters that a clip scales,
 and to the place where the logits are."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from muonjax._inspect import follow_logits
@@ -33,38 +33,11 @@ class Call(NamedTuple):
 def attentions(records: Records) -> list[Call]:
     """The attentions that train, in the order of the program.
 
-    A clip of q scales softmax(q @ k1) and softmax(q @ k2): these are proved together,
-    and become one.
+    Calls with the same queries are one: a clip of q scales softmax(q @ k1) and softmax(q @ k2),
+    or both calls of a layer, and so it is proved for all of them together.
     """
-    attention = records.attention
-    # A softmax takes one array, which may be a sum of several products. If different softmaxes take
-    # the logits of one product, `_check_softmaxes` refuses it: so the first may stand for all.
-    by_array = grouped(
-        (softmaxes[0][0].value, product)
-        for product, softmaxes in attention.softmaxes.items()
-    )
-    # Products that were followed to their softmax.
-    calls = [_call(records, products) for products in by_array.values()]
-    # Calls with three arrays, perhaps kernels that take queries, keys and values.
-    for i, views in attention.calls.items():
-        node = records.nodes[i]
-        call = str(node.params.get("name") or node.name)
-        why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
-        calls.append(Call(i, views, problem=why))
-    # Products whose exponentials multiply something, perhaps values,
-    # and that were not followed to a softmax.
-    for product, reader in attention.other_readers.items():
-        if product not in attention.softmaxes:
-            calls.append(_not_followed(records, product, reader))
-    # An operation without a rule: it may be an attention, or hide one.
-    i = records.unlisted
-    if i >= 0:
-        problem = f"{records.nodes[i].name} is not followed, and may hide an attention"
-        calls.append(Call(i, problem=problem))
-    # Calls with the same queries are one attention, as the two softmaxes above,
-    # or a layer that is called twice.
     by_queries = []
-    for call in sorted(calls, key=lambda call: call.operation):
+    for call in sorted(_calls(records), key=lambda call: call.operation):
         # The last proposal scales the queries alone. A refused call has no proposal: then calls
         # with the same parameters are one attention, or, if these aren't known,
         # calls in the same line.
@@ -76,6 +49,38 @@ def attentions(records: Records) -> list[Call]:
         if any(call.operation in records.graph.trained for call in group):
             proved.append(_proved(records, group))
     return proved
+
+
+def _calls(records: Records) -> Iterator[Call]:
+    """All attentions, before any is proved, and what may be one, with a `problem`."""
+    attention = records.attention
+    # Products that were followed to their softmax. `softmaxes` has a pair for each product of
+    # weights and values: the logits, and the axes that count keys. A softmax takes one array,
+    # `value`, which may be a sum of several products: these are one attention. If different
+    # softmaxes take the logits of one product, `_check_softmaxes` refuses it: so the first may
+    # stand for all.
+    by_array = grouped(
+        (softmaxes[0][0].value, product)
+        for product, softmaxes in attention.softmaxes.items()
+    )
+    for products in by_array.values():
+        yield _call(records, products)
+    # Calls with three arrays, perhaps kernels that take queries, keys and values.
+    for i, views in attention.calls.items():
+        node = records.nodes[i]
+        call = str(node.params.get("name") or node.name)
+        why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
+        yield Call(i, views, problem=why)
+    # Products whose exponentials multiply something, perhaps values,
+    # and that were not followed to a softmax.
+    for product, reader in attention.other_readers.items():
+        if product not in attention.softmaxes:
+            yield _not_followed(records, product, reader)
+    # An operation without a rule: it may be an attention, or hide one.
+    i = records.unlisted
+    if i >= 0:
+        problem = f"{records.nodes[i].name} is not followed, and may hide an attention"
+        yield Call(i, problem=problem)
 
 
 def _not_followed(records: Records, product: int, reader: int) -> Call:
@@ -111,13 +116,13 @@ def _views(operands: Iterable[Operand]) -> tuple[ParameterView, ...]:
 def _call(records: Records, products: Sequence[int]) -> Call:
     """The attention whose logits are the sum of these products of queries and keys:
     what to scale, or why not."""
-    attention, first = records.attention, products[0]
+    first = products[0]
     operands: list[Operand] = []
     for product in products:
-        operands += attention.operands[product]
+        operands += records.attention.operands[product]
     call = Call(first, _views(operands))
     # The logits of all products are in one array, with the same masks.
-    logits, _ = attention.softmaxes[first][0]
+    logits, _ = records.attention.softmaxes[first][0]
     try:
         for product in products:
             _check_softmaxes(records, product)
@@ -184,7 +189,8 @@ def _check_readers(records: Records, product: int) -> None:
 
 
 def _why_not_alone(records: Records, operation: int) -> str:
-    """Why a clip can't go through this operation, or why the logits that it takes end there."""
+    """Why a clip can't go through this operation, at which the certificate failed;
+    or why the logits that it takes end there (`_check_readers`)."""
     node, line = records.nodes[operation], records.graph.line(operation)
     values = records.inputs(node)
     has_weight = any(value.is_weight for value in values)
@@ -214,7 +220,8 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
         or the body is in a loop without a gradient.
     """
     # `measure` takes the largest `raw` logits among the entries that are not hidden in `logits`. So
-    # both arrays need the same axes, which a layout gives as axes of the product.
+    # both arrays need the same axes, which a layout gives as axes of the product: the first one if
+    # the logits are a sum of several, which lie in one array.
     before, after = (records.values[x].logits[0] for x in (raw, logits))
     if before.layout != after.layout:
         raise Refused("something is added to its logits before their axes change")
