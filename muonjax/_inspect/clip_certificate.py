@@ -147,6 +147,8 @@ class Certificate:
         for span in spans:
             # Queries and keys take √γ each, or one of them γ.
             power = 1.0 if span.factor == "whole" else 0.5
+            # [1, 2, 16]: one entry along axes without layers or heads, and 0 for what the span
+            # leaves as it is.
             logarithms = logarithms + power * span.spread(self.logarithms, 0.0)
         # The number of each entry of the parameter. Logits that take only some features of a head
         # have another first or last position than those that take all. The last ones have a minus,
@@ -349,6 +351,7 @@ class Certificate:
         Along an axis on which nothing depends it has one entry.
         """
         name = node.name
+        # f a + f b = f (a + b), and max(f a, f b) = f max(a, b), as no factor is below zero.
         if name in ("reduce_sum", "reduce_max", "reduce_min"):
             axes = axes_after(self.first, node.params["axes"])
             return _reduced_if_equal(table, axes)
@@ -357,8 +360,8 @@ class Certificate:
         if name == "conv_general_dilated":
             # The table is that of the kernel: `_followed` refuses a clip of the activation.
             return self._by_kernel(node, table)
-        # What moves entries moves their factors. All that is left after this keeps each entry where
-        # it is.
+        # What moves entries moves their factors; `moved_by` refuses all that it does not know, such
+        # as a tanh. What is left after this keeps each entry where it is.
         if name not in _KEEPS_TABLE:
             return moved_by(self.records, node, table)
         # A cast to whole numbers, or to very few digits:
@@ -398,12 +401,11 @@ class Certificate:
         take kernels [64, 8] of an array [4, 64, 8]: its table [3, 1, 4, 64, 8] becomes
         [3, 4, 64, 8]. A stack is the reverse.
         """
-        # The axis of this loop. A scan without logits has none in a table: then both exchanges of
-        # axes below leave all where they are.
+        # The axis of this loop, along which an array outside of it has one entry. A scan without
+        # logits has none in a table: then both exchanges below leave all axes where they are.
         loop = self.loops.get(node.params["scan"], self.first)
         if node.name == "scan_stack":
-            stacked = np.expand_dims(table, self.first)
-            return stacked.swapaxes(loop, self.first)
+            return np.expand_dims(table, self.first).swapaxes(loop, self.first)
         table = table.swapaxes(loop, self.first)
         # The iterations take different entries, and the logits are in none of them: a table has no
         # axis that could say what the clip does in each.
@@ -427,6 +429,8 @@ class Certificate:
         table = self.tables.get(logits)
         if table is None:
             raise NotFollowed
+        # [*axes of the array], with one entry along axes on which no head depends. Layers are gone:
+        # in each of them an entry has to be of the same head.
         head_of = self._heads_of_entries(table)
         # A table has several entries only along the axes of layers, which come first, and of heads.
         # `loops` has the axis of each scan, by the steps of the path to its body.

@@ -179,12 +179,12 @@ class _Side(NamedTuple):
             )
         # In stack([x @ a, x @ b]), along an axis of heads, a projection fills only some of the
         # heads: `is_placed` says that it was put together with others along this batch axis. Two
-        # projections in concatenate([x @ a, x @ b]), without an axis of heads (`has_heads`), may be
-        # two halves of one head, or two heads that share a key: these can't be told apart, and need
-        # different factors.
-        is_alone = len(self.operand.value.projections) == 1
-        has_heads = is_alone or self.heads(layout)
-        if layout.is_placed(self.operand.batch) or not has_heads:
+        # projections in concatenate([x @ a, x @ b]), without an axis of heads, may be two halves of
+        # one head, or two heads that share a key: these can't be told apart, and need different
+        # factors. One projection without such an axis is one head.
+        are_several = len(self.operand.value.projections) > 1
+        may_be_halves = are_several and not self.heads(layout)
+        if layout.is_placed(self.operand.batch) or may_be_halves:
             raise Refused("heads of its queries are put together from several products")
         spans = [self._span(projection.view.leaf, layout)]
         for bias in projection.biases:
@@ -273,8 +273,8 @@ def _places(positions: np.ndarray, size: int) -> dict[str, Any]:
 
     Args:
       positions: Those of each head, [heads, any]; HOLE or more for an entry that is not of the
-        parameter. If one axis counts examples and heads, there are as many rows,
-        and those of a head are equal.
+        parameter. If one axis counts examples and heads together, a head has a row for each
+        example, and these rows are equal.
       size: The number of all positions.
 
     Raises:
@@ -283,7 +283,7 @@ def _places(positions: np.ndarray, size: int) -> dict[str, Any]:
     # The number of columns of the first head. Whether all have as many, which follow each other,
     # is for the certificate to say.
     width = len(np.unique(positions[0, positions[0] < HOLE]))
-    # The first position of each head. Equal rows give one head.
+    # The first position of each head; HOLE is larger than any. Equal rows give one head.
     first = np.unique(positions.min(1))
     # A group begins where a head does not follow the one before at once.
     groups = 1 + int(np.count_nonzero(np.diff(first) != width))
@@ -298,6 +298,7 @@ def _places(positions: np.ndarray, size: int) -> dict[str, Any]:
     return {
         "entries": len(first),
         "part": (start, stop),
+        # All features of a head: `_divided` cuts the span where some meet shared keys.
         "span": (0, width),
         "groups": groups,
     }

@@ -52,6 +52,7 @@ def after(operation: Operation) -> tuple[Logits, ...]:
         return _of_weights(operation, operands)
     at = operands["logits"][0]
     value = values[at]
+    # The exponential of a softmax, or the sigmoid that some attentions have in its place
     if node.name in ("exp", "logistic"):
         return _exponential(node, value)
     if operation.is_choice:
@@ -154,7 +155,8 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     # In mask - logits the largest ones are the least of these logits.
     if node.name == "sub" and at == 1:
         return ()
-    # What none of these cases takes ends here, and its attention is refused.
+    # What none of these cases takes ends here, and its attention is refused: so does x + tanh(x),
+    # which adds logits of one product.
     logits = []
     for x in value.logits:
         if x.product in _products(other, "per query"):
@@ -179,15 +181,17 @@ def _masked(operation: Operation, at: int, logits: Logits) -> Logits:
     """Logits, in operand number `at`, after the other operand is added or subtracted:
     a mask or a bias.
 
-    A mask of 0 and numbers of `MASKED` (-9000) or less leaves all logits that it does not hide as
-    they are. Anything else, also a mask that is subtracted, may be a bias, and is listed in
-    `added`: then the largest logits are those of `raw`, the array before the first bias, among the
-    entries that are not hidden.
+    A mask, known to hold only 0 and numbers of `MASKED` (-9000) or less, leaves all logits that it
+    does not hide as they are. Anything else, also a mask that is subtracted, may be a bias, and is
+    listed in `added`, for `doubt_of_masks` to warn or refuse. Then `measure` takes the largest
+    numbers of `raw`, the array before the first of these, where no -9000 or less was added.
     """
+    # Both count as masked: what may be a bias may hide entries as well.
     node, addend = operation.node, operation.arrays[1 - at]
     masked = logits._replace(value=node.outputs[0], is_masked=True)
     if node.name == "add" and is_mask(operation.records.graph, addend):
         return masked
+    # Subtracted is the addend: `_added` has ended mask - logits.
     sign = -1 if node.name == "sub" else 1
     return masked._replace(
         raw=logits.raw if logits.is_biased else operation.arrays[at],
@@ -200,9 +204,10 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
     `jnp.where(mask, logits, -inf)`.
 
     If the condition (`chooser`) or another case depends on parameters, a clip may change it, as the
-    mask `biased > 0`. The certificate refuses that, but it ends at the `raw` logits, before the
-    first bias: so biased ones end here. Logits from which their maximum was subtracted (`shifts`)
-    end here too: their largest one is measured before that, without this mask.
+    mask `x > 0` of logits x. The certificate refuses that if it comes by here. But where a bias was
+    added it ends before that, at the `raw` logits: so biased ones end here. Logits from which their
+    maximum was subtracted (`shifts`) end here too: their largest one is measured before that,
+    without this mask.
     """
     others = [v for k, v in enumerate(operation.values) if k != at]
     may_change = _may_change([*others, operation.chooser])

@@ -80,25 +80,27 @@ def _multiplies_layers(records: Records, node: Node) -> bool:
 def _record_sum_of_exponentials(
     records: Records, value: Value, axes: Sequence[int]
 ) -> None:
-    """Records that a sum normalizes the exponentials of a product, as a softmax does,
-    if `value` is such exponentials.
+    """Records what a softmax is of, if `value` is the exponentials of a product and their sum
+    normalizes them.
 
-    A softmax along the columns of a parameter is that of a router or of an output head,
-    not of attention.
+    Along columns of a parameter it is that of a router or of an output head. Any other may be that
+    of an attention: its product becomes a candidate, and if the exponentials multiply values but
+    can't be followed, the attention is listed and refused (`Records.record_weights`).
     """
     # The number of the operation that made the product; -1 if these are no exponentials of one.
     node = value.exponential_of
     if node < 0:
         return
-    # Whether the product is a layer, by one or more parameters, of which the first has number 0.
+    # Whether it was recorded as a layer. 0 is the number of its first parameter: x @ (w + a @ b)
+    # has three.
     has_parameter = (node, 0) in records.uses.products
     projections = [p for p in value.projections if p.product.use.node == node]
     if any(p.layout.runs_along(axes) for p in projections):
         records.attention.routers.add(node)
-    # Without a parameter these are queries times frozen keys, or a product with learned queries
-    # that is left to names. (Queries times keys are a candidate already.) With one whose columns
-    # lie along other axes it is x @ queries.T, of learned queries. A layer whose projection was
-    # lost is neither: where its columns lie is not known.
+    # `projections` without columns along `axes`: x @ queries.T, of learned queries. Not
+    # `has_parameter`: queries times frozen keys, or learned queries in a product that is left to
+    # names. (Queries times keys are a candidate already.) A layer whose projection was lost is
+    # neither: where its columns lie is not known.
     elif projections or not has_parameter:
         records.attention.candidates.add(node)
 
@@ -111,8 +113,9 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     as in a norm or a penalty.
 
     Raises:
-      NotFollowed: The parameters keep different axes, as the factors in sum_k a[i, k] * b[k, j],
-        or the sum goes over an axis along which a parameter was put together with other arrays.
+      NotFollowed: The parameters keep different axes: sum_k a[i, k] * b[k, j] is a matrix product,
+        in which k is no axis that counts matrices. Or the sum goes over an axis along which a
+        parameter was put together with other arrays.
     """
     reduced = []
     kept_sets = set()
