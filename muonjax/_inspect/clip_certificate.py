@@ -386,8 +386,8 @@ class Certificate:
         """The table of a convolution by a kernel with this table,
         in which only output features have other factors."""
         numbers = node.params["dimension_numbers"]
-        # `rhs_spec` and `out_spec` are axes of the kernel and of the result: of output features,
-        # and all others; of examples, of features, and of the window.
+        # The axes of the kernel: of output features, of input features, of the window. It sums over
+        # all but the first. Those of the result: of examples, of output features, of the window.
         summed = axes_after(self.first, numbers.rhs_spec[1:])
         others = other_axes(len(numbers.out_spec), numbers.out_spec[1:2])
         of_features = _reduced_if_equal(table, summed)

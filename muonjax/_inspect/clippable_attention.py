@@ -214,6 +214,7 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
     in one of the bodies that have them as a variable.
 
     A `jit` in a scan, say, is a body in a body, and logits that it returns are a variable of both.
+    `Certificate.located` adds to the probe which loops go over layers, and which axes count heads.
 
     Raises:
       Refused: They can't be measured before a mask or a bias is added,

@@ -112,8 +112,8 @@ def _of_weights(
     "per query", the maximum or the sum.
 
     Weights divided by their sum are weights, and so is a difference of two softmaxes, as in
-    differential attention, which has the logits of both. A power of weights, or a product of two,
-    is the softmax of other logits: softmax(x)² is proportional to softmax(2 x).
+    differential attention, which has the logits of both. A power or an exponential of weights, or
+    a product of two, is no softmax of these logits: softmax(x)² is proportional to softmax(2 x).
     """
     weights = operands.get("weights", [])
     is_product = operation.is_scale and len(weights) > 1
@@ -127,12 +127,14 @@ def _of_weights(
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
-    """The weights that an exponential makes of all logits,
-    and a sigmoid without their maximum subtracted."""
+    """The weights that an exponential makes of logits,
+    or a sigmoid of logits from which nothing was subtracted."""
     weights = []
     for x in value.logits:
         # softmax(x - c) = softmax(x), and no such thing is true of a sigmoid.
         is_shifted = node.name == "logistic" and bool(x.shifts)
+        # A slice of the logits, which has a `region`, ends here: what is measured is one array, and
+        # other slices may go into other softmaxes.
         if not is_shifted and not x.layout.region:
             weights.append(x._replace(stage="weights"))
     return tuple(weights)
