@@ -71,13 +71,14 @@ def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers
 
 
 def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
-    """The axis of a kernel's outputs: the one that its bias has,
-    or the usual one of its library; None if unknown.
+    """The axis of a kernel's outputs; None if unknown.
 
-    A kernel [80, 32] with a bias [80] has its outputs on axis 0. A bias of several axes does not
+    It is the axis that is as long as the bias: axis 0 of a kernel [80, 32] with a bias [80]. If no
+    bias shows one axis, the usual axis of its library may be it. A bias of several axes does not
     tell: it may be that of a DenseGeneral [*inputs, *outputs], or of a matrix for each block.
     """
     bias = neighbors.bias(p)
+    # Empty without a bias of one axis; both axes of a square kernel
     axes = [axis for axis, size in enumerate(p.shape) if bias == (size,)]
     if len(axes) == 1:
         return axes[0]
@@ -86,16 +87,16 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     outputs_first = outputs_are_first(p, neighbors)
     is_convolution = p.role is roles.CONVOLUTION or has_leading_window(p.shape)
     usual = 0 if outputs_first else p.rank - 1
-    # A bias would be as long as the outputs. Without one, only a convolution is known to have them
-    # on one axis: [32, 4, 16] may be a DenseGeneral's, with outputs 4 · 16.
+    # Without a bias, only convolutions, such as a weight (out, in, *window), are known to have
+    # their outputs on one axis: [32, 4, 16] may be a DenseGeneral's, with outputs 4 · 16.
     if not bias:
         return usual if outputs_first or is_convolution else None
     # A transposed convolution is [*window, out, in] in Keras and Haiku,
     # with its outputs on the last axis but one.
     if not outputs_first and "transpose" in p.path.lower():
         usual -= 1
-    # Here no axis or several are as long as the bias: among several,
-    # the order of axes in the library decides.
+    # Several axes are as long as the bias, and the library's order tells which of them; or no axis
+    # is, and the outputs are unknown.
     return usual if usual in axes else None
 
 

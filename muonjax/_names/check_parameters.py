@@ -56,8 +56,9 @@ def types_of_modules(params: Any) -> dict[str, Role]:
     """The roles that types and settings of modules show and names can't,
     by the path of the parameter.
 
-    An `eqx.nn.Embedding` is an embedding under any name. Settings show that a kernel has groups,
-    that it belongs to an einsum with letters of its own, or that its axes have names.
+    An `eqx.nn.Embedding` is an embedding under any name. All others have the role SPECIAL, which
+    stays open: settings show that a kernel has groups, that it belongs to an einsum with letters of
+    its own, or that its axes have names, as those of penzai and Haliax.
     """
     roles_by_path: dict[str, Role] = {}
     # Modules with a role, and the arrays that are in no such module

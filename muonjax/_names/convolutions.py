@@ -21,7 +21,8 @@ def patch_embedding(p: Parameter) -> Answer | None:
     the name of an embedding. Without such a name a large window over few channels is open:
     Adam takes it, with a warning.
     """
-    # PyTorch stores [out, in, *window], Flax [*window, in, out].
+    # PyTorch stores [out, in, *window], Flax [*window, in, out]. A shape fits one of them at most,
+    # since a window is smaller than its outputs.
     if has_trailing_window(p.shape):
         outputs, inputs, *window = p.shape
     elif has_leading_window(p.shape):
@@ -45,17 +46,17 @@ def patch_embedding(p: Parameter) -> Answer | None:
 def grouped(
     p: Parameter, numbers: DimensionNumbers, given: Collection[int]
 ) -> Answer | None:
-    """Open for a convolution that may be depthwise, [3, 3, 1, 32], or have groups;
-    None for other leaves.
+    """An open answer (Adam, with a warning) for a convolution that may be depthwise,
+    [3, 3, 1, 32], or have groups; None for other leaves.
 
     Each output of a depthwise one is made of one channel, which has its own small filter and no
-    matrix. With 4 groups a kernel over 16 channels is [3, 3, 4, 16]: no other parameter gives 4
-    channels, but one gives a multiple, 16.
+    matrix. With 4 groups a kernel over 16 channels is [3, 3, 4, 16]: no parameter gives 4 channels,
+    but one gives a multiple, 16.
 
     Args:
       p: A parameter.
       numbers: Its matrix.
-      given: The widths that the parameters of the tree give.
+      given: The widths that the parameters of the tree give, this one among them.
     """
     rows, columns = p.sizes_of(numbers)
     # A kernel whose name says nothing may be a convolution's. Its rows are then its channels and
@@ -70,6 +71,7 @@ def grouped(
     if inputs == 1:
         why = "one input channel: depthwise, or the first layer over gray images"
         return Answer(None, why, is_open=True)
+    # All its channels are given, or they are an image's, which no parameter gives: no groups.
     if inputs in given or inputs == _IMAGE_CHANNELS:
         return None
     for width in given:

@@ -82,8 +82,9 @@ def ends(
             # as a square kernel does, was counted once for itself.
             is_untaken = all(taken[width] == (width in takes) for width in gives)
             answer = answer or _output_head(p, layers, is_untaken)
-            # A layer's matrix is usually a `kernel` or a `w` in the layer's module. An array [m, n]
-            # with an unknown name of its own may be a table of m rows, if no parameter gives m.
+            # A layer's matrix is usually a `kernel` or a `w` in the layer's module. A bare array
+            # [m, n], which is its own module, may be a table of m rows if its name is unknown and
+            # no parameter gives m.
             is_unnamed = p.role is roles.UNKNOWN and p.module == words(p.path)
             if answer is None and is_unnamed and given.isdisjoint(takes):
                 why = (
@@ -145,23 +146,25 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     is_hidden = p.is_stack or any(map(_HIDDEN.fullmatch, modules))
     # layers_1/out repeats layers_0/out.
     is_repeated = layers.is_repeated(p)
+    # The first sign
     by_name = has_end_name and not is_hidden and not is_repeated
 
-    # The numbers of all layers with this name in this module: (0,) to (4,) of Dense_0 to Dense_4.
-    # Only dense layers, of two axes, have a last one: after the last convolution these may follow.
+    # The second sign, by the numbers of all layers with this name in this module: (0,) to (4,) of
+    # Dense_0 to Dense_4. Only dense layers, of two axes, have a last one: after the last
+    # convolution these may follow.
     numbers = layers.numbers[p.scope][name]
     is_last = p.rank == 2 and _numbers_of(p) == max(numbers)
     is_last_of_several = is_last and len(numbers) > 1
-    # Where another layer is called `out`, Dense_4 is not the last one,
-    # and `out` itself counts by its name.
-    is_end_named = any(map(_END.fullmatch, layers.numbers[p.scope]))
-    may_be_last = is_in_end and not is_hidden and not is_end_named
-    # Dense_4, or a layer with a plain name such as Dense, if there is one alone.
+    # Where another layer of the module is called `out`, Dense_4 is not the last one,
+    # and `out` itself has the first sign.
+    module_has_end = any(map(_END.fullmatch, layers.numbers[p.scope]))
+    may_be_last = is_in_end and not is_hidden and not module_has_end
+    # Dense_4, or a single layer if its name is a plain one, such as Dense.
     ends_by_number = is_last_of_several or (is_last and _PLAIN.fullmatch(name))
 
-    # A width that nothing takes is a sign; in blocks that repeat, only with the name of an end or
-    # with the last number, as that of fc2 next to fc1. Alone it may be a fused gate's, which is
-    # split before the next layer takes it.
+    # The third sign is a width that nothing takes. In blocks that repeat it may be a fused gate's,
+    # which is split before the next layer takes it: so there it is a sign only with the name of an
+    # end or with the last number, as that of fc2 next to fc1.
     may_be_untaken = has_end_name or is_last_of_several or not is_repeated
 
     signs = {
@@ -193,20 +196,23 @@ class _Layers:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        # {("block_0",): {"fc": [(1,), (2,)], "norm": []}} of block_0/fc1, fc2 and norm.
+        # To find the last layer of its kind in a module, which may be an output head, the numbers
+        # of its layers: {("block_0",): {"fc": [(1,), (2,)], "norm": []}} of block_0/fc1, fc2, norm.
+        # A layer of nested lists, layers/3/0, has two, (3, 0).
         self.numbers: dict[Words, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
-        # The modules that have a layer, by the layer's path without numbers: fc1 is in block_0 and
-        # in block_1, {"block_/fc": {("block_0",), ("block_1",)}}.
+        # To find layers that repeat from block to block, which are no heads by their names, the
+        # modules that have a layer, by its path without numbers: fc1 is in block_0 and in block_1,
+        # {"block_/fc": {("block_0",), ("block_1",)}}.
         self._scopes: dict[str, set[Words]] = defaultdict(set)
         for p in parameters:
             self._scopes[self._kind(p)].add(p.scope)
-            # An entry for each layer, also one that is no matrix:
-            # its name may show that it is the end of its module.
+            # An entry for each layer, also for a norm or an output head: its name may show that it
+            # is the end of its module. Only kernels of dense layers and convolutions add a number.
             numbers = self.numbers[p.scope].setdefault(stem(p.layer), [])
             if p.rank > 1 and _is_layer(p):
                 numbers.append(_numbers_of(p))
         # The modules are paths such as ("params", "block_0"). First names that all have in common
-        # are no modules of the model: params/Dense_0 is at its root.
+        # are no modules of the model: params/Dense_0 is at its root. They are counted here.
         self.num_common = 0
         for names in zip(*self.numbers, strict=False):
             if len({*names}) > 1:

@@ -25,7 +25,7 @@ def unstack(parameters: list[Parameter]) -> list[Parameter]:
 
     Returns:
       The same leaves with the axes of one layer. A leaf whose axis of layers can't be told keeps
-      it; the function `is_stacked` tells such a leaf by its number of axes.
+      it; the function `has_axis_of_layers` tells such a leaf by its number of axes.
     """
     # Each round looks for stacks from the root of the tree down and takes one axis from each, until
     # a round finds none.
@@ -35,7 +35,7 @@ def unstack(parameters: list[Parameter]) -> list[Parameter]:
     return list(map(_one_part, parameters))
 
 
-def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
+def has_axis_of_layers(p: Parameter, neighbors: Neighbors) -> bool | None:
     """Whether a leaf has an axis of layers, by its number of axes; None if it may or may not.
 
     A dense kernel of three axes is a stack, one of two axes is not. A query of three axes may be
@@ -47,11 +47,12 @@ def is_stacked(p: Parameter, neighbors: Neighbors) -> bool | None:
     # another length is not the bias of this kernel, and tells nothing.
     if len(bias) == 1 and bias[0] in p.shape:
         return False
-    # Queries that are grouped by key head, [d, groups, heads, size],
-    # have an axis more than their keys.
+    # By its ranks a query of four axes is a stack. But one that is grouped by key head,
+    # [d, groups, heads, size], has four too, as has the output after it.
     if p.role.projection in ("query", "out") and p.rank == 4:
         return None
-    # The role tells how many axes one layer's parameter may have: two or three for a query.
+    # The role tells how many axes one layer's parameter may have: two or three for a query, any
+    # number for a bias, which gives None.
     least, most = p.role.ranks
     if p.rank > most:
         return True
@@ -69,9 +70,9 @@ def _layers(
     tried in turn. The parameters are all below the same `depth` keys of the tree, which are those
     of the module; the root has none.
     """
-    # `is_stacked` goes by a leaf's number of axes and by the shape of its bias, which `neighbors`
-    # knows. None, for a leaf that may or may not be a stack, fits either answer.
-    verdicts = {is_stacked(p, neighbors) for p in parameters}
+    # `has_axis_of_layers` goes by a leaf's number of axes and by the shape of its bias, which
+    # `neighbors` knows. None, for a leaf that may or may not be a stack, fits either answer.
+    verdicts = {has_axis_of_layers(p, neighbors) for p in parameters}
     if True in verdicts and False not in verdicts:
         layers = _without_common_axis(parameters)
         # None if they are no stack after all. If two axes fit equally well, the leaves come back as

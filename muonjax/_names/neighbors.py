@@ -24,9 +24,11 @@ class Neighbors:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        # The shape of each bias, by the module that its weight is in too; and the shapes of an
-        # attention's projections, {"query": (64, 4, 16), ...}, by the scope that they share.
+        # The shape of each bias, by the module that its weight is in too: a weight with an axis of
+        # this length has its outputs there.
         self._biases: dict[Words, Shape] = {}
+        # The shapes of an attention's projections, by the scope that they share, {("attn",):
+        # {"query": (64, 4, 16), "out": (4, 16, 64)}}: together they show the order of their axes.
         self._attentions: dict[Words, dict[str, Shape]] = defaultdict(dict)
         for p in parameters:
             if p.role.name == "bias":
@@ -34,8 +36,9 @@ class Neighbors:
             if p.role.projection:
                 shapes = self._attentions[attention_scope(p.path)]
                 shapes[p.role.projection] = p.shape
-        # Weights vote by their biases, which are known now, and by their names: 1 for (out, in), -1
-        # for (in, out), 0 for what shows no order. Without a majority it is not known.
+        # In which order the library stores a `weight`. All of them vote, by their biases, which are
+        # known now, or their names: 1 for (out, in), -1 for (in, out), 0 for what shows no order.
+        # Without a majority it is not known.
         votes = sum(map(self._vote, parameters))
         self.outputs_first = votes > 0 if votes else None
 

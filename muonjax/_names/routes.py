@@ -31,7 +31,7 @@ from muonjax._names.callers_rules import PathRules, apply_rules
 from muonjax._names.check_parameters import INSPECT, check_parameters, types_of_modules
 from muonjax._names.convolutions import patch_embedding
 from muonjax._names.ends_of_model import ends
-from muonjax._names.layer_axes import is_stacked, unstack
+from muonjax._names.layer_axes import has_axis_of_layers, unstack
 from muonjax._names.neighbors import Neighbors
 from muonjax._names.roles import Answer, Parameter, Role
 
@@ -160,8 +160,8 @@ def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
 
 
 def _answer_by_layer(p: Parameter, neighbors: Neighbors) -> Answer:
-    """What names say of a parameter as a layer's.
-    `ends` then finds the layers at an end of the model."""
+    """What names say of a parameter, wherever its layer is in the model; `ends` corrects that for
+    the layers at an end of it."""
     # The path's name is that of a vector or a table, such as `norm` or `embed`, but a bias next to
     # it, or its own name `kernel`, shows a matrix. Whether the name is wrong or the bias belongs
     # elsewhere can't be told, so that such a leaf is open.
@@ -173,8 +173,9 @@ def _answer_by_layer(p: Parameter, neighbors: Neighbors) -> Answer:
         return patch
     if not p.is_matrix:
         return Answer(None, "vector")
-    # It has an axis of layers still where `unstack` could not tell which one.
-    is_unreadable = is_misnamed or is_stacked(p, neighbors)
+    # `unstack` has removed the axes of layers that it could find. Where one is left, the axes can't
+    # be read. None, for a leaf that may or may not have one, counts as False.
+    is_unreadable = is_misnamed or has_axis_of_layers(p, neighbors)
     numbers = None if is_unreadable else matrices(p, neighbors)
     if numbers is None:
         return Answer(None, f"{p.role.name}, axes unknown", is_open=True)
