@@ -62,8 +62,8 @@ def polar_error(preset: str, m: int) -> Check:
 
 
 def product_error(name: str, dtype: str, m: int) -> Check:
-    """alpha X X^T + beta C by one implementation: a line with its error, and whether that is small
-    enough; or with the reason why it can't run here, which is right too."""
+    """alpha X X^T + beta C by one implementation, for X [2, m, m + 64]: a line with its error, and
+    whether that is small enough; or with the reason why it can't run here, which is right too."""
     x = np.random.default_rng(1).standard_normal((2, m, m + 64))
     x = jnp.asarray(x, dtype)
     # C has to be symmetric, as X X^T is.
@@ -76,10 +76,11 @@ def product_error(name: str, dtype: str, m: int) -> Check:
     except Exception as error:
         # A kernel that does not compile is what this is to find.
         return f"{what}: {type(error).__name__}: {error}"[:300], False
+    # The exact product is that of x and c as rounded to the dtype: only the error of s counts.
     x, c, s = (np.asarray(array, np.float64) for array in (x, c, s))
     exact = 1.5 * x @ x.mT - 0.5 * c
     error = np.linalg.norm(s - exact) / np.linalg.norm(exact)
-    # The eps of bfloat16, or 16 of float32, where a product in TF32 would be off by more.
+    # The dtype's own eps, but at least 16 of float32's: a float32 product in TF32 is off by more.
     stated = max(float(jnp.finfo(dtype).eps), 16 * float(jnp.finfo(jnp.float32).eps))
     return _compared(what, error, stated)
 

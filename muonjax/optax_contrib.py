@@ -289,7 +289,8 @@ def _iteration(
         an array of the state.
       ns_steps: The number of steps, which `optax.inject_hyperparams` traces;
         not used where each step has a row.
-      preconditioning: What the rows are scaled by first (see `_row_factors`).
+      preconditioning: Which bound of the largest singular value the rows are divided by before the
+        first step (see `_row_factors`).
       eps: As in `_row_factors`.
       policy: Says whether the matrices are on a CPU.
     """
@@ -318,7 +319,9 @@ def _iteration(
         y = x.astype(wide)
         scale = power_of_two_scale(y)
         y = scaled(y, scale)
-        # Only "frobenius" has no use for this Gram matrix: then the compiler leaves it out.
+        # The steps are for singular values of at most 1: the rows are divided by a bound of the
+        # largest, one number for Y, or with "aol" one for each row. Only "frobenius" has no use for
+        # this Gram matrix: then the compiler leaves it out.
         y = scaled(y, _row_factors(y, square(y), preconditioning, eps, scale))
         # One polynomial serves all of `ns_steps`; of several rows each serves one step.
         has_rows = coefficients.ndim == 2

@@ -106,8 +106,8 @@ WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
 def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
-    """`value` as a dtype; raises TypeError unless it is of one of these `kinds`,
-    which `wanted` says in words."""
+    """`value` as a dtype; raises TypeError unless it is of one of these `kinds`, such as
+    jnp.inexact, which `wanted` says in words."""
     # `jnp.dtype` would take the dtype of an array, and float64 for None. Neither is a dtype.
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     if not is_array and value is not None:
@@ -118,7 +118,8 @@ def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.
                 return dtype
     advice = ""
     if is_array:
-        # `optax.inject_hyperparams` calls jnp.bfloat16 with the step's number: an array comes here.
+        # `optax.inject_hyperparams` takes jnp.bfloat16, which can be called, for a schedule. It
+        # calls it with the step's number, and what arrives here is the result, an array.
         advice = (
             " optax.inject_hyperparams takes a dtype for a schedule: give it "
             f"static_args={name!r}."

@@ -36,8 +36,8 @@ def as_function_of_parameters(
     """A function of a model as one of its parameters: (function, params, args) to call as
     `function(params, *args)`.
 
-    For a model, `loss(model, batch)` gives a function of (parameters, other state, batch), the
-    parameters, and (other state, batch). For a tree, the three are what was given.
+    For a model, `loss(model, *args)` gives a function of (parameters, other state, *args), the
+    parameters, and (other state, *args). For a tree, the three are what was given.
     """
     # `muonjax.nnx`, or None for a tree
     functions = functions_for(params)

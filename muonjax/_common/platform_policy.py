@@ -64,21 +64,23 @@ class Policy:
     def stack_elements(self) -> float:
         """How many elements several arrays may have together, to be stacked and run as one batch.
 
-        A single array, such as that of scanned layers, may have more. On an accelerator a stack
-        costs a copy and memory, and saves launches. The bounds follow from operations that were
-        counted (docs/kernels.md).
+        A single array, such as that of scanned layers, may have more; on a TPU `chunk_size` then
+        cuts it into batches within the same bound. On an accelerator a stack costs a copy and
+        memory, and saves launches. The bounds follow from operations that were counted
+        (docs/kernels.md).
         """
         # On a CPU the loop over chunks (see `chunk_size`) reads the stack where it is.
         if self.is_cpu:
             return math.inf
         if self.platform == "tpu":
-            # Counted for 8 matrices of 1024 x 4096: in two stacks of four they take 16 % more time
+            # By that count, 8 matrices of 1024 x 4096 in two stacks of four take 16 % more time
             # than one by one on a v5e, 53 % more on a v6e, and 29 % less on a v5p. JAX calls a v5e
             # and a v6e "lite": they have less memory bandwidth.
             if "lite" in self.kind:
                 # One matrix of 1024 x 4096: the fast memory keeps no larger stack.
                 return 4 << 20
-            # Four matrices of 1024 x 4096, or one of 4096 x 4096, have 16 Mi elements.
+            # A little more than the 16 Mi elements of four matrices of 1024 x 4096, or of one of
+            # 4096 x 4096.
             return 17 << 20
         # On a GPU or another accelerator, two matrices of 4096 x 4096: a larger stack takes more
         # memory, and smaller ones more launches.

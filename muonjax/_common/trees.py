@@ -42,7 +42,7 @@ def names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
     """The names on the path of each leaf, and the leaves, in the order of the tree.
-    A masked leaf is one, None is not.
+    A masked leaf counts as a leaf, and None does not.
 
     {"dense": {"kernel": x, "bias": y}} gives [("dense", "bias"), ("dense", "kernel")] and [y, x]. A
     key that is a tuple is a path, as in Flax's `flatten_dict`. A box of Flax adds no name: an
@@ -52,10 +52,12 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
       ValueError: Two leaves with the same "/"-joined names, as of {"a/b": x, "a": {"b": y}}.
       TypeError: An `nnx.FlatState`, whose arrays have numbers for JAX, and no names.
     """
+    # Among trees, only an `nnx.FlatState` has these.
     if hasattr(tree, "paths"):
         raise TypeError(f"a {type(tree).__name__} has no names: give the nested state.")
-    # Boxes are opened first, and then a path has no `value` of a box, and all its names count.
-    # `names` would also drop the `value` of an Equinox module with `query`, `key` and `value`.
+    # Boxes are opened first: then a path has no `value` of a box, and all its names count. The
+    # function `names`, which sees a path alone, drops any `value` at its end, also that of an
+    # Equinox module with `query`, `key` and `value`.
     opened = jax.tree.map(
         without_box, tree, is_leaf=lambda node: is_masked(node) or is_boxed(node)
     )
