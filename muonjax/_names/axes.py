@@ -84,6 +84,10 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
         return axes[0]
     if p.rank == 2:
         return _usual_output_axis(p, neighbors)
+    # A `ConvTranspose` of Flax is [*window, in, out], a `conv2d_transpose` of Keras or Haiku
+    # [*window, out, in], and a `conv_transpose` may be either.
+    if "transpose" in p.path:
+        return None
     outputs_first = outputs_are_first(p, neighbors)
     is_convolution = p.role is roles.CONVOLUTION or has_leading_window(p.shape)
     usual = 0 if outputs_first else p.rank - 1
@@ -91,10 +95,6 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     # their outputs on one axis: [32, 4, 16] may be a DenseGeneral's, with outputs 4 · 16.
     if not bias:
         return usual if outputs_first or is_convolution else None
-    # A transposed convolution is [*window, out, in] in Keras and Haiku,
-    # with its outputs on the last axis but one.
-    if not outputs_first and "transpose" in p.path.lower():
-        usual -= 1
     # Several axes are as long as the bias, and the library's order tells which of them; or no axis
     # is, and the outputs are unknown.
     return usual if usual in axes else None
