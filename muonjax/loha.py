@@ -233,7 +233,8 @@ def adapter_mask(params: Any) -> Any:
     """
 
     def trains(path, _):
-        # One array has no name; one `nnx.Param` has a path, but no name in it.
+        # The scale of ΔW, `hada_scale`, is no factor and does not train. One array has no name; one
+        # `nnx.Param` has a path, but no name in it.
         return not FACTORS.keys().isdisjoint(names(path)[-1:])
 
     return jax.tree_util.tree_map_with_path(trains, params)

@@ -271,7 +271,7 @@ def value_and_grad_of_model(
 
     def measured(*given):
         """What `nnx.value_and_grad` differentiates: (model, *args, kwargs) -> (loss, max_logits),
-        or (loss, (aux, max_logits)) where `fun` has aux."""
+        or (loss, (aux, max_logits)) where `fun` has aux. `kwargs` is one argument, a dict."""
         # The largest logits are found in a program of the model's parameters, whose paths name the
         # attentions. `params` has them at {0: ...}, the model's place among the arguments. `others`
         # has all else: running means, random numbers, the arrays of a batch. Arguments may share
@@ -292,6 +292,8 @@ def value_and_grad_of_model(
 
         # Errors of `with_max_logits` name the caller's function.
         of_parameters.__name__ = getattr(fun, "__name__", "loss")
+        # `argnums=0`: the model's parameters are those of its program. By which arguments the
+        # caller differentiates is another matter, below.
         with_maxima = with_max_logits(of_parameters, argnums=0, has_aux=True)
         # `params` of a model without parameters is empty.
         loss, ((aux, variables), max_logits) = with_maxima(params.get(0, {}), others)

@@ -155,12 +155,13 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
     `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
     """
     result = dependent(values)
-    # In q @ k + x @ gate the scores stay q @ k: `operands` has products of activations, and by
-    # frozen keys, so not the later x @ gate, which does not multiply queries by keys.
+    # `dependent` takes the scores of the last product. But in q @ k + x @ gate they stay q @ k:
+    # x @ gate does not multiply queries by keys, so it is not among the `operands` of attention.
     scores = [v.scores for v in values if v.scores in records.attention.operands]
     result = result._replace(scores=max(scores, default=result.scores))
     operation = Operation(records, node, values, node.inputs)
     if operation.is_choice:
+        # The first operand says which of the others, the cases, each entry is taken from.
         chooser, *cases = values
         operation = Operation(records, node, cases, node.inputs[1:], chooser)
         # As in `jnp.where(mask, w[:4], w[4:])`: which entries of w the result has is not known.
@@ -168,15 +169,15 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
             raise NotFollowed
     elif node.name in ("add", "add_any"):
         for value, other in zip(values, reversed(node.inputs), strict=True):
-            # Python's `sum` begins with the number 0, to which nothing is added then. A table of
-            # zeros is no such number: it may be a state that changes, as a running mean.
+            # Python's `sum` begins with the number 0: 0 + x is x. A table of zeros is no such
+            # number: it may be a state that changes, as a running mean.
             if np.array_equal(records.known(other, np.nan), 0):
                 return value
     if result.is_weight:
         return result._replace(views=_of_weights(operation))
     for value in operation.values:
-        # The maximum that softmax subtracts depends on no parameter,
-        # for it is without gradient, but it has logits.
+        # Parameters with data: activations. So is the maximum that softmax subtracts. It is without
+        # gradient, so that it depends on no parameter, but it has logits.
         if value.depends_on & PARAMETER or value.logits:
             return _of_activations(operation, result)
     return result._replace(facts=_facts_of_data(operation))
@@ -245,6 +246,7 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
         if repeats or is_noisy:
             operation.records.record_views(operation.node, operation.what, [value])
         else:
+            # The result is made of it, and may be a matrix.
             views += value.views
     return tuple(dict.fromkeys(views))
 
@@ -253,11 +255,11 @@ def _of_weights(operation: Operation) -> tuple[ParameterView, ...]:
 
 
 def _of_activations(operation: Operation, result: Value) -> Value:
-    """The result of an operation on activations, or on parameters and data: `result`,
-    which has what it depends on.
+    """`result`, which says what the result of an operation depends on, with the parameters,
+    projections and logits that go on. Operands are activations, or parameters and data.
 
-    Parameters are recorded as added or multiplied, and end here. But w * mask or w + data may be a
-    weight still: w goes on, and if a product takes it, that counts more than this record.
+    Each parameter is recorded as added or multiplied, as a bias or a gain is. But w in w * mask or
+    w + data may be a weight still, and goes on: if a product takes it, this record does not count.
     """
     records = operation.records
     node = operation.node
@@ -270,8 +272,9 @@ def _of_activations(operation: Operation, result: Value) -> Value:
         # In tanh(q[:, :4]) + q[:, 4:] both slices become parts of q.
         _record_meeting_parts(records, values)
     projections = _projections(operation)
-    # Softmax's weights, if the scores are those of queries and keys. 2 ** scores is an exponential,
-    # too; scores ** y, also a "pow", is taken for one.
+    # The weights of a softmax, if the scores are those of queries and keys: where they meet values,
+    # an attention is listed. 2 ** scores is an exponential, too; scores ** y, also a "pow", is
+    # taken for one.
     if node.name in (*follow_logits.EXPONENTIALS, "pow"):
         result = result._replace(exponential_of=result.scores)
     return result._replace(
@@ -283,20 +286,21 @@ def _of_activations(operation: Operation, result: Value) -> Value:
 
 def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     """The parameters that go on from a product of parameters and data, such as w * mask,
-    or from a sum or a choice of such products, parameters and data, such as w + data.
+    or from a mixture: a sum or a choice of such products, parameters and data, such as w + data.
 
-    w0 * a + w1 * (1 - a) is a mixture of two matrices. None go on from a sum with a layer's result,
-    with logits, or with parameters that are not followed any more, as tanh(w0 * a):
-    it is no mixture.
+    w0 * a + w1 * (1 - a) is a mixture of two matrices. A sum with a layer's result, with logits, or
+    with parameters that are not followed any more, as tanh(w0 * a), is no mixture, and no
+    parameters go on. For a product there is no such condition: the gain in gain * (x @ w) goes on.
     """
     values = operation.values
     if operation.is_sum:
         for value in values:
-            is_other = not value.views or value.projections or value.logits
+            is_no_mixture = not value.views or value.projections or value.logits
             # After a `stop_gradient` a value depends on FROZEN in place of PARAMETER. Such a value
             # may be added: first-order MAML and SAM add gradients.
-            if value.depends_on & PARAMETER and is_other:
+            if value.depends_on & PARAMETER and is_no_mixture:
                 return ()
+    # Any other operation than a sum, a choice or a product, as tanh(w * mask), ends them.
     elif not operation.is_scale:
         return ()
     return tuple(view for value in values for view in value.views)
@@ -306,6 +310,8 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     """The projections of all operands as the result has them, with the parameters that a sum adds
     as their biases: a clip scales x @ w + b by scaling both w and b."""
     records = operation.records
+    # Each operand with its projections after the operation: nonlinear if it is not linear in this
+    # operand, as a quotient in the divisor. Then one projection for each product, of all its parts.
     operands = [
         value._replace(projections=_projections_of_operand(operation, k))
         for k, value in enumerate(operation.values)
@@ -313,8 +319,8 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     projections = projections_of_all(records, operands)
     if not operation.is_sum:
         return projections
-    # A choice between two arrays counts as a sum, but each entry has one summand,
-    # so no slices are added up.
+    # x[0] @ w[0] + x[1] @ w[1] makes axis 0 of w rows. A choice between two arrays counts as a sum,
+    # but each entry has one summand, so no slices are added up.
     if not operation.is_choice:
         _record_sum_of_slices(records, operands)
     added = [
@@ -429,13 +435,13 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
     for value, factor in ((x, y), (y, x)):
         repeats = factor.axes("repeats")
         # An attention may be sum(weights * values), whose weights [q, k, 1] repeat along the
-        # columns of the values. `record_weights` records nothing if the factor is not made of
-        # exponentials.
+        # columns of the values. It is listed and refused. Where the factor is not made of
+        # exponentials `record_weights` does nothing.
         if repeats:
             records.record_weights(node, factor, value)
         # One number scales all of w, as its norm in w / norm(w). The products u @ w @ v that make a
-        # spectral norm are no uses of w as a matrix: `decisions` finds them by what the number
-        # depends on.
+        # spectral norm are no uses of w as a matrix: `decisions` leaves out the products that such
+        # a number depends on.
         if value.is_weight and len(repeats) == long_axes:
             for view in value.views:
                 records.uses.scales[view.leaf] |= factor.depends_on
@@ -444,7 +450,8 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
         if not factor.is_activation:
             continue
         # gate[b, e, 1] * y[b, e, f], of a layer's result y: the gate repeats along the columns f,
-        # so the columns e count experts. A factor made of y itself, as in a norm, is no gate.
+        # so the columns e count experts, whose matrices are separate (`batches`). A factor made of
+        # y itself, as in a norm, is no gate.
         for projection in value.projections:
             layout = projection.layout
             product = projection.product

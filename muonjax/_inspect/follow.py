@@ -52,8 +52,8 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     """Follows the body of a loop again and again,
     until nothing new is known of what its `first` operations carry.
 
-    At first each carried value depends on what enters the loop;
-    after a round also on what the body gives.
+    At first each carried value depends on what enters the loop; after a round also on what the body
+    gives. Only that is carried: which columns are where is not followed from round to round.
     """
     graph = records.graph
     values = records.values
@@ -72,8 +72,8 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
     for carry in carries:
         start = values[carry.inputs[0]]
         # What is made of parameters alone and is changed by the loop is an initial state, as of an
-        # RNN, and no matrix. But a loop that takes gradients may train it, as in MAML: then it may
-        # be a matrix, and is left to names.
+        # RNN, and no matrix (the carry of an unchanged one is not live). But a loop that takes
+        # gradients may train it, as in MAML: then it may be a matrix, and is left to names.
         if start.is_weight:
             kind = "unknown" if takes_gradients else "other"
             records.record_views(
@@ -82,10 +82,8 @@ def _follow_loop(records: Records, first: range, body: range) -> None:
 
 
 def _after_round(records: Records, carry: Node) -> Value:
-    """What a loop carries after one more round, of which only the dependencies are known.
-
-    The columns that it carries are recorded as parts.
-    """
+    """What one carried array depends on after one more round of the loop; nothing else is known of
+    it. The columns that it holds before the loop, and after this round, are recorded as parts."""
     # What was there before the loop, at the end of this round, and before this round.
     start, end = records.inputs(carry)
     value = records.values[carry.outputs[0]]

@@ -201,19 +201,22 @@ class Graph:
         return len(self.avals) - 1
 
     def _constants(self, body: Body, place: Place) -> list[int]:
-        """The values of the arrays that a body closes over."""
+        """The values of the arrays that a body closes over. Each is noted as data (`arguments`) or,
+        if rules may decide by its numbers, in `constants`."""
         values = [self._new(v, place) for v in opened(body).constvars]
         # A plain jaxpr has variables for its constants and not their values: they are None here.
         for x, array in itertools.zip_longest(values, constants(body)):
-            # Data: None, a tracer, a random key, or an array that the function was called with.
+            # Data, by whose numbers nothing may be decided: None, a tracer, a random key, or an
+            # array that the function was called with.
             if not _is_readable(array) or any(
                 _is_same(array, given) for given in self._given
             ):
                 self.arguments.append(x)
                 continue
             self.constants[x] = array
-            # A number, as of a mask, or indices of one axis,
-            # which may say where a slice or a look-up goes.
+            # Rules compute with one number, as of a mask, and with whole numbers along one axis,
+            # which may be the indices of a slice or a look-up. The numbers of all others are for
+            # `possible_numbers` alone.
             if array.ndim == 0 or (array.ndim == 1 and not _is_float(array.dtype)):
                 self.known[x] = np.asarray(array)
         return values
@@ -403,6 +406,7 @@ class Graph:
         carry = self._add_for_each(
             "carry", [inputs[start:stop]], variables[start:stop], eqn, inner
         )
+        # `scan`, the place of the body, says of which loop the iterations are, for the certificate.
         slices = self._add_for_each(
             "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
         )
@@ -421,8 +425,8 @@ class Graph:
         if carry:
             begin = first + carried  # of the body, after the "carry" operations
             self.loops[first] = range(first, begin), range(begin, len(self.nodes))
-        # What a scan collects of each iteration is an array [iterations, ...] outside of it, where
-        # the place is `inner[:-1]`. By `scan` the certificate knows whose iterations these are.
+        # What a scan collects of each iteration is an array [iterations, ...] outside of it: the
+        # place without its last step.
         stacked = self._add_for_each(
             "scan_stack",
             [outputs[carried:]],
@@ -460,7 +464,8 @@ class Graph:
           values: The values to begin with.
           with_gradient: Leaves out those that no gradient comes back to, and what only they depend
             on: indices, as of an argmax, and the results of a `stop_gradient`.
-          without: Operations whose operands are left out.
+          without: Operations where the search ends: their results are among the values, and their
+            operands are not, unless another operation takes these.
         """
         upstream = set()
         pending = list(values)

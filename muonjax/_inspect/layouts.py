@@ -270,9 +270,9 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     for layout in layouts:
         for run in layout.runs:
             by_axis.setdefault(run.axis, []).append((run, layout.holes))
-    # Entries that at least one part has. Others, as of a sink next to both halves of the queries,
-    # are holes in the run `OTHER` alone: in the runs along axes of the origin they keep what they
-    # have.
+    # Entries that at least one part has. All others, as of a sink next to both halves of the
+    # queries, are holes in the run `OTHER` alone. If runs along axes of the origin got these holes
+    # too, they would differ along the axis of the sink, as if it went over columns.
     filled = ~np.logical_and.reduce(
         np.broadcast_arrays(*(layout.holes for layout in layouts))
     )
@@ -283,14 +283,14 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
         if len({run for run, _ in parts}) > 1:
             terms: list[Positions] = []
             for run, holes in parts:
-                # Positions [n, *array] are n terms.
+                # The n positions of each entry, [n, *array], are n terms. An entry that another
+                # part has, and this one has not, is a hole here.
                 terms.extend(np.where(holes & filled, HOLE, run.positions))
-            # Each entry gets the positions of all terms.
             run = _sum_of(axis, np.stack(np.broadcast_arrays(*terms)))
-            # A rotation of all tokens but the first: x[:1] has one position for each entry, and a
-            # sum of two features of x[1:] has two. The holes of both differ along the axis of
-            # tokens. Along such an axis each entry gets the positions of all, so that tokens, of
-            # which the first now has other positions, don't look like heads.
+            # In a concatenation of x[:1] and a rotation of x[1:], the first token has one position
+            # for each entry and all others, sums of two features, have two: along the axis of
+            # tokens there would be different columns, as of heads. So along the axes on which
+            # holes differ, here that of tokens, each entry gets the positions of all.
             if len({run.shape[0] for run, _ in parts}) > 1:
                 for k in frozenset().union(*(x.runs[0].varying for x in layouts)):
                     run = _added_up(run, k)
@@ -357,16 +357,16 @@ def _added_up(run: Run, axis: int) -> Run:
 
 
 def _run_of(axis: int, positions: Positions) -> Run:
-    """The run of an array's positions [n, *axes], n for each entry:
-    equal positions give equal runs.
+    """The run of positions [n, *axes of the array], where each entry is a sum of n entries of the
+    origin. The same sets of positions give the same run.
 
     The positions of an entry are sorted, each once,
     and an axis on which they don't depend has one entry.
     """
     if len(positions) > 1:
         positions = np.sort(positions, 0)
-        # An entry that has a position twice gets a hole in its place. A second sort puts holes
-        # last, and terms that are holes in all entries are left out.
+        # An entry that has a position twice gets a hole in its place. Holes are larger than all
+        # positions: a second sort puts them last. Terms that are holes in all entries are left out.
         is_repeated = positions[1:] == positions[:-1]
         positions[1:][is_repeated] = HOLE
         positions.sort(0)

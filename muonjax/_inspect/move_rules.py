@@ -136,7 +136,8 @@ def _gathered(records: Records, node: Node, x: Marks) -> Marks:
     for n, size in zip(x.shape[first:], sizes, strict=True):
         if n > size:
             raise NotFollowed  # marks depend on an axis of which an unknown slice is taken
-    # Axes that are gone have one mark each, and marks don't depend on the axes of the indices.
+    # A slice has one entry along the axes that are gone, so one mark is left along each of them.
+    # Marks don't depend on the axes of the indices.
     x = x.squeeze(axes_after(first, _gone(numbers)))
     added = other_axes(len(new), numbers.offset_dims)
     return np.expand_dims(x, axes_after(first, added))

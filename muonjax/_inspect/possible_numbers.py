@@ -103,8 +103,8 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
         if numbers is not None:
             known.append(numbers)
     if len(known) < len(inputs):
-        # Data times a known number of the size of a mask's: the data are not looked at, but taken
-        # for a mask of 0 and 1, or of 0 and -1 as in (mask - 1) * 1e9.
+        # Data times known numbers of 9000 or more, of either sign: the data are not looked at, but
+        # taken for a mask of 0 and 1, or of 0 and -1 as in (mask - 1) * 1e9.
         if node.name == "mul" and known and (-np.abs(known[0]) <= MASKED).all():
             return np.concatenate([-known[0], [0.0], known[0]])
         return None

@@ -482,9 +482,9 @@ def find_maxima(
       shared: Whether, under `vmap`, all examples get the logits of the first (`Probe.shared`),
         for `check_clip`.
     """
-    # The function is read anew in each trace, since each jaxpr has variables of its own. Its inputs
-    # begin with the parameters. Later arguments may be data,
-    # such as the images of an adversarial attack.
+    # The function is read anew in each trace: probes name logits by variables, and each jaxpr has
+    # its own. The inputs begin with the parameters, as many as there are paths. Those that follow
+    # may be data, such as the images of an adversarial attack.
     paths = _paths(arguments[0])
     records = follow(closed, len(paths), given)
     clippable = _clippable(call, records, paths)
@@ -500,19 +500,25 @@ def find_maxima(
     measured = iter(results[-count:])
     maxima = {}
     for name, attention in clippable.items():
-        # The span of the queries: the sizes of the axes that count layers, and the number of heads.
+        # The first span is that of the queries: the sizes of the axes that count layers, and the
+        # number of heads.
         queries = attention.spans[0]
-        # Where batch and heads are one axis of the logits, [batch * heads], the maximum of each
-        # head is over the examples. Each call, as of a layer used twice, has a probe.
+        # A probe gives [*layers, heads], or [*layers, batch * heads] where these are one axis of
+        # the logits: then the maximum of each head is over the examples.
         shape = (*queries.layers, -1, queries.entries)
+        # Each call, as of a layer used twice, has a probe. If a head overflows in one of several
+        # calls, the others count.
         of_calls = [next(measured).reshape(shape).max(-2) for _ in attention.probes]
         maxima[name] = functools.reduce(_larger, of_calls)
     return results[:-count], maxima
 
 
 def _larger(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The larger of the largest logits of two calls of an attention;
-    one that overflows hides none of the other."""
+    """The larger of the largest logits of two calls of an attention.
+
+    A head that overflows in one call, inf or NaN, gets the logit of the other. If it overflows in
+    both, it gets -inf, or NaN where both are NaN.
+    """
     finite = [jnp.where(x == jnp.inf, -jnp.inf, x) for x in (a, b)]
     # `fmax` leaves out NaN.
     return jnp.fmax(*finite)
@@ -534,7 +540,8 @@ def _clippable(call: str, records: Records, paths: Sequence[str]) -> dict[str, C
             f"{call}: nothing that it returns depends on the arguments to differentiate by; give "
             "the parameters that fun uses as an argument, do not close over them."
         )
-    # The first argument to differentiate by was taken for the parameters, and may be another.
+    # The parameters are those of the first argument to differentiate by. If they are in another
+    # one, other `argnums` find attention.
     instead = "argnums that begin with the parameters, or jax.value_and_grad and muon"
     raise _no_site(call, [attention for attention, _ in named], instead)
 
