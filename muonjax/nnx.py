@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from muonjax import loha as shared
+from muonjax import loha
 from muonjax._common.arguments import check_pattern, errors_of
 from muonjax._common.trees import listed
 
@@ -49,20 +49,20 @@ class LoHa(nnx.Module):
         self.replaced = getattr(layer, _product_attribute(layer))
         kernel = layer.kernel
         # By the names of FACTORS: [in, rank], [rank, out], [in, rank], [rank, out]
-        shapes = shared.factor_shapes(kernel.shape, _num_input_axes(layer), rank)
+        shapes = loha.factor_shapes(kernel.shape, _num_input_axes(layer), rank)
         keys = jax.random.split(rngs.params(), len(shapes))
         for (name, shape), key in zip(shapes.items(), keys, strict=True):
-            factor = shared.initial(name, key, shape, kernel.dtype)
+            factor = loha.initial(name, key, shape, kernel.dtype)
             setattr(self, name, LoHaParam(factor))
 
     def factors(self) -> list[jax.Array]:
         """w1a [in, rank], w1b [rank, out], w2a [in, rank], w2b [rank, out]."""
-        return [getattr(self, name)[...] for name in shared.FACTORS]
+        return [getattr(self, name)[...] for name in loha.FACTORS]
 
     def __call__(self, lhs, rhs, *args, **settings):
         """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
         # An `nnx.LinearGeneral` whose `dot_general` was None called lax.dot_general.
-        return shared.multiply(
+        return loha.multiply(
             self.replaced or lax.dot_general,
             lhs,
             rhs,
@@ -111,7 +111,7 @@ def add_loha(
     Source: Hyeon-Woo et al., "FedPara", 2022; Yeh et al., "LyCORIS", 2024.
     """
     with errors_of("add_loha"):
-        scale = shared.scale_of(rank, alpha)
+        scale = loha.scale_of(rank, alpha)
         check_pattern("path_rule", path_rule)
     layers = dict(_layers(model))
     paths = [path for path in layers if re.search(path_rule, path)]
@@ -167,9 +167,7 @@ def merge(model: nnx.Module) -> None:
         has_adapter = True
         # A new value of the same variable, since an optimizer may refer to it.
         kernel = layer.kernel
-        kernel[...] = shared.adapted_kernel(
-            kernel[...], adapter.factors(), adapter.scale
-        )
+        kernel[...] = loha.adapted_kernel(kernel[...], adapter.factors(), adapter.scale)
         # The layer multiplies as before it had an adapter. `nnx.static` takes back the mark of
         # `nnx.data`, with which the function would be a leaf of the model.
         setattr(layer, attribute, nnx.static(adapter.replaced))

@@ -265,28 +265,24 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     sum of 0, 1 and 2, 3 has two positions for each entry: 0 and 2 for the first,
     1 and 3 for the second.
     """
-    # For each axis of the origin the runs along it, each with the holes of its layout.
-    by_axis: dict[int, list[tuple[Run, Positions]]] = {}
-    for layout in layouts:
-        for run in layout.runs:
-            by_axis.setdefault(run.axis, []).append((run, layout.holes))
     # Entries that at least one part has. All others, as of a sink next to both halves of the
     # queries, are holes in the run `OTHER` alone. If runs along axes of the origin got these holes
     # too, they would differ along the axis of the sink, as if it went over columns.
     filled = ~np.logical_and.reduce(
         np.broadcast_arrays(*(layout.holes for layout in layouts))
     )
+    # For each axis of the origin the runs along it, each with the entries that only others have.
+    by_axis: dict[int, list[tuple[Run, Positions]]] = {}
+    for layout in layouts:
+        of_others = layout.holes & filled
+        for run in layout.runs:
+            by_axis.setdefault(run.axis, []).append((run, of_others))
     runs = []
     for axis, parts in sorted(by_axis.items()):
         run, _ = parts[0]
         # Equal runs are one, as along the rows of a kernel of which only columns were cut.
         if len({run for run, _ in parts}) > 1:
-            terms: list[Positions] = []
-            for run, holes in parts:
-                # The n positions of each entry, [n, *array], are n terms. An entry that another
-                # part has, and this one has not, is a hole here.
-                terms.extend(np.where(holes & filled, HOLE, run.positions))
-            run = _sum_of(axis, np.stack(np.broadcast_arrays(*terms)))
+            run = _sum_of(axis, parts)
             # In a concatenation of x[:1] and a rotation of x[1:], the first token has one position
             # for each entry and all others, sums of two features, have two: along the axis of
             # tokens there would be different columns, as of heads. So along the axes on which
@@ -298,23 +294,28 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
     return layouts[0]._replace(runs=tuple(runs))
 
 
-def _sum_of(axis: int, terms: Positions) -> Run:
-    """The positions along one axis of the origin, as a run, of a sum or a concatenation of terms
-    with these positions [terms, *array]: each entry has those of all terms.
+def _sum_of(axis: int, parts: Sequence[tuple[Run, Positions]]) -> Run:
+    """The run along one axis of the origin of a sum or a concatenation: each entry has the
+    positions of all parts. `parts` has the run of each, and its holes: entries that others have.
 
     The heads of q[:2] + q[2:] have columns of their own: q[0] and q[2], q[1] and q[3], at one
     distance. In q + q[::-1] the distance depends on the head: then each entry along the axis of
     heads gets the positions of all.
     """
-    run = _run_of(axis, terms)
+    terms = []
+    for run, holes in parts:
+        # The n positions of each entry, [n, *array], are n terms.
+        terms.extend(np.where(holes, HOLE, run.positions))
+    positions = np.stack(np.broadcast_arrays(*terms))
+    run = _run_of(axis, positions)
     # A hole is larger than any position. Terms with holes are taken for a concatenation, in which
     # each entry comes from one term: there are no distances to compare.
-    if terms.max() >= HOLE:
+    if positions.max() >= HOLE:
         return run
     # How far each term is from the first one, entry by entry
-    distances = terms - terms[:1]
-    for k in range(terms.ndim - 1):
-        # Axis k of the array is axis 1 + k of the terms.
+    distances = positions - positions[:1]
+    for k in range(positions.ndim - 1):
+        # Axis k of the array is axis 1 + k of the positions.
         first = distances.take([0], 1 + k)
         if (distances != first).any():
             run = _added_up(run, k)

@@ -245,7 +245,9 @@ class Program:
         results, maxima = jax.vmap(results_and_maxima)(pair)
         # Each result has both examples along axis 0. How far they are apart is relative to the
         # largest entry, and for logits, below, to each head's own.
-        changes = [_deviation(*x) for x in results if _is_float(x)]
+        changes = [
+            _deviation(*x) for x in results if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
         deviations = {}
         for name, (before, after) in maxima.items():
             of_logits = _deviation(before / largest[name], after, each=True)
@@ -388,7 +390,9 @@ def _is_loss(call: str, result: Any, params: Any) -> bool:
             "give the loss function."
         )
     leaves = jax.tree.leaves(result)
-    return bool(leaves) and leaves[0].shape == () and _is_float(leaves[0])
+    if not leaves or leaves[0].shape:
+        return False
+    return jnp.issubdtype(leaves[0].dtype, jnp.inexact)
 
 
 def _check_uses(call: str, decisions: dict[str, Decision]) -> None:
@@ -563,7 +567,3 @@ def _no_site(call: str, attentions: Sequence[Attention], instead: str) -> ValueE
             "multiplied by a third"
         )
     return ValueError(f"{call}{why}. Use {instead}.")
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
