@@ -150,7 +150,8 @@ def _entrywise(records: Records, node: Node) -> Sequence[Value]:
 
 
 def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
-    """The result of an operation entry by entry.
+    """The result of an operation entry by entry: on parameters and numbers alone, such as w * mask,
+    on activations or parameters and data, or on data alone, in this order.
 
     `values`: those of its operands, each repeated along all axes of the result (`spread_operands`).
     """
@@ -186,9 +187,10 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
 def _facts_of_data(operation: Operation) -> tuple[AxisFact, ...]:
     """What is known of the axes of a sum or a product of arrays that no parameter is in.
 
-    An image minus its mean still has the axes of an argument. one_hot(labels) * weight is zero but
-    for one index, and so, but for a constant and a few indices, are one_hot(a) + one_hot(b) and
-    smoothed labels, 0.9 * one_hot(labels) + 0.01.
+    An image minus its mean still has the axes of an argument, by which an embedding of patches is
+    known. Labels that choose are known by "one hot": one_hot(labels) * weight is zero but for one
+    index, and so, but for a constant and a few indices, are one_hot(a) + one_hot(b) and smoothed
+    labels, 0.9 * one_hot(labels) + 0.01.
     """
     if not (operation.is_sum or operation.is_scale):
         return ()

@@ -57,7 +57,8 @@ def _split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
 def _padded(
     x: jax.Array, value: jax.Array, padding_config: Sequence[tuple[int, int, int]]
 ) -> jax.Array:
-    """`pad`, as a concatenation along one axis after the other."""
+    """`pad` by `low` and `high` entries, as a concatenation along one axis after the other; others
+    stay a `pad` (`_not_entered`)."""
     for axis, (low, high, _) in enumerate(padding_config):
         before = list(x.shape)
         before[axis] = low

@@ -179,6 +179,8 @@ def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
     old_sizes = np.cumprod([1, *old])
     new_sizes = np.cumprod([1, *new])
     old_start = new_start = 0
+    # A group ends where the axes so far have as many entries in both shapes. The first group, of
+    # one entry, has leading axes of size 1, or no axes.
     for size in np.intersect1d(old_sizes, new_sizes):
         old_stop = int(np.searchsorted(old_sizes, size, "right")) - 1
         new_stop = int(np.searchsorted(new_sizes, size, "right")) - 1
