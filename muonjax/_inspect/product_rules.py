@@ -84,10 +84,10 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         # the columns along e count experts.
         for projection in operand.value.projections:
             projection.product.batches.update(projection.layout.runs_along(chosen))
-    # If both operands may be the layer's weights, parameters alone come before a matrix that
-    # depends on data, w * mask.
+    # The weights of a layer are parameters alone, perhaps a vector (`is_parameter`), or else a
+    # matrix that data are in too, as w * mask (`is_matrix`): the loop begins with the first kind.
     for operand, other in sorted(pairs, key=lambda pair: not pair[0].is_parameter):
-        # Parameters that were not lost, perhaps a vector, which is no matrix.
+        # A parameter without views was lost, as in an operation that is not followed.
         is_parameter = operand.is_parameter and operand.value.views
         if is_parameter or operand.is_matrix:
             return _by_matrix(records, node, result, operand, other)
@@ -106,8 +106,8 @@ def _by_matrix(
     """
     attention = records.attention
     # The product whose exponentials the activation is made of. These may be the weights of an
-    # attention, of which the other operand is the values,
-    # or of a router that chooses among its rows.
+    # attention, of which the other operand is the values. So may be those of softmax(x @ c) with
+    # parameters c, as of a router: c may be learned keys.
     scores = activation.value.exponential_of
     has_weights = scores in attention.candidates | attention.routers
     views = weights.value.views
@@ -120,7 +120,7 @@ def _by_matrix(
         return _by_parameter(records, node, result, weights, activation)
     # Each factor is left to names, as it may be a learned input and no matrix.
     records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
-    # An attention with such values is listed and refused.
+    # What may be an attention with such values is listed and refused.
     if has_weights:
         attention.other_readers[scores] = node.index
     # It counts as a layer: what is before it is no output head.
@@ -154,7 +154,8 @@ def _by_parameter(
 
     `result` has what it depends on.
     """
-    # Learned queries [8, 64] that a projection multiplies are its input, and no matrix.
+    # The input of the layer may be made of parameters too, as learned queries [8, 64] that are
+    # repeated for each example. They are no matrix.
     if activation.value.is_weight:
         records.record_views(node, "a learned input", [activation.value])
     # Softmax's weights stay weights where a parameter mixes those of several heads.
@@ -203,17 +204,18 @@ def _unfollowed(records: Records, weights: Operand, activation: Operand) -> str:
     # Axes of experts would be taken for rows.
     if _sums_over_experts(records, activation):
         return "a sum over experts"
-    # In x @ (w0 * gate0 + w1 * gate1) data choose between matrices:
-    # what follows holds for parameters alone.
+    # In x @ (w[0] * gate0 + w[1] * gate1) data choose between two matrices, which are followed. The
+    # two cases below are of parameters without data.
     if not weights.value.is_weight:
         return ""
     views = weights.value.views
-    # In x @ (w[0] + w[1]) both slices are one matrix, and in a complex
-    # c[..., 0] + 1j * c[..., 1] they may be two.
+    # In x @ (w[0] + w[1]) both slices are one matrix, and in a complex c[..., 0] + 1j * c[..., 1]
+    # they may be two: which one it is, is not followed.
     if are_several_parts([weights.value]):
         return "a sum of its slices"
     # In einsum("qhd,bkhd->bhqk", (queries @ w).reshape(q, h, d), k) the batch axis h lies along the
-    # columns of w, and along no axis of the learned queries, which are no matrix.
+    # columns of w, and along no axis of the learned queries: these are no matrix, but would be
+    # recorded as a factor of one.
     lacks_heads = any(not view.layout.runs_along(weights.batch) for view in views)
     if weights.batch and lacks_heads and any(view.inner for view in views):
         return PRODUCT_OF_PARAMETERS
@@ -227,9 +229,9 @@ def _recorded_projections(
     and returns a projection for each that is part of a matrix.
 
     x @ (w + a @ b) uses w, a and b, numbers 0, 1 and 2, each with rows, columns and batch axes of
-    its own. The product sums over an axis of w and of a; b is a factor (`view.inner` holds the axes
-    in which factors meet, those of a that b sums over). A parameter of which no axis is summed
-    over, and that is no factor, is a scale.
+    its own. The product sums over an axis of w and of a. It sums over none of b, but b meets a:
+    `view.inner` has the axes of each that meet the other, the columns of a and the rows of b. A
+    parameter with neither is a scale, as v in x @ (u[:, None] * v).
     """
     # Why the result can't be followed, such as "a sum over experts"; "" if it can. A use of the
     # kind "unknown" leaves the parameter to its name.
@@ -446,8 +448,9 @@ def _of_two_activations(
 ) -> Value:
     """The product of two activations, with logits if it may be queries times keys.
 
-    A matrix before it is no output head if both operands have free axes, as in queries @ keys.T,
-    or if it matches two towers, as in an einsum `bd,bd->b`.
+    It is a layer, so that a matrix before it is no output head, if both operands have free axes, as
+    in queries @ keys.T, or if it matches two towers, as in an einsum `bd,bd->b`. The same einsum of
+    one array with itself, a squared norm as in a loss, is not a layer.
     """
     # Exponentials of it may be the weights of an attention: they get `exponential_of` from
     # `scores`. It begins anew, with -1, as it may be made of exponentials of an earlier product.
@@ -487,17 +490,17 @@ def _by_constants(
     the product sums over, and so do its logits. If the numbers may be frozen keys,
     it has new logits.
     """
-    # softmax(q k^T) @ c, of frozen values c, ends an attention: its logits do not go on.
+    # softmax(q k^T) @ c, of frozen values c, ends an attention: its logits do not go on. Along axes
+    # that the product sums over, other logits keep their first entry (`aligned`).
     softmaxes = _softmaxes_of(activation)
     logits = follow_logits.through(node, activation.aligned)
     result = result._replace(
         projections=activation.added_up.projections, logits=() if softmaxes else logits
     )
     is_layer = _is_frozen_layer(activation, constants)
-    # From here on the result counts as scores of its own after a frozen layer, after an attention,
-    # and if it may be queries times frozen keys: if its exponentials meet values later, an
-    # attention is listed. With older scores it is not the last: queries @ keys.T times a rotation
-    # or an average is still queries @ keys.T.
+    # The result is new scores, whose exponentials may be an attention's weights, after a frozen
+    # layer, after an attention, or if it may be queries times frozen keys. If it is made of older
+    # scores it is not the last: queries @ keys.T times a rotation is still queries @ keys.T.
     may_be_scores = activation.free and constants.free and result.scores < 0
     if is_layer or softmaxes or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
@@ -587,14 +590,15 @@ def _by_kernel(
     """The result of a convolution, or of each expert's matrix times its rows:
     a layer if the weights are parameters.
 
-    Weights that data made are not followed: the result only depends on both operands. Parameters
-    that the operands hold as views, and kernels mixed for each example, are left to names.
+    Without views of parameters in its weights, or with data in those of groups, the result only
+    depends on both operands. Parameters among these, and kernels that were mixed for each example,
+    are left to names.
     """
     values = [activation.value, weights.value]
     result = dependent(values)
     # Parameters alone (`is_weight`), or without groups also parameters times data, such as a masked
-    # kernel. With groups such a kernel may be made for each example of a batch that was reshaped to
-    # be the groups.
+    # kernel. With groups these may be a kernel for each example, of a batch that was reshaped to be
+    # the groups.
     is_followed = weights.value.is_weight or weights.kernel.groups == 1
     if weights.value.views and is_followed:
         return _by_parameter(records, node, result, weights, activation)
@@ -605,8 +609,8 @@ def _by_kernel(
     # no output head.
     if weights.value.depends_on & PARAMETER:
         records.layers.add(node.index)
-    # A frozen kernel makes a frozen layer, which counts for the products before it. A depthwise
-    # one, such as a blur, does not count.
+    # A kernel without parameters, frozen or given as data, makes a frozen layer, which counts for
+    # the products before it. A depthwise one, such as a blur, does not count.
     elif not weights.kernel.is_depthwise:
         records.frozen_layers.add(node.index)
     return result

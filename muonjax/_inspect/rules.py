@@ -42,8 +42,9 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
     Parameters among the operands are left to names. What becomes of layers,
     whose projections it takes, depends on it:
 
-    - a call, by its name or since it is in no table and takes three activations, may be an
-      attention: the columns of each layer that it takes are one part;
+    - a call, by its name or since it is in no table and takes three activations: the columns of
+      each layer that it takes are one part. If it takes three, it may be an attention, which is
+      listed and refused;
     - an operation that mixes columns, such as a sort, makes them one part as well;
     - one whose rule does not handle its settings may choose some of the columns: layers are left to
       names, but for those whose columns were mixed before;
@@ -55,14 +56,14 @@ def unknown(records: Records, node: Node) -> Sequence[Value]:
         x for x in node.inputs if records.values[x].is_activation and records.shape(x)
     ]
     takes_three = len(activations) > 2
-    # pallas_call, pure_callback, a library's attention, ...:
-    # none of them is an elementary function.
     is_listed = node.name in RULES
+    # pallas_call, pure_callback, a library's attention, ...: such a call is not taken for a softmax
+    # or for something one hot, so that it leaves other parameters as they are.
     is_call = "call" in node.name or (takes_three and not is_listed)
     if not is_call and not is_listed:
         records.unlisted = node.index  # leaves all parameters to names
-    # A penalty without data, such as a determinant, does not say what the parameter is:
-    # other uses of it decide.
+    # "alone": a penalty without data, such as a determinant, does not say what the parameter is,
+    # so that other uses of it decide.
     has_data = any(value.depends_on and not value.is_weight for value in values)
     records.record_views(node, node.name, values, "unknown" if has_data else "alone")
     projections = [projection for value in values for projection in value.projections]
@@ -86,21 +87,24 @@ RULES |= dict.fromkeys(_MIXING, unknown)
 
 
 def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
-    """The result of an einsum of three or more operands, which is not followed.
+    """The result of one operation, usually a product of two arrays,
+    of an einsum of three or more operands.
 
-    JAX would multiply them pair by pair, in an order that depends on their sizes. A layer may be
-    among these products, so what comes before may be no output head; or logits, or a softmax's
-    weights and values: such an attention is listed and refused.
+    JAX multiplies these two by two, in an order that depends on their sizes. So no operation of it
+    is followed: parameters, and layers whose results it takes, are left to names (`unknown`). It
+    may be queries @ keys.T, or softmax's weights times values: such an attention is listed and
+    refused.
     """
     values = records.inputs(node)
+    # It may be a layer: what looks like an output head before it is left to its name.
     records.possible_layers.add(node.index)
-    # Each operand may be softmax's weights, and each other one the values. An operand with itself
+    # Either operand may be softmax's weights, and the other one the values. An operand with itself
     # records nothing: what is made of the same exponentials is not taken for values.
     for value in values:
         for other in values:
             records.record_weights(node, value, other)
     (result,) = unknown(records, node)
-    # It may be the logits of an attention.
+    # It may be queries @ keys.T: then it is the product that exponentials are made of.
     return [result._replace(scores=node.index) if result.is_activation else result]
 
 
