@@ -40,9 +40,9 @@ class Uses:
     """What is done with the parameters."""
 
     def __init__(self) -> None:
-        # By operation, parameter, and the number of the view,
-        # which counts the factors of a product of parameters.
+        # By operation, parameter, and the number of the view, `k` in `record`.
         self.by_operation: dict[tuple[int, int, int], Use] = {}
+        # By operation and the number of the view.
         self.products: dict[tuple[int, int], Product] = {}
         # For each parameter, its axes along which products with slices of it are added up.
         self.summed_slices: dict[int, set[int]] = defaultdict(set)
@@ -56,9 +56,9 @@ class AttentionRecords:
     """
 
     def __init__(self) -> None:
-        # The number of this product is the key of all dictionaries with `int` keys, but of `calls`,
-        # and the member of the sets.
-        # Its left and its right operand: which one is the queries is found out later.
+        # A product that may give logits, as queries @ keys.T, has a number: the key of each
+        # dictionary with `int` keys, but of `calls`, and the member of the sets.
+        # The left and the right operand of the product: which one is the queries is found later.
         self.operands: dict[int, tuple[Operand, Operand]] = {}
         # One entry for each product weights @ values that was followed from it: the logits that
         # softmax takes, and the axes of the result of queries @ keys.T that count keys.
@@ -101,11 +101,13 @@ class Records:
         self.values: list[Value] = [Value()] * len(graph.avals)
         self.uses = Uses()
         self.attention = AttentionRecords()
-        # What is an output head follows from these: no matrix before a product by parameters or of
-        # activations (`layers`); perhaps one before a matrix that does not train, with a warning;
-        # and before an operation that may be a product its name decides.
+        # Operations that show whether a matrix before them is an output head. Before a product by
+        # parameters, or of two activations, it is not.
         self.layers: set[int] = set()
+        # Before a product by a matrix that does not train it is taken for a hidden layer, with a
+        # warning.
         self.frozen_layers: set[int] = set()
+        # Before an operation that may be a layer, what looks like a head is left to its name.
         self.possible_layers: set[int] = set()
         # The last operation without any rule, which may do anything, so that nothing is decided;
         # -1 if there is none.
@@ -153,7 +155,8 @@ class Records:
         **axes: Any,
     ) -> Product | None:
         """Records what an operation does with a parameter.
-        A second record of the two replaces the first.
+
+        A later record of the same operation, parameter and `k` replaces it.
 
         Args:
           node: The operation.
@@ -161,8 +164,8 @@ class Records:
           view: The parameter, as the operation sees it.
           what: What is done, in words, or the name of the operation,
             where the kind does not say it.
-          k: The number of this view among those of the operand: of x @ (w + a @ b) w has 0,
-            a has 1 and b has 2.
+          k: The number of this view among those of the operand: of x @ (w + a @ b) w has 0, a has 1
+            and b has 2. It is in the key, as one parameter may be there twice: x @ (w + w.T).
           axes: Rows, columns and the other attributes of `Use`.
 
         Returns:

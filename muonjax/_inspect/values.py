@@ -85,19 +85,22 @@ class Product:
     axes are those of the parameter."""
 
     def __init__(self, bit: int):
-        self.bit = bit  # stands for it in `Value.depends_on`
+        self.bit = bit  # a power of two, which stands for it in `Value.depends_on`
         self.use: Any = None  # its `Use`
-        # Axes over which its result is summed, as the heads of an output projection are.
+        # Axes over which its result is summed, as h after "hbd,hdf->hbf" in an output projection.
+        # Then h has rows, and counts no matrices.
         self.added_up: set[Run] = set()
-        # Columns that count experts or heads: axes that are batches in a product with another
-        # parameter, or gated, or along which labels choose.
+        # Columns that another operation takes one by one: e of this result y[b, e, f] if a gate
+        # [b, e, 1] multiplies it, if "bef,efd->bed" has another matrix for each e, or if
+        # one_hot(expert) chooses e. If `heads` has them too they stay columns; otherwise they are
+        # experts, and count matrices (`matrix_axes._rows_and_columns`).
         self.batches: set[Run] = set()
         # Columns that count heads: batches of a product of activations, such as queries and keys,
         # each with the part of the columns that has these heads, as the queries of a fused kernel.
         self.heads: set[tuple[Run, Region]] = set()
-        # The parts that are used separately.
+        # The parts that are used separately, each perhaps a matrix of its own.
         self.parts: set[Region] = set()
-        # Whether labels choose one of its columns, as in a cross-entropy.
+        # Whether labels choose one of its columns, as in a cross-entropy: it may be an output head.
         self.is_read_by_labels = False
         # Whether an operation mixed all columns in groups, each for itself, as a norm of each head
         # does. If there are parts then, the parameter is left to names: a group may lie across two.
@@ -157,7 +160,8 @@ class Logits(NamedTuple):
     stage: str = "logits"
     # The array of the logits so far: in the end what enters softmax, scaled and masked.
     value: int = -1
-    # The array just before the first mask or bias was added; -1 if none was.
+    # The array just before the first bias, or what may be one, was added; -1 if none was.
+    # What is a mask for sure is in neither of these two.
     raw: int = -1
     added: tuple[Addend, ...] = ()
     is_masked: bool = False  # some are replaced, or hidden by what was added
@@ -166,7 +170,7 @@ class Logits(NamedTuple):
 
     @property
     def is_biased(self) -> bool:
-        """Whether a mask or a bias was added to the logits."""
+        """Whether a bias, or what may be one, was added to the logits."""
         return self.raw >= 0
 
 
@@ -420,8 +424,9 @@ def united(parts: Sequence[Projection]) -> Projection:
     """One projection in place of several of one product,
     which a sum adds or a concatenation puts side by side.
 
-    It has the biases of all parts, and is nonlinear if any part is. It stays unmixed if all are,
-    and are used in one way: one record has to do for all of them from here on.
+    It has the biases of all parts, and is nonlinear if any part is. From here on the columns of all
+    parts can only be recorded together, as one part. So it stays unmixed only if all are, and are
+    the same columns or went through the same functions (`used_in_one_way`).
     """
     if len(parts) == 1:
         return parts[0]
