@@ -43,6 +43,8 @@ class Decision(NamedTuple):
 def decide(records: Records, is_loss: bool) -> list[Decision]:
     """One decision for each parameter."""
     decider = _Decider(records, is_loss)
+    # What is done where no gradient comes back, as in a teacher with the same parameters,
+    # says nothing of them.
     by_leaf = grouped(
         (use.view.leaf, use)
         for use in records.uses.by_operation.values()
@@ -67,8 +69,7 @@ class _Decider:
     def decide(self, leaf: int, uses: list[Use]) -> Decision:
         """The decision on a parameter with these uses, by the cases at the top of this file.
 
-        `Decision(None, why)` is AdamW, and `_adam(..., by_names=True)` leaves the parameter to its
-        name.
+        `Decision(None, why)` is AdamW, and `_left_to_names` leaves the parameter to its name.
         """
         if not self.graph.is_float(self.graph.parameters[leaf]):
             return Decision(None, "whole numbers")
@@ -88,8 +89,8 @@ class _Decider:
         others = [use for use in uses if not self._is_in_gradient(use)]
         products = [use for use in others if use.kind == "product"]
         # A loss with a gradient of the model in it, such as WGAN's penalty, uses each kernel
-        # backward too. What follows a product there is no layer of the model. So another product,
-        # outside of the gradient, has to show a layer.
+        # backward too. What follows a product there is no layer of the model. So only a product
+        # outside of the gradient can show that a layer follows; if none does, the name decides.
         is_followed = any(self.ends.destination(use) != "output" for use in products)
         if in_gradient and not is_followed:
             return self._left_to_names(
@@ -183,7 +184,8 @@ class _Decider:
         """
         # "layer", "output", or "frozen layer", if only matrices that do not train follow.
         destinations = {self.ends.destination(use) for use in products}
-        # No layer follows any of them: an output head, whatever its shape is.
+        # No layer follows any of them: an output head, whatever its shape is. AdamW takes it, or
+        # its name decides if an operation after it may be a layer.
         if self.is_loss and destinations == {"output"}:
             return self._head(products)
         # Products by vectors, and by depthwise kernels, do not count from here on.
@@ -193,11 +195,13 @@ class _Decider:
             why = "a depthwise convolution" if is_depthwise else "multiplied by vectors"
             return self._adam(why, products[0].node)
         first = matrices[0].node
-        # No layer follows its products as a matrix. Without a loss these may be a head, or give
-        # features that a loss takes. With one they were a head, above, unless a product of it as a
-        # vector goes on to a layer, which says nothing of the matrix.
+        # No layer follows where it is a matrix. If the function is no loss, this may be a head, or
+        # give features that a loss takes. In a loss it was a head, above, unless the parameter also
+        # multiplies as a vector, and a layer follows there: that says nothing of the matrix.
         if all(self.ends.destination(use) == "output" for use in matrices):
             return self._adam("last product", first, by_names=True)
+        # The first layer of a vision transformer, a convolution or a product with a reshaped image.
+        # Such windows of features, as where a later layer halves the image, are an ordinary layer.
         if all(self._cuts_patches(use) for use in matrices):
             return self._adam(
                 "an embedding of patches, windows that do not overlap", first
@@ -210,7 +214,7 @@ class _Decider:
         # What else it may be, such as a table, for a warning; "" if nothing. It is still Muon's.
         doubt = self._doubt(matrices)
         # Only matrices that don't train follow: it is a hidden layer before frozen ones,
-        # or a head whose result a fixed matrix transforms.
+        # or a head whose result a fixed matrix transforms. One doubt is told, this one first.
         if self.is_loss and "layer" not in destinations:
             doubt = "a hidden layer, or an output head: what follows it does not train"
         if doubt:

@@ -31,7 +31,7 @@ class _Cut(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The axes of a parameter in one product."""
+    """The axes of a parameter in one product; those in neither set count matrices."""
 
     rows: frozenset[int]
     columns: frozenset[int]
@@ -96,16 +96,17 @@ def _form(records: Records, use: Use) -> _Form:
       Contradiction: An axis has two roles, or a norm mixed columns before they are cut. Then the
         parameter is left to its name.
     """
+    # `origin` is the shape of the parameter.
     product, shape = use.product, use.view.layout.origin
     form = _Form(*_rows_and_columns(records, use))
-    # A convolution by groups has a matrix for each, of as many output features:
-    # its kernel has one axis of columns.
+    # A convolution by groups has a matrix for each, of as many output features: these are the cut,
+    # whatever parts of its result are used. Its kernel has one axis of columns.
     groups = use.kernel.groups
     if groups > 1:
         axis = min(form.columns)
         return form._replace(cut=_Cut(axis, (shape[axis] // groups,) * groups))
-    # In x @ w[:, :64] the other columns are for another product, and no part of this one. Along
-    # such an axis, parts that leave columns out are no cut.
+    # Columns that no operation takes are a part, too. But in x @ w[:, :64] the other columns are
+    # for another product: along such a sliced axis, parts that leave columns out are no cut.
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, form.columns, sliced)
     # Before the cut a norm mixed columns in groups, as one of each gate of an LSTM does. Whether a
@@ -149,14 +150,14 @@ def _rows_and_columns(
     if experts == columns:
         experts = set()
     # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over, so it has rows,
-    # also where each product takes it as a batch. Slices of columns that are added, as in
-    # x @ w[:, :8] + y @ w[:, 8:], give axis 1 two roles.
+    # also where each product takes it as a batch.
     slices = records.uses.summed_slices[use.view.leaf]
     row_axes = _axes([*use.rows, *summed]) | slices
     column_axes = _axes(columns - experts)
     batch_axes = _axes((batch - summed) | experts) - slices
-    # In x @ w.reshape(8, 8, 64)[i] with w [64, 64] axis 0 is batch in steps of 8,
-    # and rows within these.
+    # In x @ w[:, :8] + y @ w[:, 8:] axis 1 has columns, and is summed over. In
+    # x @ w.reshape(8, 8, 64)[i] with w [64, 64] axis 0 is batch in steps of 8, and rows within
+    # these.
     axes = [*row_axes, *column_axes, *batch_axes]
     if len(set(axes)) < len(axes):
         raise Contradiction(
@@ -238,7 +239,8 @@ def _numbers_per_head(
         as (axis, mask of its positions) pairs.
     """
     axes = _axes(run for run, _ in heads)
-    # Axes along which each position is another head, as axis 1 of [64, 8, 16].
+    # Axes along which each position is another head, as axis 1 of [64, 8, 16]. If there is one,
+    # heads that divide another axis stay together.
     counting = _axes(run for run, _ in heads if run.stride == 1)
     cut = form.cut
     if counting:

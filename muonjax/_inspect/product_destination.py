@@ -28,8 +28,8 @@ class Ends:
 
     def __init__(self, records: Records):
         graph = self.graph = records.graph
-        # Products by parameters or of two activations, and products by frozen numbers,
-        # to which a gradient comes back.
+        # Products by parameters or of two activations, and products by frozen numbers. Only those
+        # count to which a gradient comes back: others are on no way from a layer to the loss.
         products = records.layers & graph.trained
         frozen = records.frozen_layers & graph.trained
         # Values from which a path leads to one of these, or past none of them to an output.
