@@ -109,13 +109,15 @@ def _form(records: Records, use: Use) -> _Form:
     # for another product: along such a sliced axis, parts that leave columns out are no cut.
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, form.columns, sliced)
+    if cut is None:
+        return form
     # Before the cut a norm mixed columns in groups, as one of each gate of an LSTM does. Whether a
     # group lies across two parts is not followed (`record_reduced`), so names decide.
-    if cut is not None and product.has_mixed_groups:
+    if product.has_mixed_groups:
         raise Contradiction(
             f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"
         )
-    if cut is not None and cut.sizes == (1,) * shape[cut.axis]:
+    if cut.sizes == (1,) * shape[cut.axis]:
         # Each position along the axis is a part, as along axis 1 of [64, 3, 16], of queries, keys
         # and values: it counts matrices, so it is no column, and needs no cut. If it is the only
         # axis of columns, as in [64, 3], the parts are vectors, which stay one matrix.
