@@ -131,7 +131,10 @@ def _by_matrix(
 
 def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
     """A product of parameters that meets no data yet: a penalty,
-    or factors of a matrix (adapters)."""
+    or factors of a matrix (adapters).
+
+    It has the views of both operands, each with the axes along which it meets the other (`inner`).
+    """
     views = []
     for operand in (left, right):
         for view in operand.value.views:
@@ -393,7 +396,9 @@ def _record_attention(
     """Records an attention, softmax(logits) @ values: its logits and keys,
     and which columns count heads.
 
-    `softmax` are the logits of all products whose sum the softmax takes.
+    `softmax` are the logits of all products whose sum the softmax takes. Columns of one layer that
+    several of these products take are one part. An attention whose heads are written one by one is
+    left to names.
     """
     attention = records.attention
     operands = [values]
@@ -452,8 +457,8 @@ def _of_two_activations(
     in queries @ keys.T, or if it matches two towers, as in an einsum `bd,bd->b`. The same einsum of
     one array with itself, a squared norm as in a loss, is not a layer.
     """
-    # Exponentials of it may be the weights of an attention: they get `exponential_of` from
-    # `scores`. It begins anew, with -1, as it may be made of exponentials of an earlier product.
+    # Exponentials of the result may be the weights of an attention: they get `exponential_of` from
+    # its `scores`. Its own is -1, also if it is made of exponentials of an earlier product.
     records.attention.candidates.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
     first = left.value
@@ -487,8 +492,8 @@ def _by_constants(
     keys or values.
 
     The result is linear in the activation: its projections go on, with the columns added up that
-    the product sums over, and so do its logits. If the numbers may be frozen keys,
-    it has new logits.
+    the product sums over, and its logits, but for those of a softmax that ends here. If the numbers
+    may be frozen keys, it has new logits.
     """
     # softmax(q k^T) @ c, of frozen values c, ends an attention: its logits do not go on. Along axes
     # that the product sums over, other logits keep their first entry (`aligned`).
@@ -578,6 +583,7 @@ def _ragged(records: Records, node: Node) -> Sequence[Value]:
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     rows = records.operand(node, 0)
     matrices = records.operand(node, 1, summed, (*batch, *numbers.rhs_group_dimensions))
+    # The result ends with the columns of the matrices. No axis of the rows is followed.
     rank = len(rows.product_shape)
     rows.sources = [None] * rank
     matrices.sources = [None] * (rank - len(matrices.free)) + list(matrices.free)

@@ -191,7 +191,8 @@ class Records:
         for value in values:
             for view in value.views:
                 # Factors of queries @ w: which of them is a learned input, and no matrix, is not
-                # followed. But a sum, as of a @ b and a frozen matrix, is that of an adapter.
+                # followed. But a sum, as of a @ b and a frozen matrix, is that of an adapter, and
+                # a single number, as u @ w @ v, is a norm or a penalty.
                 if view.inner and view.layout.shape and what != ADDED:
                     self.record(node, "unknown", view, PRODUCT_OF_PARAMETERS)
                 else:

@@ -342,6 +342,8 @@ class Operand:
         columns = view.layout.runs_along(self.free)
         if columns:
             return columns
+        # The first factor has rows that the product sums over. Those of any other are its first
+        # entry in `inner`, which meets the factor before it.
         has_rows = bool(view.layout.runs_along(self.summed))
         between = view.inner if has_rows else view.inner[1:]
         return between[-1] if between else ()
