@@ -111,10 +111,10 @@ class ClipByStatistic:
 
     def init(self, params: optax.Params) -> QKClipState:
         """The state before the first update."""
-        # Optax finds the parts of a state that mirror the parameters by calling `init` with a
-        # placeholder that has no leaves. One array in place of each dictionary tells Optax that no
-        # part of this state does. Masked parameters count as leaves, so that a tree of these alone
-        # is no placeholder, and is refused below.
+        # `optax.tree_map_params` calls `init` with a placeholder that has no leaves, to see what in
+        # a state mirrors the parameters. Nothing does here: an array in place of each dictionary
+        # says so, and fits dictionaries with any keys. Masked parameters count as leaves, so that a
+        # tree of these alone is no placeholder, and `find` refuses it.
         if not jax.tree.leaves(params, is_leaf=is_masked):
             no_dicts: Any = [jnp.zeros([])] * 5
             return QKClipState(*no_dicts)
@@ -270,8 +270,8 @@ def _parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
     """What each parameter is multiplied by, in a shape that broadcasts to the parameter.
 
     With γ = [1, 0.25] for two heads and the power 1/2, a kernel "attention/query/kernel" of shape
-    [d, 2, head_dim] gets an array [1, 2, head_dim],
-    which is 1 for the first head and 0.5 for the second.
+    [d, 2, head_dim] gets an array [1, 2, head_dim], which is 1 for the first head and 0.5 for the
+    second.
 
     Args:
       sites: The modules, each with its parameters and their powers of γ.
@@ -279,20 +279,20 @@ def _parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
     """
     factors: ByPath = {}
     for site in sites:
-        for scale in site.scales:
+        for placed in site.scales:
             # A key that several query heads share has power 0, and stays as it is.
-            power = scale.scale.power
+            power = placed.scale.power
             if power == 0:
                 continue
             gamma = gammas[site.name]
             # The square root is rounded correctly, and faster than a general power.
             root = jnp.sqrt(gamma) if power == 0.5 else gamma**power
             # What is not scaled has 1.
-            factor = scale.spread(root, otherwise=1.0)
+            factor = placed.spread(root, otherwise=1.0)
             # A kernel may have two scales, as the query and the rotary features of latent
-            # attention. Each is 1 on the features of the other,
-            # so their product is the factor of the kernel.
-            factors[scale.leaf] = factors.get(scale.leaf, 1.0) * factor
+            # attention. Each is 1 on the features of the other (`_disjoint_attentions` has checked
+            # this), so their product is the factor of the kernel.
+            factors[placed.leaf] = factors.get(placed.leaf, 1.0) * factor
     return factors
 
 
@@ -321,8 +321,9 @@ def scaled_update(
     Where f = 1 it is u bit for bit: the formula below would turn −0 into 0,
     and infinite p into NaN.
     """
-    # The result has the wider dtype: a half-precision update of a float32 weight would miss the
-    # bound. Where the user forbids promotion, `promote_types` would raise for two dtypes.
+    # The result has the wider dtype: a half-precision update of a float32 weight would be rounded,
+    # so that the logits miss the threshold. Where the user forbids promotion, `promote_types` would
+    # raise for two dtypes.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(u.dtype, p.dtype)
     wide = at_least_float32(dtype)

@@ -186,17 +186,18 @@ def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
     Query and key have 1/2 each, or 1 and 0 where query heads share a key. "whole" has 1: rotary
     queries, whose key all heads share.
 
-    Raises ValueError for another factor, and where the same numbers of a parameter would be scaled
-    twice. Two attentions may share a leaf, such as a fused projection, if each scales its own
-    positions; and so may the queries and the keys of one.
+    Raises ValueError for another factor, and where two scales name the same numbers of a parameter,
+    also those of a shared key, whose power is 0. Two attentions may share a leaf, such as a fused
+    projection, if each names its own positions; and so may the queries and the keys of one.
     """
-    # The numbers of each leaf that are scaled so far, in a shape that broadcasts to it. Booleans,
-    # because masks along different axes of a parameter are together as large as the parameter.
+    # The numbers of each leaf that are named so far, in a shape that broadcasts to it, or False
+    # for none. Booleans, because masks along different axes of a parameter are together as large
+    # as the parameter.
     scaled: dict[str, Any] = defaultdict(bool)
     attentions = []
     for site in sites:
-        # Fewer key heads than query heads: each key head is shared, and keeps its weights, because
-        # scaling it would also move the calm heads of its group.
+        # `site.entries` counts the query heads. With fewer key heads each key head is shared, and
+        # keeps its weights, because scaling it would also move the calm heads of its group.
         has_own_keys = all(scale.entries == site.entries for scale in site.scales)
         of_query = 0.5 if has_own_keys else 1.0
         # The power of γ for each factor. A logit is query · key, or rotary query · a rotary key

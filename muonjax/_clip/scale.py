@@ -214,8 +214,10 @@ def _padded(values: Any, first: int, size: int, otherwise: float) -> Any:
 def placed(
     scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
 ) -> PlacedScale:
-    """Place a scale on the parameter `leaf` of this shape;
-    raise ValueError where it does not fit."""
+    """Place a scale on the parameter `leaf` of this shape; raise ValueError where it does not fit.
+
+    `scan_axis` has the axes that count layers; None: the leading ones that the scale leaves over.
+    """
     # The axes of the parameter that count layers, () for a single layer.
     stack = _stack(scale, leaf, shape, scan_axis)
     # A scale names axes of one layer, and they are counted without those of the stack: `nn.scan` on
@@ -223,7 +225,9 @@ def placed(
     layer_axes = [axis for axis in range(len(shape)) if axis not in stack]
     axes = tuple(layer_axes[axis] for axis in scale.axes)
     # The keys of a fused kernel [d, 384] with eight heads of 16 features are the part 128:256 of
-    # one group of 384 positions, and each head has a run of 16 of them. What the scale leaves open
+    # one group of 384 positions, and each head has a run of 16 of them. In two groups,
+    # [q q k v | q q k v], the part is that of each: both parts together are the runs of four heads,
+    # the same number from each group (`entries % scale.groups`). What the scale leaves open
     # follows from the shape: the first axis counts the entries, as heads in (d, heads, head_dim),
     # and a part or a span goes to the last position.
     sizes = [shape[axis] for axis in axes]
@@ -263,6 +267,7 @@ def _stack(
     stack = scan_axis
     if stack is None or count == 0:
         stack = tuple(range(count))
+    # One axis for each that is not the layer's own, different ones, and none out of range.
     if not len(_distinct_axes(stack, rank)) == len(stack) == count:
         raise ValueError(
             f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and "

@@ -70,8 +70,10 @@ def signal_clip(
         clip = ClipByStatistic(
             call="signal_clip",
             argument="signals",
+            # Without signals, an error says "update needs signals: call tx.update(...)".
             source=": call ",
             sites=checked,
+            # Once the sites are placed on modules, this refuses weights that several entries share.
             prepare=_each_scales_its_own,
             threshold=threshold,
             every_k=every_k,
@@ -85,11 +87,12 @@ def _check_powers(site: Site) -> None:
 
     A signal x·W·V with the power 0.5 for W and for V is scaled by exactly γ^0.5·γ^0.5 = γ.
     """
-    # A kernel and its bias are added, so that they need one power.
+    # A kernel and its bias are added: they belong to one factor, which has one power. So no factor
+    # may be in two of these pairs.
     powers = {(scale.factor, scale.power) for scale in site.scales}
     total = sum(power for _, power in powers)
-    is_one_each = len(powers) == len({factor for factor, _ in powers})
-    if not is_one_each or abs(total - 1) > 1e-6:
+    has_one_power_each = len(powers) == len({factor for factor, _ in powers})
+    if not has_one_power_each or abs(total - 1) > 1e-6:
         raise ValueError(
             f"(sites=Site({site.path!r})): the powers of the factors {sorted(powers)} must sum to "
             "1, and a kernel and its bias have one power."
