@@ -17,8 +17,10 @@ def adamw(
     **settings: Any,
 ) -> optax.GradientTransformation:
     """`optax.adamw`, computed in float32 or wider; for a schedule the state keeps the last rate."""
-    # Optax's own chain, but the state of the first member has the second moments in float32 or
-    # wider, and that of the last one a schedule's last rate.
+    # Optax's own chain with two other members. The first computes in float32 or wider and keeps the
+    # second moments so: in float16 the squares of small gradients would be 0, and bfloat16 would
+    # round their changes of a thousandth away. The last one keeps the rate of a schedule's last
+    # step in its state, for a log.
     return optax.chain(
         _scale_by_adam(**settings),
         optax.add_decayed_weights(weight_decay, mask),

@@ -52,6 +52,7 @@ def cautious_weight_decay(
     """
     with errors_of("cautious_weight_decay"):
         check_rates(weight_decay=weight_decay)
+        # A mask that does not fit the parameters raises in `init`.
         decay = optax.add_decayed_weights(weight_decay, fitted_mask("mask", mask))
 
     def agreeing(
@@ -68,8 +69,8 @@ def cautious_weight_decay(
     @errors_of("cautious_weight_decay")
     def update(updates, state, params=None):
         require_params(params)
-        # add_decayed_weights reads the weights of unmasked leaves only,
-        # so all of them can be given.
+        # `decay` reads the weights of the leaves that decay and of no others, so that those of all
+        # leaves may be replaced.
         weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
         return decay.update(updates, state, weights)
 

@@ -102,9 +102,10 @@ def ema_nesterov(
 
     def init(params) -> EmaNesterovState:
         inner_state = inner.init(params)
-        # A clip inside would bound the logits of the new weights θ', and the model sees y' = θ' +
-        # beta m ahead of them. `optax.MultiSteps` inside returns zeros between its steps, which the
-        # mean of the changes would count.
+        # `inner` makes the weights θ, and the model sees the parameters y = θ + beta m, where m,
+        # the state's `ema`, is the mean of the changes of θ. A clip inside would bound the logits
+        # at θ and not at y. `optax.MultiSteps` inside returns zeros between its steps, and m would
+        # count them as changes.
         if _nodes(inner_state, _is_clip_or_accumulation):
             raise ValueError(
                 "ema_nesterov(inner): a clip or optax.MultiSteps is inside; put the clip after it, "
@@ -116,8 +117,8 @@ def ema_nesterov(
         ema = jax.tree.map(
             lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params
         )
-        # `update` and `ema_nesterov_params` need the beta by which the parameters are ahead:
-        # that of the next gradient.
+        # The state keeps the beta by which y is ahead of θ until the next update, so that θ is
+        # known: `update` takes the change of θ, and `ema_nesterov_params` returns y - beta m.
         return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
     def update(updates, state, params=None, **extra_args):
@@ -138,8 +139,8 @@ def ema_nesterov(
             change = wide + scaled(m, state.beta)
             # m <- decay m + (1 - decay) (θ' - θ)
             m = scaled(m, decay) + scaled(change, 1 - decay)
-            # y' - y = (θ' - y) + (y' - θ') = u + beta' m. No difference of weights is taken,
-            # which would round.
+            # y' - y = (θ' - y) + (y' - θ') = u + beta' m', by the new mean m' and the next beta.
+            # No difference of weights is taken, which would round.
             return (wide + scaled(m, next_beta)).astype(u.dtype), m
 
         updates, ema = leaf_by_leaf(step, updates, state.ema)

@@ -112,7 +112,8 @@ def hyperball(
                     "shapes of the state call jax.eval_shape(tx.init, params)."
                 )
             radius = _rms(_wide(weight), piece.view)
-            # Inside of `jit` the norm is not known; a matrix of zeros then stays zero.
+            # A step keeps the norm, so that a matrix of zeros would stay zero. Inside of `jit` the
+            # norm is not known, and such a matrix is not refused.
             if not isinstance(radius, Tracer) and not bool((radius > 0).all()):
                 raise ValueError(
                     f"{name} has a matrix of zeros; start it from random numbers."

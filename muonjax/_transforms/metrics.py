@@ -89,14 +89,15 @@ def metrics(state: Any) -> dict[str, Any]:
 
 
 def _counts_and_rates(state: Any) -> dict[str, Any]:
-    """{"count": ..., "learning_rate": ..., "adam_learning_rate": ..., "num_not_finite": ...}:
-    what the state holds.
+    """{"count": ..., "learning_rate": ..., "adam_learning_rate": ..., "num_not_finite": ...,
+    "is_skipped": ...}: those of these numbers that the state holds.
 
     Parts of an optimizer count by themselves, and one in `optax.MultiSteps` counts less often: the
     largest count is nearest to the number of steps. A rate is kept by `optax.inject_hyperparams`.
     """
     values: dict[str, Any] = {}
     for path, number in jax.tree.leaves_with_path(state):
+        # All of these are scalars.
         if jnp.ndim(number) > 0:
             continue
         # Such as "inner_states/adam/inner_state/2/hyperparams" and "learning_rate"
@@ -104,7 +105,8 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
         # A parameter may be called "count" too, but it is a floating-point number.
         is_integer = not jnp.issubdtype(dtype_of(number), jnp.inexact)
         if name == "learning_rate" and holder.endswith("hyperparams"):
-            # The innermost partition around the rate says whose it is.
+            # `optax.partition` keeps the states of its parts in `inner_states`, by the names of the
+            # parts. The innermost one around the rate says whose it is.
             _, _, part = holder.rpartition("inner_states/")
             rate = "adam_learning_rate" if part.startswith("adam/") else name
             values[rate] = number

@@ -123,11 +123,13 @@ def trace(
         # In float32 at least: bfloat16 would round a decay of 0.999 to 1.
         wide = at_least_float32(g.dtype, m.dtype)
         gradient = g.astype(wide)
-        # M <- G + decay M
+        # M <- G + decay M. A schedule's decay is an array, which JAX's strict mode multiplies only
+        # by one of its own dtype: `scaled` casts both.
         momentum = gradient + scaled(m.astype(wide), decay)
         # G + decay M looks one step ahead.
         update = gradient + scaled(momentum, decay) if nesterov else momentum
-        # The update is that of M before it is rounded. In int8 M is stored as integers and scales.
+        # The update is that of M before it is rounded. In int8 M is stored as integers and scales,
+        # so that it has no float type of its own, and the update has that of the gradient.
         if is_int8:
             return update.astype(g.dtype), *quantize(momentum)
         # `optax.trace` returns the wider one of the two dtypes.
@@ -153,8 +155,8 @@ def trace(
     @errors_of("trace")
     def update(updates, state, params=None):
         del params
-        # The field `scale` tells an int8 state: a restored one may be of another class,
-        # with the same fields.
+        # Only int8 next to a float type is refused: `step` casts a momentum of any float type. The
+        # field `scale` tells an int8 state, as a restored one may be of another class.
         if hasattr(state, "scale") != is_int8:
             wanted = "jnp.int8" if is_int8 else "jnp.float32"
             raise ValueError(
@@ -165,9 +167,9 @@ def trace(
             # Refuses complex leaves, and leaves with a block of one scale that two shards would
             # share.
             _check_blocks(updates, distribution)
-        # `step` gets the update and the state of one leaf, which is copied for it if it is in host
-        # memory. The results are trees: one of updates, and one for each field of the state, of
-        # momentum, or of integers and of scales.
+        # One leaf after the other: a state in host memory is copied to the device for its step, and
+        # the new one back. The results are trees: the updates, and one for each field of the state,
+        # which is the momentum, or in int8 the integers and the scales.
         updates, *fields = leaf_by_leaf(step, updates, *state)
         state = Int8TraceState(*fields) if is_int8 else optax.TraceState(*fields)
         return updates, state
@@ -243,11 +245,12 @@ def quantize(
     # [..., blocks, entries of a block]: a block's size divides the axis,
     # so that nothing is filled up.
     blocks = _in_blocks(x.astype(at_least_float32(x.dtype)))
-    # The bits of |x| as an integer are in the order of |x|, with NaN above inf;
-    # a maximum of floats may ignore NaN.
+    # The bits of x without the sign, read as an integer, are in the order of |x|, with NaN above
+    # inf; a maximum of floats may ignore NaN.
     bits = blocks.astype(jnp.float32).view(jnp.int32) & 0x7FFFFFFF
     largest = jnp.max(bits, axis=-1).view(jnp.float32)
-    # Zeros are divided too, by a small scale: a branch would be one more kernel on a GPU.
+    # Zeros are divided too: the largest entry counts as `_SMALLEST_ENTRY` at least, of which a
+    # 127th is still a normal number. A branch for them would be one more kernel on a GPU.
     scale = jnp.maximum(largest, _SMALLEST_ENTRY) / _LARGEST_INTEGER
     integers = jnp.round(blocks / scale[..., None].astype(blocks.dtype))
     return integers.astype(jnp.int8).reshape(x.shape), scale
@@ -290,6 +293,7 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
       >>> updates, state = tx.update(params, muonjax.cast_momentum(restored, jnp.int8), params)
     """
     with errors_of("cast_momentum"):
+        # `_MOMENTUM` has the dtypes that are allowed, and their list for the error.
         dtype = given_dtype("dtype", dtype, *_MOMENTUM)
         nodes, treedef = jax.tree.flatten(state, is_leaf=_is_momentum)
         if not any(map(_is_momentum, nodes)):

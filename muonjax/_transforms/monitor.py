@@ -137,8 +137,8 @@ def monitor(
             updates, state.inner, params, **extra_args
         )
 
-        # A checkpoint may have been restored in another dtype, and both branches of `cond` have to
-        # return float32.
+        # Between two measurements the last values stay. A checkpoint may have been restored in
+        # another dtype, and both branches of `cond` have to return float32.
         last = optax.tree.cast(state.statistics, jnp.float32)
         statistics = jax.lax.cond(
             state.count % every_k == 0,
@@ -245,20 +245,22 @@ def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
     def of_matrices(update: jax.Array) -> jax.Array:
         """The deviation of each matrix, float32 [batch]: 0 if a multiple of it is orthogonal.
 
-        The axes of the update have no explicit types, with which JAX would refuse to reshape it.
+        JAX would refuse to reshape an update whose axes have explicit types: on such an update
+        `_deviation` calls this inside of `auto_axes`, where the axes have none.
         """
-        # [batch, m, n] with m <= n, so that the Gram matrix is the smaller one.
+        # [batch, m, n], of tall matrices the transposes: m <= n, and the Gram matrix is the smaller
+        # one.
         u = piece.view.wide.to_matrices(update)
         u = u.astype(at_least_float32(u.dtype))
-        # The deviation does not depend on the scale of U,
-        # and no power of entries up to 1 overflows.
+        # The deviation does not depend on the scale of U, and no power of entries up to 1
+        # overflows. `or_one` puts 1 in place of 0: zeros stay zeros.
         largest = jnp.max(jnp.abs(u), (-2, -1), keepdims=True)
         u = u / or_one(largest)
         # A = U U^H, with products in full precision
         gram = dot.with_adjoint(u, u)
         # The least |c A - I|^2 / m over c is 1 - cos^2 of the angle between A and I, where cos^2 is
         # <A, I>^2 / (|A|^2 |I|^2) with <A, I> = tr(A) = |U|^2 and |I|^2 = m.
-        # Zeros count as orthogonal: it is 1 / 1.
+        # Zeros count as orthogonal: `or_one` makes cos^2 1 / 1.
         squares = square_norm(gram) * gram.shape[-1]
         cosine_squared = or_one(square_norm(u) ** 2) / or_one(squares)
         # Rounding may make cos^2 larger than 1.

@@ -116,6 +116,8 @@ def normalize_neurons(
         normalized = []
         new_moments = []
         for piece, x, moment in zip(pieces, pieces.of(updates), moments, strict=True):
+            # Each neuron is divided by the root of its running mean square, and then each matrix by
+            # one number, so that its norm is what it was.
             x, moment = _normalize(x, moment, piece.view, decay, eps)
             normalized.append(x)
             new_moments.append(moment)

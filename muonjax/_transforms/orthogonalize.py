@@ -84,18 +84,22 @@ def map_matrices(
     and on a mesh each matrix has one owner.
 
     Args:
-      function: From the policy to f, with f(x.mT) = f(x).mT.
+      function: From the policy to f, a function of stacks of matrices. It has f(x.mT) = f(x).mT,
+        because a tall matrix is transposed before f and after it, to be in a stack with wide ones.
       tree: The leaves; those without dimension numbers stay.
       dimension_numbers: As in `orthogonalize`.
       distribution: As in `orthogonalize`.
+
+    Returns:
+      The tree with the results in place of the matrices.
     """
     # For each piece, which is a leaf or a part of one: its array, its view,
     # and below the index of its leaf.
     pieces = matrix_pieces(dimension_numbers, tree)
     inputs = pieces.of(tree)
     views = [piece.view for piece in pieces]
-    # The platform of the matrices decides how they are stacked,
-    # and in which dtype they are multiplied.
+    # The platform of the matrices decides how they are stacked, and in which dtype they are
+    # multiplied. A mesh says it also of traced arrays, which have no device yet.
     mesh = None if distribution is None else distribution.mesh
     policy = policy_of(*inputs, mesh=mesh)
     f = function(policy)
