@@ -180,8 +180,8 @@ class PlacedScale(NamedTuple):
         run_size = (end - first) * scale.groups // entries
         xp = values.__array_namespace__()  # NumPy or jax.numpy
         # All features of a head have its value.
-        features = (*layers, entries, self.features)
-        values = xp.broadcast_to(values[..., None], features)
+        shape = (*layers, entries, self.features)
+        values = xp.broadcast_to(values[..., None], shape)
         # [*layers, entries, run_size]: outside of its span a run is not scaled,
         # as the values behind MLA's keys.
         table = _padded(values, scale.span[0], run_size, otherwise)

@@ -181,7 +181,9 @@ def fused_qkv_site(
                 f"{layout=} can't have {num_heads=} and {num_kv_heads=}: grouped keys need all "
                 "queries first, '(3 h d)' or '(3 h) d'; for another order write a Site by hand."
             )
-        # The values take the rest of the kernel, and nothing scales them.
+        # The letters of the outputs in either order. Head after head, [q k v | q k v], the queries
+        # are a span of each head's run; otherwise, [q q | k k | v v], a part of all columns. The
+        # values take the rest of the kernel, and nothing scales them.
         orders = ("3hd", "h3d")
         if by_head:
             field = "span"

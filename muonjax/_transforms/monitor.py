@@ -119,6 +119,7 @@ def monitor(
         with errors_of("monitor"):
             pieces = matrix_pieces(numbers, params)
             _check_same_matrices(inner_state, params, pieces)
+        # The names of the statistics alone, without computing them.
         names = jax.eval_shape(
             functools.partial(_statistics, pieces), params, params, params
         )
@@ -185,7 +186,8 @@ def _statistics(
 ) -> dict[str, jax.Array]:
     """The statistics of one step:
     {"muon/orthogonality": float32 [], "muon/update_rms": float32 [], ...}."""
-    # For each piece one number a matrix
+    # For each piece one number a matrix, a squared distance: the statistic is the root of their
+    # mean.
     deviations = list(map(_deviation, pieces.of(updates), pieces))
     mean = jnp.mean(jnp.concatenate(deviations)) if deviations else jnp.float32(0)
     statistics = {"muon/orthogonality": jnp.sqrt(mean)}
@@ -193,7 +195,7 @@ def _statistics(
     matrices = {piece.leaf for piece in pieces}
     groups: dict[str, list[Any]] = {"muon": [], "adam": []}
     # (gradient, update, weight) of each parameter: all three trees have the structure of the
-    # parameters.
+    # parameters. A leaf that has no matrix is one of "adam".
     leaves = zip(*map(jax.tree.leaves, (gradients, updates, params)), strict=True)
     for i, leaf in enumerate(leaves):
         groups["muon" if i in matrices else "adam"].append(leaf)
