@@ -164,11 +164,9 @@ def muon(
         nesterov=nesterov,
     )
     # Optax's own choice makes a matrix of every leaf with two axes; None would let names decide.
-    dimension_numbers = (
-        _two_axes
-        if muon_weight_dimension_numbers is None
-        else muon_weight_dimension_numbers
-    )
+    dimension_numbers = muon_weight_dimension_numbers
+    if dimension_numbers is None:
+        dimension_numbers = _two_axes
     return partition_by_route("optax_contrib.muon", matrices, adam, dimension_numbers)
 
 

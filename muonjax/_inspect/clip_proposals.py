@@ -250,15 +250,14 @@ def _divided(
     is the number of its first feature among all of the queries,
     for which `shared` are numbers too: 8 in the second half of 16.
     """
-
-    def is_shared(feature: int) -> bool:
-        """Whether this feature of the queries, by its number among all, meets a shared key."""
-        return any(feature in features for features in shared)
-
-    features = range(first, first + span.features)
+    # Whether each feature meets a shared key
+    meets_shared = [
+        any(feature in features for features in shared)
+        for feature in range(first, first + span.features)
+    ]
     start = 0
-    for whole, group in itertools.groupby(features, is_shared):
-        factor = "whole" if whole else span.factor
+    for is_shared, group in itertools.groupby(meets_shared):
+        factor = "whole" if is_shared else span.factor
         stop = start + len(list(group))
         scale = dataclasses.replace(span.scale, span=(start, stop), factor=factor)
         yield span._replace(scale=scale)

@@ -17,7 +17,7 @@ four positions along axis 1 for each entry, [4, 1, 16]: 0, 16, 32 and 48 for the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -379,6 +379,11 @@ def _run_of(axis: int, positions: Positions) -> Run:
             first = positions.take([0], k)
             positions = first if (positions == first).all() else positions
     return Run(axis, positions.shape, positions.astype(np.int32).tobytes())
+
+
+def axes_of(runs: Iterable[Run]) -> frozenset[int]:
+    """The axes of the origin along which these runs are."""
+    return frozenset(run.axis for run in runs)
 
 
 def set_of(axis: int, positions: Positions) -> Run:

@@ -2,12 +2,12 @@
 and how columns are cut into parts and heads."""
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from muonjax._inspect.layouts import Region, Run
+from muonjax._inspect.layouts import Region, Run, axes_of
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import Use
 from muonjax._matrices.matrix_view import (
@@ -82,10 +82,6 @@ def matrices_of(
     return numbers, per_head, f"{form}: {line}"
 
 
-def _axes(runs: Iterable[Run]) -> frozenset[int]:
-    return frozenset(run.axis for run in runs)
-
-
 def _form(records: Records, use: Use) -> _Form:
     """Rows and columns of a parameter in one product, and how its columns are cut.
 
@@ -154,9 +150,9 @@ def _rows_and_columns(
     # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over, so it has rows,
     # also where each product takes it as a batch.
     slices = records.uses.summed_slices[use.view.leaf]
-    row_axes = _axes([*use.rows, *summed]) | slices
-    column_axes = _axes(columns - experts)
-    batch_axes = _axes((batch - summed) | experts) - slices
+    row_axes = axes_of([*use.rows, *summed]) | slices
+    column_axes = axes_of(columns - experts)
+    batch_axes = axes_of((batch - summed) | experts) - slices
     # In x @ w[:, :8] + y @ w[:, 8:] axis 1 has columns, and is summed over. In
     # x @ w.reshape(8, 8, 64)[i] with w [64, 64] axis 0 is batch in steps of 8, and rows within
     # these.
@@ -240,10 +236,10 @@ def _numbers_per_head(
         or in steps of 16 along axis 1 of [64, 128]; and the region that has these heads,
         as (axis, mask of its positions) pairs.
     """
-    axes = _axes(run for run, _ in heads)
+    axes = axes_of(run for run, _ in heads)
     # Axes along which each position is another head, as axis 1 of [64, 8, 16]. If there is one,
     # heads that divide another axis stay together.
-    counting = _axes(run for run, _ in heads if run.stride == 1)
+    counting = axes_of(run for run, _ in heads if run.stride == 1)
     cut = form.cut
     if counting:
         columns = form.columns - counting

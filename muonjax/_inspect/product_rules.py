@@ -11,7 +11,7 @@ from muonjax._inspect.entrywise_rules import (
     entrywise,
 )
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layouts import whole
+from muonjax._inspect.layouts import axes_of, whole
 from muonjax._inspect.move_rules import looked_up
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
@@ -310,9 +310,9 @@ def _cuts_input(operand: Operand) -> bool:
         # operand.
         if fact.what != "input":
             continue
-        outside = {run.axis for run in fact.layout.runs_along(operand.free)}
+        outside = axes_of(fact.layout.runs_along(operand.free))
         inside = fact.layout.runs_along(operand.summed)
-        stretches = {run.axis for run in inside if run.stride == 1}
+        stretches = axes_of(run for run in inside if run.stride == 1)
         if len(stretches & outside) > 1:
             return True
     return False
@@ -401,20 +401,20 @@ def _record_attention(
     left to names.
     """
     attention = records.attention
-    operands = [values]
+    projections = [*values.value.projections]
     regions_of_projection = set()
     for logits in softmax:
         product = logits.product
         # Which axes of the product of queries and keys count keys:
         # those that weights @ values sums over.
-        keys = frozenset(run.axis for run in logits.layout.runs_along(weights.summed))
+        keys = axes_of(logits.layout.runs_along(weights.summed))
         attention.softmaxes[product].append((logits, keys))
         # A number was subtracted from the logits that may differ from key to key. That changes the
         # softmax, and `clippable_attention` refuses the clip.
         if any(fact.layout.runs_along(weights.summed) for fact in logits.shifts):
             attention.shifted_by_key.add(product)
         for operand in attention.operands[product]:
-            operands.append(operand)
+            projections += operand.value.projections
             # In einsum("bqghd,bkgd->bghqk", q, k) four queries h share the key head g, which is a
             # batch. So h is a free axis of q, and counts heads too.
             records.record_heads(operand.value.projections, operand.free)
@@ -441,10 +441,8 @@ def _record_attention(
     for projection in values.value.projections:
         columns = projection.layout.region
         earlier = attention.value_parts.setdefault(projection.product, columns)
-        if earlier == columns:
-            continue
-        for operand in operands:
-            for part in operand.value.projections:
+        if earlier != columns:
+            for part in projections:
                 records.record(node, "unknown", part.view, what)
 
 

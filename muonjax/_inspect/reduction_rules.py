@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layouts import NotFollowed, other_axes
+from muonjax._inspect.layouts import NotFollowed, axes_of, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import Logits, ParameterView, Value, dependent, is_match
@@ -48,7 +48,7 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
     # the logits themselves is not followed.
     logits = _per_query(value, "weights")
     for x in logits:
-        summed = frozenset(run.axis for run in x.layout.runs_along(axes))
+        summed = axes_of(x.layout.runs_along(axes))
         records.attention.normalized[x.product].append(summed)
     # `_without_axes` takes the axes away from all of these.
     result = value._replace(

@@ -30,7 +30,11 @@ def check_parameters(params: Any) -> None:
         )
     leaves = trees.flatten_paths(params)
     for path, leaf in leaves.items():
-        if not _is_array(leaf):
+        is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
+        # A type such as jnp.float32 has a dtype too.
+        is_array = is_number and not callable(leaf)
+        # Shapes, numbers, and what Optax has masked may be leaves too.
+        if not (is_array or trees.is_masked(leaf)):
             raise TypeError(
                 f"(params) got {type(leaf).__name__} for the array {path!r}: give arrays alone, as "
                 "model.init(key, x)['params'] or eqx.filter(model, eqx.is_inexact_array)."
@@ -43,13 +47,6 @@ def check_parameters(params: Any) -> None:
             warn_once(
                 f"The parameters have {beside} too: give variables['params'] alone."
             )
-
-
-def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, its shape, a number, or a leaf that Optax has masked."""
-    is_number = hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
-    # A type such as jnp.float32 has a dtype too.
-    return (is_number and not callable(leaf)) or trees.is_masked(leaf)
 
 
 def types_of_modules(params: Any) -> dict[str, Role]:

@@ -94,8 +94,10 @@ def iterate(
     if settings.takes_gram_form(*x.shape[-2:]):
         restarts = restarts_of(rows, LARGEST_GROWTH[dtype.name])
 
-    # z [*batch, m, n] with |z|_F = _NORM, in half precision from here on
-    z = _scaled_to_norm(x.astype(jnp.float32)).astype(dtype)
+    # z [*batch, m, n] is x times a number, so that |z|_F = _NORM, and in half precision from here
+    # on. Zeros stay zeros.
+    factor, square = square_of_any_size(_wide(x), square_norm)
+    z = (factor * _wide(x) * (_NORM * jax.lax.rsqrt(or_one(square)))).astype(dtype)
     z = _barrier(z)
     # An r that is not exactly symmetric is amplified by the first steps,
     # whose factors are the largest.
@@ -169,12 +171,6 @@ def _composed(
         total = q
         gain *= a
     return gain, total
-
-
-def _scaled_to_norm(x: Float32[Array, "*batch m n"]) -> Float32[Array, "*batch m n"]:
-    """Each matrix of any size times a number, so that its Frobenius norm is `_NORM`; zeros stay."""
-    factor, square = square_of_any_size(x, square_norm)
-    return factor * x * (_NORM * jax.lax.rsqrt(or_one(square)))
 
 
 def _bound(
