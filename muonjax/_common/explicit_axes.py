@@ -1,6 +1,7 @@
 """Keep arrays sharded as they should be on a mesh with explicit axis types.
 
-There the type of an array says how it is sharded, and only `reshard` changes that.
+There the type of an array says how it is sharded, and only `reshard` changes that. Inside of a
+`shard_map` it says along which mesh axes the array differs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 def is_explicit(x: Any) -> bool:
     """Whether x is on a mesh with explicit axis types."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def varying(aval: Any) -> frozenset[Any]:
+    """The mesh axes along which an array inside a `shard_map` differs from device to device."""
+    # Newer versions of JAX have it in `mat`.
+    kind = getattr(aval, "mat", None)
+    return aval.vma if kind is None else kind.varying
 
 
 def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:

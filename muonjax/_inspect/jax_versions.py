@@ -39,12 +39,6 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def varying(aval: Any) -> frozenset[Any]:
-    """The mesh axes along which an array inside a `shard_map` differs from device to device."""
-    kind = getattr(aval, "mat", None)
-    return aval.vma if kind is None else kind.varying
-
-
 def with_bodies(
     eqn: JaxprEqn, new: Sequence[ClosedJaxpr], count: int
 ) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
+from muonjax._common.explicit_axes import varying
 from muonjax._inspect import jax_versions
 from muonjax._inspect.graph import Step
 from muonjax._inspect.jax_versions import Body, opened
@@ -215,7 +216,7 @@ def _shard_map(
             # enclosing `shard_map` too, which reduces along its own. Without it, it may be any.
             differing = axis_names
             if check_vma:
-                differing = axis_names & jax_versions.varying(jax.typeof(maximum))
+                differing = axis_names & varying(jax.typeof(maximum))
             axes = tuple(axis for axis in mesh.axis_names if axis in differing)
             results.append(jax.lax.pmax(maximum, axes) if axes else maximum)
         return results
@@ -236,7 +237,7 @@ def _nothing(kind: Any) -> jax.Array:
     as of a branch of a `cond` that skips its layer."""
     # Under explicit axes, or inside of a `shard_map`, the type says how the maxima are divided.
     x = jax.lax.full(kind.shape, -jnp.inf, jnp.float32, sharding=kind.sharding)
-    axes = tuple(jax_versions.varying(kind))
+    axes = tuple(varying(kind))
     return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 

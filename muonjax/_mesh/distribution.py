@@ -21,7 +21,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from muonjax._common.arguments import warn_user
+from muonjax._common.arguments import warn_once, warn_user
+from muonjax._common.explicit_axes import varying
 from muonjax._common.trees import broadcast_prefix
 
 Axes = tuple[str, ...]
@@ -196,13 +197,14 @@ def shardings_on_mesh(
     or else explicit axis types.
 
     None if no leaf is chosen, or nothing says how they are sharded: they were made under no mesh,
-    are inside of a `jax.shard_map`, or are on an Auto mesh. If that mesh has several devices,
-    this warns.
+    are inside of a `jax.shard_map`, or are on an Auto mesh. This warns if that mesh has several
+    devices, and if matrices inside of a `shard_map` differ between devices.
 
     All are returned on one mesh: on a mesh {"fsdp": 4} with explicit axis types, a leaf that was
     made under no mesh is replicated over "fsdp".
     """
     # The shardings of all leaves, so that specs that fit no leaf are refused.
+    leaves = jax.tree.leaves(tree)
     shardings = shardings_of(tree, distribution)
     shardings = [shardings[i] for i in chosen]
     # The Distribution's mesh, or the first one with explicit axis types, counts for all. An array
@@ -210,10 +212,17 @@ def shardings_on_mesh(
     for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
         if distribution is not None or AxisType.Explicit in mesh.axis_types:
             return [NamedSharding(mesh, sharding.spec) for sharding in shardings]
-        # Inside of a user's shard_map (manual axes) an array is what one device has,
-        # and there is nothing to share.
-        if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
-            _warn_of(mesh)
+        if AxisType.Manual not in mesh.axis_types:
+            if mesh.size > 1:
+                _warn_of(mesh)
+        # Inside of a user's shard_map (manual axes) an array is what one device has, and there is
+        # nothing to share.
+        elif any(varying(jax.typeof(leaves[i])) for i in chosen):
+            warn_once(
+                "muonjax: inside of a shard_map the matrices differ between devices, and each "
+                "device orthogonalizes its own. If these are parts of larger matrices, that is "
+                "wrong: update outside of it, with a muonjax.Distribution."
+            )
     return None
 
 

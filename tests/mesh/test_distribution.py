@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import muonjax
 from muonjax import Distribution
+from muonjax._common.arguments import warn_once
 from muonjax._mesh.distribution import _warn_of, spread_specs
 from tests.mesh.layouts import QUICK, make_mesh
 from tests.tools.tiers import examples
@@ -119,6 +120,23 @@ def test_an_auto_mesh_without_a_distribution_warns_once_and_runs_locally():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         update({"b": x})
+
+
+def test_parts_of_matrices_inside_of_a_shard_map_are_warned_about():
+    mesh = make_mesh(fsdp=4)
+
+    def inside(x, spec):
+        shards = jax.device_put(x, NamedSharding(mesh, spec))
+        return jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec)(shards)
+
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="each device orthogonalizes its own"):
+        inside({"a": X}, P("fsdp"))
+    # The same on each device
+    warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inside({"a": X}, P())
 
 
 def test_one_device_never_warns():
