@@ -52,11 +52,10 @@ def named_attentions(
     named = []
     count_of: Counter[str] = Counter()
     for call, module in zip(calls, modules, strict=True):
-        name = module
+        name = module or "max_logits"
         site = None
         # It can be clipped.
         if call.spans:
-            name = module or "max_logits"
             if modules.count(module) > 1:
                 name = path_of[call.spans[0].leaf]
             # Heads of one projection, written one by one, have the same queries.
