@@ -550,6 +550,8 @@ _LIBRARIES = (
     "site-packages",
     "dist-packages",
     "/muonjax/_inspect/",
+    "/muonjax/loha.py",
+    "/muonjax/linen.py",
     "<frozen",
     "/lib/python3",
 )

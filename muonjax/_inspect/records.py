@@ -115,8 +115,9 @@ class Records:
         for leaf, parameter in enumerate(graph.parameters):
             view = ParameterView(leaf, whole(graph.shape(parameter)))
             self.values[parameter] = Value(PARAMETER, (view,))
-        # These are data, or keys of random numbers.
-        for array in (*graph.arguments, *graph.constants):
+        # These are data, or keys of random numbers. An array of one number that the function closes
+        # over, `alpha = jnp.float32(0.5)`, is a number of the program, as 0.5 is.
+        for array in (*graph.arguments, *filter(graph.shape, graph.constants)):
             self.values[array] = self._input(array)
 
     def _input(self, array: int) -> Value:

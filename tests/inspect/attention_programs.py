@@ -1050,6 +1050,7 @@ def queries_and_keys_multiplied_entry_by_entry(p, x):
     return end(p, jnp.moveaxis((q[:, :, None] * k[:, None]).sum(-1), 3, 1), v)[0]
 
 
+ALPHA = jnp.float32(0.5)  # an array that the function closes over
 KERNELS_OF_DATA = [constant((D, D), seed) for seed in range(3)]
 ADAPTER = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
 
@@ -1057,7 +1058,7 @@ ADAPTER = {"a": ((D, 2), "0 | 1"), "b": ((2, D), "0 | 1")}
 @program(X, sites="all columns of a parameter", **ADAPTER)
 def adapted_queries(p, x):
     kernel, *others = KERNELS_OF_DATA
-    q, k, v = (heads(x @ w) for w in (kernel + p["a"] @ p["b"], *others))
+    q, k, v = (heads(x @ w) for w in (kernel + ALPHA * (p["a"] @ p["b"]), *others))
     return jnp.mean(mixed(jax.nn.softmax(logits_of(q, k)), v) ** 2)
 
 
