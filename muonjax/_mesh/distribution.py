@@ -11,7 +11,6 @@ array: `even_sharding`.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import reprlib
@@ -19,9 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from muonjax._common.arguments import warn_once, warn_user
+from muonjax._common.arguments import warn_once
 from muonjax._common.explicit_axes import varying
 from muonjax._common.trees import broadcast_prefix
 
@@ -214,7 +213,11 @@ def shardings_on_mesh(
             return [NamedSharding(mesh, sharding.spec) for sharding in shardings]
         if AxisType.Manual not in mesh.axis_types:
             if mesh.size > 1:
-                _warn_of(mesh)
+                warn_once(
+                    "muonjax: pass distribution=muonjax.Distribution(mesh, param_specs). The "
+                    f"arrays' mesh {dict(mesh.shape)} has no explicit axis types (its axis types "
+                    "are Auto), so XLA gathers matrices and repeats work on every device."
+                )
         # Inside of a user's shard_map (manual axes) an array is what one device has, and there is
         # nothing to share.
         elif any(varying(jax.typeof(leaves[i])) for i in chosen):
@@ -224,13 +227,3 @@ def shardings_on_mesh(
                 "wrong: update outside of it, with a muonjax.Distribution."
             )
     return None
-
-
-@functools.cache
-def _warn_of(mesh: AbstractMesh) -> None:
-    """Warn once of a mesh on which nothing says how arrays are sharded."""
-    warn_user(
-        f"muonjax: pass distribution=muonjax.Distribution(mesh, param_specs). The arrays' mesh "
-        f"{dict(mesh.shape)} has no explicit axis types (its axis types are Auto), so XLA gathers "
-        "matrices and repeats work on every device."
-    )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import muonjax
 from muonjax import Distribution
 from muonjax._common.arguments import warn_once
-from muonjax._mesh.distribution import _warn_of, spread_specs
+from muonjax._mesh.distribution import spread_specs
 from tests.mesh.layouts import QUICK, make_mesh
 from tests.tools.tiers import examples
 
@@ -109,7 +109,7 @@ def test_inside_of_another_shard_map():
 def test_an_auto_mesh_without_a_distribution_warns_once_and_runs_locally():
     mesh = make_mesh(fsdp=4, tensor=2)
     x = jax.device_put(X, NamedSharding(mesh, P("fsdp", "tensor")))
-    _warn_of.cache_clear()
+    warn_once.cache_clear()
     with pytest.warns(
         UserWarning,
         match=r"pass distribution=muonjax.Distribution.*its axis types are Auto",
@@ -142,7 +142,7 @@ def test_parts_of_matrices_inside_of_a_shard_map_are_warned_about():
 def test_one_device_never_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _warn_of.cache_clear()
+        warn_once.cache_clear()
         update({"a": X})
         update({"a": jax.device_put(X, NamedSharding(make_mesh(fsdp=1), P("fsdp")))})
 
