@@ -174,9 +174,11 @@ def _check_readers(records: Records, product: int) -> None:
         is_maximum = any(x.stage == "per query" for x in values[value].logits)
         for i in graph.readers[value]:
             node = records.nodes[i]
-            # What has no gradient, such as a number for a log, may change, and so may the maximum
-            # that an online softmax carries from block to block.
-            if i not in graph.trained or (node.name == "carry" and is_maximum):
+            # An online softmax carries its maximum from block to block: from the end of a loop's
+            # body, the second operand of a `carry`, to its start. The first enters the loop.
+            is_carried = node.name == "carry" and value != node.inputs[0]
+            # What has no gradient, such as a number for a log, may change, and so may that maximum.
+            if i not in graph.trained or (is_carried and is_maximum):
                 continue
             for result in node.outputs:
                 # A result has no logits of this product where they became something else.

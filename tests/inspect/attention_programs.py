@@ -522,6 +522,10 @@ def reading(term, name, sites=ADDED):
 
 
 reading(lambda x: x.max(-1).std(), "a_penalty_on_the_largest")
+reading(
+    lambda x: lax.fori_loop(0, 2, lambda _, m: m / 2, x.max(-1)).std(),
+    "a_penalty_in_a_loop",
+)
 reading(lambda x: jax.nn.softmax(x + x.mT).std(), "the_next_layer_adds_them")
 reading(lambda x: jax.nn.log_softmax(x / 2).mean(), "another_temperature")
 reading(lambda x: lax.stop_gradient(x.max()), "a_number_for_a_log", sites=1)
