@@ -330,6 +330,10 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     ]
     with_biases = []
     for projection in projections:
+        for view in added:
+            # A bias lies along columns alone, and positions [tokens, width] along tokens too.
+            if view.layout.varying <= projection.layout.varying:
+                records.uses.biases.add(view.leaf)
         biases = tuple(dict.fromkeys((*projection.biases, *added)))
         with_biases.append(projection._replace(biases=biases))
     return tuple(with_biases)

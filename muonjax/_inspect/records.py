@@ -48,6 +48,9 @@ class Uses:
         self.summed_slices: dict[int, set[int]] = defaultdict(set)
         # For each parameter, what one factor for all of it depends on, such as its spectral norm.
         self.scales: dict[int, int] = defaultdict(int)
+        # Parameters that are added to a layer's result and lie along its columns alone, as the bias
+        # [heads, size] of queries does.
+        self.biases: set[int] = set()
 
 
 class AttentionRecords:

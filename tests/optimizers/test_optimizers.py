@@ -434,11 +434,30 @@ def test_a_program_says_which_stacked_leaves_are_vectors_and_do_not_decay():
         "layers": {n: jnp.ones(s) for n, s in shapes.items()},
         "out": jnp.ones((16, 4)),
     }
-    tx = muonjax.muon(
-        1.0, muonjax.inspect(loss, params, jnp.ones((5, 16))), weight_decay=0.5
-    )
-    updates, _ = tx.update(
-        jax.tree.map(jnp.zeros_like, params), tx.init(params), params
-    )
-    decay = jax.tree.map(lambda u: float(jnp.mean(-u)), updates)
-    assert decay == {"layers": {"g": 0.0, "u": 0.5, "c": 0.0, "d": 0.5}, "out": 0.5}
+    assert decayed(loss, params, jnp.ones((5, 16))) == {
+        "layers": {"g": 0.0, "u": 0.5, "c": 0.0, "d": 0.5},
+        "out": 0.5,
+    }
+
+
+def decayed(loss, params, x):
+    """How far weight decay alone moves each leaf of ones."""
+    tx = muonjax.muon(1.0, muonjax.inspect(loss, params, x), weight_decay=0.5)
+    gradients = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(gradients, tx.init(params), params)
+    return jax.tree.map(lambda u: float(jnp.mean(-u)), updates)
+
+
+def test_biases_of_heads_and_experts_do_not_decay_and_positions_do():
+    """A bias lies along columns of a layer alone, whatever its name is and however many axes it has."""
+
+    def loss(p, x):
+        x = x @ p["in"] + p["b"] + p["positions"]
+        y = jnp.tanh(jnp.einsum("td,edf->tef", x, p["experts"]) + p["c"])
+        return jnp.mean((x + jnp.einsum("tef,efd->td", y, p["out"])) ** 2)
+
+    shapes = {"in": (8, 16), "b": (16,), "positions": (5, 16), "experts": (3, 16, 32)}
+    shapes |= {"c": (3, 32), "out": (3, 32, 16)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    decay = decayed(loss, params, jnp.ones((5, 8)))
+    assert decay == {name: 0.0 if name in "bc" else 0.5 for name in shapes}
