@@ -3,8 +3,6 @@ a mask adds 0 or others far below."""
 
 from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from muonjax._inspect.graph import Graph, Node
@@ -88,14 +86,10 @@ def _result_of(graph: Graph, node: Node) -> np.ndarray | None:
     elif node.name in ("concatenate", *_ARITHMETIC):
         inputs = node.inputs
     else:
-        # Without data, or with no more than a key of random numbers, these are numbers of the
-        # program, such as the cosines of positions, or made of parameters too. They are not
-        # computed here: a NaN stands for them.
+        # Without data these are numbers of the program, such as the cosines of positions, or made
+        # of parameters too. They are not computed here: a NaN stands for them.
         data = graph.upstream(node.inputs).intersection(graph.arguments)
-        are_keys = all(
-            jnp.issubdtype(graph.avals[x].dtype, jax.dtypes.prng_key) for x in data
-        )
-        return _MANY if are_keys else None
+        return None if data else _MANY
     # The numbers of each operand, but for those of which data say which.
     known = []
     for value in inputs:
