@@ -417,9 +417,10 @@ class Certificate:
         """The probe with the axes of its layers and heads, if its logits have the right factors.
 
         Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table
-        [3, 2, 1, 4, 1, 1], with `first` 2. The probe gets the axis of four as `heads`, and its step
-        into the scan is one over layers. An axis of examples and heads has the heads of the first
-        example first.
+        [3, 2, 1, 4, 1, 1]: the three numbers of each entry (see `Table`), the loop, and the four
+        axes of the array. The probe gets the axis of four as `heads`, and the step of its path into
+        the scan is marked `layer`. An axis of examples and heads has the heads of the first example
+        first.
 
         `logits` is the number of their array, before a mask or a bias is added.
 
@@ -439,8 +440,9 @@ class Certificate:
             if table.shape[axis] == 1:
                 continue
             # The factors differ from iteration to iteration, so this scan goes over layers. It has
-            # to be around these logits: after it, they would be made of what its last iteration
-            # returned, the last layer alone.
+            # to be around these logits. Logits after the scan, made of an array that it carries,
+            # have this axis in their table too, but are those of the last layer alone. (An array
+            # that it stacks has its layers along an axis of its own: `_through_scan`.)
             depth = len(place)
             if probe.path[:depth] != place:
                 raise NotFollowed

@@ -139,19 +139,19 @@ class _Side(NamedTuple):
     def heads(self, layout: Layout) -> list[int]:
         """The axes of the operand along which a parameter with this layout has heads.
 
-        The queries of "bqhd,bkhd->bhqk" have them along axis 2: along h they come from other
-        entries of the parameter, along b and q from the same. An axis that
-        softmax normalizes counts no heads, also if it goes over heads and keys together.
+        The queries of "bqhd,bkhd->bhqk" have them along axis 2: each h comes from entries of its
+        own, and all b and q come from the same. An axis that softmax normalizes counts no heads,
+        also if it goes over heads and keys together.
         """
-        heads = []
+        axes = []
         # `axis` is one of the product, bhqk, and `source` the one of the operand, bqhd:
         # 0, 2, 1 and None.
         for axis, source in enumerate(self.operand.sources):
             if source is None or axis in self.key_axes:
                 continue
             if layout.runs_along([source]):
-                heads.append(source)
-        return heads
+                axes.append(source)
+        return axes
 
     def features(self, projection: Projection) -> range:
         """Which features of the operand a projection fills,
@@ -166,25 +166,27 @@ class _Side(NamedTuple):
         """What is scaled in the kernel and in the biases of a projection.
 
         Raises:
-          Refused: Which entries make a head can't be told.
+          Refused: Which entries make a head can't be told. The messages are for queries, whose
+            attention is refused. Keys are not: `_scaled_keys` leaves them as they are, such as the
+            rotary keys that all heads share in latent attention, and their queries take all of γ.
         """
         layout = projection.layout
         # Along no axis do the columns of the parameter differ, since each entry is made of all of
         # them: after a norm over all heads, after a matrix that does not train, and in an adapter.
-        # The message is for queries: `_scaled_keys` leaves such keys as they are.
         if not layout.varying:
             raise Refused(
                 "the heads of its queries can't be told apart: all columns of a parameter make "
                 "each of them"
             )
-        # In stack([x @ a, x @ b]), along an axis of heads, a projection fills only some of the
-        # heads: `is_placed` says that it was put together with others along this batch axis. Two
-        # projections in concatenate([x @ a, x @ b]), without an axis of heads, may be two halves of
-        # one head, or two heads that share a key: these can't be told apart, and need different
-        # factors. One projection without such an axis is one head.
-        are_several = len(self.operand.value.projections) > 1
-        may_be_halves = are_several and not self.heads(layout)
-        if layout.is_placed(self.operand.batch) or may_be_halves:
+        # stack([x @ a, x @ b]) along heads that the keys have too, a batch axis of the product:
+        # each projection fills only some of the heads.
+        fills_some_heads = layout.is_placed(self.operand.batch)
+        # One of several projections, which has one head at most. Along the features, as in
+        # concatenate([x @ a, x @ b], -1), they are parts of one head. Along heads that share a key,
+        # as in "bqhd,bkd->bhqk", each is a head and needs a factor of its own. Which of both it is,
+        # is not followed. If there is only one projection, it is one head.
+        may_be_half = len(self.operand.value.projections) > 1 and not self.heads(layout)
+        if fills_some_heads or may_be_half:
             raise Refused("heads of its queries are put together from several products")
         spans = [self._span(projection.view.leaf, layout)]
         for bias in projection.biases:

@@ -57,26 +57,27 @@ def _calls(records: Records) -> Iterator[Call]:
     # Products that were followed to their softmax. `softmaxes` has a pair for each product of
     # weights and values: the logits, and the axes that count keys. A softmax takes one array,
     # `value`, which may be a sum of several products: these are one attention. If different
-    # softmaxes take the logits of one product, `_check_softmaxes` refuses it: so the first may
-    # stand for all.
+    # softmaxes take the logits of one product, `_check_softmaxes` refuses it: so the logits of its
+    # first pair, `softmaxes[0][0]`, may stand for all.
     by_array = grouped(
         (softmaxes[0][0].value, product)
         for product, softmaxes in attention.softmaxes.items()
     )
     for products in by_array.values():
         yield _call(records, products)
-    # Calls with three arrays, perhaps kernels that take queries, keys and values.
+    # Calls that take three or more activations, perhaps kernels that take queries, keys and values.
     for i, views in attention.calls.items():
         node = records.nodes[i]
         call = str(node.params.get("name") or node.name)
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         yield Call(i, views, problem=why)
-    # Products whose exponentials multiply something, perhaps values,
-    # and that were not followed to a softmax.
+    # Products whose exponentials multiply something, perhaps values, and that were not followed to
+    # a softmax. One that was followed to a softmax too is above: `_check_softmaxes` refuses it.
     for product, reader in attention.other_readers.items():
         if product not in attention.softmaxes:
             yield _not_followed(records, product, reader)
-    # An operation without a rule: it may be an attention, or hide one.
+    # An operation without a rule, the last one if there are several: it may be an attention,
+    # or hide one.
     i = records.unlisted
     if i >= 0:
         problem = f"{records.nodes[i].name} is not followed, and may hide an attention"
