@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 EXPONENTIALS = ("exp", "exp2", "logistic")
 _ROOTS = "sqrt rsqrt cbrt pow integer_pow square one_minus_square polynomial"
+# Operations that make no softmax of softmax's weights
 _POWERS = (*EXPONENTIALS, *_ROOTS.split())
 
 
@@ -42,14 +43,14 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     """
     node = operation.node
     values = operation.values
-    # The numbers of the operands by how far their logits have come, such as
+    # Which operands, counted from 0, by how far their logits have come, such as
     # {"logits": [0], "per query": [1]} for x - largest. The result goes by `at`, the first operand
     # of logits; only a sum keeps those of another operand too. What is dropped here, such as
     # another softmax's weights that are added to logits, ends:
     # `clippable_attention` refuses its attention.
     operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
     if "logits" not in operands:
-        return _of_weights(operation, operands)
+        return _from_softmax(operation, operands)
     at = operands["logits"][0]
     value = values[at]
     # The exponential of a softmax, or the sigmoid that some attentions have in its place
@@ -103,17 +104,18 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
     return tuple(logits)
 
 
-def _of_weights(
+def _from_softmax(
     operation: Operation, operands: dict[str, list[int]]
 ) -> tuple[Logits, ...]:
     """The logits of a result that is made of softmax's weights, or of a maximum or a sum over keys.
 
-    `operands` has the numbers of those operands that are "weights" and of those that are
-    "per query", the maximum or the sum.
+    `operands` says which operands, counted from 0, are "weights", and which are "per query": the
+    maximum or the sum.
 
     Weights divided by their sum are weights, and so is a difference of two softmaxes, as in
     differential attention, which has the logits of both. A power or an exponential of weights, or
-    a product of two, is no softmax of these logits: softmax(x)² is proportional to softmax(2 x).
+    a product or a quotient of two, is no softmax of these logits: softmax(x)² is proportional to
+    softmax(2 x).
     """
     weights = operands.get("weights", [])
     is_product = operation.is_scale and len(weights) > 1

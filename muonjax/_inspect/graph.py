@@ -208,7 +208,8 @@ class Graph:
         # A plain jaxpr has variables for its constants and not their values: they are None here.
         for x, array in itertools.zip_longest(values, constants(body)):
             # Data, by whose numbers nothing may be decided: None, a tracer, a random key, or an
-            # array that the function was called with.
+            # array that the function was called with. `value_and_grad` traces the parameters alone:
+            # to the jaxpr the batch is a constant then, and `_given` has it.
             if not _is_readable(array) or any(
                 _is_same(array, given) for given in self._given
             ):
@@ -404,15 +405,16 @@ class Graph:
         variables = opened(body).invars
         # One carry operation for each carried array; they are the first operations of the loop.
         first = len(self.nodes)
+        # Each has one operand so far.
         carry = self._add_for_each(
             "carry", [inputs[start:stop]], variables[start:stop], eqn, inner
         )
-        # `scan`, the place of the body, says of which loop the iterations are, for the certificate.
+        # The certificate has to know whose iterations these are: `scan` is the place of the body.
         slices = self._add_for_each(
             "scan_slice", [inputs[stop:]], variables[stop:], eqn, inner, scan=inner
         )
-        # A carried array that the body returns unchanged is a constant,
-        # such as parameters in a carry.
+        # A carried array that the body returns unchanged is a constant, such as parameters in a
+        # carry. Nothing reads its "carry" operation then, and `follow` passes it over.
         for k in range(carried):
             if opened(body).outvars[k] is variables[start + k]:
                 carry[k] = inputs[start + k]

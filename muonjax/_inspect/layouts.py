@@ -172,8 +172,9 @@ class Layout(NamedTuple):
     def pick(self, sources: tuple[int | None, ...], shape: tuple[int, ...]) -> Layout:
         """Axis i is the axis `sources[i]` of this array, or a new one of `shape[i]` entries.
 
-        An axis that is no source is left with its first entry: (2, None) of an array x [3, 4, 5]
-        gives x[0, 0, :, None].
+        An axis that is no source is gone, as `split` leaves it: (0, 2) of a kernel [16, 64] as
+        [16, 4, 16] is the first head. In an array x [3, 4, 5], which is its own origin, each run is
+        along one axis: (2, None) keeps that of axis 2, and nothing of axes 0 and 1.
         """
         # Axis 0 of positions counts the terms of an entry that is a sum;
         # axis i of the array is their axis 1 + i.
@@ -187,8 +188,8 @@ class Layout(NamedTuple):
             # A new axis has one position for all of its entries, which repeat.
             return np.expand_dims(in_order, new)
 
-        # The first entry along the axes that are gone; how far the others are from it does not
-        # matter.
+        # Without the axes that are gone. How far entries along them are from each other, the second
+        # result, does not matter.
         rest, _ = self.split(other_axes(len(self.shape), kept))
         # `moved` gives None where no entry of the origin is left. Here one is left:
         # `or self` is for the types alone.

@@ -64,14 +64,15 @@ def matrices_of(
                 f"{form} in {line}, but {other} in {records.graph.line(use.node)}"
             )
     # In w[:, :32] and w[:, 32:] the function cuts the parameter itself, and not the result of its
-    # product. These slices are parts only if together they fill the axis; else it stays one matrix.
+    # product. These slices are parts only if together they fill the axis; else it stays one matrix:
+    # `sliced` names all columns, as along each of them such a slice may leave some out.
     if form.cut is None:
         slices = {use.view.layout.region for use in uses}
         cut = _cut(slices, shape, form.columns, sliced=form.columns)
         form = form._replace(cut=cut)
     # Which columns count heads, in any of the products: [64, 8, 16] has the run 0, ..., 7 along
-    # axis 1. The region says which part of the columns has these heads,
-    # as the queries of a fused kernel.
+    # axis 1. The region says which part of the columns has these heads, as the queries of a fused
+    # kernel. Heads along rows of `form`, as columns of w.T in y @ w.T are, are left out.
     heads = set()
     for use in uses:
         for run, region in use.product.heads:

@@ -161,7 +161,8 @@ def _by_parameter(
     # repeated for each example. They are no matrix.
     if activation.value.is_weight:
         records.record_views(node, "a learned input", [activation.value])
-    # Softmax's weights stay weights where a parameter mixes those of several heads.
+    # Softmax's weights stay weights where a parameter mixes those of several heads. `aligned` has
+    # the axes of this product.
     logits = tuple(x for x in activation.aligned.logits if x.stage == "weights")
     # x @ queries.T with learned queries may be the scores of an attention,
     # in place of older ones that x was made of.
@@ -172,21 +173,23 @@ def _by_parameter(
     if not is_depthwise:
         records.record_parts(activation.value.projections)
     projections = _recorded_projections(records, node, weights, activation)
-    # In einsum("bef,efd->bed", y, w) of a layer's result y, the columns of y along the batch axis e
-    # count experts, each with a matrix of w. In einsum("bhd,hd->bh", y, queries), with a vector
-    # each, h counts heads, which stay columns.
+    # In einsum("bef,efd->bed", y, w) of an earlier layer's result y, each column of y along the
+    # batch axis e meets another matrix of w: these columns count experts, which is noted in the
+    # product that gave y. In einsum("bhd,hd->bh", y, queries), with a vector each, h counts heads,
+    # which stay columns.
     if weights.is_matrix:
-        for projection in activation.value.projections:
-            experts = projection.layout.runs_along(activation.batch)
-            projection.product.batches.update(experts)
-    # This may be no layer: without projections the parameters only scale, or are left to names
-    # (`_unfollowed`); a single number may be a sum of weighted losses, or what a model gives for
-    # one example. So what looks like an output head before it is left to names.
+        for earlier in activation.value.projections:
+            experts = earlier.layout.runs_along(activation.batch)
+            earlier.product.batches.update(experts)
+    # Two results that may be no layer's. Without projections the parameters only scale, or are left
+    # to names (`_unfollowed`). A single number may be a sum of weighted losses, or what a model
+    # gives for one example: the projections end here. What looks like an output head before either
+    # is left to its name.
     if not projections or records.shape(node.outputs[0]) == ():
         records.possible_layers.add(node.index)
         return result
-    # What a layer gives counts as data, also where its input is learned:
-    # it is no parameter that a layer takes.
+    # Where the input is learned, the result depends on no data so far. It counts as data, because
+    # the next product would otherwise take it for a product of parameters (`_of_parameters`).
     depends_on = result.depends_on | DATA
     for projection in projections:
         depends_on |= projection.product.bit
@@ -402,15 +405,15 @@ def _record_attention(
     """
     attention = records.attention
     projections = [*values.value.projections]
-    regions_of_projection = set()
+    regions_of_side = set()
     for logits in softmax:
         product = logits.product
         # Which axes of the product of queries and keys count keys:
         # those that weights @ values sums over.
         keys = axes_of(logits.layout.runs_along(weights.summed))
         attention.softmaxes[product].append((logits, keys))
-        # A number was subtracted from the logits that may differ from key to key. That changes the
-        # softmax, and `clippable_attention` refuses the clip.
+        # `shifts` says of each number that was subtracted from the logits along which axes it
+        # differs. Along the keys it changes the softmax: `clippable_attention` refuses the clip.
         if any(fact.layout.runs_along(weights.summed) for fact in logits.shifts):
             attention.shifted_by_key.add(product)
         for operand in attention.operands[product]:
@@ -420,22 +423,23 @@ def _record_attention(
             records.record_heads(operand.value.projections, operand.free)
             # A fused kernel gives both queries and keys, whose regions stay two parts.
             is_query = operand.is_query(keys)
-            for part in operand.value.projections:
-                # This product sums over d and keeps h, both columns of q: so `_record_mixture`
-                # recorded it as what may be a mixture of experts, before it was known to be an
-                # attention's. Its key ends in 0, which `record` takes where no number `k` is given.
-                records.uses.by_operation.pop((product, part.view.leaf, 0), None)
-                key = (part.product, is_query)
-                regions_of_projection.add((key, part.layout.region))
-    for (projected, _), regions in grouped(regions_of_projection).items():
-        # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, which takes the columns of q together.
-        # Without the two parts that were recorded for the two products they stay one matrix.
+            for projection in operand.value.projections:
+                # This product sums over d and keeps h, both columns of q, as a mixture of experts
+                # does. So `_record_mixture` recorded q's kernel as "unknown" at this product,
+                # before it was known to be an attention's. That use is taken back: 0 is its `k`.
+                records.uses.by_operation.pop((product, projection.view.leaf, 0), None)
+                side = (projection.product, is_query)
+                regions_of_side.add((side, projection.layout.region))
+    for (layer, _), regions in grouped(regions_of_side).items():
+        # q[..., :8] k^T + q[..., 8:] r^T is q [k, r]^T, one product with all columns of q. So the
+        # kernel of q stays one matrix: the parts that `record_parts` noted, one for each of the two
+        # products, are taken back.
         if len(regions) > 1:
-            projected.parts.difference_update(regions)
+            layer.parts.difference_update(regions)
     # An earlier attention took other columns of the layer that gives the values: these are heads
     # written one by one, as softmax(q[:, :8] k[:, :8]^T) v[:, :8] and the same of the columns from
-    # 8 on. Their kernels would be cut into a part for each head,
-    # as if these were different layers. So they are left to names.
+    # 8 on. Their kernels would be cut into a part for each head, as if these were different layers.
+    # So those of this attention are left to names, and with them all that both share.
     node = records.nodes[softmax[0].product]
     what = "attention with other columns of one layer"
     for projection in values.value.projections:

@@ -59,8 +59,10 @@ class AttentionRecords:
     """
 
     def __init__(self) -> None:
-        # A product that may give logits, as queries @ keys.T, has a number: the key of each
-        # dictionary with `int` keys, but of `calls`, and the member of the sets.
+        # Most of these are by product, as queries @ keys.T: the number of its operation
+        # (`Node.index`) is the key of a dictionary, or in a set. The exceptions are `calls`, by the
+        # number of a call, and `value_parts`, by layer.
+
         # The left and the right operand of the product: which one is the queries is found later.
         self.operands: dict[int, tuple[Operand, Operand]] = {}
         # One entry for each product weights @ values that was followed from it: the logits that
@@ -75,11 +77,11 @@ class AttentionRecords:
         # activations. One with learned queries or frozen keys is here only if its exponentials are
         # summed, as in a softmax, and not along columns of a parameter, as in a router.
         self.candidates: set[int] = set()
-        # Products from whose logits a number was subtracted that may differ from key to key,
-        # which changes the softmax.
+        # Products from whose logits a number was subtracted that may differ from key to key: the
+        # softmax of clipped logits would be another one, and the clip is refused.
         self.shifted_by_key: set[int] = set()
         # For each sum of exponentials of the product, by which a softmax divides them:
-        # the axes of the product that it goes over.
+        # the axes of the product that it goes over. Heads among them are scaled as one.
         self.normalized: dict[int, list[frozenset[int]]] = defaultdict(list)
         # Products whose softmax is along columns of a parameter, as of a router,
         # or of an output head.
