@@ -279,10 +279,11 @@ def value_and_grad_of_model(
         def of_parameters(params_of_model, others):
             """(loss, (aux, variables)): `fun` as a function of arrays,
             with the variables as it leaves them."""
-            params = nnx.State({0: params_of_model})
-            # With new variables, which belong to the trace of this function:
-            # NNX refuses to change those of another.
-            merged = nnx.merge(structure, params, others, copy=True)
+            # `nnx.merge` needs them where `nnx.split` found them: at argument 0.
+            of_arguments = nnx.State({0: params_of_model})
+            # `copy=True` makes new variables. `fun` may change its variables, and NNX refuses that
+            # for variables that were made outside of the trace.
+            merged = nnx.merge(structure, of_arguments, others, copy=True)
             *args, kwargs = merged
             result = fun(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
@@ -290,8 +291,8 @@ def value_and_grad_of_model(
 
         # Errors of `with_max_logits` name the caller's function.
         of_parameters.__name__ = getattr(fun, "__name__", "loss")
-        # `argnums=0`: the model's parameters are those of its program. By which arguments the
-        # caller differentiates is another matter, below.
+        # `argnums=0`: the model's parameters are those of its program. The caller's own `argnums`
+        # are for `nnx.value_and_grad`, which differentiates all of `measured`.
         with_maxima = with_max_logits(of_parameters, argnums=0, has_aux=True)
         # `params` of a model without parameters is empty.
         loss, ((aux, variables), max_logits) = with_maxima(params.get(0, {}), others)

@@ -187,21 +187,22 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     return j * BLOCK + square * SQUARE
 
                 def load_c(square):
-                    """Start the copy of C's entries for a square into shared memory,
-                    which `store` awaits.
+                    """Start the copy of C's entries for a square into shared memory. It runs while
+                    the product is computed, and `store` waits for it.
 
                     `square` is 0 or 1, from left to right in this warpgroup's part of the tile.
                     """
                     column = column_of(square)
-                    # Each square of each warpgroup has its own place in `c_smem`. Only a kernel
-                    # with an addend calls this, and there C is the one entry of `c_gmem`.
+                    # Each square of each warpgroup has its own place in `c_smem`.
                     slot = wg * squares + square
 
-                    # Squares above the diagonal are neither copied nor awaited.
+                    # Squares above the diagonal are never stored, so their C is neither copied nor
+                    # awaited.
                     @pl.when(column <= row)
                     def in_lower_triangle():
                         rows = pl.ds(row, SQUARE)
                         columns = pl.ds(column, SQUARE)
+                        # Only a kernel with an addend calls this: C is the one entry of `c_gmem`.
                         source = c_gmem[0].at[b, rows, columns]
                         plgpu.copy_gmem_to_smem(
                             source, c_smem.at[slot], c_full.at[slot]

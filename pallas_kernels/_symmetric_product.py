@@ -157,6 +157,7 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
     `SymmetricProduct` casts alpha and beta to the real dtype of the product's sums.
     """
     x = jnp.asarray(x)
+    # None: Y is X, and no C is added.
     y, c = (None if value is None else jnp.asarray(value) for value in (y, c))
     if x.ndim < 2:
         raise ValueError(

@@ -83,12 +83,12 @@ def signal_clip(
 
 
 def _check_powers(site: Site) -> None:
-    """Raise unless the powers of γ sum to 1 along the product of the site's factors.
+    """Raise unless the powers of γ of the site's factors sum to 1, so that γ scales their product.
 
     A signal x·W·V with the power 0.5 for W and for V is scaled by exactly γ^0.5·γ^0.5 = γ.
     """
-    # A kernel and its bias are added: they belong to one factor, which has one power. So no factor
-    # may be in two of these pairs.
+    # A pair for each factor. A kernel and its bias are added: they belong to one factor, which has
+    # one power. A factor in two pairs has two.
     powers = {(scale.factor, scale.power) for scale in site.scales}
     total = sum(power for _, power in powers)
     has_one_power_each = len(powers) == len({factor for factor, _ in powers})

@@ -290,7 +290,8 @@ def errors_of(call: str) -> Iterator[None]:
             separator = "" if message.startswith(("(", ":", " ")) else ": "
             named = f"{call}{separator}{message}"
             error.args = (named,)
-            # An argument is a part of the message, which all outer calls keep.
+            # An argument is a part of the message, which all outer calls keep. (A type checker
+            # refuses `error.message = ...`, since exceptions declare no such attribute.)
             vars(error)["message"] = named if call.startswith("(") else message
         raise
 

@@ -165,7 +165,10 @@ def _assemble(
     [devices, count * elements of a block].
 
     The coordinates along the mesh axes of the all-to-all, `exchange_axes`, number the devices.
-    Each of these mesh axes cuts one axis of the matrix: `layout.gathered` names it there.
+    Each of these mesh axes cuts one axis of a block, which keeps the axes of its leaf: a block of a
+    query kernel [d, heads, size] has three. `layout.gathered` has for each axis of a block the mesh
+    axes that cut it. This only moves entries: `_run_loop` takes its transpose as its inverse, to
+    cut results into blocks.
     """
     # A matrix [16, 64] whose rows "fsdp" shards arrives as (fsdp, count, block rows, columns). Its
     # rows are (fsdp, block rows), so the order is (count, fsdp, block rows, columns): first the

@@ -181,7 +181,7 @@ def _run_round(
 
 
 def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
-    """What this device sends to the owners of one replica: a row for each,
+    """What this device sends if it belongs to the replica with these owners: a row for each,
     with its blocks of the owner's matrices.
 
     `stacks` has this device's blocks of each leaf, [matrices, rows, columns]. An owner of the
@@ -194,7 +194,7 @@ def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
         for matrices in owner:
             stop = matrices.start + matrices.count
             blocks = stacks[matrices.leaf][matrices.start : stop]
-            # A dtype half as wide as the leaf's halves what is sent.
+            # The dtype of the exchange may have fewer bits than the leaf's: then less is sent.
             parts.append(blocks.reshape(-1).astype(dtype))
         # Padding
         parts.append(jnp.zeros(row_size - row_length(owner), dtype))

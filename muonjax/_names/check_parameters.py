@@ -53,16 +53,17 @@ def types_of_modules(params: Any) -> dict[str, Role]:
     """The roles that types and settings of modules show and names can't,
     by the path of the parameter.
 
-    An `eqx.nn.Embedding` is an embedding under any name. All others have the role SPECIAL, which
-    stays open: settings show that a kernel has groups, that it belongs to an einsum with letters of
-    its own, or that its axes have names, as those of penzai and Haliax.
+    An `eqx.nn.Embedding` is an embedding under any name. All others that show something have the
+    role SPECIAL, which no name decides: such a kernel goes to Adam, with a warning. Settings show
+    that a kernel has groups, that it belongs to an einsum with letters of its own, or that its axes
+    have names, as those of penzai and Haliax.
     """
     roles_by_path: dict[str, Role] = {}
     # Modules with a role, and the arrays that are in no such module
     nodes = jax.tree.leaves_with_path(params, is_leaf=lambda node: bool(_type(node)))
     for path, node in nodes:
         if role := _type(node):
-            # The module's bias gets the role too, and the caller asks for weights alone.
+            # The module's bias gets the role too; the caller ignores it where names show a bias.
             for rest, _ in jax.tree.leaves_with_path(node):
                 roles_by_path["/".join(trees.names((*path, *rest)))] = role
     return roles_by_path

@@ -131,14 +131,14 @@ def routes(
     }
 
 
-def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
-    """The floating-point leaves of a tree, each with its role and with the shape that it has in one
-    layer.
+def _parameters(arrays: Any, roles_of_modules: Mapping[str, Role]) -> list[Parameter]:
+    """The floating-point leaves of a tree, each with its role and with the axes that one layer has.
 
-    `types` are the roles that modules show, by the path of the parameter.
+    `roles_of_modules` are those that types of modules show, by the path of the parameter.
     """
     keys_of_leaves, leaves = trees.flatten_with_names(arrays)
     paths = list(map("/".join, keys_of_leaves))
+    # Masked leaves too: they tell what their neighbors are.
     roles_by_path = roles.read_roles(paths)
     parameters = []
     for keys, path, leaf in zip(keys_of_leaves, paths, leaves, strict=True):
@@ -148,12 +148,13 @@ def _parameters(arrays: Any, types: Mapping[str, Role]) -> list[Parameter]:
         if not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
             continue
         # The type of a module shows what its kernel is: that of an `eqx.nn.Embedding` is an
-        # embedding under any name. `types` has the same role for the module's bias, which is wrong:
-        # what names give to Adam, such as a bias, keeps the role that they show.
+        # embedding under any name, and that of a grouped convolution is special. The convolution's
+        # bias has the same role there, which is wrong: what names give to Adam, such as a bias,
+        # keeps the role that they show.
         role = roles_by_path[path]
         if role not in roles.ADAM:
-            role = types.get(path, role)
-        # All axes of the leaf, until `unstack` removes those that count layers
+            role = roles_of_modules.get(path, role)
+        # All axes of the leaf, until `unstack` removes those that count layers or parts
         axes = tuple(range(jnp.ndim(leaf)))
         parameters.append(Parameter(keys, path, role, jnp.shape(leaf), axes))
     return unstack(parameters)

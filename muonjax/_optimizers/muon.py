@@ -464,13 +464,13 @@ def _clipped(
     chain = optax.chain(optimizer, clip.transformation())
     # The length of its state tells the optimizer from another one: AdamW has an entry for each of
     # the three members of its chain, and `muon` has one, for both of its parts.
-    # Without parameters no array is made.
+    # Without parameters the state has no arrays but counters.
     num_states = len(optimizer.init({}))  # pyright: ignore[reportArgumentType]
 
     @errors_of(clip.call)
     def update(updates, state, params=None, *unnamed, **extra_args):
         check_update(params, unnamed)
-        # The state of the optimizer, and that of the clip, which checks it.
+        # The optimizer's state, and the clip's, which the clip itself checks.
         # A restored state may be a list.
         is_pair = isinstance(state, (tuple, list)) and len(state) == 2
         if not is_pair or len(state[0]) != num_states:
