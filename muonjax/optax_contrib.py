@@ -346,16 +346,16 @@ def _row_factors(
     """What the rows of Y are multiplied by before the first step:
     one over a bound of its largest singular value.
 
-    One number for each matrix; with "aol" each row has its own. Optax does the same to the user's
-    matrix X = Y / scale. The results are equal, since numbers that Optax adds to a norm,
-    or bounds it by, are scaled here.
+    [*batch, m, 1] with "aol", else [*batch, 1, 1]. Optax does the same to the user's matrix
+    X = Y / scale. The results are equal, since what Optax adds to a norm (`eps`), or takes as its
+    least value (1e-8), is scaled here like the norm.
 
     Args:
       y: Y = scale X.
       gram: A = Y Y^H.
       preconditioning: Which bound.
       eps: What Optax adds to the norm of X; so scale eps is added to the norm of Y.
-      scale: A number for each matrix.
+      scale: A power of two for each matrix, which keeps products from overflowing.
     """
     # Optax 0.2.8 doesn't pass `eps` on to "aol" and "schatten". They take 1e-8 at least for a norm
     # of X X^H, and A is scale^2 X X^H.
@@ -367,7 +367,7 @@ def _row_factors(
     if preconditioning == "schatten":
         # |A|_F^(-1/2), as |A|_F is at least the largest eigenvalue of A
         return jax.lax.rsqrt(jnp.maximum(jnp.sqrt(square_norm(gram)), smallest))
-    # "frobenius": the square of |Y|_F
+    # The square of a norm: with "frobenius" |Y|_F^2, which "spectral" replaces
     square = square_norm(y)
     if preconditioning == "spectral":
         # The square of the largest singular value is the largest eigenvalue of A.

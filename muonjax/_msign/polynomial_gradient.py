@@ -87,13 +87,14 @@ def polynomial_msign(
     # The polar factor of X^T is the transpose of that of X,
     # and the Gram matrix of wide X is the smaller one.
     is_tall = x.shape[-2] > x.shape[-1]
-    # `iterate_keeping_input` keeps its input, `unit`, and nothing of its steps. The checkpoint
-    # around this function keeps x in place of `unit`, and normalizes it again in the backward pass.
+    # The backward pass of `iterate_keeping_input` runs the steps again from its input, `unit`, and
+    # keeps that alone. The checkpoint around this function keeps x instead, of half the size in
+    # bfloat16, and normalizes it again.
     unit = normalized(x.mT if is_tall else x)
     # Inside of `jax.shard_map` the rows must vary over the same mesh axes as x. The derivative of
     # the iteration is written as a `lax.custom_linear_solve`, so that it is its own transpose. JAX
-    # traces the functions of the solve with the rows as they are, and then makes all that they
-    # close over vary as x does, which would not fit what was traced. So a zero that varies as x
+    # traces the functions of the solve with the rows as they are, and later passes them rows that
+    # vary as x does: the types would differ from those that were traced. So a zero that varies as x
     # does is added here.
     varying_zero = jnp.zeros_like(unit, shape=())
     rows = jnp.asarray(coefficients, unit.dtype) + varying_zero

@@ -137,13 +137,15 @@ def polar_express_rows(
       degrees: The degree of each polynomial. A cubic saves a product and gains half as many digits
         as a quintic.
       lower: The smallest singular value.
-      cushion: No polynomial is fitted to an interval wider than [`cushion` * upper, upper]. Each is
-        rescaled so that the ends of the true interval are symmetric about 1.
+      cushion: No polynomial is fitted to an interval wider than [`cushion` * upper, upper]: that
+        would throw large singular values close to zero. Each is rescaled so that the ends of the
+        true interval are symmetric about 1.
       safety: Every step but the last is evaluated at s / `safety`. The last step stays plain:
         nothing follows it, and dividing it would keep the whole schedule from converging.
     """
     rows = []
-    # From here on [lower, upper] is the interval to which the steps so far take the first one.
+    # [lower, upper] is where the steps so far take the first interval, without the division by
+    # `safety`.
     upper = 1.0
     for step, degree in enumerate(degrees):
         # The polynomial closest to 1 on this interval, not wider than `cushion` allows,
@@ -151,15 +153,15 @@ def polar_express_rows(
         row, error = _minimax(degree, max(lower, cushion * upper), upper)
         powers = np.arange(1, degree + 1, 2)
         # p rises up to the interval that it is fitted to, where it is at least 1 - error. So it
-        # takes [lower, upper] to [p(lower), 1 + error]; `recenter` makes that symmetric about 1.
+        # takes [lower, upper] to [p(lower), 1 + error]; `centering` makes that symmetric about 1.
         at_lower = float(row @ lower**powers)
-        recenter = 2 / (at_lower + 1 + error)
-        lower = recenter * at_lower
+        centering = 2 / (at_lower + 1 + error)
+        lower = centering * at_lower
         upper = 2 - lower
         # p(s / divisor) leaves room for singular values that rounding has lifted above `upper`.
         is_last = step == len(degrees) - 1
         divisor = 1.0 if is_last else safety
-        scaled = recenter * row / divisor**powers
+        scaled = centering * row / divisor**powers
         # A cubic has c = 0.
         a, b, c = [*scaled.tolist(), 0.0][:3]
         rows.append((a, b, c))

@@ -130,10 +130,10 @@ def pre_deflate(
 def shrink_dominant(
     gram: Inexact[Array, "*batch m m"], rank: int, platform: str
 ) -> Deflation:
-    """W = I - V D V^H, which shrinks the k = `rank` dominant directions of A to about the size of
-    the k-th, and W A W.
+    """The map W = I - V D V^H, and the Gram matrix W A W of W X. W shrinks the k = `rank` largest
+    singular values of X to about the k-th.
 
-    V [m, k] has nearly orthonormal columns that nearly span these directions; D [k, k], Hermitian,
+    V [m, k] has nearly orthonormal columns that nearly span their directions; D [k, k], Hermitian,
     says by how much each is shrunk. `jit` traces this once for each m, whatever the longer side of
     X.
 
@@ -145,7 +145,7 @@ def shrink_dominant(
     # V spans the dominant directions.
     start = _random_start(gram, rank)
     v = _dominant_subspace(lambda v: dot(gram, v), start, num_steps=_SUBSPACE_STEPS)
-    # [*batch, m, k], as V
+    # A V, [*batch, m, k]
     av = dot(gram, v)
     h, d = _projection_and_shrinkage(v, av)
 
@@ -311,13 +311,14 @@ def _random_start(
 
 
 def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batch m m"]:
-    """A + delta I, with delta somewhat above the error that rounding left in A.
+    """A + delta I for the Gram matrix A, from which the caller then subtracts the dominant part;
+    delta is somewhat above the error that rounding left in A.
 
-    After the dominant part is subtracted, the remaining matrix has the absolute error of A. If that
-    makes an eigenvalue negative, polynomials can amplify it without bound. The entries' errors are
-    of random sign and eps / 2 sqrt(a_ii a_jj) in the best case. A symmetric matrix of such entries
-    has about twice the norm of its largest row, eps sqrt(max a_ii * tr A).
-    Sums of many terms lose more: `ROUNDING` times that.
+    What remains has the absolute error of A, and may be smaller than it. If that makes an
+    eigenvalue negative, polynomials can amplify it without bound. The entries' errors are of random
+    sign and eps / 2 sqrt(a_ii a_jj) in the best case. A symmetric matrix of such entries has about
+    twice the norm of its largest row, eps sqrt(max a_ii * tr A). Sums of many terms lose more:
+    `ROUNDING` times that.
     """
     info = jnp.finfo(gram.dtype)
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.

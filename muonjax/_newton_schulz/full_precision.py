@@ -171,14 +171,16 @@ def normalize(
     be made), or its Schatten-4 norm. With B = A / ||A||_F, no eigenvalue of B is above
     ||B^2||_F^(1/2), and ||B^2||_F^2 is the sum of the fourth powers of B's eigenvalues. After a
     deflation, a part of the sum is known to come from others than the largest, and is subtracted;
-    at least 1/m of the sum belongs to the largest.
+    at least 1/m of the sum belongs to the largest. A is `deflation.gram` then, and X stands for
+    W X: the directions are shrunk already.
     """
     if normalization == "frobenius":
         # tr(A) = |X|_F^2
         trace = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
         inverse_trace = 1 / or_one(trace)
         return scaled(gram, inverse_trace), None, jnp.sqrt(inverse_trace)
-    # B = A / |A|_F, for the fourth power of A is no number where A is large or small.
+    # B = A / |A|_F, for the fourth power of A overflows where A is large, and is 0 where it is
+    # small.
     inverse_norm = jax.lax.rsqrt(or_one(square_norm(gram)))
     b = scaled(gram, inverse_norm)
     b2 = product(b)
