@@ -206,8 +206,10 @@ class Layout(NamedTuple):
         """
         runs = tuple(_run_of(run.axis, move(run.positions)) for run in self.runs)
         moved = self._replace(shape=tuple(shape), runs=runs)
-        # An empty slice has no entry of the origin, nor has a slice of q's padding an entry of q.
-        return None if 0 in shape or moved.holes.all() else moved
+        # An empty slice of columns has no entry of the origin, nor has a slice of q's padding an
+        # entry of q. An empty batch is along an axis on which no positions depend.
+        is_empty = any(0 in run.shape for run in runs)
+        return None if is_empty or moved.holes.all() else moved
 
     @property
     def holes(self) -> Positions:

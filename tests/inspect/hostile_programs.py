@@ -823,3 +823,14 @@ def complex_matrices_in_a_deep_residual_stream(p, x):
         c = p[f"c{i}"][..., 0] + 1j * p[f"c{i}"][..., 1]
         x = x + jnp.einsum("hp,btp->bth", c, h * jnp.exp(1j * h)).real
     return sq(x @ p["out"])
+
+
+@program(
+    X,
+    jax.ShapeDtypeStruct((0, T, D), "float32"),
+    w=((D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
+def an_empty_batch_next_to_another(p, x, empty):
+    """As a cache is before the first step."""
+    return sq(jnp.tanh(jnp.concatenate([x @ p["w"], empty @ p["w"]])) @ p["out"])
