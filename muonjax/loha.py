@@ -231,10 +231,8 @@ def adapter_mask(params: Any) -> Any:
       >>> labels = jax.tree.map(lambda trains: "train" if trains else "freeze", mask)
       >>> tx = optax.partition({"train": optax.adam(1e-3), "freeze": optax.set_to_zero()}, labels)
     """
-
-    def trains(path, _):
-        # The scale of ΔW, `hada_scale`, is no factor and does not train. One array has no name; one
-        # `nnx.Param` has a path, but no name in it.
-        return not FACTORS.keys().isdisjoint(names(path)[-1:])
-
-    return jax.tree_util.tree_map_with_path(trains, params)
+    # The scale of ΔW, `hada_scale`, is no factor and does not train. One array has no name; one
+    # `nnx.Param` has a path, but no name in it.
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not FACTORS.keys().isdisjoint(names(path)[-1:]), params
+    )

@@ -24,13 +24,14 @@ from muonjax._common.arguments import (
     given_dtype,
     message_for_other_state,
 )
+from muonjax._common.explicit_axes import sharded_like
 from muonjax._inspect.program import Program
 from muonjax._matrices.matrix_view import DimensionNumbersTree
 from muonjax._mesh.distribution import Distribution
 from muonjax._mesh.host_memory import offload
 from muonjax._names.routes import decays
 from muonjax._newton_schulz.settings import NewtonSchulz
-from muonjax._optimizers.partition import check_program, partition_by_route, sharded_as
+from muonjax._optimizers.partition import check_program, partition_by_route
 from muonjax._transforms.adamw import adamw
 from muonjax._transforms.hyperball import hyperball
 from muonjax._transforms.learning_rate import scale_by_learning_rate
@@ -444,8 +445,9 @@ def adamclip(
     # round it away; float8 has too few digits as well.
     mu_dtype = settings.get("mu_dtype")
     if mu_dtype is not None:
-        wanted = "a float type of 16 bits or more"
-        given_dtype("mu_dtype", mu_dtype, WIDE_FLOATS, wanted)
+        given_dtype(
+            "mu_dtype", mu_dtype, WIDE_FLOATS, "a float type of 16 bits or more"
+        )
     # Optax's error for a mask that does not fit would speak of trees; this one names the argument.
     settings["mask"] = fitted_mask("mask", settings.get("mask"))
     # muonjax's `adamw` is Optax's, computed in float32 or wider. Its moments may be in host memory,
@@ -477,7 +479,7 @@ def _clipped(
             raise ValueError(message_for_other_state(state))
         updates, state = chain.update(updates, state, params, **extra_args)
         # XLA may choose another sharding for what the clip multiplies.
-        return sharded_as(params, updates), state
+        return jax.tree.map(sharded_like, updates, params), state
 
     return optax.GradientTransformationExtraArgs(
         errors_of(clip.call)(chain.init), update

@@ -92,25 +92,20 @@ def partition_by_route(
         _check_state(state, jax.eval_shape(partition.init, params))
         # Optax gives each part a tree in which the leaves of the others are masked.
         updates, state = partition.update(updates, state, params, **extra_args)
-        # `apply_updates` adds them to the parameters, and explicit axis types add only arrays with
-        # equal shardings.
-        return sharded_as(params, updates), state
+        # They come on the shards of the state. `apply_updates` adds them to the parameters, and
+        # explicit axis types add only arrays with equal shardings.
+        return jax.tree.map(sharded_like, updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def sharded_as(params: Any, updates: Any) -> Any:
-    """Updates on the shards of their parameters: with explicit axis types they come on those of the
-    state."""
-    return jax.tree.map(sharded_like, updates, params)
 
 
 def _routing_key(tree: Any) -> tuple[Any, list[Any]]:
     """Structure, shapes and dtypes of a tree: equal keys are routed equally."""
     leaves, treedef = jax.tree.flatten(tree)
     # A leaf need not be an array: a number of Python has its type alone.
-    kinds = [(getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves]
-    return treedef, kinds
+    return treedef, [
+        (getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves
+    ]
 
 
 def check_program(argument: str, given: Any) -> None:
@@ -163,10 +158,8 @@ def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any]:
         check_parameters(params)
         numbers = resolve_dimension_numbers(given, params)
     if leaves and not any(numbers):
-        arguments = "params" if given is None else "params, program"
         warn_once(
-            f"muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate({arguments}) "
-            "says why."
+            "muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate says why."
         )
     labels = []
     # The leaves as `optax.partition` gives them to the transformation of the matrices:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -26,24 +25,18 @@ def scale_by_learning_rate(
     if not callable(learning_rate):
         return optax.scale_by_learning_rate(learning_rate)
 
-    def rate_at(count: jax.Array) -> jax.Array:
-        # A copy, because a schedule may return the same array twice, as for the state of the
-        # matrices and that of AdamW, and a buffer in two places can't be donated.
-        return jnp.array(learning_rate(count), jnp.result_type(float))
-
     def scale_by(learning_rate: Any) -> optax.GradientTransformation:
         """The transformation at one step, where the rate is a number."""
-
-        def step(u: Any, _: Any) -> jax.Array:
-            # In the update's dtype, as Optax multiplies.
-            return -learning_rate.astype(u.dtype) * u
-
-        return optax.stateless_with_tree_map(step)
+        # In the update's dtype, as Optax multiplies
+        return optax.stateless_with_tree_map(
+            lambda u, _: -learning_rate.astype(jnp.result_type(u)) * u
+        )
 
     # Optax keeps the count, and at each step calls `scale_by` with the rate at it, which has a
     # dtype already. Without `hyperparam_dtype` it would look for the highest dtype of the
     # parameters, and raise for bfloat16 next to float16.
-    with_schedule = optax.inject_hyperparams(
-        scale_by, hyperparam_dtype=jnp.result_type(float)
-    )
-    return with_schedule(rate_at)
+    wide = jnp.result_type(float)
+    with_schedule = optax.inject_hyperparams(scale_by, hyperparam_dtype=wide)
+    # A copy, because a schedule may return the same array twice, as for the state of the matrices
+    # and that of AdamW, and a buffer in two places can't be donated.
+    return with_schedule(lambda count: jnp.array(learning_rate(count), wide))
