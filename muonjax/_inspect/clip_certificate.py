@@ -214,11 +214,9 @@ class Certificate:
         # An array may be returned with the clip's factors, as a parameter is; a loss may not.
         for value in graph.outputs:
             if value in self.tables and self.records.shape(value) == ():
-                # Refused with the line of the operation that makes it. No operation makes a
-                # parameter of one number that is returned as it is;
-                # then the first operation of the program stands for it.
-                maker = graph.maker(value)
-                return 0 if maker is None else maker.index
+                # Refused with the line of the operation that makes it. A parameter of one number,
+                # which no operation makes, has no heads to scale, and no table.
+                return graph.makers[value].index
         return None
 
     def _table(self, value: int, rank: int, hides: float = -np.inf) -> Table:

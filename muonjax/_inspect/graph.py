@@ -542,8 +542,7 @@ def _is_same(constant: Any, given: Any) -> bool:
     # `embedding[tokens.reshape(-1)]`, and JAX copies its int64 to int32.
     if isinstance(constant, jax.Array) or not isinstance(given, np.ndarray):
         return constant is given
-    copied = given.astype(constant.dtype)
-    return np.array_equal(np.ravel(constant), np.ravel(copied))
+    return np.array_equal(np.ravel(constant), np.ravel(given).astype(constant.dtype))
 
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")

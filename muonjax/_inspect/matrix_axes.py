@@ -142,8 +142,7 @@ def _rows_and_columns(
     # y = x @ w with w [d, e, f], of which a later product takes y[b, e] with another matrix for
     # each expert e, or a gate multiplies it, gate[b, e, 1] * y[b, e, f]: e counts matrices. Heads
     # are taken one by one as well, and stay columns.
-    heads = {run for run, _region in product.heads}
-    experts = columns & (product.batches - heads)
+    experts = columns & (product.batches - {run for run, _ in product.heads})
     # one_hot(action) chooses one of the values x @ w, with w [d, actions]: actions are taken one by
     # one, but without them w would have no columns. So they stay columns.
     if experts == columns:

@@ -282,11 +282,11 @@ def _sums_over_experts(records: Records, activation: Operand) -> bool:
     gate has made e a batch of the product that gave h (`Product.batches`). If the activation is
     made of a router's weights, softmax(x @ r) along the columns of r, they may be such a gate.
     """
-    sizes = [activation.shape[axis] for axis in activation.summed]
+    long = [axis for axis in activation.summed if activation.shape[axis] > 1]
     # `exponential_of` is the number of the product x @ r, or -1, which is no router's.
     is_of_router = activation.value.exponential_of in records.attention.routers
     # One axis alone, as in gate[b, e] w[e, d], is not experts and features together.
-    if is_of_router and sum(n > 1 for n in sizes) > 1:
+    if is_of_router and len(long) > 1:
         return True
     for projection in activation.value.projections:
         product = projection.product

@@ -203,7 +203,6 @@ def shardings_on_mesh(
     made under no mesh is replicated over "fsdp".
     """
     # The shardings of all leaves, so that specs that fit no leaf are refused.
-    leaves = jax.tree.leaves(tree)
     shardings = shardings_of(tree, distribution)
     shardings = [shardings[i] for i in chosen]
     # The Distribution's mesh, or the first one with explicit axis types, counts for all. An array
@@ -211,19 +210,19 @@ def shardings_on_mesh(
     for mesh in dict.fromkeys(sharding.mesh for sharding in shardings):
         if distribution is not None or AxisType.Explicit in mesh.axis_types:
             return [NamedSharding(mesh, sharding.spec) for sharding in shardings]
-        if AxisType.Manual not in mesh.axis_types:
-            if mesh.size > 1:
-                warn_once(
-                    "muonjax: pass distribution=muonjax.Distribution(mesh, param_specs). The "
-                    f"arrays' mesh {dict(mesh.shape)} has no explicit axis types (its axis types "
-                    "are Auto), so XLA gathers matrices and repeats work on every device."
-                )
         # Inside of a user's shard_map (manual axes) an array is what one device has, and there is
         # nothing to share.
-        elif any(varying(jax.typeof(leaves[i])) for i in chosen):
+        if AxisType.Manual in mesh.axis_types:
+            if any(varying(jax.typeof(leaf)) for leaf in jax.tree.leaves(tree)):
+                warn_once(
+                    "muonjax: inside of a shard_map the matrices differ between devices, and each "
+                    "device orthogonalizes its own. If these are parts of larger matrices, that is "
+                    "wrong: update outside of it, with a muonjax.Distribution."
+                )
+        elif mesh.size > 1:
             warn_once(
-                "muonjax: inside of a shard_map the matrices differ between devices, and each "
-                "device orthogonalizes its own. If these are parts of larger matrices, that is "
-                "wrong: update outside of it, with a muonjax.Distribution."
+                "muonjax: pass distribution=muonjax.Distribution(mesh, param_specs). The arrays' "
+                f"mesh {dict(mesh.shape)} has no explicit axis types (its axis types are Auto), so "
+                "XLA gathers matrices and repeats work on every device."
             )
     return None

@@ -93,11 +93,12 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     usual = 0 if outputs_first else p.rank - 1
     # Without a bias, only convolutions, such as a weight (out, in, *window), are known to have
     # their outputs on one axis: [32, 4, 16] may be a DenseGeneral's, with outputs 4 · 16.
-    if not bias:
-        return usual if outputs_first or is_convolution else None
+    is_known = outputs_first or is_convolution
     # Several axes are as long as the bias, and the library's order tells which of them; or no axis
     # is, and the outputs are unknown.
-    return usual if usual in axes else None
+    if bias:
+        is_known = usual in axes
+    return usual if is_known else None
 
 
 def _usual_output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
