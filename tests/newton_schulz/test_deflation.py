@@ -7,14 +7,13 @@ import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate
 from muonjax._newton_schulz.deflation import (
-    _TOLERANCE,
     inverse_root,
     other_fourth_powers,
     pre_deflate,
     shrink_dominant,
 )
 from tests.tools import oracles
-from tests.tools.tiers import thorough
+from tests.tools.tiers import quick, thorough
 
 # Momentum-like: a few directions far above a long tail.
 SPECTRA = {
@@ -25,8 +24,9 @@ SPECTRA = {
     # The eighth direction of a subspace is then far from every singular vector, and the seven above it are shrunk most.
     "seven": np.r_[np.geomspace(1, 1 / 3, 7), np.full(57, 1 / 60)],
 }
-# `_TOLERANCE` bounds the first order; the second adds a few percent.
-MOVED = 1.1 * _TOLERANCE
+# How far the polar factor may move: 0.05 to first order, and the second adds a few percent. Without the bound it moves
+# 0.13 where `pre_deflate` takes "seven" singular values off.
+MOVED = 0.055
 
 
 def gram(x):
@@ -93,8 +93,8 @@ def test_the_inverse_root_is_one_and_never_more():
         assert np.linalg.norm(q @ h @ q, 2) < 1 + 1e-5
 
 
+@quick("seven")
 @pytest.mark.rounding
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", SPECTRA)
 def test_pre_deflation_keeps_the_polar_factor(name):
     x = oracles.with_spectrum(SPECTRA[name], 96)
