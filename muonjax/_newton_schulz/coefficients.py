@@ -20,9 +20,15 @@ JORDAN: Coefficients = ((3.4445, -4.7750, 2.0315),)
 """Keller Jordan's one quintic, repeated: the original Muon's, and Optax's default. It never
 converges (its fixed ripple is 0.318); it was tuned for the slope at zero.
 
+Both divide by the Frobenius norm, and shrink nothing before the steps:
+
 Example:
   >>> import muonjax
-  >>> len(muonjax.NewtonSchulz(coefficients=5 * muonjax.JORDAN).coefficients)
+  >>> five = 5 * muonjax.JORDAN
+  >>> optax_default = muonjax.NewtonSchulz(
+  ...     coefficients=five, normalization="frobenius", deflation=0
+  ... )
+  >>> len(optax_default.coefficients)
   5
 
 Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024."""
