@@ -25,6 +25,9 @@ def newton_schulz(
     """The polar factor U V^H of x = U S V^H, approximately:
     every singular value is moved close to 1.
 
+    For derivatives take `muonjax.msign`: in half precision the one of this function is not 0 at a
+    zero matrix but about 1e29.
+
     Args:
       x: [*batch, m, n], float or complex, wide or tall,
         at any scale (1e-30 and 1e30 give the same).
