@@ -362,6 +362,9 @@ def muonclip(
     and key that `muon` arrives at are scaled so that the same inputs give at most `threshold`: each
     by sqrt(gamma) where the head has a key of its own, otherwise as `qk_clip` says.
 
+    Inside of `optax.MultiSteps` it would see the logits of the last micro-batch alone: chain `muon`
+    in `MultiSteps` with `qk_clip`, as `qk_clip` says.
+
     Args:
       program: What `muonjax.inspect` returns: it says which leaves are matrices and where attention
         is. Or, for an attention inside of a kernel, sites by hand, such as `mha_site()`.
