@@ -217,7 +217,9 @@ def muon(
       weight_decay: A number or a schedule, times the learning rate, >= 0; for the matrices,
         and for AdamW's leaves.
       weight_decay_mask: Leaves that decay: a tree of booleans, a prefix, or a function of the
-        parameters. None: all matrices, embeddings and heads; no biases, no norms.
+        parameters. None: all but those of one axis, those whose names say bias or scale, and those
+        that the program finds added along a layer's columns alone, as a query's bias [heads, size].
+        Axes of layers and axes of size 1 do not count for a program.
       rms: Root mean square of an update before the learning rate (see `match_rms`). None scales by
         sqrt(max(1, fan_out / fan_in)) instead, as optax.contrib.muon does by default.
 
