@@ -208,10 +208,10 @@ def _chosen(operation: Operation, at: int) -> tuple[Logits, ...]:
     `jnp.where(mask, logits, -inf)`.
 
     If the condition (`chooser`) or another case depends on parameters, a clip may change it, as the
-    mask `x > 0` of logits x. The certificate refuses that if it comes by here. But where a bias was
-    added it ends before that, at the `raw` logits: so biased ones end here. Logits from which their
-    maximum was subtracted (`shifts`) end here too: their largest one is measured before that,
-    without this mask.
+    mask `x > 0` of logits x. The certificate refuses that if it comes by here. Where a bias was
+    added it checks no further than the logits before that (`raw`): so biased logits are followed no
+    further. Nor are logits from which their maximum was subtracted (`shifts`): their largest one is
+    measured before that, without this mask.
     """
     others = [v for k, v in enumerate(operation.values) if k != at]
     may_change = _may_change([*others, operation.chooser])

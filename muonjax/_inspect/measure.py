@@ -82,10 +82,11 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
         values.update(zip(variables, arrays, strict=True))
         for variable in variables:
             for probe in probes_at.get(variable, ()):
-                # The logits before a mask was added come earlier in the body.
+                # Measured are the logits before masks and biases, `raw`, at the entries that no
+                # mask hides in `variable`. The body computes `raw` first, so it is here already.
                 maxima[probe] = _largest(values[variable], values[probe.raw], probe)
-                # For `check_clip` alone: from here on both examples of its `vmap` have the logits
-                # of the first.
+                # `check_clip` runs the function by `vmap` with the parameters as they are and
+                # clipped. From here on both have the logits of the first.
                 if probe.shared:
                     values[variable] = _of_the_first(values[variable])
 

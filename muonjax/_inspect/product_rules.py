@@ -497,24 +497,26 @@ def _by_constants(
     the product sums over, and its logits, but for those of a softmax that ends here. If the numbers
     may be frozen keys, it has new logits.
     """
-    # softmax(q k^T) @ c, of frozen values c, ends an attention: its logits do not go on. Along axes
-    # that the product sums over, other logits keep their first entry (`aligned`).
+    # softmax(q k^T) @ c, of frozen values c, sums over the keys and ends an attention: its logits
+    # do not go on. A product that sums over other axes, as one that mixes heads, ends none. Along
+    # the axes that it sums over logits keep their first entry (`aligned`).
     softmaxes = _softmaxes_of(activation)
     logits = follow_logits.through(node, activation.aligned)
     result = result._replace(
         projections=activation.added_up.projections, logits=() if softmaxes else logits
     )
     is_layer = _is_frozen_layer(activation, constants)
-    # The result is new scores, whose exponentials may be an attention's weights, after a frozen
-    # layer, after an attention, or if it may be queries times frozen keys. If it is made of older
-    # scores it is not the last: queries @ keys.T times a rotation is still queries @ keys.T.
+    # The result is new scores in three cases: after a frozen layer, after an attention, and if it
+    # may be queries times frozen keys. Exponentials of scores may be the weights of an attention.
+    # In the third case it must not be made of older scores: queries @ keys.T times a rotation is
+    # still queries @ keys.T.
     may_be_scores = activation.free and constants.free and result.scores < 0
     if is_layer or softmaxes or may_be_scores:
         result = result._replace(scores=node.index, exponential_of=-1)
     if is_layer:
         records.frozen_layers.add(node.index)
         # Frozen keys have a batch axis, as in einsum("bqd,bkd->bqk"), and a frozen matrix has none.
-        # An activation that has logits, or is softmax's weights, is no queries.
+        # An activation that has logits, which softmax's weights have too, is no queries.
         if constants.batch and not activation.value.logits:
             return _with_logits(records, node, result, activation, constants)
     return result

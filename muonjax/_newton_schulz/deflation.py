@@ -279,7 +279,8 @@ def inverse_root(h: jax.Array) -> jax.Array:
         r = hermitian_part(dot(dot(p, r), p))
         return (r, hermitian_part(dot(q, p))), None
 
-    # R = h / |h|_F has eigenvalues from the ridge to 1, and Q begins as |h|_F^(-1/2) I.
+    # R = h / |h|_F plus the ridge has eigenvalues from the ridge to about 1, and Q begins as
+    # |h|_F^(-1/2) I.
     r = scaled(h, inverse) + _RIDGE * eye
     q = scaled(eye, jnp.sqrt(inverse))
     (_, q), _ = jax.lax.scan(step, (r, q), rows)
