@@ -47,9 +47,7 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
         # for each product of weights and values, have the same axes: `_check_softmaxes`.
         _, key_axes = records.attention.softmaxes[product][0]
         # A softmax over heads and keys together has one temperature: these heads are scaled as one.
-        for axes in records.attention.normalized[product]:
-            if axes & key_axes:
-                key_axes |= axes
+        key_axes |= records.attention.normalized[product]
         left, right = records.attention.operands[product]
         if not left.is_query(key_axes):
             left, right = right, left

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layouts import whole
+from muonjax._inspect.layouts import axes_of, whole
 from muonjax._inspect.possible_numbers import is_mask, numbers_in
 from muonjax._inspect.values import (
     FROZEN,
@@ -123,8 +123,16 @@ def _from_softmax(
         return ()
     logits = []
     # A maximum or a sum is one number for each query: next to weights it only scales them.
-    for k in weights or operands.get("per query", []):
+    numbers = operands.get("per query", [])
+    for k in weights or numbers:
         logits += operation.values[k].logits
+    # Weights divided by their sum over some axes: along these they differ, and the sum does not.
+    if operation.is_scale:
+        normalized = operation.records.attention.normalized
+        for k in numbers:
+            kept = operation.values[k].logits[0].layout.varying
+            for x in logits:
+                normalized[x.product] |= axes_of(x.layout.runs_not_along(kept))
     return tuple(dict.fromkeys(logits))
 
 

@@ -65,10 +65,10 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
     """The results of `with_maxima` for these inputs, which are traced."""
     jaxpr = opened(body)
     # By the variable that holds the logits, or by the number of the equation in whose body they
-    # are. Several calls of an attention may have one probe.
+    # are.
     probes_at = grouped(
         (probe.path[0].equation if probe.path else probe.variable, probe)
-        for probe in dict.fromkeys(probes)
+        for probe in probes
         if isinstance(probe, Probe)
     )
     values: dict[Any, Any] = {}

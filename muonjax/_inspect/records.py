@@ -80,9 +80,9 @@ class AttentionRecords:
         # Products from whose logits a number was subtracted that may differ from key to key: the
         # softmax of clipped logits would be another one, and the clip is refused.
         self.shifted_by_key: set[int] = set()
-        # For each sum of exponentials of the product, by which a softmax divides them:
-        # the axes of the product that it goes over. Heads among them are scaled as one.
-        self.normalized: dict[int, list[frozenset[int]]] = defaultdict(list)
+        # The axes of the product over which a softmax sums its exponentials, by which it divides
+        # them. Heads among these are scaled as one.
+        self.normalized: dict[int, frozenset[int]] = defaultdict(frozenset)
         # Products whose softmax is along columns of a parameter, as of a router,
         # or of an output head.
         self.routers: set[int] = set()

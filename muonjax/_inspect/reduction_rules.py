@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layouts import NotFollowed, axes_of, other_axes
+from muonjax._inspect.layouts import NotFollowed, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
 from muonjax._inspect.values import Logits, ParameterView, Value, dependent, is_match
@@ -45,16 +45,11 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
             # It ends here, as in a norm, which adds up squares.
             records.record_reduced([projection], axes)
     # A sum of softmax's weights, by which it divides them, is one number for each query. A sum of
-    # the logits themselves is not followed.
-    logits = _per_query(value, "weights")
-    for x in logits:
-        summed = axes_of(x.layout.runs_along(axes))
-        records.attention.normalized[x.product].append(summed)
-    # `_without_axes` takes the axes away from all of these.
+    # the logits themselves is not followed. `_without_axes` takes the axes away from all of these.
     result = value._replace(
         views=_reduced_views(value, axes),
         projections=tuple(linear),
-        logits=logits,
+        logits=_per_query(value, "weights"),
     )
     return [_without_axes(records, node, result)]
 

@@ -91,13 +91,11 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
     outputs_first = outputs_are_first(p, neighbors)
     is_convolution = p.role is roles.CONVOLUTION or has_leading_window(p.shape)
     usual = 0 if outputs_first else p.rank - 1
-    # Without a bias, only convolutions, such as a weight (out, in, *window), are known to have
-    # their outputs on one axis: [32, 4, 16] may be a DenseGeneral's, with outputs 4 · 16.
-    is_known = outputs_first or is_convolution
     # Several axes are as long as the bias, and the library's order tells which of them; or no axis
-    # is, and the outputs are unknown.
-    if bias:
-        is_known = usual in axes
+    # is, and the outputs are unknown. Without a bias, only convolutions, such as a weight (out, in,
+    # *window), are known to have their outputs on one axis: [32, 4, 16] may be a DenseGeneral's,
+    # with outputs 4 · 16.
+    is_known = usual in axes if bias else outputs_first or is_convolution
     return usual if is_known else None
 
 

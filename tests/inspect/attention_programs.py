@@ -529,6 +529,17 @@ reading(
 reading(lambda x: jax.nn.softmax(x + x.mT).std(), "the_next_layer_adds_them")
 reading(lambda x: jax.nn.log_softmax(x / 2).mean(), "another_temperature")
 reading(lambda x: lax.stop_gradient(x.max()), "a_number_for_a_log", sites=1)
+
+
+@attention(sites=1, **QKVO)
+def a_statistic_of_the_weights(p, x):
+    """It sums weights over heads and keys, and no softmax divides by that."""
+    q, k, v = projected(p, x)
+    logits = logits_of(q, k)
+    shares = jax.nn.softmax(logits)
+    return loss_of(p, mixed(shares, v)) + shares.std(), logits
+
+
 TEACHER = "a clip would change a copy of its parameters under stop_gradient too: "
 
 
