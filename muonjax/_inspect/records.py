@@ -120,20 +120,23 @@ class Records:
         for leaf, parameter in enumerate(graph.parameters):
             view = ParameterView(leaf, whole(graph.shape(parameter)))
             self.values[parameter] = Value(PARAMETER, (view,))
-        # These are data, or keys of random numbers. An array of one number that the function closes
-        # over, `alpha = jnp.float32(0.5)`, is a number of the program, as 0.5 is.
-        for array in (*graph.arguments, *filter(graph.shape, graph.constants)):
+        for array in (*graph.arguments, *graph.constants):
             self.values[array] = self._input(array)
 
     def _input(self, array: int) -> Value:
-        """The value of an argument that is no parameter,
-        or of an array that the function closes over."""
+        """The value of an argument that is no parameter, or of an array that the function closes
+        over: data, or a key of random numbers."""
         dtype = getattr(self.graph.avals[array], "dtype", float)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return Value(NOISE)
         if not self.graph.is_float(array):
             return Value(DATA)
-        return Value(DATA, facts=(AxisFact("input", whole(self.graph.shape(array))),))
+        shape = self.graph.shape(array)
+        # A scalar that the function closes over, `alpha = jnp.float32(0.5)`, is a number of the
+        # program, as 0.5 is.
+        if array in self.graph.constants and not shape:
+            return Value()
+        return Value(DATA, facts=(AxisFact("input", whole(shape)),))
 
     def inputs(self, node: Node) -> list[Value]:
         """The values of an operation's operands."""

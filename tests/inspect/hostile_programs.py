@@ -102,6 +102,14 @@ def attend(q, k, v):
 # Heads and lookups.
 
 
+INDEX = jnp.int32(3)  # an array that the function closes over
+
+
+@program(X, tasks=((T, D), "looked up"), w=((D, D), "0 | 1"), out=((D, 1), "head"))
+def one_task_of_several(p, x):
+    return sq(jnp.tanh((x + p["tasks"][INDEX]) @ p["w"]) @ p["out"])
+
+
 @program(TOKENS, embed=((V, D), "looked up"), w=((D, D), "0 | 1"))
 def tied_embedding(p, t):
     x = jnp.tanh(p["embed"][t] @ p["w"])
