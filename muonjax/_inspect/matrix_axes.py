@@ -135,14 +135,13 @@ def _rows_and_columns(
       Contradiction: An axis would be two of these.
     """
     # `rows`, `columns` and `batch` are runs, of which one axis may have several.
-    product = use.product
     columns, batch = set(use.columns), set(use.batch)
     # "hbd,hdf->hbf", and then a sum over h, is one product that sums over h and d: both are rows.
-    summed = batch & product.added_up
+    summed = batch & use.product.added_up
     # y = x @ w with w [d, e, f], of which a later product takes y[b, e] with another matrix for
     # each expert e, or a gate multiplies it, gate[b, e, 1] * y[b, e, f]: e counts matrices. Heads
     # are taken one by one as well, and stay columns.
-    experts = columns & (product.batches - {run for run, _ in product.heads})
+    experts = columns & use.product.experts
     # one_hot(action) chooses one of the values x @ w, with w [d, actions]: actions are taken one by
     # one, but without them w would have no columns. So they stay columns.
     if experts == columns:

@@ -289,12 +289,10 @@ def _sums_over_experts(records: Records, activation: Operand) -> bool:
     if is_of_router and len(long) > 1:
         return True
     for projection in activation.value.projections:
-        product = projection.product
         # Heads are not experts: an output projection sums over heads and their features,
         # and both are rows.
-        experts = product.batches - {run for run, _ in product.heads}
         summed = projection.layout.runs_along(activation.summed)
-        if not experts.isdisjoint(summed):
+        if not projection.product.experts.isdisjoint(summed):
             return True
     return False
 

@@ -106,6 +106,11 @@ class Product:
         # does. If there are parts then, the parameter is left to names: a group may lie across two.
         self.has_mixed_groups = False
 
+    @property
+    def experts(self) -> set[Run]:
+        """Columns that count experts: those that are taken one by one, and count no heads."""
+        return self.batches - {run for run, _ in self.heads}
+
 
 class Projection(NamedTuple):
     """What is left of one product with a parameter: its axes as axes of that parameter."""
