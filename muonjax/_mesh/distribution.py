@@ -197,7 +197,8 @@ def shardings_on_mesh(
 
     None if no leaf is chosen, or nothing says how they are sharded: they were made under no mesh,
     are inside of a `jax.shard_map`, or are on an Auto mesh. This warns if that mesh has several
-    devices, and if matrices inside of a `shard_map` differ between devices.
+    devices, and if matrices inside of a `shard_map` differ between devices, which is known unless
+    it has `check_vma=False`.
 
     All are returned on one mesh: on a mesh {"fsdp": 4} with explicit axis types, a leaf that was
     made under no mesh is replicated over "fsdp".

@@ -84,8 +84,9 @@ def _output_axis(p: Parameter, neighbors: Neighbors) -> int | None:
         return axes[0]
     if p.rank == 2:
         return _usual_output_axis(p, neighbors)
-    # A `ConvTranspose` of Flax is [*window, in, out], a `conv2d_transpose` of Keras or Haiku
-    # [*window, out, in], and a `conv_transpose` may be either.
+    # A `ConvTranspose` of Flax is [*window, in, out], unless it has `transpose_kernel=True`. A
+    # `conv2d_transpose` of Keras or Haiku is [*window, out, in], and a `conv_transpose` may be
+    # either.
     if "transpose" in p.path:
         return None
     outputs_first = outputs_are_first(p, neighbors)
