@@ -164,10 +164,11 @@ def muon(
         nesterov=nesterov,
     )
     # Optax's own choice makes a matrix of every leaf with two axes; None would let names decide.
-    dimension_numbers = muon_weight_dimension_numbers
-    if dimension_numbers is None:
-        dimension_numbers = _two_axes
-    return partition_by_route("optax_contrib.muon", matrices, adam, dimension_numbers)
+    if muon_weight_dimension_numbers is None:
+        muon_weight_dimension_numbers = _two_axes
+    return partition_by_route(
+        "optax_contrib.muon", matrices, adam, muon_weight_dimension_numbers
+    )
 
 
 @errors_of("scale_by_muon")

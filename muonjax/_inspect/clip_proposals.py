@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from muonjax._clip.scale import PlacedScale, Scale
-from muonjax._inspect.layouts import HOLE, Layout, other_axes
+from muonjax._inspect.layouts import HOLE, Layout, axes_of, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.values import Operand, Projection
 
@@ -42,13 +42,14 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
     # Each span once: in Transformer-XL the same queries meet keys and positions.
     both: dict[PlacedScale, None] = {}
     queries_alone: dict[PlacedScale, None] = {}
+    attention = records.attention
     for product in products:
         # The logits of a softmax, and the axes that count keys. All softmaxes of the product, one
         # for each product of weights and values, have the same axes: `_check_softmaxes`.
-        _, key_axes = records.attention.softmaxes[product][0]
+        _, key_axes = attention.softmaxes[product][0]
         # A softmax over heads and keys together has one temperature: these heads are scaled as one.
-        key_axes |= records.attention.normalized[product]
-        left, right = records.attention.operands[product]
+        key_axes |= attention.normalized[product]
+        left, right = attention.operands[product]
         if not left.is_query(key_axes):
             left, right = right, left
         queries = _Side(left, key_axes, "query")
@@ -208,7 +209,7 @@ class _Side(NamedTuple):
         # The axes of the operand that count heads, [2] here, and the axes of the parameter along
         # which these heads lie, [2] too.
         heads = self.heads(layout)
-        head_axes = [run.axis for run in layout.runs_along(heads)]
+        head_axes = axes_of(layout.runs_along(heads))
         # The first of a layout's runs says where other arrays were put next to the parameter's
         # entries (holes), and is along no axis of the parameter.
         _, *runs = layout.runs

@@ -175,8 +175,9 @@ class _Decider:
         first, *_ = others or uses
         decision = self._adam(first.what, first.node, by_names=not others)
         # Weight decay is not for vectors.
-        biases = self.records.uses.biases
-        return decision._replace(is_vector=len(axes) < 2 or first.view.leaf in biases)
+        return decision._replace(
+            is_vector=len(axes) < 2 or first.view.leaf in self.records.uses.biases
+        )
 
     def _of_products(self, products: list[Use]) -> Decision:
         """The decision on a parameter that multiplies activations.

@@ -123,13 +123,13 @@ def _from_softmax(
         return ()
     logits = []
     # A maximum or a sum is one number for each query: next to weights it only scales them.
-    numbers = operands.get("per query", [])
-    for k in weights or numbers:
+    per_query = operands.get("per query", [])
+    for k in weights or per_query:
         logits += operation.values[k].logits
     # Weights divided by their sum over some axes: along these they differ, and the sum does not.
     if operation.is_scale:
         normalized = operation.records.attention.normalized
-        for k in numbers:
+        for k in per_query:
             kept = operation.values[k].logits[0].layout.varying
             for x in logits:
                 normalized[x.product] |= axes_of(x.layout.runs_not_along(kept))

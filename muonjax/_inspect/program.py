@@ -225,18 +225,13 @@ class Program:
         fun, params, args = as_function_of_parameters(self._fun, params, args)
         sites = self.sites
         closed = jax.make_jaxpr(lambda params: fun(params, *args, **kwargs))(params)
+        given = jax.tree.leaves((args, kwargs))
 
         # With `shared`, the softmax of both examples of the `vmap` below gets the logits of the
         # first.
         def results_and_maxima(params: Any) -> Any:
             # `self._call` is the words of errors, such as "inspect(loss_fn)".
-            return find_maxima(
-                closed,
-                [params],
-                self._call,
-                jax.tree.leaves((args, kwargs)),
-                shared=True,
-            )
+            return find_maxima(closed, [params], self._call, given, shared=True)
 
         _, shapes = jax.eval_shape(results_and_maxima, params)
         # A clip at 1.0 divides the logits of a head by what is given as the largest of them. Each
@@ -468,7 +463,8 @@ def _deviation(x: jax.Array, y: jax.Array, each: bool = False) -> float:
     # them.
     unit = jnp.abs(x) if each else jnp.max(jnp.abs(x), initial=0)
     # 0 / 0, and -inf - -inf of a head whose logits are all masked, are no deviation.
-    return float(jnp.max(jnp.where(x == y, 0.0, jnp.abs(y - x) / unit), initial=0))
+    relative = jnp.where(x == y, 0.0, jnp.abs(y - x) / unit)
+    return float(jnp.max(relative, initial=0))
 
 
 def find_maxima(

@@ -96,9 +96,10 @@ def iterate(
 
     # z [*batch, m, n] is x times a number, so that |z|_F = _NORM, and in half precision from here
     # on. Zeros stay zeros.
-    factor, square = square_of_any_size(_wide(x), square_norm)
-    z = (factor * _wide(x) * (_NORM * jax.lax.rsqrt(or_one(square)))).astype(dtype)
-    z = _barrier(z)
+    x = _wide(x)
+    factor, square = square_of_any_size(x, square_norm)
+    z = factor * x * (_NORM * jax.lax.rsqrt(or_one(square)))
+    z = _barrier(z.astype(dtype))
     # An r that is not exactly symmetric is amplified by the first steps,
     # whose factors are the largest.
     r = hermitian_part(products.symmetric(z))
