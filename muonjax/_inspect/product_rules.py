@@ -369,12 +369,18 @@ def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
         layout = projection.layout
         # The runs along columns of w, but for those that are known to count experts or heads.
         columns = set(projection.product.use.columns) - projection.product.batches
-        # Those of them that the product sums over, and in the next line those that it keeps.
-        summed = columns.intersection(layout.runs_along(operand.summed))
-        if summed and columns.intersection(layout.runs_along(operand.free)):
+        summed = layout.runs_along(operand.summed)
+        is_mixture = columns.intersection(summed) and columns.intersection(
+            layout.runs_along(operand.free)
+        )
+        if is_mixture:
             records.record(
                 node, "unknown", projection.view, "a sum over a part of its columns"
             )
+        # Columns along all free axes leave none for examples: the result is a kernel. In
+        # x @ (w + (y @ g).reshape(d, d)) this takes w out of the biases of y @ g.
+        if summed and layout.varying.issuperset(operand.free):
+            records.uses.biases.difference_update(b.leaf for b in projection.biases)
 
 
 def _softmaxes_of(weights: Operand) -> list[list[Logits]]:

@@ -461,3 +461,17 @@ def test_biases_of_heads_and_experts_do_not_decay_and_positions_do():
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
     decay = decayed(loss, params, jnp.ones((5, 8)))
     assert decay == {name: 0.0 if name in "bc" else 0.5 for name in shapes}
+
+
+@pytest.mark.parametrize("spec", ["td,df->tf", "td,tdf->tf"])
+def test_what_is_added_to_a_generated_kernel_is_no_bias(spec):
+    """The second kernel is one for each example."""
+
+    def loss(p, x):
+        y = x if "tdf" in spec else x.mean(0)
+        kernel = p["base"] + (y @ p["generator"]).reshape(*y.shape[:-1], 8, 8)
+        return jnp.mean((jnp.tanh(jnp.einsum(spec, x, kernel)) @ p["out"]) ** 2)
+
+    shapes = {"base": (8, 8), "generator": (8, 64), "out": (8, 2)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    assert set(decayed(loss, params, jnp.ones((5, 8))).values()) == {0.5}
