@@ -154,9 +154,6 @@ def _reshaped(x: Marks, old: Shape, new: Shape) -> Marks:
     Positions [4, 1] of an array [4, 16], which depend on the row alone, become [64] for the shape
     [64], each 16 times, and [2, 2, 1] for the shape [2, 2, 16].
     """
-    # An array without entries has no marks.
-    if 0 in old:
-        raise NotFollowed
     first = x.ndim - len(old)
     # Only axes on which marks depend get an entry for each index: [4, 16] becomes [4, 1].
     full = list(x.shape[:first])
@@ -176,8 +173,12 @@ def _regrouped(old: Shape, new: Shape) -> Iterator[tuple[range, range]]:
     """The axes of a reshape that become others: [4, 6, 5] -> [24, 5] gives ((0, 1), (0,)) and
     ((2,), (1,))."""
     # How many entries the first k axes have together, for each k: 1, 4, 24, 120 and 1, 24, 120.
-    old_sizes = np.cumprod([1, *old])
-    new_sizes = np.cumprod([1, *new])
+    # [2, 0, 64] -> [2, 0, 4, 16] of an empty array: 0 counts as a size that no other axis has. In
+    # [2, 0] -> [0, 4] no groups are left.
+    old_sizes = np.cumprod([1, *(n or MOST + 1 for n in old)])
+    new_sizes = np.cumprod([1, *(n or MOST + 1 for n in new)])
+    if old_sizes[-1] != new_sizes[-1]:
+        raise NotFollowed
     old_start = new_start = 0
     # A group ends where the axes so far have as many entries in both shapes. The first group, of
     # one entry, has leading axes of size 1, or no axes.

@@ -839,6 +839,17 @@ def complex_matrices_in_a_deep_residual_stream(p, x):
     w=((D, D), "0 | 1"),
     out=((D, 1), "head"),
 )
+def an_empty_memory_that_is_cut_into_heads(p, x, empty):
+    y = jnp.concatenate([(z @ p["w"]).reshape(-1, T, 2, D // 2) for z in (empty, x)])
+    return sq(jnp.tanh(y.reshape(-1, T, D)) @ p["out"])
+
+
+@program(
+    X,
+    jax.ShapeDtypeStruct((0, T, D), "float32"),
+    w=((D, D), "0 | 1"),
+    out=((D, 1), "head"),
+)
 def an_empty_batch_next_to_another(p, x, empty):
     """As a cache is before the first step."""
     return sq(jnp.tanh(jnp.concatenate([x @ p["w"], empty @ p["w"]])) @ p["out"])
