@@ -246,7 +246,7 @@ class Certificate:
         if node.name != "sub" or node.inputs[0] not in self.logits:
             return False
         subtracted = self.records.values[node.inputs[1]]
-        return any(x.stage == "per query" for x in subtracted.logits)
+        return any(x.stage == "maximum" for x in subtracted.logits)
 
     def _followed(self, node: Node) -> Table:
         """The table of the result of an operation.

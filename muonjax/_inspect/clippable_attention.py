@@ -172,7 +172,7 @@ def _check_readers(records: Records, product: int) -> None:
     # Arrays of the product's logits and of their maximum: the list grows while it is gone through.
     followed = [*records.nodes[product].outputs]
     for value in followed:
-        is_maximum = any(x.stage == "per query" for x in values[value].logits)
+        is_maximum = any(x.stage == "maximum" for x in values[value].logits)
         for i in graph.readers[value]:
             node = records.nodes[i]
             # An online softmax carries its maximum from block to block. A `carry` takes what enters

@@ -27,6 +27,7 @@ from muonjax._inspect.values import (
 
 if TYPE_CHECKING:
     from muonjax._inspect.entrywise_rules import Operation
+    from muonjax._inspect.records import Records
 
 EXPONENTIALS = ("exp", "exp2", "logistic")
 _ROOTS = "sqrt rsqrt cbrt pow integer_pow square one_minus_square polynomial"
@@ -44,7 +45,7 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     node = operation.node
     values = operation.values
     # Which operands, counted from 0, by how far their logits have come, such as
-    # {"logits": [0], "per query": [1]} for x - largest. The result goes by `at`, the first operand
+    # {"logits": [0], "maximum": [1]} for x - largest. The result goes by `at`, the first operand
     # of logits; only a sum keeps those of another operand too. What is dropped here, such as
     # another softmax's weights that are added to logits, ends:
     # `clippable_attention` refuses its attention.
@@ -107,10 +108,9 @@ def through(node: Node, value: Value) -> tuple[Logits, ...]:
 def _from_softmax(
     operation: Operation, operands: dict[str, list[int]]
 ) -> tuple[Logits, ...]:
-    """The logits of a result that is made of softmax's weights, or of a maximum or a sum over keys.
+    """The logits of a result that is made of softmax's weights, or of a maximum over keys.
 
-    `operands` says which operands, counted from 0, are "weights", and which are "per query": the
-    maximum or the sum.
+    `operands` says which operands, counted from 0, are "weights", and which are a "maximum".
 
     Weights divided by their sum are weights, and so is a difference of two softmaxes, as in
     differential attention, which has the logits of both. A power or an exponential of weights, or
@@ -122,18 +122,26 @@ def _from_softmax(
     if weights and (is_product or operation.node.name in _POWERS):
         return ()
     logits = []
-    # A maximum or a sum is one number for each query: next to weights it only scales them.
-    per_query = operands.get("per query", [])
-    for k in weights or per_query:
+    # A maximum is one number for each query: next to weights it only scales them.
+    for k in weights or operands.get("maximum", []):
         logits += operation.values[k].logits
-    # Weights divided by their sum over some axes: along these they differ, and the sum does not.
     if operation.is_scale:
-        normalized = operation.records.attention.normalized
-        for k in per_query:
-            kept = operation.values[k].logits[0].layout.varying
-            for x in logits:
-                normalized[x.product] |= axes_of(x.layout.runs_not_along(kept))
+        for k, other in enumerate(operation.values):
+            if k not in weights:
+                _record_normalization(operation.records, logits, other)
     return tuple(dict.fromkeys(logits))
+
+
+def _record_normalization(
+    records: Records, logits: Iterable[Logits], other: Value
+) -> None:
+    """Records over which axes weights are normalized, if the number that divides them is made of
+    them, such as their sum: it repeats along these axes."""
+    repeats = other.axes("repeats")
+    for x in logits:
+        if other.exponential_of == x.product:
+            axes = axes_of(x.layout.runs_along(repeats))
+            records.attention.normalized[x.product] |= axes
 
 
 def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
@@ -171,7 +179,8 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
     # which adds logits of one product.
     logits = []
     for x in value.logits:
-        if x.product in _products(other, "per query"):
+        is_made_of_exponentials = other.exponential_of == x.product
+        if is_made_of_exponentials or x.product in _products(other, "maximum"):
             # Softmax may subtract any number that is the same for all keys, such as the maximum
             # [batch, head, query, 1]. A fact "repeats" has a layout that varies along the axes
             # along which the number differs, here all but the keys. Without such a fact it may
@@ -180,6 +189,8 @@ def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
             facts = [fact for fact in other.facts if fact.what == "repeats"]
             differs_everywhere = AxisFact("repeats", whole(x.layout.shape))
             shifts = (*x.shifts, *(facts or [differs_everywhere]))
+            # exp(x - logsumexp(x)) has divided by a sum already.
+            _record_normalization(operation.records, [x], other)
             logits.append(x._replace(shifts=shifts))
         # A mask or a bias may be added before the maximum is subtracted, and not after it: the
         # largest logits are measured before. Nor may it depend on parameters, as a learned bias

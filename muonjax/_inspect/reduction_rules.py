@@ -6,7 +6,7 @@ from muonjax._inspect.graph import Node
 from muonjax._inspect.layouts import NotFollowed, other_axes
 from muonjax._inspect.records import Records
 from muonjax._inspect.rules import rule
-from muonjax._inspect.values import Logits, ParameterView, Value, dependent, is_match
+from muonjax._inspect.values import ParameterView, Value, dependent, is_match
 
 
 @rule("reduce_max argmax reduce_min argmin reduce_and reduce_or reduce_prod")
@@ -17,7 +17,11 @@ def _reduce(records: Records, node: Node) -> Sequence[Value]:
     records.record_reduced(value.projections, node.params["axes"])
     result = dependent([value])
     if node.name == "reduce_max":
-        result = result._replace(logits=_per_query(value, "logits"))
+        largest = []
+        for x in value.logits:
+            if x.stage == "logits":
+                largest.append(x._replace(stage="maximum"))
+        result = result._replace(logits=tuple(largest))
     return [_without_axes(records, node, result)]
 
 
@@ -44,22 +48,14 @@ def _reduce_sum(records: Records, node: Node) -> Sequence[Value]:
         else:
             # It ends here, as in a norm, which adds up squares.
             records.record_reduced([projection], axes)
-    # A sum of softmax's weights, by which it divides them, is one number for each query. A sum of
-    # the logits themselves is not followed. `_without_axes` takes the axes away from all of these.
+    # A sum of logits, or of softmax's weights, has no logits. `_without_axes` takes the axes away
+    # from what goes on.
     result = value._replace(
         views=_reduced_views(value, axes),
         projections=tuple(linear),
-        logits=_per_query(value, "weights"),
+        logits=(),
     )
     return [_without_axes(records, node, result)]
-
-
-def _per_query(value: Value, stage: str) -> tuple[Logits, ...]:
-    """What a maximum of logits, or a sum of softmax's weights, leaves of those at this stage:
-    one number a query."""
-    return tuple(
-        x._replace(stage="per query") for x in value.logits if x.stage == stage
-    )
 
 
 def _multiplies_layers(records: Records, node: Node) -> bool:

@@ -161,7 +161,7 @@ class Logits(NamedTuple):
 
     product: int  # the operation
     layout: Layout  # the axes as axes of the product's result
-    # "weights": after the exponential. "per query": their maximum, or the sum of the weights.
+    # "weights": after the exponential. "maximum": one number for each query.
     stage: str = "logits"
     # The array of the logits so far: in the end what enters softmax, scaled and masked.
     value: int = -1

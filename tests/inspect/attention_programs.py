@@ -114,6 +114,38 @@ def softmax_over_heads_and_keys_for_values_of_each_head(p, x):
     return loss_of(p, mixed(jax.nn.softmax(logits, (1, 3)), v)), logits
 
 
+def divided_by(sum_of):
+    """A softmax by hand, that divides the exponentials by this sum of them."""
+
+    def softmax(logits, p):
+        e = jnp.exp(logits - logits.max(-1, keepdims=True))
+        return e / sum_of(e)
+
+    return softmax
+
+
+def sum_of_heads(e):
+    """The sum over heads and keys, head by head."""
+    start = jnp.zeros((B, T, 1))
+    z, _ = lax.scan(
+        lambda z, x: (z + x.sum(-1, keepdims=True), None), start, jnp.moveaxis(e, 1, 0)
+    )
+    return z[:, None]
+
+
+OF_ALL = "the factor of its head"
+spelled("divided_by_a_sum", softmax=divided_by(lambda e: e.sum(-1, keepdims=True)))
+spelled("divided_by_a_sum_in_two_steps", OF_ALL,
+        softmax=divided_by(lambda e: e.sum(3, keepdims=True).sum(1, keepdims=True)))  # fmt: skip
+spelled(
+    "divided_by_a_sum_in_a_loop_over_heads", OF_ALL, softmax=divided_by(sum_of_heads)
+)
+spelled("divided_by_the_largest_of_all_heads", OF_ALL,
+        softmax=divided_by(lambda e: e.max((1, 3), keepdims=True)))  # fmt: skip
+spelled("the_logarithm_of_a_sum_subtracted", OF_ALL,
+        softmax=lambda x, p: jnp.exp(x - jax.nn.logsumexp(x, (1, 3), keepdims=True)))  # fmt: skip
+
+
 def over_heads(shares, p):
     return jnp.einsum("bhqk,hg->bgqk", shares, p["mix"])
 
