@@ -172,16 +172,10 @@ def _check_readers(records: Records, product: int) -> None:
     # Arrays of the product's logits and of their maximum: the list grows while it is gone through.
     followed = [*records.nodes[product].outputs]
     for value in followed:
-        is_maximum = any(x.stage == "maximum" for x in values[value].logits)
         for i in graph.readers[value]:
             node = records.nodes[i]
-            # An online softmax carries its maximum from block to block. A `carry` takes what enters
-            # the loop and what the end of its body gives, and no logits are followed through it:
-            # so its result has none, and would be refused below. But a softmax may subtract any
-            # number that is the same for all keys, so that what comes from the body may change.
-            is_carried = node.name == "carry" and value != node.inputs[0]
             # What has no gradient, such as a number for a log, may change too.
-            if i not in graph.trained or (is_carried and is_maximum):
+            if i not in graph.trained:
                 continue
             for result in node.outputs:
                 # A result has no logits of this product where they became something else.

@@ -95,7 +95,12 @@ def _after_round(records: Records, carry: Node) -> Value:
     # bit, h would be taken for a statistic of this x @ w, as in a norm, which mixes its columns.
     # So only the bits of products before the loop stay.
     without_products = after.depends_on & (OF_PRODUCTS - 1)
-    return after._replace(depends_on=without_products | start.depends_on)
+    # Of logits only their maximum goes on, which an online softmax carries from block to block.
+    logits = (*start.logits, *end.logits)
+    maxima = dict.fromkeys(x for x in logits if x.stage == "maximum")
+    return after._replace(
+        depends_on=without_products | start.depends_on, logits=tuple(maxima)
+    )
 
 
 def _apply(records: Records, node: Node) -> None:

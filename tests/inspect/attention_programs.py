@@ -133,7 +133,15 @@ def sum_of_heads(e):
     return z[:, None]
 
 
+def running_maxima(logits):
+    """The largest logits of each query, as a loop carries them, and those that it had before."""
+    start = jnp.zeros((B, H, T))
+    return lax.scan(lambda m, _: (jnp.maximum(m, logits.max(-1)), m), start, length=3)
+
+
 OF_ALL = "the factor of its head"
+spelled("shifted_by_a_running_maximum",
+        softmax=lambda x, p: jax.nn.softmax(x - running_maxima(x)[0][..., None]))  # fmt: skip
 spelled("divided_by_a_sum", softmax=divided_by(lambda e: e.sum(-1, keepdims=True)))
 spelled("divided_by_a_sum_in_two_steps", OF_ALL,
         softmax=divided_by(lambda e: e.sum(3, keepdims=True).sum(1, keepdims=True)))  # fmt: skip
@@ -557,6 +565,12 @@ reading(lambda x: x.max(-1).std(), "a_penalty_on_the_largest")
 reading(
     lambda x: lax.fori_loop(0, 2, lambda _, m: m / 2, x.max(-1)).std(),
     "a_penalty_in_a_loop",
+)
+reading(lambda x: running_maxima(x)[1].std(), "a_penalty_on_running_maxima")
+reading(
+    lambda x: running_maxima(lax.stop_gradient(x))[1].std(),
+    "running_maxima_for_a_log",
+    sites=1,
 )
 reading(lambda x: jax.nn.softmax(x + x.mT).std(), "the_next_layer_adds_them")
 reading(lambda x: jax.nn.log_softmax(x / 2).mean(), "another_temperature")
