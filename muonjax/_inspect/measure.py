@@ -32,7 +32,8 @@ class Probe(NamedTuple):
 
     path: tuple[Step, ...]  # the bodies that lead to them, from the outside
     variable: Var  # the logits after scale, bias and mask, in the innermost body
-    raw: Var  # the logits before mask and bias, measured where `variable` does not mask
+    # The logits before the first bias, measured where `variable` does not mask them.
+    raw: Var
     heads: tuple[int, ...] = ()  # the axes kept, in this order; the others go
     # For `check_clip`: under its `vmap`, softmax gets the logits of the first example in all of
     # them.
@@ -40,21 +41,23 @@ class Probe(NamedTuple):
 
 
 def with_maxima(body: Body, probes: tuple[Probe | Any, ...]) -> ClosedJaxpr:
-    """The jaxpr that returns what `body` does, and for each probe the largest logits,
+    """The jaxpr that returns what `body` does, and then for each probe the largest logits,
     float32 [*layers, *heads].
 
-    NaN stays NaN; a head whose logits are all masked has -inf. No derivative passes.
+    NaN stays NaN. A head whose logits are all masked has what the mask leaves of them, such as
+    -inf. No derivative passes.
 
-    A branch of a `cond` returns an array for the probes of other branches too. In place of such a
-    probe `probes` has the type of its largest logits, and the array is -inf.
+    A branch of a `cond` returns an array for the probes of other branches too, as all branches
+    return the same types. In place of such a probe `probes` has the type of its largest logits,
+    and the array is -inf.
     """
-    # One jaxpr for one body: 80 calls of a layer's jaxpr are 80 calls of one new jaxpr, in every
-    # step. The keys of `_WITH_MAXIMA` are weak, so nothing is kept longer than the body lives.
+    # JAX lowers a jaxpr once, however often it is called. So a body gets one new jaxpr: 80 layers
+    # that call one jaxpr still call one, which is found again when the function is traced again.
+    # The keys of `_WITH_MAXIMA` are weak, so nothing is kept longer than the body lives.
     known = _WITH_MAXIMA.setdefault(body, {})
     if probes not in known:
-        # `opened` is the jaxpr without the values of its constants, which `_run` takes from `body`.
-        shapes = [variable.aval for variable in opened(body).invars]
-        known[probes] = jax.make_jaxpr(functools.partial(_run, body, probes))(*shapes)
+        run = functools.partial(_run, body, probes)
+        known[probes] = jax.make_jaxpr(run)(*body.in_avals)
     return known[probes]
 
 
@@ -62,10 +65,11 @@ _WITH_MAXIMA = weakref.WeakKeyDictionary[Body, dict[Any, Any]]()
 
 
 def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
-    """The results of `with_maxima` for these inputs, which are traced."""
+    """The results of `with_maxima` for these inputs, which are traced: what the body returns, and
+    then one array for each of `probes`."""
     jaxpr = opened(body)
-    # By the variable that holds the logits, or by the number of the equation in whose body they
-    # are.
+    # The probes by the variable that holds their logits, or by the number of the equation in whose
+    # body these are.
     probes_at = grouped(
         (probe.path[0].equation if probe.path else probe.variable, probe)
         for probe in probes
@@ -82,11 +86,12 @@ def _run(body: Body, probes: Sequence[Probe | Any], *arrays: Any) -> list[Any]:
         values.update(zip(variables, arrays, strict=True))
         for variable in variables:
             for probe in probes_at.get(variable, ()):
-                # Measured are the logits before masks and biases, `raw`, at the entries that no
-                # mask hides in `variable`. The body computes `raw` first, so it is here already.
+                # Measured are the logits before the first bias, `raw`, at the entries that no mask
+                # hides in `variable`. The body computes `raw` first, so it is here already.
                 maxima[probe] = _largest(values[variable], values[probe.raw], probe)
                 # `check_clip` runs the function by `vmap` with the parameters as they are and
-                # clipped. From here on both have the logits of the first.
+                # clipped. From here on both have the logits of the first: then their results have
+                # to be equal.
                 if probe.shared:
                     values[variable] = _of_the_first(values[variable])
 
@@ -134,7 +139,7 @@ def _bound_with_maxima(
     inside = tuple(probe._replace(path=probe.path[1:]) for probe in probes)
     bodies = jax_versions.bodies(eqn)
     # A softmax with a `custom_jvp`: its rule gives derivatives of the outputs that it has,
-    # so it can't get more.
+    # so it can't get more outputs.
     if name.startswith("custom_"):
         # The body runs once more, and gives its results and then the maxima, which pass no
         # derivative. The results are taken from the call itself, with its derivatives.
@@ -147,7 +152,8 @@ def _bound_with_maxima(
     # `jax.shard_map` makes the new equation, with all of its parameters.
     if name == "shard_map":
         return _shard_map(eqn, bodies[0], inside, operands)
-    # Others are bound with bodies that return the maxima after their other results.
+    # Others are bound with bodies that return the maxima after their other results. `with_bodies`
+    # also adds what a `jit` says of each output, such as its sharding, for `count` more.
     new = _with_all_maxima(bodies, steps, inside)
     outputs = bound(eqn, operands, **jax_versions.with_bodies(eqn, new, count))
     # A scan stacks the maxima of its iterations. Where the iterations are layers, they are kept;
@@ -165,8 +171,8 @@ def _with_all_maxima(
     """The bodies of an equation, each of which returns a maximum for every probe after its other
     results.
 
-    All branches of a `cond` have to return the same types. With a probe in each of two branches,
-    the first returns (maximum 0, -inf) and the second (-inf, maximum 1).
+    Only a `cond` has several, its branches, and these have to return the same types. With a probe
+    in each of two branches, the first returns (maximum 0, -inf) and the second (-inf, maximum 1).
 
     Args:
       bodies: The bodies as they are.
@@ -176,7 +182,7 @@ def _with_all_maxima(
     new = []
     for k, body in enumerate(bodies):
         # For each probe the probe itself, or the type of its maxima if its logits are in another
-        # body.
+        # body: that of the last result of the body that has them.
         wanted: list[Any] = []
         for step, probe in zip(steps, probes, strict=True):
             if step.body == k:
@@ -203,6 +209,7 @@ def _shard_map(
     params = eqn.params
     mesh = params["mesh"]
     check_vma = params["check_vma"]
+    # The axes of the mesh over which this `shard_map` divides; an enclosing one may divide others.
     axis_names = params["newly_manual_axes"]
     count = len(probes)
 
@@ -211,10 +218,10 @@ def _shard_map(
         outputs = _run(body, probes, *operands)
         results = outputs[:-count]
         for maximum in outputs[-count:]:
-            # Every device has all heads, or the certificate would have refused the clip, so this is
-            # entry by entry. The maximum is taken along the axes of the mesh where it may differ
-            # from device to device: with `check_vma` JAX's type names them, and those of an
-            # enclosing `shard_map` too, which reduces along its own. Without it, it may be any.
+            # All devices have all heads, as a clip of divided heads is refused, but perhaps other
+            # examples: so the maximum is taken entry by entry, along those of `axis_names` along
+            # which devices may differ. With `check_vma` JAX's type names these, and also those of
+            # an enclosing `shard_map`, which takes its own maximum. Without it, they may be all.
             differing = axis_names
             if check_vma:
                 differing = axis_names & varying(jax.typeof(maximum))
@@ -262,15 +269,18 @@ def _largest(logits: jax.Array, raw: jax.Array, probe: Probe) -> jax.Array:
     Logits [batch, head, query, key] with heads (1,) give [head], and logits
     [head of a group, batch, group, query, key] with heads (2, 0) give [group, head of a group].
 
-    `raw`: the logits before masks and biases, the same array if none were added. An entry to which
-    `MASKED` or less was added is masked, and all others are measured without what was added.
+    `raw`: the logits before the first bias was added, measured without it. Where `MASKED` (-9000)
+    or less was added they are masked. It is the same array as `logits` if none was added: a mask
+    leaves the largest logits that it does not hide as they are.
     """
     # A logit that is NaN is not masked, because a comparison with NaN is false: the maximum is NaN.
     if raw is not logits:
         logits = jnp.where(logits - raw <= MASKED, -jnp.inf, raw)
-    # The maximum that softmax computes is not used: one more reader of it changes how XLA rounds.
+    # Softmax computes a maximum too. It is not used, as with one more reader of it XLA would round
+    # the softmax in another way.
     others = other_axes(logits.ndim, probe.heads)
     maxima = jax.lax.reduce_max(jax.lax.stop_gradient(logits), tuple(others))
+    # The reduction leaves the kept axes in ascending order.
     kept = sorted(probe.heads)
     maxima = maxima.transpose([kept.index(axis) for axis in probe.heads])
     return maxima.astype(jnp.float32)
