@@ -60,6 +60,8 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         return result
     # Each operand with the other one.
     pairs = ((left, right), (right, left))
+    # Both have as many summed axes. Without any, each operand repeats along the axes of the product
+    # that it lacks, and entries are multiplied one by one.
     if not left.summed:
         node = dataclasses.replace(node, name="mul")
         repeated = [
@@ -69,8 +71,8 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
     if left.is_parameter and right.is_parameter:
         return _of_parameters(result, left, right)
     for operand, other in pairs:
-        # The summed axes along which the other operand is one hot:
-        # its index chooses one entry along them.
+        # The summed axes of `operand` along which the other one is one hot: its index chooses one
+        # entry along them. Mostly there are none, and the records below record nothing.
         one_hot = other.value.axes("one hot")
         axes = zip(operand.summed, other.summed, strict=True)
         chosen = [axis for axis, of_other in axes if of_other in one_hot]
@@ -80,16 +82,15 @@ def _multiply(records: Records, node: Node, left: Operand, right: Operand) -> Va
         # If data choose a column of a layer, as the labels of a cross-entropy do, the layer may be
         # an output head.
         records.record_choice_by_labels(operand.value, chosen, other.value)
-        # In einsum("be,bef->bf", one_hot(expert), y), of a layer's result y,
-        # the columns along e count experts.
+        # In einsum("be,bef->bf", one_hot(expert), y), of a layer's result y, the columns along e
+        # are taken one by one, as those of experts are (`Product.batches`).
         for projection in operand.value.projections:
             projection.product.batches.update(projection.layout.runs_along(chosen))
     # The weights of a layer are parameters alone, perhaps a vector (`is_parameter`), or else a
     # matrix that data are in too, as w * mask (`is_matrix`): the loop begins with the first kind.
     for operand, other in sorted(pairs, key=lambda pair: not pair[0].is_parameter):
-        # A parameter without views was lost, as in an operation that is not followed.
-        is_parameter = operand.is_parameter and operand.value.views
-        if is_parameter or operand.is_matrix:
+        # Without views the parameters were lost, as in an operation that is not followed.
+        if operand.value.views and (operand.is_parameter or operand.is_matrix):
             return _by_matrix(records, node, result, operand, other)
     return _of_activations(records, node, result, left, right)
 
@@ -100,27 +101,26 @@ def _by_matrix(
     """The product of an activation and an operand made of parameters: `result`,
     which has what it depends on.
 
-    It is a layer, also with a merged adapter as in x @ (a @ b), unless the operand is a product of
-    parameters that may be queries, keys or values, as in x @ (queries @ w).T.
-    Such parameters are left to names.
+    It is followed as a layer by w, or by w + a @ b or a @ b with an adapter (`_by_parameter`). But
+    a product of parameters, queries @ w, may be the queries, keys or values of an attention: then
+    its factors are left to names, as one of them may be a learned input and no matrix.
     """
     attention = records.attention
-    # The product whose exponentials the activation is made of. These may be the weights of an
-    # attention, of which the other operand is the values. So may be those of softmax(x @ c) with
-    # parameters c, as of a router: c may be learned keys.
+    views = weights.value.views
+    # The operand is nothing but a product of parameters: each factor meets another one (`inner`).
+    is_product = all(view.inner for view in views)
+    # x @ (a @ b) sums over an axis of a, the first factor. x @ (queries @ w).T sums over one of w,
+    # the last factor: the result may be scores, and the operand queries or keys.
+    is_transposed = not views[0].layout.runs_along(weights.summed)
+    # The activation is made of exponentials of this product, and so may be softmax's weights, and
+    # the operand their values. The product may be queries @ keys.T, or x @ c with parameters c, as
+    # of a router, which may be learned keys.
     scores = activation.value.exponential_of
     has_weights = scores in attention.candidates | attention.routers
-    views = weights.value.views
-    # x @ (a @ b) sums over an axis of a, the first factor. x @ (queries @ w).T sums over one of w,
-    # the last: these may be scores with learned queries. `inner` has the axes of a factor that meet
-    # another one, and is empty for a parameter that no other multiplies.
-    is_transposed = not views[0].layout.runs_along(weights.summed)
-    is_product = all(view.inner for view in views)
     if not is_product or not (is_transposed or has_weights):
         return _by_parameter(records, node, result, weights, activation)
-    # Each factor is left to names, as it may be a learned input and no matrix.
     records.record_views(node, PRODUCT_OF_PARAMETERS, [weights.value])
-    # What may be an attention with such values is listed and refused.
+    # An attention with such values is listed, and refused, as the operation is not followed.
     if has_weights:
         attention.other_readers[scores] = node.index
     # It counts as a layer: what is before it is no output head.
@@ -133,15 +133,19 @@ def _of_parameters(product: Value, left: Operand, right: Operand) -> Value:
     """A product of parameters that meets no data yet: a penalty,
     or factors of a matrix (adapters).
 
-    It has the views of both operands, each with the axes along which it meets the other (`inner`).
+    It has the views of both operands, each with the axes along which it meets the other (`inner`):
+    of a[i, k] @ b[k, j] both have one entry, for k.
     """
     views = []
     for operand in (left, right):
         for view in operand.value.views:
             between = view.layout.runs_along(operand.summed)
             inner = view.inner
-            if between:  # the factor on the left sums over its last axis, the other over its first
+            # `inner` goes from left to right. In (a @ b) @ c, where the product sums over j of
+            # b[k, j] and c[j, l], b gets j after k; a, which has no j, keeps what it has.
+            if between:
                 inner = (*inner, between) if operand is left else (between, *inner)
+            # From here on the layout is along the axes of the product.
             views.append(view._replace(layout=operand.along(view.layout), inner=inner))
     return product._replace(views=tuple(views))
 
@@ -167,25 +171,13 @@ def _by_parameter(
     # x @ queries.T with learned queries may be the scores of an attention,
     # in place of older ones that x was made of.
     result = result._replace(scores=node.index, logits=logits)
-    # The columns of the layer before that this one sums over belong together: they are one part of
-    # that layer's kernel, or all of it. A depthwise convolution takes each column by itself.
-    is_depthwise = weights.kernel.is_depthwise
-    if not is_depthwise:
-        records.record_parts(activation.value.projections)
     projections = _recorded_projections(records, node, weights, activation)
-    # In einsum("bef,efd->bed", y, w) of an earlier layer's result y, each column of y along the
-    # batch axis e meets another matrix of w: these columns count experts, which is noted in the
-    # product that gave y. In einsum("bhd,hd->bh", y, queries), with a vector each, h counts heads,
-    # which stay columns.
-    if weights.is_matrix:
-        for earlier in activation.value.projections:
-            experts = earlier.layout.runs_along(activation.batch)
-            earlier.product.batches.update(experts)
+    _record_columns_of_input(records, weights, activation)
     # Two results that may be no layer's. Without projections the parameters only scale, or are left
     # to names (`_unfollowed`). A single number may be a sum of weighted losses, or what a model
     # gives for one example: the projections end here. What looks like an output head before either
     # is left to its name.
-    if not projections or records.shape(node.outputs[0]) == ():
+    if not projections or activation.product_shape == ():
         records.possible_layers.add(node.index)
         return result
     # Where the input is learned, the result depends on no data so far. It counts as data, because
@@ -195,13 +187,32 @@ def _by_parameter(
         depends_on |= projection.product.bit
     # Each feature after a depthwise convolution comes from one column of the layer before, whose
     # projections go on as after a nonlinear operation.
-    if is_depthwise:
+    if weights.kernel.is_depthwise:
         for projection in activation.aligned.projections:
             projections.append(
                 after_nonlinearity(records, projection, node, unmixed=True)
             )
     records.layers.add(node.index)
     return result._replace(projections=tuple(projections), depends_on=depends_on)
+
+
+def _record_columns_of_input(
+    records: Records, weights: Operand, activation: Operand
+) -> None:
+    """Records what a layer shows of the columns of earlier layers that are in its input:
+    which belong together, and which count experts."""
+    # The columns that it sums over are one part of the earlier kernel, or all of it. A depthwise
+    # convolution takes each column by itself.
+    if not weights.kernel.is_depthwise:
+        records.record_parts(activation.value.projections)
+    # In einsum("bef,efd->bed", y, w) of an earlier layer's result y, each column of y along the
+    # batch axis e meets another matrix of w: these columns count experts, which is noted in the
+    # product that gave y. In einsum("bhd,hd->bh", y, queries), with a vector each, h counts heads,
+    # which stay columns.
+    if weights.is_matrix:
+        for earlier in activation.value.projections:
+            experts = earlier.layout.runs_along(activation.batch)
+            earlier.product.batches.update(experts)
 
 
 def _unfollowed(records: Records, weights: Operand, activation: Operand) -> str:
@@ -211,7 +222,7 @@ def _unfollowed(records: Records, weights: Operand, activation: Operand) -> str:
     if _sums_over_experts(records, activation):
         return "a sum over experts"
     # In x @ (w[0] * gate0 + w[1] * gate1) data choose between two matrices, which are followed. The
-    # two cases below are of parameters without data.
+    # two cases below are of parameters without data in them.
     if not weights.value.is_weight:
         return ""
     views = weights.value.views
@@ -219,9 +230,9 @@ def _unfollowed(records: Records, weights: Operand, activation: Operand) -> str:
     # they may be two: which one it is, is not followed.
     if are_several_parts([weights.value]):
         return "a sum of its slices"
-    # In einsum("qhd,bkhd->bhqk", (queries @ w).reshape(q, h, d), k) the batch axis h lies along the
-    # columns of w, and along no axis of the learned queries: these are no matrix, but would be
-    # recorded as a factor of one.
+    # (queries @ w).reshape(q, h, d) with learned queries, multiplied by keys in
+    # einsum("qhd,bkhd->bhqk"): the batch axis h counts columns of w, and no axis of the queries. A
+    # factor without the batch axis is such an input and no matrix, so both are left to names.
     lacks_heads = any(not view.layout.runs_along(weights.batch) for view in views)
     if weights.batch and lacks_heads and any(view.inner for view in views):
         return PRODUCT_OF_PARAMETERS
@@ -259,7 +270,7 @@ def _recorded_projections(
             "product" if is_product else "other",
             view,
             MULTIPLIED,  # the words for a scale; a product needs none
-            k=k,  # tells the records of one operation apart
+            k=k,  # tells two records of one parameter apart, as in x @ (w + w.T)
             rows=weights.rows(view),
             columns=weights.columns(view),
             # All that count matrices: batch axes, and axes that a loop or a look-up goes over.
@@ -362,8 +373,9 @@ def _record_mixture(records: Records, node: Node, operand: Operand) -> None:
     that do not train, sums over some columns of w and keeps others: these may count experts.
 
     With a router's weights r, sum_e r[b, e] y[b, e, f] of y = einsum("bd,edf->bef", x, w) is such a
-    product. So is one with kernels that were mixed for each example,
-    x[b, d] v[b, d, f] with v = einsum("be,edf->bdf", r, w).
+    product. So is one with kernels that were mixed for each example, x[b, d] v[b, d, f] with
+    v = einsum("be,edf->bdf", r, w). Queries times keys may be one too: once a softmax of it is
+    followed to its values, `_record_attention` takes the record back.
     """
     for projection in operand.value.projections:
         layout = projection.layout
@@ -460,11 +472,13 @@ def _of_two_activations(
     """The product of two activations, with logits if it may be queries times keys.
 
     It is a layer, so that a matrix before it is no output head, if both operands have free axes, as
-    in queries @ keys.T, or if it matches two towers, as in an einsum `bd,bd->b`. The same einsum of
-    one array with itself, a squared norm as in a loss, is not a layer.
+    in queries @ keys.T, or if it matches two towers, as an einsum `bd,bd->b` does with the features
+    of images and of texts. The same einsum of one array with itself, a squared norm as in a loss,
+    is not a layer.
     """
     # Exponentials of the result may be the weights of an attention: they get `exponential_of` from
-    # its `scores`. Its own is -1, also if it is made of exponentials of an earlier product.
+    # its `scores`. The result itself gets none: softmax's weights times values are made of
+    # exponentials, but are no weights any more.
     records.attention.candidates.add(node.index)
     result = result._replace(scores=node.index, exponential_of=-1)
     first = left.value
@@ -486,8 +500,7 @@ def _with_logits(
 ) -> Value:
     """A product that may be the logits of an attention: queries times keys."""
     records.attention.operands[node.index] = left, right
-    (array,) = node.outputs
-    logits = Logits(node.index, whole(records.shape(array)), value=array)
+    logits = Logits(node.index, whole(left.product_shape), value=node.outputs[0])
     return product._replace(logits=(logits,))
 
 
@@ -503,7 +516,8 @@ def _by_constants(
     """
     # softmax(q k^T) @ c, of frozen values c, sums over the keys and ends an attention: its logits
     # do not go on. A product that sums over other axes, as one that mixes heads, ends none. Along
-    # the axes that it sums over logits keep their first entry (`aligned`).
+    # the axes that it sums over logits keep their first entry (`aligned`): where that is wrong, the
+    # certificate refuses the clip.
     softmaxes = _softmaxes_of(activation)
     logits = follow_logits.through(node, activation.aligned)
     result = result._replace(
@@ -531,8 +545,8 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
 
     The matrix is an argument or closed over, drawn at random, or without gradient.
     """
-    # Numbers that the function makes itself, as a rotation, depend on none of these;
-    # a matrix has columns.
+    # Numbers that the function makes itself, as a rotation, depend on none of these. Without a free
+    # axis it is a vector, which has no columns.
     is_given = constants.value.depends_on & (DATA | NOISE | FROZEN)
     if not is_given or not constants.free:
         return False
@@ -540,8 +554,8 @@ def _is_frozen_layer(activation: Operand, constants: Operand) -> bool:
     column_axes: set[int] = set()
     for projection in activation.value.projections:
         column_axes |= projection.layout.varying
-    # After a layer norm, which subtracts a mean of all columns, it is not known along which axis
-    # the columns lie. If a layer were missed, the one before it would be taken for an output head.
+    # No such axis is known, as after a layer norm, which subtracts a mean of all columns. Then it
+    # counts: if a frozen layer were missed, the layer before it would be taken for an output head.
     if not column_axes:
         return True
     # An adjacency matrix sums over nodes, and over no columns of the product before it.
@@ -556,7 +570,8 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
     """A convolution, whose kernel has axes of output features, of input features,
     and of its window.
 
-    It embeds patches if its windows do not overlap: the strides are the sizes of the window.
+    It embeds patches (`is_patch`) if its windows do not overlap: the strides are the sizes of the
+    window. In a depthwise one each group has one input feature.
     """
     params = node.params
     weight = records.shape(node.inputs[1])
@@ -569,6 +584,7 @@ def _conv(records: Records, node: Node) -> Sequence[Value]:
         is_depthwise=groups > 1 and weight[into] == 1,
         is_patch=tuple(params["window_strides"]) == sizes and max(sizes, default=1) > 1,
     )
+    # Which axes of the image the product sums over is not noted: windows are not followed.
     image = records.operand(node, 0)
     weights = records.operand(node, 1, (into, *window))
     weights.kernel = kernel
@@ -604,15 +620,13 @@ def _by_kernel(
     """The result of a convolution, or of each expert's matrix times its rows:
     a layer if the weights are parameters.
 
-    Without views of parameters in its weights, or with data in those of groups, the result only
-    depends on both operands. Parameters among these, and kernels that were mixed for each example,
-    are left to names.
+    If they are not, or can't be followed, the result only depends on both operands, and parameters
+    in these are left to names.
     """
     values = [activation.value, weights.value]
     result = dependent(values)
     # Parameters alone (`is_weight`), or without groups also parameters times data, such as a masked
-    # kernel. With groups these may be a kernel for each example, of a batch that was reshaped to be
-    # the groups.
+    # kernel. With groups these may be a kernel for each example: `vmap` makes groups of examples.
     is_followed = weights.value.is_weight or weights.kernel.groups == 1
     if weights.value.views and is_followed:
         return _by_parameter(records, node, result, weights, activation)
@@ -623,8 +637,9 @@ def _by_kernel(
     # no output head.
     if weights.value.depends_on & PARAMETER:
         records.layers.add(node.index)
-    # A kernel without parameters, frozen or given as data, makes a frozen layer, which counts for
-    # the products before it. A depthwise one, such as a blur, does not count.
+    # A kernel without parameters, frozen or given as data, makes a frozen layer: what comes before
+    # is a hidden layer, with a warning. A depthwise one, such as a blur, mixes no features,
+    # and does not count.
     elif not weights.kernel.is_depthwise:
         records.frozen_layers.add(node.index)
     return result
