@@ -163,8 +163,8 @@ class _Decider:
         # scan over layers uses one entry of the other axis.
         axes = set()
         for use in uses:
-            # A factor of a @ b that meets data in no product,
-            # as where positions a @ b are added to the input.
+            # A factor of a @ b that meets data in no product, as where positions a @ b are added to
+            # the input. Which factor is a matrix is not followed.
             if use.view.inner:
                 return self._left_to_names(PRODUCT_OF_PARAMETERS, use.node)
             axes |= {run.axis for run in use.view.layout.runs if run.positions.size > 1}
@@ -174,7 +174,8 @@ class _Decider:
         others = [use for use in uses if use.kind != "alone"]
         first, *_ = others or uses
         decision = self._adam(first.what, first.node, by_names=not others)
-        # Weight decay is not for vectors.
+        # Weight decay is not for vectors. `biases` has those that are added along the columns of a
+        # layer's result alone: such a vector may have two axes, as a bias [heads, size].
         return decision._replace(
             is_vector=len(axes) < 2 or first.view.leaf in self.records.uses.biases
         )
@@ -198,20 +199,22 @@ class _Decider:
             return self._adam(why, products[0].node)
         first = matrices[0].node
         # No layer follows where it is a matrix. If the function is no loss, this may be a head, or
-        # give features that a loss takes. In a loss it was a head, above, unless the parameter also
-        # multiplies as a vector, and a layer follows there: that says nothing of the matrix.
+        # give features that a loss takes. A loss gets here only if the parameter multiplies as a
+        # vector too, and a layer follows that product: then this one may be a head or not.
         if all(self.ends.destination(use) == "output" for use in matrices):
             return self._adam("last product", first, by_names=True)
         # The first layer of a vision transformer, a convolution or a product with a reshaped image.
-        # Such windows of features, as where a later layer halves the image, are an ordinary layer.
+        # A product with windows of features, as where a later layer halves the image, is a layer as
+        # any other.
         if all(self._cuts_patches(use) for use in matrices):
             return self._adam(
                 "an embedding of patches, windows that do not overlap", first
             )
         try:
-            # The same axes, without and with a matrix for each head
+            # The axes; the same with a matrix for each head; the reason, with a line
             numbers, per_head, why = matrices_of(self.records, matrices)
         except Contradiction as problem:
+            # Its message has the lines of the products: `_adam` would add another one.
             return Decision(None, str(problem), by_names=True)
         # What else it may be, such as a table, for a warning; "" if nothing. It is still Muon's.
         doubt = self._doubt(matrices)

@@ -46,8 +46,8 @@ class _Form(NamedTuple):
 def matrices_of(
     records: Records, uses: Sequence[Use]
 ) -> tuple[DimensionNumbers, DimensionNumbers, str]:
-    """The matrices that all of these products agree on, at least one;
-    the same with one for each head; and why.
+    """The matrices that all of these products, at least one, agree on: the dimension numbers; the
+    same with a matrix for each head; and why, as "multiplied along axis 0: model.py:41".
 
     Raises:
       Contradiction: They do not agree, or one of them has no such axes.
@@ -70,9 +70,10 @@ def matrices_of(
         slices = {use.view.layout.region for use in uses}
         cut = _cut(slices, shape, form.columns, sliced=form.columns)
         form = form._replace(cut=cut)
-    # Which columns count heads, in any of the products: [64, 8, 16] has the run 0, ..., 7 along
-    # axis 1. The region says which part of the columns has these heads, as the queries of a fused
-    # kernel. Heads along rows of `form`, as columns of w.T in y @ w.T are, are left out.
+    # Which columns count heads in any of the products, for `per_head`: [64, 8, 16] has the run
+    # 0, ..., 7 along axis 1. The region says which part of the columns has these heads, as the
+    # queries of a fused kernel. `form` has the rows and columns of the first product: heads along
+    # its rows, as along the columns of w.T in y @ w.T, are left out.
     heads = set()
     for use in uses:
         for run, region in use.product.heads:
@@ -102,14 +103,14 @@ def _form(records: Records, use: Use) -> _Form:
     if groups > 1:
         axis = min(form.columns)
         return form._replace(cut=_Cut(axis, (shape[axis] // groups,) * groups))
-    # Columns that no operation takes are a part, too. But in x @ w[:, :64] the other columns are
-    # for another product: along such a sliced axis, parts that leave columns out are no cut.
+    # The columns that operations take of the result are the parts. In x @ w[:, :64] the others of w
+    # may be another product's: along such a sliced axis, parts that leave some out are no cut.
     sliced = {axis for axis, _ in use.view.layout.region}
     cut = _cut(product.parts, shape, form.columns, sliced)
     if cut is None:
         return form
-    # Before the cut a norm mixed columns in groups, as one of each gate of an LSTM does. Whether a
-    # group lies across two parts is not followed (`record_reduced`), so names decide.
+    # Before the cut an operation mixed columns in groups, as a norm of each gate of an LSTM does.
+    # Whether a group lies across two parts is not followed (`record_reduced`), so names decide.
     if product.has_mixed_groups:
         raise Contradiction(
             f"a norm of some of its columns before they are cut: {records.graph.line(use.node)}"
@@ -136,23 +137,24 @@ def _rows_and_columns(
     """
     # `rows`, `columns` and `batch` are runs, of which one axis may have several.
     columns, batch = set(use.columns), set(use.batch)
-    # "hbd,hdf->hbf", and then a sum over h, is one product that sums over h and d: both are rows.
+    # "hbd,hdf->hbf", and then a sum over h (`added_up`), is one product that sums over h and d:
+    # both are rows.
     summed = batch & use.product.added_up
-    # y = x @ w with w [d, e, f], of which a later product takes y[b, e] with another matrix for
-    # each expert e, or a gate multiplies it, gate[b, e, 1] * y[b, e, f]: e counts matrices. Heads
-    # are taken one by one as well, and stay columns.
+    # Columns that a later operation takes one by one count matrices, as e of y = x @ w with
+    # w [d, e, f], if a product takes y[b, e] with another matrix for each expert e, or a gate
+    # multiplies it, gate[b, e, 1] * y[b, e, f]. Heads, which `experts` leaves out, stay columns.
     experts = columns & use.product.experts
     # one_hot(action) chooses one of the values x @ w, with w [d, actions]: actions are taken one by
     # one, but without them w would have no columns. So they stay columns.
     if experts == columns:
         experts = set()
-    # x[0] @ w[0] + x[1] @ w[1] + ..., as a loop over heads: axis 0 is summed over, so it has rows,
-    # also where each product takes it as a batch.
+    # x[0] @ w[0] + x[1] @ w[1] + ..., as of a loop over heads, adds products with slices of w. So
+    # axis 0, along which these differ, has rows, also where each product has it as a batch.
     slices = records.uses.summed_slices[use.view.leaf]
     row_axes = axes_of([*use.rows, *summed]) | slices
     column_axes = axes_of(columns - experts)
     batch_axes = axes_of((batch - summed) | experts) - slices
-    # In x @ w[:, :8] + y @ w[:, 8:] axis 1 has columns, and is summed over. In
+    # Two contradictions: in x @ w[:, :8] + y @ w[:, 8:] axis 1 has columns, and is summed over; in
     # x @ w.reshape(8, 8, 64)[i] with w [64, 64] axis 0 is batch in steps of 8, and rows within
     # these.
     axes = [*row_axes, *column_axes, *batch_axes]
@@ -170,8 +172,8 @@ def _cut(
     columns: frozenset[int],
     sliced: Collection[int],
 ) -> _Cut | None:
-    """Along which axis, and into which sizes, columns are cut for different purposes; None:
-    they are one matrix.
+    """Along which axis, and into which sizes, columns are cut for different purposes, by the first
+    axis of columns that is cut; None: they are one matrix.
 
     Columns of [64, 96] in regions 0 to 31, 32 to 63 and 64 to 95 are cut along axis 1 into (32, 32,
     32). The region of the first is {(1, mask)}, with 32 times true and 64 times false in the mask;
@@ -181,12 +183,11 @@ def _cut(
       regions: The parts of the parameter that operations take.
       shape: Its shape.
       columns: Its axes that are columns.
-      sliced: Axes of which this product takes a slice, as x @ w[:, :64]. Along these, regions that
-        leave columns out, which another product may take, are no cut.
+      sliced: Axes of which a product takes a slice of the parameter, as x @ w[:, :64].
     """
     for axis in sorted(columns):
         masks = {dict(region).get(axis, b"") for region in regions}
-        # An operation takes all of the axis, or all operations take the same part of it.
+        # No cut: an operation takes all of the axis, or all operations take the same part of it.
         if b"" in masks or len(masks) < 2:
             continue
         parts = np.array([np.frombuffer(mask, bool) for mask in masks])
@@ -199,10 +200,11 @@ def _cut(
         parts = parts[:, :period]
         # Where a part begins or ends.
         changes = np.diff(parts, axis=1, prepend=False, append=False)
-        # Some operations take columns that others take too, or columns with gaps between them.
+        # No cut: operations take columns that others take too, or columns with gaps between them.
         if parts.sum(0).max() > 1 or (changes.sum(1) != 2).any():
             continue
-        # Columns that no operation takes become parts, too.
+        # Columns that no operation takes become parts, too. But along a sliced axis another product
+        # may take them: then it is no cut.
         edges = sorted({0, period, *np.flatnonzero(changes.any(0)).tolist()})
         if parts.any(0).all() or axis not in sliced:
             return _Cut(axis, tuple(np.diff(edges).tolist()), shape[axis] // period)
