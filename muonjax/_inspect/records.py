@@ -109,8 +109,8 @@ class Records:
         # Operations that show whether a matrix before them is an output head. Before a product by
         # parameters, or of two activations, it is not.
         self.layers: set[int] = set()
-        # Before a product by a matrix that does not train it is taken for a hidden layer, with a
-        # warning.
+        # A matrix before a product by another one that does not train is taken for a hidden layer,
+        # with a warning.
         self.frozen_layers: set[int] = set()
         # Before an operation that may be a layer, what looks like a head is left to its name.
         self.possible_layers: set[int] = set()
@@ -125,10 +125,15 @@ class Records:
 
     def _input(self, array: int) -> Value:
         """The value of an argument that is no parameter, or of an array that the function closes
-        over: data, or a key of random numbers."""
+        over: data, or a key of random numbers.
+
+        By the fact "input" products know patches of images (`product_rules._cuts_input`).
+        """
         dtype = getattr(self.graph.avals[array], "dtype", float)
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return Value(NOISE)
+        # Tokens, masks or labels. Images of uint8 are taken for such data too: their patches are
+        # not known.
         if not self.graph.is_float(array):
             return Value(DATA)
         shape = self.graph.shape(array)
@@ -165,7 +170,8 @@ class Records:
     ) -> Product | None:
         """Records what an operation does with a parameter.
 
-        A later record of the same operation, parameter and `k` replaces it.
+        A later record of the same operation, parameter and `k` replaces it, as in the next round of
+        a loop, whose body is followed until nothing changes.
 
         Args:
           node: The operation.
@@ -183,8 +189,8 @@ class Records:
         product = None
         if kind == "product":
             products = self.uses.products
-            # A loop's body is followed again until nothing changes:
-            # a product that is there keeps its bit.
+            # A product of an earlier round keeps its bit, by which `Value.depends_on` names it, and
+            # what was noted of its columns. Its `use` is that of the last round.
             new = Product(OF_PRODUCTS << len(products))
             product = products.setdefault((node.index, k), new)
         use = Use(kind, what, node.index, view, product=product, **axes)
@@ -225,18 +231,20 @@ class Records:
         """Records that an operation multiplies `weights` by `values`,
         if `weights` may be those of a softmax.
 
-        Then there is an attention whose logits were not followed:
+        Rules call it where no logits were followed to `weights`, or where the operation is not
+        followed itself. So there may be an attention that was lost on the way:
         `clippable_attention` refuses to clip it.
         """
-        # The product of whose exponentials the weights are made, such as queries @ keys.T; -1, no
-        # candidate, if there is none.
+        # The product of whose exponentials the weights are made, such as queries @ keys.T; -1 if
+        # there is none.
         product = weights.exponential_of
         # In softmax's division exp(x) / sum(exp(x)) two arrays are made of the exponentials, and
         # none of them is the values. A gain, which depends on no data, isn't either.
         may_be_values = values.depends_on & DATA and values.exponential_of != product
         # queries @ keys.T is a candidate at once: the sum of its exponentials may come later, as in
-        # (exp(scores) @ values) / sum(exp(scores)). x @ c, with a matrix c, becomes one only where
-        # a sum takes its exponentials, and not along columns of c: exp(x @ c) * y is no such sum.
+        # (exp(scores) @ values) / sum(exp(scores)). x @ c, with a matrix c, becomes one only by a
+        # sum of its exponentials, which exp(x @ c) * y has not, and not by a sum along the columns
+        # of c: that is one of a router or an output head.
         if may_be_values and product in self.attention.candidates:
             self.attention.other_readers.setdefault(product, node.index)
 
@@ -259,8 +267,8 @@ class Records:
 
         The columns that it takes are one part. But a norm of each gate of an LSTM, x @ w as [4, 16]
         along the last axis, takes all columns and mixes groups of 16. They may still be four parts.
-        Whether later slices cut between the groups is not followed: if there are any, `matrix_axes`
-        leaves the parameter to names.
+        Whether later slices cut between the groups is not followed: if there are parts in the end,
+        `matrix_axes` leaves the parameter to names (`has_mixed_groups`).
         """
         for projection in projections:
             # What columns are used for that were mixed before says nothing about parts.

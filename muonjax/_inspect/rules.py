@@ -39,43 +39,45 @@ _MIXING = frozenset(_MIXES.split())
 def unknown(records: Records, node: Node) -> Sequence[Value]:
     """The results of an operation that is not followed. They depend on all operands.
 
-    Parameters among the operands are left to names. What becomes of layers,
-    whose projections it takes, depends on it:
+    Parameters among the operands are left to names. The columns that it takes of a layer's result,
+    a projection, are one part. The first case that holds says what else becomes of the layer:
 
-    - a call, by its name or since it is in no table and takes three activations: the columns of
-      each layer that it takes are one part. If it takes three, it may be an attention, which is
-      listed and refused;
-    - an operation that mixes columns, such as a sort, makes them one part as well;
-    - one whose rule does not handle its settings may choose some of the columns: layers are left to
-      names, but for those whose columns were mixed before;
-    - any other that is in no table may be anything, a softmax or something one hot: all parameters
-      of the function are left to names.
+    - A call, by its name, or because it has no rule and takes three activations. If it takes three,
+      it may be an attention, which is listed and refused.
+    - An operation that mixes columns (`_MIXING`), such as a sort: nothing else.
+    - One whose rule did not handle its settings may choose some of the columns: the layer is left
+      to names, unless its columns were mixed before.
+    - Any other has no rule and may be anything, a softmax or something one hot: all parameters of
+      the function are left to names (`unlisted`).
     """
     values = records.inputs(node)
     activations = [
         x for x in node.inputs if records.values[x].is_activation and records.shape(x)
     ]
     takes_three = len(activations) > 2
+    # Those that mix columns are in RULES too, with `unknown` for their rule.
     is_listed = node.name in RULES
     # pallas_call, pure_callback, a library's attention, ...: such a call is not taken for a softmax
     # or for something one hot, so that it leaves other parameters as they are.
     is_call = "call" in node.name or (takes_three and not is_listed)
     if not is_call and not is_listed:
         records.unlisted = node.index  # leaves all parameters to names
-    # "alone": a penalty without data, such as a determinant, does not say what the parameter is,
-    # so that other uses of it decide.
+    # "alone": without data, as in a penalty with a determinant, it does not say what the parameter
+    # is, so that other uses of it decide.
     has_data = any(value.depends_on and not value.is_weight for value in values)
     records.record_views(node, node.name, values, "unknown" if has_data else "alone")
     projections = [projection for value in values for projection in value.projections]
     records.record_parts(projections)
-    if is_call and takes_three:
+    if is_call:
         # Perhaps queries, keys and values, as of a fused kernel. `clippable_attention` lists the
         # call, and refuses to clip these parameters.
-        views = tuple(projection.view for projection in projections)
-        records.attention.calls[node.index] = views
-        # A matrix before the call is no output head: attention multiplies what it gives.
-        records.layers.add(node.index)
-    elif not is_call and node.name not in _MIXING:
+        if takes_three:
+            views = tuple(projection.view for projection in projections)
+            records.attention.calls[node.index] = views
+            # A matrix before the call is no output head: attention multiplies what it gives.
+            records.layers.add(node.index)
+    # Its rule did not handle its settings, or it has none: then all is left to names in any case.
+    elif node.name not in _MIXING:
         for projection in projections:
             # Columns that were mixed before are one part, whatever this operation chooses.
             if projection.unmixed:
@@ -87,19 +89,18 @@ RULES |= dict.fromkeys(_MIXING, unknown)
 
 
 def _long_einsum(records: Records, node: Node) -> Sequence[Value]:
-    """The result of one operation, usually a product of two arrays,
-    of an einsum of three or more operands.
+    """The result of one operation of an einsum of three or more operands, usually a product of two.
 
-    JAX multiplies these two by two, in an order that depends on their sizes. So no operation of it
-    is followed: parameters, and layers whose results it takes, are left to names (`unknown`). It
-    may be queries @ keys.T, or softmax's weights times values: such an attention is listed and
-    refused.
+    JAX multiplies the operands two by two, in an order that depends on their sizes. So none of
+    these operations is followed: `graph` names each LONG_EINSUM, and parameters, and layers whose
+    results it takes, are left to names (`unknown`). It may be queries @ keys.T, or softmax's
+    weights times values: such an attention is listed and refused.
     """
     values = records.inputs(node)
     # It may be a layer: what looks like an output head before it is left to its name.
     records.possible_layers.add(node.index)
-    # Either operand may be softmax's weights, and the other one the values. An operand with itself
-    # records nothing: what is made of the same exponentials is not taken for values.
+    # Either operand may be softmax's weights, and the other one the values: then the attention is
+    # refused. With itself an operand is neither, and `record_weights` does nothing.
     for value in values:
         for other in values:
             records.record_weights(node, value, other)
