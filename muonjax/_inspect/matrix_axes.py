@@ -177,7 +177,8 @@ def _cut(
 
     Columns of [64, 96] in regions 0 to 31, 32 to 63 and 64 to 95 are cut along axis 1 into (32, 32,
     32). The region of the first is {(1, mask)}, with 32 times true and 64 times false in the mask;
-    an axis without a mask is taken whole.
+    an axis without a mask is taken whole. Sizes that repeat along the axis are given once, with how
+    often (`repeats`).
 
     Args:
       regions: The parts of the parameter that operations take.

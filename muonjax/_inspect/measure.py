@@ -221,7 +221,7 @@ def _shard_map(
             # All devices have all heads, as a clip of divided heads is refused, but perhaps other
             # examples: so the maximum is taken entry by entry, along those of `axis_names` along
             # which devices may differ. With `check_vma` JAX's type names these, and also those of
-            # an enclosing `shard_map`, which takes its own maximum. Without it, they may be all.
+            # an enclosing `shard_map`, which takes its own maximum. Without it, all of them count.
             differing = axis_names
             if check_vma:
                 differing = axis_names & varying(jax.typeof(maximum))

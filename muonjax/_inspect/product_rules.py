@@ -186,7 +186,8 @@ def _by_parameter(
     for projection in projections:
         depends_on |= projection.product.bit
     # Each feature after a depthwise convolution comes from one column of the layer before, whose
-    # projections go on as after a nonlinear operation.
+    # projections go on. As after a nonlinear operation, what a later sum adds are results of this
+    # layer, and not of the one before.
     if weights.kernel.is_depthwise:
         for projection in activation.aligned.projections:
             projections.append(
