@@ -132,10 +132,10 @@ class Certificate:
         self.logarithms = 2.0 * np.random.default_rng(0).integers(1, 1 << 40, shape)
         # The first tables are those of the parameters. Each makes its readers pending.
         for spans_of_leaf in grouped((span.leaf, span) for span in spans).values():
-            self._touch(spans_of_leaf)
+            self._begin(spans_of_leaf)
 
-    def _touch(self, spans: Sequence[PlacedScale]) -> None:
-        """Keeps the table of a parameter of which the clip scales these parts.
+    def _begin(self, spans: Sequence[PlacedScale]) -> None:
+        """Makes and keeps the table of the parameter of which the clip scales these parts.
 
         A table has for each entry the logarithm of its factor, its first and its last position. A
         kernel [64, 2, 16] has two layers along axis 1 and four heads of four entries along the last
@@ -151,22 +151,21 @@ class Certificate:
             # leaves as it is.
             logarithms = logarithms + power * span.spread(self.logarithms, 0.0)
         # The number of each entry of the parameter. Logits that take only some features of a head
-        # have another first or last position than those that take all. The last ones have a minus,
-        # as the least of both is kept in sums.
+        # have another first or last position than those that take all. A sum over entries keeps the
+        # least of both numbers, so the last positions have a minus.
         positions = np.arange(logarithms.size).reshape(logarithms.shape)
-        is_scaled = logarithms > 0  # those of factors are drawn from numbers above 0
-        first_positions = np.where(is_scaled, positions, np.inf)
-        last_positions = np.where(is_scaled, -positions, np.inf)
-        table = np.stack([logarithms, first_positions, last_positions])
+        table = np.stack([logarithms, positions, -positions])
+        # What is not scaled has none: its logarithm is 0, and those of factors are above 0.
+        table[1:, logarithms == 0] = np.inf
         # The parameter is outside of all scans: the axes of the loops, 1 to `first` - 1,
         # have one entry.
         table = np.expand_dims(table, tuple(range(1, self.first)))
         self._keep(self.graph.parameters[spans[0].leaf], table)
 
     def _keep(self, value: int, table: Table) -> None:
-        """Keeps the table of an array, [3, *loops, *axes], if the clip changes it,
-        with one entry along each axis where all are equal: `table[0]`, the logarithms of factors,
-        and `table[1:]`, the first and last positions.
+        """Keeps the table of an array, [3, *loops, *axes], if the clip changes it, with one entry
+        along each axis where all are equal: `table[0]`, the logarithms of factors, and `table[1:]`,
+        the first and the last position in the scaled parameters of what an entry is made of.
 
         Zeros, as of padded queries or of a further key, have the logarithm NaN, and take the
         numbers of the other entries: a, a, NaN become a, and a, b, NaN stay. Among logits NaN
@@ -177,12 +176,14 @@ class Certificate:
         if not table.size:
             return
         for axis in range(1, table.ndim):
+            # The largest logarithm along the axis, without NaN, and the least positions. If all
+            # have equal numbers, these are theirs.
             one_entry = _with_one_entry(table, (axis,))
-            is_zero = np.isnan(table[0]) & (not is_logits)
-            if (is_zero | (table == one_entry).all(0)).all():
+            fits_all = np.isnan(table[0]) & (not is_logits)
+            if (fits_all | (table == one_entry).all(0)).all():
                 table = one_entry
-        # One entry that is made of nothing scaled, as the values that a slice takes of a fused
-        # kernel: the clip does not change them.
+        # One entry with the factor 1 (logarithm 0), made of nothing that is scaled (no position,
+        # inf), as the values that a slice takes of a fused kernel: the clip does not change them.
         if table.ravel().tolist() == _UNTOUCHED:
             return
         self.tables[value] = table
@@ -298,11 +299,14 @@ class Certificate:
         return _reduced_if_equal(np.stack(np.broadcast_arrays(*tables), 1), (1,))
 
     def _concatenated(self, node: Node, tables: Sequence[Table]) -> Table:
-        """The table of a concatenation: one after the other,
-        each as long along this axis as its array is."""
+        """The table of a concatenation of arrays with these tables.
+
+        q [5, 8] with heads along its last axis, table [3, 1, 8], and 4 zeros, table [3, 1, 1],
+        along axis 1 give [3, 1, 12]: along this axis each table gets as many entries as its array.
+        """
         dimension = node.params["dimension"]
         axis = self.first + dimension
-        # Along all other axes a table has the entries of the array or one, and all get as many as
+        # Along all other axes, on which a table may have one entry for all, each gets as many as
         # the longest. `take` leaves one entry along the axis of the concatenation itself.
         shape = list(
             np.broadcast_shapes(*(table.take([0], axis).shape for table in tables))
@@ -347,6 +351,9 @@ class Certificate:
         It has the logarithm of each entry's factor, and the first and the last position that the
         entry is made of. Axis k of the array is axis `first` + k of the table.
         Along an axis on which nothing depends it has one entry.
+
+        Raises:
+          NotFollowed: The clip may not pass the operation.
         """
         name = node.name
         # f a + f b = f (a + b), and max(f a, f b) = f max(a, b), as no factor is below zero.
@@ -358,27 +365,37 @@ class Certificate:
         if name == "conv_general_dilated":
             # The table is that of the kernel: `_followed` refuses a clip of the activation.
             return self._by_kernel(node, table)
-        # What moves entries moves their factors; `moved_by` refuses all that it does not know, such
-        # as a tanh. What is left after this keeps each entry where it is.
-        if name not in _KEEPS_TABLE:
-            return moved_by(self.records, node, table)
+        # Casts and exchanges among devices keep the table, if they keep the factors.
+        if name in _KEEPS_TABLE:
+            self._check_kept(node, table)
+            return table
+        # What moves entries, as a transpose, moves their factors in the same way. `moved_by` raises
+        # `NotFollowed` for all that it does not know, such as a tanh.
+        return moved_by(self.records, node, table)
+
+    def _check_kept(self, node: Node, table: Table) -> None:
+        """Raises `NotFollowed` if a cast, or what devices exchange, may change factors.
+
+        `table` is that of its operand: axis k of the array is axis `first` + k, with one entry if
+        nothing depends on it.
+        """
         # A cast to whole numbers, or to very few digits:
         # rounding f x gives other numbers than f times the rounded x.
-        is_float = self.graph.is_float(node.outputs[0])
-        if not is_float or rounds_coarsely(self.records, node):
+        rounds = rounds_coarsely(self.records, node)
+        if rounds or not self.graph.is_float(node.outputs[0]):
             raise NotFollowed
+        # The shapes of the array before and after
         old, new = self.graph.shapes(node)
         # An untiled `all_gather` adds an axis that counts devices.
         if len(old) != len(new):
             raise NotFollowed
-        # A shard has fewer entries along an axis. If factors differ along it,
-        # it isn't known which of them it has.
+        # A device's shard of an array has fewer entries along an axis. If factors differ along it,
+        # it isn't known which of them the shard has.
         for before, after, entries in zip(
             old, new, table.shape[self.first :], strict=True
         ):
             if before != after and entries > 1:
                 raise NotFollowed
-        return table
 
     def _by_kernel(self, node: Node, table: Table) -> Table:
         """The table of a convolution by a kernel with this table,
@@ -398,15 +415,19 @@ class Certificate:
         Inside of a scan over four layers that has the logits, with axis 1 for this loop, layers
         take kernels [64, 8] of an array [4, 64, 8]: its table [3, 1, 4, 64, 8] becomes
         [3, 4, 64, 8]. A stack is the reverse.
+
+        Raises:
+          NotFollowed: The iterations take different entries, and the logits are in none of them: a
+            table has no axis that could say what the clip does in each.
         """
-        # The axis of this loop, along which an array outside of it has one entry. A scan without
-        # logits has none in a table: then both exchanges below leave all axes where they are.
+        # The axis of this loop in a table, along which an array outside of it has one entry. A scan
+        # without logits has none: then `first` is exchanged with itself, and all axes stay.
         loop = self.loops.get(node.params["scan"], self.first)
+        # Axis `first` is the array's axis of iterations: new in a stack, and gone after a slice.
         if node.name == "scan_stack":
             return np.expand_dims(table, self.first).swapaxes(loop, self.first)
         table = table.swapaxes(loop, self.first)
-        # The iterations take different entries, and the logits are in none of them: a table has no
-        # axis that could say what the clip does in each.
+        # After the exchange with a loop's axis one entry is left.
         if table.shape[self.first] > 1:
             raise NotFollowed
         return table.squeeze(self.first)
@@ -417,8 +438,7 @@ class Certificate:
         Logits [batch, 4 heads, query, key] inside of a scan over two layers have a table
         [3, 2, 1, 4, 1, 1]: the three numbers of each entry (see `Table`), the loop, and the four
         axes of the array. The probe gets the axis of four as `heads`, and the step of its path into
-        the scan is marked `layer`. An axis of examples and heads has the heads of the first example
-        first.
+        the scan is marked `layer`.
 
         `logits` is the number of their array, before a mask or a bias is added.
 
@@ -428,10 +448,6 @@ class Certificate:
         table = self.tables.get(logits)
         if table is None:
             raise NotFollowed
-        # [*axes of the array], with one entry along axes on which no head depends. Layers are gone:
-        # in each of them an entry has to be of the same head.
-        head_of = self._heads_of_entries(table)
-        # A table has several entries only along the axes of layers, which come first, and of heads.
         # `loops` has the axis of each scan, by the steps of the path to its body.
         path = list(probe.path)
         for place, axis in self.loops.items():
@@ -445,16 +461,30 @@ class Certificate:
             if probe.path[:depth] != place:
                 raise NotFollowed
             path[depth - 1] = path[depth - 1]._replace(layer=True)
+        return probe._replace(path=tuple(path), heads=self._axes_of_heads(table))
+
+    def _axes_of_heads(self, table: Table) -> tuple[int, ...]:
+        """The axes of the logits with this table that count heads, in the order of the heads.
+
+        Numbers of heads [[0, 2], [1, 3]] give (1, 0): a step along axis 1 goes from head 0 to
+        head 2, and one along axis 0 to head 1.
+
+        Raises:
+          NotFollowed: The logits got other factors than those of their heads, or these lie in
+            another order.
+        """
+        # [*axes of the array], with one entry along axes on which no head depends.
+        head_of = self._heads_of_entries(table)
         axes = [axis for axis, size in enumerate(head_of.shape) if size > 1]
-        # In [[0, 2], [1, 3]] a step along axis 1 goes from head 0 to head 2, and along axis 0 to
-        # head 1. The longest step comes first, so that the heads follow each other: axes (1, 0).
+        # The longest step comes first, so that the heads follow each other.
         axes.sort(key=lambda axis: head_of.take(1, axis).min(), reverse=True)
-        # The entries have to be the heads one by one, perhaps for each example: 0, 1, 2, 0, 1, 2.
-        # `logarithms` [*layers, heads] says how many heads there are.
+        # The entries have to be the heads one by one, perhaps for each example: one axis of two
+        # examples and three heads has 0, 1, 2, 0, 1, 2. `logarithms` [*layers, heads] says how many
+        # heads there are.
         heads = np.moveaxis(head_of, axes, range(len(axes))).ravel()
         if (heads != np.arange(len(heads)) % self.logarithms.shape[-1]).any():
             raise NotFollowed
-        return probe._replace(path=tuple(path), heads=tuple(axes))
+        return tuple(axes)
 
     def _heads_of_entries(self, table: Table) -> np.ndarray:
         """The number of the head of each entry of the logits, found by the logarithm of its factor.
@@ -468,26 +498,29 @@ class Certificate:
             entry.
 
         Returns:
-          The numbers, [*axes], with one entry along each axis on which no head depends.
+          The numbers, [*axes], with one entry along each axis on which no head depends. An entry
+          has to be of the same head in all layers.
 
         Raises:
           NotFollowed: They got other factors than their heads.
         """
         layers = math.prod(table.shape[1 : self.first])
-        # A column for each entry of the logits: in all layers its logarithm, and the first and the
-        # last position, in the parameters that are scaled, of what it is made of. Entries of one
-        # head have equal columns, so that one column is left for each head. Logits of some features
-        # of a head only, or of two heads that were taken for one, have the logarithm of a head and
-        # other positions, and so make one column too many.
+        # A column for each entry of the logits: in all layers its logarithm, then in all layers the
+        # first and the last position, in the parameters that are scaled, of what it is made of.
+        # Entries of one head have equal columns, of which one is left: `columns` are sorted, and
+        # `column_of` says which of them each entry has. Logits of some features of a head only, or
+        # of two heads that were taken for one, have the logarithm of a head and other positions,
+        # and so make one column too many.
         columns, column_of = np.unique(
             table.reshape(3 * layers, -1), axis=1, return_inverse=True
         )
         # [layers, heads]
         expected = self.logarithms.reshape(-1, self.logarithms.shape[-1])
-        # The columns are sorted by their first number: column i is that of the head with the i-th
-        # least logarithm in the first layer.
+        # The columns are sorted by their first number: column i is that of the head `order[i]`,
+        # with the i-th least logarithm in the first layer.
         order = expected[0].argsort()
-        # A zero among the logits, as of a sink, has the logarithm NaN, which equals nothing.
+        # The logarithms are the first rows. A zero among the logits, as of a sink, has NaN, which
+        # equals nothing.
         if not np.array_equal(columns[:layers], expected[:, order]):
             raise NotFollowed
         return order[column_of].reshape(table.shape[self.first :])
