@@ -13,13 +13,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from muonjax._inspect.graph import Node
-from muonjax._inspect.layouts import axes_of, whole
+from muonjax._inspect.layouts import axes_of
 from muonjax._inspect.possible_numbers import is_mask, numbers_in
 from muonjax._inspect.values import (
     FROZEN,
     PARAMETER,
     Addend,
-    AxisFact,
     Logits,
     Value,
     grouped,
@@ -45,13 +44,13 @@ def after(operation: Operation) -> tuple[Logits, ...]:
     node = operation.node
     values = operation.values
     # Which operands, counted from 0, by how far their logits have come, such as
-    # {"logits": [0], "maximum": [1]} for x - largest. The result goes by `at`, the first operand
-    # of logits; only a sum keeps those of another operand too. What is dropped here, such as
-    # another softmax's weights that are added to logits, ends:
-    # `clippable_attention` refuses its attention.
+    # {"logits": [0], "maximum": [1]} for x - largest. All logits of one array are at one stage.
     operands = grouped((v.logits[0].stage, k) for k, v in enumerate(values) if v.logits)
     if "logits" not in operands:
         return _from_softmax(operation, operands)
+    # The logits of the first such operand go on; those of another one only where a sum adds them.
+    # All others end, such as those of a softmax whose weights are added here:
+    # `clippable_attention` refuses an attention whose logits end before its values.
     at = operands["logits"][0]
     value = values[at]
     # The exponential of a softmax, or the sigmoid that some attentions have in its place
@@ -159,42 +158,39 @@ def _exponential(node: Node, value: Value) -> tuple[Logits, ...]:
 
 
 def _added(operation: Operation, at: int) -> tuple[Logits, ...]:
-    """Logits, operand number `at`, plus or minus the only other operand.
+    """Logits, operand number `at`, plus or minus the only other operand: logits of other products,
+    as in q1 @ k1 + q2 @ k2, the maximum of these logits, or else a mask or a bias.
 
-    This may be logits of other products, as in q1 @ k1 + q2 @ k2, the maximum of these logits,
-    a mask or a bias.
+    Logits that none of these cases takes are left out, and their attention is refused: so is that
+    of x + tanh(x), in which both operands have logits of one product.
     """
     node = operation.node
     value, other = operation.values[at], operation.values[1 - at]
     products = _products(other, "logits")
-    # Logits of several products, which from here on are in one array. A sign is not kept: a clip
-    # scales a difference as it scales a sum. `through` ends those to which a bias was added, or
+    # From here on one array has the logits of all these products. A sign is not kept: a clip scales
+    # a difference as it scales a sum. `through` leaves out logits to which a bias was added, or
     # from which their maximum was subtracted.
     if products and products.isdisjoint(_products(value, "logits")):
         return through(node, value._replace(logits=(*value.logits, *other.logits)))
     # In mask - logits the largest ones are the least of these logits.
     if node.name == "sub" and at == 1:
         return ()
-    # What none of these cases takes ends here, and its attention is refused: so does x + tanh(x),
-    # which adds logits of one product.
     logits = []
     for x in value.logits:
         is_made_of_exponentials = other.exponential_of == x.product
         if is_made_of_exponentials or x.product in _products(other, "maximum"):
             # Softmax may subtract any number that is the same for all keys, such as the maximum
-            # [batch, head, query, 1]. A fact "repeats" has a layout that varies along the axes
-            # along which the number differs, here all but the keys. Without such a fact it may
-            # differ along all axes. An attention for which it differs along the keys is refused
-            # (`clippable_attention`).
-            facts = [fact for fact in other.facts if fact.what == "repeats"]
-            differs_everywhere = AxisFact("repeats", whole(x.layout.shape))
-            shifts = (*x.shifts, *(facts or [differs_everywhere]))
+            # [batch, head, query, 1]. Its fact "repeats" has the axes along which it differs, here
+            # all but that of the keys; one without this fact may differ along all, which
+            # `repeating` notes. If it differs along the keys, `clippable_attention` refuses.
+            other = other.repeating(x.layout.shape)
+            shifts = [fact for fact in other.facts if fact.what == "repeats"]
+            logits.append(x._replace(shifts=(*x.shifts, *shifts)))
             # exp(x - logsumexp(x)) has divided by a sum already.
             _record_normalization(operation.records, [x], other)
-            logits.append(x._replace(shifts=shifts))
         # A mask or a bias may be added before the maximum is subtracted, and not after it: the
         # largest logits are measured before. Nor may it depend on parameters, as a learned bias
-        # does.
+        # does: then a clip may change it.
         elif not x.shifts and not _may_change([other]):
             logits.append(_masked(operation, at, x))
     return tuple(logits)
@@ -209,14 +205,16 @@ def _masked(operation: Operation, at: int, logits: Logits) -> Logits:
     listed in `added`, for `doubt_of_masks` to warn or refuse. Then `measure` takes the largest
     numbers of `raw`, the array before the first of these, where no -9000 or less was added.
     """
-    # Both count as masked: what may be a bias may hide entries as well.
+    # Both count as masked, which `after` asks before it multiplies logits by a number: what may be
+    # a bias may hide entries as well.
     node, addend = operation.node, operation.arrays[1 - at]
     masked = logits._replace(value=node.outputs[0], is_masked=True)
     if node.name == "add" and is_mask(operation.records.graph, addend):
         return masked
-    # Subtracted is the addend: `_added` has ended mask - logits.
+    # A difference is logits - addend: `_added` follows no logits of mask - logits.
     sign = -1 if node.name == "sub" else 1
     return masked._replace(
+        # Where a bias was added before, `raw` is there already.
         raw=logits.raw if logits.is_biased else operation.arrays[at],
         added=(*logits.added, Addend(addend, node.index, sign)),
     )
