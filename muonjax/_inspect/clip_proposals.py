@@ -34,48 +34,47 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
     The first proposal scales queries and keys by √γ each. Keys that several heads share, or whose
     heads can't be told apart, stay as they are, and the queries that they meet are scaled by γ: all
     of them in multi-query and grouped-query attention, and the rotary features in latent attention
-    (MLA). The last proposal scales all queries by γ.
+    (MLA). The second proposal scales all queries by γ.
 
     Raises:
       Refused: The queries can't be scaled.
     """
-    # Each span once: in Transformer-XL the same queries meet keys and positions.
+    # Dictionaries as ordered sets, since a span is scaled once: in Transformer-XL the same queries
+    # meet keys in one product and positions in another.
     both: dict[PlacedScale, None] = {}
     queries_alone: dict[PlacedScale, None] = {}
     attention = records.attention
     for product in products:
-        # The logits of a softmax, and the axes that count keys. All softmaxes of the product, one
-        # for each product of weights and values, have the same axes: `_check_softmaxes`.
+        # The axes of the product that count keys. There is an entry for each product of softmax's
+        # weights and values; `_check_softmaxes` has refused logits whose entries differ in them.
         _, key_axes = attention.softmaxes[product][0]
-        # A softmax over heads and keys together has one temperature: these heads are scaled as one.
+        # A softmax over heads and keys together has one temperature, so these heads are scaled as
+        # one: what is in `key_axes` counts no heads (`_Side.heads`).
         key_axes |= attention.normalized[product]
+        # The queries are the operand that has no axis of keys.
         left, right = attention.operands[product]
         if not left.is_query(key_axes):
             left, right = right, left
         queries = _Side(left, key_axes, "query")
         keys = _Side(right, key_axes, "key")
-        # With all features shared, each query takes γ.
+        # For the second proposal: if all features count as shared, each query takes γ.
         scaled_queries = _scaled_queries(queries, shared=[_ALL])
-        # Keys with another number of heads or layers than the queries are shared: they stay as they
-        # are, and the queries take γ in the features that meet them, √γ in the others.
+        # For the first: keys with another number of heads or layers than the queries are shared.
+        # They stay as they are, and the queries take γ in the features that meet them, √γ in the
+        # others.
         scaled_keys, shared = _scaled_keys(keys, _heads_of(scaled_queries[0]))
         both |= dict.fromkeys([*_scaled_queries(queries, shared), *scaled_keys])
         queries_alone |= dict.fromkeys(scaled_queries)
-    # A clip has one γ for each head of each layer, so what it scales has to have as many heads and
-    # layers.
-    proposals = [
-        tuple(spans)
-        for spans in (both, queries_alone)
-        if len(set(map(_heads_of, spans))) == 1
-    ]
-    if not proposals:
+    # A clip has one γ for each head of each layer, so all queries need the same heads and layers.
+    # The keys that are scaled have those of their queries.
+    if len(set(map(_heads_of, queries_alone))) > 1:
         raise Refused("its queries are cut into heads or layers in several ways")
-    return proposals
+    return [tuple(both), tuple(queries_alone)]
 
 
 def _heads_of(span: PlacedScale) -> tuple[int, tuple[int, ...]]:
-    """The number of heads, and the sizes of the axes that count layers:
-    all scales of a clip have the same."""
+    """The number of heads, and the sizes of the axes that count layers, (8, (12,)) in a scan over
+    twelve layers: all scales of a clip have the same."""
     return span.entries, span.layers
 
 
@@ -110,7 +109,9 @@ def _scaled_keys(
 
     The keys of latent attention, 128 features of each head and then 64 that all heads share, give
     the scales of the former and [range(128, 192)]. If no keys have these heads, it is [] and all
-    features. `heads` are those of the queries, as `_heads_of` counts them.
+    features.
+
+    `heads`: how many the queries have, and the sizes of the axes that count layers (`_heads_of`).
     """
     scaled: list[PlacedScale] = []
     shared: list[range] = []
@@ -121,6 +122,7 @@ def _scaled_keys(
             # Keys that heads share stay as they are, and so do those whose heads can't be told
             # apart.
             spans = []
+        # The spans of their kernel and its biases, all with the heads and layers of the queries
         if set(map(_heads_of, spans)) == {heads}:
             scaled += spans
         else:
@@ -132,15 +134,16 @@ class _Side(NamedTuple):
     """The queries of a product, or the keys."""
 
     operand: Operand
-    key_axes: frozenset[int]  # the axes of the product that count keys
+    # The axes of the product that count keys, and others that softmax normalizes over
+    key_axes: frozenset[int]
     factor: str  # "query" or "key", as in `Scale`
 
     def heads(self, layout: Layout) -> list[int]:
         """The axes of the operand along which a parameter with this layout has heads.
 
-        The queries of "bqhd,bkhd->bhqk" have them along axis 2: each h comes from entries of its
-        own, and all b and q come from the same. An axis that softmax normalizes counts no heads,
-        also if it goes over heads and keys together.
+        The queries of "bqhd,bkhd->bhqk" have them along axis 2: each h comes from other entries of
+        the parameter, and all b and q come from the same. An axis that softmax normalizes counts no
+        heads, also if it goes over heads and keys together.
         """
         axes = []
         # `axis` is one of the product, bhqk, and `source` the one of the operand, bqhd:
@@ -148,6 +151,7 @@ class _Side(NamedTuple):
         for axis, source in enumerate(self.operand.sources):
             if source is None or axis in self.key_axes:
                 continue
+            # Whether the parameter differs along it
             if layout.runs_along([source]):
                 axes.append(source)
         return axes
@@ -162,7 +166,7 @@ class _Side(NamedTuple):
         return range(int(there.min()), int(there.max()) + 1)
 
     def spans(self, projection: Projection) -> list[PlacedScale]:
-        """What is scaled in the kernel and in the biases of a projection.
+        """What is scaled in the kernel and in the biases of a projection: the span of each.
 
         Raises:
           Refused: Which entries make a head can't be told. The messages are for queries, whose
@@ -177,13 +181,13 @@ class _Side(NamedTuple):
                 "the heads of its queries can't be told apart: all columns of a parameter make "
                 "each of them"
             )
-        # stack([x @ a, x @ b]) along heads that the keys have too, a batch axis of the product:
-        # each projection fills only some of the heads.
+        # stack([x @ a, x @ b]) along heads that the keys have too, which are a batch axis of the
+        # product: each projection was put next to others, and fills only some of the heads.
         fills_some_heads = layout.is_placed(self.operand.batch)
-        # One of several projections, which has one head at most. Along the features, as in
-        # concatenate([x @ a, x @ b], -1), they are parts of one head. Along heads that share a key,
-        # as in "bqhd,bkd->bhqk", each is a head and needs a factor of its own. Which of both it is,
-        # is not followed. If there is only one projection, it is one head.
+        # One of several projections, without an axis of heads. Either they are parts of one head,
+        # put together along the features, as in concatenate([x @ a, x @ b], -1). Or each is a head,
+        # and needs a factor of its own: along heads h that share a key, as in "bqhd,bkd->bhqk".
+        # Which of both it is, is not followed. A projection that is the only one is one head.
         may_be_half = len(self.operand.value.projections) > 1 and not self.heads(layout)
         if fills_some_heads or may_be_half:
             raise Refused("heads of its queries are put together from several products")
@@ -244,12 +248,11 @@ class _Side(NamedTuple):
 def _divided(
     span: PlacedScale, first: int, shared: Sequence[range]
 ) -> Iterator[PlacedScale]:
-    """A span of queries, cut where features that meet shared keys begin and end;
-    these take the "whole" factor.
+    """A span of queries, cut where features that meet shared keys begin and end:
+    these take γ, the factor "whole", and the others √γ.
 
-    A span of features 0 to 8 with 4 and 5 `shared` gives 0 to 4, 4 to 6 as "whole", 6 to 8. `first`
-    is the number of its first feature among all of the queries,
-    for which `shared` are numbers too: 8 in the second half of 16.
+    A span of features 0 to 8 with 4 and 5 `shared` gives 0 to 4, 4 to 6 as "whole", 6 to 8. If it
+    is the second half of 16 features, `first` is 8: `shared` numbers the features of all queries.
     """
     # Whether each feature meets a shared key
     meets_shared = [
