@@ -23,7 +23,7 @@ class Call(NamedTuple):
     views: tuple[ParameterView, ...] = ()  # the parameters of its queries and keys
     # What a clip may scale, the best first: both sides of the product, or the queries alone.
     proposals: tuple[Spans, ...] = ()
-    raw: int = -1  # the array of its logits before a mask or a bias is added
+    raw: int = -1  # the array of its logits before a bias, or else what softmax takes
     probes: tuple[Probe, ...] = ()  # one for each call with the same queries
     spans: Spans = ()  # the proposal that is proved, queries first
     problem: str = ""  # why it can't be clipped
@@ -40,7 +40,7 @@ def attentions(records: Records) -> list[Call]:
     for call in sorted(_calls(records), key=lambda call: call.operation):
         # The last proposal scales the queries alone. A refused call has no proposal: then calls
         # with the same parameters are one attention, or, if these aren't known,
-        # calls in the same line.
+        # calls in the same line. So `key` has one of three types.
         key = call.proposals[-1:] or call.views or records.graph.line(call.operation)
         by_queries.append((key, call))
     proved = []
@@ -54,25 +54,27 @@ def attentions(records: Records) -> list[Call]:
 def _calls(records: Records) -> Iterator[Call]:
     """All attentions, before any is proved, and what may be one, with a `problem`."""
     attention = records.attention
-    # Products that were followed to their softmax. `softmaxes` has a pair for each product of
-    # weights and values: the logits, and the axes that count keys. A softmax takes one array,
-    # `value`, which may be a sum of several products: these are one attention. If different
-    # softmaxes take the logits of one product, `_check_softmaxes` refuses it: so the logits of its
-    # first pair, `softmaxes[0][0]`, may stand for all.
+    # Products of queries and keys that were followed to their softmax. `softmaxes` has a pair for
+    # each product of weights and values: the logits, and the axes that count keys. A softmax takes
+    # one array, `value`, which may be a sum of several products: these are one attention. If
+    # different softmaxes take the logits of one product, `_check_softmaxes` refuses it: so the
+    # logits of its first pair, `softmaxes[0][0]`, may stand for all.
     by_array = grouped(
         (softmaxes[0][0].value, product)
         for product, softmaxes in attention.softmaxes.items()
     )
     for products in by_array.values():
         yield _call(records, products)
-    # Calls that take three or more activations, perhaps kernels that take queries, keys and values.
+    # Calls of the program, such as a Pallas kernel's, that take three or more activations, perhaps
+    # queries, keys and values.
     for i, views in attention.calls.items():
         node = records.nodes[i]
         call = str(node.params.get("name") or node.name)
         why = f"{call!r} is a call whose logits can't be seen; measure them with muonjax.max_logits"
         yield Call(i, views, problem=why)
-    # Products whose exponentials multiply something, perhaps values, and that were not followed to
-    # a softmax. One that was followed to a softmax too is above: `_check_softmaxes` refuses it.
+    # Products whose exponentials the operation `reader` multiplies by something, perhaps values,
+    # and that were not followed to a softmax. One that was followed to a softmax too is above:
+    # `_check_softmaxes` refuses it.
     for product, reader in attention.other_readers.items():
         if product not in attention.softmaxes:
             yield _not_followed(records, product, reader)
@@ -115,14 +117,16 @@ def _views(operands: Iterable[Operand]) -> tuple[ParameterView, ...]:
 
 
 def _call(records: Records, products: Sequence[int]) -> Call:
-    """The attention whose logits are the sum of these products of queries and keys:
-    what to scale, or why not."""
+    """The attention whose logits are the sum of these products of queries and keys: what a clip may
+    scale (`_proved` proves one of the proposals), and where its logits are; or why it is refused.
+    """
     first = products[0]
     operands: list[Operand] = []
     for product in products:
         operands += records.attention.operands[product]
     call = Call(first, _views(operands))
-    # The logits of all products are in one array, with the same masks.
+    # Softmax takes the sum, one array, to which one list of masks and biases was added: the first
+    # product's logits stand for those of all.
     logits, _ = records.attention.softmaxes[first][0]
     try:
         for product in products:
@@ -130,7 +134,8 @@ def _call(records: Records, products: Sequence[int]) -> Call:
             _check_readers(records, product)
         doubt = doubt_of_masks(records.graph, logits.added)
         proposals = tuple(proposals_of(records, products))
-        # A bias may be added, as ALiBi's: the largest logits are those before it.
+        # The largest logits are those before a bias was added, such as ALiBi's: `raw`. Without one
+        # they are those that softmax takes, `value`.
         raw = logits.raw if logits.is_biased else logits.value
         probe = _probe(records, logits.value, raw)
     except Refused as refused:
@@ -147,11 +152,12 @@ def _check_softmaxes(records: Records, product: int) -> None:
     # weights[:, :8] @ v1 and weights[:, 8:] @ v2 have one softmax: that of one array,
     # along the same keys.
     different = {(logits.value, keys) for logits, keys in softmaxes}
-    # `other_readers` has operations that multiply an array by exponentials of this product whose
-    # logits were lost on the way, as softmax(logits)² @ values.
+    # `other_readers` has this product if an operation multiplies an array by exponentials of it
+    # whose logits were lost on the way, as softmax(logits)² @ values.
     if len(different) > 1 or product in attention.other_readers:
         why = "several softmaxes take its logits"
-        # A loss that is made of the model's derivatives, as of a physicist's network.
+        # A loss that is made of the model's derivatives, as of a physicist's network: they multiply
+        # the exponentials once more.
         if "jvp" in records.graph.derivatives(product):
             why = "the function takes derivatives of it, which a clip would change too"
         raise Refused(f"{why}: {line}")
@@ -219,14 +225,15 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
       Refused: They can't be measured before a mask or a bias is added,
         or the body is in a loop without a gradient.
     """
-    # `measure` takes the largest `raw` logits among the entries that are not hidden in `logits`. So
-    # both arrays need the same axes, which a layout gives as axes of the product: the first one if
-    # the logits are a sum of several, which lie in one array.
+    # `measure` takes the largest `raw` logits among the entries that are not hidden in `logits`:
+    # it compares both arrays entry by entry, so they need the same axes in the same order. That is
+    # so if the layouts say the same of where axes of queries @ keys.T are. Any product will do if
+    # the logits are a sum of several: all lie in one array.
     before, after = (records.values[x].logits[0] for x in (raw, logits))
     if before.layout != after.layout:
         raise Refused("something is added to its logits before their axes change")
-    # The variable that holds the array in each body that has one, by the path to the body.
-    # `measure` needs those of both arrays in one body.
+    # The variable that holds the array in each body that has one, by the path to the body from the
+    # outermost one. `measure` needs those of both arrays in one body.
     variables = records.graph.variables[logits]
     raw_variables = records.graph.variables[raw]
     places = [place for place in variables if place in raw_variables]
@@ -246,8 +253,8 @@ def _probe(records: Records, logits: int, raw: int) -> Probe:
 
 
 def _proved(records: Records, calls: Sequence[Call]) -> Call:
-    """One attention in place of calls with the same queries,
-    with the first proposal that is exact; or why none is.
+    """One attention in place of calls with the same queries: the first of them, with the first
+    proposal that is exact and the probes of all; or with the problem of the last one that is not.
 
     One clip scales the logits of all of these calls: a problem of one is a problem of all.
     `attentions` groups calls by their last proposal, which scales the queries alone. So all of them
@@ -256,8 +263,9 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
     """
     first = calls[0]
     problem = first.problem
+    # The arrays of their logits, at which a certificate ends, and where each is measured: a probe
+    # for each call so far, and none for one that was refused.
     logits = [call.raw for call in calls]
-    # Until calls become one attention, each has one probe, or none if it was refused.
     probes: list[Probe] = []
     for call in calls:
         probes += call.probes
@@ -266,12 +274,14 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
         if not all(spans in call.proposals for call in calls):
             continue
         certificate = Certificate(records, probes, logits, spans)
+        # The first operation before the logits that this clip may not pass
         operation = certificate.failure()
         if operation is not None:
             problem = _why_not_alone(records, operation)
             continue
         try:
-            # With the axes of the logits that count layers and heads.
+            # Each probe with the axes of its logits that count layers and heads, if every logit
+            # gets the factor of its head.
             located = tuple(map(certificate.located, probes, logits))
         except NotFollowed:
             problem = (
@@ -281,6 +291,5 @@ def _proved(records: Records, calls: Sequence[Call]) -> Call:
             )
         else:
             return first._replace(spans=spans, probes=located)
-    # Refused, for the problem of the last proposal that was tried. A refusal makes a warning about
-    # its masks needless.
+    # A refusal makes a warning about its masks needless.
     return first._replace(problem=problem, doubt="")

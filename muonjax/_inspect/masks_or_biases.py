@@ -27,6 +27,8 @@ def doubt_of_masks(graph: Graph, added: Sequence[Addend]) -> str:
     doubt = ""
     for addend in added:
         line = graph.line(addend.node)
+        # The numbers that it may hold. Many, as of ALiBi, are one NaN, which is not between any
+        # bounds: such a table is a bias. None says that only data know.
         numbers = numbers_in(graph, addend.value)
         if numbers is None:
             doubt = doubt or line

@@ -33,15 +33,16 @@ def named_attentions(
     records: Records, paths: Iterable[str]
 ) -> list[tuple[Attention, Call]]:
     """The attentions that train, with name and site, in the order of the program;
-    each with where its logits are.
+    each with its `Call`, which says where its logits are.
 
     An attention with its queries in "block_0/attn/q" and its keys in "block_0/attn/k" is named by
-    its module, "block_0/attn". If several attentions share a module,
-    each is named by its queries, "block_0/attn/q".
+    its module, "block_0/attn", or "max_logits" if that is the root. If several attentions share a
+    module, each that can be clipped is named by its queries, "block_0/attn/q". One that is refused
+    keeps the module's name, which stands only in messages, and has no site.
 
     Args:
       records: The program.
-      paths: The paths of its parameters.
+      paths: The path of each parameter, by its number.
     """
     calls = attentions(records)
     path_of = dict(enumerate(paths))
@@ -54,11 +55,12 @@ def named_attentions(
     for call, module in zip(calls, modules, strict=True):
         name = module or "max_logits"
         site = None
-        # It can be clipped.
+        # It can be clipped: the spans are what is scaled, queries first.
         if call.spans:
             if modules.count(module) > 1:
                 name = path_of[call.spans[0].leaf]
-            # Heads of one projection, written one by one, have the same queries.
+            # Names are keys of `max_logits`. Heads of one kernel, written one by one, are several
+            # attentions with queries of one path: "q", "q:2" and "q:3".
             count_of[name] += 1
             if count_of[name] > 1:
                 name = f"{name}:{count_of[name]}"
@@ -68,8 +70,7 @@ def named_attentions(
                 dataclasses.replace(span.scale, path=path_of[span.leaf])
                 for span in call.spans
             )
-            # The axes that count layers are the same in all parameters of an attention;
-            # None without a scan.
+            # The axes that count layers, the same in all spans; None without a scan.
             layers = call.spans[0].stack or None
             site = Site(
                 path="", scales=scales, signal=name, scan_axis=layers, exact=True
