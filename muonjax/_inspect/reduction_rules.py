@@ -82,17 +82,18 @@ def _record_sum_of_exponentials(
     node = value.exponential_of
     if node < 0:
         return
-    # Whether it was recorded as a layer. 0 is the number of its first parameter: x @ (w + a @ b)
-    # has three.
-    has_parameter = (node, 0) in records.uses.products
+    # Whether it is a layer, recorded as a product by parameters, of which each has a number: 0 is
+    # the first one.
+    is_layer = (node, 0) in records.uses.products
     projections = [p for p in value.projections if p.product.use.node == node]
+    # softmax(x @ w) along the columns of w
     if any(p.layout.runs_along(axes) for p in projections):
         records.attention.routers.add(node)
-    # `projections` without columns along `axes`: x @ queries.T, of learned queries. Not
-    # `has_parameter`: queries times frozen keys, or learned queries in a product that is left to
-    # names. (Queries times keys are a candidate already.) A layer whose projection was lost is
-    # neither: where its columns lie is not known.
-    elif projections or not has_parameter:
+    # A layer, x @ queries.T of learned queries, if the sum goes over x. Or no layer: queries times
+    # frozen keys, learned queries in a product that is left to names, or queries times keys, which
+    # are a candidate already. Left out is a layer whose projection was lost: where its columns lie
+    # is not known.
+    elif projections or not is_layer:
         records.attention.candidates.add(node)
 
 
@@ -106,15 +107,16 @@ def _reduced_views(value: Value, axes: Sequence[int]) -> tuple[ParameterView, ..
     Raises:
       NotFollowed: The parameters keep different axes: sum_k a[i, k] * b[k, j] is a matrix product,
         in which k is no axis that counts matrices. Or the sum goes over an axis along which a
-        parameter was put together with other arrays.
+        parameter was put together with other arrays (`Layout.visit`).
     """
     reduced = []
     kept_sets = set()
     for view in value.views:
+        # The axes of the array along which the parameter differs still after the sum.
         kept = view.layout.varying.difference(axes)
         if kept:
-            # The axes that are gone count matrices (`Layout.loops`). `visit` raises the error of
-            # a parameter that was put together with others along them.
+            # One entry is left along `axes`, whose positions are noted as a loop's
+            # (`Layout.loops`): they count matrices.
             reduced.append(view._replace(layout=view.layout.visit(axes)))
             kept_sets.add(kept)
     if len(kept_sets) > 1:
