@@ -59,23 +59,26 @@ def proposals_of(records: Records, products: Sequence[int]) -> list[Spans]:
         keys = _Side(right, key_axes, "key")
         # For the second proposal: if all features count as shared, each query takes γ.
         scaled_queries = _scaled_queries(queries, shared=[_ALL])
-        # For the first: keys with another number of heads or layers than the queries are shared.
-        # They stay as they are, and the queries take γ in the features that meet them, √γ in the
-        # others.
+        # For the first: keys with another number of heads or other axes of layers than the queries
+        # are shared. They stay as they are, and the queries take γ in the features that meet them,
+        # √γ in the others.
         scaled_keys, shared = _scaled_keys(keys, _heads_of(scaled_queries[0]))
         both |= dict.fromkeys([*_scaled_queries(queries, shared), *scaled_keys])
         queries_alone |= dict.fromkeys(scaled_queries)
-    # A clip has one γ for each head of each layer, so all queries need the same heads and layers.
-    # The keys that are scaled have those of their queries.
+    # A clip has one γ for each head of each layer, so all queries need as many heads and the same
+    # axes of layers. The keys that are scaled have those of their queries.
     if len(set(map(_heads_of, queries_alone))) > 1:
         raise Refused("its queries are cut into heads or layers in several ways")
     return [tuple(both), tuple(queries_alone)]
 
 
-def _heads_of(span: PlacedScale) -> tuple[int, tuple[int, ...]]:
-    """The number of heads, and the sizes of the axes that count layers, (8, (12,)) in a scan over
-    twelve layers: all scales of a clip have the same."""
-    return span.entries, span.layers
+def _heads_of(span: PlacedScale) -> tuple[Any, ...]:
+    """The number of heads, the sizes of the axes that count layers, and these axes, which are
+    (8, (12,), (0,)) in a scan over twelve layers: all scales of a clip have the same.
+
+    The axes too, since `Site.scan_axis` is one for all parameters of a site.
+    """
+    return span.entries, span.layers, span.stack
 
 
 def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale]:
@@ -102,7 +105,7 @@ def _scaled_queries(queries: _Side, shared: Sequence[range]) -> list[PlacedScale
 
 
 def _scaled_keys(
-    keys: _Side, heads: tuple[int, tuple[int, ...]]
+    keys: _Side, heads: tuple[Any, ...]
 ) -> tuple[list[PlacedScale], list[range]]:
     """The scales of those keys that have the heads of the queries; and the ranges of features of
     all other keys, which are shared: the queries take all of γ in these.
@@ -111,7 +114,7 @@ def _scaled_keys(
     the scales of the former and [range(128, 192)]. If no keys have these heads, it is [] and all
     features.
 
-    `heads`: how many the queries have, and the sizes of the axes that count layers (`_heads_of`).
+    `heads`: how many the queries have, and the axes that count layers, as `_heads_of` gives them.
     """
     scaled: list[PlacedScale] = []
     shared: list[range] = []

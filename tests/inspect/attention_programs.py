@@ -1191,6 +1191,12 @@ def as_many_layers_as_heads(p, x):
     return scanned(p, x)
 
 
+@attention(sites=1, **AS_MANY | {"k": (D, H, D)})
+def layers_of_keys_along_another_axis(p, x):
+    """A site has one `scan_axis` for all of its parameters: only the queries are scaled."""
+    return scanned(p | {"k": jnp.moveaxis(p["k"], 1, 0)}, x)
+
+
 CHANGES = {
     "one_after_the_other": (lambda w: jnp.concatenate([w, w]), "concatenate"),
     "padded": (lambda w: jnp.pad(w, [(0, 1), (0, 0), (0, 0)]), "scan_slice"),
