@@ -136,7 +136,8 @@ def spread_operands(records: Records, node: Node) -> list[Value]:
     for value, array in zip(values, node.inputs, strict=True):
         old = records.shape(array)
         if old != shape:
-            # A scalar next to an array repeats along all axes.
+            # [8, 1] next to [8, 16] has the sources (0, None): it repeats along axis 1. A scalar
+            # repeats along all axes.
             sources = [k if old and old[k] == n else None for k, n in enumerate(shape)]
             value = value.repeated(old, sources, shape)
         spread.append(value)
@@ -170,8 +171,8 @@ def entrywise(records: Records, node: Node, values: Sequence[Value]) -> Value:
             raise NotFollowed
     elif node.name in ("add", "add_any"):
         for value, other in zip(values, reversed(node.inputs), strict=True):
-            # Python's `sum` begins with the number 0: 0 + x is x. A table of zeros is no such
-            # number: it may be a state that changes, as a running mean.
+            # Where the other operand is the number 0, with which Python's `sum` begins, x + 0 is x.
+            # A table of zeros is no such number: it may be a state that changes, as a running mean.
             if np.array_equal(records.known(other, np.nan), 0):
                 return value
     if result.is_weight:
@@ -295,11 +296,11 @@ def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     parameters go on. For a product there is no such condition: the gain in gain * (x @ w) goes on.
     """
     values = operation.values
-    if operation.is_sum:
+    if operation.is_sum:  # or a choice, which counts as one
         for value in values:
             is_no_mixture = not value.views or value.projections or value.logits
-            # After a `stop_gradient` a value depends on FROZEN in place of PARAMETER. Such a value
-            # may be added: first-order MAML and SAM add gradients.
+            # Data may be added, and so may what went through a `stop_gradient`, which depends on
+            # FROZEN in place of PARAMETER: first-order MAML and SAM add gradients.
             if value.depends_on & PARAMETER and is_no_mixture:
                 return ()
     # Any other operation than a sum, a choice or a product, as tanh(w * mask), ends them.
@@ -331,7 +332,8 @@ def _projections(operation: Operation) -> tuple[Projection, ...]:
     with_biases = []
     for projection in projections:
         for view in added:
-            # A bias lies along columns alone, and positions [tokens, width] along tokens too.
+            # A bias lies along columns alone, and gets no weight decay. Positions [tokens, width],
+            # which do, lie along tokens too.
             if view.layout.varying <= projection.layout.varying:
                 records.uses.biases.add(view.leaf)
         biases = tuple(dict.fromkeys((*projection.biases, *added)))
@@ -347,9 +349,9 @@ def _projections_of_operand(operation: Operation, k: int) -> tuple[Projection, .
         return before
     projections = []
     for projection in before:
-        # Each entry of tanh(x @ w), or of its product with a gate, still comes from one column of
-        # w: it is unmixed. Other columns of w, or a norm of all of them, mix the columns: then
-        # `after_nonlinearity` records these as a part.
+        # Each entry of tanh(x @ w), without any other operand, or of its product with a gate still
+        # comes from one column of w: it is unmixed. Other columns of w, or a norm of all of them,
+        # mix the columns: then `after_nonlinearity` records these as a part.
         unmixed = all(_keeps_columns(projection, other) for other in others)
         after = after_nonlinearity(
             operation.records, projection, operation.node, unmixed=unmixed
@@ -361,8 +363,8 @@ def _projections_of_operand(operation: Operation, k: int) -> tuple[Projection, .
 def _is_linear(operation: Operation, k: int, others: Sequence[Value]) -> bool:
     """Whether an operation is linear in operand number `k`, where `others` are its other operands.
 
-    - A product is linear unless the other factor is an activation, made of parameters and data. A
-      quotient is not linear in its divisor.
+    - A product is linear unless the other factor is an activation, made of parameters and data,
+      as k is in q * k. A quotient is not linear in its divisor.
     - A sum, or a choice, is linear if each other operand has projections too, is a bias, or is a
       number in place of what a mask hides. Any other, as the data in x + x @ w, makes it nonlinear:
       scaling w scales a part of the sum.
@@ -379,8 +381,8 @@ def _is_linear(operation: Operation, k: int, others: Sequence[Value]) -> bool:
 
 
 def _keeps_columns(projection: Projection, other: Value) -> bool:
-    """Whether each entry still comes from one column of the projection,
-    after a sum or a product with `other`.
+    """Whether the columns of a projection may still be cut into parts after a sum or a product with
+    `other`: each entry comes from one of them, or from those of one head.
 
     `other` may come from elsewhere, or be a statistic of some of the columns,
     as in a norm of each head.
@@ -388,13 +390,14 @@ def _keeps_columns(projection: Projection, other: Value) -> bool:
     # `other` does not depend on the product.
     if not projection.product.bit & other.depends_on:
         return True
-    # SiLU is a projection times a function of itself, column by column.
+    # SiLU is a projection times a function of itself, column by column. Other columns, or the
+    # result of a later layer, which is made of all columns, would mix them.
     if other.projections:
         columns = [(part.product, part.layout) for part in other.projections]
         return (projection.product, projection.layout) in columns
     # A norm of each head of [batch, heads, 16] multiplies it by [batch, heads, 1], which repeats
-    # along the columns of a head. Heads are left, between which parts may still be cut.
-    # A norm of all columns leaves none.
+    # along the columns of a head. Heads are left, between which parts may still be cut. A norm of
+    # all columns leaves none, and what repeats along no axis may be made of any columns.
     repeats = other.axes("repeats")
     return bool(repeats and projection.layout.runs_not_along(repeats))
 
@@ -434,8 +437,8 @@ def projections_of_all(
 
 
 def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
-    """Records what each factor of x * y may be for the other one: a softmax's weights,
-    a norm, labels, a gate."""
+    """Records what each factor of x * y, or of x / y, may be for the other one:
+    a softmax's weights, a norm, labels, a gate."""
     # How many axes have several entries. Those with one are never in `repeats`.
     long_axes = sum(n > 1 for n in records.shape(node.outputs[0]))
     for value, factor in ((x, y), (y, x)):
@@ -453,6 +456,7 @@ def _record_factors(records: Records, node: Node, x: Value, y: Value) -> None:
                 records.uses.scales[view.leaf] |= factor.depends_on
         # sum(one_hot(labels) * log_softmax(y)) chooses a column of y.
         records.record_choice_by_labels(value, factor.axes("one hot"), factor)
+        # Only what is made of parameters and data, as a router's softmax, may be a gate.
         if not factor.is_activation:
             continue
         # gate[b, e, 1] * y[b, e, f], of a layer's result y: the gate repeats along the columns f,
@@ -496,5 +500,6 @@ def _record_sum_of_slices(records: Records, values: Iterable[Value]) -> None:
             # w[0] and w[1] are two matrices then.
             input_of_other = records.values[other.product.use.activation]
             if not first.product.bit & input_of_other.depends_on:
+                # The axes along which one slice has another part of the parameter than the other
                 axes = {axis for axis, _ in region ^ other.view.layout.region}
                 records.uses.summed_slices[first.view.leaf] |= axes
