@@ -183,7 +183,7 @@ class Layout(NamedTuple):
         order = [0, *(1 + source for source in kept)]
 
         def move(positions: Positions) -> Positions:
-            # The axes that are gone have one entry each.
+            # A transpose without the axes that are gone, of which each has one entry.
             in_order = np.einsum(positions, range(positions.ndim), order)
             # A new axis has one position for all of its entries, which repeat.
             return np.expand_dims(in_order, new)
@@ -286,10 +286,11 @@ def merged(layouts: tuple[Layout, ...]) -> Layout:
         # Equal runs are one, as along the rows of a kernel of which only columns were cut.
         if len({run for run, _ in parts}) > 1:
             run = _sum_of(axis, parts)
-            # In a concatenation of x[:1] and a rotation of x[1:], the first token has one position
-            # for each entry and all others, sums of two features, have two: along the axis of
-            # tokens there would be different columns, as of heads. So along the axes on which
-            # holes differ, here that of tokens, each entry gets the positions of all.
+            # Entries of one part may be sums of more terms than those of another. After a
+            # concatenation of x[:1] and a rotation of x[1:] the first token has one position for
+            # each entry, and all others, sums of two features, have two: tokens would look like
+            # heads, which have columns of their own. So along the axes on which holes (`runs[0]`)
+            # differ, here that of tokens, each entry gets the positions of all.
             if len({run.shape[0] for run, _ in parts}) > 1:
                 for k in frozenset().union(*(x.runs[0].varying for x in layouts)):
                     run = _added_up(run, k)
@@ -302,8 +303,8 @@ def _sum_of(axis: int, parts: Sequence[tuple[Run, Positions]]) -> Run:
     positions of all parts. `parts` has the run of each, and its holes: entries that others have.
 
     The heads of q[:2] + q[2:] have columns of their own: q[0] and q[2], q[1] and q[3], at one
-    distance. In q + q[::-1] the distance depends on the head: then each entry along the axis of
-    heads gets the positions of all.
+    distance. In q + q[::-1] two heads share their columns, and the distance differs from head to
+    head. Then no head has columns of its own: each gets the positions of all.
     """
     terms = []
     for run, holes in parts:
@@ -331,16 +332,16 @@ def _split_run(run: Run, axis: int) -> tuple[Sequence[Run], Sequence[Run]]:
     and the run of the first entry.
 
     Positions 0, ..., 63 of shape [4, 16] along axis 0 are the set {0, 16, 32, 48} and the run 0,
-    ..., 15 of shape [1, 16]. Each comes in a list, which is empty if there is none. No run is left
-    if the positions are no such sum, or vary along this axis alone. A run that does not vary along
-    it stays as it is, without a set.
+    ..., 15 of shape [1, 16]. Each comes in a list, which is empty if there is none. If the
+    positions are no such sum, or vary along this axis alone, the set has all of them and no run is
+    left. A run that does not vary along it stays as it is, without a set.
     """
     if axis not in run.varying:
         return [], [run]
     # It has no positions, only holes: a hole is left where all entries along the axis are holes.
     if run.axis == OTHER:
         return [], [_added_up(run, axis)]
-    # Holes are masked, so that minima leave them out.
+    # Holes are masked: minima and the comparison leave them out.
     positions = np.ma.masked_equal(run.positions, HOLE)
     others = tuple(other_axes(positions.ndim, [1 + axis]))
     # positions[i, j] = start[j] + step[i], with i along the axis and j along all others. One start
