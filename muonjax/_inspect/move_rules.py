@@ -120,7 +120,8 @@ def _gathered(records: Records, node: Node, x: Marks) -> Marks:
     """Marks (positions of a layout, or a clip's factors) after a `gather`, as `moved_by` says.
 
     At one index that the program contains, as in `jnp.take(array, 2, 1)`, they are those of the
-    slice there. At any other, as in `jnp.take(array, tokens, 1)`, they must not depend on the axis.
+    slice there: marks [4, 16] become [4]. At any other, as in `jnp.take(array, tokens, 1)`, they
+    must not depend on the axis: with tokens [2, 8] marks [4, 1] become [4, 1, 1].
     """
     old, new = records.graph.shapes(node)
     index = records.known(node.inputs[1])
@@ -269,8 +270,9 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
         if chooses:
             records.record_parts(x.projections)
             return [dependent([x, indices])]
-    # Recorded as a look-up if data choose, and followed on:
-    # what is chosen may be an expert's matrix.
+    # A parameter is recorded as a look-up if data choose, and goes on: what is chosen may be an
+    # expert's matrix. The columns of an array without parameters, none of which are chosen here,
+    # go on too.
     return [looked_up(records, node, [x, indices], sources)]
 
 
@@ -332,9 +334,9 @@ def looked_up(
         # It is followed on: an index may choose the matrix of an expert, which is multiplied then.
         layout = view.layout.visit(gone).pick(order, shape)
         views.append(view._replace(layout=layout))
-    # In w * (x @ v) the parameter w alone is followed. Otherwise the first column stands for all:
-    # callers have seen that columns don't differ along the axes that are gone,
-    # or a loop takes one after the other.
+    # Next to a parameter, as in w * (x @ v), columns end here: `_gather` lets them come also if the
+    # index chooses some. All others differ along no axis that is gone, or a loop takes one after
+    # the other: the first column stands for all.
     columns = () if views else x.projections
     projections = move_each(columns, lambda layout: layout.pick(order, shape))
     return dependent(values)._replace(views=tuple(views), projections=projections)
@@ -362,8 +364,9 @@ def _resize(records: Records, node: Node) -> Sequence[Value]:
         raise NotFollowed
     sources = [axis if n == old[axis] else None for axis, n in enumerate(new)]
     resized = other_axes(len(old), sources)
-    # One entry stands for all, which a loop takes one after the other. A stretch or a shard does
-    # not: where columns or entries of a parameter differ along these axes, nothing is known of it.
+    # `looked_up` takes the first entry for all. So it may where a loop takes one after the other,
+    # and not for a stretch or a shard, if columns or entries of a parameter differ along these
+    # axes: then nothing is known of the result.
     is_entry = node.name == "dynamic_slice" and all(new[axis] == 1 for axis in resized)
     if not is_entry and _differs_along(values[0], resized):
         raise NotFollowed
