@@ -203,7 +203,7 @@ class Graph:
 
     def _constants(self, body: Body, place: Place) -> list[int]:
         """The values of the arrays that a body closes over. Each is noted as data (`arguments`) or,
-        if rules may decide by its numbers, in `constants`."""
+        if rules may decide by its numbers, in `constants`, and a small one in `known` too."""
         values = [self._new(v, place) for v in opened(body).constvars]
         # A plain jaxpr has variables for its constants and not their values: they are None here.
         for x, array in itertools.zip_longest(values, constants(body)):
@@ -313,11 +313,11 @@ class Graph:
                 return self._add_for_each(
                     reduction, [inputs], variables, eqn, place, axes=axes
                 )
-        # Zeros between the entries, as `associative_scan` puts them there, and a negative padding
-        # are no concatenation: they stay a `pad`.
+        # A `pad` with zeros between the entries, as `associative_scan` has it, or with a negative
+        # padding is no concatenation, and stays a `pad`. Only a `pad` has this parameter.
         padding = eqn.params.get("padding_config", ())
-        is_dilated = any(inside or min(low, high) < 0 for low, high, inside in padding)
-        if name not in _REWRITTEN or is_dilated:
+        stays_pad = any(inside or min(low, high) < 0 for low, high, inside in padding)
+        if name not in _REWRITTEN or stays_pad:
             return self._add(name, eqn.params, inputs, variables, eqn, place)
         rewriting = functools.partial(_REWRITTEN[name], **eqn.params)
         rewritten = jax.make_jaxpr(rewriting)(*(self.avals[x] for x in inputs))
@@ -343,7 +343,8 @@ class Graph:
             self.callers[inner] = [eqn, *self.callers[place]]
             entered.append((body, inner))
         if name == "cond":
-            # The first input says which branch runs; each branch takes all other inputs.
+            # The first input says which branch runs; each branch takes all other inputs. It is the
+            # first operand of each "join" too, as that of a `select_n` says which case is taken.
             which, *operands = inputs
             branches = [self._enter(*branch, operands) for branch in entered]
             indices = [which] * len(eqn.outvars)

@@ -80,7 +80,8 @@ class Program:
             ruled = apply_rules(flatten_paths(self._params), rules)
         decisions = dict(self._decisions)
         for name, numbers in ruled.items():
-            # Whether it trains and whether it is a vector is still what the program says.
+            # The rule counts for `per_head` too. Whether the parameter trains, and whether it is a
+            # vector, is still what the program says.
             decisions[name] = decisions[name]._replace(
                 numbers=numbers, per_head=numbers, why="a rule of yours", by_names=False
             )
@@ -133,7 +134,8 @@ class Program:
                 "inspect it with the tree that the optimizer gets."
             )
         decided = {path: decision.numbers for path, decision in decisions.items()}
-        # In the order of the leaves. What is masked, as by `optax.masked`, stays as it is.
+        # Unions of dictionaries keep the order of the first, that of the leaves. What is masked, as
+        # by `optax.masked`, stays as it is.
         numbers = leaf_of | decided | _numbers_by_names(params, decisions)
         structure = jax.tree.structure(params, is_leaf=is_masked)
         return structure.unflatten(numbers.values())
@@ -392,6 +394,7 @@ def _is_loss(call: str, result: Any, params: Any) -> bool:
     leaves = jax.tree.leaves(result)
     if not leaves or leaves[0].shape:
         return False
+    # A whole number is a count, such as that of right answers.
     return jnp.issubdtype(leaves[0].dtype, jnp.inexact)
 
 

@@ -142,7 +142,7 @@ def _loss_and_aux(call: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{reprlib.repr(result)}."
         )
     loss, aux = result if has_aux else (result, None)
-    # A pair without `has_aux` is the usual mistake.
+    # A pair without `has_aux` is the usual mistake. Whether an array is a scalar, JAX checks.
     if not jax.tree_util.all_leaves([loss]):
         raise TypeError(
             f"{call} needs one scalar from fun, got a {type(loss).__name__}; return the sum of "
