@@ -298,9 +298,11 @@ def _of_masked_weights(operation: Operation) -> tuple[ParameterView, ...]:
     values = operation.values
     if operation.is_sum:  # or a choice, which counts as one
         for value in values:
+            # A layer's result, logits, or parameters that are not followed any more
             is_no_mixture = not value.views or value.projections or value.logits
-            # Data may be added, and so may what went through a `stop_gradient`, which depends on
-            # FROZEN in place of PARAMETER: first-order MAML and SAM add gradients.
+            # Data have no views either, and may be added. So may what went through a
+            # `stop_gradient`, which depends on FROZEN in place of PARAMETER: first-order MAML and
+            # SAM add gradients.
             if value.depends_on & PARAMETER and is_no_mixture:
                 return ()
     # Any other operation than a sum, a choice or a product, as tanh(w * mask), ends them.

@@ -243,7 +243,8 @@ def _gather(records: Records, node: Node) -> Sequence[Value]:
     x, indices = records.inputs(node)
     # The indices, if the program contains them as numbers.
     known = records.known(node.inputs[1])
-    # `jnp.take(x, 2, axis)`.
+    # One index that the program contains, as in `jnp.take(x, 2, axis)`: which entries the slice
+    # has is known, and `moved_by` moves them.
     if known is not None and records.shape(node.inputs[1]) == (1,):
         return _one_operand(records, node)
     # For each axis of the result the axis of x that it has all of:
