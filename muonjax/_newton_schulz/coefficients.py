@@ -66,8 +66,8 @@ def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float
     """
     # The powers of s: 1, 3, 5
     powers = np.arange(1, degree + 1, 2)
-    # On so short an interval the system below loses all digits,
-    # and the classical polynomial solves it.
+    # On so short an interval the system below loses all digits. The classical polynomial of
+    # s / upper, with the value 1 and the slope 0 at 1, misses 1 by less than 1e-10 there.
     if lower / upper > _CONVERGED:
         classical = {3: (3 / 2, -1 / 2), 5: (15 / 8, -10 / 8, 3 / 8)}[degree]
         return np.array(classical) / upper**powers, 0.0
@@ -76,20 +76,18 @@ def _minimax(degree: int, lower: float, upper: float) -> tuple[np.ndarray, float
     # The first nodes are the extrema of Chebyshev's polynomial: exact in the limit lower -> upper.
     angles = np.pi * np.arange(len(signs)) / len(powers)
     nodes = (lower + upper) / 2 - (upper - lower) / 2 * np.cos(angles)
-    row = []
-    error = math.inf
-    previous = math.nan
-    # At first the difference is NaN, which is not <= 1e-15.
-    while not abs(error - previous) <= 1e-15:
-        previous = error
+    previous = math.inf
+    while True:
         # p(s) + sign error = 1 at every node s, for the coefficients of p and the error
         system = np.column_stack([nodes[:, None] ** powers, signs])
         *row, error = np.linalg.solve(system, np.ones(len(signs)))
+        if abs(error - previous) <= 1e-15:
+            return np.array(row), error
+        previous = error
         # The next nodes are the extrema of p: both ends, and where p'(s), a polynomial of s^2,
         # is zero.
         squares = np.polynomial.polynomial.polyroots(powers * row)
         nodes = np.array([lower, *np.sqrt(np.sort(squares.real)), upper])
-    return np.array(row), error
 
 
 def polar_express(num_steps: int, *, lower: float = 1e-3) -> Coefficients:
@@ -175,7 +173,10 @@ def polar_express_rows(
 
 
 def checked_rows(coefficients: Any) -> Coefficients:
-    """`coefficients` as rows of floats; raises on anything else."""
+    """`coefficients` as rows (a, b, c) of floats, at least one; raises on anything else.
+
+    `errors_of` puts the name of the call before each message: "msign(coefficients=...) needs ...".
+    """
     try:
         rows = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     except (TypeError, ValueError) as error:

@@ -130,8 +130,8 @@ def pre_deflate(
 def shrink_dominant(
     gram: Inexact[Array, "*batch m m"], rank: int, platform: str
 ) -> Deflation:
-    """The map W = I - V D V^H, and the Gram matrix W A W of W X. W shrinks the k = `rank` largest
-    singular values of X to about the k-th.
+    """The map W = I - V D V^H, which shrinks the k = `rank` largest singular values of X to about
+    the k-th; the Gram matrix W A W of W X; and V^H W A W V, what is left of the k directions.
 
     V [m, k] has nearly orthonormal columns that nearly span their directions; D [k, k], Hermitian,
     says by how much each is shrunk. `jit` traces this once for each m, whatever the longer side of
@@ -156,8 +156,8 @@ def shrink_dominant(
     ps = jnp.concatenate([p, s], axis=-1)
     sp = jnp.concatenate([s, p], axis=-1)
     removed = SymmetricProduct(platform)(ps, sp)
-    # The difference has the rounding errors of A, so a bound of these is added to the diagonal
-    # first.
+    # The difference keeps the rounding errors of A, which may be larger than what remains. So a
+    # bound of them is added to the diagonal first.
     shrunk = _above_rounding(gram) - removed
 
     # What is left of the k directions, for the bound of the largest singular value. V^H V is not
@@ -174,7 +174,7 @@ def _projection_and_shrinkage(
 
     If V spans k eigenvectors of the Gram matrix A of X, W brings their singular values to one
     target in W X, about the smallest of them. Otherwise W also moves the polar factor, and D is
-    shrunk until that error is below `_TOLERANCE`.
+    multiplied by a number that brings this error down to `_TOLERANCE`.
     """
     h = dot(adjoint(v), av)
     # H^(-1/2)
@@ -182,13 +182,15 @@ def _projection_and_shrinkage(
     # D = I - target H^(-1/2). The target is the smallest singular value of the k directions, or a
     # little below, as `_largest_eigenvalue` is an upper bound.
     # So none of them is then much larger than the rest.
+    # Here H^(-1), whose largest eigenvalue is 1 / target^2:
     inverse = dot(inverse_sqrt, inverse_sqrt)
     inverse_target = jnp.sqrt(_largest_eigenvalue(inverse))
     d = identity_like(inverse_sqrt, as_constant=True)
     d = d - scaled(inverse_sqrt, 1 / inverse_target)
 
     # A direction of V may be turned by a small angle theta, from a singular vector with the
-    # singular value s toward another one with t. For these two, and to first order,
+    # singular value s toward another one with t. For these two, where D is a number and H^(-1/2) is
+    # 1 / s, and to first order,
     #     A V - V H has the entry    sin(theta) (s^2 - t^2),
     #     the polar factor moves by  sin(theta) D (s - t) / (target + t),
     #                 which is <= sin(theta) (s^2 - t^2) D / (s target).
@@ -259,9 +261,10 @@ def _dominant_subspace(
 def inverse_root(h: jax.Array) -> jax.Array:
     """Q = h^(-1/2) of positive semidefinite h [*batch, k, k], by products alone.
 
-    Eigenvalues of h below `_RIDGE` of its norm count as about that. No eigenvalue of Q is too
-    large, since the composition of `_POLYNOMIALS` is at most 1. `jit` traces this once for
-    each shape of h.
+    Eigenvalues of h below `_RIDGE` of its norm count as about that. No eigenvalue of Q is above
+    that of the exact root, which `other_fourth_powers` counts on: where R has the eigenvalue s^2,
+    the steps take s to a number of at most 1, which is s times what they multiply Q by. `jit`
+    traces this once for each shape of h.
     """
     # A constant of the program: XLA's CPU compiler takes long for a comparison of rows and columns.
     eye = identity_like(h, as_constant=True)
@@ -315,8 +318,8 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
     """A + delta I for the Gram matrix A, from which the caller then subtracts the dominant part;
     delta is somewhat above the error that rounding left in A.
 
-    What remains has the absolute error of A, and may be smaller than it. If that makes an
-    eigenvalue negative, polynomials can amplify it without bound. The entries' errors are of random
+    That error stays, and the eigenvalues that remain may be smaller than it. It could make one of
+    them negative, which polynomials can amplify without bound. The entries' errors are of random
     sign and eps / 2 sqrt(a_ii a_jj) in the best case. A symmetric matrix of such entries has about
     twice the norm of its largest row, eps sqrt(max a_ii * tr A). Sums of many terms lose more:
     `ROUNDING` times that.
@@ -325,7 +328,7 @@ def _above_rounding(gram: Inexact[Array, "*batch m m"]) -> Inexact[Array, "*batc
     # A masked sum: a strided slice of the flattened matrix does not compile for a TPU.
     mask = on_diagonal(gram)
     diagonal = jnp.sum(jnp.where(mask, gram.real, 0), -1)
-    # A square root has no derivative at zero.
+    # `tiny`, since a square root has no derivative at zero
     norm = jnp.sqrt(diagonal.max(-1) * diagonal.sum(-1) + info.tiny)
     delta = (ROUNDING * info.eps * norm)[..., None, None]
     return jnp.where(mask, gram + delta.astype(gram.dtype), gram)

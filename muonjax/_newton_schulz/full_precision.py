@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Inexact
 
 
-# Updates may multiply an error in R by this number over eps. Rounding leaves errors of `ROUNDING`
-# eps in R, and the updates bring them to 1e-2 at most.
-LARGEST_GROWTH = 1e-2 / ROUNDING
+# Rounding leaves errors of `ROUNDING` eps in R, and the updates of R may bring them to 1e-2. So
+# they may multiply an error by this number over eps.
+GROWTH_TIMES_EPS = 1e-2 / ROUNDING
 
 
 def iterate(
@@ -69,19 +69,22 @@ def iterate(
     # `rank` directions are shrunk before the steps, none if it is 0.
     rows, rank = settings.in_full_precision(m)
     # The steps, counted from 0, before which R = X X^H is made anew: in the standard form all but
-    # the first, in the Gram form only those before which an error of R would grow beyond 1e-2.
+    # the first; in the Gram form only those before which an error of R, `ROUNDING` eps in a new R,
+    # would grow beyond 1e-2.
     restarts = range(1, len(rows))
     if settings.takes_gram_form(m, n):
-        restarts = restarts_of(rows, LARGEST_GROWTH / float(jnp.finfo(dtype).eps))
+        restarts = restarts_of(rows, GROWTH_TIMES_EPS / float(jnp.finfo(dtype).eps))
     multiply = MatrixProduct(dtype.name)
     product = SymmetricProduct(policy.platform, settings.implementation)
 
-    # Scaled by a power of two, so that no product overflows; a zero matrix becomes the identity.
+    # Scaled by a power of two, so that no product overflows. A zero matrix becomes the identity,
+    # and gets 0 below.
     x, nonzero = below_one(x, dtype)
     if rank and 1 not in restarts:
-        # In the Gram form without a restart before step 1, that step takes R from step 0, with its
-        # rounding, in which eigenvalues far below the largest are lost. So the largest are shrunk
-        # in X before R is made. XLA for a CPU would compute this X again for each reader.
+        # Without a restart before step 1, as mostly in the Gram form, that step takes R from step
+        # 0, with its rounding, in which eigenvalues far below the largest are lost. So the largest
+        # are shrunk in X before R is made: eight at most, for products with X take long. All `rank`
+        # are shrunk in R, below. XLA for a CPU would compute this X again for each reader.
         x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
     # The steps up to the first restart map s W X to Q s W X. W deflates, and s, a number for each
@@ -97,7 +100,8 @@ def iterate(
     r, r2, scale = normalize(r, deflation, settings.normalization, product)
     stops = [*restarts, len(rows)]
     q = _composed(rows[: stops[0]], r, r2, product)
-    # Q s W: X itself was neither deflated nor normalized. A matrix that was zero gets 0.
+    # Q s, and then Q s W: X itself was neither normalized nor deflated. A matrix that was zero
+    # gets 0.
     q = scaled(q, jnp.where(nonzero, scale, 0))
     if deflation is not None:
         q = deflation.apply_right(q)
@@ -120,7 +124,8 @@ def _composed(
 
     No eigenvalue of R is above 1, up to rounding; there is at least one row.
     """
-    # I is a mask, since XLA would keep a I for each a, computed before a loop.
+    # The mask of the diagonal, for the sum with a I. In a loop over the matrices of a stack, a I is
+    # the same in every pass: XLA would compute it for each row before the loop, and keep all.
     diagonal = on_diagonal(r)
     q: Any = None
     p: Any = None
@@ -142,15 +147,15 @@ def _composed(
 def below_one(
     x: Inexact[Array, "*batch m n"], dtype: jnp.dtype
 ) -> tuple[Inexact[Array, "*batch m n"], Bool[Array, "*batch 1 1"]]:
-    """x in `dtype`, times the power of two that brings its entries below 1;
-    and whether it is not zero.
+    """x in `dtype`, each matrix times the power of two that brings its entries below 1; and which
+    matrices are not zero, [*batch, 1, 1].
 
     A matrix of zeros becomes the identity, because derivatives at zero overflow; the caller
-    multiplies the result by zero. The identity is added, because XLA's maximum on a CPU can lose a
-    NaN among zeros, which must stay.
+    multiplies the result by zero. The identity is added to it: XLA's maximum on a CPU can lose a
+    NaN among zeros, so that such a matrix counts as zero, and the NaN must stay.
     """
     x = x.astype(dtype)
-    # [*batch, 1, 1]; NaN is not zero, and so stays.
+    # [*batch, 1, 1]; NaN is not equal to zero.
     largest = largest_entry(x)
     nonzero = largest != 0
     identity = jnp.broadcast_to(jnp.eye(*x.shape[-2:], dtype=dtype), x.shape)
@@ -164,18 +169,19 @@ def normalize(
     normalization: Normalization,
     product: SymmetricProduct,
 ) -> tuple[jax.Array, jax.Array | None, Float[Array, "*batch 1 1"]]:
-    """R, R^2 and s for the Gram matrix A: R = s^2 A has no eigenvalue above 1,
-    and s X no singular value.
+    """R, R^2 and s for the Gram matrix A of X: R = s^2 A has no eigenvalue above 1, and s X no
+    singular value. R^2 is None for "frobenius", which does not need it.
 
-    1 / s^2 is an upper bound of A's largest eigenvalue: its trace ("frobenius", which leaves R^2 to
-    be made), or its Schatten-4 norm. With B = A / ||A||_F, no eigenvalue of B is above
-    ||B^2||_F^(1/2), and ||B^2||_F^2 is the sum of the fourth powers of B's eigenvalues. After a
-    deflation, a part of the sum is known to come from others than the largest, and is subtracted;
-    at least 1/m of the sum belongs to the largest. A is `deflation.gram` then, and X stands for
-    W X: the directions are shrunk already.
+    1 / s^2 is an upper bound of A's largest eigenvalue: its trace ("frobenius"), or its Schatten-4
+    norm. With B = A / ||A||_F, no eigenvalue of B is above ||B^2||_F^(1/2), and ||B^2||_F^2 is the
+    sum of the fourth powers of B's eigenvalues.
+
+    After a deflation A is `deflation.gram`, and X stands for W X: the directions are shrunk
+    already. A part of the sum is then known to come from others than the largest eigenvalue, and is
+    subtracted; at least 1/m of the sum belongs to the largest.
     """
     if normalization == "frobenius":
-        # tr(A) = |X|_F^2
+        # tr(A) = |X|_F^2. Only an X of subnormal numbers may have 0, for which `or_one` puts 1.
         trace = jnp.trace(gram, axis1=-2, axis2=-1).real[..., None, None]
         inverse_trace = 1 / or_one(trace)
         return scaled(gram, inverse_trace), None, jnp.sqrt(inverse_trace)

@@ -142,8 +142,9 @@ def _composed(
     and r^2 if that is made.
 
     X is sqrt(u) z, and so its Gram matrix u r. A step is a (1 + Q) with
-    Q = (b / a) u r + (c / a) u^2 r^2. The number u normalizes. It is known only after z and r have
-    been rounded, and is a factor of the coefficients, so that they are not rounded again.
+    Q = (b / a) u r + (c / a) u^2 r^2. The number u normalizes: u r has no eigenvalue above 1. It is
+    known only after z and r have been rounded, and is a factor of the coefficients, so that z and r
+    are not rounded again. g is the product of all a, a Python number.
     """
     # `products.symmetric(A, Y, C)` is alpha A Y + beta C, where Y is A and both numbers are 1 by
     # default.
@@ -152,7 +153,7 @@ def _composed(
     total: Any = None
     for step, (a, b, c) in enumerate(rows, 1):
         if r2 is not None:
-            # The same sum as below, of an r^2 that is already rounded.
+            # The same Q as below, from the r^2 that `_bound` needed and that is rounded already.
             linear = b / a * u * _wide(r)
             quadratic = c / a * u * (u * _wide(r2))
             q = (linear + quadratic).astype(r.dtype)
@@ -167,9 +168,9 @@ def _composed(
             r = products.symmetric(once, q, c=once, alpha=a**2, beta=a**2)
             r2 = None
         # 1 + T <- (1 + Q) (1 + T), so T <- Q T + T + Q
-        if total is not None:
-            q = products.symmetric(_barrier(q), total, total + q)
-        total = q
+        total = (
+            q if total is None else products.symmetric(_barrier(q), total, total + q)
+        )
         gain *= a
     return gain, total
 
@@ -212,11 +213,13 @@ class _Products(NamedTuple):
         """alpha A Y^H + beta C, or A Y^H without C. By default Y is A, [*batch, m, n]; otherwise
         both are Hermitian, [*batch, m, m], and commute. So the product is Hermitian.
 
-        A plain product is not mirrored: it is asymmetric by less than the rounding of its entries.
+        Without a kernel the product is not mirrored: it is asymmetric by less than the rounding of
+        its entries.
 
-        `alpha` and `beta` are both numbers, or both [*batch, 1, 1]. Without C both have to be 1.
+        `alpha` and `beta` are both numbers, or both [*batch, 1, 1]. Without C both have to be 1, as
+        a product without a kernel does not take them.
         """
-        # A `SymmetricProduct` makes the whole of it, with the numbers and C, and mirrored.
+        # `by_kernel` makes the whole of it, with the numbers and C, and mirrors it.
         if self.by_kernel is not None:
             return self.by_kernel(a, y, c, alpha, beta)
         # A Y^H, rounded to half precision

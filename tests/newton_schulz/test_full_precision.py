@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import muonjax
 from muonjax import NewtonSchulz
 from muonjax._newton_schulz.coefficients import evaluate, restarts_of
-from muonjax._newton_schulz.full_precision import LARGEST_GROWTH
+from muonjax._newton_schulz.full_precision import GROWTH_TIMES_EPS
 from tests.tools import oracles
 from tests.tools.tiers import every_pair, examples, nightly, quick, thorough
 
@@ -330,7 +330,7 @@ SCHEDULES = {
 
 def test_where_the_gram_form_restarts():
     def restarts(rows, dtype=jnp.float32):
-        return restarts_of(rows, LARGEST_GROWTH / float(jnp.finfo(dtype).eps))
+        return restarts_of(rows, GROWTH_TIMES_EPS / float(jnp.finfo(dtype).eps))
 
     tables = {name: restarts(rows) for name, rows in SCHEDULES.items()}
     assert tables == {
