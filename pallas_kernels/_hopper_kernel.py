@@ -103,14 +103,15 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
 
         def each_tile(body):
             """Decorates ``body(b, i, j, stage)``: runs it at once, for each tile of this CTA,
-            one after the other.
+            one after the other. Nothing is returned.
 
-            The body gets the stage that it uses first, and returns the one after its last; the
-            stages go round. `b` is the matrix. The tile has the rows from i·BLOCK on,
-            and the columns from j·BLOCK on.
+            The body gets the stage that it uses first, and returns the one after its last, with
+            which the next tile begins; the stages go round. `b` is the matrix. The tile has the
+            rows from i·BLOCK on, and the columns from j·BLOCK on.
             """
 
             # `nd_loop` runs the loop at once. It divides the tiles of all matrices among the CTAs.
+            # The first tile of each begins with stage 0.
             @plgpu.nd_loop(
                 (batch * tiles,), collective_axes="cta", init_carry=jnp.int32(0)
             )
@@ -290,20 +291,23 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
                     """
 
                     def add_slice(s, carry):
-                        """Add the product of one slice; `carry` is its stage and the stage
-                        before."""
+                        """Add the product of slice s to `accumulator`; `carry` is its stage and the
+                        stage of the slice before. Returns those of the next slice.
+
+                        A stage is `full` when the loading warpgroup has copied a slice of X and Y
+                        into it, and `free` when both multiplying warpgroups are done with that.
+                        """
                         stage, previous = carry
-                        # The loading warpgroup has copied this slice of X and Y into the stage.
                         plgpu.barrier_wait(full.at[stage])
                         # This warpgroup's half of the tile's rows, and all of its columns
                         x_part = x_smem.at[stage, pl.ds(wg * part, part)]
                         y_transposed = y_smem.at[stage].transpose((1, 0))
                         plgpu.wgmma(accumulator, x_part, y_transposed)
-                        # At most one product stays in flight, this one. So the one before is done,
-                        # and the loading warpgroup may fill its stage anew.
+                        # `wgmma` only starts the product. At most one stays in flight, this one. So
+                        # the one before is done, and its stage may be filled anew.
                         plgpu.wgmma_wait(1)
 
-                        # The first slice has none before it, and its carry twice its own stage.
+                        # The first slice has none before it: its carry is its own stage, twice.
                         # The stage of the last product is handed back after the loop.
                         @pl.when(s > 0)
                         def hand_back():
@@ -353,6 +357,7 @@ def launch(x, y, c, scale, *, cores: int) -> jax.Array:
     )
     if y is None:
         y = x
+    # `_kernel` gets references to these arrays, and to the result after them.
     if c is None:
         return run(x, y, scale)
     return run(x, y, scale, c)

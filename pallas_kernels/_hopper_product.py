@@ -45,7 +45,8 @@ def launched(
     from pallas_kernels import _hopper_kernel
 
     m = x.shape[1]
-    x, y, c = jax.tree.map(_aligned, (x, y, c))  # None stays None
+    # None stays None. C gets as many rows and columns as the result has there.
+    x, y, c = jax.tree.map(_aligned, (x, y, c))
     # Zeros add nothing to the product, and the rows and columns that they make are cut off.
     out = _hopper_kernel.launch(x, y, c, scale, cores=cores)
     return out[:, :m, :m]
@@ -124,19 +125,20 @@ def _unsuitable(x: jax.Array, dtype: jnp.dtype) -> str | None:
 
 def _has_whole_matrices(x: jax.Array) -> bool:
     """Whether a kernel gets whole matrices: there is one device,
-    or all mesh axes are inside of `jax.shard_map`.
+    or x is inside of a `jax.shard_map` over all axes of its mesh.
 
     Elsewhere the sharding of x is unknown while it is traced,
     and XLA gathers a kernel's operands on every device.
     """
-    # Inside of `jax.shard_map` all axes of the mesh are manual,
-    # and each device sees its own part as a whole.
+    # The mesh in context, of `jax.set_mesh` or `jax.shard_map`; without one that of the type of x
     context = jax.sharding.get_abstract_mesh()
     mesh = jax.typeof(x).sharding.mesh if context.empty else context
     if mesh.empty:
         # Without a mesh XLA may still use several devices. It uses one if the context describes the
         # device for which a program is compiled ahead of time, or if this process has only one.
         return bool(context.abstract_device) or jax.device_count() == 1
+    # The axes that `jax.shard_map` maps over are manual, and each device sees its own part of x as
+    # a whole.
     return mesh.size == 1 or mesh.are_all_axes_manual
 
 

@@ -71,7 +71,8 @@ def unfold(row: Index, column: Index, t: int) -> tuple[jax.Array, jax.Array]:
     else:
         is_in_place = row > column
         row_in_place = row - 1
-    # The other places hold the corner behind the first `width` columns, transposed.
+    # The other places hold the corner behind the first `width` columns, transposed: for t = 3, of
+    # width 2, row 0 and column 1 have (2, 2).
     i = jnp.where(is_in_place, row_in_place, width + column - odd)
     j = jnp.where(is_in_place, column, width + row)
     return i, j

@@ -50,6 +50,7 @@ def kind_of(*arrays: Any, mesh: Any = None) -> str:
 def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:
     """The device that decides in `platform_of`: a device, an `AbstractDevice`,
     or the name of a platform."""
+    # Each is None where it says nothing.
     candidates = (
         # What the caller says, and then what the arrays' types say, which traced arrays have too.
         _of_mesh(mesh),
@@ -57,7 +58,7 @@ def _device_of(arrays: tuple[Any, ...], mesh: Any) -> Any:
         # Where concrete arrays lie.
         *map(_of_device, arrays),
         # Where JAX puts arrays of which nothing is said: on the mesh of `jax.set_mesh`,
-        # or on its default device.
+        # or on its default device, which may be the name of a platform.
         _of_mesh(jax.sharding.get_abstract_mesh()),
         jax.config.jax_default_device,  # pyright: ignore[reportAttributeAccessIssue]
     )

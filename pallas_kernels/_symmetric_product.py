@@ -79,6 +79,7 @@ def symmetric_product(
             f"symmetric_product(implementation={implementation!r}): no such implementation; "
             f"choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or None for the rule."
         )
+    # X, and those of Y and C that are given
     arrays = jax.tree.leaves(operands[:3])
     return SymmetricProduct(platform_of(*arrays), implementation)(*operands)
 
@@ -190,7 +191,8 @@ def _checked(x: Any, y: Any, c: Any, alpha: Any, beta: Any) -> Operands:
 
 def _checked_scale(name: str, value: Any, batch: list[int]) -> jax.Array:
     """A real number as an array [], or one for each matrix, [*batch], as [*batch, 1, 1]."""
-    # A boolean or a complex number converts without an error, and would be a mistake.
+    # A boolean or a complex number converts without an error, and would be a mistake. A number of
+    # Python's has no dtype, and its type gives one: float gives float64.
     dtype = np.dtype(getattr(value, "dtype", type(value)))
     is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not is_real:
@@ -249,8 +251,8 @@ def _product_jvp(implementation, platform, primals, tangents):
     A tangent that is known to be zero has no term.
     """
     (operands,), (tangents_of_operands,) = primals, tangents
-    # The operands that have a tangent, and these tangents. Y and C may be None, as their tangents
-    # are then.
+    # The operands that have a tangent, by name, and these tangents. Y and C may be None, as their
+    # tangents are then.
     values = {}
     directions = {}
     for name, tangent in tangents_of_operands._asdict().items():
@@ -259,6 +261,7 @@ def _product_jvp(implementation, platform, primals, tangents):
             directions[name] = tangent
 
     def plain(values):
+        """S in plain `jnp`, as a function of the operands that have a tangent."""
         o = operands._replace(**values)
         # `_gram` has a derivative of its own, of one product, dX X^H, and its adjoint;
         # that of X Y^H takes two products.

@@ -160,7 +160,7 @@ def blocked_product(o: Operands, *, platform: str) -> Inexact[Array, "*batch m m
     if math.prod(batch) <= 1 or platform != "cpu":
         return in_blocks(o)
     # On a CPU one matrix after the other: the blocks of a whole batch would be copied through main
-    # memory.
+    # memory. Each pass takes the operands of one matrix, with its alpha and beta.
     products = lax.map(in_blocks, o.with_one_batch_axis())
     return products.reshape(*batch, m, m)
 

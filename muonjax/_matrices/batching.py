@@ -53,9 +53,10 @@ def map_leaves(
     policy: Policy,
 ) -> list[jax.Array]:
     """The leaves with f of each matrix that `views` show in them; f(x.mT) = f(x).mT,
-    so tall ones are transposed."""
-    # `view.wide` would transpose the leaf itself. XLA for a CPU then sums in another order where a
-    # tall matrix is alone in its leaf, so that the last bits differ from those of a stack.
+    so tall ones are transposed before f and after it."""
+    # The stack of matrices is transposed here, and not the leaf, as by `view.wide`: there XLA for a
+    # CPU sums in another order if a tall matrix is alone in its leaf, and the last bits differ from
+    # those of the same matrix in a stack.
     matrices = []
     for view, leaf in zip(views, leaves, strict=True):
         x = view.to_matrices(leaf)
@@ -86,7 +87,7 @@ def map_groups(
     results: list[Any] = [None] * len(matrices)
     if not policy.is_cpu:
         # On an accelerator a group may be several stacks (`_stacks`), and `jit` traces f once for
-        # all of one shape. On a CPU a group is one stack.
+        # all of one shape. On a CPU a group is one stack, so f is traced once in any case.
         f = dataclasses.replace(f, whole=jax.jit(f.whole))
     # Each stack is a list of indices of `matrices`.
     stacks = []
@@ -112,14 +113,18 @@ def map_groups(
 
 
 def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.Array]:
-    """f of each of the arrays [count, m, n] that share a program: of one dtype and m, and any n."""
+    """f of each of the arrays [count, m, n] that share a program: of one dtype and m, and any n.
+
+    Returns one array for each, of its shape. On the way narrower ones have columns of zeros, which
+    stay zero under f.
+    """
     # All have one m, so the largest shape has the largest n.
     m, n = max(x.shape[1:] for x in parts)
-    # Small matrices run in batches of `size`, which divides their number;
-    # large ones one after the other.
+    # Small matrices run in chunks of `size`, which divides their number;
+    # large ones one after the other, with a size of 1.
     counts = list(map(len, parts))
     size = policy.chunk_size(sum(counts), (m, n))
-    # [matrices, m, n]
+    # All matrices as one array [matrices, m, n], with columns of zeros up to n
     stack = _stacked(parts, n)
     # [chunks, size, m, n], or for a size of 1 [chunks, m, n]:
     # XLA for CPUs multiplies batches of one in a slower way.
@@ -131,10 +136,11 @@ def _map_stack(f: Function, parts: list[jax.Array], policy: Policy) -> list[jax.
     else:
 
         def body(i, chunks):
-            """The chunks with f of chunk i in its place."""
+            """The chunks with f of chunk i in its place: the results need no second stack."""
             return with_entry(chunks, i, f.whole(entry(chunks, i)))
 
         chunks = jax.lax.fori_loop(0, len(chunks), body, chunks)
+    # The arrays again, `counts` matrices each
     outputs = _unstacked(chunks.reshape(stack.shape), counts, policy.platform)
     results = []
     for x, y in zip(parts, outputs, strict=True):
@@ -166,7 +172,8 @@ def _groups(
     groups = []
     for (m, _, _), by_columns in neighbors.items():
         group = []
-        # The fewest columns first: a group gets the columns of the next.
+        # The fewest columns first. The arrays with n columns join the group before them, if the
+        # zeros that fill its matrices up to n columns cost little; else they begin a new one.
         for n, indices in sorted(by_columns.items()):
             columns_of_zeros = 0
             for i in group:
@@ -194,8 +201,8 @@ def _stacks(
     m, n = max(matrices[i].shape[1:] for i in group)
     elements = {i: len(matrices[i]) * m * n for i in group}
     total = sum(elements.values())
-    # The bound asks for at least so many stacks, and equal ones have this share of the elements
-    # each. On a CPU it is infinite, which asks for none, so that all is one stack.
+    # The bound asks for at least total / bound stacks, and equal ones have this share of the
+    # elements each. On a CPU it is infinite: the quotient is 0, and all is one stack.
     bound = policy.stack_elements
     share = total / max(1, math.ceil(total / bound))
     stacks = []

@@ -142,8 +142,9 @@ def matrix_pieces(numbers: DimensionNumbersTree, tree: Any) -> Pieces:
     A piece may hold a stack of matrices. A fused kernel [64, 128] of queries with 64 columns, and
     of keys and values with 32 each, is three pieces.
 
-    `numbers` may be `Pieces`, which an optimizer has found for all trees of this structure. The
-    caller has an `errors_of` around it, whose call the errors name.
+    `numbers` may be these `Pieces` already: an optimizer finds them once, for all trees of this
+    structure, and gives them to each member of its chain. The caller has an `errors_of` around it,
+    whose call the errors name.
     """
     if isinstance(numbers, Pieces):
         return numbers
@@ -267,7 +268,7 @@ class Piece(NamedTuple):
     repeats: int = 1
 
     def take(self, leaves: Sequence[Any]) -> Any:
-        """The piece of its leaf; of a `jax.ShapeDtypeStruct`, its shape.
+        """The piece of its leaf, of shape `view.shape`; of a `jax.ShapeDtypeStruct` another one.
 
         An axis of 24 entries with two repeats is two stretches of 12. A piece with `start` 8 and
         eight entries in all has four of each stretch: the entries 8 to 11 and 20 to 23.
@@ -281,9 +282,9 @@ class Piece(NamedTuple):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
         # On a mesh with explicit axis types JAX cuts a sharded axis only into parts of which every
-        # shard can have an equal piece. All pieces of the leaf begin and end at multiples of
-        # `step`: where the shards can't share `step` entries equally, and always with several
-        # stretches (None), `whole_along` gathers the axis first. Else it returns the leaf as it is.
+        # shard can have an equal piece. All pieces begin and end at multiples of `step`, so
+        # `whole_along` leaves the leaf as it is where the shards can share `step` entries equally.
+        # Else, and always with several stretches (None), it gathers the axis first.
         step = self.step if self.repeats == 1 else None
         leaf = whole_along(leaf, self.axis, step)
         # The cut axis is two from here on, [..., repeats, entries of a stretch, ...],

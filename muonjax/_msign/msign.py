@@ -65,7 +65,7 @@ def msign(
         rows = CONVERGED if coefficients is None else checked_rows(coefficients)
         # This checks the precision too.
         dot = product_of(x, precision)
-    # An empty matrix has no norm, and one without rows or columns has nothing to change.
+    # An array without entries has no largest one to scale by, and nothing to change.
     if x.size == 0:
         return x
     return polynomial_msign(x, rows, dot)

@@ -64,14 +64,14 @@ def iterate(
         # Here tau is the mean eigenvalue of A. The closer the singular values are to each other,
         # the smaller D is, and with it the rounding of the products;
         # the identity's share needs no product.
-        square = _gram(x, dot)
+        gram = _gram(x, dot)
         # The sum is the same for any tau, so derivatives may take tau for a constant.
-        trace = jnp.trace(square, axis1=-2, axis2=-1)[..., None, None]
-        tau = lax.stop_gradient(trace / square.shape[-1])
-        distance = square - tau * identity_like(square)
+        trace = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None]
+        tau = lax.stop_gradient(trace / gram.shape[-1])
+        distance = gram - tau * identity_like(gram)
         alpha = a + tau * (b + c * tau)
         beta = b + 2 * c * tau
-        # X <- alpha X + (beta D + c D^2) X
+        # X <- alpha X + (beta D + c D^2) X, where D D^T is D^2, as D is symmetric
         rest = beta * distance + c * _gram(distance, dot)
         return alpha * x + dot(rest, x), None
 
