@@ -111,7 +111,7 @@ def _kernel(x_gmem, y_gmem, scale_gmem, *refs, addend: bool):
             """
 
             # `nd_loop` runs the loop at once. It divides the tiles of all matrices among the CTAs.
-            # The first tile of each begins with stage 0.
+            # The first tile of each CTA begins with stage 0.
             @plgpu.nd_loop(
                 (batch * tiles,), collective_axes="cta", init_carry=jnp.int32(0)
             )

@@ -45,7 +45,7 @@ def launched(
     from pallas_kernels import _hopper_kernel
 
     m = x.shape[1]
-    # None stays None. C gets as many rows and columns as the result has there.
+    # None stays None. C becomes as large as the result of `launch`.
     x, y, c = jax.tree.map(_aligned, (x, y, c))
     # Zeros add nothing to the product, and the rows and columns that they make are cut off.
     out = _hopper_kernel.launch(x, y, c, scale, cores=cores)

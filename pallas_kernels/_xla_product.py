@@ -197,4 +197,5 @@ def _in_blocks(
     for j in range(rows_of_blocks):
         column = [blocks[i, j] for i in range(rows_of_blocks)]
         columns.append(jnp.concatenate(column, axis=-2))
+    # The blocks have the dtype of the sums. `scaled_sum` rounds, once, after C is added.
     return scaled_sum(jnp.concatenate(columns, axis=-1), o)

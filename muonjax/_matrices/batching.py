@@ -87,7 +87,7 @@ def map_groups(
     results: list[Any] = [None] * len(matrices)
     if not policy.is_cpu:
         # On an accelerator a group may be several stacks (`_stacks`), and `jit` traces f once for
-        # all of one shape. On a CPU a group is one stack, so f is traced once in any case.
+        # all of one shape. On a CPU a group is one stack, and nothing would be traced twice.
         f = dataclasses.replace(f, whole=jax.jit(f.whole))
     # Each stack is a list of indices of `matrices`.
     stacks = []

@@ -174,17 +174,16 @@ def _projection_and_shrinkage(
 
     If V spans k eigenvectors of the Gram matrix A of X, W brings their singular values to one
     target in W X, about the smallest of them. Otherwise W also moves the polar factor, and D is
-    multiplied by a number that brings this error down to `_TOLERANCE`.
+    multiplied by a number that brings a bound of this error down to `_TOLERANCE`.
     """
     h = dot(adjoint(v), av)
-    # H^(-1/2)
+    # H^(-1/2) and H^(-1)
     inverse_sqrt = inverse_root(h)
-    # D = I - target H^(-1/2). The target is the smallest singular value of the k directions, or a
-    # little below, as `_largest_eigenvalue` is an upper bound.
-    # So none of them is then much larger than the rest.
-    # Here H^(-1), whose largest eigenvalue is 1 / target^2:
     inverse = dot(inverse_sqrt, inverse_sqrt)
+    # The target is the smallest singular value of the k directions, or a little below, as
+    # `_largest_eigenvalue` is an upper bound. So none of them is then much larger than the rest.
     inverse_target = jnp.sqrt(_largest_eigenvalue(inverse))
+    # D = I - target H^(-1/2)
     d = identity_like(inverse_sqrt, as_constant=True)
     d = d - scaled(inverse_sqrt, 1 / inverse_target)
 

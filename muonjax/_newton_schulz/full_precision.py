@@ -84,7 +84,8 @@ def iterate(
         # Without a restart before step 1, as mostly in the Gram form, that step takes R from step
         # 0, with its rounding, in which eigenvalues far below the largest are lost. So the largest
         # are shrunk in X before R is made: eight at most, for products with X take long. All `rank`
-        # are shrunk in R, below. XLA for a CPU would compute this X again for each reader.
+        # are shrunk in R, below. `materialize`, as XLA for a CPU would compute this X again for
+        # each reader.
         x = materialize(lambda x: pre_deflate(x, rank), x, policy.platform)
 
     # The steps up to the first restart map s W X to Q s W X. W deflates, and s, a number for each
@@ -124,8 +125,8 @@ def _composed(
 
     No eigenvalue of R is above 1, up to rounding; there is at least one row.
     """
-    # The mask of the diagonal, for the sum with a I. In a loop over the matrices of a stack, a I is
-    # the same in every pass: XLA would compute it for each row before the loop, and keep all.
+    # a I is added by a mask of the diagonal. It is equal in all passes of the loop over a stack, so
+    # XLA would make an m x m matrix a I for each row before that loop, and keep it.
     diagonal = on_diagonal(r)
     q: Any = None
     p: Any = None

@@ -142,9 +142,9 @@ def _composed(
     and r^2 if that is made.
 
     X is sqrt(u) z, and so its Gram matrix u r. A step is a (1 + Q) with
-    Q = (b / a) u r + (c / a) u^2 r^2. The number u normalizes: u r has no eigenvalue above 1. It is
-    known only after z and r have been rounded, and is a factor of the coefficients, so that z and r
-    are not rounded again. g is the product of all a, a Python number.
+    Q = (b / a) u r + (c / a) u^2 r^2. The number u normalizes the first X, and stays. It is known
+    only after the first z and r have been rounded, and is a factor of the coefficients, so that
+    they are not rounded again. g is the product of all a, a Python number.
     """
     # `products.symmetric(A, Y, C)` is alpha A Y + beta C, where Y is A and both numbers are 1 by
     # default.
@@ -153,7 +153,8 @@ def _composed(
     total: Any = None
     for step, (a, b, c) in enumerate(rows, 1):
         if r2 is not None:
-            # The same Q as below, from the r^2 that `_bound` needed and that is rounded already.
+            # The same Q as below, from the r^2 that `_bound` needed and that is rounded already. In
+            # float32 no order of the factors overflows.
             linear = b / a * u * _wide(r)
             quadratic = c / a * u * (u * _wide(r2))
             q = (linear + quadratic).astype(r.dtype)
@@ -219,7 +220,8 @@ class _Products(NamedTuple):
         `alpha` and `beta` are both numbers, or both [*batch, 1, 1]. Without C both have to be 1, as
         a product without a kernel does not take them.
         """
-        # `by_kernel` makes the whole of it, with the numbers and C, and mirrors it.
+        # `by_kernel` makes the whole of it, with the numbers, and with C if there is one, and
+        # mirrors it.
         if self.by_kernel is not None:
             return self.by_kernel(a, y, c, alpha, beta)
         # A Y^H, rounded to half precision
