@@ -48,7 +48,8 @@ def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers
     # but not how its axes are used.
     if role in roles.OPEN:
         return None
-    # The window of a convolution has at least one axis, next to its inputs and outputs.
+    # A convolution has an axis of inputs, one of outputs, and at least one of its window: two axes
+    # are something else.
     if role is roles.CONVOLUTION and rank == 2:
         return None
     if rank > 2:
@@ -58,7 +59,7 @@ def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers
         if role is roles.EXPERTS:
             # [experts, in, out]; an expert in a leaf of two axes is read as a dense layer, below.
             return MuonDimensionNumbers(1, 2)
-        # "query", "key", "value" or "out" of an attention, with d, heads and size in some order
+        # A query, key, value or output of an attention has d, heads and size in some order.
         if role.projection:
             return _attention(p, neighbors)
     output = _output_axis(p, neighbors)
@@ -138,7 +139,7 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
             return None
         if len(shape) == 3:
             shapes[name] = shape
-    # An output alone may have any order, as that of an einsum.
+    # The sizes of an output alone show no order, as it may be an einsum's.
     if shapes.keys() <= {"out"}:
         return None
     is_output = p.role.projection == "out"
@@ -149,6 +150,8 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
         for name, shape in shapes.items():
             order = output_order if name == "out" else input_order
             sizes[name] = dict(zip(order, shape, strict=True))
+        # Heads are smaller than the model, and a query and its output have equally many. The first
+        # order for which this holds counts.
         if not _contradict(sizes):
             order = output_order if is_output else input_order
             features = order.index("d")
@@ -177,13 +180,14 @@ def _side_by_side(p: Parameter) -> FusedDimensionNumbers | None:
     [d, 3·d] on axis 1.
 
     Two axes show the parts only if all are d × d: with grouped keys their sizes are unknown. Key
-    and value alone are left open: [64, 128] may be two of 64 × 64 side by side, or,
-    stored (out, in), two of 32 × 128.
+    and value alone are left open: [64, 128] may be two of 64 × 64 side by side, or, stored
+    (out, in), 64 = 2 · 32 rows, two of 32 × 128.
     """
     if p.rank != 2 or p.role.parts != 3:
         return None
     first, last = p.shape
-    # `p.axes` are the leaf's axes that one layer has: (1, 2) of a stack [layers, d, 3·d].
+    # `p.shape` is that of one layer; `p.axes` says where its axes are in the leaf: (1, 2) of a
+    # stack [layers, d, 3·d].
     if last == 3 * first:
         inputs, outputs = p.axes
     elif first == 3 * last:

@@ -59,7 +59,8 @@ def types_of_modules(params: Any) -> dict[str, Role]:
     have names, as those of penzai and Haliax.
     """
     roles_by_path: dict[str, Role] = {}
-    # Modules with a role, and the arrays that are in no such module
+    # `_type` gives a role to some modules, and None to all else. So the leaves here are these
+    # modules, and the arrays outside of them.
     nodes = jax.tree.leaves_with_path(params, is_leaf=lambda node: bool(_type(node)))
     for path, node in nodes:
         if role := _type(node):

@@ -60,28 +60,34 @@ def grouped(
     """
     rows, columns = p.sizes_of(numbers)
     # A kernel whose name says nothing may be a convolution's. Its rows are then its channels and
-    # its window, more than one axis, and its columns are one axis, the outputs.
+    # its window, more than the one axis of a dense kernel, and its columns are its outputs.
     may_be_convolution = p.role in (roles.CONVOLUTION, roles.UNKNOWN)
     if not may_be_convolution or len(rows) == 1:
         return None
-    # PyTorch's kernels are [out, in, *window], others [*window, in, out]:
-    # the channels are the first row, or the last.
+    # PyTorch's kernels are [out, in, *window], others [*window, in, out]: the channels are the
+    # first axis of the rows, or the last. `p.axes[0]` is the first axis of one layer, 1 in a stack.
     is_outputs_first = axes_of(numbers.output_axis) == p.axes[:1]
     inputs = rows[0] if is_outputs_first else rows[-1]
     if inputs == 1:
-        why = "one input channel: depthwise, or the first layer over gray images"
-        return Answer(None, why, is_open=True)
-    # All its channels are given, or they are an image's, which no parameter gives: no groups.
+        return Answer(
+            None,
+            "one input channel: depthwise, or the first layer over gray images",
+            is_open=True,
+        )
+    # Without groups a parameter gives as many channels as the kernel takes, or they are those of an
+    # image, which no parameter gives.
     if inputs in given or inputs == _IMAGE_CHANNELS:
         return None
     for width in given:
-        # With g groups, a width of g·inputs is given somewhere, and g divides the outputs.
+        # With g groups, the layer before gives g·inputs channels, and g divides the outputs.
         groups, rest = divmod(width, inputs)
         if rest == 0 and columns[0] % groups == 0:
-            why = (
-                "no other parameter gives as many channels, so that it may have groups"
+            return Answer(
+                None,
+                "no other parameter gives as many channels, so that it may have groups",
+                is_open=True,
             )
-            return Answer(None, why, is_open=True)
+    # No width fits: the channels may come from the data.
     return None
 
 

@@ -57,8 +57,8 @@ def ends(
     These are depthwise and grouped convolutions, output heads, and embeddings without a name in
     `roles`. `answers` says of each parameter which matrix it is, wherever it is in the model.
     """
-    # How many parameters multiply each width, and the widths that come out: a kernel
-    # [32, 80] takes 32 and gives 80.
+    # How many parameters take each width, and which widths any of them gives: a kernel [32, 80]
+    # takes 32 and gives 80.
     taken: Counter[int] = Counter()
     given: set[int] = set()
     for p in parameters:
@@ -67,30 +67,33 @@ def ends(
         given |= gives
     # Which layers repeat from block to block, and which are the last of their kind
     layers = _Layers(parameters)
-    # Nothing comes before or after a single layer.
+    # A single layer has no layer before or after it, and is no end of a model.
     is_single = sum(p.rank > 1 for p in parameters) == 1
     new_answers = {}
     for p in parameters:
         numbers = answers[p.path].numbers
         if numbers is None:
             continue
-        # A matrix that may be several of these counts as the first, whose reason the warning gives.
+        # A matrix that may be several of these counts as the first that fits, in this order: a
+        # grouped convolution, an output head, an embedding. The warning gives the reason for it.
         answer = grouped(p, numbers, given)
         if not is_single:
             takes, gives = _widths(p, numbers)
-            # Whether no other parameter takes what this one gives. A width that this one takes too,
-            # as a square kernel does, was counted once for itself.
-            is_untaken = all(taken[width] == (width in takes) for width in gives)
+            # What this one takes itself, as a square kernel takes the width that it gives, does not
+            # count: a layer that follows is another one.
+            taken_by_others = taken - Counter(takes)
+            is_untaken = gives.isdisjoint(taken_by_others)
             answer = answer or _output_head(p, layers, is_untaken)
             # A layer's matrix is usually a `kernel` or a `w` in the layer's module. A bare array
-            # [m, n], which is its own module, may be a table of m rows if its name is unknown and
+            # [m, n], whose path is its module, may be a table of m rows if its name is unknown and
             # no parameter gives m.
             is_unnamed = p.role is roles.UNKNOWN and p.module == words(p.path)
             if answer is None and is_unnamed and given.isdisjoint(takes):
-                why = (
-                    "no other parameter gives its input, so that it may be an embedding"
+                answer = Answer(
+                    None,
+                    "no other parameter gives its input, so that it may be an embedding",
+                    is_open=True,
                 )
-                answer = Answer(None, why, is_open=True)
         if answer is not None:
             new_answers[p.path] = answer
     return new_answers
@@ -105,7 +108,7 @@ def _widths(
     An attention's output [4, 16, 64] takes {4, 16} and gives {64}. `ends` counts them, because a
     layer whose width no other parameter takes may be an output head.
     """
-    # A scale or a table has the width of the layers before and after it.
+    # A scale or a table has the width of the layers before and after it; a scalar has no width.
     if p.role.name in ("scale", "embedding") and p.shape:
         width = {p.shape[-1]}
         return width, width
@@ -123,8 +126,9 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     """Adam for what is an output head, open for what may be one, None for a hidden layer.
 
     The signs of a head are the name of an end ("out", "q_net"), the last number (Dense_4 of Dense_0
-    to Dense_4), and an output whose width no other parameter takes. Name and width together are
-    sure for a dense layer at the root or in an end; all else with a sign is open.
+    to Dense_4), and an output whose width no other parameter takes. A dense layer at the root, or
+    in a module such as `decoder`, is surely a head by its name and its width together. All else
+    with a sign is open.
 
     Args:
       p: A matrix.
@@ -132,8 +136,8 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
       is_untaken: Whether no other parameter takes its output.
     """
     modules = [stem(name) for name in p.scope[layers.num_common :]]
-    # Layers of an attention are hidden, even one whose output is only added to the logits or
-    # multiplied with them.
+    # Layers of an attention are hidden, even one whose output no parameter takes, because it is
+    # added to the logits or multiplied with them.
     in_attention = re.search("att(n|en)", "/".join(modules))
     if in_attention or not _is_layer(p):
         return None
@@ -141,42 +145,35 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     has_end_name = _END.fullmatch(name)
     # At the root, or in a module with the name of an end, such as `decoder`.
     is_in_end = not modules or _END.fullmatch(modules[-1])
-    # A model has one end, so that no stack of layers is one,
-    # and no layer of a part that others continue: an encoder.
+    # A model has one end. So no stack of layers is one, and no layer of a part that others
+    # continue, such as an encoder; nor is layers_1/out, which repeats layers_0/out.
     is_hidden = p.is_stack or any(map(_HIDDEN.fullmatch, modules))
-    # layers_1/out repeats layers_0/out.
     is_repeated = layers.is_repeated(p)
-    # The first sign
     by_name = has_end_name and not is_hidden and not is_repeated
 
-    # The second sign, by the numbers of all layers with this name in this module: (0,) to (4,) of
-    # Dense_0 to Dense_4. Only dense layers, of two axes, have a last one: after the last
-    # convolution these may follow.
-    numbers = layers.numbers[p.scope][name]
-    is_last = p.rank == 2 and _numbers_of(p) == max(numbers)
-    is_last_of_several = is_last and len(numbers) > 1
-    # Where another layer of the module is called `out`, Dense_4 is not the last one,
-    # and `out` itself has the first sign.
+    # Dense_4 of several counts as the last of its kind, and so does a single layer if its name says
+    # no more than the kind, such as Dense. But where the module has an `out` too, that is the last.
+    is_last_of_several = layers.is_last(p, 2)
+    is_last = is_last_of_several or (_PLAIN.fullmatch(name) and layers.is_last(p, 1))
     module_has_end = any(map(_END.fullmatch, layers.numbers[p.scope]))
-    may_be_last = is_in_end and not is_hidden and not module_has_end
-    # Dense_4, or a single layer if its name is a plain one, such as Dense.
-    ends_by_number = is_last_of_several or (is_last and _PLAIN.fullmatch(name))
+    by_number = is_last and is_in_end and not is_hidden and not module_has_end
 
-    # The third sign is a width that nothing takes. In blocks that repeat it may be a fused gate's,
-    # which is split before the next layer takes it: so there it is a sign only with the name of an
-    # end or with the last number, as that of fc2 next to fc1.
-    may_be_untaken = has_end_name or is_last_of_several or not is_repeated
+    # In blocks that repeat, a width that nothing takes may be a fused gate's, which is split before
+    # the next layer takes it. So there it is a sign only with the name of an end or with the last
+    # number, as that of fc2 next to fc1.
+    may_be_head = has_end_name or is_last_of_several or not is_repeated
+    by_width = is_untaken and may_be_head
 
     signs = {
         "by its name": by_name,
-        "the last of its kind": ends_by_number and may_be_last,
-        "no other parameter takes its output": is_untaken and may_be_untaken,
+        "the last of its kind": by_number,
+        "no other parameter takes its output": by_width,
     }
     # The warning prints the signs that the layer has.
     reasons = ", ".join(sign for sign, holds in signs.items() if holds)
     if not reasons:
         return None
-    is_sure = by_name and is_untaken and is_in_end and p.rank == 2
+    is_sure = by_name and by_width and is_in_end and p.rank == 2
     return Answer(None, f"output head: {reasons}", is_open=not is_sure)
 
 
@@ -196,28 +193,38 @@ class _Layers:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        # To find the last layer of its kind in a module, which may be an output head, the numbers
-        # of its layers: {("block_0",): {"fc": [(1,), (2,)], "norm": []}} of block_0/fc1, fc2, norm.
-        # A layer of nested lists, layers/3/0, has two, (3, 0).
+        # For each module its layers, by name without numbers, and the numbers of each: `is_last`
+        # finds the last one. A layer of nested lists, layers/3/0, has two numbers, (3, 0).
         self.numbers: dict[Words, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
-        # To find layers that repeat from block to block, which are no heads by their names, the
-        # modules that have a layer, by its path without numbers: fc1 is in block_0 and in block_1,
-        # {"block_/fc": {("block_0",), ("block_1",)}}.
+        # The modules that have a layer, by its path without numbers: fc1 is in block_0 and in
+        # block_1, {"block_/fc": {("block_0",), ("block_1",)}}. `is_repeated` finds such layers.
         self._scopes: dict[str, set[Words]] = defaultdict(set)
         for p in parameters:
             self._scopes[self._kind(p)].add(p.scope)
-            # An entry for each layer, also for a norm or an output head: its name may show that it
-            # is the end of its module. Only kernels of dense layers and convolutions add a number.
+            # An entry for each layer, also for a norm or an output head: a name such as `out` shows
+            # that another layer is not the end of the module (`_output_head`). Only kernels of
+            # dense layers and of convolutions add a number.
             numbers = self.numbers[p.scope].setdefault(stem(p.layer), [])
             if p.rank > 1 and _is_layer(p):
                 numbers.append(_numbers_of(p))
-        # The modules are paths such as ("params", "block_0"). First names that all have in common
-        # are no modules of the model: params/Dense_0 is at its root. They are counted here.
+        # The modules are paths such as ("params", "block_0"). The first names that all have in
+        # common are around the model: params/Dense_0 is at its root. They are counted here, up to
+        # the end of the shortest path.
         self.num_common = 0
         for names in zip(*self.numbers, strict=False):
             if len({*names}) > 1:
                 break
             self.num_common += 1
+
+    def is_last(self, p: Parameter, least: int) -> bool:
+        """Whether a layer has the last number of the `least` or more layers of its name in its
+        module: Dense_4 of Dense_0 to Dense_4.
+
+        Only dense layers, of two axes, have a last one: after the last convolution these may
+        follow.
+        """
+        numbers = self.numbers[p.scope][stem(p.layer)]
+        return p.rank == 2 and len(numbers) >= least and _numbers_of(p) == max(numbers)
 
     def is_repeated(self, p: Parameter) -> bool:
         """Whether the layer is in one of several blocks that differ by number."""

@@ -47,12 +47,13 @@ def has_axis_of_layers(p: Parameter, neighbors: Neighbors) -> bool | None:
     # another length is not the bias of this kernel, and tells nothing.
     if len(bias) == 1 and bias[0] in p.shape:
         return False
-    # By its ranks a query of four axes is a stack. But one that is grouped by key head,
+    # By the ranks of its role a query of four axes is a stack. But one that is grouped by key head,
     # [d, groups, heads, size], has four too, as has the output after it.
     if p.role.projection in ("query", "out") and p.rank == 4:
         return None
-    # The role tells how many axes one layer's parameter may have: two or three for a query, any
-    # number for a bias, which gives None.
+    # The role tells how many axes one layer's parameter may have: (2, 2) for a dense kernel, (2, 3)
+    # for a query, any number for a bias. With more axes the leaf is a stack. With the least it is
+    # none, as a layer of it would have too few. With any other number it may be one.
     least, most = p.role.ranks
     if p.rank > most:
         return True
@@ -79,6 +80,7 @@ def _layers(
         # they are, and the modules inside of the stack are not tried.
         if layers is not None:
             return layers
+    # A single leaf has no modules inside: it would come back as it is at every depth.
     if len(parameters) == 1:
         return list(parameters)
     # By one key more of the tree
@@ -103,6 +105,7 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     # [32, 6, 80] and its bias [6, 80].
     axes_of_size: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     shortest = min(p.rank for p in parameters)
+    # Places from the front are 0, 1, ..., and from the back -1, -2, ...
     for position in range(-shortest, shortest):
         sizes = {p.shape[position] for p in parameters}
         if len(sizes) == 1:
@@ -113,8 +116,8 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     # Square layers have more axes in common. There are fewer layers than features,
     # so the shortest axis counts layers.
     fits = axes_of_size[min(axes_of_size)]
-    # A single kernel has all its axes in common with itself: only its first may count layers, and
-    # not if it is an attention's, which may be [d, groups, heads, size].
+    # A single kernel has all its axes in common with itself. It is a stack only if its first axis
+    # alone is the shortest, and not if it is an attention's, which may be [d, groups, heads, size].
     is_alone = len(parameters) == 1
     if is_alone and (parameters[0].role.projection or fits != {(0,)}):
         return None

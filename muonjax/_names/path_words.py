@@ -51,7 +51,8 @@ def layer_of(path: str) -> tuple[Words, str]:
     # The index of a list has the name "" in snake case, which names no layer.
     while len(names) > 1 and not snake(names[-1]):
         names = names[:-1]
-    return names[:-1], snake("".join(names[-1:]))
+    # A `kernel` at the root of the tree has no module: its scope is (), and its layer has no name.
+    return names[:-1], snake(names[-1]) if names else ""
 
 
 def module(path: str) -> Words:

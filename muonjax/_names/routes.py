@@ -227,8 +227,8 @@ def _warn(
             "columns) is for Muon."
         )
     elif not reasons:
-        # With a program this is not asked: names decide few leaves then,
-        # and the first warning lists them.
+        # Names alone decide all leaves, so that one of them should be an end's. (A program gives
+        # reasons. Names decide few leaves then, and the first warning lists them.)
         _warn_without_ends(parameters, answers)
 
 
