@@ -40,7 +40,7 @@ def apply_to_owned(
     All devices run one program: a loop for each shape that any owner has, in which a device reads
     the places of its own matrices.
     """
-    # The owners of all replicas
+    # The owners of all replicas, as `axis_index(owner_axes)` numbers them: replica by replica
     owners = list(itertools.chain(*round_.replicas))
     owned_by_shape: dict[tuple[int, int], Owned] = {}
     for i, owner in enumerate(owners):
@@ -128,17 +128,21 @@ def _run_loop(
     """
     # A branch for each layout: only how blocks become matrices differs,
     # and `apply` is compiled once.
-    branches = []
-    for layout in loop.layouts:
-        branches.append(functools.partial(_assemble, layout, group.exchange_axes))
-    # All have one shape, so one width. All batches are full: `_loop` chooses a divisor.
+    branches = [
+        functools.partial(_assemble, layout, group.exchange_axes)
+        for layout in loop.layouts
+    ]
+    # All matrices have one shape, and all are cut into `len(buffer)` blocks, so the batches of all
+    # layouts are equally wide. All batches are full: `_loop` chooses a divisor.
     width = loop.batch_size * loop.layouts[0].block_size
     # The number of this device among the owners. Without owner axes each device is the only owner
     # of its matrices, and `axis_index` of no axes is 0.
     owner = jax.lax.axis_index(group.owner_axes)
+    # [steps, 2]
     places = jnp.asarray(loop.places)[owner]
 
     def step(i, buffer):
+        # The first column of this batch, and the number of its layout
         column, number = places[i]
         # [devices, width]
         blocks = jax.lax.dynamic_slice(buffer, (0, column), (len(buffer), width))
@@ -170,9 +174,10 @@ def _assemble(
     axes that cut it. This only moves entries: `_run_loop` takes its transpose as its inverse, to
     cut results into blocks.
     """
-    # A matrix [16, 64] whose rows "fsdp" shards arrives as (fsdp, count, block rows, columns). Its
-    # rows are (fsdp, block rows), so the order is (count, fsdp, block rows, columns): first the
-    # count, then for each axis of a block the mesh axes that cut it, and the axis itself.
+    # Blocks arrive as (*exchange_axes, count, *axes of a block): those of matrices [16, 64] whose
+    # rows "fsdp" shards as (fsdp, count, block rows, columns). A matrix has the rows (fsdp, block
+    # rows), so the order is (count, fsdp, block rows, columns): first the count, then for each axis
+    # of a block the mesh axes that cut it, and the axis itself.
     count_axis = len(exchange_axes)
     order = [count_axis]
     for axis, gathered in enumerate(layout.gathered):

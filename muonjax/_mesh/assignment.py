@@ -120,8 +120,8 @@ def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[
     work_of_devices = np.zeros(math.prod(mesh_shape.values()))
     owners_of: dict[ExchangeGroup, Owners] = {}
     for kind in sorted(queues, key=longest_first):
-        # [owners, devices of an owner]: one device for each shard of the layers,
-        # and each has layers of its own.
+        # [owners, devices of an owner]: one device for each shard of the layers, which works on the
+        # layers of its shard.
         devices = _owner_devices(kind.group, mesh_shape)
         # For each owner a list of the matrices that it has so far
         owners = owners_of.setdefault(kind.group, [[] for _ in devices])
@@ -139,9 +139,8 @@ def _owner_devices(group: ExchangeGroup, mesh_shape: MeshShape) -> np.ndarray:
     """The numbers of each owner's devices, [owners, devices of an owner].
 
     On a mesh {"fsdp": 2, "tensor": 2} with the owner axes ("tensor",) they are [[0, 2], [1, 3]].
-
-    An owner has several devices if a mesh axis cuts an axis that counts matrices: each of them then
-    does the same for its own matrices.
+    The other mesh axis, "fsdp", cuts an axis that counts matrices, such as layers. So each owner
+    has two devices, which do the same, each for its own layers.
     """
     names = list(mesh_shape)
     sizes = list(mesh_shape.values())
@@ -213,10 +212,9 @@ def _round(group: ExchangeGroup, owners: Owners, mesh_shape: MeshShape) -> Round
     # last. So the owners of one replica follow each other.
     firsts = range(0, len(owners), per_replica)
     round_ = Round(group, [owners[first : first + per_replica] for first in firsts])
-    row_size = round_.row_size
-    if row_size >= 2**31:
-        # XLA's indices have 32 bits.
+    # The numbers that a device sends to each owner. XLA's indices have 32 bits.
+    if round_.row_size >= 2**31:
         raise ValueError(
-            f"one device would get {row_size} numbers from another; use more devices."
+            f"one device would get {round_.row_size} numbers from another; use more devices."
         )
     return round_

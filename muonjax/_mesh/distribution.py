@@ -128,7 +128,7 @@ def even_sharding(
 def spread_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
     """One spec per leaf of `tree`, from a tree of specs, shardings or None, or a prefix of it.
 
-    Where Optax has masked a leaf of `tree`, there is no spec, also if `specs` has one for it.
+    What Optax has masked is no leaf of `tree` and gets no spec, also if `specs` has one for it.
     """
     what = "the Distribution's param_specs (of an NNX model, nnx.as_pure(specs))"
     entries = broadcast_prefix(specs, tree, is_leaf=_is_spec, what=what)
@@ -164,13 +164,15 @@ def shardings_of(tree: Any, distribution: Distribution | None) -> list[NamedShar
 def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[int]:
     """Into how many shards the last axis of each leaf is cut, as far as that is known.
 
-    A weight with P(None, "tensor") on a mesh {"fsdp": 4, "tensor": 2} has two; an axis that the
-    mesh does not divide evenly is in one piece.
+    No shard may cut the blocks of int8 momentum, which are along this axis. A weight with
+    P(None, "tensor") on a mesh {"fsdp": 4, "tensor": 2} has two shards. An axis that the mesh does
+    not divide evenly has one, and so seems to have each array of an Auto mesh without a
+    Distribution.
     """
     shards = []
     shardings = shardings_of(tree, distribution)
     for leaf, sharding in zip(jax.tree.leaves(tree), shardings, strict=True):
-        # The type of an array that was made under no mesh has a mesh without axes.
+        # An array that was made under no mesh has in its type a mesh without axes: one shard.
         mesh_shape = dict(sharding.mesh.shape)
         # A scalar is in one piece, as an axis of one entry is.
         sharded = even_sharding(leaf.shape or (1,), sharding.spec, mesh_shape)

@@ -54,7 +54,8 @@ def offload(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
 
     def update(updates, state, params=None, *unnamed, **extra_args):
         refuse_positional(unnamed)
-        # Without host memory the program stays as it is, also if the state gets another structure.
+        # Where nothing is in host memory, the update stays as it is, also one whose new state has
+        # another structure, which the last line does not take.
         if not any(map(_is_on_host, jax.tree.leaves(state))):
             return inner_update(updates, state, params, **extra_args)
         on_device = jax.tree.map(_to_device, state)
@@ -71,7 +72,7 @@ def leaf_by_leaf(
     """[updates, *states], trees of the results of `step(update, *state)` for each leaf of these
     trees of one structure.
 
-    A step returns the new update and the new state of its leaf. What is in host memory is copied to
+    A step returns (new update, *new state) of its leaf. What is in host memory is copied to
     the device for its step and back. The next leaf's copy to the device is in flight meanwhile.
     """
     leaves, treedef = jax.tree.flatten(updates)

@@ -67,7 +67,8 @@ def map_on_mesh(
 
     def on_blocks(*blocks):
         if mesh.size == 1:
-            # A script for a mesh, run on one device, computes the same as without one.
+            # The blocks are whole leaves. A script for a mesh, run on one device, computes the same
+            # as without one.
             return tuple(map_leaves(f, blocks, views, policy))
         # Each matrix gets an owner. A round sends all leaves that are sharded over the same mesh
         # axes to their owners, and the results back.

@@ -101,16 +101,17 @@ def matrix_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixKind:
     along "data" are replicas, which own other matrices each. Where owners are chosen, matrices of
     one kind are interchangeable.
     """
-    view = view_of_block(leaf, mesh_shape)
-    # The axes of the shorter side of a matrix, then those of the longer side: `view_of_block` shows
-    # tall matrices transposed.
-    axes = view.reduction_axes + view.output_axes
+    # The views of whole matrices and of the blocks that a device stores, both as wide matrices:
+    # tall ones are transposed.
+    whole = leaf.view.wide
+    block = view_of_block(leaf, mesh_shape)
+    # The axes of the leaf that are rows, the shorter side, then those that are columns
+    axes = whole.reduction_axes + whole.output_axes
     # Mesh axes of size one cut nothing. `_among(a, b)` is those of a that are in b.
     mesh_axes = [name for name, size in mesh_shape.items() if size > 1]
-    wide = leaf.view.wide
     layout = MatrixLayout(
-        shape=(wide.fan_in, wide.fan_out),
-        block_shape=tuple(view.shape[axis] for axis in axes),
+        shape=(whole.fan_in, whole.fan_out),
+        block_shape=tuple(block.shape[axis] for axis in axes),
         gathered=tuple(_among(leaf.sharding[axis], mesh_axes) for axis in axes),
     )
     # Blocks of a matrix are exchanged along the mesh axes that cut it. Devices along the mesh axes

@@ -94,7 +94,8 @@ def state_shardings(
 def parameter_like(
     path: Path, shape: tuple[int, ...], params: dict[Path, Any]
 ) -> Path | None:
-    """The path of the parameter that an array of the state is like.
+    """The path of the parameter that an array of the state is like; None for any other array, such
+    as a counter.
 
     `optax.tree.map_params` can't say it for all transformations: it calls `init` with a placeholder
     for all parameters, which the dimension numbers of an `optax.contrib.muon`, a tree, do not fit.
@@ -115,8 +116,8 @@ def parameter_like(
 
 
 def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
-    """The mesh and the shardings of arrays, or of `jax.ShapeDtypeStruct`s with a sharding; None for
-    an array without a `NamedSharding`."""
+    """The mesh and the tree of shardings of arrays, or of `jax.ShapeDtypeStruct`s with a sharding;
+    None, which counts as replicated, for an array without a `NamedSharding`."""
 
     def named_sharding(leaf):
         sharding = getattr(leaf, "sharding", None)
@@ -127,6 +128,7 @@ def _sharding_of_arrays(params: Any) -> tuple[Any, Any]:
     # of the parameters, so there has to be one.
     meshes = {sharding.mesh for sharding in jax.tree.leaves(shardings)}
     if len(meshes) != 1:
+        # `errors_of` puts "state_shardings" before it.
         raise ValueError(
             f"(params) finds {len(meshes)} meshes; give it the distribution."
         )

@@ -174,7 +174,7 @@ def _muon_like(
     # W <- W - learning_rate (O + weight_decay W) for the scaled polar factor O of a matrix.
     # AdamW, for all other leaves, gets this rate, weight decay and mask too, in the last line;
     # `settings` may have another rate for it.
-    all_members: list[Member] = [
+    all_members = [
         *members,
         lambda numbers: match_rms(rms, dimension_numbers=numbers),
         lambda _: optax.add_decayed_weights(weight_decay, mask),
@@ -278,7 +278,9 @@ def normuon(
     """
     # `normalize_neurons` would name its own argument, decay, in an error.
     check_range("neuron_decay", neuron_decay, "in [0, 1)", "; 0.95 is usual.")
-    members: list[Member] = [
+    # `_muon_like` makes a chain with these between the polar factor and its scale, for the
+    # dimension numbers of the matrices.
+    members = [
         lambda numbers: normalize_neurons(neuron_decay, dimension_numbers=numbers)
     ]
     return _muon_like("normuon", members, learning_rate, program, **settings)
@@ -326,9 +328,7 @@ def muonh(
         raise ValueError(
             "(adam_learning_rate=None) needs a rate for all but matrices, such as 1e-3, or adam=."
         )
-    members: list[Member] = [
-        lambda numbers: hyperball(learning_rate, dimension_numbers=numbers)
-    ]
+    members = [lambda numbers: hyperball(learning_rate, dimension_numbers=numbers)]
     # 0.0, 0.0 and None are AdamW's rate, weight decay and mask. The rate is not used, as one of
     # those two settings replaces it; nothing decays in MuonH, so no mask is needed.
     return _orthogonalized("muonh", members, program, 0.0, 0.0, None, **settings)
@@ -469,9 +469,9 @@ def _clipped(
     """A chain of the optimizer and its clip, whose update refuses a state that another optimizer
     made."""
     chain = optax.chain(optimizer, clip.transformation())
-    # The length of its state tells the optimizer from another one: AdamW has an entry for each of
-    # the three members of its chain, and `muon` has one, for both of its parts.
-    # Without parameters the state has no arrays but counters.
+    # The length of its state tells the optimizer from another one. AdamW's has an entry for each of
+    # the three members of its chain, and that of `muon` has one, a dict with the states of the
+    # matrices and of all other leaves. `init` of an empty tree makes no arrays but counters.
     num_states = len(optimizer.init({}))  # pyright: ignore[reportArgumentType]
 
     @errors_of(clip.call)
@@ -483,7 +483,8 @@ def _clipped(
         if not is_pair or len(state[0]) != num_states:
             raise ValueError(message_for_other_state(state))
         updates, state = chain.update(updates, state, params, **extra_args)
-        # XLA may choose another sharding for what the clip multiplies.
+        # With explicit axis types AdamW's updates come on the shards of its state. Where that is
+        # divided and the parameters are replicated, as in ZeRO, the parameters would be divided.
         return jax.tree.map(sharded_like, updates, params), state
 
     return optax.GradientTransformationExtraArgs(

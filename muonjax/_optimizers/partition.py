@@ -49,18 +49,19 @@ def partition_by_route(
     last: Any = (None, None)
 
     def partition_of(params: Any) -> optax.GradientTransformationExtraArgs:
-        """The partition for these parameters.
+        """The partition for these parameters: `matrices` makes the optimizer of those that are
+        matrices, and `others`, such as AdamW, is that of the rest.
 
-        Routing a large tree takes long, so the last partition is kept for trees with its paths,
-        shapes and dtypes. One that was made while tracing serves later calls too,
-        for it holds no tracers.
+        Routing a large tree takes long, so `last` keeps the last partition and its key, for trees
+        with the same paths, shapes and dtypes. One that was made while tracing serves later calls
+        too, for it holds no tracers.
         """
         nonlocal last
         last_key, partition = last
         key = _routing_key(params)
         if key != last_key:
-            # The whole tree is routed: a decision looks at the neighbors of a leaf,
-            # which a partition hides.
+            # The whole tree is routed, since names look at the neighbors of a leaf, such as its
+            # bias. Inside of the partition the leaves of the other optimizer are masked.
             pieces, labels = _route(dimension_numbers, params)
             inner: dict[Hashable, optax.GradientTransformation] = {
                 "muon": matrices(pieces),
@@ -74,7 +75,8 @@ def partition_by_route(
                 inner["fixed"] = optax.stateless(
                     lambda _, params: optax.tree.zeros_like(params)
                 )
-            # A function, for Optax would call a tree that is callable, as an Equinox module is.
+            # Optax would call a tree of labels that is callable, as an Equinox module is. So it
+            # gets a function that returns the tree.
             partition = optax.partition(inner, lambda _: labels)
             last = key, partition
         return partition
@@ -92,8 +94,8 @@ def partition_by_route(
         _check_state(state, jax.eval_shape(partition.init, params))
         # Optax gives each part a tree in which the leaves of the others are masked.
         updates, state = partition.update(updates, state, params, **extra_args)
-        # They come on the shards of the state. `apply_updates` adds them to the parameters, and
-        # explicit axis types add only arrays with equal shardings.
+        # With explicit axis types they come on the shards of the state. Where that is divided and
+        # the parameters are replicated, as in ZeRO, `apply_updates` would divide these too.
         return jax.tree.map(sharded_like, updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -115,7 +117,8 @@ def check_program(argument: str, given: Any) -> None:
     tree from the parameters. `muon(1e-3, params)` is a likely mistake. The caller's `errors_of`
     puts its name before the message.
     """
-    # A program and a function are leaves for JAX, and None is no leaf, so it passes.
+    # A program and a function are leaves for JAX, and dimension numbers, which are trees of
+    # integers, are leaves here. None is no leaf, so it passes.
     for leaf in jax.tree.leaves(given, is_leaf=_is_dimension_numbers):
         is_program = hasattr(leaf, "dimension_numbers")
         if _is_dimension_numbers(leaf) or is_program or callable(leaf):
@@ -152,6 +155,7 @@ def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any]:
     """
     leaves, treedef = jax.tree.flatten(params)
     # An entry for each leaf: its dimension numbers, or None for a leaf that is no matrix.
+    # `routes` checks the parameters itself.
     if given is None:
         numbers = [answer.numbers for answer in routes(params).values()]
     else:
