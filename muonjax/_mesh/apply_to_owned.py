@@ -91,8 +91,9 @@ def _loop(owned: Owned, policy: Policy) -> Loop:
     # and results would not have the same bits on every mesh.
     batch_size = 1
     if not policy.is_cpu:
-        # Batches have one size for all layouts and owners, because all devices run one program: a
-        # divisor of the number of matrices that any owner has of any layout.
+        # Batches have one size for all layouts and owners, because all devices run one program. The
+        # size divides the number of matrices that any owner has of any layout. So all batches are
+        # full, and none has two layouts.
         divisor = 0
         for count in counts:
             divisor = math.gcd(divisor, *count.values())

@@ -131,6 +131,7 @@ def assign_owners(leaves: Sequence[ShardedLeaf], mesh_shape: MeshShape) -> list[
         busy = work_of_devices[devices].max(axis=1) / work_of_one
         # This adds to the lists of the owners.
         counts = _give(queues[kind], owners, busy)
+        # Each device of an owner works on as many matrices, those of its own layers.
         work_of_devices[devices] += work_of_one * counts[:, None]
     return [_round(group, owners, mesh_shape) for group, owners in owners_of.items()]
 
@@ -166,8 +167,8 @@ def _give(queue: list[Matrices], owners: Owners, busy: np.ndarray) -> np.ndarray
     Returns:
       How many matrices each owner gets.
     """
-    # The least busy owner is the first of the heap. Each matrix makes it busier by one, and each
-    # device sends it one block more.
+    # (work, how much each device sends it, its number) of each owner: the least busy one is the
+    # first of the heap. Each matrix makes it busier by one, and brings it one block more.
     heap = []
     for i, owner in enumerate(owners):
         # Rounded, so that sums of the same numbers in different orders are equal.

@@ -166,8 +166,8 @@ def shards_of_last_axis(tree: Any, distribution: Distribution | None) -> list[in
 
     No shard may cut the blocks of int8 momentum, which are along this axis. A weight with
     P(None, "tensor") on a mesh {"fsdp": 4, "tensor": 2} has two shards. An axis that the mesh does
-    not divide evenly has one, and so seems to have each array of an Auto mesh without a
-    Distribution.
+    not divide evenly has one. So has, without a Distribution, any axis on an Auto mesh, where the
+    types of arrays do not show how they are sharded.
     """
     shards = []
     shardings = shardings_of(tree, distribution)

@@ -114,8 +114,9 @@ def matrix_kind(leaf: ShardedLeaf, mesh_shape: MeshShape) -> MatrixKind:
         block_shape=tuple(block.shape[axis] for axis in axes),
         gathered=tuple(_among(leaf.sharding[axis], mesh_axes) for axis in axes),
     )
-    # Blocks of a matrix are exchanged along the mesh axes that cut it. Devices along the mesh axes
-    # that cut nothing of the leaf, neither a matrix nor the number of matrices, are its replicas.
+    # Blocks are exchanged along the mesh axes that cut a matrix, in one dtype, since the leaves of
+    # a group share a buffer. Devices along mesh axes that cut nothing of the leaf are its replicas.
+    # The other mesh axes cut an axis that counts matrices: along these, each device has its own.
     gathered = set().union(*layout.gathered)
     cut = set().union(*leaf.sharding)
     group = ExchangeGroup(

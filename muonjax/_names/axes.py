@@ -42,7 +42,8 @@ def matrices(p: Parameter, neighbors: Neighbors) -> DimensionNumbers | None:
 
 
 def _matrix_of_layer(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | None:
-    """The axes of one layer that are rows and columns; None where nothing tells."""
+    """The axes of one layer that are rows and columns; None where nothing tells, so that Adam takes
+    the leaf, with a warning."""
     role, rank = p.role, p.rank
     # Names show that it is one of these, such as the gates of a recurrent cell,
     # but not how its axes are used.
@@ -156,6 +157,7 @@ def _attention(p: Parameter, neighbors: Neighbors) -> MuonDimensionNumbers | Non
             order = output_order if is_output else input_order
             features = order.index("d")
             heads = tuple(axis for axis in range(3) if axis != features)
+            # Rows are summed over: the heads by an output, the features by the others.
             sides = (heads, features) if is_output else (features, heads)
             return MuonDimensionNumbers(*sides)
     return None

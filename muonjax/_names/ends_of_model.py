@@ -152,7 +152,8 @@ def _output_head(p: Parameter, layers: "_Layers", is_untaken: bool) -> Answer | 
     by_name = has_end_name and not is_hidden and not is_repeated
 
     # Dense_4 of several counts as the last of its kind, and so does a single layer if its name says
-    # no more than the kind, such as Dense. But where the module has an `out` too, that is the last.
+    # no more than the kind, such as Dense. But where a layer of the module has the name of an end,
+    # such as `out`, that is the last, and shows by its name.
     is_last_of_several = layers.is_last(p, 2)
     is_last = is_last_of_several or (_PLAIN.fullmatch(name) and layers.is_last(p, 1))
     module_has_end = any(map(_END.fullmatch, layers.numbers[p.scope]))
@@ -193,7 +194,8 @@ class _Layers:
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
-        # For each module its layers, by name without numbers, and the numbers of each: `is_last`
+        # For each module the names of its layers without numbers, and their numbers:
+        # {("block_0",): {"fc": [(1,), (2,)], "norm": []}} of block_0/fc1, fc2 and norm. `is_last`
         # finds the last one. A layer of nested lists, layers/3/0, has two numbers, (3, 0).
         self.numbers: dict[Words, dict[str, list[tuple[int, ...]]]] = defaultdict(dict)
         # The modules that have a layer, by its path without numbers: fc1 is in block_0 and in

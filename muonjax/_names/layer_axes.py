@@ -28,7 +28,7 @@ def unstack(parameters: list[Parameter]) -> list[Parameter]:
       it; the function `has_axis_of_layers` tells such a leaf by its number of axes.
     """
     # Each round looks for stacks from the root of the tree down and takes one axis from each, until
-    # a round finds none.
+    # a round finds none. The neighbors are read anew, as a bias has one axis less then too.
     while (unstacked := _layers(parameters, Neighbors(parameters))) != parameters:
         parameters = unstacked
     # Queries, keys and values [3, d, heads, size] become the queries [d, heads, size].
@@ -100,12 +100,11 @@ def _without_common_axis(parameters: Sequence[Parameter]) -> list[Parameter] | N
     Kernels [6, 32, 80] and [6, 80, 32] have only the first axis in common, of 6 layers. In a stack
     where two axes fit equally well, the leaves stay as they are.
     """
-    # The axes of the leaves at the same place from the front or from the back that have one size,
-    # by this size: {6: {(0, 0)}} for the two above, {6: {(1, 0)}, 80: {(2, 1)}} for a kernel
-    # [32, 6, 80] and its bias [6, 80].
+    # Where all leaves have one size at the same place from the front (0, 1, ...) or from the back
+    # (-1, -2, ...), the axis of each leaf there, by this size: {6: {(0, 0)}} for the two above,
+    # {6: {(1, 0)}, 80: {(2, 1)}} for a kernel [32, 6, 80] and its bias [6, 80].
     axes_of_size: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     shortest = min(p.rank for p in parameters)
-    # Places from the front are 0, 1, ..., and from the back -1, -2, ...
     for position in range(-shortest, shortest):
         sizes = {p.shape[position] for p in parameters}
         if len(sizes) == 1:

@@ -18,8 +18,8 @@ _CONTAINER = r"\d+|array|value"
 
 @functools.cache
 def words(path: str) -> Words:
-    """The names of a path, split at slashes and dots,
-    without the index or the `value` behind the name of an array.
+    """The names of a path, split at slashes and dots, without an index, `array` or `value` that
+    follows the name of an array.
 
     >>> words("mlp/~/linear_0/w"), words("key.weights"), words("ffn/w/0"), words("w/value")
     (('mlp', '~', 'linear_0', 'w'), ('key', 'weights'), ('ffn', 'w'), ('w',))

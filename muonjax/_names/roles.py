@@ -327,10 +327,12 @@ def _role(path: str, attentions: set[Words], arrays: set[Words]) -> Role:
     last_two = "/".join(names[-2:])
     # The scope and the layer of attn/query/kernel are ("attn",) and "query".
     _, layer = layer_of(path)
-    # An adapter has its factors in arrays such as lora_a, or as `a` in a module called lora.
+    # An adapter has its factors in arrays such as lora_a, or as `a` in a module called lora. It
+    # comes first, because the table below takes a `b` for a bias.
     if re.fullmatch(_ADAPTER, layer) or re.fullmatch(_ADAPTER_LEAF, last_two):
         return ADAPTER
-    # A capital letter may be a state space's matrix or an adapter's factor: it is left open.
+    # A capital letter may be a state space's matrix or an adapter's factor: it is left open. In
+    # snake case the table would take B for a bias.
     if re.fullmatch(_LETTER, name):
         return LONE_LETTER
     # Haiku and AlphaFold have a bias output_b next to its weight output_w.

@@ -44,8 +44,7 @@ def partition_by_route(
         It gets a tree in which the matrices are masked.
       dimension_numbers: Which leaves are matrices, and how; None reads it off paths and shapes.
     """
-    # The routing key and the partition of the last tree. One assignment sets both, because threads
-    # may share the optimizer.
+    # The routing key and the partition of the last tree
     last: Any = (None, None)
 
     def partition_of(params: Any) -> optax.GradientTransformationExtraArgs:
@@ -78,6 +77,7 @@ def partition_by_route(
             # Optax would call a tree of labels that is callable, as an Equinox module is. So it
             # gets a function that returns the tree.
             partition = optax.partition(inner, lambda _: labels)
+            # One assignment sets both, because threads may share the optimizer.
             last = key, partition
         return partition
 
@@ -166,14 +166,15 @@ def _route(given: DimensionNumbersTree, params: Any) -> tuple[Pieces, Any]:
             "muonjax: none of the parameters is a matrix for Muon; muonjax.tabulate says why."
         )
     labels = []
-    # The leaves as `optax.partition` gives them to the transformation of the matrices:
-    # all others are masked.
+    # The leaves of the tree that `optax.partition` gives to the transformation of the matrices,
+    # with all others masked: the pieces are for trees of this structure.
     muon_leaves = []
     for entry, leaf in zip(numbers, leaves, strict=True):
         if entry is not None:
             labels.append("muon")
             muon_leaves.append(leaf)
         else:
+            # AdamW takes real and complex numbers. Integers stay as they are.
             labels.append("adam" if _is_trainable(leaf) else "fixed")
             muon_leaves.append(optax.MaskedNode())
     # This checks the axes of every matrix, so that a mistake shows before the first step.
@@ -221,8 +222,8 @@ _EQUAL_TREES = "tx.update(grads, state, params) needs equal trees."
 
 
 def _check_state(state: Any, expected: Any) -> None:
-    """Raise unless the arrays of the state have the shapes of those in `expected`,
-    the state of these parameters.
+    """Raise unless the arrays of the state have the shapes of those in `expected`, which are the
+    shapes of the state that `init` makes for these parameters.
 
     Otherwise momentum of another shape would broadcast, or Optax would speak of trees. A restored
     state may have other dtypes.
@@ -234,7 +235,7 @@ def _check_state(state: Any, expected: Any) -> None:
     entries = jax.tree.leaves_with_path(expected)
     if shapes == [leaf.shape for _, leaf in entries]:
         return
-    # The first array of another shape tells most.
+    # The first array of another shape tells most; else one of the states has more arrays.
     difference = f"{len(shapes)} arrays"
     for (path, leaf), shape in zip(entries, shapes, strict=False):
         if leaf.shape != shape:
