@@ -189,8 +189,8 @@ def _give(queue: list[Matrices], owners: Owners, busy: np.ndarray) -> np.ndarray
 
 
 def _take(queue: list[Matrices], count: int) -> list[Matrices]:
-    """Remove the next `count` matrices from the queue, which has as many:
-    5 of entries with counts 4 and 4 leave 3."""
+    """Remove the next `count` matrices from the queue, which has as many or more, and return them:
+    5 of entries with counts 4 and 4 are entries with 4 and 1, and leave one with 3."""
     taken = []
     while count > 0:
         matrices = queue.pop(0)

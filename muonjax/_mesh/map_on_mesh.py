@@ -183,7 +183,7 @@ def _run_round(
 
 def _pack(round_: Round, owners: Owners, stacks: Arrays) -> jax.Array:
     """What this device sends if it belongs to the replica with these owners: a row for each,
-    with its blocks of the owner's matrices.
+    with its blocks of the owner's matrices. `_run_round` chooses by the replica's number.
 
     `stacks` has this device's blocks of each leaf, [matrices, rows, columns]. An owner of the
     matrices 2 and 3 of a leaf with blocks [16, 64] gets a row of 2048 numbers,

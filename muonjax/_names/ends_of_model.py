@@ -106,7 +106,8 @@ def _widths(
     {32} and {80} of a kernel [32, 80].
 
     An attention's output [4, 16, 64] takes {4, 16} and gives {64}. `ends` counts them, because a
-    layer whose width no other parameter takes may be an output head.
+    layer whose output no other parameter takes may be an output head. `numbers` is its matrix, or
+    None if Adam takes it.
     """
     # A scale or a table has the width of the layers before and after it; a scalar has no width.
     if p.role.name in ("scale", "embedding") and p.shape:

@@ -27,8 +27,8 @@ def words(path: str) -> Words:
     # The path of a tree that is one array is "".
     names = re.findall(r"[^/.]+", path) or [""]
     while len(names) > 1 and re.fullmatch(_CONTAINER, names[-1]):
-        # Only behind the name of an array. Behind any other name a number is the layer's own,
-        # as in layers/0.
+        # Only behind the name of an array, such as `kernel` or `bias`. Behind any other name a
+        # number is the layer's own, as in layers/0.
         if not re.fullmatch(_ARRAY, snake(names[-2])):
             break
         names.pop()
@@ -36,7 +36,8 @@ def words(path: str) -> Words:
 
 
 def layer_of(path: str) -> tuple[Words, str]:
-    """The layer that a leaf belongs to: its scope, and its name in snake case without a number.
+    """The layer that a leaf belongs to: its scope, which are the modules around it, and its name in
+    snake case without a number.
 
     All layers of a list have the same scope and name; only `module` differs between them.
 
