@@ -112,28 +112,29 @@ class ClipByStatistic:
     def init(self, params: optax.Params) -> QKClipState:
         """The state before the first update."""
         # `optax.tree_map_params` calls `init` with a placeholder that has no leaves, to see what in
-        # a state mirrors the parameters. Nothing does here: an array in place of each dictionary
-        # says so, and fits dictionaries with any keys. Masked parameters count as leaves, so that a
-        # tree of these alone is no placeholder, and `find` refuses it.
+        # a state mirrors the parameters. Nothing does here, so there is no placeholder in the
+        # result. An array in place of each dictionary is a prefix of the state's dictionaries,
+        # whatever keys these have. Masked parameters count as leaves, so that a tree of these alone
+        # is no placeholder, and `find` refuses it.
         if not jax.tree.leaves(params, is_leaf=is_masked):
             no_dicts: Any = [jnp.zeros([])] * 5
             return QKClipState(*no_dicts)
         with errors_of(self.call):
             modules = Modules(params)
             sites, _ = self.find(modules)
-        # One warning for each optimizer: `update` is traced more than once.
+        # Not in `update`, which is traced more than once, and would warn each time
         self._warn_of_low_precision(sites, modules)
         return first_state(sites, modules)
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, QKClipState]:
-        """The updates that take the weights to their clipped values."""
+        """The updates that take the weights to their clipped values, and the state after them."""
         # In a chain, Optax hands every member all further arguments by name.
         statistics = extra_args.get(self.argument)
         with errors_of(self.call):
-            # The state of another optimizer lacks this field,
-            # and so does a dictionary from a checkpoint.
+            # The state of another optimizer lacks this field, and so does the dictionary that a
+            # checkpoint may have made of this state.
             if not hasattr(state, "factors"):
                 raise ValueError(message_for_other_state(state))
             require_params(params)
@@ -149,13 +150,14 @@ class ClipByStatistic:
             # the statistics of a program's attentions with frozen parameters, which are ignored.
             modules = Modules(params)
             sites, not_trained = self.find(modules)
+            # The state has to have these sites too, with as many heads.
             self._check_state(state, sites)
             maxima = match_statistics(self.argument, statistics, sites, not_trained)
             if self.axis_name:
                 # Replicas that clip by their own maxima would diverge.
                 maxima = jax.lax.pmax(maxima, self.axis_name)
             state, factors = self.state_and_factors(state, sites, maxima)
-            # u' with p + u' = factor · (p + u)
+            # A parameter p and its update u: the result is u' with p + u' = factor · (p + u).
             return scaled_leaves(updates, modules.leaves, factors), state
 
     def state_and_factors(
@@ -175,6 +177,7 @@ class ClipByStatistic:
           The state, and the factors as `_parameter_factors` says, by γ of each head. γ is 1 for all
           heads unless this is the k-th, 2k-th, ... update of `every_k` = k.
         """
+        # `state.count` is the number of updates before this one.
         is_due = (state.count + 1) % self.every_k == 0
         threshold = self.threshold
         # A schedule goes by the number of clips so far, not of updates.
@@ -192,7 +195,7 @@ class ClipByStatistic:
             maximum = jnp.maximum(maximum, state.running_max[name])
             after.running_max[name] = jnp.where(is_due, -jnp.inf, maximum)
             gamma = jnp.where(is_due, clip_factor(maximum, threshold), 1.0)
-            # For a log, the state keeps what the last clip did until the next clip.
+            # For a log, these two keep what the last clip did until the next clip.
             after.maxima[name] = jnp.where(is_due, maximum, state.maxima[name])
             after.factors[name] = jnp.where(is_due, gamma, state.factors[name])
             is_clipped = (gamma < 1).astype(jnp.int32)
@@ -216,7 +219,8 @@ class ClipByStatistic:
     def _warn_of_low_precision(
         self, sites: Sequence[PlacedSite], modules: Modules
     ) -> None:
-        """Warn of the first weights with fewer than 32 bits, in which a factor near 1 is lost."""
+        """Warn once, of the first weights with fewer than 32 bits, in which a factor near 1 is
+        lost."""
         for site in sites:
             for scale in site.scales:
                 dtype = modules.leaves[scale.leaf].dtype
@@ -232,13 +236,15 @@ class ClipByStatistic:
 def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
     """The state before the first update: no maxima since a clip (`running_max`), none that a clip
     used (`maxima`), and no head scaled."""
+    # No updates so far, and four dictionaries, whose arrays follow
     state = QKClipState(jnp.zeros([], jnp.int32), {}, {}, {}, {})
     for site in sites:
-        # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters.
+        # On a mesh with explicit axis types, sums with this zero lie on the mesh of the parameters,
+        # as the state after an update will: else `jit` would compile `update` twice.
         zero = zero_beside(modules.leaves[site.scales[0].leaf])
         zeros = jnp.zeros(site.shape, jnp.float32) + zero.astype(jnp.float32)
-        # Each field gets an array of its own, because a buffer that is in two places can't be
-        # donated.
+        # Each field gets the result of an operation of its own, and so another buffer: one that is
+        # in two places can't be donated.
         state.running_max[site.name] = zeros - jnp.inf
         state.maxima[site.name] = zeros - jnp.inf
         state.factors[site.name] = zeros + 1.0
@@ -249,7 +255,8 @@ def first_state(sites: Sequence[PlacedSite], modules: Modules) -> QKClipState:
 def clip_factor(
     signal: Float[Array, "*layers entries"], threshold: Any
 ) -> Float[Array, "*layers entries"]:
-    """γ = min(1, threshold / S); exactly 1 unless S is finite and above the threshold.
+    """γ = min(1, threshold / S) for each entry S of `signal`, float32; exactly 1 unless S is finite
+    and above the threshold.
 
     It is also 1 if the threshold is not positive, which a schedule may return.
     """
@@ -257,7 +264,7 @@ def clip_factor(
     threshold = jnp.asarray(threshold, jnp.float32)
     # NaN compares as False, so a head with NaN keeps its weights.
     is_hot = (signal > threshold) & jnp.isfinite(signal) & (threshold > 0)
-    # JAX's check for NaN sees both branches of a `where`,
+    # `jax_debug_nans` looks at both branches of a `where`,
     # so the branch that is not used divides by 1.
     positive = jnp.where(is_hot, signal, 1.0)
     gamma = jnp.where(is_hot, threshold / positive, 1.0)
@@ -290,8 +297,8 @@ def _parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
             # What is not scaled has 1.
             factor = placed.spread(root, otherwise=1.0)
             # A kernel may have two scales, as the query and the rotary features of latent
-            # attention. Each is 1 on the features of the other (`_disjoint_attentions` has checked
-            # this), so their product is the factor of the kernel.
+            # attention, or a query and a key of a fused kernel. Each factor is 1 where the other
+            # scale is (`_disjoint_attentions` has checked this), so the kernel's is their product.
             factors[placed.leaf] = factors.get(placed.leaf, 1.0) * factor
     return factors
 

@@ -38,12 +38,13 @@ def match_statistics(
     )
     if not isinstance(given, Mapping):
         raise TypeError(f"{argument}={type(given).__name__}: {form}")
-    # Statistics are looked up by the same text as the state, whatever type their keys have.
+    # The sites' names are strings. A key of another type is looked up by its text.
     statistics = {str(path): value for path, value in given.items()}
     names = [site.name for site in sites]
     missing = [name for name in names if name not in statistics]
     # A statistic without a site is a mistake too: its attention would go unclipped. `ignored` are
-    # the attentions of a program whose parameters do not train: they are measured, and not clipped.
+    # the attentions of a program with parameters that do not train: `value_and_grad` measures them
+    # too, and the clip has no sites for them.
     unclaimed = statistics.keys() - names - ignored
     if missing or unclaimed:
         raise ValueError(
@@ -62,12 +63,12 @@ def match_statistics(
 def _finite_statistic(
     argument: str, value: Any, site: PlacedSite
 ) -> Float32[Array, "*layers entries"]:
-    """The statistic of a site, [*layers, entries], where what is not finite is -inf;
-    raises if it is not such an array.
+    """The statistic of a site, float32 [*layers, entries], where what is not finite is -inf;
+    raises if it is no array of real numbers, or has another shape.
 
-    Axes of one entry may be missing: a program does not record a scan of length one as a loop, so
-    its statistic has no axis of layers, and a signal with one number for each layer may come
-    without an axis of entries.
+    Axes of size one may be missing in `value`: a program does not record a scan of length one as a
+    loop, so its statistic has no axis of layers, and a signal with one number for each layer may
+    come without an axis of entries.
 
     Args:
       argument: What `update` calls the statistics, for errors.
@@ -81,9 +82,10 @@ def _finite_statistic(
         raise TypeError(
             f"{what} is {shown(value)}; give an array of real numbers, [*layers, heads]."
         )
-    # The clip is no part of the loss, and its arithmetic is in float32 whatever the model computes
-    # in.
+    # The clip is no part of the loss: a derivative through an update does not pass here. Its
+    # arithmetic is in float32 whatever the model computes in.
     statistic = lax.stop_gradient(jnp.asarray(value)).astype(jnp.float32)
+    # Both shapes are compared without their axes of size one; `reshape` below adds those again.
     long_axes = tuple(size for size in site.shape if size != 1)
     if statistic.squeeze().shape != long_axes:
         raise ValueError(
@@ -91,7 +93,7 @@ def _finite_statistic(
             "heads: take the maximum over all other axes. What value_and_grad returns fits the "
             "sites of muonjax.inspect."
         )
-    # -inf loses against each measurement of another micro-batch or device,
-    # and no head is clipped by it.
+    # The clip takes the maximum over micro-batches and devices, where -inf loses against each
+    # finite measurement, as NaN or inf would not. Where only it remains, no head is clipped.
     statistic = jnp.where(jnp.isfinite(statistic), statistic, -jnp.inf)
     return statistic.reshape(site.shape)

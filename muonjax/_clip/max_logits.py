@@ -158,9 +158,9 @@ def _visible_blocks(
 ) -> np.ndarray:
     """[blocks, 2]: the first query i and the first key j of each block that has a visible pair.
 
-    Query i sees keys i - left … i + right. The blocks are known while tracing, so that one without
+    Query i sees keys i - left … i + right; neither is negative, so query 0 sees key 0, and there is
+    at least one block to take a maximum of. The blocks are known while tracing, so that one without
     a visible pair costs nothing; the caller hides those pairs of a block that are not visible.
-    There is at least one block to take a maximum of, as query 0 sees key 0.
     `block_q` <= T and `block_k` <= S.
 
     >>> # Causal, no limit to the left.

@@ -56,7 +56,7 @@ class Modules:
 def place_sites(
     modules: Modules, sites: Iterable[Site]
 ) -> tuple[list[PlacedSite], set[str]]:
-    """Every module that the sites match, checked against the parameters;
+    """A site for every module that the sites match, checked against its parameters;
     and the names of the statistics to skip.
 
     `value_and_grad` measures all attentions of a program. The statistics of those with a parameter
@@ -66,14 +66,14 @@ def place_sites(
     not_trained: set[str] = set()
     for site in sites:
         # A site by hand is a pattern. If it finds no parameters, that is a mistake, and `_matched`
-        # or `_placed_scales` raises.
+        # or `_placed_scales` raises. An exact site is one attention of a program.
         paths = [site.path] if site.exact else _matched(site, modules)
         for path in paths:
-            # The key of a statistic: the path of its module, and its signal where the module has
-            # several. Without a signal this is "attention/", and without both the whole tree.
+            # The key of a statistic: the path of its module, then the site's signal, which names it
+            # where a module has several: "attention/" has none. The whole tree has the path "".
             name = below(path, site.signal).strip("/") or "max_logits"
-            # An exact site is one attention of a program. If it is frozen,
-            # a parameter of it is missing or masked here.
+            # In an attention that does not train a parameter is missing or masked here. If the site
+            # is by hand, `_placed_scales` raises for it, but not for a bias that is missing.
             leaves = [below(path, scale.path) for scale in site.scales]
             if site.exact and not all(map(modules.is_trained, leaves)):
                 not_trained.add(name)
@@ -85,8 +85,8 @@ def place_sites(
                 )
             scales = _placed_scales(site, path, leaves, modules)
             attentions[name] = PlacedSite(name, tuple(scales))
-    # There is at least one site, and one by hand has a module by now, or has raised: all these are
-    # attentions of a program that do not train.
+    # There is at least one site, and one by hand has a module by now, or has raised. So without any
+    # attention, all sites are those of a program, and no attention of it trains here.
     if not attentions:
         names = listed(sorted(not_trained), ", ")
         raise ValueError(
@@ -100,19 +100,21 @@ def place_sites(
 def _matched(site: Site, modules: Modules) -> list[str]:
     """The paths of the modules that a site matches; raises ValueError if there are none.
 
-    A module matches by its path, and by a child with the name of the site's first projection: with
-    the default pattern ".*", `mha_site` finds the modules that have a `query`.
+    The site's pattern has to match the path of the module, and the module has to have a child with
+    the name of the site's first projection: with the default pattern ".*", `mha_site` finds the
+    modules that have a `query`. What else the site scales is looked up later.
     """
     # The child is "query" for the scale of "query/kernel", and "q" for that of a bare array "q".
     first = site.scales[0].path
     child = _parent(first) or first
-    # A path without wildcards is looked up: there may be a thousand sites,
-    # and each search goes over all modules.
+    # A path without wildcards can match itself alone, and is looked up: there may be a thousand
+    # sites, and each search goes over all modules.
     is_plain = re.escape(site.path) == site.path
     candidates = [site.path] if is_plain else sorted(modules.leaves_of)
     matched = []
     for path in candidates:
         place = below(path, child)
+        # The child is a module, or a bare array.
         has_child = place in modules.leaves_of or place in modules.leaves
         if has_child and re.fullmatch(site.path, path):
             matched.append(path)
@@ -137,8 +139,9 @@ def _placed_scales(
     scan_axis: Any = site.scan_axis  # a tuple after the checks of `Site`
     scales: list[PlacedScale] = []
     for scale, leaf in zip(site.scales, leaves, strict=True):
-        # A layer without a bias has no leaf for it. A bias that `optax.masked` hides has a leaf,
-        # which `_checked_shape` refuses.
+        # A layer without a bias has no leaf for it, and its optional scale is left out. A bias that
+        # `optax.masked` hides is in `modules.leaves`, and `_checked_shape` refuses it: the clip
+        # could not scale it together with its kernel.
         if not scale.optional or leaf in modules.leaves:
             shape = _checked_shape(path, leaf, modules)
             scales.append(placed(scale, leaf, shape, scan_axis))
@@ -146,13 +149,14 @@ def _placed_scales(
     # have to tell: a norm would undo the clip, heads that do not fit could not be multiplied, and
     # an adapter would add what is not scaled.
     if not site.exact:
-        # Only an attention has queries and keys. `signal_clip` may scale anything,
-        # and has factors of other names.
+        # Only an attention has queries and keys. Factors of other names are those of a layer that
+        # `signal_clip` scales: it may have norms, and need not have heads.
         if any(scale.factor in ("query", "key") for scale in site.scales):
             _refuse_norms(path, site.norms, modules)
             _check_heads(path, scales)
         _refuse_adapters(path, leaves, modules)
-    # A statistic has one axis for each axis of layers, so kernels and biases need the same ones.
+    # A statistic has one axis for each axis that counts layers, so these axes have the same sizes
+    # in all kernels and biases.
     layers = {scale.leaf: scale.layers for scale in scales}
     if len(set(layers.values())) > 1:
         raise ValueError(
@@ -167,9 +171,12 @@ def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
     8 query heads of 64 features fit 8, 4, 2 or 1 key heads of 64,
     and a bias has as many as its kernel.
     """
+    # The rotary queries of latent attention, whose factor is "whole", have as many heads as the
+    # other queries.
     query_heads = {scale.entries for scale in scales if scale.factor != "key"}
     key_heads = {scale.entries for scale in scales if scale.factor == "key"}
-    # Rotary queries, "whole", have as many heads, and are multiplied by a key that nothing scales.
+    # Rotary queries are multiplied by a key of their own, which nothing scales, and may have
+    # another number of features.
     features = {scale.features for scale in scales if scale.factor != "whole"}
     # A site without queries or without keys has an empty set, and is refused too.
     is_one_each = len(query_heads) == len(key_heads) == len(features) == 1
@@ -192,7 +199,8 @@ def _refuse_adapters(path: str, scaled: Sequence[str], modules: Modules) -> None
     queries that keeps its size. `scaled` are the paths of the kernels and biases that the site
     names, also of biases that are not there.
     """
-    # If queries are a bare array of the attention, what lies next to it may be anything.
+    # If the queries are a bare array of the attention, as "attn/q", its parent is the attention
+    # itself, which may hold anything else.
     projections = {_parent(leaf) for leaf in scaled} - {path}
     inside = set()
     for projection in projections:
@@ -211,6 +219,7 @@ def _refuse_norms(path: str, norms: str, modules: Modules) -> None:
     """
     normalizing = set()
     for leaf in modules.leaves_of[path]:
+        # "q_norm" of "attn/q_norm/scale", for the module "attn"
         child, _, _ = leaf.removeprefix(f"{path}/").partition("/")
         if re.fullmatch(norms, child, re.IGNORECASE):
             normalizing.add(child)
@@ -226,6 +235,7 @@ def _checked_shape(module: str, path: str, modules: Modules) -> tuple[int, ...]:
     """The shape of the parameter at `path`; raises unless it is trained and of floats that a factor
     can scale."""
     if not modules.is_trained(path):
+        # A masked parameter is there, so the message must not say that it is missing.
         masked = " that is not masked out" if path in modules.leaves else ""
         raise ValueError(
             f"{module!r} has no parameter {path!r}{masked}. If it is frozen, or only an adapter is "

@@ -101,23 +101,25 @@ def clip_of_logits(
     axis_name: Any = None,
 ) -> ClipByStatistic:
     """The clip by largest logits for the public function `call`: "qk_clip", "muonclip",
-    "adamclip" or "apply_qk_clip".
+    "adamclip" or "apply_qk_clip", whose other arguments these are.
 
     That function puts its own name before the messages of errors, with `errors_of`.
     """
     check_range("threshold", threshold, "positive and finite", _USUAL, schedule=True)
     is_optimizer = call in ("muonclip", "adamclip")
-    # `muonclip(2e-3)` is a likely first call. The signature allows it,
-    # so that the message can show both lines.
+    # `muonclip(2e-3)` and `qk_clip(100.0)` are likely first calls. Their signatures allow them, so
+    # that this message can show both lines. `apply_qk_clip` requires its sites: `as_sites` refuses
+    # its None.
     if sites is None and call != "apply_qk_clip":
         line = f"tx = muonjax.{call}({'2e-3' if is_optimizer else '100.0'}, program)"
         raise ValueError(
             " needs to know where attention is: program = muonjax.inspect(loss_fn, params, "
             f"batch), then\n{line}"
         )
-    # γ = min(1, threshold / largest logit). Once the sites are placed on modules,
-    # `_disjoint_attentions` gives queries and keys their powers of γ, 1/2 each, or 1 and 0 where
-    # heads share keys. It refuses sites that would scale the same numbers twice.
+    # γ = min(1, threshold / largest logit). `init` and `update` place the sites on modules, and
+    # hand them to `prepare`: `_disjoint_attentions` gives queries and keys their powers of γ, 1/2
+    # each, or 1 and 0 where heads share keys. It refuses sites that would scale the same numbers
+    # twice.
     return ClipByStatistic(
         call=call,
         argument="max_logits",
@@ -170,11 +172,11 @@ def apply_qk_clip(
         attentions, not_trained = clip.find(modules)
         maxima = match_statistics("max_logits", max_logits, attentions, not_trained)
         # A state keeps the largest logits since its last clip. A new one has none, so that these
-        # logits alone decide.
+        # logits alone decide. Without `every_k` each update clips, so also this first one.
         state = first_state(attentions, modules)
         _, factors = clip.state_and_factors(state, attentions, maxima)
-    # `scaled_leaves` gives u' = f·u + (f − 1)·p. With p = 0 and the parameters as u,
-    # that is the clipped parameters.
+    # `scaled_leaves` gives u' = f·u + (f − 1)·p, and u itself, bit for bit, where f = 1. With p = 0
+    # and the parameters as u, u' is the clipped parameters.
     zeros = {path: jnp.zeros_like(modules.leaves[path]) for path in factors}
     return scaled_leaves(params, zeros, factors)
 
@@ -190,9 +192,9 @@ def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
     also those of a shared key, whose power is 0. Two attentions may share a leaf, such as a fused
     projection, if each names its own positions; and so may the queries and the keys of one.
     """
-    # The numbers of each leaf that are named so far, in a shape that broadcasts to it, or False
-    # for none. Booleans, because masks along different axes of a parameter are together as large
-    # as the parameter.
+    # The numbers of each leaf that are named so far: a mask that broadcasts to the leaf, such as
+    # [1, heads, size], or False for none. Masks along different axes make one as large as the leaf,
+    # so it has booleans, which are small.
     scaled: dict[str, Any] = defaultdict(bool)
     attentions = []
     for site in sites:
@@ -209,6 +211,7 @@ def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
                 raise ValueError(
                     f"{site.name!r} has a factor {scale.factor!r}, not query, key or whole."
                 )
+            # The mask of this scale: True at the numbers of the leaf that it names
             all_heads = np.ones((*scale.layers, scale.entries), bool)
             is_scaled = scale.spread(all_heads, otherwise=False)
             if (scaled[scale.leaf] & is_scaled).any():

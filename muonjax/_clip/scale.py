@@ -76,6 +76,8 @@ class Scale:
 
     @errors_of("Scale")
     def __post_init__(self):
+        """Check each field, as far as it does not depend on a parameter's shape, and make `axes` a
+        tuple."""
         # The factor is given by its name, such as "query".
         check_text(path=self.path, factor=self.factor)
         whole_number("rank", self.rank, 0, ", at least 0.")
@@ -83,8 +85,10 @@ class Scale:
         if self.entries is not None:
             whole_number("entries", self.entries, 1, ", at least 1, or None.")
         axes = axis_numbers("axes", self.axes)
+        # The dataclass is frozen: `self.axes = axes` would raise.
         object.__setattr__(self, "axes", axes)
-        # With two axes, (1, -1) names one twice, and 2 in (1, 2) is out of range: fewer remain.
+        # If a layer has two axes, (1, -1) names one twice, and (1, 2) one that is out of range: one
+        # axis is left, fewer than were given.
         if len(_distinct_axes(axes, self.rank)) < len(axes):
             raise ValueError(
                 f"({axes=}) must be different axes of the {self.rank} of one layer."
@@ -167,7 +171,7 @@ class PlacedScale(NamedTuple):
             [[a, a, b, b, 1, 1]]    with 1 `otherwise`.
 
         An axis without entries has size one: it broadcasts to the parameter.
-        NumPy's arrays give one of NumPy's.
+        An array of NumPy's gives one of NumPy's.
         """
         scale = self.scale
         *layers, entries = values.shape
@@ -179,18 +183,20 @@ class PlacedScale(NamedTuple):
         first, end = scale.part
         run_size = (end - first) * scale.groups // entries
         xp = values.__array_namespace__()  # NumPy or jax.numpy
-        # All features of a head have its value.
+        # [*layers, entries, features]: all features of a head have its value, [[a, a], [b, b]] in
+        # the example.
         shape = (*layers, entries, self.features)
         values = xp.broadcast_to(values[..., None], shape)
-        # [*layers, entries, run_size]: outside of its span a run is not scaled,
-        # as the values behind MLA's keys.
+        # [*layers, entries, run_size]: outside of its span a run is not scaled, as the values
+        # behind MLA's keys. In the example the span is the run.
         table = _padded(values, scale.span[0], run_size, otherwise)
-        # A kernel [d, heads, size] has the shape of its axes already. It must not be reshaped: on a
-        # mesh with explicit axis types JAX refuses that for sharded heads.
+        # For a kernel [d, heads, size] these are the sizes of its axes already. It must not be
+        # reshaped: on a mesh with explicit axis types JAX refuses that for sharded heads.
         if table.shape != (*layers, *sizes):
-            # [*layers, groups, group_size]: outside of its part a group is not scaled,
-            # as the values of a fused kernel.
+            # The runs of each group one after the other, [*layers, groups, part]: [[a, a, b, b]]
             table = table.reshape(*layers, scale.groups, -1)
+            # [*layers, groups, group_size]: outside of its part a group is not scaled, as the
+            # values of a fused kernel: [[a, a, b, b, 1, 1]]
             group_size = math.prod(sizes) // scale.groups
             table = _padded(table, first, group_size, otherwise)
             table = table.reshape((*layers, *sizes))
@@ -214,9 +220,11 @@ def _padded(values: Any, first: int, size: int, otherwise: float) -> Any:
 def placed(
     scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
 ) -> PlacedScale:
-    """Place a scale on the parameter `leaf` of this shape; raise ValueError where it does not fit.
+    """Place a scale on the parameter `leaf` of this shape, which fills in what the scale leaves
+    open: its number of entries, and the ends of its part and of its span.
 
-    `scan_axis` has the axes that count layers; None: the leading ones that the scale leaves over.
+    Raises ValueError where the shape does not fit. `scan_axis` has the axes that count layers;
+    None: the leading ones that the scale leaves over.
     """
     # The axes of the parameter that count layers, () for a single layer.
     stack = _stack(scale, leaf, shape, scan_axis)
@@ -224,23 +232,24 @@ def placed(
     # axis 1 makes a kernel (d, L, heads, head_dim) but a bias (heads, L, head_dim).
     layer_axes = [axis for axis in range(len(shape)) if axis not in stack]
     axes = tuple(layer_axes[axis] for axis in scale.axes)
-    # The keys of a fused kernel [d, 384] with eight heads of 16 features are the part 128:256 of
-    # one group of 384 positions, and each head has a run of 16 of them. In two groups,
-    # [q q k v | q q k v], the part is that of each: both parts together are the runs of four heads,
-    # the same number from each group (`entries % scale.groups`). What the scale leaves open
-    # follows from the shape: the first axis counts the entries, as heads in (d, heads, head_dim),
-    # and a part or a span goes to the last position.
     sizes = [shape[axis] for axis in axes]
+    # In (d, heads, head_dim) the first of the two axes counts the heads. Without axes the whole
+    # parameter is one entry.
     entries = scale.entries or (sizes[0] if sizes else 1)
+    # The positions along the flattened axes come in equal groups. A fused kernel [d, 384] of eight
+    # heads, [q | k | v], is one group of 384; [q q k v | q q k v] has two.
     group, rest = divmod(math.prod(sizes), scale.groups)
+    # The positions of a group that belong to the entries, 128:256 for the keys of those 384
     first, end = scale.part
     if end is None:
         end = group
-    # The run of each head; it has to be a whole number of positions.
+    # The parts of all groups together hold a run of each entry, for the eight keys one of 16.
     run, rest_of_run = divmod((end - first) * scale.groups, entries)
+    # What is scaled of each run
     first_of_run, end_of_run = scale.span
     if end_of_run is None:
         end_of_run = run
+    # Groups and runs have whole numbers of positions, and each group as many runs as the others.
     is_whole = rest == rest_of_run == entries % scale.groups == 0
     if not (is_whole and first_of_run < end_of_run <= run and first < end <= group):
         raise ValueError(
@@ -256,18 +265,19 @@ def placed(
 def _stack(
     scale: Scale, leaf: str, shape: tuple[int, ...], scan_axis: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """The axes of a parameter that count layers: `scan_axis`, or the leading ones.
+    """The axes of a parameter that count layers, none negative: `scan_axis`, or the leading ones.
 
     They are (0,) for kernels [d, heads, size] in a stack [layers, d, heads, size]. A parameter of a
     single layer has none, even if the site has a `scan_axis` for other modules that it matches.
     """
     rank = len(shape)
-    # `scale.rank` axes belong to each layer.
+    # How many axes there are besides the `scale.rank` axes of each layer
     count = rank - scale.rank
     stack = scan_axis
     if stack is None or count == 0:
         stack = tuple(range(count))
-    # One axis for each that is not the layer's own, different ones, and none out of range.
+    # There must be so many, and `_distinct_axes` drops those that repeat one or are out of range.
+    # A parameter with fewer axes than a layer has a negative count, and is refused too.
     if not len(_distinct_axes(stack, rank)) == len(stack) == count:
         raise ValueError(
             f"{leaf!r} has shape {shape}; its site expects {scale.rank} axes for each layer, and "

@@ -70,20 +70,22 @@ class Site:
 
     @errors_of("Site")
     def __post_init__(self):
+        """Check each field, so that a mistake raises where the site is made, and make `scan_axis` a
+        tuple."""
         check_flag(exact=self.exact)
         check_text(path=self.path, signal=self.signal)
-        # An exact path is that of one module. A pattern is compiled here, so that a mistake in it
-        # has the argument's name.
+        # The path of an exact site is that of one module. Other paths are patterns.
         if not self.exact:
             check_pattern("path", self.path)
         check_pattern("norms", self.norms)
+        # An empty sequence is refused too: a site without scales would clip nothing.
         if not _is_sequence_of(Scale, self.scales):
             raise TypeError(
                 f"(scales={shown(self.scales)}) must be a sequence of muonjax.Scale, at least one."
             )
         if self.scan_axis is not None:
             axes = axis_numbers("scan_axis", self.scan_axis)
-            # A tuple, as (2,) for 2. A field of a frozen dataclass is set in this way alone.
+            # (2,) for 2. The dataclass is frozen: `self.scan_axis = axes` would raise.
             object.__setattr__(self, "scan_axis", axes)
 
 
@@ -99,8 +101,8 @@ Sites: TypeAlias = Site | Sequence[Site] | Any  # a `Program` has `sites`
 def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
     """One site, several of them, or those of a `Program`, as a tuple.
 
-    Raises TypeError, which names the argument, for anything else. A `Program` without an attention
-    that can be clipped raises ValueError.
+    Raises TypeError, which names the argument, for anything else, also for an empty sequence. A
+    `Program` without an attention that can be clipped raises ValueError.
     """
     # `Program.sites` makes the sites anew, and warns of attentions that can't be clipped:
     # it is read once.
@@ -108,6 +110,8 @@ def as_sites(argument: str, sites: Any) -> tuple[Site, ...]:
     if isinstance(several, Site):
         several = (several,)
     if not _is_sequence_of(Site, several):
+        # In `muonclip(2e-3, 100.0)` the second argument is meant as the threshold, so the message
+        # ends with how settings are given.
         raise TypeError(
             f"({argument}={shown(sites)}) must be what muonjax.inspect(loss_fn, params, batch) "
             "returns, or sites such as muonjax.mha_site(). Give all other settings by their names."

@@ -38,8 +38,8 @@ def mha_site(
         axis. Flax's attention has "i h d", `nn.Dense` "i (h d)", a kernel stored (out, in)
         "(h d) i", Gemma's einsums "h i d".
       num_heads: Number of query heads; needed where h is in brackets.
-      num_kv_heads: Number of key heads; None: as many.
-        Refused if query and key heads then differ in size.
+      num_kv_heads: Number of key heads; None: `num_heads`. If query and key heads then differ in
+        size, the clip raises once it gets the parameters.
       scan_axis: The axis of layers in stacked parameters, `variable_axes={"params": scan_axis}` of
         `nn.scan`, one for each level of stacking; None: the leading axes.
 
@@ -56,10 +56,12 @@ def mha_site(
       >>> [scale.path for scale in site.scales]
       ['query/kernel', 'query/bias', 'key/kernel', 'key/bias']
     """
+    # Both may be None for a layout such as "i h d": the size of the axis h says how many there are.
     key_heads = num_heads if num_kv_heads is None else num_kv_heads
     with errors_of("mha_site"):
         check_text(query=query, key=key, layout=layout)
         _check_counts(num_heads=num_heads, num_kv_heads=num_kv_heads)
+        # Two scales each: of the kernel and of the bias
         queries = _projection(query, "query", layout, entries=num_heads)
         keys = _projection(key, "key", layout, entries=key_heads)
         return Site(path=path, scales=queries + keys, scan_axis=scan_axis)

@@ -44,7 +44,7 @@ def check_range(
       name: The name of the argument.
       value: What was given.
       wanted: The range, a name in `_RANGES`.
-      why: Ends the message of a number out of it.
+      why: Ends the message of a number out of it: "; 0.95 is usual.", or only ".".
       schedule: Whether a schedule may be given.
     """
     # What a schedule returns is known only in training.
@@ -60,8 +60,8 @@ def check_range(
     # `optax.inject_hyperparams` traces the numbers that it injects.
     if isinstance(value, Tracer):
         return
-    # Inside of `jit` a comparison of a known array would be traced,
-    # a comparison of Python's number is not.
+    # Inside of `jit` a comparison of an array, even of a known one, would be traced. That of
+    # Python's number is not.
     if not _RANGES[wanted](float(value)):
         raise ValueError(f"({name}={shown(value)}) must be {wanted}{why}")
 
@@ -108,10 +108,11 @@ WIDE_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 def given_dtype(name: str, value: Any, kinds: Sequence[Any], wanted: str) -> np.dtype:
     """`value` as a dtype; raises TypeError unless it is of one of these `kinds`, such as
     jnp.inexact, which `wanted` says in words."""
-    # `jnp.dtype` would take the dtype of an array, and float64 for None. Neither is a dtype.
+    # Neither an array nor None is a dtype, but `jnp.dtype` would return the array's dtype, and
+    # float64 for None.
     is_array = isinstance(value, (np.generic, np.ndarray, jax.Array))
     if not is_array and value is not None:
-        # `jnp.dtype` raises for what is no dtype.
+        # For what is no dtype `jnp.dtype` raises TypeError, and so does the last line, with `name`.
         with contextlib.suppress(TypeError):
             dtype = jnp.dtype(value)
             if any(jnp.issubdtype(dtype, kind) for kind in kinds):
@@ -174,10 +175,11 @@ def mesh_axes(name: str, value: Any) -> tuple[str, ...]:
 
 
 def fitted_mask(name: str, mask: Any) -> Any:
-    """The mask for Optax: a tree becomes a function that returns it,
-    and raises where it does not fit the parameters.
+    """The mask for Optax: a tree becomes a function of the parameters, which raises where the tree
+    does not fit them, and returns it.
 
-    None and a function stay.
+    None and a function stay. The error of such a function names the argument `name`; Optax's own
+    would speak of trees.
     """
     # Optax calls a function with the parameters, and takes what it returns.
     if mask is None or callable(mask):
@@ -283,14 +285,15 @@ def errors_of(call: str) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         # A subclass, such as UnicodeError, may have other arguments than a message.
         if type(error) in (TypeError, ValueError):
-            # The message without the name of a call. `trace` inside of `muon` keeps "(decay=2) must
-            # be in [0, 1)" in the error and raises "trace(decay=2) ..."; then `muon` puts its own
-            # name before what was kept.
+            # An inner call has left the message without its own name in `error.message`. `trace`
+            # inside of `muon` shows "trace(decay=2) must be in [0, 1)" and leaves "(decay=2) must
+            # be in [0, 1)", to which `muon` adds its name.
             message = getattr(error, "message", str(error))
             separator = "" if message.startswith(("(", ":", " ")) else ": "
             named = f"{call}{separator}{message}"
+            # This is what the user sees, unless an outer call replaces it.
             error.args = (named,)
-            # An argument is a part of the message, which all outer calls keep. (A type checker
+            # The name of an argument stays in what is left for outer calls. (A type checker
             # refuses `error.message = ...`, since exceptions declare no such attribute.)
             vars(error)["message"] = named if call.startswith("(") else message
         raise
@@ -365,29 +368,31 @@ def explains_keywords(
         `sources`."""
         signature = _full_signature(function, sources)
 
-        # Python passes `self` of a method such as `NewtonSchulz.__init__`,
-        # and a user does not see it.
+        # The names of the arguments, but for the `self` of a method such as
+        # `NewtonSchulz.__init__`, which a user does not give
         known = [key for key in signature.parameters if key != "self"]
 
         @functools.wraps(function)
         @errors_of(name)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            """`function`, after its arguments are checked;
-            Python's own errors would name an inner function."""
-            # `bind` would not say that what Optax or PyTorch call "beta" is "decay" in muonjax.
+            """`function`, after its arguments are checked by its `signature`, which has the names
+            `known`. In Python's own errors the function that `**settings` go to would be named."""
+            # `bind` below refuses unknown names too, but would not say that what Optax or PyTorch
+            # call "beta" is "decay" in muonjax, as `_meant` does.
             for keyword in kwargs:
                 if keyword not in known:
-                    # `errors_of` puts the name of the call before it.
+                    # `errors_of` puts `name`, that of the call, before it.
                     raise TypeError(
                         f" has no argument {keyword!r}{_meant(keyword, known)}."
                     )
+            # A missing argument, one that is given twice, or too many
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f": {error}; it takes {', '.join(known)}.") from None
             return function(*args, **kwargs)
 
-        # `help` and editors read the signature here.
+        # `help` and editors read the whole signature here.
         public: Any = checked
         public.__signature__ = signature
         return checked
@@ -405,6 +410,7 @@ def _full_signature(
     other keys of `MatrixSettings`, with the defaults that they have in `sources`.
     """
     signature = inspect.signature(function)
+    # Python has `**settings` come last.
     *parameters, settings = signature.parameters.values()
     if settings.kind is not inspect.Parameter.VAR_KEYWORD:
         return signature

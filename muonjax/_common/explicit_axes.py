@@ -39,8 +39,8 @@ def sharded_like(x: Shaped[Array, "*x"], other: Any) -> Shaped[Array, "*x"]:
 def whole_along(
     x: Shaped[Array, "*x"], axis: int, step: int | None
 ) -> Shaped[Array, "*x"]:
-    """x, gathered along `axis` so that it can be cut there;
-    as it is where its mesh has no explicit axis types.
+    """x, so that it can be cut along `axis`: gathered along it, where the parts do not fit its
+    shards; as it is where its mesh has no explicit axis types.
 
     With explicit axis types JAX refuses to cut a sharded axis into parts that the shards can't
     share equally.
@@ -56,6 +56,7 @@ def whole_along(
         return x
     sharding = jax.typeof(x).sharding
     num_shards = x.shape[axis] // sharding.shard_shape(x.shape)[axis]
+    # Then the length of each part, a multiple of `step`, is one of the number of shards too.
     if step and step % num_shards == 0:
         return x
     spec = [*sharding.spec]
@@ -77,7 +78,7 @@ def zero_beside(x: Any, axes: tuple[int, ...] | None = None) -> Int[Array, "*#x"
         such a mesh the zero is always a scalar, which broadcasts in the sum.
     """
     if isinstance(x, jax.Array) and is_explicit(x):
-        # A sum over what depends on x, since `jit` forgets the mesh of zeros_like(x).
-        # 0 · x itself could be NaN.
+        # A sum over what depends on x, since `jit` forgets the mesh of zeros_like(x). The sum of
+        # `isnan(x)` is finite: 0 · x itself could be NaN.
         return 0 * jnp.sum(jnp.isnan(x), axes, keepdims=axes is not None)
     return jnp.zeros([], int)

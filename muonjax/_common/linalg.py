@@ -123,16 +123,16 @@ def identity_like(
 ) -> Shaped[Array, "*#batch k k"]:
     """I in the dtype of A: [1, 1, k, k] for an A [8, 3, k, k].
 
-    With `as_constant` the program contains the numbers of a small one: XLA's CPU compiler would
-    unroll the comparison of rows and columns, which takes longer to compile than all else in a
-    small iteration. Leave it False where `jax.jvp` goes through a `shard_map`,
-    which refuses such a constant.
+    With `as_constant` the program contains the numbers of a small I, of up to 64 rows. Otherwise it
+    compares the numbers of rows and columns, and XLA's CPU compiler unrolls this, which takes
+    longer to compile than all else in a small iteration. Leave it False where `jax.jvp` goes
+    through a `shard_map`, which refuses such a constant.
     """
     k = a.shape[-1]
     # NumPy's matrix is a constant of the program, and `jnp.eye` compares.
     library = np if as_constant and k <= _LARGEST_CONSTANT else jnp
     identity = library.eye(k, dtype=a.dtype)
-    # Arrays of equal rank, as `jax_numpy_rank_promotion="raise"` asks for
+    # As many axes as A has, since `jax_numpy_rank_promotion="raise"` refuses to combine two ranks
     batch_axes = tuple(range(a.ndim - 2))
     return jnp.expand_dims(identity, batch_axes)
 
@@ -156,10 +156,10 @@ def square_of_any_size(
     """A power of two c for each matrix x, and `sum_of_squares(c x)`,
     which neither overflows nor underflows.
 
-    c is 1 for a usual x, 2^84 for a tiny one and 2^-84 for a huge one. A float32 entry that is not
-    subnormal is between 2^-126 and 2^128, so for up to 2^26 of them the sum that is returned is
-    between 2^-84 and 2^114. Zeros give 0. The sums at all three scales take one pass over x,
-    and one all-reduce.
+    c is 1 where the sum for x itself is between 2^-84 and 2^84, 2^84 where it is smaller and 2^-84
+    where it is larger. A float32 entry that is not subnormal is between 2^-126 and 2^128, so for up
+    to 2^26 of them the sum that is returned is between 2^-84 and 2^114. Zeros give 0, and inf and
+    NaN stay. The sums at all three scales take one pass over x, and one all-reduce.
 
     Args:
       x: Matrices [*batch, m, n] in float32 or wider.
@@ -173,8 +173,7 @@ def square_of_any_size(
     square = sum_of_squares(x)
     square_of_lowered = sum_of_squares(scaled(x, lowering))
     square_of_lifted = sum_of_squares(scaled(x, lifting))
-    # The sum of x itself counts between 2^-84 and 2^84.
-    # It is 0 after an underflow and infinite after an overflow.
+    # After an underflow the sum of x itself is 0 or small, after an overflow infinite.
     is_small = square < 2.0**-84
     is_large = square > 2.0**84
     c = jnp.where(is_small, lifting, jnp.where(is_large, lowering, 1.0))

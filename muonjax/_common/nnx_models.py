@@ -33,13 +33,14 @@ def parameters_of(tree: Any) -> Any:
 def as_function_of_parameters(
     fun: Callable[..., Any], params: Any, args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
-    """A function of a model as one of its parameters: (function, params, args) to call as
+    """`fun` as a function of a tree of parameters: (function, params, args), to be called as
     `function(params, *args)`.
 
-    For a model, `loss(model, *args)` gives a function of (parameters, other state, *args), the
-    parameters, and (other state, *args). For a tree, the three are what was given.
+    A tree gives what was given. For an NNX model in its place, the function takes (parameters,
+    state, *args) and calls `fun(model, *args)` with a model of these. Then `params` are the arrays
+    that train, and the new args begin with the state, which has all others, such as running means.
     """
-    # `muonjax.nnx`, or None for a tree
+    # The module `muonjax.nnx`, which has a function of the same name; None for a tree
     functions = functions_for(params)
     if functions is None:
         return fun, params, args

@@ -66,16 +66,17 @@ class Policy:
 
         A single array, such as that of scanned layers, may have more; on a TPU `chunk_size` then
         cuts it into batches within the same bound. On an accelerator a stack costs a copy and
-        memory, and saves launches. The bounds follow from operations that were counted
-        (docs/kernels.md).
+        memory, and saves launches. The bounds follow from operations of compiled programs, which
+        were counted, and not timed (docs/kernels.md).
         """
-        # On a CPU the loop over chunks (see `chunk_size`) reads the stack where it is.
+        # There is no bound on a CPU: its loop over batches (`chunk_size`) takes each out of the
+        # stack where it lies.
         if self.is_cpu:
             return math.inf
         if self.platform == "tpu":
-            # By that count, 8 matrices of 1024 x 4096 in two stacks of four take 16 % more time
-            # than one by one on a v5e, 53 % more on a v6e, and 29 % less on a v5p. JAX calls a v5e
-            # and a v6e "lite": they have less memory bandwidth.
+            # As counted, 8 matrices of 1024 x 4096 in two stacks of four take 16 % more time than
+            # one by one on a v5e, 53 % more on a v6e, and 29 % less on a v5p. JAX calls a v5e and a
+            # v6e "lite": they have less memory bandwidth.
             if "lite" in self.kind:
                 # One matrix of 1024 x 4096: the fast memory keeps no larger stack.
                 return 4 << 20
@@ -118,7 +119,7 @@ class Policy:
         less than half of the memory, 128 experts of 2048 x 768 a quarter less time than in eight.
         Four of 4096 x 14336 in one batch would take twice the memory of one at a time.
         """
-        # `matrix_view` refuses empty matrices.
+        # Not 0, by which `bound` could not be divided: `matrix_view` refuses empty matrices.
         size_of_one = math.prod(shape)
         # The elements that a batch may hold
         if self.is_cpu:
@@ -132,9 +133,9 @@ class Policy:
             # On a TPU, or a platform without a rule, a stack is one batch. A single array may have
             # more elements than a stack of several: it is cut into several batches.
             bound = int(self.stack_elements)
-        # One matrix is a batch, of whatever size. All batches have one size, so that they share a
-        # program: if five of 12 matrices fit, a batch has four.
-        size = max(1, min(count, bound // size_of_one))  # from 1 to count
+        # As many as fit in the bound, but at least one. All batches have one size, so that they
+        # share a program: if five of 12 matrices fit, a batch has four.
+        size = max(1, min(count, bound // size_of_one))
         while count % size != 0:
             size -= 1
         return size

@@ -21,11 +21,11 @@ def power_of_two_scale(
     The entries of complex matrices are their real and imaginary parts. A matrix whose largest entry
     is zero, subnormal (products take it for zero), inf or NaN gets 1/2. An entry above a quarter of
     the dtype's largest number comes to [1, 4) only, since the power that brings it lower is a
-    subnormal number. `largest_entry` stops the gradient: the scale is a constant for
-    differentiation, since what follows is invariant to positive scaling.
+    subnormal number. The scale is a constant for differentiation (`largest_entry` stops the
+    gradient): the callers' results do not depend on it, but for rounding.
 
     Args:
-      x: Matrices in float32, float64 or complex. Half types are cast to float32 first.
+      x: Matrices in float32, float64 or complex; the callers cast half types to float32.
     """
     return scale_of_largest(largest_entry(x))
 
@@ -33,8 +33,10 @@ def power_of_two_scale(
 def scale_of_largest(
     largest: Float[Array, "*batch 1 1"],
 ) -> Float[Array, "*batch 1 1"]:
-    """The power of two that brings a largest entry into [0.5, 1), with the exceptions of
-    `power_of_two_scale`."""
+    """The power of two that brings a largest absolute entry into [0.5, 1).
+
+    It is 1/2 for what is no normal number, and entries close to overflow end in [1, 4).
+    """
     info = jnp.finfo(largest.dtype)
     # Zero, subnormal numbers, inf and NaN are taken for 1, which gives 1/2.
     is_normal = (largest >= info.tiny) & (largest < jnp.inf)
@@ -46,7 +48,7 @@ def scale_of_largest(
     # 2^(bias - 1 - e) is in [0.5, 1). That power has the exponent 2 bias - 1 - e, in float32
     # 253 - e. Exponents of normal numbers begin at 1: for the two largest e, 253 and 254, the
     # exponent is 1 too, and their entries end in [1, 2) and [2, 4).
-    bias = info.maxexp - 1
+    bias = info.maxexp - 1  # 127 in float32
     exponent = jnp.maximum(2 * bias - 1 - (bits >> info.nmant), 1)
     return jax.lax.bitcast_convert_type(exponent << info.nmant, largest.dtype)
 

@@ -52,12 +52,12 @@ def flatten_with_names(tree: Any) -> tuple[list[tuple[str, ...]], list[Any]]:
       ValueError: Two leaves with the same "/"-joined names, as of {"a/b": x, "a": {"b": y}}.
       TypeError: An `nnx.FlatState`, whose arrays have numbers for JAX, and no names.
     """
-    # Among trees, only an `nnx.FlatState` has these.
+    # Only an `nnx.FlatState` has an attribute `paths`, and no other tree.
     if hasattr(tree, "paths"):
         raise TypeError(f"a {type(tree).__name__} has no names: give the nested state.")
-    # Boxes are opened first: then a path has no `value` of a box, and all its names count. The
-    # function `names`, which sees a path alone, drops any `value` at its end, also that of an
-    # Equinox module with `query`, `key` and `value`.
+    # Boxes are opened first: then a path has no `value` of a box, and all its names count, as
+    # "value" in an Equinox module with `query`, `key` and `value`. (The function `names`, which
+    # sees a path alone, drops a `value` at its end.)
     opened = jax.tree.map(
         without_box, tree, is_leaf=lambda node: is_masked(node) or is_boxed(node)
     )
@@ -85,13 +85,15 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def tree_of(tree_or_function: Any, params: Any) -> Any:
-    """The tree itself, or what the function returns for `params`, or what a `Program` says of them.
+    """Dimension numbers as a tree: the tree that was given, what a function returns for `params`,
+    or what a `Program` says of them.
 
     What is a tree for JAX is a tree, also a model that is callable,
     such as an Equinox module or an `nnx.Module`.
     """
     is_leaf = jax.tree_util.all_leaves([tree_or_function])
-    # A program has no method __call__: optax.inject_hyperparams would take it for a schedule.
+    # A `Program` is no function, but has this method: `optax.inject_hyperparams`, which may be
+    # around the optimizer, takes each argument that can be called for a schedule.
     if is_leaf and hasattr(tree_or_function, "dimension_numbers"):
         return tree_or_function.dimension_numbers(params)
     if not is_leaf or not callable(tree_or_function):
@@ -99,6 +101,7 @@ def tree_of(tree_or_function: Any, params: Any) -> Any:
     try:
         return tree_or_function(params)
     except TypeError as error:
+        # A likely mistake is the loss itself in place of its program: it lacks the batch.
         error.add_note(
             "It got the parameters alone. For a loss, give muonjax.inspect(loss_fn, params, batch)."
         )
@@ -108,8 +111,10 @@ def tree_of(tree_or_function: Any, params: Any) -> Any:
 def broadcast_prefix(
     prefix: Any, tree: Any, *, is_leaf: Callable[[Any], bool], what: str
 ) -> list[Any]:
-    """One entry of `prefix`, the tree or a prefix of it,
-    for each leaf of `tree` (a masked leaf does not count).
+    """One entry of `prefix`, the tree or a prefix of it, for each leaf of `tree`. (For JAX a masked
+    leaf is no leaf, and gets none.)
+
+    {"a": 1, "b": 2} gives [1, 1, 2] for a tree {"a": {"kernel": x, "bias": y}, "b": z}.
 
     Args:
       prefix: The tree of entries.
@@ -121,9 +126,10 @@ def broadcast_prefix(
       ValueError: `prefix` is no prefix of `tree`; JAX's message names the node that differs.
     """
     try:
+        # `tree` with entries in place of its leaves
         entries = jax.tree.broadcast(prefix, tree, is_leaf=is_leaf)
-        # Only down to the leaves of `tree`: an entry may be a tree itself,
-        # such as a named tuple or None.
+        # Flattened only down to the leaves of `tree`: an entry may be a tree for JAX, such as a
+        # named tuple or None, and stays whole.
         return jax.tree.structure(tree).flatten_up_to(entries)
     except ValueError as error:
         raise ValueError(
