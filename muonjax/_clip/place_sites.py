@@ -169,7 +169,7 @@ def _check_heads(path: str, scales: Sequence[PlacedScale]) -> None:
     """Raise unless queries and keys can be multiplied head by head.
 
     8 query heads of 64 features fit 8, 4, 2 or 1 key heads of 64,
-    and a bias has as many as its kernel.
+    and a bias has as many heads and features as its kernel.
     """
     # The rotary queries of latent attention, whose factor is "whole", have as many heads as the
     # other queries.

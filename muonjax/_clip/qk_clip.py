@@ -189,8 +189,9 @@ def _disjoint_attentions(sites: list[PlacedSite]) -> list[PlacedSite]:
     queries, whose key all heads share.
 
     Raises ValueError for another factor, and where two scales name the same numbers of a parameter,
-    also those of a shared key, whose power is 0. Two attentions may share a leaf, such as a fused
-    projection, if each names its own positions; and so may the queries and the keys of one.
+    also those of a shared key, whose power is 0: the logits would change by the factor of another
+    attention. Two attentions may share a leaf, such as a fused projection, if each names its own
+    positions; and so may the queries and the keys of one.
     """
     # The numbers of each leaf that are named so far: a mask that broadcasts to the leaf, such as
     # [1, heads, size], or False for none. Masks along different axes make one as large as the leaf,

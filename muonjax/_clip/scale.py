@@ -30,10 +30,12 @@ class Scale:
 
     The signal has entries: heads, output dimensions, or groups of them. Flatten the parameter's
     `axes`, and take the positions `part`: they are `entries` runs of equal length, and of each run
-    the positions `span` are scaled. A kernel (d, heads, head_dim) is `axes=(-2, -1)`, and the keys
-    of a fused (d, 3·heads·head_dim) are `axes=(-1,)`, `part=(heads·head_dim, 2·heads·head_dim)`,
-    `entries=heads`. A kernel that makes queries, keys and values group by group,
-    [q q k v | q q k v], has two `groups`, and its queries are the `part` (0, 2·head_dim) of each.
+    the positions `span` are scaled.
+
+    A kernel (d, heads, head_dim) is `axes=(-2, -1)`, and the keys of a fused (d, 3·heads·head_dim)
+    are `axes=(-1,)`, `part=(heads·head_dim, 2·heads·head_dim)`, `entries=heads`. A kernel that
+    makes queries, keys and values group by group, [q q k v | q q k v], has two `groups`, and its
+    queries are the `part` (0, 2·head_dim) of each.
 
     Attributes:
       path: The parameter's path below the site's module: "query/kernel".
@@ -243,7 +245,8 @@ def placed(
     first, end = scale.part
     if end is None:
         end = group
-    # The parts of all groups together hold a run of each entry, for the eight keys one of 16.
+    # The parts of all groups together are cut into a run for each entry, 16 positions for each of
+    # the eight keys.
     run, rest_of_run = divmod((end - first) * scale.groups, entries)
     # What is scaled of each run
     first_of_run, end_of_run = scale.span

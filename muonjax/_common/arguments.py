@@ -175,11 +175,10 @@ def mesh_axes(name: str, value: Any) -> tuple[str, ...]:
 
 
 def fitted_mask(name: str, mask: Any) -> Any:
-    """The mask for Optax: a tree becomes a function of the parameters, which raises where the tree
-    does not fit them, and returns it.
+    """The mask for Optax: a tree becomes a function of the parameters, which returns the tree and
+    raises where it does not fit them. None and a function stay.
 
-    None and a function stay. The error of such a function names the argument `name`; Optax's own
-    would speak of trees.
+    The errors name the argument `name`. Optax's own error for a tree that does not fit would not.
     """
     # Optax calls a function with the parameters, and takes what it returns.
     if mask is None or callable(mask):
@@ -275,10 +274,11 @@ def errors_of(call: str) -> Iterator[None]:
     public call.
 
     A message that begins with "(", ":" or a space continues the name: "trace(decay=2) must be in
-    [0, 1)". Calls may be nested; the error names only the outermost, which is the one that the user
-    wrote. A `call` that begins with "(" is an argument of it: "(rules=...)" inside of
-    "dimension_numbers" gives "dimension_numbers(rules=...): ...".
-    Also a decorator: `@errors_of("muon")`.
+    [0, 1)"; others follow ": ". Calls may be nested; the error names only the outermost, which is
+    the one that the user wrote.
+
+    A `call` that begins with "(" is an argument of it: "(rules=...)" inside of "dimension_numbers"
+    gives "dimension_numbers(rules=...): ...". Also a decorator: `@errors_of("muon")`.
     """
     try:
         yield
@@ -354,8 +354,8 @@ _NAMES_ELSEWHERE = {
 def explains_keywords(
     name: str, *sources: Callable[..., Any]
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: errors begin with the call's name, the whole signature is shown,
-    an unknown keyword is explained.
+    """A decorator: errors begin with the call's name, `help` shows the whole signature, and an
+    unknown keyword is explained: "muon has no argument 'beta': in muonjax it is decay."
 
     Args:
       name: The call's name in errors.

@@ -173,7 +173,7 @@ def square_of_any_size(
     square = sum_of_squares(x)
     square_of_lowered = sum_of_squares(scaled(x, lowering))
     square_of_lifted = sum_of_squares(scaled(x, lifting))
-    # After an underflow the sum of x itself is 0 or small, after an overflow infinite.
+    # The sum of x itself is below this after an underflow, and infinite after an overflow.
     is_small = square < 2.0**-84
     is_large = square > 2.0**84
     c = jnp.where(is_small, lifting, jnp.where(is_large, lowering, 1.0))

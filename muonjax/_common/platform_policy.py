@@ -114,6 +114,7 @@ class Policy:
 
         On a CPU a batched product is slower than the same products one after the other as soon as
         one matrix fills the caches (measured: benchmarks/optimizer/batching.py at commit 709d0d3e).
+
         On an accelerator few large launches win, and a loop copies its stack. Counted on a GPU
         (docs/kernels.md): 64 heads of 7168 x 128 take 29 % less time in one batch than in two, and
         less than half of the memory, 128 experts of 2048 x 768 a quarter less time than in eight.
