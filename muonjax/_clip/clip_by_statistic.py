@@ -174,8 +174,9 @@ class ClipByStatistic:
             by the name of the module.
 
         Returns:
-          The state, and the factors as `_parameter_factors` says, by γ of each head. γ is 1 for all
-          heads unless this is the k-th, 2k-th, ... update of `every_k` = k.
+          The state, and the factor of each parameter that is scaled, by its path, in a shape that
+          broadcasts to it. γ is 1 for all heads unless this is the k-th, 2k-th, ... update of
+          `every_k` = k.
         """
         # `state.count` is the number of updates before this one.
         is_due = (state.count + 1) % self.every_k == 0
@@ -185,6 +186,7 @@ class ClipByStatistic:
             threshold = threshold(state.count // self.every_k)
 
         gammas: ByPath = {}
+        # Unlike `+ 1` it stays at the largest int32.
         count = jnp.asarray(optax.safe_increment(state.count))
         after = QKClipState(count, {}, {}, {}, {})
         for name, maximum in maxima.items():
@@ -274,7 +276,7 @@ def clip_factor(
 
 
 def _parameter_factors(sites: Sequence[PlacedSite], gammas: ByPath) -> ByPath:
-    """What each parameter is multiplied by, in a shape that broadcasts to the parameter.
+    """What each parameter is multiplied by, by its path, in a shape that broadcasts to it.
 
     With γ = [1, 0.25] for two heads and the power 1/2, a kernel "attention/query/kernel" of shape
     [d, 2, head_dim] gets an array [1, 2, head_dim], which is 1 for the first head and 0.5 for the

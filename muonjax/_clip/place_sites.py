@@ -215,7 +215,8 @@ def _refuse_adapters(path: str, scaled: Sequence[str], modules: Modules) -> None
 def _refuse_norms(path: str, norms: str, modules: Modules) -> None:
     """Refuse a module of which a child has the name of a norm, such as q_norm.
 
-    A norm of queries or keys undoes the clip.
+    A norm of queries or keys undoes the clip. `norms` is the site's pattern for such names; "" fits
+    no name, so it allows all.
     """
     normalizing = set()
     for leaf in modules.leaves_of[path]:
