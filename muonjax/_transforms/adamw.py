@@ -16,11 +16,12 @@ def adamw(
     mask: Any = None,
     **settings: Any,
 ) -> optax.GradientTransformation:
-    """`optax.adamw`, computed in float32 or wider; for a schedule the state keeps the last rate."""
-    # Optax's own chain with two other members. The first computes in float32 or wider and keeps the
-    # second moments so: in float16 the squares of small gradients would be 0, and bfloat16 would
-    # round their changes of a thousandth away. The last one keeps the rate of a schedule's last
-    # step in its state, for a log.
+    """`optax.adamw`, computed in float32 or wider; for a schedule the state keeps the last rate.
+    `settings` are those of `optax.scale_by_adam`."""
+    # Optax's own chain with another first and last member. The first computes in float32 or wider
+    # and keeps the second moments so: in float16 the squares of small gradients would be 0, and
+    # bfloat16 would round their changes of a thousandth away. The last one keeps the rate of a
+    # schedule's last step in its state, for a log.
     return optax.chain(
         _scale_by_adam(**settings),
         optax.add_decayed_weights(weight_decay, mask),
@@ -49,7 +50,8 @@ def _scale_by_adam(**settings: Any) -> optax.GradientTransformation:
         updates: optax.Updates, state: optax.OptState, params: Any = None
     ) -> tuple[optax.Updates, optax.OptState]:
         directions, new_state = adam.update(widened(updates), state, params)
-        # Each update has the dtype of its gradient.
+        # Each update gets the dtype of its gradient, and each array of the state the dtype that it
+        # had: that of `init`, or of a restored checkpoint.
         directions = optax.tree.cast_like(directions, updates)
         return directions, optax.tree.cast_like(new_state, state)
 

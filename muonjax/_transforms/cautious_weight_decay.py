@@ -69,8 +69,9 @@ def cautious_weight_decay(
     @errors_of("cautious_weight_decay")
     def update(updates, state, params=None):
         require_params(params)
-        # `decay` reads the weights of the leaves that decay and of no others, so that those of all
-        # leaves may be replaced.
+        # `decay` adds `weight_decay` times the weights that it is given, in the leaves of `mask`
+        # alone. It is given 0 for each entry that does not decay. None counts as a leaf: an update
+        # of None has an array in `params`.
         weights = jax.tree.map(agreeing, updates, params, is_leaf=lambda x: x is None)
         return decay.update(updates, state, weights)
 

@@ -96,6 +96,7 @@ def ema_nesterov(
     inner = optax.with_extra_args_support(inner)
 
     def beta_at(count: jax.Array) -> jax.Array:
+        """beta at this step, counted from 0, as an array."""
         return jnp.asarray(
             beta(count) if callable(beta) else beta, jnp.result_type(float)
         )
@@ -117,8 +118,9 @@ def ema_nesterov(
         ema = jax.tree.map(
             lambda p: jnp.zeros_like(p, at_least_float32(dtype_of(p))), params
         )
-        # The state keeps the beta by which y is ahead of θ until the next update, so that θ is
-        # known: `update` takes the change of θ, and `ema_nesterov_params` returns y - beta m.
+        # The state keeps the beta of the step `count`, by which y is ahead of θ until the next
+        # update. So θ is known: `update` takes its change, and `ema_nesterov_params` returns
+        # y - beta m.
         return EmaNesterovState(inner_state, count, beta_at(count), ema)
 
     def update(updates, state, params=None, **extra_args):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Inexact
 
 
-# A norm that differs by less, or by less than the last bit of the weight or the update,
-# is the one that was kept.
+# A norm that differs from the kept one by no more than this share, or than the last bit of the
+# weight or the update, counts as the kept one.
 _LEAST_TOLERANCE = 1e-5
 
 
@@ -119,19 +119,20 @@ def hyperball(
                     f"{name} has a matrix of zeros; start it from random numbers."
                 )
             radii.append(radius)
-        # The state of the rate is a count and the last rate of a schedule: it needs no weights, and
+        # For a schedule the state of the rate is a count and the last rate. It needs no weights, so
         # any array will do. `as_state` puts the radii into a tree like the parameters.
         return HyperballState(rate.init(jnp.zeros(())), pieces.as_state(radii))
 
     @errors_of("hyperball")
     def update(updates, state, params=None):
         require_params(params)
-        # eta is the learning rate: the update 1 becomes -eta, and a schedule counts the step.
+        # `rate`, which is `scale_by_learning_rate`, makes -eta of the update 1, where eta is the
+        # learning rate. Its state counts the steps of a schedule.
         minus_eta: Any
         minus_eta, rate_state = rate.update(jnp.ones(()), state.learning_rate)
         pieces = matrix_pieces(dimension_numbers, updates)
         # The radius of a sphere is the root mean square of its matrix: one number for each, in the
-        # shape of the piece with size 1 along rows and columns.
+        # shape of the piece with size 1 along rows and columns. `of_state` raises for other shapes.
         shapes = [piece.view.summed_shape(_matrix_axes(piece.view)) for piece in pieces]
         radii = pieces.of_state(state.rms, shapes)
         steps = []
@@ -208,14 +209,14 @@ def _step(
     # The update may be of any size, as where no `orthogonalize` comes before.
     update_rms = _rms(u, view)
 
-    # R is the kept norm, here 1, or |W| where something outside, such as a clip,
-    # changed it by more than rounding does.
+    # R is the kept norm, here 1, or |W| where something outside, such as a clip, changed it by more
+    # than rounding does: 1e-5, or the last bit of the update or of the weight, if that is more.
     rounding = _LEAST_TOLERANCE
     for dtype in (update.dtype, weight.dtype):
         rounding = max(rounding, float(jnp.finfo(dtype).eps))
     radius = jnp.where(jnp.abs(weight_rms - 1) <= rounding, 1, weight_rms)
 
-    # V = W + c U with c = -eta R / |U|
+    # V = W + c U with c = -eta R / |U|; c does not count where U is zero (`is_still`).
     c = minus_eta.astype(w.dtype) * radius / or_one(update_rms)
     # |V|^2 = |W|^2 + 2 c <W, U> + c^2 |U|^2 from sums that are there: no second reduction.
     inner_product = _mean((w * u.conj()).real, view)

@@ -54,7 +54,7 @@ def match_rms(
     def factor(view: MatrixView) -> float:
         """What an orthogonalized matrix with this view is multiplied by."""
         if rms is None:
-            # A layer that narrows keeps the norm 1.
+            # With fewer outputs than inputs the update stays, with a spectral norm of 1.
             return math.sqrt(max(1.0, view.fan_out / view.fan_in))
         # An orthogonal m x n matrix has the RMS 1 / sqrt(max(m, n)).
         return rms * math.sqrt(max(view.fan_in, view.fan_out))

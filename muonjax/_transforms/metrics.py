@@ -106,15 +106,16 @@ def _counts_and_rates(state: Any) -> dict[str, Any]:
         is_integer = not jnp.issubdtype(dtype_of(number), jnp.inexact)
         if name == "learning_rate" and holder.endswith("hyperparams"):
             # `optax.partition` keeps the states of its parts in `inner_states`, by the names of the
-            # parts. The innermost one around the rate says whose it is.
+            # parts: "muon" and "adam" in muonjax's optimizers. The innermost one around the rate
+            # says whose it is.
             _, _, part = holder.rpartition("inner_states/")
             rate = "adam_learning_rate" if part.startswith("adam/") else name
             values[rate] = number
         elif name == "count" and is_integer:
             values[name] = jnp.maximum(number, values.get(name, 0))
         elif name in _GUARDS and is_integer:
-            # Numbers of `optax.apply_if_finite` and `optax.MultiSteps`: "total_notfinite" is called
-            # "num_not_finite" in a log.
+            # `optax.apply_if_finite` keeps "total_notfinite", and `optax.MultiSteps` "should_skip".
+            # `_GUARDS` has their names in a log, "num_not_finite" and "is_skipped".
             values[_GUARDS[name]] = number
     return values
 

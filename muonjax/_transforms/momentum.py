@@ -155,8 +155,9 @@ def trace(
     @errors_of("trace")
     def update(updates, state, params=None):
         del params
-        # Only int8 next to a float type is refused: `step` casts a momentum of any float type. The
-        # field `scale` tells an int8 state, as a restored one may be of another class.
+        # Refused is an int8 state where `accumulator_dtype` is a float type, and the reverse; from
+        # one float type to another `step` casts. The field `scale` tells an int8 state, as a
+        # restored one may be of another class.
         if hasattr(state, "scale") != is_int8:
             wanted = "jnp.int8" if is_int8 else "jnp.float32"
             raise ValueError(
@@ -167,9 +168,10 @@ def trace(
             # Refuses complex leaves, and leaves with a block of one scale that two shards would
             # share.
             _check_blocks(updates, distribution)
-        # One leaf after the other: a state in host memory is copied to the device for its step, and
-        # the new one back. The results are trees: the updates, and one for each field of the state,
-        # which is the momentum, or in int8 the integers and the scales.
+        # One leaf after the other: of a state in host memory a leaf is copied to the device for its
+        # step, with the next one's copy on its way, and the new one back. The results are trees:
+        # the updates, and one for each field of the state, which is the momentum, or in int8 the
+        # integers and the scales.
         updates, *fields = leaf_by_leaf(step, updates, *state)
         state = Int8TraceState(*fields) if is_int8 else optax.TraceState(*fields)
         return updates, state
@@ -193,12 +195,13 @@ def momentum_dtype(name: str, given: Any) -> Any:
 
 
 def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
-    """Raise for complex leaves, and for blocks that would cross a shard,
-    as far as the shards are known.
+    """Raise for leaves that can't have int8 momentum: complex ones, and those with a block of one
+    scale that would lie in two shards, as far as the shards are known.
 
     An axis of 768 has blocks of 128: two shards have three each,
     and four shards of 192 entries would cut the second.
     """
+    # Integers have no imaginary part.
     _check_real(tree)
     shards_of_leaves = shards_of_last_axis(tree, distribution)
     leaves = jax.tree.leaves_with_path(tree)
@@ -206,8 +209,8 @@ def _check_blocks(tree: Any, distribution: Distribution | None) -> None:
         # A number is a block of its own.
         length = leaf.shape[-1] if leaf.shape else 1
         block = block_size(length)
-        # Without a remainder: `shards_of_last_axis` counts an axis that the mesh does not divide
-        # as one shard.
+        # The entries of a shard. `shards_of_last_axis` counts an axis that the mesh does not divide
+        # as one shard, so there is no remainder.
         entries = length // shards
         # A block across two shards would take a collective to find its largest entry.
         if entries % block != 0:
@@ -245,8 +248,9 @@ def quantize(
     # [..., blocks, entries of a block]: a block's size divides the axis,
     # so that nothing is filled up.
     blocks = _in_blocks(x.astype(at_least_float32(x.dtype)))
-    # The bits of x without the sign, read as an integer, are in the order of |x|, with NaN above
-    # inf; a maximum of floats may ignore NaN.
+    # |x| of the largest entry, in float32, the dtype of a scale. The bits of x without the sign,
+    # read as an integer, are in the order of |x|, with NaN above inf; a maximum of floats may
+    # ignore NaN.
     bits = blocks.astype(jnp.float32).view(jnp.int32) & 0x7FFFFFFF
     largest = jnp.max(bits, axis=-1).view(jnp.float32)
     # Zeros are divided too: the largest entry counts as `_SMALLEST_ENTRY` at least, of which a
@@ -302,15 +306,16 @@ def cast_momentum(state: Any, dtype: jax.typing.DTypeLike) -> Any:
             )
 
         def cast(node: Any) -> Any:
-            """The state of `trace` with its momentum in the other dtype;
+            """The state of `trace` or `optax.trace` with its momentum in `dtype`;
             any other node as it is."""
             if not _is_momentum(node):
                 return node
-            # A tree of floats, whatever the state was
+            # A tree of floats; an `Int8TraceState` is (integers, scales).
             is_int8 = isinstance(node, Int8TraceState)
             momentum = jax.tree.map(dequantize, *node) if is_int8 else node.trace
             if dtype != jnp.int8:
                 return optax.TraceState(optax.tree.cast(momentum, dtype))
+            # Integers have no imaginary part.
             _check_real(momentum)
             # A tree of integers and one of scales: a map of both at once would be a tree of pairs.
             values = jax.tree.map(lambda m: quantize(m)[0], momentum)

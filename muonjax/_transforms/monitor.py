@@ -163,13 +163,15 @@ def _check_same_matrices(state: Any, params: Any, pieces: Pieces) -> None:
     paths = list(leaves)
     matrices = {paths[piece.leaf] for piece in pieces}
     # The state of `optax.partition` has `inner_states`, the states of its parts by their labels;
-    # muonjax calls the part for matrices "muon". All other nodes that this loop meets are arrays.
+    # muonjax calls the part for matrices "muon". All other nodes that this loop meets are arrays,
+    # for which `state_of_muon` is None.
     for node in jax.tree.leaves(
         state, is_leaf=lambda node: hasattr(node, "inner_states")
     ):
         state_of_muon = getattr(node, "inner_states", {}).get("muon")
-        # The momentum at .inner_state[0].trace["dense"]["kernel"] is that of the parameter
-        # ["dense"]["kernel"]. A count is like no parameter: None.
+        # The paths of the parameters of which Muon keeps a momentum: an array of its state at
+        # .inner_state[0].trace["dense"]["kernel"] is like the parameter ["dense"]["kernel"]. For a
+        # count, which is like no parameter, there is None.
         arrays = jax.tree.leaves_with_path(state_of_muon)
         kept = {parameter_like(path, x.shape, leaves) for path, x in arrays} - {None}
         # Nothing is kept of an array, of a partition with other labels,
@@ -186,8 +188,8 @@ def _statistics(
 ) -> dict[str, jax.Array]:
     """The statistics of one step:
     {"muon/orthogonality": float32 [], "muon/update_rms": float32 [], ...}."""
-    # For each piece one number a matrix, a squared distance: the statistic is the root of their
-    # mean.
+    # For each piece an array [batch], the squared distance of each matrix from a multiple of an
+    # orthogonal one: the statistic is the root of their mean over all.
     deviations = list(map(_deviation, pieces.of(updates), pieces))
     mean = jnp.mean(jnp.concatenate(deviations)) if deviations else jnp.float32(0)
     statistics = {"muon/orthogonality": jnp.sqrt(mean)}
@@ -224,6 +226,7 @@ def _of_group(
         num_non_finite += is_non_finite.astype(jnp.float32)
     # A weight of zero that does not move has the ratio 0, and one that moves infinity.
     are_zero = (update_norm == 0) & (weight_norm == 0)
+    # A norm is this times the root mean square. Without leaves all is 0.
     root = max(1, size) ** 0.5
     return {
         f"{group}/update_rms": update_norm / root,
@@ -245,11 +248,7 @@ def _deviation(update: jax.Array, piece: Piece) -> Float32[Array, " batch"]:
     1 - 1/m for rank 1."""
 
     def of_matrices(update: jax.Array) -> jax.Array:
-        """The deviation of each matrix, float32 [batch]: 0 if a multiple of it is orthogonal.
-
-        JAX would refuse to reshape an update whose axes have explicit types: on such an update
-        `_deviation` calls this inside of `auto_axes`, where the axes have none.
-        """
+        """The deviation of each matrix, float32 [batch]: 0 if a multiple of it is orthogonal."""
         # [batch, m, n], of tall matrices the transposes: m <= n, and the Gram matrix is the smaller
         # one.
         u = piece.view.wide.to_matrices(update)

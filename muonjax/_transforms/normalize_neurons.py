@@ -134,8 +134,8 @@ def _normalize(
     decay: Any,
     eps: Any,
 ) -> tuple[Inexact[Array, "*leaf"], Float32[Array, "*neurons"]]:
-    """The step of `normalize_neurons` for one piece, a leaf or one part of a fused leaf: its
-    update, and the second moment of its neurons.
+    """The step of `normalize_neurons` for one piece, a leaf or one part of a fused leaf: its new
+    update, in the dtype of the old one, and the new second moment of its neurons, float32.
 
     For a leaf [d, heads, size] with rows d the moment is [1, heads, size].
     """

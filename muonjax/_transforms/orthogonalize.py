@@ -68,6 +68,7 @@ def orthogonalize(
     @errors_of("orthogonalize")
     def update(updates, params):
         del params
+        # `map_matrices` calls it with the policy of the updates' platform.
         polar = functools.partial(polar_function, settings)
         return map_matrices(polar, updates, dimension_numbers, distribution)
 
@@ -84,7 +85,7 @@ def map_matrices(
     and on a mesh each matrix has one owner.
 
     Args:
-      function: From the policy to f, a function of stacks of matrices. It has f(x.mT) = f(x).mT,
+      function: From the policy to f, a `Function` of stacks of matrices. It has f(x.mT) = f(x).mT,
         because a tall matrix is transposed before f and after it, to be in a stack with wide ones.
       tree: The leaves; those without dimension numbers stay.
       dimension_numbers: As in `orthogonalize`.
@@ -99,7 +100,7 @@ def map_matrices(
     inputs = pieces.of(tree)
     views = [piece.view for piece in pieces]
     # The platform of the matrices decides how they are stacked, and in which dtype they are
-    # multiplied. A mesh says it also of traced arrays, which have no device yet.
+    # multiplied. A mesh tells the platform of traced arrays too, which have no device yet.
     mesh = None if distribution is None else distribution.mesh
     policy = policy_of(*inputs, mesh=mesh)
     f = function(policy)
