@@ -38,8 +38,10 @@ class LoHa(nn.Module):
 
     @nn.compact
     def __call__(self, lhs, rhs, *args, **settings):
-        """As `lax.dot_general` or `lax.conv_general_dilated`, with rhs + ΔW."""
-        # The layer that made the adapter is its parent. The first axes of a kernel are its inputs.
+        """What the layer calls in place of `lax.dot_general` or `lax.conv_general_dilated`:
+        the same with rhs + ΔW, where rhs is its kernel."""
+        # The layer that made the adapter, its parent, tells which of the two functions is meant.
+        # The shapes of the factors follow from how many of the kernel's first axes are its inputs.
         layer = self.parent
         if isinstance(layer, nn.Conv):
             if layer.mask is not None:
@@ -47,11 +49,12 @@ class LoHa(nn.Module):
                     "loha in a convolution with a mask: ΔW is not masked; remove the mask."
                 )
             function = lax.conv_general_dilated
+            # [*window, in, out]
             input_axes = rhs.ndim - 1
         else:
             function = lax.dot_general
-            # Linen's layers give the dimension numbers by position: of the inputs and the kernel,
-            # the axes that are summed over, and those that count matrices.
+            # The dimension numbers, which Linen's layers give as the third argument: the axes that
+            # are summed over, of lhs and of rhs, and those that count matrices.
             (_, summed), (_, batch) = args[0]
             input_axes = len(summed)
             if batch or tuple(summed) != tuple(range(input_axes)):
@@ -63,9 +66,11 @@ class LoHa(nn.Module):
             shapes = shared.factor_shapes(rhs.shape, input_axes, self.rank)
         factors = []
         for name, shape in shapes.items():
+            # Linen calls it with a random key, the shape and the dtype, where the layer is
+            # initialized.
             initializer = functools.partial(shared.initial, name)
             factors.append(self.param(name, initializer, shape, self.param_dtype))
-        # A parameter, so that a checkpoint of the adapter is complete.
+        # A parameter, so that a checkpoint of the adapter is complete; but it does not train.
         scale = self.param(shared.SCALE, lambda _: jnp.float32(self.scale))
         scale = lax.stop_gradient(scale)
         return shared.multiply(function, lhs, rhs, factors, scale, *args, **settings)
@@ -92,7 +97,7 @@ def loha(
 
     Raises:
       ValueError: If a setting is out of range; when the layer is initialized, if the rank does not
-        fit its kernel, or for a convolution with a mask.
+        fit its kernel, for a kernel with a batch of matrices, or for a convolution with a mask.
 
     Example:
       >>> import jax
@@ -105,6 +110,7 @@ def loha(
     """
     with errors_of("loha"):
         scale = shared.scale_of(rank, alpha)
+    # `_HOLDER` is "loha", the adapter's name below its layer.
     return functools.partial(LoHa, rank, scale, param_dtype=param_dtype, name=_HOLDER)
 
 
@@ -131,7 +137,7 @@ def merge(params: Any) -> Any:
       ['bias', 'kernel']
     """
     flat: dict[tuple[str, ...], Any] = flatten_dict(nn.unbox(params))
-    # ("dense", "loha", "hada_w1_a") says that the layer "dense" has an adapter.
+    # Keys are paths: ("dense", "loha", "hada_w1_a") says that the layer "dense" has an adapter.
     first_factor = (_HOLDER, "hada_w1_a")
     layers = sorted(path[:-2] for path in flat if path[-2:] == first_factor)
     if not layers:
@@ -143,7 +149,7 @@ def merge(params: Any) -> Any:
             raise ValueError(
                 f"merge: no {shared.SCALE} at {'/'.join(layer)}; give frozen parameters too."
             )
-        # The adapter's parameters go, and only the kernel stays.
+        # `pop` takes the adapter's parameters out of the tree; the new kernel replaces the old one.
         factors = [flat.pop((*layer, _HOLDER, name)) for name in shared.FACTORS]
         path = (*layer, "kernel")
         with errors_of(f"merge: the adapter at {'/'.join(layer)!r}"):
@@ -191,6 +197,7 @@ class TrainState(train_state.TrainState):
         tx = optax.with_extra_args_support(self.tx)
         update = functools.partial(tx.update, max_logits=max_logits)
         bound = self.replace(tx=optax.GradientTransformation(tx.init, update))
-        # Flax's method, on `bound` in place of `self`
+        # Flax's method, on `bound` in place of `self`. The result has the optimizer of `bound`:
+        # it gets back its own.
         updated = train_state.TrainState.apply_gradients(bound, grads=grads, **kwargs)
         return updated.replace(tx=self.tx)

@@ -138,7 +138,8 @@ def adapted_kernel(
     The arguments may be stacks of layers along leading axes;
     then the scale has one number for each layer.
     """
-    # [m, r], [r, n], [m, r], [r, n] for a kernel of m n entries: for (3, 3, 6, 4), m = 54 and n = 4
+    # [m, r], [r, n], [m, r], [r, n], with m the inputs and n the outputs of the kernel: 54 and 4 of
+    # a convolution (3, 3, 6, 4), d and heads · size of an attention's query (d, heads, size)
     w1a, w1b, w2a, w2b = factors
     # A layer in half precision may hold its factors in float32.
     dtype = at_least_float32(kernel, *factors)
@@ -190,20 +191,20 @@ def scale_of(rank: int, alpha: float | None) -> float:
 def factor_shapes(
     kernel: Sequence[int], inputs: int, rank: int
 ) -> dict[str, tuple[int, int]]:
-    """The shapes of a kernel's factors by name; the first `inputs` axes of the kernel are summed
-    over.
+    """The shapes of a kernel's four factors, by name, for a kernel whose first `inputs` axes are
+    summed over.
 
-    A convolution (3, 3, 6, 4) has three such axes, and for rank 2 factors [54, 2] and [2, 4],
-    two of each.
+    A convolution (3, 3, 6, 4) has three such axes, so it is a matrix 54 × 4. For rank 2 its factors
+    w1a and w2a are [54, 2], and w1b and w2b [2, 4].
     """
-    # The kernel is a matrix m × n for the factors.
     m = math.prod(kernel[:inputs])
     n = math.prod(kernel[inputs:])
-    # A larger rank would cost more and say no more.
+    # At this rank w1a · w1b can be any matrix m × n: a larger one would only cost more.
     if rank > min(m, n):
         raise ValueError(
             f"rank={rank} is not possible for a matrix {m} × {n}; choose 1 to {min(m, n)}."
         )
+    # FACTORS has w1a, w1b, w2a and w2b in this order.
     pair = ((m, rank), (rank, n))
     return dict(zip(FACTORS, pair * 2, strict=True))
 
@@ -231,8 +232,8 @@ def adapter_mask(params: Any) -> Any:
       >>> labels = jax.tree.map(lambda trains: "train" if trains else "freeze", mask)
       >>> tx = optax.partition({"train": optax.adam(1e-3), "freeze": optax.set_to_zero()}, labels)
     """
-    # The scale of ΔW, `hada_scale`, is no factor and does not train. One array has no name; one
-    # `nnx.Param` has a path, but no name in it.
+    # A leaf trains if its last name is a factor's; `hada_scale`, the scale of ΔW, is no factor. A
+    # tree that is one array or one `nnx.Param` has no name: then `[-1:]` is empty, and it is False.
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not FACTORS.keys().isdisjoint(names(path)[-1:]), params
+        lambda path, _: bool(FACTORS.keys() & names(path)[-1:]), params
     )

@@ -100,7 +100,8 @@ def add_loha(
       The paths of the adapted layers.
 
     Raises:
-      ValueError: If no layer matches, a layer has an adapter already, or the rank does not fit. The
+      ValueError: If no layer matches, or one that matches can't have an adapter: it has one
+        already, a mask, a `dot_general_cls` or a batch of matrices, or the rank does not fit. The
         model is then unchanged.
 
     Example:
@@ -120,16 +121,16 @@ def add_loha(
         raise ValueError(
             f"add_loha(path_rule={path_rule!r}) matches none of the layers {available}."
         )
-    # All adapters are made before the first layer changes,
-    # for an error must leave the model unchanged.
+    # All adapters are made before the first layer changes: making one raises for a layer that can't
+    # have it, and an error must leave the model unchanged.
     adapters = {}
     for path in paths:
         with errors_of(f"add_loha: {path!r}"):
             adapters[path] = LoHa(layers[path], rank, scale, rngs)
     for path, adapter in adapters.items():
         layer = layers[path]
-        # `nnx.data` says that the attribute holds variables,
-        # since Flax declares it as a plain function.
+        # The adapter replaces `dot_general` or `conv_general_dilated`, which Flax declares as a
+        # plain function: `nnx.data` says that the attribute holds variables.
         setattr(layer, _product_attribute(layer), nnx.data(adapter))
     return paths
 
@@ -242,6 +243,7 @@ def as_function_of_parameters(
     def of_parameters(params, state, *args, **kwargs):
         """`fun` of a copy of the model, so that a loss that updates running means leaves the
         caller's model alone."""
+        # Without `copy` the new model would share its variables with the caller's.
         return fun(nnx.merge(structure, params, state, copy=True), *args, **kwargs)
 
     return of_parameters, params, (state, *args)
@@ -271,14 +273,14 @@ def value_and_grad_of_model(
         """What `nnx.value_and_grad` differentiates: (model, *args, kwargs) -> (loss, max_logits),
         or (loss, (aux, max_logits)) where `fun` has aux. `kwargs` is one argument, a dict."""
         # The largest logits are found in a program of the model's parameters, whose paths name the
-        # attentions. `params` has them at {0: ...}, the model's place among the arguments. `others`
-        # has all else: running means, random numbers, the arrays of a batch. Arguments may share
-        # variables, so they are split together, and not one by one.
-        structure, params, others = nnx.split(given, _is_parameter_of_the_first, ...)
+        # attentions. `params` has every `nnx.Param` of the model, at {0: ...}, as the model is
+        # argument 0. `others` has all else: running means, random numbers, the arrays of a batch.
+        # Arguments may share variables, so they are split together, and not one by one.
+        structure, params, others = nnx.split(given, _is_parameter_of_model, ...)
 
         def of_parameters(params_of_model, others):
-            """(loss, (aux, variables)): `fun` as a function of arrays,
-            with the variables as it leaves them."""
+            """(loss, (aux, variables)): `fun` as a function of arrays, with all variables of its
+            arguments as it leaves them."""
             # `nnx.merge` needs them where `nnx.split` found them: at argument 0.
             of_arguments = nnx.State({0: params_of_model})
             # `copy=True` makes new variables. `fun` may change its variables, and NNX refuses that
@@ -307,6 +309,6 @@ def value_and_grad_of_model(
     return lambda *args, **kwargs: differentiated(*args, kwargs)
 
 
-def _is_parameter_of_the_first(path: tuple[Any, ...], value: Any) -> bool:
-    """Whether it is a parameter of the first argument, which is the model."""
+def _is_parameter_of_model(path: tuple[Any, ...], value: Any) -> bool:
+    """Whether a variable of the arguments is a parameter of the first one, which is the model."""
     return path[0] == 0 and isinstance(value, nnx.Param)
